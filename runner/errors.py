@@ -1,0 +1,67 @@
+"""What callers catch, and the exit code that each becomes.
+
+A scheduler branches on the exit code alone, so the five codes are the public meaning of every failure:
+0 done, 1 failed, 2 invalid, 75 preempted, 76 retryable.
+"""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_INVALID = 2
+EXIT_PREEMPTED = 75
+EXIT_RETRYABLE = 76
+
+
+class RunnerError(Exception):
+    """Base of every error that the runner raises on purpose. Its message is one line for a person."""
+
+    exit_code = EXIT_FAILED
+
+
+class FailedError(RunnerError):
+    """A bug, or training that diverged: stop and page a person."""
+
+
+class DivergedError(FailedError, ArithmeticError):
+    """The loss or the gradient is no longer finite."""
+
+
+class FencedError(FailedError):
+    """A newer attempt owns the directory: this one may not write any more."""
+
+
+class InvalidError(RunnerError, ValueError):
+    """The user must act: bad command line, bad spec, refused resume."""
+
+    exit_code = EXIT_INVALID
+
+
+class SpecError(InvalidError):
+    """The spec is wrong. The message is one `file:line: key: what is wrong` line per problem."""
+
+
+class DataError(InvalidError):
+    """The data cannot serve this spec: empty, too short, or with ids beyond the vocabulary."""
+
+
+class ResumeError(InvalidError):
+    """The directory holds something that this spec must not continue."""
+
+
+class PreemptedError(RunnerError):
+    """The job was asked to stop; its state is saved and committed."""
+
+    exit_code = EXIT_PREEMPTED
+
+
+class RetryableError(RunnerError):
+    """Infrastructure failed: run the same command again."""
+
+    exit_code = EXIT_RETRYABLE
+
+
+class PeerLostError(RetryableError, ConnectionError):
+    """Another process of the job died or stopped answering."""
+
+
+class StorageError(RetryableError, OSError):
+    """The directory could not be read or written."""
