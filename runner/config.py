@@ -1,0 +1,158 @@
+"""The `config` of BaseTrainer jobs: model, data, optimizer, schedule, train, eval and precision.
+
+Owns their keys, defaults and the arithmetic between them. Knows no device: how the global batch is split belongs to the
+topology. An experiment subclasses `ModelConfig` and writes `Config = TrainerConfig[GPTConfig]`.
+"""
+
+from typing import Generic, Literal, TypeVar
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from runner.spec import Auto, Frozen, JobConfig
+
+
+class ModelConfig(Frozen):
+    """Base of an experiment's own architecture keys."""
+
+
+ModelConfigType = TypeVar("ModelConfigType", bound=ModelConfig)
+
+
+class DataConfig(Frozen):
+    """The tokens to train on."""
+
+    source: str = Field(
+        default="python-stdlib",
+        min_length=1,
+        description="A name, or a path, glob or URL of text, .bin or .npy token files.",
+    )
+    tokenizer: Literal["bytes", "characters"] = Field(default="bytes", description="How text becomes tokens.")
+    sequence_length: PositiveInt = Field(description="Tokens in one example.")
+    validation_fraction: float = Field(
+        default=0.05, ge=0, lt=1, description="Share of the tokens kept out of training."
+    )
+
+
+class OptimizerConfig(Frozen):
+    """The optimizer, by library name."""
+
+    name: Literal["adamw", "sgd", "lion", "adafactor"] = Field(default="adamw", description="Library name.")
+    learning_rate: PositiveFloat = Field(description="Peak learning rate.")
+    b1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment (adamw, lion).")
+    b2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment (adamw, lion).")
+    eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment (adamw).")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum (sgd).")
+    weight_decay: NonNegativeFloat = Field(default=0.1, description="Decoupled decay, of matrices only.")
+    clip_norm: PositiveFloat | None = Field(
+        default=1.0, description="Global gradient norm to clip to; null does not clip."
+    )
+
+
+class ScheduleConfig(Frozen):
+    """The learning rate over the steps of the run."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine", description="Shape after the warm-up."
+    )
+    warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up from 0.")
+    final_learning_rate: NonNegativeFloat = Field(
+        default=0.0, description="Learning rate at the end (not for constant)."
+    )
+    decay_steps: PositiveInt | None = Field(default=None, description="Length of the decay at the end (wsd only).")
+
+    @model_validator(mode="after")
+    def _decay_belongs_to_wsd(self) -> "ScheduleConfig":
+        if self.name == "wsd" and self.decay_steps is None:
+            raise ValueError("missing key decay_steps, which wsd needs")
+        if self.name != "wsd" and self.decay_steps is not None:
+            raise ValueError(f"decay_steps={self.decay_steps} is for wsd only, and the schedule is {self.name}")
+        return self
+
+
+class TrainConfig(Frozen):
+    """How much to train, and in what portions."""
+
+    total_steps: PositiveInt | None = Field(
+        default=None, description="Optimizer steps of the run; or give total_tokens."
+    )
+    total_tokens: PositiveInt | None = Field(default=None, description="Tokens of the run, rounded up to whole steps.")
+    global_batch_examples: PositiveInt = Field(description="Examples in one optimizer step, over all devices.")
+    micro_batch_examples: PositiveInt | Auto = Field(
+        default="auto", description="Examples that a device holds at once; auto is what fits its memory."
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one_total(self) -> "TrainConfig":
+        if self.total_steps is None and self.total_tokens is None:
+            raise ValueError("missing key total_steps (or total_tokens)")
+        if self.total_steps is not None and self.total_tokens is not None:
+            raise ValueError(
+                f"got both total_steps={self.total_steps} and total_tokens={self.total_tokens}; keep one of them"
+            )
+        return self
+
+
+class EvalConfig(Frozen):
+    """Validation during the run; it never changes the weights."""
+
+    every_steps: PositiveInt | None = Field(
+        default=None, description="Steps between evaluations; null is at the end only."
+    )
+    batches: PositiveInt = Field(default=20, description="Batches in one evaluation.")
+
+
+class PrecisionConfig(Frozen):
+    """Floating-point types."""
+
+    params: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of the stored parameters.")
+    compute: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of activations and matmuls.")
+
+
+class TrainerConfig(JobConfig, Generic[ModelConfigType]):
+    """All that a BaseTrainer job is told under `config`."""
+
+    model: ModelConfigType = Field(description="The experiment's architecture.")
+    data: DataConfig = Field(description="The tokens to train on.")
+    optimizer: OptimizerConfig = Field(description="The optimizer.")
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="The learning rate over the run.")
+    train: TrainConfig = Field(description="How much to train, and in what portions.")
+    eval: EvalConfig = Field(default=EvalConfig(), description="Validation during the run.")
+    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Floating-point types.")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch_examples * self.data.sequence_length
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; a token budget is rounded up to whole steps."""
+        if self.train.total_steps is not None:
+            return self.train.total_steps
+        assert self.train.total_tokens is not None, "TrainConfig holds exactly one total"
+        return -(-self.train.total_tokens // self.tokens_per_step)
+
+    @property
+    def free_keys(self) -> frozenset[str]:
+        """Evaluation and the micro-batch split; and the total too where the learning rate does not depend on it."""
+        free = {"eval", "train.micro_batch_examples"}
+        if self.schedule.name == "constant":
+            free |= {"train.total_steps", "train.total_tokens"}
+        return frozenset(free)
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> "TrainerConfig[ModelConfigType]":
+        schedule, total = self.schedule, self.total_steps
+        tokens, peak = self.train.total_tokens, self.optimizer.learning_rate
+        if tokens is not None and tokens < self.tokens_per_step:
+            batch, length = self.train.global_batch_examples, self.data.sequence_length
+            step = f"{batch} examples x {length} tokens = {self.tokens_per_step}"
+            raise ValueError(f"train.total_tokens={tokens} is less than one step of {step}")
+        if schedule.warmup_steps >= total:
+            raise ValueError(f"schedule.warmup_steps={schedule.warmup_steps} is not below the total of {total} steps")
+        if schedule.name != "constant" and schedule.final_learning_rate > peak:
+            final = schedule.final_learning_rate
+            raise ValueError(f"schedule.final_learning_rate={final} is above optimizer.learning_rate={peak}")
+        if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > total:
+            parts = f"warmup_steps={schedule.warmup_steps} + schedule.decay_steps={schedule.decay_steps}"
+            raise ValueError(f"schedule.{parts} do not fit into the total of {total} steps")
+        return self

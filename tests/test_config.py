@@ -1,0 +1,194 @@
+"""The config of trainer jobs: the contract's keys, and the arithmetic between them."""
+
+import pytest
+
+from runner.config import ModelConfig, TrainerConfig
+from runner.errors import SpecError
+from runner.spec import json_schema, parse_document, trajectory, validate_config, validate_spec
+
+
+class GPTConfig(ModelConfig):
+    layers: int = 6
+    heads: int = 6
+    width: int = 384
+    dropout: float = 0.0
+
+
+Config = TrainerConfig[GPTConfig]
+
+CONTRACT = """\
+name: gpt_nano
+project: general
+group: default
+job: experiments.gpt:PretrainGPT
+directory: runs/gpt_nano
+seed: 0
+topology:
+  accelerator: any
+  mesh: {data: auto, fsdp: 1, tensor: 1}
+checkpoint:
+  every_steps: 50
+  every_minutes: null
+  keep_last: 3
+  keep_every_steps: null
+  init_from: null
+logging:
+  every_steps: 10
+  wandb: disabled
+config:
+  model: {layers: 6, heads: 6, width: 384, dropout: 0.0}
+  data: {source: python-stdlib, tokenizer: bytes, sequence_length: 256, validation_fraction: 0.05}
+  optimizer: {name: adamw, learning_rate: 1.0e-3, b1: 0.9, b2: 0.95, weight_decay: 0.1, clip_norm: 1.0}
+  schedule: {name: cosine, warmup_steps: 100, final_learning_rate: 1.0e-4}
+  train: {total_steps: 500, global_batch_examples: 16, micro_batch_examples: auto}
+  eval: {every_steps: 100, batches: 20}
+  precision: {params: float32, compute: float32}
+"""
+
+
+def read(*overrides: str) -> TrainerConfig[GPTConfig]:
+    return validate_config(parse_document(CONTRACT, "specs/x.yaml", overrides), Config)
+
+
+def test_the_spec_of_the_contract_is_valid_as_it_stands() -> None:
+    config = read()
+    assert validate_spec(parse_document(CONTRACT, "x")).name == "gpt_nano"
+    assert (config.model.width, config.optimizer.learning_rate, config.total_steps) == (384, 0.001, 500)
+    assert config.train.micro_batch_examples == "auto"
+
+
+def test_a_short_config_gets_the_documented_defaults() -> None:
+    short = """\
+config:
+  model: {}
+  data: {sequence_length: 8}
+  optimizer: {learning_rate: 1e-3}
+  train: {total_steps: 5, global_batch_examples: 2}
+"""
+    config = validate_config(parse_document(short, "x"), Config)
+    assert (config.data.source, config.data.tokenizer, config.data.validation_fraction) == (
+        "python-stdlib",
+        "bytes",
+        0.05,
+    )
+    assert (config.optimizer.name, config.optimizer.b2, config.optimizer.clip_norm) == ("adamw", 0.95, 1.0)
+    assert (config.schedule.name, config.schedule.warmup_steps, config.eval.batches) == ("cosine", 0, 20)
+    assert config.precision.params == config.precision.compute == "float32"
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(4096, 1), (4097, 2), (8192, 2), (2_500_000_000, 610_352)])
+def test_a_token_budget_is_rounded_up_to_whole_steps(tokens: int, steps: int) -> None:
+    config = read(
+        "config.train.total_steps=null", f"config.train.total_tokens={tokens}", "config.schedule.warmup_steps=0"
+    )
+    assert config.tokens_per_step == 16 * 256
+    assert config.total_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.total_steps=null"], "specs/x.yaml:24: config.train: missing key total_steps (or total_tokens)"),
+        (
+            ["train.total_tokens=9000"],
+            "specs/x.yaml:24: config.train: got both total_steps=500 and total_tokens=9000; keep one of them",
+        ),
+        (
+            ["train.total_steps=null", "train.total_tokens=4095"],
+            "specs/x.yaml:19: config: train.total_tokens=4095 is less than one step of 16 examples x 256 tokens = 4096",
+        ),
+        (
+            ["schedule.warmup_steps=500"],
+            "specs/x.yaml:19: config: schedule.warmup_steps=500 is not below the total of 500 steps",
+        ),
+        (
+            ["schedule.final_learning_rate=0.01"],
+            "specs/x.yaml:19: config: schedule.final_learning_rate=0.01 is above optimizer.learning_rate=0.001",
+        ),
+        (["schedule.name=wsd"], "specs/x.yaml:23: config.schedule: missing key decay_steps, which wsd needs"),
+        (
+            ["schedule.decay_steps=5"],
+            "specs/x.yaml:23: config.schedule: decay_steps=5 is for wsd only, and the schedule is cosine",
+        ),
+        (
+            ["schedule.name=wsd", "schedule.decay_steps=401"],
+            "specs/x.yaml:19: config: schedule.warmup_steps=100 + schedule.decay_steps=401 "
+            "do not fit into the total of 500 steps",
+        ),
+        (
+            ["schedule.name=cosin"],
+            "--set config.schedule.name=cosin: got 'cosin' (text), "
+            "needs one of constant, linear, cosine, wsd; did you mean cosine?",
+        ),
+        (
+            ["data.validation_fraction=1"],
+            "--set config.data.validation_fraction=1: got 1, needs a number below 1.0",
+        ),
+        (["model.layer=1"], "--set config.model.layer=1: unknown key; did you mean config.model.layers?"),
+        (
+            ["train.micro_batch_examples=-1"],
+            "--set config.train.micro_batch_examples=-1: got -1, needs a number above 0 or auto",
+        ),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_in_one_line(overrides: list[str], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read(*(f"config.{override}" for override in overrides))
+    assert str(caught.value) == message
+
+
+def test_the_largest_decay_that_fits_is_accepted() -> None:
+    assert read("config.schedule.name=wsd", "config.schedule.decay_steps=400").schedule.decay_steps == 400
+
+
+def changed(override: str, *base: str) -> set[str]:
+    """The trajectory keys that differ once `override` is applied to the contract's spec with `base`."""
+
+    def keys(*overrides: str) -> dict[str, object]:
+        document = parse_document(CONTRACT, "x", overrides)
+        return trajectory(validate_spec(document), validate_config(document, Config))
+
+    before, after = keys(*base), keys(*base, override)
+    return {key for key in before | after if before.get(key) != after.get(key)}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "config.train.micro_batch_examples=2",
+        "config.eval.every_steps=7",
+        "config.eval.batches=1",
+        "topology.mesh.fsdp=2",
+    ],
+)
+def test_how_a_run_is_split_and_watched_may_change_on_resume(override: str) -> None:
+    assert changed(override) == set()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", "1"),
+        ("config.model.layers", "7"),
+        ("config.data.sequence_length", "128"),
+        ("config.optimizer.learning_rate", "2e-3"),
+        ("config.schedule.warmup_steps", "1"),
+        ("config.train.global_batch_examples", "8"),
+        ("config.train.total_steps", "600"),
+        ("config.precision.compute", "bfloat16"),
+    ],
+)
+def test_what_moves_the_weights_may_not_change_on_resume(key: str, value: str) -> None:
+    assert changed(f"{key}={value}") == {key}
+
+
+def test_a_run_with_a_constant_learning_rate_may_be_extended() -> None:
+    assert changed("config.train.total_steps=600", "config.schedule.name=constant") == set()
+
+
+def test_the_schema_describes_every_key_of_the_config() -> None:
+    definitions = json_schema(Config)["$defs"]
+    sections = [name for name in definitions if name.endswith("Config") and name != "GPTConfig"]
+    assert {"DataConfig", "OptimizerConfig", "ScheduleConfig", "TrainConfig"} <= set(sections)
+    for section in sections:
+        assert all("description" in part or "$ref" in part for part in definitions[section]["properties"].values())
