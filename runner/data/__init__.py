@@ -1,0 +1,37 @@
+"""Tokens: from files on this host to the batch of a step. Read the modules in this order:
+
+- `source`     which files `data.source` names
+- `tokenizer`  text <-> token ids
+- `cache`      records and arrays on disk that many processes may race for and that no kill leaves half written
+- `store`      token arrays and memory-mapped token files, read as one sequence
+- `text`       text files -> cached tokens
+- `window`     the split into train and validation, and the shuffled order of the windows
+- `dataset`    `load_dataset` and the rows of an example range
+- `batch`      rows -> the sharded arrays of one step
+- `prefetch`   the same batches, made ahead on a thread
+
+**A batch is a pure function of (seed, step).** Nothing here holds a position: example r of step k is example
+`k * global_batch_examples + r` of an endless stream, any example of it is found in O(1), and so nothing of the data
+needs a checkpoint. The package must not know models, optimizers, checkpoints or how many hosts there are.
+
+Importing it imports jax and grain (half a second and more): do that when a job runs, not to check a spec.
+"""
+
+from runner.data.batch import global_batch
+from runner.data.cache import default_cache_directory
+from runner.data.dataset import Batch, Dataset, check_vocabulary, load_dataset
+from runner.data.prefetch import Prefetcher
+from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
+
+__all__ = [
+    "Batch",
+    "ByteTokenizer",
+    "CharacterTokenizer",
+    "Dataset",
+    "Prefetcher",
+    "Tokenizer",
+    "check_vocabulary",
+    "default_cache_directory",
+    "global_batch",
+    "load_dataset",
+]

@@ -1,0 +1,156 @@
+"""Token ids at rest: arrays and memory-mapped files, read as one long sequence. Knows no text and no windows."""
+
+import bisect
+import functools
+import hashlib
+import itertools
+import tokenize
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from runner.data.cache import cache_key, read_record, warn_unwritable, write_record
+from runner.data.source import Source, SourceFile, describe_file
+from runner.errors import DataError
+
+MAPPED_FILES_MAX = 128  # each mapping holds a file descriptor, and a corpus may have thousands of files
+SCAN_CHUNK_TOKENS = 1 << 22
+PROBE_BLOCKS = 1024
+PROBE_BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One `.bin` or `.npy` file, mapped while it is in use."""
+
+    file: SourceFile
+    dtype: np.dtype
+    num_tokens: int
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __getitem__(self, piece: slice) -> np.ndarray:
+        return _map_file(self.file)[piece]
+
+
+@dataclass(frozen=True)
+class IdRange:
+    """The smallest and the largest token id of a sequence, and the position where each first stands."""
+
+    smallest: int
+    smallest_position: int
+    largest: int
+    largest_position: int
+
+
+class Tokens:
+    """Parts read as if they were concatenated: a range may span parts, nothing is copied until it is read."""
+
+    def __init__(self, parts: Sequence[TokenFile | np.ndarray]) -> None:
+        self.parts = [part for part in parts if len(part)]
+        self._ends = list(itertools.accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        """Fill the 1-D array `out` with the ids from position `start` on, cast to its dtype."""
+        assert start >= 0
+        assert start + len(out) <= len(self)
+        part = bisect.bisect_right(self._ends, start)
+        offset = start - (self._ends[part - 1] if part else 0)
+        done = 0
+        while done < len(out):
+            piece = self.parts[part][offset : offset + len(out) - done]
+            out[done : done + len(piece)] = piece
+            done, part, offset = done + len(piece), part + 1, 0
+
+    def describe_position(self, position: int) -> str:
+        """Return where a position is, for a message: 'position 7 of corpus.bin'."""
+        part = bisect.bisect_right(self._ends, position)
+        holder = self.parts[part]
+        offset = position - (self._ends[part - 1] if part else 0)
+        return f"position {offset} of {holder.file.path if isinstance(holder, TokenFile) else 'the text'}"
+
+    def probe(self) -> str:
+        """Return a digest of the parts' sizes and dtypes and of 1,024 evenly spaced 4 KiB blocks of ids.
+
+        Of a small data set that is every id. Of a large one it notices an exchange of content, not each flipped byte.
+        """
+        digest = hashlib.sha256()
+        for part in self.parts:
+            digest.update(f"{part.dtype.newbyteorder('<').str} {len(part)}\n".encode())
+        block_tokens = min(PROBE_BLOCK_BYTES // max(part.dtype.itemsize for part in self.parts), len(self))
+        num_blocks = min(PROBE_BLOCKS, -(-len(self) // block_tokens))
+        block = np.empty(block_tokens, "<i8")
+        for i in range(num_blocks):
+            self.read_into(block, (len(self) - block_tokens) * i // max(num_blocks - 1, 1))
+            digest.update(block.data)
+        return digest.hexdigest()
+
+    def scan(self) -> IdRange:
+        """Read every id once, in chunks."""
+        smallest, largest = (0, -1), (0, -1)
+        start = 0
+        for part in self.parts:
+            for offset in range(0, len(part), SCAN_CHUNK_TOKENS):
+                chunk = part[offset : offset + SCAN_CHUNK_TOKENS]
+                low, high = int(chunk.argmin()), int(chunk.argmax())
+                if smallest[1] < 0 or int(chunk[low]) < smallest[0]:
+                    smallest = (int(chunk[low]), start + offset + low)
+                if largest[1] < 0 or int(chunk[high]) > largest[0]:
+                    largest = (int(chunk[high]), start + offset + high)
+            start += len(part)
+        return IdRange(*smallest, *largest)
+
+
+def open_token_files(source: Source) -> Tokens:
+    """Open `.bin` (little-endian uint16) and `.npy` (1-D integers) files. Raises DataError on any other content."""
+    return Tokens([_open_token_file(file) for file in source.files])
+
+
+def scan_cached(tokens: Tokens, cache_directory: Path) -> IdRange:
+    """Return `tokens.scan()` of token files, from the cache if these files were scanned before."""
+    key = cache_key("ids", [part.file for part in tokens.parts if isinstance(part, TokenFile)])
+    record = read_record(cache_directory, key)
+    if record is not None:
+        return IdRange(**record)
+    id_range = tokens.scan()
+    try:
+        write_record(cache_directory, key, asdict(id_range))
+    except OSError as error:
+        warn_unwritable(cache_directory, error)
+    return id_range
+
+
+def _open_token_file(file: SourceFile) -> TokenFile:
+    if file.path.suffix == ".bin":
+        dtype = np.dtype("<u2")
+        if file.size_bytes % dtype.itemsize:
+            raise DataError(f"{file.path}: {file.size_bytes} bytes are no whole number of 2-byte (uint16) token ids")
+        return TokenFile(file, dtype, file.size_bytes // dtype.itemsize)
+    array = _map_file(file)
+    if not isinstance(array, np.ndarray):  # numpy opens a zip archive of arrays under any name
+        raise DataError(f"{file.path}: needs a 1-D array of integers, holds an archive of arrays")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(f"{file.path}: needs a 1-D array of integers, holds {array.dtype} of shape {array.shape}")
+    return TokenFile(file, array.dtype, len(array))
+
+
+@functools.lru_cache(maxsize=MAPPED_FILES_MAX)
+def _map_file(file: SourceFile) -> np.ndarray:
+    """Map the file; keyed by its size and time too, so that a replaced file is never read through an old mapping."""
+    if describe_file(file.path) != file:
+        raise DataError(f"{file.path}: changed since the job started; a running job needs its token files unchanged")
+    try:
+        if file.path.suffix == ".bin":
+            return np.memmap(file.path, "<u2", mode="r")
+        return np.load(file.path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise DataError(f"data.source: cannot read {file.path}: {error.strerror or error}") from error
+    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # what numpy's header parser lets out
+        reason = (str(error).splitlines() or [""])[0]
+        raise DataError(f"{file.path}: is no whole .npy file of numbers ({reason})") from error

@@ -1,0 +1,102 @@
+"""Text files to tokens, once: later starts map the cached array. Knows no windows and no splits.
+
+The record of a text points to `<digest>.npy` and holds what rebuilding needs no more: the digest, which also is the
+content's part of the data set's fingerprint, and the characters of a character tokenizer.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from runner.data.cache import cache_key, publish, read_record, warn_unwritable, write_record
+from runner.data.source import Source, read_source_file
+from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
+
+# An array up to this size is hashed whole each time it is opened (0.1 s); of a larger one the size alone is checked.
+VERIFIED_BYTES_MAX = 1 << 27
+
+
+@dataclass(frozen=True)
+class TokenisedText:
+    """`ids`: 1-D, of the tokenizer's dtype. `sha256`: of the ids' bytes, little-endian."""
+
+    ids: np.ndarray
+    tokenizer: Tokenizer
+    sha256: str
+
+
+def load_text(source: Source, tokenizer_name: Literal["bytes", "characters"], cache_directory: Path) -> TokenisedText:
+    """Return the tokens of all files in order, from the cache if these files were tokenised before."""
+    key = cache_key(tokenizer_name, source.files)
+    record = read_record(cache_directory, key)
+    text = _open_cached(cache_directory, record) if record is not None else None
+    if text is not None:
+        return text
+    text = tokenise(source, tokenizer_name)
+    try:
+        _write_cached(cache_directory, key, text)
+    except OSError as error:
+        warn_unwritable(cache_directory, error)
+    return text
+
+
+def tokenise(source: Source, tokenizer_name: Literal["bytes", "characters"]) -> TokenisedText:
+    """Tokenise file by file into one array: memory holds the tokens and one file."""
+    tokenizer: Tokenizer
+    if tokenizer_name == "bytes":
+        tokenizer, num_tokens = ByteTokenizer(), sum(file.size_bytes for file in source.files)
+    else:
+        characters, num_tokens = collect_characters(_read_files(source))
+        tokenizer = CharacterTokenizer(characters)
+    ids = np.empty(num_tokens, tokenizer.dtype)
+    start = 0
+    for raw in _read_files(source):
+        piece = tokenizer.encode_file(raw)
+        ids[start : start + len(piece)] = piece
+        start += len(piece)
+    assert start == num_tokens
+    return TokenisedText(ids, tokenizer, hashlib.sha256(ids.data).hexdigest())
+
+
+def _read_files(source: Source) -> Iterator[bytes]:
+    return (read_source_file(file) for file in source.files)
+
+
+def _write_cached(directory: Path, key: str, text: TokenisedText) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(text.ids))
+    publish(directory / f"{text.sha256}.npy", [header.getvalue(), text.ids.data])
+    write_record(
+        directory,
+        key,
+        {
+            "sha256": text.sha256,
+            "num_tokens": len(text.ids),
+            "data_offset_bytes": len(header.getvalue()),
+            "tokenizer": text.tokenizer.name,
+            "characters": text.tokenizer.characters,
+        },
+    )
+
+
+def _open_cached(directory: Path, record: dict[str, Any]) -> TokenisedText | None:
+    """Map the array that the record points to, or return None if it is gone, cut or altered."""
+    characters = record["characters"]
+    tokenizer: Tokenizer = ByteTokenizer() if characters is None else CharacterTokenizer(characters)
+    path = directory / f"{record['sha256']}.npy"
+    num_tokens, offset_bytes = record["num_tokens"], record["data_offset_bytes"]
+    try:
+        if num_tokens == 0 or path.stat().st_size != offset_bytes + num_tokens * tokenizer.dtype.itemsize:
+            return None
+        # By the record, never by the file's own header: a damaged header is not worth parsing.
+        ids = np.memmap(path, tokenizer.dtype, mode="r", offset=offset_bytes, shape=(num_tokens,))
+    except OSError:
+        return None
+    if ids.nbytes <= VERIFIED_BYTES_MAX and hashlib.sha256(ids.data).hexdigest() != record["sha256"]:
+        return None
+    return TokenisedText(ids, tokenizer, record["sha256"])

@@ -1,0 +1,147 @@
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.data import check_vocabulary
+from runner.errors import DataError
+from tests.data.corpus import load, write_bin, write_npy
+
+
+def test_y_is_the_token_after_x_and_all_of_train_is_real(tmp_path: Path) -> None:
+    dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
+    x, y, padding_mask = dataset.rows("train", 0, 5)
+    assert x.shape == y.shape == padding_mask.shape == (5, 8)
+    assert (x.dtype, y.dtype, padding_mask.dtype) == (np.int32, np.int32, np.bool_)
+    assert (y == x + 1).all()
+    assert (x[:, 0] % 8 == 0).all()
+    assert padding_mask.all()
+
+
+def test_an_epoch_trains_each_target_of_the_split_exactly_once(tmp_path: Path) -> None:
+    dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
+    assert (dataset.num_train_tokens, dataset.num_train_windows) == (800, 99)
+    for epoch in range(2):
+        y = dataset.rows("train", epoch * 99, 99).y
+        assert sorted(y.ravel()) == list(range(1, 793))
+
+
+def test_the_splits_share_no_token(tmp_path: Path) -> None:
+    dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
+    train = dataset.rows("train", 0, dataset.num_train_windows)
+    validation = dataset.rows("validation", 0, dataset.num_validation_windows)
+    assert max(train.x.max(), train.y.max()) < 800 <= min(validation.x.min(), validation.y.min())
+
+
+def test_rows_are_a_function_of_their_number_alone_however_far(tmp_path: Path) -> None:
+    dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
+    first = 10**9 * 512
+    together = dataset.rows("train", first, 6)
+    again = load(tmp_path / "a.bin", cache=tmp_path)
+    for row in range(6):
+        np.testing.assert_array_equal(again.rows("train", first + row, 1).x[0], together.x[row])
+
+
+def test_validation_is_in_order_and_beyond_its_end_all_is_padding(tmp_path: Path) -> None:
+    dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
+    assert (dataset.num_validation_tokens, dataset.num_validation_windows) == (200, 24)
+    x, y, padding_mask = dataset.rows("validation", 20, 10)
+    assert x[:4, 0].tolist() == [960, 968, 976, 984]
+    assert padding_mask[:4].all()
+    assert not padding_mask[4:].any()
+    assert not x[4:].any()
+    assert not y[4:].any()
+    assert not dataset.rows("validation", 1000, 2).padding_mask.any()
+
+
+def test_without_a_validation_fraction_there_is_no_validation(tmp_path: Path) -> None:
+    dataset = load(write_bin(tmp_path / "a.bin", range(17)), cache=tmp_path, validation_fraction=0.0)
+    assert (dataset.num_train_windows, dataset.num_validation_windows) == (2, 0)
+    assert not dataset.rows("validation", 0, 3).padding_mask.any()
+
+
+def test_the_fingerprint_depends_on_content_and_never_on_place_or_time(tmp_path: Path) -> None:
+    for name, write in (("a.txt", lambda path: path.write_text("some text " * 50)), ("a.bin", make_bin)):
+        write(tmp_path / name)
+        there = tmp_path / f"elsewhere-{name}"
+        shutil.copy(tmp_path / name, there)
+        os.utime(there, (1, 1))
+        here = load(tmp_path / name, cache=tmp_path / "one").fingerprint
+        assert load(there, cache=tmp_path / "two").fingerprint == here
+        assert load(there, cache=tmp_path / "two").fingerprint == here, "from the cache"
+        raw = bytearray(there.read_bytes())
+        raw[250] ^= 1
+        there.write_bytes(raw)
+        assert load(there, cache=tmp_path / "two").fingerprint != here
+
+
+def make_bin(path: Path) -> None:
+    write_bin(path, range(500))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"sequence_length": 7}, {"validation_fraction": 0.25}, {"tokenizer": "characters"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_fingerprint_covers_all_that_shapes_the_batches(tmp_path: Path, change: dict[str, object]) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    plain = load(tmp_path / "a.txt", cache=tmp_path / "cache")
+    assert load(tmp_path / "a.txt", cache=tmp_path / "cache", **change).fingerprint != plain.fingerprint
+    int(plain.fingerprint, 16)
+
+
+def test_the_standard_library_trains_with_no_file_of_one_s_own(tmp_path: Path) -> None:
+    dataset = load("python-stdlib", cache=tmp_path, sequence_length=256, validation_fraction=0.05)
+    assert dataset.num_train_tokens > 5_000_000
+    assert dataset.tokenizer is not None
+    text = dataset.tokenizer.decode(dataset.rows("train", 0, 64).x.ravel())
+    assert "self" in text
+
+
+def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+    for name in ("a.txt", "a.bin"):
+        (tmp_path / name).touch()
+        for tokenizer in ("bytes", "characters"):
+            with pytest.raises(DataError, match=rf"data\.source=.*{name}: is empty: 1 files hold 0 tokens"):
+                load(tmp_path / name, cache=tmp_path / "cache", tokenizer=tokenizer)
+    write_npy(tmp_path / "a.npy", [])
+    with pytest.raises(DataError, match="is empty"):
+        load(tmp_path / "a.npy", cache=tmp_path / "cache")
+
+
+def test_a_data_set_shorter_than_a_window_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.source=.*a\.bin: the training split has 4 tokens"):
+        load(write_bin(tmp_path / "a.bin", range(5)), cache=tmp_path)
+
+
+def test_text_has_the_vocabulary_of_its_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc" * 50)
+    dataset = load(tmp_path / "a.txt", cache=tmp_path / "cache")
+    assert dataset.vocabulary_size == 256
+    check_vocabulary(dataset, 256)
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer=bytes has 256 token ids, the model's vocabulary 128; use .* 256"
+    ):
+        check_vocabulary(dataset, 128)
+    assert load(tmp_path / "a.txt", cache=tmp_path / "cache", tokenizer="characters").vocabulary_size == 3
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_position(tmp_path: Path) -> None:
+    write_bin(tmp_path / "a.bin", range(50))
+    write_bin(tmp_path / "b.bin", [1, 2, 50304, *range(40)])
+    for _ in range(2):
+        dataset = load(tmp_path / "*.bin", cache=tmp_path / "cache")
+        assert dataset.vocabulary_size == 50305
+        check_vocabulary(dataset, 50305)
+        message = r"token id 50,304 at position 2 of .*b\.bin is beyond the model's vocabulary of 50,304 ids; .* 50,305"
+        with pytest.raises(DataError, match=message):
+            check_vocabulary(dataset, 50304)
+
+
+def test_a_negative_id_is_refused(tmp_path: Path) -> None:
+    dataset = load(write_npy(tmp_path / "a.npy", [*range(50), -1]), cache=tmp_path / "cache")
+    with pytest.raises(DataError, match=r"token id -1 at position 50 of .*a\.npy is negative"):
+        check_vocabulary(dataset, 100)

@@ -1,0 +1,85 @@
+import subprocess
+import sys
+import threading
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.data import Prefetcher
+from runner.errors import DataError
+from tests.data.corpus import load, write_bin
+
+
+def test_prefetched_batches_equal_direct_ones(tmp_path: Path) -> None:
+    dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
+    with Prefetcher(lambda step: dataset.rows("train", step * 4, 4), first_step=17) as batches:
+        for step, batch in enumerate(islice(batches, 50), start=17):
+            np.testing.assert_array_equal(batch.x, dataset.rows("train", step * 4, 4).x)
+
+
+def test_it_works_two_batches_ahead_and_no_further() -> None:
+    made: list[int] = []
+    two_ahead = threading.Semaphore(0)
+
+    def make_batch(step: int) -> int:
+        made.append(step)
+        two_ahead.release()
+        return step
+
+    with Prefetcher(make_batch, first_step=0) as batches:
+        for step in range(5):
+            while len(made) < step + 2:
+                assert two_ahead.acquire(timeout=10)
+            assert made == list(range(step + 2))
+            assert next(batches) == step
+
+
+def test_an_error_is_raised_in_its_turn_and_stays() -> None:
+    def make_batch(step: int) -> int:
+        if step == 2:
+            raise DataError("the third batch is bad")
+        return step
+
+    with Prefetcher(make_batch, first_step=0) as batches:
+        assert [next(batches), next(batches)] == [0, 1]
+        for _ in range(2):
+            with pytest.raises(DataError, match="the third batch is bad"):
+                next(batches)
+
+
+def test_closing_ends_the_thread_and_the_iteration() -> None:
+    def running() -> bool:
+        return any(thread.name == "prefetch" for thread in threading.enumerate())
+
+    with Prefetcher(lambda step: step, first_step=0) as batches:
+        assert next(batches) == 0
+        assert running()
+    assert not running()
+    assert list(batches) == []
+    batches.close()
+
+
+def test_closing_wakes_a_consumer_that_waits() -> None:
+    release = threading.Event()
+    with Prefetcher(lambda step: release.wait(60), first_step=0) as batches:
+        seen: list[list[bool]] = []
+        consumer = threading.Thread(target=lambda: seen.append(list(batches)))
+        consumer.start()
+        closer = threading.Thread(target=batches.close)
+        closer.start()
+        consumer.join()
+        release.set()
+        closer.join()
+    assert seen == [[]]
+
+
+def test_a_read_that_hangs_does_not_keep_a_dying_process_alive() -> None:
+    program = (
+        "import threading\n"
+        "from runner.data import Prefetcher\n"
+        "Prefetcher(lambda step: threading.Event().wait(), first_step=0)\n"
+        "raise SystemExit(7)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 7

@@ -1,0 +1,104 @@
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from runner.data.source import find_source, read_source_file
+from runner.errors import DataError
+
+
+def names(source: str) -> list[str]:
+    return [file.path.name for file in find_source(source).files]
+
+
+def test_a_glob_reads_files_below_directories_in_sorted_order(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("a/z.txt", "a/b/y.txt", "x.txt", "x.md"):
+        (tmp_path / name).write_text(name)
+    assert names(f"{tmp_path}/**/*.txt") == ["y.txt", "z.txt", "x.txt"]
+
+
+def test_a_file_whose_own_name_holds_brackets_is_found(tmp_path: Path) -> None:
+    (tmp_path / "part[1].txt").write_text("one")
+    assert names(f"{tmp_path}/part[1].txt") == ["part[1].txt"]
+
+
+def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "book.txt").write_text("text")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert names("~/book.txt") == ["book.txt"]
+
+
+def test_the_standard_library_is_scattered_and_holds_nothing_installed_or_generated() -> None:
+    source = find_source("python-stdlib")
+    root = Path(sysconfig.get_paths()["stdlib"])
+    relative = [file.path.relative_to(root) for file in source.files]
+    assert Path("json/decoder.py") in relative
+    assert relative != sorted(relative)
+    assert source == find_source("python-stdlib")
+    for path in relative:
+        assert not {"site-packages", "dist-packages", "__pycache__"} & set(path.parts)
+        assert not path.name.startswith(("_sysconfigdata", "sitecustomize"))
+
+
+def test_a_file_that_is_missing_names_its_path_and_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "shakespeare.txt").write_text("text")
+    with pytest.raises(
+        DataError, match=r"data\.source=.*/shakespere\.txt: no file matches; did you mean .*/shakespeare"
+    ):
+        find_source(f"{tmp_path}/shakespere.txt")
+
+
+def test_a_missing_directory_is_named_rather_than_the_file_in_it(tmp_path: Path) -> None:
+    (tmp_path / "corpora").mkdir()
+    with pytest.raises(DataError, match=r"/corpra/x\.txt: no file matches; did you mean .*/corpora\?"):
+        find_source(f"{tmp_path}/corpra/x.txt")
+    with pytest.raises(DataError, match=rf"no file matches; {tmp_path} holds no zzz"):
+        find_source(f"{tmp_path}/zzz")
+
+
+def test_a_glob_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"/\*\.txt: no file matches$"):
+        find_source(f"{tmp_path}/*.txt")
+
+
+def test_a_misspelt_name_is_corrected() -> None:
+    with pytest.raises(DataError, match=r"data\.source=python-stlib: no file matches; did you mean python-stdlib\?"):
+        find_source("python-stlib")
+
+
+def test_a_directory_says_how_to_name_its_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is a directory; name its files, as .*/\*\*/\*\.txt"):
+        find_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/a.txt", "s3://bucket/*.bin", "https://example.org/a.txt"])
+def test_a_url_is_refused_for_now(url: str) -> None:
+    with pytest.raises(DataError, match="only local sources are read so far"):
+        find_source(url)
+
+
+def test_token_files_and_text_files_do_not_mix(tmp_path: Path) -> None:
+    for name in ("a.bin", "b.npy", "c.txt"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(DataError, match=r"matches 2 token files \(\.bin, \.npy\) and 1 text files; name one kind"):
+        find_source(f"{tmp_path}/*")
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("four")
+    (file,) = find_source(str(path)).files
+    path.write_text("longer")
+    with pytest.raises(DataError, match=r"log\.txt changed while it was read: 4 bytes became 6"):
+        read_source_file(file)
+
+
+def test_a_file_that_vanishes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("four")
+    (file,) = find_source(str(path)).files
+    os.unlink(path)
+    with pytest.raises(DataError, match=r"cannot read .*log\.txt: No such file"):
+        read_source_file(file)

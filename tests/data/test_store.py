@@ -1,0 +1,137 @@
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.data.source import find_source
+from runner.data.store import Tokens, open_token_files, scan_cached
+from runner.errors import DataError
+from tests.data.corpus import write_bin, write_npy
+
+
+def read(tokens: Tokens, start: int, stop: int) -> list[int]:
+    out = np.empty(stop - start, np.int32)
+    tokens.read_into(out, start)
+    return out.tolist()
+
+
+def test_files_of_a_glob_read_as_one_sequence_and_ranges_may_span_them(tmp_path: Path) -> None:
+    write_bin(tmp_path / "a.bin", range(5))
+    write_bin(tmp_path / "b.bin", [])
+    write_bin(tmp_path / "c.bin", range(5, 6))
+    write_npy(tmp_path / "d.npy", range(6, 10), ">i8")
+    tokens = open_token_files(find_source(f"{tmp_path}/*"))
+    assert len(tokens) == 10
+    for start in range(11):
+        for stop in range(start, 11):
+            assert read(tokens, start, stop) == list(range(start, stop))
+
+
+def test_more_files_than_the_process_may_map_at_once_are_read(tmp_path: Path) -> None:
+    for i in range(300):
+        write_bin(tmp_path / f"{i:03}.bin", [i])
+    tokens = open_token_files(find_source(f"{tmp_path}/*.bin"))
+    assert read(tokens, 0, 300) == list(range(300))
+    assert read(tokens, 0, 300) == list(range(300))
+
+
+def test_uint16_ids_are_not_taken_for_signed_ones(tmp_path: Path) -> None:
+    tokens = open_token_files(find_source(str(write_bin(tmp_path / "a.bin", [65535, 40000]))))
+    assert read(tokens, 0, 2) == [65535, 40000]
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((2, 3), np.int32), r"a\.npy: needs a 1-D array of integers, holds int32 of shape \(2, 3\)"),
+        (np.zeros(3, np.float32), r"holds float32 of shape \(3,\)"),
+        (np.zeros(3, np.bool_), r"holds bool of shape \(3,\)"),
+        (np.array(["object", None]), r"a\.npy: is no whole \.npy file of numbers"),
+    ],
+)
+def test_an_npy_file_of_anything_but_1d_integers_is_refused(tmp_path: Path, array: np.ndarray, message: str) -> None:
+    np.save(tmp_path / "a.npy", array, allow_pickle=True)
+    with pytest.raises(DataError, match=message):
+        open_token_files(find_source(f"{tmp_path}/a.npy"))
+
+
+def test_a_zip_archive_under_an_npy_name_is_refused(tmp_path: Path) -> None:
+    with open(tmp_path / "a.npy", "wb") as file:
+        np.savez(file, a=np.arange(3))
+    with pytest.raises(DataError, match="holds an archive of arrays"):
+        open_token_files(find_source(f"{tmp_path}/a.npy"))
+
+
+def test_a_cut_npy_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
+    whole = write_npy(tmp_path / "a.npy", range(9)).read_bytes()
+    for length in range(len(whole)):
+        path = tmp_path / f"cut{length}.npy"
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match=r"is no whole \.npy file of numbers|cannot read") as caught:
+            open_token_files(find_source(str(path)))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_npy_header_is_refused_or_read_but_never_a_traceback(tmp_path: Path) -> None:
+    whole = write_npy(tmp_path / "a.npy", range(9)).read_bytes()
+    for position in range(128):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << (position % 7)
+        path = tmp_path / f"damaged{position}.npy"
+        path.write_bytes(damaged)
+        with contextlib.suppress(DataError):
+            open_token_files(find_source(str(path)))
+
+
+def test_a_bin_file_of_odd_length_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"odd")
+    with pytest.raises(DataError, match=r"a\.bin: 3 bytes are no whole number of 2-byte \(uint16\) token ids"):
+        open_token_files(find_source(f"{tmp_path}/a.bin"))
+
+
+def test_a_file_replaced_under_a_running_job_is_refused(tmp_path: Path) -> None:
+    path = write_bin(tmp_path / "a.bin", range(5))
+    tokens = open_token_files(find_source(str(path)))
+    write_bin(path, range(6))
+    with pytest.raises(DataError, match=r"a\.bin: changed since the job started"):
+        read(tokens, 0, 5)
+
+
+def test_the_probe_of_a_small_data_set_sees_every_token() -> None:
+    for num_tokens in (1, 511, 512, 513, 5000):
+        ids = np.arange(num_tokens)
+        probe = Tokens([ids]).probe()
+        assert Tokens([ids.copy()]).probe() == probe
+        for position in {0, num_tokens // 3, num_tokens // 2, num_tokens - 1}:
+            altered = ids.copy()
+            altered[position] += 1
+            assert Tokens([altered]).probe() != probe
+
+
+def test_the_probe_of_a_large_data_set_sees_sizes_types_and_both_ends() -> None:
+    ids = np.zeros(5_000_000, "<u2")
+    probe = Tokens([ids]).probe()
+    assert Tokens([ids[1:]]).probe() != probe
+    assert Tokens([ids.astype("<i4")]).probe() != probe
+    for position in (0, -1):
+        altered = ids.copy()
+        altered[position] = 1
+        assert Tokens([altered]).probe() != probe
+
+
+def test_a_scan_finds_the_first_smallest_and_largest_id_across_parts() -> None:
+    tokens = Tokens([np.array([3, 7, 3]), np.array([9, 1, 9, 1], "u8")])
+    found = tokens.scan()
+    assert (found.smallest, found.smallest_position, found.largest, found.largest_position) == (1, 4, 9, 3)
+    assert tokens.describe_position(3) == "position 0 of the text"
+
+
+def test_a_scan_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = write_bin(tmp_path / "a.bin", [1, 2]), tmp_path / "cache"
+    found = scan_cached(open_token_files(find_source(str(path))), cache)
+    with monkeypatch.context() as patch:
+        patch.delattr(Tokens, "scan")
+        assert scan_cached(open_token_files(find_source(str(path))), cache) == found
+    write_bin(path, [1, 2, 3])
+    assert scan_cached(open_token_files(find_source(str(path))), cache).largest == 3

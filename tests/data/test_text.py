@@ -1,0 +1,110 @@
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.data.source import find_source
+from runner.data.text import TokenisedText, load_text
+from runner.errors import DataError
+
+
+def load(path: Path, cache: Path) -> TokenisedText:
+    return load_text(find_source(str(path)), "characters", cache)
+
+
+def test_files_are_concatenated_in_order_and_undecodable_ones_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\xff")
+    (tmp_path / "b.txt").write_bytes(b"two")
+    source = find_source(f"{tmp_path}/*.txt")
+    text = load_text(source, "bytes", tmp_path / "cache")
+    assert text.ids.tobytes() == b"one\xfftwo"
+    text = load_text(source, "characters", tmp_path / "cache")
+    assert text.tokenizer.decode(text.ids) == "one\ufffdtwo"
+
+
+def test_the_second_start_reads_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("hello wörld")
+    first = load(tmp_path / "a.txt", tmp_path / "cache")
+    monkeypatch.delattr("runner.data.text.tokenise")
+    second = load(tmp_path / "a.txt", tmp_path / "cache")
+    assert isinstance(second.ids, np.memmap)
+    assert second.ids.tolist() == first.ids.tolist()
+    assert second.sha256 == first.sha256
+    assert second.tokenizer.decode(second.ids) == "hello wörld"
+
+
+def test_the_cached_array_is_a_plain_npy_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcabc")
+    load(tmp_path / "a.txt", tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob("*.npy")
+    assert np.load(path, allow_pickle=False).tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_cached_array_that_is_cut_altered_or_gone_is_rebuilt(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello world")
+    expected = load(tmp_path / "a.txt", tmp_path / "cache").ids.tolist()
+    (path,) = (tmp_path / "cache").glob("*.npy")
+    whole = path.read_bytes()
+    flipped = whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:]
+    for damaged in (whole[:-1], whole[:10], b"", flipped, None):
+        path.unlink()
+        if damaged is not None:
+            path.write_bytes(damaged)
+        assert load(tmp_path / "a.txt", tmp_path / "cache").ids.tolist() == expected
+        assert path.read_bytes() == whole
+
+
+def test_a_changed_file_is_tokenised_anew(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("aaaa")
+    first = load(tmp_path / "a.txt", tmp_path / "cache")
+    (tmp_path / "a.txt").write_text("abab!")
+    second = load(tmp_path / "a.txt", tmp_path / "cache")
+    assert second.tokenizer.decode(second.ids) == "abab!"
+    assert second.sha256 != first.sha256
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    with caplog.at_level(logging.WARNING):
+        text = load(tmp_path / "a.txt", tmp_path / "cache")
+    assert text.tokenizer.decode(text.ids) == "hello"
+    assert "cannot write the data cache" in caplog.text
+    assert "set RUNNER_CACHE" in caplog.text
+
+
+def test_processes_that_race_for_one_cache_agree_and_leave_no_litter(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 50_000)
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from runner.data.source import find_source; from runner.data.text import load_text\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "for _ in range(20):\n"
+        "    text = load_text(find_source(sys.argv[1]), 'characters', Path(sys.argv[2]))\n"
+        "    assert text.tokenizer.decode(text.ids[:9]) == 'the quick'\n"
+        "    [path.unlink(missing_ok=True) for path in Path(sys.argv[2]).glob('*.json')]\n"
+        "print(text.sha256)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "a.txt"), str(tmp_path / "cache")]
+    racers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    outputs = [racer.communicate("go\n") for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0], outputs
+    assert outputs[0] == outputs[1] != ("", "")
+    assert not list((tmp_path / "cache").glob(".*"))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    source = find_source(f"{tmp_path}/a.txt")
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*a\.txt: No such file"):
+        load_text(source, "bytes", tmp_path / "cache")

@@ -1,0 +1,55 @@
+import pytest
+
+from runner.data.window import make_order, probe_order, split_tokens
+from runner.errors import DataError
+
+
+def test_the_last_fraction_of_the_tokens_is_validation() -> None:
+    train, validation = split_tokens(1000, validation_fraction=0.1, sequence_length=9)
+    assert (train.start, train.num_tokens, train.num_windows) == (0, 900, 99)
+    assert (validation.start, validation.num_tokens, validation.num_windows) == (900, 100, 11)
+
+
+@pytest.mark.parametrize("num_tokens", range(40, 60))
+def test_no_window_of_one_split_touches_a_token_of_the_other(num_tokens: int) -> None:
+    train, validation = split_tokens(num_tokens, validation_fraction=0.3, sequence_length=5)
+    last = train.window_start(train.num_windows - 1)
+    assert last + 5 < validation.start == validation.window_start(0)
+    assert last + 5 + 5 >= validation.start, "another window would have fitted"
+    assert validation.window_start(validation.num_windows - 1) + 5 < num_tokens
+
+
+def test_a_split_of_exactly_one_window_is_enough() -> None:
+    train, validation = split_tokens(9, validation_fraction=0, sequence_length=8)
+    assert (train.num_windows, validation.num_windows) == (1, 0)
+
+
+def test_a_training_split_shorter_than_a_window_is_refused_with_the_numbers() -> None:
+    message = (
+        r"the training split has 8 tokens \(data\.validation_fraction=0\.2 of 10 tokens are set aside\), "
+        r"fewer than one window of data\.sequence_length=8 \+ 1; need more"
+    )
+    with pytest.raises(DataError, match=message):
+        split_tokens(10, validation_fraction=0.2, sequence_length=8)
+
+
+def test_a_validation_split_shorter_than_a_window_is_refused_with_a_fraction_that_works() -> None:
+    message = (
+        r"the validation split has 5 tokens \(data\.validation_fraction=0\.05 of 100 tokens\), fewer than one window "
+        r"of data\.sequence_length=8 \+ 1; use a fraction of at least 0\.1, or 0 for no validation"
+    )
+    with pytest.raises(DataError, match=message):
+        split_tokens(100, validation_fraction=0.05, sequence_length=8)
+    split_tokens(100, validation_fraction=0.1, sequence_length=8)
+
+
+def test_every_epoch_covers_each_window_once_in_a_new_order() -> None:
+    order = make_order(100, seed=7)
+    epochs = [[order[epoch * 100 + i] for i in range(100)] for epoch in range(5)]
+    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+
+
+def test_seeds_give_different_orders_and_a_seed_always_the_same() -> None:
+    assert probe_order(make_order(1000, seed=1)) == probe_order(make_order(1000, seed=1))
+    assert probe_order(make_order(1000, seed=1)) != probe_order(make_order(1000, seed=2))
