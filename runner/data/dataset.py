@@ -123,7 +123,7 @@ def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | Non
         "tokenizer": tokenizer and [tokenizer.name, tokenizer.vocabulary_size, tokenizer.characters],
         "sequence_length": config.sequence_length,
         "validation_fraction": config.validation_fraction,
-        "order": probe_order(order),
+        "order": probe_order(order, num_windows=train.num_windows),
     }
     return Dataset(
         source=config.source,

@@ -1,25 +1,20 @@
-"""Small data sets for these tests, and a stand-in for the spec's data section."""
+"""Small data sets for these tests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from runner.config import DataConfig
 from runner.data import Dataset, load_dataset
 
-
-@dataclass(frozen=True)
-class Config:
-    source: str
-    tokenizer: Literal["bytes", "characters"] = "bytes"
-    sequence_length: int = 8
-    validation_fraction: float = 0.2
+DEFAULTS = {"sequence_length": 8, "validation_fraction": 0.2}
 
 
 def load(source: Path | str, *, cache: Path, seed: int = 0, **changes: Any) -> Dataset:
-    return load_dataset(replace(Config(str(source)), **changes), seed=seed, cache_directory=cache)
+    config = DataConfig.model_validate({**DEFAULTS, "source": str(source), **changes})
+    return load_dataset(config, seed=seed, cache_directory=cache)
 
 
 def write_bin(path: Path, ids: Sequence[int] | np.ndarray) -> Path:

@@ -1,3 +1,7 @@
+import os
+import socket
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -7,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.data import Dataset, global_batch
+from runner.data.dataset import SplitName
 from tests.data.corpus import load, write_bin
 
 T = 8
@@ -37,7 +42,7 @@ def make_sharding(data: int, fsdp: int, tensor: int, *axes: object) -> NamedShar
 )
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_step_holds_the_same_examples_on_every_mesh_and_split(
-    dataset: Dataset, S: int, B: int, sharding: tuple, split: str
+    dataset: Dataset, S: int, B: int, sharding: tuple, split: SplitName
 ) -> None:
     batch = global_batch(dataset, split, 4, accumulate_steps=S, micro_batch=B, sharding=make_sharding(*sharding))
     expected = dataset.rows(split, 4 * 16, 16)
@@ -54,7 +59,7 @@ def test_every_row_is_read_once_however_often_it_is_replicated(
     reads: Counter[int] = Counter()
     rows = Dataset.rows
 
-    def counted(self: Dataset, split: str, first: int, count: int) -> object:
+    def counted(self: Dataset, split: SplitName, first: int, count: int) -> object:
         reads.update(range(first, first + count))
         return rows(self, split, first, count)
 
@@ -67,3 +72,53 @@ def test_any_step_is_reached_at_once(dataset: Dataset) -> None:
     sharding = make_sharding(1, 1, 1)
     batch = global_batch(dataset, "train", 10**9, accumulate_steps=1, micro_batch=4, sharding=sharding)
     np.testing.assert_array_equal(batch["x"][0], dataset.rows("train", 4 * 10**9, 4).x)
+
+
+HOST_PROGRAM = """
+import sys
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from runner.data import Dataset, global_batch
+from tests.data.corpus import load
+
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+dataset = load(sys.argv[3], cache=Path(sys.argv[4]))
+read = []
+rows = Dataset.rows
+
+def record(self, split, first, count):
+    read.extend(range(first, first + count))
+    return rows(self, split, first, count)
+
+Dataset.rows = record
+sharding = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec(None, "data"))
+batch = global_batch(dataset, "train", 5, accumulate_steps=2, micro_batch=4, sharding=sharding)
+shards = batch["x"].addressable_shards
+print(len(shards), sorted(read), [shard.data[:, 0, 0].tolist() for shard in shards])
+"""
+
+
+def test_each_host_reads_the_rows_of_its_own_devices_and_no_others(dataset: Dataset, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOST_PROGRAM, port, str(process_id), str(tmp_path / "a.bin"), str(tmp_path)],
+            env=environment,
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for process_id in range(2)
+    ]
+    outputs = [host.communicate(timeout=120)[0].splitlines()[-1] for host in hosts]
+    first_tokens = dataset.rows("train", 40, 8).x[:, 0].tolist()
+    for process_id, output in enumerate(outputs):
+        own = [[2 * process_id + device, 4 + 2 * process_id + device] for device in range(2)]
+        expected_rows = sorted(40 + row for rows in own for row in rows)
+        assert output == f"2 {expected_rows} {[[first_tokens[row] for row in rows] for rows in own]}"

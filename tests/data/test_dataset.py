@@ -1,6 +1,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def make_bin(path: Path) -> None:
     [{"seed": 1}, {"sequence_length": 7}, {"validation_fraction": 0.25}, {"tokenizer": "characters"}],
     ids=lambda change: next(iter(change)),
 )
-def test_the_fingerprint_covers_all_that_shapes_the_batches(tmp_path: Path, change: dict[str, object]) -> None:
+def test_the_fingerprint_covers_all_that_shapes_the_batches(tmp_path: Path, change: dict[str, Any]) -> None:
     (tmp_path / "a.txt").write_text("some text " * 50)
     plain = load(tmp_path / "a.txt", cache=tmp_path / "cache")
     assert load(tmp_path / "a.txt", cache=tmp_path / "cache", **change).fingerprint != plain.fingerprint

@@ -51,5 +51,11 @@ def test_every_epoch_covers_each_window_once_in_a_new_order() -> None:
 
 
 def test_seeds_give_different_orders_and_a_seed_always_the_same() -> None:
-    assert probe_order(make_order(1000, seed=1)) == probe_order(make_order(1000, seed=1))
-    assert probe_order(make_order(1000, seed=1)) != probe_order(make_order(1000, seed=2))
+    probes = [probe_order(make_order(1000, seed=seed), num_windows=1000) for seed in (1, 1, 2)]
+    assert probes[0] == probes[1] != probes[2]
+
+
+def test_the_probe_of_the_order_notices_a_second_epoch_that_repeats_the_first() -> None:
+    order = make_order(20, seed=1)
+    repeated = [order[i % 20] for i in range(40)]
+    assert probe_order(repeated, num_windows=20) != probe_order(order, num_windows=20)
