@@ -1,0 +1,49 @@
+"""runner: a spec describes a job, a job is a class whose whole state is one pytree, and that pytree survives anything.
+
+The map, in layers; a module imports only from those above it.
+
+errors       what callers catch, and the exit code of each
+spec         frozen models, strict YAML, overrides, errors with file and line; no jax
+config       the config of trainers; no jax
+cadence      is it time?
+notice       SIGTERM on any host becomes one agreed moment on all
+hosts        start-up, main host, agreement, loss of a peer
+storage      small files, published whole or not at all
+ledger       events.jsonl, attempts, the single-writer fence
+topology     spec -> mesh, logical axis rules, batch arithmetic, accelerator catalogue
+data         tokens; a batch is a pure function of (seed, step)
+metrics      rows of the surviving trajectory, and where they are shown
+fingerprint  topology-free digest of a pytree, computed on device
+checkpoint   orbax behind a handful of verbs: save, restore, retain
+job          RestoreableJob: restore or init, run, save on notice, exit clean
+state        the train state and its eval_shape-based sharded init
+optimizer    optimizers and schedules by name
+loss         token cross entropy
+step         pure train_step and val_step with accumulation
+trainer      BaseTrainer: composes the above
+__main__     the command: parse, resolve the job class, map errors to exit codes
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.job import RestoreableJob
+    from runner.spec import ExecutionSpec, Topology
+    from runner.trainer import BaseTrainer
+
+_HOMES = {
+    "ExecutionSpec": "runner.spec",
+    "Topology": "runner.spec",
+    "RestoreableJob": "runner.job",
+    "BaseTrainer": "runner.trainer",
+}
+
+__all__ = ["BaseTrainer", "ExecutionSpec", "RestoreableJob", "Topology"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public class when it is first asked for, so that checking a spec does not wait for jax."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'runner' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,109 @@
+"""The command: parse, check the spec, resolve the job class, run it, and map every error to an exit code."""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError, PeerLostError, RunnerError
+from runner.notice import StopNotice, end_process
+
+if TYPE_CHECKING:
+    from runner.hosts import Hosts
+
+_USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
+       python -m runner schema"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InvalidError(f"{message}\nusage: {_USAGE}")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="python -m runner", usage=_USAGE, description="Run the job that a spec describes.")
+    parser.add_argument("spec", metavar="SPEC", help="YAML ExecutionSpec, or the word schema")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    parser.add_argument("--num-processes", type=int, metavar="N")
+    parser.add_argument("--process-id", type=int, metavar="K")
+    parsed = parser.parse_args(arguments)
+    given = [parsed.coordinator, parsed.num_processes, parsed.process_id]
+    if any(value is None for value in given) and any(value is not None for value in given):
+        raise InvalidError("--coordinator, --num-processes and --process-id: give all three or none")
+    if parsed.num_processes is not None and not 0 <= parsed.process_id < parsed.num_processes:
+        raise InvalidError(f"--process-id {parsed.process_id} is not in 0 .. {parsed.num_processes - 1}")
+    return parsed
+
+
+def _print_schema() -> None:
+    spec, config = importlib.import_module("runner.spec"), importlib.import_module("runner.config")
+    print(json.dumps(spec.json_schema(config.TrainerConfig), indent=2))
+
+
+def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
+    """Run the job, from the spec to its end. jax is imported only once the spec's top level is good."""
+    spec_module = importlib.import_module("runner.spec")
+    document = spec_module.load_document(parsed.spec, parsed.set)
+    spec = spec_module.validate_spec(document)
+    job_class = spec_module.load_job_class(document, importlib.import_module("runner.job").RestoreableJob)
+    if job_class.needs_topology and spec.topology is None:
+        raise document.error("", f"missing key topology: {job_class.__name__} needs one")
+    job = job_class(spec, document)
+    hosts_module = importlib.import_module("runner.hosts")
+    cluster = None
+    if parsed.coordinator is not None and parsed.num_processes > 1:
+        cluster = hosts_module.Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
+        notice.expect_peers()
+    importlib.import_module("runner.topology").use_compile_cache()
+    hosts = hosts_module.start(cluster)
+    sys.excepthook = functools.partial(_end_on_bug, hosts)
+    notice.join(hosts if hosts.num_processes > 1 else None)
+    code = EXIT_DONE
+    try:
+        job(hosts, notice)
+    except RunnerError as error:
+        print(error, file=sys.stderr, flush=True)
+        code = error.exit_code
+        if isinstance(error, PeerLostError):
+            end_process(code)
+    hosts.leave(code)
+    end_process(code)
+
+
+def _end_on_bug(hosts: "Hosts", kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback and end with 1, unless the error came from a peer's death: then JAX ends this process."""
+    traceback.print_exception(kind, error, trace)
+    sys.stderr.flush()
+    if kind.__name__ == "JaxRuntimeError":
+        hosts.await_verdict()
+    end_process(EXIT_FAILED)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code."""
+    notice = StopNotice()
+    notice.listen()
+    with contextlib.suppress(ValueError):
+        sys.path.remove("")
+    sys.path.insert(0, os.getcwd())
+    try:
+        if list(arguments) == ["schema"]:
+            _print_schema()
+            return EXIT_DONE
+        _run(_parse(arguments), notice)
+    except RunnerError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,213 @@
+"""The processes of a job: start-up, the main host, agreement, and the loss of a peer.
+
+Host 0 decides, everyone hears. Agreement runs over the coordination service's key-value store, never over a device
+collective, so it works before any mesh exists and while devices are busy. Every wait has a deadline and names who is
+late. When a peer dies, JAX's coordination service ends the survivors with SIGABRT, past any Python handler;
+`start` turns that into exit code 76.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+from runner.errors import EXIT_RETRYABLE, InvalidError, PeerLostError, RetryableError
+from runner.notice import end_process
+
+HEARTBEAT_SECONDS = 10
+DEADLINE_SECONDS = 300
+_DEPARTURE_SECONDS = 0.2
+_FOREVER_SECONDS = 7 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where one process stands in its job."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+
+
+def _is_one_of_several(environment: dict[str, str]) -> bool:
+    """Whether an engine that JAX can detect says that this process has peers."""
+    tpu_hosts = environment.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    return (
+        int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
+        or len(tpu_hosts) > 1
+        or int(environment.get("MEGASCALE_NUM_SLICES") or 1) > 1
+        or "JOBSET_NAME" in environment
+    )
+
+
+class Hosts:
+    """This process and its peers. One instance a process, made by `start`."""
+
+    def __init__(self, client: Any, process_id: int, num_processes: int):
+        self._client = client
+        self.process_id = process_id
+        self.num_processes = num_processes
+        self._num_calls = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is host 0, which decides and writes."""
+        return self.process_id == 0
+
+    def _get(self, key: str, deadline_seconds: float, what: str) -> str:
+        try:
+            return self._client.blocking_key_value_get(key, int(deadline_seconds * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            raise PeerLostError(f"{what} did not come within {deadline_seconds:.0f} s ({_first_line(error)})") from error
+
+    def _set(self, key: str, value: str) -> None:
+        try:
+            self._client.key_value_set(key, value, allow_overwrite=True)
+        except jax.errors.JaxRuntimeError as error:
+            raise PeerLostError(f"the coordinator cannot be reached ({_first_line(error)})") from error
+
+    def gather(self, value: Any, deadline_seconds: float = DEADLINE_SECONDS) -> list[Any]:
+        """Every host's `value` (JSON), in order of process. Blocks until all have come. Called on every host."""
+        if self.num_processes == 1:
+            return [value]
+        self._num_calls += 1
+        prefix = f"runner/gather/{self._num_calls}"
+        self._set(f"{prefix}/{self.process_id}", json.dumps(value))
+        late = "process {} of {}"
+        return [
+            json.loads(self._get(f"{prefix}/{process}", deadline_seconds, late.format(process, self.num_processes)))
+            for process in range(self.num_processes)
+        ]
+
+    def agree(self, value: Any, deadline_seconds: float = DEADLINE_SECONDS) -> Any:
+        """Host 0's `value` (JSON) on every host; the others' is ignored. Called on every host."""
+        if self.num_processes == 1:
+            return value
+        self._num_calls += 1
+        key = f"runner/agree/{self._num_calls}"
+        if self.is_main:
+            self._set(key, json.dumps(value))
+            return value
+        return json.loads(self._get(key, deadline_seconds, "the decision of process 0"))
+
+    def main_first(self, act: Callable[[], Any]) -> Any:
+        """Run `act` on host 0 and return its JSON result on every host; its `InvalidError` is raised on every host.
+
+        For what may fail on the main host while the others wait. Called on every host.
+        """
+        result: dict[str, Any] = {}
+        if self.is_main:
+            try:
+                result = {"value": act()}
+            except InvalidError as error:
+                result = {"invalid": str(error)}
+        result = self.agree(result)
+        if "invalid" in result:
+            raise InvalidError(result["invalid"])
+        return result["value"]
+
+    def barrier(self, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+        """Wait until every host is here. Called on every host."""
+        self.gather(None, deadline_seconds)
+
+    def announce_stop(self) -> None:
+        """Tell every host that the job was asked to stop."""
+        self._set("runner/stop/asked", "1")
+
+    def await_stop(self) -> None:
+        """Block until any host has announced a stop."""
+        self._get("runner/stop/asked", _FOREVER_SECONDS, "the end of the job")
+
+    def exchange_ticks(self, tick: int) -> list[int]:
+        """Publish this host's tick and return every host's."""
+        self._set(f"runner/stop/tick/{self.process_id}", str(tick))
+        return [
+            int(self._get(f"runner/stop/tick/{process}", DEADLINE_SECONDS, f"the answer of process {process} to a stop"))
+            for process in range(self.num_processes)
+        ]
+
+    def leave(self, code: int) -> None:
+        """Before an end that all hosts come to, with `code`: host 0, whose end the others would notice, leaves last."""
+        if self.num_processes == 1:
+            return
+        _abort.code = code
+        with contextlib.suppress(PeerLostError):
+            self._set(f"runner/left/{self.process_id}", "1")
+            if self.is_main:
+                for process in range(self.num_processes):
+                    self._get(f"runner/left/{process}", HEARTBEAT_SECONDS, f"process {process}")
+                time.sleep(_DEPARTURE_SECONDS)
+
+    def await_verdict(self) -> None:
+        """After an error that a dying peer may have caused: wait until the coordination service would have said so.
+
+        Does not return if a peer is gone.
+        """
+        if self.num_processes > 1:
+            time.sleep(2 * HEARTBEAT_SECONDS + 2)
+
+
+class _Abort:
+    """Turns SIGABRT, which the coordination service raises when a peer is lost, into an exit code.
+
+    It comes from a thread of JAX's own, past Python, so the handler is installed at C level.
+    """
+
+    code = EXIT_RETRYABLE
+
+    def install(self) -> None:
+        prototype = ctypes.CFUNCTYPE(None, ctypes.c_int)
+        self._handler = prototype(self._handle)
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = (ctypes.c_int, prototype)
+        libc.signal(signal.SIGABRT, self._handler)
+
+    def _handle(self, number: int) -> None:
+        lost = "peer lost: another process of the job died or cannot be reached; run the same command again"
+        end_process(self.code, lost if self.code == EXIT_RETRYABLE else None)
+
+
+_abort = _Abort()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0][:200]
+
+
+def start(cluster: Cluster | None) -> Hosts:
+    """Join the job's other processes: `cluster` as given, else as the environment tells, else alone.
+
+    Called on every host, before any other use of JAX. Raises `RetryableError` if the others cannot be reached.
+    """
+    if cluster is None and not _is_one_of_several(dict(os.environ)):
+        return Hosts(None, 0, 1)
+    jax.config.update("jax_enable_preemption_service", False)
+    addresses: dict[str, Any] = {}
+    if cluster is not None:
+        addresses = {
+            "coordinator_address": cluster.coordinator,
+            "num_processes": cluster.num_processes,
+            "process_id": cluster.process_id,
+        }
+        if cluster.process_id == 0:
+            addresses["coordinator_bind_address"] = cluster.coordinator
+    _abort.install()
+    try:
+        jax.distributed.initialize(
+            **addresses,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            initialization_timeout=DEADLINE_SECONDS,
+            shutdown_timeout_seconds=60,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RetryableError(f"cannot join the other processes of the job: {_first_line(error)}") from error
+    state = distributed.global_state
+    return Hosts(state.client, state.process_id, state.num_processes)

@@ -1,0 +1,258 @@
+"""RestoreableJob: a job whose whole state is one pytree, and which survives anything. Knows nothing of neural nets.
+
+A subclass says how the state begins (`init`) and advances it in `run`, calling `save_or_stop` after every step. The
+base owns the rest: whose directory this is, attempts, restore or init, the save cadence, the notice to stop, clean
+ends and the ledger. Everything here is called on every host; what only the main host does says so.
+"""
+
+import time
+import uuid
+from typing import Any, ClassVar
+
+import jax
+
+from runner import storage
+from runner.cadence import is_due, is_overdue
+from runner.checkpoint import Checkpoints, raise_unless_committed
+from runner.errors import PreemptedError, ResumeError
+from runner.fingerprint import fingerprint
+from runner.hosts import Hosts
+from runner.ledger import Fence, Ledger
+from runner.notice import StopNotice
+from runner.spec import (
+    Document,
+    ExecutionSpec,
+    JobConfig,
+    document_of,
+    dump_spec,
+    trajectory,
+    validate_config,
+)
+
+
+class RestoreableJob:
+    """Base of every job. Construct it with a spec, then call it."""
+
+    Config: ClassVar[type[JobConfig]] = JobConfig
+    needs_topology: ClassVar[bool] = False
+
+    def __init__(self, spec: ExecutionSpec, document: Document | None = None):
+        """Check `spec.config` against `Config`. `document` is where the spec came from, for errors with a line."""
+        self.document = document_of(spec) if document is None else document
+        self.spec = spec
+        self.config: Any = validate_config(self.document, self.Config)
+        self.directory = storage.open_directory(spec.directory)
+        self.hosts = Hosts(None, 0, 1)
+        self.notice = StopNotice()
+        self.state: Any = None
+        self.step = 0
+        self._saved_step: int | None = None
+        self._last_save_seconds = time.monotonic()
+
+    # What a job says of itself.
+
+    @property
+    def total_steps(self) -> int:
+        """The step at which the job is done."""
+        raise NotImplementedError
+
+    def setup(self) -> None:
+        """Check and prepare what `init` and `run` need, before anything is written. Nothing by default."""
+
+    def init(self) -> Any:
+        """The state at step 0: a pytree of jax arrays, a pure function of the spec."""
+        raise NotImplementedError
+
+    def abstract_state(self) -> Any:
+        """Shape, dtype and sharding of every leaf of the state, which a checkpoint is restored into."""
+        shapes = jax.eval_shape(self.init)
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+
+    def run(self) -> None:
+        """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`."""
+        raise NotImplementedError
+
+    def identity(self) -> dict[str, Any]:
+        """What defines the trajectory, by dotted key: a resumed job must have the same."""
+        return trajectory(self.spec, self.config)
+
+    def resolved_spec(self) -> ExecutionSpec:
+        """The spec with every default and `auto` filled in, as it is saved."""
+        return self.spec.model_copy(update={"config": self.config.model_dump(mode="json")})
+
+    def manifest_record(self) -> dict[str, Any]:
+        """What the manifest says besides the arrays."""
+        return {"step": self.step, "job": self.id, "identity": self.identity()}
+
+    def result(self) -> dict[str, Any]:
+        """The content of `result.json`."""
+        return {"step": self.step, "fingerprint": fingerprint(self.state)}
+
+    def before_commit(self) -> None:
+        """Make durable what must not be behind a checkpoint. Runs in the background. Nothing by default."""
+
+    # The life of a job.
+
+    @property
+    def done(self) -> bool:
+        """Whether the job reached its end, now or in an earlier attempt."""
+        try:
+            return bool(storage.read_json(self.directory / "result.json")["step"] >= self.total_steps)
+        except (FileNotFoundError, ValueError, KeyError):
+            return False
+
+    def __call__(self, hosts: Hosts | None = None, notice: StopNotice | None = None) -> None:
+        """Done? Then nothing. Else: barrier, restore or init, `run`, final save, `result.json`, barrier."""
+        self.hosts = hosts or self.hosts
+        self.notice = notice or self.notice
+        if self.hosts.main_first(self._guard_and_ask_if_done):
+            self.say(f"{self.spec.name}: done, nothing to do")
+            return
+        self.setup()
+        self.hosts.main_first(self._guard_checkpoints)
+        self._begin()
+        self._restore_or_init()
+        self.run()
+        self._finish()
+
+    def _guard_and_ask_if_done(self) -> bool:
+        """Refuse a directory of another job, then say whether the job is done. Main host only."""
+        path = self.directory / "job.json"
+        if path.exists():
+            owner = storage.read_json(path)
+            if owner.get("name") != self.spec.name:
+                raise ResumeError(
+                    f"{self.directory} belongs to the job {owner.get('name')!r}, this one is {self.spec.name!r}; "
+                    "use another directory"
+                )
+            self._compare(owner.get("identity", {}), trajectory(self.spec, self.config), "this directory's job")
+        return self.done
+
+    def _guard_checkpoints(self) -> None:
+        """Refuse to continue checkpoints of another trajectory. Main host only."""
+        store = Checkpoints(self.directory, self.hosts, Fence(self.directory), Ledger(self.directory, 0, 0))
+        manifest = store.newest_manifest()
+        store.close()
+        if manifest is not None:
+            self._compare(manifest.get("identity", {}), self.identity(), f"checkpoint {manifest['name']}")
+
+    def _compare(self, saved: dict[str, Any], present: dict[str, Any], owner: str) -> None:
+        """Raise `ResumeError` with a line for each key that would change the trajectory."""
+        missing = object()
+        keys = [key for key in saved | present if saved.get(key, missing) != present.get(key, missing)]
+        if keys:
+            lines = [
+                self.document.line(tuple(key.split(".")), f"{owner} has {saved.get(key)!r}, the spec {present.get(key)!r}")
+                for key in keys
+            ]
+            raise ResumeError(
+                "\n".join(lines) + f"\n{self.directory}: this would be another trajectory; use another directory"
+            )
+
+    def _begin(self) -> None:
+        """Claim the next attempt; from here on every earlier attempt is fenced."""
+        self.fence = Fence(self.directory)
+        self.hosts.main_first(self._claim)
+        self.fence.attempt, self.id = self.hosts.agree([self.fence.attempt, self.id if self.hosts.is_main else None])
+        self.ledger = Ledger(self.directory, self.fence.attempt, self.hosts.process_id)
+        self.notice.on_idle_exit = lambda: self.ledger.append("preempt", self.step, saved=False)
+        self.checkpoints = Checkpoints(self.directory, self.hosts, self.fence, self.ledger)
+        if self.hosts.is_main:
+            devices = jax.devices()
+            self.ledger.append(
+                "start",
+                None,
+                processes=self.hosts.num_processes,
+                devices=len(devices),
+                device_kind=devices[0].device_kind,
+            )
+        self.say(f"{self.spec.name}: attempt {self.fence.attempt} in {self.directory}")
+
+    def _claim(self) -> None:
+        path = self.directory / "job.json"
+        if not path.exists():
+            owner = {"id": uuid.uuid4().hex[:12], "name": self.spec.name, "time": time.time()}
+            storage.publish(path, storage.encode_json(owner | {"identity": trajectory(self.spec, self.config)}))
+        self.id = storage.read_json(path)["id"]
+        self.fence.claim()
+
+    def _restore_or_init(self) -> None:
+        started = time.monotonic()
+        found = self.checkpoints.restore(self.abstract_state())
+        if found is None:
+            self.state = jax.block_until_ready(self.init())
+            event = "init"
+        else:
+            self.state, manifest = found
+            self.step = self._saved_step = manifest["step"]
+            event = "restore"
+            self.say(f"restored step {self.step}")
+        if self.hosts.is_main:
+            self.ledger.append(event, self.step, seconds=round(time.monotonic() - started, 4))
+            storage.publish(self.directory / "spec.yaml", dump_spec(self.resolved_spec()).encode())
+        self._last_save_seconds = time.monotonic()
+
+    def _finish(self) -> None:
+        self.save()
+        raise_unless_committed(self.checkpoints.wait(), self.step)
+        result = self.result()
+        if self.hosts.is_main:
+            self.fence.check()
+            storage.publish(self.directory / "result.json", storage.encode_json(result))
+            self.ledger.append("done", self.step, fingerprint=result["fingerprint"])
+        self.hosts.barrier()
+        self.checkpoints.close()
+        self.say(f"{self.spec.name}: done at step {self.step}, fingerprint {result['fingerprint']}")
+
+    # What a job calls.
+
+    def save_or_stop(self) -> None:
+        """After a step: save if it is time, and if the job was asked to stop, save and raise `PreemptedError`."""
+        stopping = self.notice.poll() and self.step < self.total_steps
+        if stopping or self._is_save_due():
+            self.save()
+        if stopping:
+            raise_unless_committed(self.checkpoints.wait(), self.step)
+            if self.hosts.is_main:
+                self.ledger.append("preempt", self.step, saved=True)
+            self.hosts.barrier()
+            raise PreemptedError(f"stopped as asked; step {self.step} is saved; run the same command again")
+
+    def _is_save_due(self) -> bool:
+        checkpoint = self.spec.checkpoint
+        if is_due(self.step, checkpoint.every_steps, self.total_steps):
+            return True
+        if checkpoint.every_minutes is None or not is_due(self.step, self.spec.logging.every_steps):
+            return False
+        # Clocks differ between hosts, so host 0's alone decides.
+        return bool(self.hosts.agree(is_overdue(time.monotonic(), self._last_save_seconds, checkpoint.every_minutes)))
+
+    def save(self, suffix: str | None = None) -> None:
+        """Begin to save the state as `checkpoints/<suffix>`, by default the step; durable once committed.
+
+        Only steps are resumed from and retained by count; a checkpoint of another name is kept until deleted by hand.
+        """
+        if suffix is None and self._saved_step == self.step:
+            return
+        self.checkpoints.save(
+            suffix or str(self.step), self.state, self.manifest_record(), self.before_commit, self._retain
+        )
+        self._last_save_seconds = time.monotonic()
+        if suffix is None:
+            self._saved_step = self.step
+
+    def load(self, suffix: str) -> None:
+        """Replace the state and the step by those of `checkpoints/<suffix>`. Raises `ResumeError` if it is not good."""
+        self.state, manifest = self.checkpoints.load(suffix, self.abstract_state())
+        self.step = manifest["step"]
+
+    def _retain(self) -> None:
+        if self.hosts.is_main:
+            checkpoint = self.spec.checkpoint
+            self.checkpoints.retain(checkpoint.keep_last, checkpoint.keep_every_steps)
+
+    def say(self, line: str) -> None:
+        """Print a line, on the main host only."""
+        if self.hosts.is_main:
+            print(line, flush=True)

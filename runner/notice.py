@@ -1,0 +1,146 @@
+"""The notice to stop: SIGTERM or Ctrl-C on any host becomes one agreed moment on all of them.
+
+The main thread counts ticks: every host calls `poll` at the same places, so tick t is the same place everywhere.
+
+1. A signal on any host wakes a listener thread through a pipe, also while the main thread is inside a long compile.
+2. The listener tells every host through the job's key-value store (a single process skips to 5).
+3. On each host a second thread hears it, takes the lock that `poll` needs, and publishes this host's tick. It is this
+   thread that answers, because the main thread may be waiting for a device that waits for a slower host.
+4. When all hosts have answered, all know the same largest tick.
+5. `poll` returns True from the tick after it on. Hosts that are behind go on until they reach it.
+
+Before the first tick nothing exists that is not committed or derived from the spec. If the largest tick is 0 every
+host therefore ends at once, with the exit code of a preemption: a compile of half an hour is not waited for.
+A second signal on the same host ends that process at once; the last commit stays intact.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol
+
+from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_JOIN_SECONDS = 15
+
+
+class Peers(Protocol):
+    """What a notice needs of the other processes of the job. Each call may raise `ConnectionError`."""
+
+    def announce_stop(self) -> None:
+        """Tell every host, this one too, that the job was asked to stop."""
+
+    def await_stop(self) -> None:
+        """Block until any host has announced a stop."""
+
+    def exchange_ticks(self, tick: int) -> list[int]:
+        """Publish this host's tick and return every host's."""
+
+    def leave(self, code: int) -> None:
+        """Before an end that all hosts come to, so that the first to end does not look like a lost peer."""
+
+
+def end_process(code: int, message: str | None = None) -> None:
+    """Leave at once, past every handler that could wait for a peer. Output is flushed."""
+    if message is not None:
+        print(message, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+class StopNotice:
+    """Whether, and from which tick on, the job was asked to stop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tick = 0
+        self._stop_tick: int | None = None
+        self._num_signals = 0
+        self._peers: Peers | None = None
+        self._joined = threading.Event()
+        self._joined.set()
+        self.on_idle_exit: Callable[[], None] | None = None
+
+    def listen(self) -> None:
+        """Take over SIGTERM and SIGINT. Main thread only, as early as possible."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, _leave_to_the_listener)
+        self._pipe = (reader, writer)
+        threading.Thread(target=self._hear_signals, name="signals", daemon=True).start()
+
+    def expect_peers(self) -> None:
+        """Until `join`, hold a stop back for a while, so that the peers can be told of it."""
+        self._joined.clear()
+
+    def join(self, peers: Peers | None) -> None:
+        """From now on a stop is agreed with the other processes of the job; None = there are no others."""
+        self._peers = peers
+        self._joined.set()
+        if peers is not None:
+            threading.Thread(target=self._hear_peers, args=(peers,), name="stop", daemon=True).start()
+
+    def poll(self) -> bool:
+        """Count one tick; True once the job is to stop. Called on every host, at the same places."""
+        with self._lock:
+            self._tick += 1
+            return self._stop_tick is not None and self._tick >= self._stop_tick
+
+    def _hear_signals(self) -> None:
+        reader, _ = self._pipe
+        while numbers := reader.recv(16):
+            for number in numbers:
+                if number in _SIGNALS:
+                    self._on_signal(signal.Signals(number).name)
+
+    def _on_signal(self, name: str) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            end_process(EXIT_PREEMPTED, f"{name} again: leaving at once; the last commit is intact")
+        print(f"{name}: stopping at the next step", file=sys.stderr, flush=True)
+        threading.Thread(target=self._ask_to_stop, name="ask to stop", daemon=True).start()
+
+    def _ask_to_stop(self) -> None:
+        self._joined.wait(_JOIN_SECONDS)
+        peers = self._peers
+        if peers is None:
+            with self._lock:
+                self._decide([self._tick])
+            return
+        try:
+            peers.announce_stop()
+        except ConnectionError as error:
+            end_process(EXIT_RETRYABLE, f"peer lost: {error}")
+
+    def _hear_peers(self, peers: Peers) -> None:
+        try:
+            peers.await_stop()
+            with self._lock:
+                ticks = peers.exchange_ticks(self._tick)
+                if max(ticks) == 0:
+                    peers.leave(EXIT_PREEMPTED)
+                self._decide(ticks)
+        except ConnectionError as error:
+            end_process(EXIT_RETRYABLE, f"peer lost: {error}")
+
+    def _decide(self, ticks: list[int]) -> None:
+        if max(ticks) > 0:
+            self._stop_tick = max(ticks) + 1
+            return
+        if self.on_idle_exit is not None:
+            self.on_idle_exit()
+        end_process(EXIT_PREEMPTED, "stopped before the first step: nothing to save")
+
+
+def _leave_to_the_listener(number: int, frame: FrameType | None) -> None:
+    """The wakeup pipe has the signal already; a Python handler must exist for it to be written."""

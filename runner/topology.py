@@ -1,0 +1,121 @@
+"""From a spec's topology to a mesh: axis arithmetic, the accelerators known by name, logical axis rules.
+
+Axes: `data` shards only the batch; `fsdp` shards the batch, the parameters and the optimizer state; `tensor` shards
+single matrices. Knows nothing of models beyond the names of their logical axes.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from runner.errors import InvalidError
+from runner.spec import Mesh as MeshSpec
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+# Logical axis of a parameter or an activation -> mesh axes. What is not named here is not sharded by name.
+LOGICAL_AXIS_RULES = (
+    ("batch", BATCH_AXES),
+    ("vocab", "tensor"),
+    ("heads", "tensor"),
+    ("mlp", "tensor"),
+    ("embed", "fsdp"),
+)
+
+# Name in a spec -> what `device_kind` begins with, in lower case.
+_DEVICE_KINDS = {
+    "cpu": ("cpu",),
+    "v4": ("tpu v4",),
+    "v5e": ("tpu v5 lite", "tpu v5e"),
+    "v5p": ("tpu v5p", "tpu v5"),
+    "v6e": ("tpu v6 lite", "tpu v6e"),
+    "tpu7x": ("tpu7x", "tpu v7"),
+    "a100": ("nvidia a100",),
+    "h100": ("nvidia h100",),
+    "h200": ("nvidia h200",),
+    "b200": ("nvidia b200",),
+}
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What a job is sized for: `2xv5e-256` is 2 slices of 256 v5e chips."""
+
+    name: str
+    num_devices: int | None
+
+    def matches(self, device_kind: str, num_devices: int) -> bool:
+        """Whether the devices at hand are these."""
+        kinds = _DEVICE_KINDS[self.name]
+        kind = device_kind.lower()
+        longest = max((name for names in _DEVICE_KINDS.values() for name in names if kind.startswith(name)), key=len, default="")
+        return longest in kinds and self.num_devices in (None, num_devices)
+
+
+def parse_accelerator(text: str) -> Accelerator | None:
+    """The accelerator that a spec names, None for `any`. Raises `InvalidError` for one that is not known."""
+    if text == "any":
+        return None
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9]*)(?:-(\d+))?", text)
+    if match is None or match[2] not in _DEVICE_KINDS or (match[1] and not match[3]):
+        known = ", ".join(_DEVICE_KINDS)
+        raise InvalidError(f"got {text!r}, needs any, or [SLICESx]NAME[-DEVICES] with NAME one of {known}")
+    return Accelerator(match[2], int(match[3]) * int(match[1] or 1) if match[3] else None)
+
+
+def mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:
+    """Axis sizes with `auto` filled in. Raises `InvalidError` if the mesh does not use exactly the devices at hand."""
+    given = {axis: getattr(mesh, axis) for axis in AXES}
+    fixed = int(np.prod([size for size in given.values() if size != "auto"]))
+    auto = [axis for axis, size in given.items() if size == "auto"]
+    text = " x ".join(f"{axis} {size}" for axis, size in given.items())
+    if auto and num_devices % fixed == 0 and num_devices >= fixed:
+        return {axis: num_devices // fixed if size == "auto" else size for axis, size in given.items()}
+    if auto or fixed != num_devices:
+        here = f"{num_devices} device{'s' * (num_devices != 1)} here"
+        relation = "is larger than the" if fixed > num_devices else "does not use exactly the"
+        raise InvalidError(f"{text} {relation} {here}; let one axis be auto, or give sizes whose product is {num_devices}")
+    return given
+
+
+def make_mesh(sizes: dict[str, int]) -> Mesh:
+    """The mesh over all devices of the job, in an order that suits their interconnect. Called on every host."""
+    shape = tuple(sizes[axis] for axis in AXES)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """How (S, B, T) batches lie: B over data x fsdp."""
+    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, None))
+
+
+def num_batch_shards(mesh: Mesh) -> int:
+    """Devices over which the examples of a batch are spread."""
+    return int(mesh.shape["data"] * mesh.shape["fsdp"])
+
+
+def device_memory_bytes() -> int:
+    """Memory of one device: what the backend reports, for CPU devices their share of the machine's (or container's)."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        total = min(total, int(text))
+    return total // jax.local_device_count()
+
+
+def use_compile_cache() -> None:
+    """Keep compiled programs on disk, so that a restart does not compile again. Unless the environment says where."""
+    home = os.environ.get("RUNNER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "runner")
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path(home, "xla").expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
