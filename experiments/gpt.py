@@ -1,0 +1,182 @@
+"""GPT-2 as published: pre-LayerNorm, learned positions, tied embedding, tanh-approximated GELU, biases.
+
+Owns the architecture and the logical name of every parameter axis. Knows no mesh, optimizer or data: names become
+mesh axes by the rules of the caller, and without rules every annotation is a no-op.
+
+Tokens are flattened to two dimensions before each matmul, which runs three times faster on a CPU than a batch of
+them, and still shards over batch.
+
+Shape legend: B batch, T sequence, V vocabulary, D width, M = 4 D width of the MLP, N heads, H = D / N width of a head,
+I and O input and output of any dense layer.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
+from pydantic import Field, PositiveInt, model_validator
+
+from experiments.attention import causal_attention
+from runner.config import ModelConfig
+from runner.spec import Auto
+
+INIT_STDDEV = 0.02
+LAYER_NORM_EPSILON = 1e-5
+
+
+class GPTConfig(ModelConfig):
+    """Sizes of a GPT-2, and how its layers are compiled.
+
+    `layer_loop: scan` compiles one layer and loops over it: compile time does not grow with depth, which is what deep
+    models and pods want. `unroll` compiles every layer in line: steps are faster where the compiler gains from seeing
+    past a layer's end (about a tenth on a CPU), and compile time grows with depth. Both hold the same parameters, with
+    all layers stacked, so a checkpoint of one is a checkpoint of the other.
+    """
+
+    layers: PositiveInt = Field(description="Transformer blocks.")
+    heads: PositiveInt = Field(description="Attention heads; must divide width.")
+    width: PositiveInt = Field(description="Width of the residual stream.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of embedding and branch outputs zeroed.")
+    vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto takes the data set's.")
+    layer_loop: Literal["scan", "unroll"] = Field(default="scan", description="Compile one layer, or each of them.")
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> "GPTConfig":
+        if self.width % self.heads:
+            raise ValueError(
+                f"width={self.width} does not divide over heads={self.heads}; use a multiple of {self.heads}"
+            )
+        return self
+
+
+class Dense(nn.Module):
+    """Matmul and bias over the last axis, as one two-dimensional matmul.
+
+    Kernels and biases stay as flat as they are multiplied: heads and their width are one axis, so that what has two
+    axes is a matrix, and what has one is not.
+    """
+
+    features: int
+    axes: tuple[str, str]
+    stddev: float
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x_BxTxI: jax.Array) -> jax.Array:
+        B, T, I = x_BxTxI.shape  # noqa: E741
+        kernel_init = with_axes(nn.initializers.normal(self.stddev), *self.axes)
+        bias_init = with_axes(nn.initializers.zeros, self.axes[1])
+        kernel_IxO = self.param("kernel", kernel_init, (I, self.features), self.param_dtype)
+        bias_O = self.param("bias", bias_init, (self.features,), self.param_dtype)
+        x_BTxI = x_BxTxI.reshape(B * T, I)
+        y_BTxO = x_BTxI @ kernel_IxO.astype(self.compute_dtype) + bias_O.astype(self.compute_dtype)
+        return y_BTxO.reshape(B, T, self.features)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each on a normalised copy of the residual stream and added back to it."""
+
+    config: GPTConfig
+    deterministic: bool
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, None]:
+        B, T, D = x_BxTxD.shape
+        N, H = self.config.heads, D // self.config.heads
+        residual_stddev = INIT_STDDEV / math.sqrt(2 * self.config.layers)
+        dropout = nn.Dropout(self.config.dropout, deterministic=self.deterministic)
+
+        h_BxTxD = self._layer_norm("attention_norm")(x_BxTxD)
+        q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
+            nn.with_logical_constraint(
+                self._dense(name, D, ("embed", "heads"))(h_BxTxD).reshape(B, T, N, H),
+                ("batch", "sequence", "heads", "head_dim"),
+            )
+            for name in ("query", "key", "value")
+        )
+        a_BxTxD = causal_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH).reshape(B, T, D)
+        x_BxTxD += dropout(self._dense("attention_out", D, ("heads", "embed"), residual_stddev)(a_BxTxD))
+        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
+
+        h_BxTxM = self._dense("mlp_in", 4 * D, ("embed", "mlp"))(self._layer_norm("mlp_norm")(x_BxTxD))
+        h_BxTxM = nn.gelu(nn.with_logical_constraint(h_BxTxM, ("batch", "sequence", "mlp")), approximate=True)
+        x_BxTxD += dropout(self._dense("mlp_out", D, ("mlp", "embed"), residual_stddev)(h_BxTxM))
+        return nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act")), None
+
+    def _dense(self, name: str, features: int, axes: tuple[str, str], stddev: float = INIT_STDDEV) -> Dense:
+        return Dense(features, axes, stddev, self.param_dtype, self.compute_dtype, name=name)
+
+    def _layer_norm(self, name: str) -> nn.LayerNorm:
+        return make_layer_norm(name, self.param_dtype, self.compute_dtype)
+
+
+class GPT(nn.Module):
+    """GPT-2 over at most `sequence_length` tokens.
+
+    Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, layer norms and softmax in float32.
+    """
+
+    config: GPTConfig
+    vocabulary_size: int
+    sequence_length: int
+    param_dtype: DTypeLike = jnp.float32
+    compute_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens_BxT: jax.Array, *, deterministic: bool) -> jax.Array:
+        """Return logits (B, T, V) of the next token, in `compute_dtype`; needs a "dropout" key unless deterministic."""
+        B, T = tokens_BxT.shape
+        D, V = self.config.width, self.vocabulary_size
+        embedding_init = with_axes(nn.initializers.normal(INIT_STDDEV), "vocab", "embed")
+        positions_init = with_axes(nn.initializers.normal(INIT_STDDEV), "positions", "embed")
+        embedding_VxD = self.param("embedding", embedding_init, (V, D), self.param_dtype).astype(self.compute_dtype)
+        positions_TxD = self.param("positions", positions_init, (self.sequence_length, D), self.param_dtype).astype(
+            self.compute_dtype
+        )
+
+        # Whole rows on every device that looks tokens up: a lookup in rows cut by fsdp would come out cut by width
+        # where it is needed cut by batch, and the partitioner bridges that by gathering the whole batch.
+        embedding_VxD = nn.with_logical_constraint(embedding_VxD, ("vocab", "embed_act"))
+        positions_TxD = nn.with_logical_constraint(positions_TxD, ("sequence", "embed_act"))
+        x_BxTxD = embedding_VxD[tokens_BxT] + positions_TxD[:T]
+        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
+        x_BxTxD = nn.Dropout(self.config.dropout, deterministic=deterministic)(x_BxTxD)
+        blocks = nn.scan(
+            Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=self.config.layers,
+            unroll=1 if self.config.layer_loop == "scan" else self.config.layers,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )(self.config, deterministic, self.param_dtype, self.compute_dtype, name="blocks")
+        x_BxTxD, _ = blocks(x_BxTxD)
+        x_BxTxD = make_layer_norm("final_norm", self.param_dtype, self.compute_dtype)(x_BxTxD)
+
+        logits_BxTxV = (x_BxTxD.reshape(B * T, D) @ embedding_VxD.T).reshape(B, T, V)
+        return nn.with_logical_constraint(logits_BxTxV, ("batch", "sequence", "vocab"))
+
+
+def with_axes(init: Initializer, *axes: str) -> Callable[..., jax.Array]:
+    """Return `init` with a logical name for every axis of what it makes."""
+    return nn.with_logical_partitioning(init, axes)  # type: ignore[return-value]
+
+
+def make_layer_norm(name: str, param_dtype: DTypeLike, compute_dtype: DTypeLike) -> nn.LayerNorm:
+    """Return a layer norm that works in float32 and hands on `compute_dtype`."""
+    return nn.LayerNorm(
+        epsilon=LAYER_NORM_EPSILON,
+        dtype=compute_dtype,
+        param_dtype=param_dtype,
+        scale_init=with_axes(nn.initializers.ones, "embed"),
+        bias_init=with_axes(nn.initializers.zeros, "embed"),
+        use_fast_variance=False,
+        name=name,
+    )

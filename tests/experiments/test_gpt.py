@@ -1,0 +1,151 @@
+"""GPT-2: its size, its names, its two layer loops, its precision, and its behaviour when sharded.
+
+Shape legend: B batch, T sequence, V vocabulary.
+"""
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from experiments.gpt import GPT, GPTConfig
+
+VOCABULARY, SEQUENCE = 61, 24
+TOKENS_BxT = jax.random.randint(jax.random.key(7), (3, SEQUENCE), 0, VOCABULARY)
+KNOWN_NAMES = {"vocab", "embed", "positions", "heads", "mlp", "layers"}
+
+
+def make_gpt(*, layers=3, param_dtype=jnp.float32, compute_dtype=jnp.float32, **config):
+    config = GPTConfig(layers=layers, heads=2, width=32, **config)
+    return GPT(config, VOCABULARY, SEQUENCE, param_dtype, compute_dtype)
+
+
+def init(model):
+    return jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
+
+
+def test_gpt2_small_has_exactly_its_published_number_of_parameters():
+    model = GPT(GPTConfig(layers=12, heads=12, width=768), vocabulary_size=50257, sequence_length=1024)
+    shapes = jax.eval_shape(lambda: init(model))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == 124_439_808
+
+
+def test_every_parameter_axis_has_a_logical_name():
+    boxed = jax.eval_shape(lambda: init(make_gpt()))
+    boxes = jax.tree.leaves(boxed, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
+    assert boxes
+    for box in boxes:
+        assert len(box.names) == box.value.ndim
+        assert set(box.names) <= KNOWN_NAMES
+
+
+def test_matrices_are_told_from_vectors_by_their_names():
+    boxed = jax.eval_shape(lambda: init(make_gpt()))["params"]
+    is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
+    for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
+        is_matrix = len(set(box.names) - {"layers"}) == 2
+        assert is_matrix == (path[-1].key in ("kernel", "embedding", "positions"))
+
+
+def test_weights_start_as_gpt2_publishes_them():
+    model = GPT(GPTConfig(layers=8, heads=2, width=64), 512, SEQUENCE)
+    params = nn.unbox(init(model))["params"]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        if "bias" in name:
+            assert (leaf == 0).all(), name
+        elif "scale" in name:
+            assert (leaf == 1).all(), name
+        else:
+            stddev = 0.02 / math.sqrt(2 * 8) if "_out" in name else 0.02
+            np.testing.assert_allclose(leaf.std(), stddev, rtol=0.05, err_msg=name)
+    kernel = params["blocks"]["mlp_in"]["kernel"]
+    assert (kernel[0] != kernel[1]).any()
+
+
+def test_both_layer_loops_have_the_same_weights_and_logits():
+    scanned, unrolled = make_gpt(layer_loop="scan"), make_gpt(layer_loop="unroll")
+    params = init(scanned)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, params, init(unrolled)))
+    logits = [model.apply(params, TOKENS_BxT, deterministic=True) for model in (scanned, unrolled)]
+    np.testing.assert_allclose(*logits, atol=1e-6)
+
+
+def test_scanned_layers_compile_to_a_program_that_does_not_grow_with_depth():
+    def program_lines(layers, layer_loop):
+        model = make_gpt(layers=layers, layer_loop=layer_loop)
+        params = nn.unbox(jax.eval_shape(lambda: init(model)))
+        grad = jax.grad(lambda params: model.apply(params, TOKENS_BxT, deterministic=True).sum())
+        return len(jax.jit(grad).lower(params).compile().as_text().splitlines())
+
+    assert program_lines(8, "scan") == pytest.approx(program_lines(2, "scan"), rel=0.02)
+    assert program_lines(8, "unroll") > 2 * program_lines(2, "unroll")
+
+
+def test_future_tokens_do_not_change_past_logits():
+    model = make_gpt()
+    params = init(model)
+    changed_BxT = TOKENS_BxT.at[:, 10:].set((TOKENS_BxT[:, 10:] + 1) % VOCABULARY)
+    before, after = (model.apply(params, tokens, deterministic=True) for tokens in (TOKENS_BxT, changed_BxT))
+    assert (before[:, :10] == after[:, :10]).all()
+    assert (before[:, 10:] != after[:, 10:]).any(axis=-1).all()
+
+
+def test_a_shorter_sequence_gives_the_first_logits_of_a_longer_one():
+    model = make_gpt()
+    params = init(model)
+    whole, part = (model.apply(params, tokens, deterministic=True) for tokens in (TOKENS_BxT, TOKENS_BxT[:, :9]))
+    np.testing.assert_allclose(part, whole[:, :9], atol=1e-6)
+
+
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_dropout_follows_its_key_and_is_off_when_deterministic(layer_loop):
+    model = make_gpt(dropout=0.3, layer_loop=layer_loop)
+    params = init(model)
+
+    def logits(seed, deterministic=False):
+        return model.apply(params, TOKENS_BxT, deterministic=deterministic, rngs={"dropout": jax.random.key(seed)})
+
+    assert (logits(0) == logits(0)).all()
+    assert (logits(0) != logits(1)).any()
+    assert (logits(0, deterministic=True) == logits(1, deterministic=True)).all()
+    assert (logits(0, deterministic=True) == make_gpt().apply(params, TOKENS_BxT, deterministic=True)).all()
+
+
+def test_bfloat16_compute_keeps_float32_params_and_stays_close():
+    full, half = make_gpt(), make_gpt(compute_dtype=jnp.bfloat16)
+    params = init(half)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    gradient = jax.grad(lambda params: half.apply(params, TOKENS_BxT, deterministic=True).astype(jnp.float32).sum())
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient(params))} == {jnp.dtype("float32")}
+    logits = half.apply(params, TOKENS_BxT, deterministic=True)
+    assert logits.dtype == jnp.bfloat16
+    expected = full.apply(params, TOKENS_BxT, deterministic=True)
+    np.testing.assert_allclose(logits.astype(jnp.float32), expected, atol=0.02)
+
+
+def test_heads_that_do_not_divide_width_are_refused_with_the_numbers():
+    with pytest.raises(ValidationError, match="width=32 does not divide over heads=5; use a multiple of 5"):
+        GPTConfig(layers=1, heads=5, width=32)
+
+
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_sharded_gpt_equals_one_device_and_gathers_weights_but_no_activations(layer_loop):
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.experiments.sharded_gpt", layer_loop]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Involuntary full rematerialization" not in done.stderr
+    for result in json.loads(done.stdout):
+        assert result["difference"] < 1e-5, result
+        assert result["gathered_activations"] == [], result
+        assert (result["gathers"] > 0) == (result["mesh"][1] > 1), result
