@@ -22,7 +22,8 @@ from jax.typing import DTypeLike
 from pydantic import Field, PositiveInt, model_validator
 
 from experiments.attention import causal_attention
-from runner.config import ModelConfig
+from runner import BaseTrainer
+from runner.config import ModelConfig, TrainerConfig
 from runner.spec import Auto
 
 INIT_STDDEV = 0.02
@@ -180,3 +181,16 @@ def make_layer_norm(name: str, param_dtype: DTypeLike, compute_dtype: DTypeLike)
         use_fast_variance=False,
         name=name,
     )
+
+
+class PretrainGPT(BaseTrainer):
+    """Trains a GPT-2 on the next token."""
+
+    Config = TrainerConfig[GPTConfig]
+
+    def model(self) -> GPT:
+        """The GPT that the spec describes."""
+        config, precision = self.config, self.config.precision
+        return GPT(
+            config.model, self.vocabulary_size, config.data.sequence_length, precision.params, precision.compute
+        )

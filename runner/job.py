@@ -59,6 +59,9 @@ class RestoreableJob:
     def setup(self) -> None:
         """Check and prepare what `init` and `run` need, before anything is written. Nothing by default."""
 
+    def prepare(self) -> None:
+        """Make ready what takes time and needs this attempt's number, such as compiled code. Nothing by default."""
+
     def init(self) -> Any:
         """The state at step 0: a pytree of jax arrays, a pure function of the spec."""
         raise NotImplementedError
@@ -112,6 +115,7 @@ class RestoreableJob:
         self.setup()
         self.hosts.main_first(self._guard_checkpoints)
         self._begin()
+        self.prepare()
         self._restore_or_init()
         self.run()
         self._finish()

@@ -1,0 +1,141 @@
+"""The rows of the surviving trajectory, and where people see them. Main host only.
+
+`metrics.jsonl` holds each logged step exactly once, in order, whatever was killed: a row is written before the
+checkpoint of its step is committed, and a resumed attempt first drops the rows beyond the checkpoint it restored, by
+replacing the file. A zombie of an earlier attempt then still holds the old file, which nobody reads.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from runner.storage import publish, read_lines
+
+Row = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Anything that shows rows."""
+
+    def show(self, row: Row) -> None:
+        """Take one row; must not block for long and never raise."""
+
+    def close(self) -> None:
+        """Finish, within seconds."""
+
+
+class MetricsFile:
+    """`metrics.jsonl` of one directory."""
+
+    def __init__(self, directory: Path):
+        self._path = directory / "metrics.jsonl"
+        self._file: IO[bytes] | None = None
+        self._rows: list[Row] = []
+
+    def rewind(self, step: int) -> Row | None:
+        """Keep the rows up to `step` and open the file for more; the row of `step` itself, if it was logged."""
+        rows: list[Row] = []
+        for row in read_lines(self._path):
+            if isinstance(row.get("step"), int) and row["step"] <= step and (not rows or row["step"] > rows[-1]["step"]):
+                rows.append(row)
+        self._replace(rows)
+        return rows[-1] if rows and rows[-1]["step"] == step else None
+
+    def append(self, row: Row) -> None:
+        """Write one row; it survives this process from here on."""
+        assert self._file is not None, "rewind opens the file"
+        self._file.write(_encode(row))
+        self._file.flush()
+
+    def replace_last(self, row: Row) -> None:
+        """Write the last row anew, with what was still missing in it."""
+        self._replace([*read_lines(self._path)[:-1], row])
+
+    def last(self) -> Row | None:
+        """The newest row."""
+        rows = read_lines(self._path)
+        return rows[-1] if rows else None
+
+    def sync(self) -> None:
+        """Wait until all rows are on the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _replace(self, rows: list[Row]) -> None:
+        self.close()
+        publish(self._path, b"".join(_encode(row) for row in rows))
+        self._file = self._path.open("ab")
+
+
+def _encode(row: Row) -> bytes:
+    return (json.dumps(row) + "\n").encode()
+
+
+def _describe(row: Row) -> str:
+    parts = [f"loss {row['train/loss']:.4f}"]
+    if "val/loss" in row:
+        parts.append(f"val {row['val/loss']:.4f}")
+    if row.get("perf/tokens_per_second"):
+        parts.append(f"{row['perf/tokens_per_second']:,.0f} tokens/s")
+    return "  ".join(parts)
+
+
+class LiveProgress:
+    """One line on a terminal that keeps itself up to date."""
+
+    def __init__(self, name: str, total_steps: int, step: int, console: Console):
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task(name, total=total_steps, completed=step, figures="")
+        self._progress.start()
+
+    def show(self, row: Row) -> None:
+        """Move the bar; a validation loss also gets a line that stays."""
+        self._progress.update(self._task, completed=row["step"], figures=_describe(row))
+        if "val/loss" in row:
+            self._progress.console.print(f"step {row['step']}  {_describe(row)}", highlight=False)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._progress.stop()
+
+
+class PlainProgress:
+    """A line a row, for logs."""
+
+    def __init__(self, tokens_per_step: int, total_steps: int):
+        self._tokens_per_step = tokens_per_step
+        self._total_steps = total_steps
+
+    def show(self, row: Row) -> None:
+        """Print step, loss, speed and time left."""
+        speed = row.get("perf/tokens_per_second")
+        left = "" if not speed else f"  {(self._total_steps - row['step']) * self._tokens_per_step / speed:.0f} s left"
+        print(f"step {row['step']}/{self._total_steps}  {_describe(row)}{left}", flush=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def make_progress(name: str, total_steps: int, step: int, tokens_per_step: int) -> Sink:
+    """Live progress where standard output is a terminal, plain lines elsewhere."""
+    if sys.stdout.isatty():
+        return LiveProgress(name, total_steps, step, Console())
+    return PlainProgress(tokens_per_step, total_steps)

@@ -1,0 +1,79 @@
+"""The optimizer step and the validation step, pure. Knows no host, no file, no spec.
+
+The loss of a step is the mean over the real target tokens of its whole global batch. Every micro-batch contributes a
+sum divided by that one count, so the split into micro-batches, devices and hosts moves it by rounding alone; a mean of
+means would weigh a short micro-batch like a long one. Gradients are added up in float32 whatever the parameters are.
+
+Shape legend: S accumulation steps, B examples, T sequence length.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+from jax import lax
+
+Batch = dict[str, jax.Array]
+# (apply_fn, params, batch of (B, T) arrays, key or None) -> (loss_sum, meta); no key = deterministic
+Forward = Callable[[Callable[..., Any], Any, Batch, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def _micro_batch(batch: Batch, index: int) -> Batch:
+    return jax.tree.map(lambda leaf: leaf[index], batch)
+
+
+def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int) -> tuple[Any, ...]:
+    """Loss, float32 gradients and the last micro-batch's meta, over a batch of (S, B, T)."""
+    num_tokens = jnp.maximum(jnp.sum(batch["padding_mask"], dtype=jnp.float32), 1.0)
+
+    def share_of_loss(params: Any, micro: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        loss_sum, meta = forward(state.apply_fn, params, micro, key)
+        return loss_sum / num_tokens, meta
+
+    value_and_grad = jax.value_and_grad(share_of_loss, has_aux=True)
+
+    def to_float32(grads: Any) -> Any:
+        return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+
+    if num_steps == 1:
+        (loss, meta), grads = value_and_grad(state.params, _micro_batch(batch, 0), jax.random.fold_in(key, 0))
+        return loss, to_float32(grads), meta
+
+    def accumulate(carry: tuple[jax.Array, Any], xs: tuple[Batch, jax.Array]) -> tuple[tuple[jax.Array, Any], Any]:
+        micro, index = xs
+        (loss, meta), grads = value_and_grad(state.params, micro, jax.random.fold_in(key, index))
+        return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], to_float32(grads))), meta
+
+    zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), state.params)
+    (loss, grads), metas = lax.scan(accumulate, (jnp.float32(0), zeros), (batch, jnp.arange(num_steps)))
+    return loss, grads, jax.tree.map(lambda leaf: leaf[-1], metas)
+
+
+def train_step(
+    forward: Forward, state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int
+) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
+    """One optimizer step over a global batch of (S, B, T) arrays: (state, loss, meta).
+
+    `loss` is the mean over the real target tokens of the whole batch; `meta` holds `grad_norm` (before clipping) and
+    what the last micro-batch's forward returned.
+    """
+    assert batch["x"].shape[0] == accumulate_steps, f"batch has S={batch['x'].shape[0]}, not {accumulate_steps}"
+    loss, grads, meta = _gradients(forward, state, batch, key, accumulate_steps)
+    grad_norm = optax.global_norm(grads)
+    return state.apply_gradients(grads=grads), loss, meta | {"grad_norm": grad_norm}
+
+
+def val_step(
+    forward: Forward, state: TrainState, batch: Batch
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Validation over (S, B, T): (loss_sum, token_count, last_meta). Sums, so that any set of batches weighs by token."""
+
+    def add(carry: tuple[jax.Array, jax.Array], micro: Batch) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        loss_sum, meta = forward(state.apply_fn, state.params, micro, None)
+        return (carry[0] + loss_sum, carry[1] + jnp.sum(micro["padding_mask"], dtype=jnp.float32)), meta
+
+    (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), batch)
+    return loss_sum, token_count, jax.tree.map(lambda leaf: leaf[-1], metas)

@@ -1,0 +1,459 @@
+"""BaseTrainer: a RestoreableJob that trains a flax model on tokens. Composes state, step, data and metrics.
+
+An experiment says which model (`model`), and may replace the loss (`forward`), the optimizer, the schedule or the
+evaluation. Everything is called on every host.
+"""
+
+import importlib
+import math
+import time
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from runner import state as train_state
+from runner import step as pure
+from runner.cadence import is_due, tokens_at
+from runner.config import ModelConfig, TrainerConfig
+from runner.data import Dataset, Prefetcher, check_vocabulary, global_batch, load_dataset
+from runner.errors import DataError, DivergedError, InvalidError
+from runner.job import RestoreableJob
+from runner.loss import cross_entropy_sum
+from runner.metrics import MetricsFile, Row, Sink, make_progress
+from runner.optimizer import clip, make_optimizer, make_schedule
+from runner.spec import Document, ExecutionSpec
+from runner.topology import (
+    batch_sharding,
+    device_memory_bytes,
+    make_mesh,
+    mesh_sizes,
+    num_batch_shards,
+    parse_accelerator,
+)
+
+MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use
+
+
+class BaseTrainer(RestoreableJob):
+    """Base of every training job."""
+
+    Config: ClassVar[type[TrainerConfig[Any]]] = TrainerConfig[ModelConfig]
+    needs_topology: ClassVar[bool] = True
+
+    sharded_init = staticmethod(train_state.sharded_init)
+
+    def __init__(self, spec: ExecutionSpec, document: Document | None = None):
+        assert spec.topology is not None, "a trainer needs a spec with a topology"
+        super().__init__(spec, document)
+        self.topology = spec.topology
+        self.key = jax.random.key(spec.seed)
+        self.metrics = MetricsFile(self.directory)
+        self._unmeasured: list[tuple[int, jax.Array, dict[str, jax.Array]]] = []
+
+    # What an experiment says.
+
+    def model(self) -> nn.Module:
+        """The flax module; called as `module(x_BxT, deterministic=...)`, it returns logits (B, T, V)."""
+        raise NotImplementedError
+
+    @classmethod
+    def forward(
+        cls, apply_fn: Any, params: Any, batch: pure.Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Loss summed over the real target tokens of a (B, T) batch, and meta. No key: deterministic."""
+        rngs = None if key is None else {"dropout": key}
+        logits_BxTxV = apply_fn({"params": params}, batch["x"], deterministic=key is None, rngs=rngs)
+        loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], batch["padding_mask"])
+        return loss_sum, {}
+
+    @classmethod
+    def optimizer(cls) -> str | optax.GradientTransformation | None:
+        """A library name, an optax transformation, or None for the one that the spec names."""
+        return None
+
+    @classmethod
+    def schedule(cls) -> str | optax.Schedule | None:
+        """A library name, an optax schedule, or None for the one that the spec names (a constant if it names none)."""
+        return None
+
+    def evaluator(self) -> float | None:
+        """Validation loss, the mean over the real target tokens of `eval.batches` batches; None if asked to stop."""
+        loss_sum, token_count = jnp.float32(0), jnp.float32(0)
+        for index in range(self._num_eval_batches()):
+            if self.notice.poll():
+                return None
+            loss, count, _ = self._compiled_val(self.state, self.batch("validation", index))
+            loss_sum, token_count = loss_sum + loss, token_count + count
+        return float(loss_sum) / max(float(token_count), 1.0)
+
+    # The contract's surface.
+
+    @classmethod
+    def train_step(
+        cls, state: TrainState, batch: pure.Batch, key: jax.Array, accumulate_steps: int
+    ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
+        """One optimizer step over (S, B, T): (state, loss, meta). Pure."""
+        return pure.train_step(cls.forward, state, batch, key, accumulate_steps)
+
+    @classmethod
+    def val_step(
+        cls, state: TrainState, batch: pure.Batch
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """(loss_sum, token_count, last_meta) over (S, B, T). Pure."""
+        return pure.val_step(cls.forward, state, batch)
+
+    def batch(self, slice: Literal["train", "validation"] = "train", step: int | None = None) -> pure.Batch:
+        """The global (S, B, T) batch after `step` completed steps, by default this job's: `x`, `y`, `padding_mask`."""
+        return global_batch(
+            self.dataset,
+            slice,
+            self.step if step is None else step,
+            accumulate_steps=self.accumulate_steps,
+            micro_batch=self.micro_batch_examples * num_batch_shards(self.mesh),
+            sharding=batch_sharding(self.mesh),
+        )
+
+    @property
+    def total_steps(self) -> int:
+        """The step at which training is done."""
+        return int(self.config.total_steps)
+
+    def run(self) -> None:
+        """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
+        self.resume_metrics()
+        with Prefetcher(lambda step: self.batch("train", step), first_step=self.step) as batches:
+            while self.step < self.total_steps:
+                self.state, loss, meta = self._compiled_train(self.state, next(batches), self.key)
+                self.step += 1
+                self._unmeasured.append((self.step, loss, meta))
+                if self.is_log_due() or self.is_eval_due():
+                    self.report()
+                self.save_or_stop()
+        self.close_metrics()
+
+    # Set-up: what can be known before a device is touched, then mesh, data, shapes.
+
+    def setup(self) -> None:
+        """Check the devices, the mesh, the batch and the data against the spec."""
+        self._check_accelerator()
+        try:
+            sizes = mesh_sizes(self.topology.mesh, jax.device_count())
+        except InvalidError as error:
+            raise self.document.error("topology.mesh", str(error)) from error
+        self.mesh: Mesh = make_mesh(sizes)
+        self._batch_splits()
+        self.dataset: Dataset = self._load_data()
+        vocabulary_size = getattr(self.config.model, "vocabulary_size", "auto")
+        if vocabulary_size == "auto":
+            vocabulary_size = self.dataset.vocabulary_size
+        else:
+            check_vocabulary(self.dataset, vocabulary_size)
+        self.vocabulary_size = int(vocabulary_size)
+        self._shape_state()
+
+    def _check_accelerator(self) -> None:
+        try:
+            wanted = parse_accelerator(self.topology.accelerator)
+        except InvalidError as error:
+            raise self.document.error("topology.accelerator", str(error)) from error
+        device, number = jax.devices()[0], jax.device_count()
+        if wanted is not None and not wanted.matches(device.device_kind, number):
+            options = " ".join(f"--set {option}" for option in self.options_for_here(number))
+            raise self.document.error(
+                "topology.accelerator",
+                f"sized for {self.topology.accelerator}, here: {number} x {device.device_kind}; to run it here: {options}",
+            )
+
+    def options_for_here(self, num_devices: int) -> list[str]:
+        """The `--set` options that make a job sized for other hardware run on the devices at hand."""
+        sequence_length = min(self.config.data.sequence_length, 128)
+        options = [
+            "topology.accelerator=any",
+            "topology.mesh={data: auto, fsdp: 1, tensor: 1}",
+            f"directory={self.spec.directory}_here",
+            f"config.train.global_batch_examples={num_devices}",
+            f"config.data.sequence_length={sequence_length}",
+        ]
+        total = "total_steps=100" if self.config.train.total_steps else f"total_tokens={num_devices * sequence_length * 100}"
+        options += [f"config.train.{total}", "config.schedule.warmup_steps=10", "checkpoint.every_steps=10"]
+        if self.config.eval.every_steps:
+            options.append("config.eval.every_steps=50")
+        if not Path(self.config.data.source).exists():
+            options.append("config.data.source=python-stdlib")
+        return [f"'{option}'" if " " in option else option for option in options]
+
+    def _batch_splits(self) -> list[int]:
+        """Every micro-batch per device that divides its share of the global batch, largest first."""
+        train = self.config.train
+        shards = num_batch_shards(self.mesh)
+        share, rest = divmod(train.global_batch_examples, shards)
+        key = "config.train.global_batch_examples"
+        if rest:
+            near = sorted({max(share, 1) * shards, (share + 1) * shards})
+            choices = " or ".join(map(str, near))
+            message = f"{train.global_batch_examples} does not divide over {shards} devices (data x fsdp); use {choices}"
+            raise self.document.error(key, message)
+        if train.micro_batch_examples == "auto":
+            return [size for size in range(share, 0, -1) if share % size == 0]
+        if share % train.micro_batch_examples:
+            raise self.document.error(
+                "config.train.micro_batch_examples",
+                f"{train.micro_batch_examples} does not divide the {share} examples of a device "
+                f"({train.global_batch_examples} over {shards} devices)",
+            )
+        return [train.micro_batch_examples]
+
+    def _load_data(self) -> Dataset:
+        try:
+            dataset = load_dataset(self.config.data, seed=self.spec.seed)
+        except DataError as error:
+            raise self.document.error("config.data.source", str(error)) from error
+        fingerprints = self.hosts.gather(dataset.fingerprint)
+        different = [process for process, other in enumerate(fingerprints) if other != fingerprints[0]]
+        if different:
+            raise DataError(f"{self.config.data.source}: processes {different} read other data than process 0")
+        return dataset
+
+    def _shape_state(self) -> None:
+        """Abstract state, shardings, optimizer and schedule. Allocates nothing."""
+        model = self.model()
+        tokens_BxT = jnp.zeros((1, self.config.data.sequence_length), jnp.int32)
+        boxed = jax.eval_shape(lambda key: model.init(key, tokens_BxT, deterministic=True), self.key)["params"]
+        self._schedule = self._make_schedule()
+        optimizer = self._make_optimizer(train_state.matrices(boxed))
+
+        def make(key: jax.Array) -> TrainState:
+            return train_state.make_state(model, key, optimizer, tokens_BxT, deterministic=True)
+
+        self._make_state = make
+        shardings = train_state.variable_shardings(boxed, self.mesh)
+        self._abstract_state = train_state.abstract_state(make, self.key, shardings, self.mesh)
+
+    def _make_schedule(self) -> optax.Schedule:
+        schedule, config = self.schedule(), self.config
+        if callable(schedule):
+            return schedule
+        return make_schedule(
+            schedule or config.schedule.name, config.schedule, config.optimizer.learning_rate, self.total_steps
+        )
+
+    def _make_optimizer(self, is_matrix: Any) -> Any:
+        optimizer, config = self.optimizer(), self.config.optimizer
+        if optimizer is None or isinstance(optimizer, str):
+            optimizer = make_optimizer(optimizer or config.name, config, self._schedule, is_matrix)
+        return clip(optimizer, config.clip_norm)
+
+    def abstract_state(self) -> TrainState:
+        """Shape, dtype and sharding of every leaf."""
+        return self._abstract_state
+
+    def init(self) -> TrainState:
+        """The state at step 0, born sharded."""
+        return train_state.init_state(self._make_state, self.key, self._abstract_state, self.mesh)
+
+    # Compilation: once an attempt, before the first step.
+
+    def prepare(self) -> None:
+        """Choose the micro-batch by the compiled step's own memory figures, and compile both steps."""
+        sizes = self._batch_splits()
+        known = self._known_micro_batch() if len(sizes) > 1 else None
+        self._compiled_train = self._fit_to_memory([known] if known in sizes else sizes)
+        with train_state.sharding_rules(self.mesh):
+            val = jax.jit(type(self).val_step)
+            self._compiled_val = val.lower(self._abstract_state, self._abstract_batch()).compile()
+
+    def _known_micro_batch(self) -> int | None:
+        """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
+        manifest = self.checkpoints.newest_manifest() if self.hosts.is_main else None
+        record = self.hosts.agree(manifest and manifest.get("topology"))
+        if not record or {key: record.get(key) for key in self._hardware()} != self._hardware():
+            return None
+        return int(record["micro_batch_examples"])
+
+    def _hardware(self) -> dict[str, Any]:
+        return {
+            "mesh": {axis: int(size) for axis, size in self.mesh.shape.items()},
+            "device_kind": jax.devices()[0].device_kind,
+            "processes": self.hosts.num_processes,
+        }
+
+    def _fit_to_memory(self, sizes: list[int]) -> Any:
+        """The compiled train step for the largest of `sizes` that fits; the next guess scales by what was too much."""
+        limit = self.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
+        while True:
+            compiled = self._compile_train(sizes[0])
+            analysis = compiled.memory_analysis()
+            resident = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            needed = resident + analysis.temp_size_in_bytes
+            if needed <= limit or self.config.train.micro_batch_examples != "auto":
+                return compiled
+            if len(sizes) == 1:
+                raise self.document.error(
+                    "topology",
+                    f"a step with one example a device needs {needed / 2**30:.1f} GiB a device, here are "
+                    f"{limit / 2**30:.1f} GiB; use more devices or a larger fsdp or tensor axis",
+                )
+            share = max(limit - resident, 0) / analysis.temp_size_in_bytes
+            guess = [size for size in sizes[1:] if size <= sizes[0] * share]
+            sizes = guess or sizes[-1:]
+
+    def _compile_train(self, micro_batch_examples: int) -> Any:
+        shards = num_batch_shards(self.mesh)
+        self.micro_batch_examples = micro_batch_examples
+        self.accumulate_steps = self.config.train.global_batch_examples // (micro_batch_examples * shards)
+
+        def step(state: TrainState, batch: pure.Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
+            step_key = jax.random.fold_in(key, state.step)
+            learning_rate = self._schedule(state.step)
+            state, loss, meta = self.train_step(state, batch, step_key, self.accumulate_steps)
+            return state, loss, meta | {"learning_rate": jnp.asarray(learning_rate, jnp.float32)}
+
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        shardings = (train_state.shardings_of(self._abstract_state), replicated, replicated)
+        with train_state.sharding_rules(self.mesh):
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+            return jitted.lower(self._abstract_state, self._abstract_batch(), self.key).compile()
+
+    def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        B = self.micro_batch_examples * num_batch_shards(self.mesh)
+        shape = (self.accumulate_steps, B, self.config.data.sequence_length)
+        dtypes = {"x": jnp.int32, "y": jnp.int32, "padding_mask": jnp.bool_}
+        sharding = batch_sharding(self.mesh)
+        return {field: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for field, dtype in dtypes.items()}
+
+    # Metrics.
+
+    def is_log_due(self) -> bool:
+        """Whether this step has a row of its own."""
+        return is_due(self.step, self.spec.logging.every_steps, self.total_steps)
+
+    def is_eval_due(self) -> bool:
+        """Whether this step is evaluated."""
+        if self.dataset.num_validation_windows == 0:
+            return False
+        return is_due(self.step, self.config.eval.every_steps, self.total_steps)
+
+    def _num_eval_batches(self) -> int:
+        """`eval.batches`, or fewer if they hold the whole validation split."""
+        windows = self.dataset.num_validation_windows
+        return min(self.config.eval.batches, math.ceil(windows / self.config.train.global_batch_examples))
+
+    def resume_metrics(self) -> None:
+        """Drop the rows beyond the restored step, and evaluate where a stop came before the evaluation."""
+        row = self.metrics.rewind(self.step) if self.hosts.is_main else None
+        self._sinks = self._open_sinks() if self.hosts.is_main else []
+        self._measured = (self.step, time.monotonic())
+        row = self.hosts.agree(row)
+        if row is not None and self.is_eval_due() and "val/loss" not in row:
+            row |= self._evaluate()
+            if self.hosts.is_main and "val/loss" in row:
+                self.metrics.replace_last(row)
+                self._show(row)
+
+    def _open_sinks(self) -> list[Sink]:
+        sinks: list[Sink] = [make_progress(self.spec.name, self.total_steps, self.step, self.config.tokens_per_step)]
+        if self.spec.logging.wandb != "disabled":
+            sinks.append(importlib.import_module("runner.tracking").Tracking(self.spec, self.id, self.directory))
+        return sinks
+
+    def report(self) -> None:
+        """Wait for the device, write the row of this step, evaluate if it is time."""
+        row = self._measure()
+        if self.is_eval_due():
+            row |= self._evaluate()
+        if self.hosts.is_main:
+            self.fence.check()
+            self.metrics.append(row)
+            self._show(row)
+
+    def _measure(self) -> Row:
+        """Fetch the steps since the last row. Raises `DivergedError` naming the first that is not finite."""
+        step, loss, meta = self._check_finite()[-1]
+        since_step, since_seconds = self._measured
+        seconds = time.monotonic() - since_seconds
+        self._measured = (step, time.monotonic())
+        return {
+            "step": step,
+            "train/loss": loss,
+            "train/grad_norm": meta["grad_norm"],
+            "train/learning_rate": meta["learning_rate"],
+            "train/tokens": tokens_at(step, self.config.tokens_per_step),
+            "perf/tokens_per_second": tokens_at(step - since_step, self.config.tokens_per_step) / max(seconds, 1e-9),
+        }
+
+    def _check_finite(self) -> list[tuple[int, float, dict[str, float]]]:
+        fetched = jax.device_get(self._unmeasured)
+        self._unmeasured = []
+        rows = [(step, float(loss), {key: float(value) for key, value in meta.items()}) for step, loss, meta in fetched]
+        for step, loss, meta in rows:
+            if not (math.isfinite(loss) and math.isfinite(meta["grad_norm"])):
+                raise DivergedError(
+                    f"step {step}: loss {loss}, gradient norm {meta['grad_norm']}: training diverged; "
+                    f"the last good checkpoint in {self.directory / 'checkpoints'} is kept"
+                )
+        return rows
+
+    def _evaluate(self) -> Row:
+        loss = self.evaluator()
+        self._measured = (self._measured[0], time.monotonic())
+        return {} if loss is None else {"val/loss": loss}
+
+    def _show(self, row: Row) -> None:
+        for sink in self._sinks:
+            sink.show(row)
+
+    def close_metrics(self) -> None:
+        """Finish the sinks."""
+        for sink in self._sinks:
+            sink.close()
+
+    # What the base asks for.
+
+    def identity(self) -> dict[str, Any]:
+        """The trajectory's keys and the data set's fingerprint."""
+        return super().identity() | {"config.data": self.dataset.fingerprint}
+
+    def resolved_spec(self) -> ExecutionSpec:
+        """The spec with mesh, vocabulary and micro-batch filled in."""
+        spec = super().resolved_spec()
+        config: dict[str, Any] = dict(spec.config)
+        config["train"] = config["train"] | {"micro_batch_examples": self.micro_batch_examples}
+        if "vocabulary_size" in config["model"]:
+            config["model"] = config["model"] | {"vocabulary_size": self.vocabulary_size}
+        mesh = self.topology.mesh.model_copy(update={axis: int(size) for axis, size in self.mesh.shape.items()})
+        topology = self.topology.model_copy(update={"mesh": mesh})
+        return spec.model_copy(update={"config": config, "topology": topology})
+
+    def manifest_record(self) -> dict[str, Any]:
+        """Step and identity, and the hardware with the micro-batch chosen for it."""
+        hardware = self._hardware() | {"micro_batch_examples": self.micro_batch_examples}
+        return super().manifest_record() | {"topology": hardware}
+
+    def save(self, suffix: str | None = None) -> None:
+        """Save the state, unless it is no longer finite. Waits for the device."""
+        if self._unmeasured:
+            self._check_finite()
+        super().save(suffix)
+
+    def before_commit(self) -> None:
+        """Rows are never behind a checkpoint."""
+        self.metrics.sync()
+
+    def result(self) -> dict[str, Any]:
+        """Step, tokens, losses and fingerprint."""
+        row = self.hosts.agree(self.metrics.last() if self.hosts.is_main else None) or {}
+        result = super().result()
+        return {
+            "step": self.step,
+            "tokens": tokens_at(self.step, self.config.tokens_per_step),
+            "train_loss": row.get("train/loss"),
+            "val_loss": row.get("val/loss"),
+            "fingerprint": result["fingerprint"],
+        }
+
