@@ -52,7 +52,6 @@ class BaseTrainer(RestoreableJob):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
         self.topology = spec.topology
-        self.key = jax.random.key(spec.seed)
         self.metrics = MetricsFile(self.directory)
         self._unmeasured: list[tuple[int, jax.Array, dict[str, jax.Array]]] = []
 
@@ -147,6 +146,7 @@ class BaseTrainer(RestoreableJob):
         except InvalidError as error:
             raise self.document.error("topology.mesh", str(error)) from error
         self.mesh: Mesh = make_mesh(sizes)
+        self.key = jax.random.key(self.spec.seed)
         self._batch_splits()
         self.dataset: Dataset = self._load_data()
         vocabulary_size = getattr(self.config.model, "vocabulary_size", "auto")
