@@ -34,8 +34,8 @@ from runner import fingerprint
 from runner.errors import FencedError, ResumeError, StorageError
 from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
-from runner.storage import crc32c, encode_json, list_files, publish_new, read_json, remove_tree
 from runner.spec import hash_of
+from runner.storage import crc32c, encode_json, list_files, publish_new, read_json, remove_tree
 
 FORMAT = 1
 _MANIFEST = "manifest.json"

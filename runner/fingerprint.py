@@ -101,8 +101,7 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
     """Shape and dtype of every leaf by name, from arrays or abstract shapes."""
     shapes = [(list(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
     return {
-        name: {"shape": shape, "dtype": dtype}
-        for name, (shape, dtype) in zip(leaf_names(tree), shapes, strict=True)
+        name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in zip(leaf_names(tree), shapes, strict=True)
     }
 
 

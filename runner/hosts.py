@@ -66,7 +66,9 @@ class Hosts:
         try:
             return self._client.blocking_key_value_get(key, int(deadline_seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
-            raise PeerLostError(f"{what} did not come within {deadline_seconds:.0f} s ({_first_line(error)})") from error
+            raise PeerLostError(
+                f"{what} did not come within {deadline_seconds:.0f} s ({_first_line(error)})"
+            ) from error
 
     def _set(self, key: str, value: str) -> None:
         try:
@@ -130,7 +132,9 @@ class Hosts:
         """Publish this host's tick and return every host's."""
         self._set(f"runner/stop/tick/{self.process_id}", str(tick))
         return [
-            int(self._get(f"runner/stop/tick/{process}", DEADLINE_SECONDS, f"the answer of process {process} to a stop"))
+            int(
+                self._get(f"runner/stop/tick/{process}", DEADLINE_SECONDS, f"the answer of process {process} to a stop")
+            )
             for process in range(self.num_processes)
         ]
 

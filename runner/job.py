@@ -46,6 +46,7 @@ class RestoreableJob:
         self.notice = StopNotice()
         self.state: Any = None
         self.step = 0
+        self.id = ""
         self._saved_step: int | None = None
         self._last_save_seconds = time.monotonic()
 
@@ -147,7 +148,9 @@ class RestoreableJob:
         keys = [key for key in saved | present if saved.get(key, missing) != present.get(key, missing)]
         if keys:
             lines = [
-                self.document.line(tuple(key.split(".")), f"{owner} has {saved.get(key)!r}, the spec {present.get(key)!r}")
+                self.document.line(
+                    tuple(key.split(".")), f"{owner} has {saved.get(key)!r}, the spec {present.get(key)!r}"
+                )
                 for key in keys
             ]
             raise ResumeError(
@@ -158,7 +161,7 @@ class RestoreableJob:
         """Claim the next attempt; from here on every earlier attempt is fenced."""
         self.fence = Fence(self.directory)
         self.hosts.main_first(self._claim)
-        self.fence.attempt, self.id = self.hosts.agree([self.fence.attempt, self.id if self.hosts.is_main else None])
+        self.fence.attempt, self.id = self.hosts.agree([self.fence.attempt, self.id])
         self.ledger = Ledger(self.directory, self.fence.attempt, self.hosts.process_id)
         self.notice.on_idle_exit = lambda: self.ledger.append("preempt", self.step, saved=False)
         self.checkpoints = Checkpoints(self.directory, self.hosts, self.fence, self.ledger)

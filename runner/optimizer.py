@@ -1,4 +1,7 @@
-"""Optimizers and schedules by the names a spec uses, as optax objects. Knows no model beyond which leaves are matrices."""
+"""Optimizers and schedules by the names a spec uses, as optax objects.
+
+Knows no model beyond which of its parameters are matrices.
+"""
 
 from typing import Any
 

@@ -67,9 +67,7 @@ def matrices(boxed: Any) -> Any:
     def is_matrix(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec | None) -> bool:
         return leaf.ndim - ("layers" in (spec or ())) >= 2
 
-    return jax.tree.map(
-        is_matrix, nn.unbox(boxed), specs, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
-    )
+    return jax.tree.map(is_matrix, nn.unbox(boxed), specs, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
 
 def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwargs: Any) -> tuple[Any, Any]:

@@ -66,10 +66,8 @@ def train_step(
     return state.apply_gradients(grads=grads), loss, meta | {"grad_norm": grad_norm}
 
 
-def val_step(
-    forward: Forward, state: TrainState, batch: Batch
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Validation over (S, B, T): (loss_sum, token_count, last_meta). Sums, so that any set of batches weighs by token."""
+def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Validation over (S, B, T): (loss_sum, token_count, last_meta); sums, so that every token weighs the same."""
 
     def add(carry: tuple[jax.Array, jax.Array], micro: Batch) -> tuple[tuple[jax.Array, jax.Array], Any]:
         loss_sum, meta = forward(state.apply_fn, state.params, micro, None)

@@ -58,7 +58,7 @@ def publish(path: Path, content: bytes) -> None:
 
 
 def publish_new(path: Path, content: bytes) -> None:
-    """Create `path` with `content` atomically and durably. Raises `FileExistsError` if it exists: nothing is rewritten."""
+    """Create `path` with `content` atomically and durably. Raises `FileExistsError` if it is there already."""
     aside = _write_aside(path, content)
     try:
         os.link(aside, path)

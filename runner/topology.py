@@ -54,7 +54,9 @@ class Accelerator:
         """Whether the devices at hand are these."""
         kinds = _DEVICE_KINDS[self.name]
         kind = device_kind.lower()
-        longest = max((name for names in _DEVICE_KINDS.values() for name in names if kind.startswith(name)), key=len, default="")
+        longest = max(
+            (name for names in _DEVICE_KINDS.values() for name in names if kind.startswith(name)), key=len, default=""
+        )
         return longest in kinds and self.num_devices in (None, num_devices)
 
 
@@ -80,8 +82,19 @@ def mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:
     if auto or fixed != num_devices:
         here = f"{num_devices} device{'s' * (num_devices != 1)} here"
         relation = "is larger than the" if fixed > num_devices else "does not use exactly the"
-        raise InvalidError(f"{text} {relation} {here}; let one axis be auto, or give sizes whose product is {num_devices}")
+        raise InvalidError(
+            f"{text} {relation} {here}; let one axis be auto, or give sizes whose product is {num_devices}"
+        )
     return given
+
+
+def does_mesh_fit(mesh: MeshSpec, num_devices: int) -> bool:
+    """Whether the mesh can be laid over exactly so many devices."""
+    try:
+        mesh_sizes(mesh, num_devices)
+    except InvalidError:
+        return False
+    return True
 
 
 def make_mesh(sizes: dict[str, int]) -> Mesh:
@@ -98,6 +111,29 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def num_batch_shards(mesh: Mesh) -> int:
     """Devices over which the examples of a batch are spread."""
     return int(mesh.shape["data"] * mesh.shape["fsdp"])
+
+
+def micro_batch_sizes(global_batch_examples: int, micro_batch_examples: int | str, num_shards: int) -> list[int]:
+    """The micro-batches per device that may be used, largest first: all divisors of a device's share if `auto`.
+
+    Raises `InvalidError` with the nearest valid numbers if the division leaves a rest.
+    """
+    share, rest = divmod(global_batch_examples, num_shards)
+    if rest:
+        near = " or ".join(str(count * num_shards) for count in (share, share + 1) if count)
+        raise InvalidError(
+            f"global_batch_examples={global_batch_examples} does not divide over {num_shards} devices (data x fsdp); "
+            f"use {near}"
+        )
+    divisors = [size for size in range(share, 0, -1) if share % size == 0]
+    if micro_batch_examples == "auto":
+        return divisors
+    if micro_batch_examples not in divisors:
+        raise InvalidError(
+            f"micro_batch_examples={micro_batch_examples} does not divide the {share} examples of a device "
+            f"({global_batch_examples} over {num_shards} devices); use auto or one of {divisors}"
+        )
+    return [int(micro_batch_examples)]
 
 
 def device_memory_bytes() -> int:

@@ -5,9 +5,7 @@ evaluation. Everything is called on every host.
 """
 
 import importlib
-import math
-import time
-from pathlib import Path
+import shlex
 from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
@@ -20,19 +18,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner import state as train_state
 from runner import step as pure
 from runner.cadence import is_due, tokens_at
+from runner.compilation import compile_to_fit
 from runner.config import ModelConfig, TrainerConfig
-from runner.data import Dataset, Prefetcher, check_vocabulary, global_batch, load_dataset
-from runner.errors import DataError, DivergedError, InvalidError
+from runner.data import Dataset, Prefetcher, check_vocabulary, global_batch, is_available, load_dataset
+from runner.errors import DataError, InvalidError
 from runner.job import RestoreableJob
 from runner.loss import cross_entropy_sum
-from runner.metrics import MetricsFile, Row, Sink, make_progress
+from runner.metrics import MetricsFile, Row, Sink, Window, make_progress
 from runner.optimizer import clip, make_optimizer, make_schedule
 from runner.spec import Document, ExecutionSpec
 from runner.topology import (
     batch_sharding,
     device_memory_bytes,
+    does_mesh_fit,
     make_mesh,
     mesh_sizes,
+    micro_batch_sizes,
     num_batch_shards,
     parse_accelerator,
 )
@@ -53,7 +54,7 @@ class BaseTrainer(RestoreableJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.metrics = MetricsFile(self.directory)
-        self._unmeasured: list[tuple[int, jax.Array, dict[str, jax.Array]]] = []
+        self.window = Window()
 
     # What an experiment says.
 
@@ -101,9 +102,7 @@ class BaseTrainer(RestoreableJob):
         return pure.train_step(cls.forward, state, batch, key, accumulate_steps)
 
     @classmethod
-    def val_step(
-        cls, state: TrainState, batch: pure.Batch
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def val_step(cls, state: TrainState, batch: pure.Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(loss_sum, token_count, last_meta) over (S, B, T). Pure."""
         return pure.val_step(cls.forward, state, batch)
 
@@ -130,7 +129,7 @@ class BaseTrainer(RestoreableJob):
             while self.step < self.total_steps:
                 self.state, loss, meta = self._compiled_train(self.state, next(batches), self.key)
                 self.step += 1
-                self._unmeasured.append((self.step, loss, meta))
+                self.window.add(self.step, loss, meta)
                 if self.is_log_due() or self.is_eval_due():
                     self.report()
                 self.save_or_stop()
@@ -147,14 +146,9 @@ class BaseTrainer(RestoreableJob):
             raise self.document.error("topology.mesh", str(error)) from error
         self.mesh: Mesh = make_mesh(sizes)
         self.key = jax.random.key(self.spec.seed)
-        self._batch_splits()
+        self._micro_batch_sizes()
         self.dataset: Dataset = self._load_data()
-        vocabulary_size = getattr(self.config.model, "vocabulary_size", "auto")
-        if vocabulary_size == "auto":
-            vocabulary_size = self.dataset.vocabulary_size
-        else:
-            check_vocabulary(self.dataset, vocabulary_size)
-        self.vocabulary_size = int(vocabulary_size)
+        self.vocabulary_size = self._check_vocabulary()
         self._shape_state()
 
     def _check_accelerator(self) -> None:
@@ -167,47 +161,38 @@ class BaseTrainer(RestoreableJob):
             options = " ".join(f"--set {option}" for option in self.options_for_here(number))
             raise self.document.error(
                 "topology.accelerator",
-                f"sized for {self.topology.accelerator}, here: {number} x {device.device_kind}; to run it here: {options}",
+                f"sized for {self.topology.accelerator}, here: {number} x {device.device_kind}; "
+                f"to run it here: {options}",
             )
 
     def options_for_here(self, num_devices: int) -> list[str]:
-        """The `--set` options that make a job sized for other hardware run on the devices at hand."""
-        sequence_length = min(self.config.data.sequence_length, 128)
-        options = [
-            "topology.accelerator=any",
-            "topology.mesh={data: auto, fsdp: 1, tensor: 1}",
-            f"directory={self.spec.directory}_here",
-            f"config.train.global_batch_examples={num_devices}",
-            f"config.data.sequence_length={sequence_length}",
-        ]
-        total = "total_steps=100" if self.config.train.total_steps else f"total_tokens={num_devices * sequence_length * 100}"
-        options += [f"config.train.{total}", "config.schedule.warmup_steps=10", "checkpoint.every_steps=10"]
-        if self.config.eval.every_steps:
-            options.append("config.eval.every_steps=50")
-        if not Path(self.config.data.source).exists():
-            options.append("config.data.source=python-stdlib")
-        return [f"'{option}'" if " " in option else option for option in options]
+        """The `--set` options that make a job sized for other hardware run on the devices at hand, if slowly."""
+        config = self.config
+        length = min(config.data.sequence_length, 128)
+        total = "total_steps=100" if config.train.total_steps else f"total_tokens={100 * num_devices * length}"
+        options = {
+            "topology.accelerator=any": True,
+            "topology.mesh={data: auto, fsdp: 1, tensor: 1}": not does_mesh_fit(self.topology.mesh, num_devices),
+            f"directory={self.spec.directory}_here": True,
+            "checkpoint.every_steps=10": True,
+            f"config.train.global_batch_examples={num_devices}": True,
+            f"config.train.{total}": True,
+            f"config.data.sequence_length={length}": length != config.data.sequence_length,
+            "config.data.source=python-stdlib": not is_available(config.data.source),
+            "config.schedule.warmup_steps=10": config.schedule.warmup_steps > 10,
+            "config.eval.every_steps=50": config.eval.every_steps is not None,
+        }
+        return [shlex.quote(option) for option, is_needed in options.items() if is_needed]
 
-    def _batch_splits(self) -> list[int]:
+    def _micro_batch_sizes(self) -> list[int]:
         """Every micro-batch per device that divides its share of the global batch, largest first."""
         train = self.config.train
-        shards = num_batch_shards(self.mesh)
-        share, rest = divmod(train.global_batch_examples, shards)
-        key = "config.train.global_batch_examples"
-        if rest:
-            near = sorted({max(share, 1) * shards, (share + 1) * shards})
-            choices = " or ".join(map(str, near))
-            message = f"{train.global_batch_examples} does not divide over {shards} devices (data x fsdp); use {choices}"
-            raise self.document.error(key, message)
-        if train.micro_batch_examples == "auto":
-            return [size for size in range(share, 0, -1) if share % size == 0]
-        if share % train.micro_batch_examples:
-            raise self.document.error(
-                "config.train.micro_batch_examples",
-                f"{train.micro_batch_examples} does not divide the {share} examples of a device "
-                f"({train.global_batch_examples} over {shards} devices)",
+        try:
+            return micro_batch_sizes(
+                train.global_batch_examples, train.micro_batch_examples, num_batch_shards(self.mesh)
             )
-        return [train.micro_batch_examples]
+        except InvalidError as error:
+            raise self.document.error("config.train", str(error)) from error
 
     def _load_data(self) -> Dataset:
         try:
@@ -219,6 +204,12 @@ class BaseTrainer(RestoreableJob):
         if different:
             raise DataError(f"{self.config.data.source}: processes {different} read other data than process 0")
         return dataset
+
+    def _check_vocabulary(self) -> int:
+        given = getattr(self.config.model, "vocabulary_size", "auto")
+        size = self.dataset.vocabulary_size if given == "auto" else int(given)
+        check_vocabulary(self.dataset, size)
+        return size
 
     def _shape_state(self) -> None:
         """Abstract state, shardings, optimizer and schedule. Allocates nothing."""
@@ -261,9 +252,15 @@ class BaseTrainer(RestoreableJob):
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled step's own memory figures, and compile both steps."""
-        sizes = self._batch_splits()
+        sizes = self._micro_batch_sizes()
         known = self._known_micro_batch() if len(sizes) > 1 else None
-        self._compiled_train = self._fit_to_memory([known] if known in sizes else sizes)
+        limit_bytes = self.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
+        try:
+            self._compiled_train = compile_to_fit(
+                self._compile_train, [known] if known in sizes else sizes, limit_bytes
+            )
+        except InvalidError as error:
+            raise self.document.error("topology", str(error)) from error
         with train_state.sharding_rules(self.mesh):
             val = jax.jit(type(self).val_step)
             self._compiled_val = val.lower(self._abstract_state, self._abstract_batch()).compile()
@@ -282,26 +279,6 @@ class BaseTrainer(RestoreableJob):
             "device_kind": jax.devices()[0].device_kind,
             "processes": self.hosts.num_processes,
         }
-
-    def _fit_to_memory(self, sizes: list[int]) -> Any:
-        """The compiled train step for the largest of `sizes` that fits; the next guess scales by what was too much."""
-        limit = self.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
-        while True:
-            compiled = self._compile_train(sizes[0])
-            analysis = compiled.memory_analysis()
-            resident = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-            needed = resident + analysis.temp_size_in_bytes
-            if needed <= limit or self.config.train.micro_batch_examples != "auto":
-                return compiled
-            if len(sizes) == 1:
-                raise self.document.error(
-                    "topology",
-                    f"a step with one example a device needs {needed / 2**30:.1f} GiB a device, here are "
-                    f"{limit / 2**30:.1f} GiB; use more devices or a larger fsdp or tensor axis",
-                )
-            share = max(limit - resident, 0) / analysis.temp_size_in_bytes
-            guess = [size for size in sizes[1:] if size <= sizes[0] * share]
-            sizes = guess or sizes[-1:]
 
     def _compile_train(self, micro_batch_examples: int) -> Any:
         shards = num_batch_shards(self.mesh)
@@ -342,13 +319,13 @@ class BaseTrainer(RestoreableJob):
     def _num_eval_batches(self) -> int:
         """`eval.batches`, or fewer if they hold the whole validation split."""
         windows = self.dataset.num_validation_windows
-        return min(self.config.eval.batches, math.ceil(windows / self.config.train.global_batch_examples))
+        return min(self.config.eval.batches, -(-windows // self.config.train.global_batch_examples))
 
     def resume_metrics(self) -> None:
         """Drop the rows beyond the restored step, and evaluate where a stop came before the evaluation."""
         row = self.metrics.rewind(self.step) if self.hosts.is_main else None
         self._sinks = self._open_sinks() if self.hosts.is_main else []
-        self._measured = (self.step, time.monotonic())
+        self.window = Window(self.step)
         row = self.hosts.agree(row)
         if row is not None and self.is_eval_due() and "val/loss" not in row:
             row |= self._evaluate()
@@ -364,7 +341,7 @@ class BaseTrainer(RestoreableJob):
 
     def report(self) -> None:
         """Wait for the device, write the row of this step, evaluate if it is time."""
-        row = self._measure()
+        row = self.window.close(self.config.tokens_per_step)
         if self.is_eval_due():
             row |= self._evaluate()
         if self.hosts.is_main:
@@ -372,36 +349,9 @@ class BaseTrainer(RestoreableJob):
             self.metrics.append(row)
             self._show(row)
 
-    def _measure(self) -> Row:
-        """Fetch the steps since the last row. Raises `DivergedError` naming the first that is not finite."""
-        step, loss, meta = self._check_finite()[-1]
-        since_step, since_seconds = self._measured
-        seconds = time.monotonic() - since_seconds
-        self._measured = (step, time.monotonic())
-        return {
-            "step": step,
-            "train/loss": loss,
-            "train/grad_norm": meta["grad_norm"],
-            "train/learning_rate": meta["learning_rate"],
-            "train/tokens": tokens_at(step, self.config.tokens_per_step),
-            "perf/tokens_per_second": tokens_at(step - since_step, self.config.tokens_per_step) / max(seconds, 1e-9),
-        }
-
-    def _check_finite(self) -> list[tuple[int, float, dict[str, float]]]:
-        fetched = jax.device_get(self._unmeasured)
-        self._unmeasured = []
-        rows = [(step, float(loss), {key: float(value) for key, value in meta.items()}) for step, loss, meta in fetched]
-        for step, loss, meta in rows:
-            if not (math.isfinite(loss) and math.isfinite(meta["grad_norm"])):
-                raise DivergedError(
-                    f"step {step}: loss {loss}, gradient norm {meta['grad_norm']}: training diverged; "
-                    f"the last good checkpoint in {self.directory / 'checkpoints'} is kept"
-                )
-        return rows
-
     def _evaluate(self) -> Row:
         loss = self.evaluator()
-        self._measured = (self._measured[0], time.monotonic())
+        self.window.restart_clock()
         return {} if loss is None else {"val/loss": loss}
 
     def _show(self, row: Row) -> None:
@@ -437,8 +387,7 @@ class BaseTrainer(RestoreableJob):
 
     def save(self, suffix: str | None = None) -> None:
         """Save the state, unless it is no longer finite. Waits for the device."""
-        if self._unmeasured:
-            self._check_finite()
+        self.window.fetch()
         super().save(suffix)
 
     def before_commit(self) -> None:
@@ -456,4 +405,3 @@ class BaseTrainer(RestoreableJob):
             "val_loss": row.get("val/loss"),
             "fingerprint": result["fingerprint"],
         }
-

@@ -21,6 +21,7 @@ from runner.data.batch import global_batch
 from runner.data.cache import default_cache_directory
 from runner.data.dataset import Batch, Dataset, check_vocabulary, load_dataset
 from runner.data.prefetch import Prefetcher
+from runner.data.source import is_available
 from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "check_vocabulary",
     "default_cache_directory",
     "global_batch",
+    "is_available",
     "load_dataset",
 ]

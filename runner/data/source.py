@@ -52,6 +52,15 @@ def find_source(name: str) -> Source:
     return Source(name, tuple(map(describe_file, paths)), holds_tokens=num_token_files > 0)
 
 
+def is_available(name: str) -> bool:
+    """Whether `name` names readable files on this machine."""
+    try:
+        find_source(name)
+    except DataError:
+        return False
+    return True
+
+
 def read_source_file(file: SourceFile) -> bytes:
     """Read the whole file. Raises DataError if it cannot be read or is no longer the file that was resolved."""
     try:
