@@ -115,9 +115,12 @@ class RestoreableJob:
             return
         self.setup()
         self.hosts.main_first(self._guard_checkpoints)
-        self._begin()
+        self.begin()
+        started = time.monotonic()
         self.prepare()
-        self._restore_or_init()
+        if self.hosts.is_main:
+            self.ledger.append("prepare", None, seconds=round(time.monotonic() - started, 4))
+        self.restore_or_init()
         self.run()
         self._finish()
 
@@ -157,7 +160,7 @@ class RestoreableJob:
                 "\n".join(lines) + f"\n{self.directory}: this would be another trajectory; use another directory"
             )
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Claim the next attempt; from here on every earlier attempt is fenced."""
         self.fence = Fence(self.directory)
         self.hosts.main_first(self._claim)
@@ -184,7 +187,8 @@ class RestoreableJob:
         self.id = storage.read_json(path)["id"]
         self.fence.claim()
 
-    def _restore_or_init(self) -> None:
+    def restore_or_init(self) -> None:
+        """Take up the newest good checkpoint, or begin at step 0, and save the resolved spec."""
         started = time.monotonic()
         found = self.checkpoints.restore(self.abstract_state())
         if found is None:

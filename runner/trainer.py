@@ -88,7 +88,7 @@ class BaseTrainer(RestoreableJob):
         for index in range(self._num_eval_batches()):
             if self.notice.poll():
                 return None
-            loss, count, _ = self._compiled_val(self.state, self.batch("validation", index))
+            loss, count, _ = self.compiled_val(self.state, self.batch("validation", index))
             loss_sum, token_count = loss_sum + loss, token_count + count
         return float(loss_sum) / max(float(token_count), 1.0)
 
@@ -127,7 +127,7 @@ class BaseTrainer(RestoreableJob):
         self.resume_metrics()
         with Prefetcher(lambda step: self.batch("train", step), first_step=self.step) as batches:
             while self.step < self.total_steps:
-                self.state, loss, meta = self._compiled_train(self.state, next(batches), self.key)
+                self.state, loss, meta = self.compiled_train(self.state, next(batches), self.key)
                 self.step += 1
                 self.window.add(self.step, loss, meta)
                 if self.is_log_due() or self.is_eval_due():
@@ -256,14 +256,12 @@ class BaseTrainer(RestoreableJob):
         known = self._known_micro_batch() if len(sizes) > 1 else None
         limit_bytes = self.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
         try:
-            self._compiled_train = compile_to_fit(
-                self._compile_train, [known] if known in sizes else sizes, limit_bytes
-            )
+            self.compiled_train = compile_to_fit(self._compile_train, [known] if known in sizes else sizes, limit_bytes)
         except InvalidError as error:
             raise self.document.error("topology", str(error)) from error
         with train_state.sharding_rules(self.mesh):
             val = jax.jit(type(self).val_step)
-            self._compiled_val = val.lower(self._abstract_state, self._abstract_batch()).compile()
+            self.compiled_val = val.lower(self._abstract_state, self._abstract_batch()).compile()
 
     def _known_micro_batch(self) -> int | None:
         """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""

@@ -1,0 +1,51 @@
+"""Jobs of the sizes that the benchmarks measure, ready to step."""
+
+from pathlib import Path
+
+from experiments.gpt import PretrainGPT
+from runner import ExecutionSpec, Topology
+from runner.spec import Checkpoint, Logging
+
+SIZES = {
+    "10m": {"layers": 6, "heads": 6, "width": 384, "vocabulary_size": 256},
+    "124m": {"layers": 12, "heads": 12, "width": 768, "vocabulary_size": 50304},
+}
+BATCHES = {"10m": (8, 256), "124m": (2, 512)}  # examples, sequence length
+
+
+def make_job(
+    size: str,
+    directory: Path,
+    total_steps: int,
+    *,
+    layer_loop: str = "unroll",
+    every_steps: int = 1_000_000,
+    batch: tuple[int, int] | None = None,
+) -> PretrainGPT:
+    """A GPT job of `size` in `directory`, which saves every `every_steps`."""
+    examples, sequence_length = batch or BATCHES[size]
+    spec = ExecutionSpec(
+        name=f"bench_{size}",
+        job="experiments.gpt:PretrainGPT",
+        directory=str(directory),
+        topology=Topology(),
+        checkpoint=Checkpoint(every_steps=every_steps),
+        logging=Logging(every_steps=10),
+        config={
+            "model": SIZES[size] | {"layer_loop": layer_loop},
+            "data": {"sequence_length": sequence_length},
+            "optimizer": {"learning_rate": 1e-3},
+            "schedule": {"name": "constant"},
+            "train": {"total_steps": total_steps, "global_batch_examples": examples},
+        },
+    )
+    return PretrainGPT(spec)
+
+
+def start(job: PretrainGPT) -> PretrainGPT:
+    """Take `job` to the point where a run would make its first step."""
+    job.setup()
+    job.begin()
+    job.prepare()
+    job.restore_or_init()
+    return job
