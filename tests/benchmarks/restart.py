@@ -4,6 +4,7 @@ python -m tests.benchmarks.restart [--rounds 5] [--spec specs/gpt_nano.yaml]
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from runner.storage import read_lines
 
@@ -41,14 +41,10 @@ def spawn(spec: str, directory: Path) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
-def rows(directory: Path) -> list[dict[str, Any]]:
-    """The metrics so far."""
-    return read_lines(directory / "metrics.jsonl")
-
-
-def wait_for_step(directory: Path, step: int) -> float:
-    """When the first row beyond `step` appeared."""
-    while not any(row["step"] > step for row in rows(directory)):
+def wait_for_step(directory: Path, step: int, old_file: int) -> float:
+    """When the first row beyond `step` appeared in the file that replaced the one with inode `old_file`."""
+    path = directory / "metrics.jsonl"
+    while path.stat().st_ino == old_file or not any(row["step"] > step for row in read_lines(path)):
         time.sleep(0.001)
     return time.time()
 
@@ -68,6 +64,7 @@ def measure(spec: str, directory: Path) -> dict[str, float]:
     killed = time.time()
     process.wait()
     restored = committed(directory)[-1]
+    old_file = (directory / "metrics.jsonl").stat().st_ino
     spawned = time.time()
     process = spawn(spec, directory)
     attempt = max(int(path.name) for path in (directory / "attempts").iterdir()) + 1
@@ -75,7 +72,7 @@ def measure(spec: str, directory: Path) -> dict[str, float]:
         event["attempt"] == attempt and event["event"] == "restore" for event in read_lines(directory / "events.jsonl")
     ):
         time.sleep(0.001)
-    stepped = wait_for_step(directory, restored)
+    stepped = wait_for_step(directory, restored, old_file)
     process.kill()
     process.wait()
     events = {
@@ -84,7 +81,7 @@ def measure(spec: str, directory: Path) -> dict[str, float]:
         if event["attempt"] == attempt and event["event"] in PHASES.values()
     }
     times = [killed, spawned, events["start"], events["prepare"], events["restore"], stepped]
-    return {name: after - before for name, before, after in zip(PHASES, times, times[1:], strict=True)}
+    return {name: after - before for name, (before, after) in zip(PHASES, itertools.pairwise(times), strict=True)}
 
 
 def main() -> None:
