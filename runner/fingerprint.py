@@ -53,7 +53,9 @@ def leaf_digest(leaf: jax.Array) -> jax.Array:
     Both lanes are one reduction: XLA then reads the array once and vectorises, ten times faster on a CPU than two sums.
     """
     words = _words(leaf)
-    first = _mix(words ^ (_position(words.shape) * jnp.uint32(0x9E3779B1)), 0x85EBCA6B, 15)
+    placed = words ^ (_position(words.shape) * jnp.uint32(0x9E3779B1))
+    # A product carries bits upwards only: without this fold a changed sign bit could take few values, and two cancel.
+    first = _mix(placed ^ (placed >> 16), 0x85EBCA6B, 15)
     lanes = (first, _mix(first, 0x27D4EB2F, 13))
     zeros = (jnp.uint32(0), jnp.uint32(0))
     return jnp.stack(lax.reduce(lanes, zeros, _add_lanes, tuple(range(words.ndim))))
