@@ -14,11 +14,14 @@ topology     spec -> mesh, logical axis rules, batch arithmetic, accelerator cat
 data         tokens; a batch is a pure function of (seed, step)
 metrics      rows of the surviving trajectory, and where they are shown
 fingerprint  topology-free digest of a pytree, computed on device
+manifest     what makes a directory a checkpoint, and what its files must look like
 checkpoint   orbax behind a handful of verbs: save, restore, retain
 job          RestoreableJob: restore or init, run, save on notice, exit clean
 state        the train state and its eval_shape-based sharded init
+compilation  which micro-batch fits a device
 optimizer    optimizers and schedules by name
 loss         token cross entropy
+tracking     Weights & Biases, which never stops a run
 step         pure train_step and val_step with accumulation
 trainer      BaseTrainer: composes the above
 __main__     the command: parse, resolve the job class, map errors to exit codes

@@ -21,7 +21,7 @@ after an older one has passed: if none passes nothing is touched.
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +34,18 @@ from runner import fingerprint
 from runner.errors import FencedError, ResumeError, StorageError
 from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
-from runner.spec import hash_of
-from runner.storage import crc32c, encode_json, list_files, publish_new, read_json, remove_tree
+from runner.manifest import (
+    FORMAT,
+    MANIFEST,
+    check_leaves,
+    committed_steps,
+    encode_manifest,
+    file_problem,
+    read_manifest,
+    step_directories,
+)
+from runner.storage import crc32c, list_files, publish_new, remove_tree
 
-FORMAT = 1
-_MANIFEST = "manifest.json"
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
@@ -49,33 +56,6 @@ class Fallback:
     name: str
     reason: str
     committed: bool
-
-
-def _encode_manifest(manifest: dict[str, Any]) -> bytes:
-    return encode_json(manifest | {"digest": hash_of(manifest)})
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of one checkpoint. Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged."""
-    manifest = read_json(directory / _MANIFEST)
-    digest = manifest.pop("digest", None)
-    if digest != hash_of(manifest) or manifest.get("format") != FORMAT:
-        raise ValueError("manifest.json is damaged: it does not match its own digest")
-    return manifest
-
-
-def file_problem(directory: Path, manifest: dict[str, Any], part: int = 0, num_parts: int = 1) -> str | None:
-    """What is wrong with the bytes of a checkpoint, None if nothing is. Checks every `num_parts`-th file."""
-    for name in sorted(manifest["files"])[part::num_parts]:
-        size, digest = manifest["files"][name]
-        path = directory / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, the manifest says {size}"
-        if crc32c(path) != digest:
-            return f"{name} does not match its CRC-32C"
-    return None
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
@@ -99,16 +79,6 @@ class Checkpoints:
         self._pending: Future[bool] | None = None
         handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._orbax = ocp.AsyncCheckpointer(handler)
-
-    # Listing. Main host only.
-
-    def steps(self) -> list[int]:
-        """Committed steps, ascending."""
-        return sorted(int(path.name) for path in self._numbered() if (path / _MANIFEST).exists())
-
-    def _numbered(self) -> Iterator[Path]:
-        if self.directory.exists():
-            yield from (path for path in self.directory.iterdir() if path.name.isdecimal())
 
     # Saving. Called on every host.
 
@@ -175,13 +145,6 @@ class Checkpoints:
             raise FencedError(fenced)
         return committed
 
-    def raise_if_fenced(self) -> None:
-        """Raise `FencedError` on this host if its own finished save found a newer attempt."""
-        if self._pending is not None and self._pending.done():
-            failure = self._pending.exception()
-            if isinstance(failure, FencedError):
-                raise failure
-
     def _commit(self, manifest: dict[str, Any], names: list[str], digests: jax.Array, started: float) -> None:
         if not self._hosts.is_main:
             return
@@ -194,7 +157,7 @@ class Checkpoints:
             f"{manifest['arrays']}/{name}": [path.stat().st_size, crc32c(path)] for name, path in files.items()
         }
         self._fence.check()
-        publish_new(directory / _MANIFEST, _encode_manifest(manifest))
+        publish_new(directory / MANIFEST, encode_manifest(manifest))
         seconds = time.monotonic() - started
         num_bytes = sum(size for size, _ in manifest["files"].values())
         self._ledger.append(
@@ -227,23 +190,14 @@ class Checkpoints:
 
     def retain(self, keep_last: int, keep_every_steps: int | None) -> None:
         """Delete committed steps beyond the last `keep_last`, except multiples of `keep_every_steps`."""
-        steps = self.steps()
+        steps = committed_steps(self.directory)
         for step in steps[:-keep_last]:
             if keep_every_steps is None or step % keep_every_steps:
                 self._fence.check()
-                (self.directory / str(step) / _MANIFEST).unlink(missing_ok=True)
+                (self.directory / str(step) / MANIFEST).unlink(missing_ok=True)
                 remove_tree(self.directory / str(step))
 
     # Restoring. Called on every host.
-
-    def newest_manifest(self) -> dict[str, Any] | None:
-        """The newest manifest that can be read, None if there is none. Main host only."""
-        for step in reversed(self.steps()):
-            try:
-                return read_manifest(self.directory / str(step))
-            except ValueError:
-                continue
-        return None
 
     def restore(self, abstract: Any) -> tuple[Any, dict[str, Any]] | None:
         """The newest state that passes every check, and its manifest; None if nothing was ever committed.
@@ -251,7 +205,9 @@ class Checkpoints:
         `abstract` has the shape, dtype and sharding of every leaf: the checkpoint may have been written on any other
         mesh. Raises `ResumeError`, with nothing touched, if checkpoints exist and none can be restored.
         """
-        candidates = self._hosts.agree(sorted((int(path.name) for path in self._numbered()), reverse=True))
+        candidates = self._hosts.agree(
+            sorted((int(path.name) for path in step_directories(self.directory)), reverse=True)
+        )
         rejected: list[Fallback] = []
         for step in candidates:
             result = self._try_restore(str(step), abstract, rejected)
@@ -327,32 +283,14 @@ class Checkpoints:
                 remove_tree(source)
             self._ledger.append("fallback", restored, rejected=int(fallback.name), reason=fallback.reason)
             print(f"checkpoint {fallback.name} not restored: {fallback.reason}", file=sys.stderr, flush=True)
-        for path in self._numbered():
-            if not (path / _MANIFEST).exists():
+        for path in step_directories(self.directory):
+            if not (path / MANIFEST).exists():
                 remove_tree(path)
 
     def close(self) -> None:
         """Stop the background threads. The pending save must have been waited for."""
         self._worker.shutdown()
         self._orbax.close()
-
-
-def check_leaves(manifest: dict[str, Any], abstract: Any) -> None:
-    """Raise `ResumeError` if the job's state has other leaves than the checkpoint: its code or spec has changed."""
-    expected = fingerprint.describe(abstract)
-    saved = {name: {"shape": leaf["shape"], "dtype": leaf["dtype"]} for name, leaf in manifest["leaves"].items()}
-    names = sorted(name for name in expected.keys() | saved.keys() if expected.get(name) != saved.get(name))
-    if names:
-        lines = [f"{name}: checkpoint has {_leaf(saved, name)}, the job {_leaf(expected, name)}" for name in names[:8]]
-        more = f"\n  and {len(names) - 8} more" if len(names) > 8 else ""
-        raise ResumeError(f"checkpoint {manifest['name']} does not fit this job\n  " + "\n  ".join(lines) + more)
-
-
-def _leaf(leaves: dict[str, dict[str, Any]], name: str) -> str:
-    if name not in leaves:
-        return "nothing"
-    shape, dtype = leaves[name]["shape"], leaves[name]["dtype"]
-    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def raise_unless_committed(committed: bool, step: int) -> None:

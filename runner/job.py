@@ -18,6 +18,7 @@ from runner.errors import PreemptedError, ResumeError
 from runner.fingerprint import fingerprint
 from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
+from runner.manifest import newest_manifest
 from runner.notice import StopNotice
 from runner.spec import (
     Document,
@@ -139,9 +140,7 @@ class RestoreableJob:
 
     def _guard_checkpoints(self) -> None:
         """Refuse to continue checkpoints of another trajectory. Main host only."""
-        store = Checkpoints(self.directory, self.hosts, Fence(self.directory), Ledger(self.directory, 0, 0))
-        manifest = store.newest_manifest()
-        store.close()
+        manifest = newest_manifest(self.directory / "checkpoints")
         if manifest is not None:
             self._compare(manifest.get("identity", {}), self.identity(), f"checkpoint {manifest['name']}")
 
@@ -220,7 +219,7 @@ class RestoreableJob:
 
     def save_or_stop(self) -> None:
         """After a step: save if it is time, and if the job was asked to stop, save and raise `PreemptedError`."""
-        stopping = self.notice.poll() and self.step < self.total_steps
+        stopping = self.notice.poll()
         if stopping or self._is_save_due():
             self.save()
         if stopping:

@@ -24,6 +24,7 @@ from runner.data import Dataset, Prefetcher, check_vocabulary, global_batch, is_
 from runner.errors import DataError, InvalidError
 from runner.job import RestoreableJob
 from runner.loss import cross_entropy_sum
+from runner.manifest import newest_manifest
 from runner.metrics import MetricsFile, Row, Sink, Window, make_progress
 from runner.optimizer import clip, make_optimizer, make_schedule
 from runner.spec import Document, ExecutionSpec
@@ -265,7 +266,7 @@ class BaseTrainer(RestoreableJob):
 
     def _known_micro_batch(self) -> int | None:
         """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
-        manifest = self.checkpoints.newest_manifest() if self.hosts.is_main else None
+        manifest = newest_manifest(self.checkpoints.directory) if self.hosts.is_main else None
         record = self.hosts.agree(manifest and manifest.get("topology"))
         if not record or {key: record.get(key) for key in self._hardware()} != self._hardware():
             return None
@@ -327,7 +328,9 @@ class BaseTrainer(RestoreableJob):
         row = self.hosts.agree(row)
         if row is not None and self.is_eval_due() and "val/loss" not in row:
             row |= self._evaluate()
-            if self.hosts.is_main and "val/loss" in row:
+            if "val/loss" not in row:
+                self.save_or_stop()
+            elif self.hosts.is_main:
                 self.metrics.replace_last(row)
                 self._show(row)
 
