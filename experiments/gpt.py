@@ -191,6 +191,4 @@ class PretrainGPT(BaseTrainer):
     def model(self) -> GPT:
         """The GPT that the spec describes."""
         config, precision = self.config, self.config.precision
-        return GPT(
-            config.model, self.vocabulary_size, config.data.sequence_length, precision.params, precision.compute
-        )
+        return GPT(config.model, self.vocabulary_size, config.data.sequence_length, precision.params, precision.compute)

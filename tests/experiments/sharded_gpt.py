@@ -23,7 +23,9 @@ BATCH_SPEC = PartitionSpec(("data", "fsdp"))
 RULES = (
     ("batch", ("data", "fsdp")),
     ("embed", "fsdp"),
-    *((name, axes) for name in ("vocab", "heads", "mlp") for axes in (("tensor", "fsdp"), "tensor")),
+    ("vocab", "tensor"),
+    # A bias, which has no "embed" axis, takes fsdp too; a kernel has given fsdp away by then and takes tensor alone.
+    *((name, axes) for name in ("heads", "mlp") for axes in (("tensor", "fsdp"), "tensor")),
 )
 BATCH, SEQUENCE, VOCABULARY = 8, 144, 96
 
