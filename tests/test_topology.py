@@ -1,0 +1,130 @@
+"""From a spec's topology to a mesh, and the arithmetic of batches over it."""
+
+import itertools
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from runner.errors import InvalidError
+from runner.spec import Mesh
+from runner.topology import (
+    AXES,
+    batch_sharding,
+    device_memory_bytes,
+    does_mesh_fit,
+    make_mesh,
+    mesh_sizes,
+    micro_batch_sizes,
+    num_batch_shards,
+    parse_accelerator,
+)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "sizes"),
+    [
+        ({}, 8, (8, 1, 1)),
+        ({}, 1, (1, 1, 1)),
+        ({"fsdp": 4, "tensor": 2}, 8, (1, 4, 2)),
+        ({"data": 2, "fsdp": "auto", "tensor": 2}, 16, (2, 4, 2)),
+        ({"data": 1, "fsdp": 1, "tensor": "auto"}, 6, (1, 1, 6)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, (2, 2, 2)),
+    ],
+)
+def test_auto_takes_the_devices_that_the_other_axes_leave(mesh, devices, sizes):
+    assert tuple(mesh_sizes(Mesh(**mesh), devices).values()) == sizes
+    assert does_mesh_fit(Mesh(**mesh), devices)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "message"),
+    [
+        ({"data": 16}, 8, "data 16 x fsdp 1 x tensor 1 is larger than the 8 devices here"),
+        ({"data": 2}, 8, "data 2 x fsdp 1 x tensor 1 does not use exactly the 8 devices here"),
+        ({"data": 2}, 1, "is larger than the 1 device here"),
+        ({"fsdp": 3}, 8, "data auto x fsdp 3 x tensor 1 does not use exactly the 8 devices here"),
+        ({"fsdp": 16}, 8, "data auto x fsdp 16 x tensor 1 is larger than the 8 devices here"),
+    ],
+)
+def test_a_mesh_that_does_not_use_exactly_the_devices_is_refused_with_the_numbers(mesh, devices, message):
+    with pytest.raises(InvalidError, match=message):
+        mesh_sizes(Mesh(**mesh), devices)
+    assert not does_mesh_fit(Mesh(**mesh), devices)
+
+
+def test_the_mesh_has_every_device_once_and_shards_the_batch_over_data_and_fsdp():
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    assert mesh.axis_names == AXES
+    assert set(mesh.devices.flat) == set(jax.devices())
+    assert num_batch_shards(mesh) == 4
+    assert batch_sharding(mesh).spec == PartitionSpec(None, ("data", "fsdp"), None)
+    assert batch_sharding(mesh).shard_shape((3, 8, 16)) == (3, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "number"),
+    [
+        ("v5e-16", "v5e", 16),
+        ("2xv5e-256", "v5e", 512),
+        ("h200-8", "h200", 8),
+        ("cpu", "cpu", None),
+        ("v6e", "v6e", None),
+    ],
+)
+def test_accelerators_by_name(text, name, number):
+    accelerator = parse_accelerator(text)
+    assert (accelerator.name, accelerator.num_devices) == (name, number)
+    assert parse_accelerator("any") is None
+
+
+@pytest.mark.parametrize("text", ["v7e-16", "16", "", "2xv5e", "v5e-16-2", "V5E", "gpu-8", "v5e-"])
+def test_an_unknown_accelerator_is_refused_with_the_known_ones(text):
+    with pytest.raises(InvalidError, match=r"needs any, or .* one of cpu, v4, v5e"):
+        parse_accelerator(text)
+
+
+KINDS = {
+    "cpu": "cpu",
+    "v4": "TPU v4",
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), itertools.product(KINDS, KINDS))
+def test_an_accelerator_matches_its_own_devices_and_no_others(name, kind):
+    accelerator = parse_accelerator(name)
+    assert accelerator.matches(KINDS[kind], 8) == (name == kind)
+
+
+def test_an_accelerator_with_a_number_matches_that_number_alone():
+    assert parse_accelerator("2xv5e-8").matches("TPU v5 lite", 16)
+    assert not parse_accelerator("v5e-8").matches("TPU v5 lite", 16)
+
+
+def test_micro_batches_are_the_divisors_of_a_devices_share():
+    assert micro_batch_sizes(96, "auto", 8) == [12, 6, 4, 3, 2, 1]
+    assert micro_batch_sizes(96, 4, 8) == [4]
+    assert micro_batch_sizes(8, "auto", 8) == [1]
+
+
+@pytest.mark.parametrize(
+    ("examples", "micro", "shards", "message"),
+    [
+        (100, "auto", 8, r"global_batch_examples=100 does not divide over 8 devices \(data x fsdp\); use 96 or 104"),
+        (4, "auto", 8, r"global_batch_examples=4 does not divide over 8 devices \(data x fsdp\); use 8"),
+        (96, 5, 8, r"micro_batch_examples=5 does not divide the 12 examples of a device .* \[12, 6, 4, 3, 2, 1\]"),
+        (96, 24, 8, r"micro_batch_examples=24 does not divide the 12 examples"),
+    ],
+)
+def test_a_batch_that_leaves_a_rest_is_refused_with_numbers_that_work(examples, micro, shards, message):
+    with pytest.raises(InvalidError, match=message):
+        micro_batch_sizes(examples, micro, shards)
+
+
+def test_a_faked_device_has_its_share_of_the_machines_memory():
+    assert 2**20 < device_memory_bytes() < 2**50
