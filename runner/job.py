@@ -191,15 +191,17 @@ class RestoreableJob:
         started = time.monotonic()
         found = self.checkpoints.restore(self.abstract_state())
         if found is None:
-            self.state = jax.block_until_ready(self.init())
+            self.state = self.init()
             event = "init"
         else:
             self.state, manifest = found
             self.step = self._saved_step = manifest["step"]
             event = "restore"
             self.say(f"restored step {self.step}")
+        digest = fingerprint(self.state)
         if self.hosts.is_main:
-            self.ledger.append(event, self.step, seconds=round(time.monotonic() - started, 4))
+            seconds = round(time.monotonic() - started, 4)
+            self.ledger.append(event, self.step, seconds=seconds, fingerprint=digest)
             storage.publish(self.directory / "spec.yaml", dump_spec(self.resolved_spec()).encode())
         self._last_save_seconds = time.monotonic()
 
