@@ -1,0 +1,44 @@
+"""The job class: `module:Class` becomes the class, or one line that says why it cannot."""
+
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+
+from runner.spec.document import Document
+from runner.spec.wording import did_you_mean, nearest_or_all
+
+
+def load_job_class(document: Document, base: type) -> type:
+    """Import the `module:Class` of a validated document's `job`, a subclass of `base`."""
+    module_name, _, class_name = document.data["job"].partition(":")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything; all of it ends here
+        raise document.error("job", _import_failure(module_name, error)) from None
+    job_class = getattr(module, class_name, None)
+    jobs = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
+    if job_class is None:
+        raise document.error("job", f"module {module_name} has no {class_name}{nearest_or_all(class_name, jobs)}")
+    if not (isinstance(job_class, type) and issubclass(job_class, base)):
+        raise document.error("job", f"{module_name}:{class_name} is not a subclass of {base.__name__}")
+    return job_class
+
+
+def _import_failure(module_name: str, error: BaseException) -> str:
+    """Why the import failed: a module that is not there, or what the user's code raised and where."""
+    if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+        package, _, missing = str(error.name).rpartition(".")
+        search = getattr(sys.modules.get(package), "__path__", []) if package else [os.getcwd()]
+        modules = [module.name for module in pkgutil.iter_modules(search)]
+        prefix = f"{package}." if package else ""
+        return f"no module {error.name}{did_you_mean(missing, modules, prefix)}"
+    if isinstance(error, SyntaxError):
+        where, reason = f"{error.filename}:{error.lineno}", error.msg
+    else:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+        where, reason = f"{frames[-1].filename}:{frames[-1].lineno}", str(error).partition("\n")[0]
+    return f"importing {module_name} raised {type(error).__name__}: {reason} (at {where})"

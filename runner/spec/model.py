@@ -1,0 +1,93 @@
+"""The frozen models of a spec. Owns its keys, defaults, descriptions and the checks that one section can make alone."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Auto = Literal["auto"]
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+JOB_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+
+
+class Frozen(BaseModel):
+    """Base of every model in a spec: immutable, no unknown keys, no coercion between types, finite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+
+class JobConfig(Frozen):
+    """Base of what a job class accepts under `config`."""
+
+    @property
+    def free_keys(self) -> frozenset[str]:
+        """Dotted keys (or whole sections) inside `config` that a resumed job may change: they move no bit of it."""
+        return frozenset()
+
+
+class Mesh(Frozen):
+    """Axis sizes of the device mesh; at most one is auto, which takes the devices that the others leave."""
+
+    data: PositiveInt | Auto = Field(default="auto", description="Devices over which only the batch is sharded.")
+    fsdp: PositiveInt | Auto = Field(
+        default=1, description="Devices over which batch, parameters and optimizer are sharded."
+    )
+    tensor: PositiveInt | Auto = Field(default=1, description="Devices over which single matrices are sharded.")
+
+    @model_validator(mode="after")
+    def _at_most_one_auto(self) -> "Mesh":
+        autos = [axis for axis, size in self if size == "auto"]
+        if len(autos) > 1:
+            raise ValueError(f"axes {', '.join(autos)} are auto; at most one can be, give the others a size")
+        return self
+
+
+class Topology(Frozen):
+    """The hardware that the job is sized for, and the mesh over it."""
+
+    accelerator: str = Field(
+        default="any", min_length=1, description="any, or the only hardware to accept: cpu, v5e-16 ..."
+    )
+    mesh: Mesh = Field(default=Mesh(), description="Axis sizes of the device mesh.")
+
+
+class Checkpoint(Frozen):
+    """When to save, what to keep, what to start from."""
+
+    every_steps: PositiveInt | None = Field(default=1000, description="Save each time so many steps are complete.")
+    every_minutes: PositiveFloat | None = Field(default=None, description="Save each time so many minutes have passed.")
+    keep_last: PositiveInt = Field(default=3, description="Number of newest checkpoints kept.")
+    keep_every_steps: PositiveInt | None = Field(
+        default=None, description="Checkpoints at multiples of this stay for good."
+    )
+    init_from: str | None = Field(
+        default=None, min_length=1, description="Warm start: the weights of this other run, once."
+    )
+
+    @model_validator(mode="after")
+    def _some_cadence(self) -> "Checkpoint":
+        if self.every_steps is None and self.every_minutes is None:
+            raise ValueError("every_steps and every_minutes are both null; a restorable job needs one of them")
+        return self
+
+
+class Logging(Frozen):
+    """What is reported, and how often."""
+
+    every_steps: PositiveInt = Field(default=10, description="Steps from one logged step to the next.")
+    wandb: Literal["disabled", "offline", "online"] = Field(default="disabled", description="Weights & Biases mode.")
+
+
+class ExecutionSpec(Frozen):
+    """One job: what runs, where it writes, on which devices, and the job's own config."""
+
+    name: str = Field(pattern=NAME_PATTERN, max_length=128, description="Run name, usable as a file name.")
+    project: str = Field(default="general", min_length=1, description="Project that the run is filed under.")
+    group: str = Field(default="default", min_length=1, description="Group of runs within the project.")
+    job: str = Field(pattern=JOB_PATTERN, description="module.path:Class of a RestoreableJob.")
+    directory: str = Field(min_length=1, description="All that the run writes: local path, gs://, s3:// or az://.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of every random number of the job.")
+    topology: Topology | None = Field(default=None, description="Devices and mesh; a trainer needs it.")
+    checkpoint: Checkpoint = Field(default=Checkpoint(), description="When to save and what to keep.")
+    logging: Logging = Field(default=Logging(), description="What is reported, and how often.")
+    config: dict[str, Any] = Field(default={}, description="Belongs to the job class, and is validated by it.")

@@ -1,0 +1,132 @@
+"""A document against a model. Owns the words in which pydantic's findings reach the user: one line per problem."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from runner.errors import SpecError
+from runner.spec.document import Document, load_document
+from runner.spec.model import JOB_PATTERN, NAME_PATTERN, ExecutionSpec
+from runner.spec.wording import KeyPath, did_you_mean, got, nearest_or_all
+
+SpecModel = TypeVar("SpecModel", bound=BaseModel)
+
+
+def read_spec(path: str | Path, overrides: Sequence[str] = ()) -> ExecutionSpec:
+    """Load a spec and validate its top level; `config` waits for its job class."""
+    return validate_spec(load_document(path, overrides))
+
+
+def validate_spec(document: Document) -> ExecutionSpec:
+    """The top level of a document; `config` is any mapping."""
+    return _validate(document, ExecutionSpec, document.data, ())
+
+
+def validate_config(document: Document, model: type[SpecModel]) -> SpecModel:
+    """The `config` section as an instance of the job class's model."""
+    return _validate(document, model, document.data.get("config", {}), ("config",))
+
+
+def _validate(document: Document, model: type[SpecModel], data: Any, section: KeyPath) -> SpecModel:
+    """`data`, which stands under `section` of the document, as an instance of `model`."""
+    try:  # as JSON, where strict still reads a list as a tuple and a mapping as a model
+        return model.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        problems = list(_explain(document, model, data, section, error.errors(include_url=False)))
+    problems.sort(key=lambda problem: document.place(problem[0]).line)
+    raise SpecError("\n".join(document.line(path, message) for path, message in problems))
+
+
+def _explain(
+    document: Document, model: type[BaseModel], data: Any, section: KeyPath, details: Iterable[ErrorDetails]
+) -> Iterator[tuple[KeyPath, str]]:
+    """Pairs of key path and message; the branches of a union that all failed become one message."""
+    misfits: dict[KeyPath, tuple[Any, list[ErrorDetails]]] = {}
+    for detail in details:
+        kind, (inner, value) = detail["type"], _locate(detail["loc"], data)
+        path = section + inner
+        if kind == "missing":
+            yield path, f"missing key {detail['loc'][-1]}"
+        elif kind == "extra_forbidden":
+            prefix = ".".join(path[:-1]) + "." if document.place(path).key and path[:-1] else ""
+            yield path, f"unknown key{nearest_or_all(path[-1], _keys_of(model, inner[:-1]), prefix)}"
+        elif "error" in detail.get("ctx", {}):  # raised by a validator, in its own words
+            yield path, str(detail["ctx"]["error"])
+        else:
+            misfits.setdefault(path, (value, []))[1].append(detail)
+    for path, (value, branches) in misfits.items():
+        needs = " or ".join(dict.fromkeys(_need(detail) for detail in branches))
+        choices = [choice for detail in branches for choice in _choices(detail)]
+        yield path, f"got {got(value)}, needs {needs}{did_you_mean(str(value), choices)}"
+
+
+def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[KeyPath, Any]:
+    """The part of pydantic's location that stands in the data (the rest names union branches), and the value there."""
+    path: KeyPath = ()
+    for part in loc:
+        children = dict(enumerate(data)) if isinstance(data, list) else data
+        if isinstance(children, dict) and part in children:
+            data = children[part]
+            path = (*path, str(part))
+    return path, data
+
+
+def _keys_of(model: type[BaseModel], path: KeyPath) -> list[str]:
+    """The keys of the model that stands at `path` inside `model`."""
+    for part in path:
+        if part in model.model_fields:
+            model = next(_models_in(model.model_fields[part].annotation), model)
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+_NEEDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "string_too_short": "text of at least {min_length} character(s)",
+    "string_too_long": "text of at most {max_length} characters",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+}
+_PATTERN_NEEDS = {
+    NAME_PATTERN: "a file name of letters, digits, '.', '_' and '-'",
+    JOB_PATTERN: "the form module.path:Class",
+}
+
+
+def _need(detail: ErrorDetails) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "literal_error":
+        choices = _choices(detail)
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if kind == "string_pattern_mismatch":
+        return _PATTERN_NEEDS.get(context["pattern"], f"text that matches {context['pattern']}")
+    return _NEEDS[kind].format(**context) if kind in _NEEDS else f"another value: {detail['msg']}"
+
+
+def _choices(detail: ErrorDetails) -> list[str]:
+    if detail["type"] != "literal_error":
+        return []
+    return [choice.strip("'") for choice in re.split(r", | or ", detail["ctx"]["expected"])]
