@@ -1,0 +1,38 @@
+"""The YAML of specs: scalars mean what they look like, and what cannot be read is one line."""
+
+import pytest
+
+from runner.spec import parse_document
+from tests.spec.sample import problems
+
+
+def test_plain_scalars_mean_what_they_look_like() -> None:
+    text = "{a: 1e-3, b: 1_000, c: on, d: 012, e: 1:30, f: 2024-01-01, g: ~, h: true, i: -1.5E+3, j: .5, on: '1'}"
+    assert parse_document(text, "x").data == {
+        "a": 0.001, "b": 1000, "c": "on", "d": "012", "e": "1:30", "f": "2024-01-01", "g": None, "h": True,
+        "i": -1500.0, "j": 0.5, "on": "1",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: 1\nb: 2\na: 3", "specs/x.yaml:3: a: duplicate key, first given at specs/x.yaml:1"),
+        ("a:\n  b: 1\n  b: 2", "specs/x.yaml:3: a.b: duplicate key, first given at specs/x.yaml:2"),
+        ("", "specs/x.yaml:1: got nothing, needs a mapping with name, job and directory"),
+        ("- 1", "specs/x.yaml:1: got a list, needs a mapping with name, job and directory"),
+        ("a: 1\nb: [", "specs/x.yaml:2: unreadable YAML: while parsing a flow node, expected the node content, "
+         "but found '<stream end>'"),
+        ("a: 1\nb: &x 2", "specs/x.yaml:2: unreadable YAML: anchors, aliases and tags are refused"),
+        ("a: !!python/name:os.system 1", "specs/x.yaml:1: unreadable YAML: anchors, aliases and tags are refused"),
+        ("a: 1\n---\nb: 1", "specs/x.yaml:2: unreadable YAML: expected a single document in the stream, "
+         "but found another document"),
+        ("a: 1\nb: \x00", "specs/x.yaml:2: unreadable YAML: special characters are not allowed"),
+        ("[a]: 1", "specs/x.yaml:1: a key must be text, not a list or a mapping"),
+        ("a: 1e999", "specs/x.yaml:1: a: 1e999 is too large a number"),
+        ("a: " + "9" * 5000, "specs/x.yaml:1: a: 99999999999999999999 is too large a number"),
+        ("[" * 5000, "specs/x.yaml:1: unreadable YAML: nested too deeply"),
+    ],
+)  # fmt: skip
+def test_unreadable_yaml_is_one_line(text: str, line: str) -> None:
+    assert problems(text) == [line]

@@ -1,0 +1,74 @@
+"""Files and overrides become one document, in which every key has a place to blame."""
+
+from pathlib import Path
+
+import pytest
+
+from runner.errors import SpecError
+from runner.spec import Mesh, load_document, parse_document, validate_spec
+from tests.spec.sample import SPEC, Config, problems
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "config.train.total_stepz=5",
+            "--set config.train.total_stepz=5: unknown key; did you mean config.train.total_steps?",
+        ),
+        (
+            "config.train={total_steps: 1, rte: 2}",
+            "--set config.train={total_steps: 1, rte: 2}: config.train.rte: "
+            "unknown key; did you mean config.train.rate?",
+        ),
+        ("config.train={}", "--set config.train={}: missing key total_steps"),
+        ("logging.every_stps=5", "--set logging.every_stps=5: unknown key; did you mean logging.every_steps?"),
+        ("sed=5", "--set sed=5: unknown key; did you mean seed?"),
+        ("seed=abc", "--set seed=abc: got 'abc' (text), needs a whole number"),
+        ("seed=", "--set seed=: got null, needs a whole number"),
+        ("seed.x=1", "--set seed.x=1: seed is 7, so it has no keys"),
+        ("seed", "--set seed: needs the form dotted.key=value"),
+        ("a..b=1", "--set a..b=1: needs the form dotted.key=value"),
+        ("=1", "--set =1: needs the form dotted.key=value"),
+        ("seed=a: b: c", "--set seed=a: b: c: unreadable YAML: mapping values are not allowed here"),
+    ],
+)  # fmt: skip
+def test_a_bad_override_is_named_like_a_line_of_the_file(override: str, line: str) -> None:
+    assert problems(SPEC, override, config=Config) == [line]
+
+
+def test_all_malformed_overrides_are_listed() -> None:
+    assert len(problems(SPEC, "seed", "name", "seed.x=1")) == 3
+
+
+def test_an_override_creates_the_sections_that_the_file_leaves_out() -> None:
+    document = parse_document(SPEC, "x", ["logging.every_steps=3", "topology.mesh.tensor=2", "topology.mesh.data=4"])
+    spec = validate_spec(document)
+    assert spec.logging.every_steps == 3
+    assert spec.topology is not None
+    assert spec.topology.mesh == Mesh(data=4, fsdp=1, tensor=2)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"name: x\njob: \xff\xfe")
+    for path, reason in (
+        (tmp_path / "absent.yaml", ": cannot read the spec: No such file or directory"),
+        (tmp_path, ": cannot read the spec: Is a directory"),
+        (binary, ":2: not UTF-8 text: byte 0xff"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            load_document(path)
+        assert str(caught.value) == f"{path}{reason}"
+
+
+def test_a_later_stage_blames_a_key_at_its_line() -> None:
+    document = parse_document(SPEC, "specs/x.yaml", ["config.train.rate=2"])
+    for key, line in (
+        ("topology.mesh", "specs/x.yaml:6: topology.mesh: 3 > 2"),
+        ("topology.mesh.tensor", "specs/x.yaml:6: topology.mesh.tensor: 3 > 2"),
+        ("logging.wandb", "specs/x.yaml:1: logging.wandb: 3 > 2"),
+        ("config.train.rate", "--set config.train.rate=2: 3 > 2"),
+        ("", "specs/x.yaml:1: 3 > 2"),
+    ):
+        assert str(document.error(key, "3 > 2")) == line

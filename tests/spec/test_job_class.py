@@ -1,0 +1,73 @@
+"""`module:Class` becomes a class, or one line that says why not."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.errors import SpecError
+from runner.spec import load_job_class, parse_document
+
+MODULES = {
+    "good": "class Base: pass\nclass Train(Base): pass\nclass Other: pass\nvalue = 3\n",
+    "broken": "x = 1\nx / 0\n",
+    "quits": "import sys\nsys.exit(3)\n",
+    "garbled": "x = (\n",
+    "needy": "import no_such_library\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's checkout, with a package of job modules in the current directory."""
+    root = tmp_path / "checkout_jobs"
+    root.mkdir()
+    for name, text in {"__init__": "", **MODULES}.items():
+        (root / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield root
+    for name in [name for name in sys.modules if name.split(".")[0] == root.name]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ("checkout_job.good:Train", "no module checkout_job; did you mean checkout_jobs?"),
+        ("checkout_jobs.god:Train", "no module checkout_jobs.god; did you mean checkout_jobs.good?"),
+        ("checkout_jobs.zzz:Train", "no module checkout_jobs.zzz"),
+        ("checkout_jobs.good.x:Train", "no module checkout_jobs.good.x"),
+        ("checkout_jobs.good:Trian", "module checkout_jobs.good has no Trian; did you mean Train?"),
+        ("checkout_jobs.good:Other", "checkout_jobs.good:Other is not a subclass of Base"),
+        ("checkout_jobs.good:value", "checkout_jobs.good:value is not a subclass of Base"),
+        (
+            "checkout_jobs.broken:Train",
+            "importing checkout_jobs.broken raised ZeroDivisionError: division by zero (at {root}/broken.py:2)",
+        ),
+        ("checkout_jobs.quits:Train", "importing checkout_jobs.quits raised SystemExit: 3 (at {root}/quits.py:2)"),
+        (
+            "checkout_jobs.garbled:Train",
+            "importing checkout_jobs.garbled raised SyntaxError: '(' was never closed (at {root}/garbled.py:1)",
+        ),
+        (
+            "checkout_jobs.needy:Train",
+            "importing checkout_jobs.needy raised ModuleNotFoundError: No module named 'no_such_library' "
+            "(at {root}/needy.py:1)",
+        ),
+    ],
+)
+def test_a_job_that_does_not_load_is_one_line(package: Path, job: str, message: str) -> None:
+    base = load_job_class(parse_document("job: checkout_jobs.good:Base", "x"), object)
+    document = parse_document(f"name: x\njob: {job}", "specs/x.yaml")
+    with pytest.raises(SpecError) as caught:
+        load_job_class(document, base)
+    assert str(caught.value) == f"specs/x.yaml:2: job: {message.format(root=package)}"
+
+
+def test_a_job_in_the_current_directory_loads(package: Path) -> None:
+    base = load_job_class(parse_document("job: checkout_jobs.good:Base", "x"), object)
+    job_class = load_job_class(parse_document("job: checkout_jobs.good:Train", "x"), base)
+    assert job_class.__name__ == "Train"
+    assert issubclass(job_class, base)

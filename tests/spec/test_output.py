@@ -1,0 +1,26 @@
+"""A spec is written so that it reads back as itself, and described key by key."""
+
+import yaml
+
+from runner.spec import ExecutionSpec, Topology, dump_spec, json_schema, parse_document, validate_spec
+from tests.spec.sample import Config
+
+
+def test_a_dumped_spec_reads_back_as_itself_in_declared_order() -> None:
+    config = {"text": ["1e-3", "12", "on", "null", "a: b", "", "é\n"], "rate": 1e-05, "large": 1e22, "none": None}
+    spec = ExecutionSpec(name="x", job="a:B", directory="gs://b/x", topology=Topology(), config=config)
+    text = dump_spec(spec)
+    assert validate_spec(parse_document(text, "x")) == spec
+    assert list(yaml.safe_load(text)) == list(ExecutionSpec.model_fields)
+
+
+def test_the_schema_describes_every_key_and_lets_other_jobs_have_other_configs() -> None:
+    schema = json_schema(Config)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert list(schema["properties"]) == list(ExecutionSpec.model_fields)
+    assert all("description" in part or "$ref" in part for part in schema["properties"].values())
+    assert schema["required"] == ["name", "job", "directory"]
+    form, anything = schema["properties"]["config"]["anyOf"]
+    assert anything == {"type": "object"}
+    assert set(schema["$defs"][form["$ref"].split("/")[-1]]["properties"]) == {"train", "parts"}
+    assert json_schema()["properties"]["config"]["type"] == "object"
