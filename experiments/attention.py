@@ -39,11 +39,14 @@ def causal_attention(q_BxTxNxH: jax.Array, k_BxTxNxH: jax.Array, v_BxTxNxH: jax.
     return jax.lax.platform_dependent(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, **forms)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def blocked_attention(q_BxTxNxH: jax.Array, k_BxTxNxH: jax.Array, v_BxTxNxH: jax.Array) -> jax.Array:
     """Attend block of queries by block of queries, each to no more keys than its last query may see.
 
     Skips nearly half of the work of a masked square. Batch and heads lead, as adjacent batch dimensions of plain
-    matmuls: XLA's CPU backend merges them into one, and the partitioner still sees them apart and shards both.
+    matmuls: XLA's CPU backend merges them into one, and the partitioner still sees them apart and shards both. The
+    backward pass keeps q, k and v alone and computes the weights again, which is faster than writing them out and
+    reading them back in a scan over layers.
     """
     T, H = q_BxTxNxH.shape[1], q_BxTxNxH.shape[3]
     q_BxNxTxH, k_BxNxTxH, v_BxNxTxH = (x.transpose(0, 2, 1, 3) for x in (q_BxTxNxH, k_BxTxNxH, v_BxTxNxH))

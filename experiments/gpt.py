@@ -10,6 +10,7 @@ Shape legend: B batch, T sequence, V vocabulary, D width, M = 4 D width of the M
 I and O input and output of any dense layer.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -108,7 +109,7 @@ class Block(nn.Module):
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
 
         h_BxTxM = self._dense("mlp_in", 4 * D, ("embed", "mlp"))(self._layer_norm("mlp_norm")(x_BxTxD))
-        h_BxTxM = nn.gelu(nn.with_logical_constraint(h_BxTxM, ("batch", "sequence", "mlp")), approximate=True)
+        h_BxTxM = gelu(nn.with_logical_constraint(h_BxTxM, ("batch", "sequence", "mlp")))
         x_BxTxD += dropout(self._dense("mlp_out", D, ("mlp", "embed"), residual_stddev)(h_BxTxM))
         return nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act")), None
 
@@ -170,9 +171,15 @@ def with_axes(init: Initializer, *axes: str) -> Callable[..., jax.Array]:
     return nn.with_logical_partitioning(init, axes)  # type: ignore[return-value]
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def gelu(x: jax.Array) -> jax.Array:
+    """Return GELU by tanh, keeping only `x` for the backward pass."""
+    return nn.gelu(x, approximate=True)
+
+
 def make_layer_norm(name: str, param_dtype: DTypeLike, compute_dtype: DTypeLike) -> nn.LayerNorm:
-    """Return a layer norm that works in float32 and hands on `compute_dtype`."""
-    return nn.LayerNorm(
+    """Return a layer norm that works in float32, hands on `compute_dtype` and keeps only its input for backward."""
+    return nn.remat(nn.LayerNorm, prevent_cse=False)(
         epsilon=LAYER_NORM_EPSILON,
         dtype=compute_dtype,
         param_dtype=param_dtype,
