@@ -20,7 +20,7 @@ COMMANDS = [block for block in BLOCKS if "-m venv" not in block]
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project whose `.venv` is the environment that the tests run in."""
     directory = tmp_path_factory.mktemp("readme") / "checkout"
-    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "*cache*"))
+    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
     python = directory / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
