@@ -18,11 +18,11 @@ manifest     what makes a directory a checkpoint, and what its files must look l
 checkpoint   orbax behind a handful of verbs: save, restore, retain
 job          RestoreableJob: restore or init, run, save on notice, exit clean
 state        the train state and its eval_shape-based sharded init
-compilation  which micro-batch fits a device
 optimizer    optimizers and schedules by name
 loss         token cross entropy
 tracking     Weights & Biases, which never stops a run
 step         pure train_step and val_step with accumulation
+compilation  the compiled steps, and the micro-batch that fits a device
 trainer      BaseTrainer: composes the above
 __main__     the command: parse, resolve the job class, map errors to exit codes
 """

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from runner import state as train_state
 from runner import step as pure
 from runner.cadence import is_due, tokens_at
-from runner.compilation import compile_to_fit
+from runner.compilation import Layout, compile_to_fit, compile_train_step, compile_val_step
 from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, check_vocabulary, global_batch, is_available, load_dataset
 from runner.errors import DataError, InvalidError
@@ -113,8 +113,8 @@ class BaseTrainer(RestoreableJob):
             self.dataset,
             slice,
             self.step if step is None else step,
-            accumulate_steps=self.accumulate_steps,
-            micro_batch=self.micro_batch_examples * num_batch_shards(self.mesh),
+            accumulate_steps=self.layout.accumulate_steps,
+            micro_batch=self.layout.micro_batch,
             sharding=batch_sharding(self.mesh),
         )
 
@@ -260,9 +260,7 @@ class BaseTrainer(RestoreableJob):
             self.compiled_train = compile_to_fit(self._compile_train, [known] if known in sizes else sizes, limit_bytes)
         except InvalidError as error:
             raise self.document.error("topology", str(error)) from error
-        with train_state.sharding_rules(self.mesh):
-            val = jax.jit(type(self).val_step)
-            self.compiled_val = val.lower(self._abstract_state, self._abstract_batch()).compile()
+        self.compiled_val = compile_val_step(self.val_step, self._abstract_state, self.layout)
 
     def _known_micro_batch(self) -> int | None:
         """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
@@ -280,28 +278,11 @@ class BaseTrainer(RestoreableJob):
         }
 
     def _compile_train(self, micro_batch_examples: int) -> Any:
-        shards = num_batch_shards(self.mesh)
-        self.micro_batch_examples = micro_batch_examples
-        self.accumulate_steps = self.config.train.global_batch_examples // (micro_batch_examples * shards)
-
-        def step(state: TrainState, batch: pure.Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
-            step_key = jax.random.fold_in(key, state.step)
-            learning_rate = self._schedule(state.step)
-            state, loss, meta = self.train_step(state, batch, step_key, self.accumulate_steps)
-            return state, loss, meta | {"learning_rate": jnp.asarray(learning_rate, jnp.float32)}
-
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        shardings = (train_state.shardings_of(self._abstract_state), replicated, replicated)
-        with train_state.sharding_rules(self.mesh):
-            jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
-            return jitted.lower(self._abstract_state, self._abstract_batch(), self.key).compile()
-
-    def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        B = self.micro_batch_examples * num_batch_shards(self.mesh)
-        shape = (self.accumulate_steps, B, self.config.data.sequence_length)
-        dtypes = {"x": jnp.int32, "y": jnp.int32, "padding_mask": jnp.bool_}
-        sharding = batch_sharding(self.mesh)
-        return {field: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for field, dtype in dtypes.items()}
+        config = self.config
+        self.layout = Layout(
+            self.mesh, config.train.global_batch_examples, micro_batch_examples, config.data.sequence_length
+        )
+        return compile_train_step(self.train_step, self._schedule, self._abstract_state, self.key, self.layout)
 
     # Metrics.
 
@@ -374,7 +355,7 @@ class BaseTrainer(RestoreableJob):
         """The spec with mesh, vocabulary and micro-batch filled in."""
         spec = super().resolved_spec()
         config: dict[str, Any] = dict(spec.config)
-        config["train"] = config["train"] | {"micro_batch_examples": self.micro_batch_examples}
+        config["train"] = config["train"] | {"micro_batch_examples": self.layout.micro_batch_examples}
         if "vocabulary_size" in config["model"]:
             config["model"] = config["model"] | {"vocabulary_size": self.vocabulary_size}
         mesh = self.topology.mesh.model_copy(update={axis: int(size) for axis, size in self.mesh.shape.items()})
@@ -383,7 +364,7 @@ class BaseTrainer(RestoreableJob):
 
     def manifest_record(self) -> dict[str, Any]:
         """Step and identity, and the hardware with the micro-batch chosen for it."""
-        hardware = self._hardware() | {"micro_batch_examples": self.micro_batch_examples}
+        hardware = self._hardware() | {"micro_batch_examples": self.layout.micro_batch_examples}
         return super().manifest_record() | {"topology": hardware}
 
     def save(self, suffix: str | None = None) -> None:
