@@ -95,7 +95,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), itertools.product(KINDS, KINDS))
+@pytest.mark.parametrize(("name", "kind"), list(itertools.product(KINDS, KINDS)))
 def test_an_accelerator_matches_its_own_devices_and_no_others(name, kind):
     accelerator = parse_accelerator(name)
     assert accelerator.matches(KINDS[kind], 8) == (name == kind)
