@@ -3,6 +3,7 @@
 The map, in layers; a module imports only from those above it.
 
 errors       what callers catch, and the exit code of each
+terminal     lines for a person
 spec         frozen models, strict YAML, overrides, errors with file and line; no jax
 config       the config of trainers; no jax
 cadence      is it time?

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError, PeerLostError, RunnerError
 from runner.notice import StopNotice, end_process
+from runner.terminal import warn
 
 if TYPE_CHECKING:
     from runner.hosts import Hosts
@@ -70,7 +71,7 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
     try:
         job(hosts, notice)
     except RunnerError as error:
-        print(error, file=sys.stderr, flush=True)
+        warn(str(error))
         code = error.exit_code
         if isinstance(error, PeerLostError):
             end_process(code)
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
             return EXIT_DONE
         _run(_parse(arguments), notice)
     except RunnerError as error:
-        print(error, file=sys.stderr)
+        warn(str(error))
         return error.exit_code
     return EXIT_DONE
 

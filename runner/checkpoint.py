@@ -19,7 +19,6 @@ after an older one has passed: if none passes nothing is touched.
 """
 
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,6 +44,7 @@ from runner.manifest import (
     step_directories,
 )
 from runner.storage import crc32c, list_files, publish_new, remove_tree
+from runner.terminal import warn
 
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
@@ -107,7 +107,7 @@ class Checkpoints:
             error = caught
         blocked_seconds = time.monotonic() - started
         if self._hosts.is_main:
-            self._try_to_record("save", record["step"], blocked_seconds=round(blocked_seconds, 4))
+            self._ledger.append("save", record["step"], blocked_seconds=round(blocked_seconds, 4))
         names = fingerprint.leaf_names(state)
 
         def commit() -> bool:
@@ -176,15 +176,8 @@ class Checkpoints:
         reason = _first_line(failure)
         for leftover in target.parent.glob(f"{target.name}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        print(f"SAVE FAILED at step {step}: {reason}; the last commit is intact", file=sys.stderr, flush=True)
-        self._try_to_record("save_failed", step, reason=reason)
-
-    def _try_to_record(self, event: str, step: int, **details: Any) -> None:
-        """Record an event on a disk that may be full: the terminal has the line in any case."""
-        try:
-            self._ledger.append(event, step, **details)
-        except OSError as error:
-            print(f"the ledger cannot be written: {error}", file=sys.stderr, flush=True)
+        warn(f"SAVE FAILED at step {step}: {reason}; the last commit is intact")
+        self._ledger.append("save_failed", step, reason=reason)
 
     # Retention. Main host only.
 
@@ -210,7 +203,7 @@ class Checkpoints:
         )
         rejected: list[Fallback] = []
         for step in candidates:
-            result = self._try_restore(str(step), abstract, rejected)
+            result = self._try_restore(self.directory / str(step), abstract, rejected)
             if result is not None:
                 self._set_aside(rejected, step)
                 return result
@@ -227,13 +220,29 @@ class Checkpoints:
     def load(self, name: str, abstract: Any) -> tuple[Any, dict[str, Any]]:
         """The checkpoint `name`, checked like any other. Raises `ResumeError` if it cannot be restored."""
         rejected: list[Fallback] = []
-        result = self._try_restore(name, abstract, rejected)
+        result = self._try_restore(self.directory / name, abstract, rejected)
         if result is None:
             raise ResumeError(f"{self.directory / name}: {rejected[0].reason}")
         return result
 
-    def _try_restore(self, name: str, abstract: Any, rejected: list[Fallback]) -> tuple[Any, dict[str, Any]] | None:
-        directory = self.directory / name
+    def restore_weights(self, source: Path, abstract: Any) -> tuple[Any, dict[str, Any]]:
+        """The leaves of `abstract` alone from another run: `source` is its directory, or one of its checkpoints.
+
+        Takes the newest one that passes every check. Raises `ResumeError` if there is none.
+        """
+        steps = [source / "checkpoints" / str(step) for step in reversed(committed_steps(source / "checkpoints"))]
+        candidates = [source] if (source / MANIFEST).exists() else steps
+        rejected: list[Fallback] = []
+        for directory in self._hosts.agree([str(path) for path in candidates]):
+            result = self._try_restore(Path(directory), abstract, rejected, weights_only=True)
+            if result is not None:
+                return result
+        reasons = "; ".join(f"{fallback.name}: {fallback.reason}" for fallback in rejected)
+        raise ResumeError(f"checkpoint.init_from: {source}: {reasons or 'no checkpoint is here'}")
+
+    def _try_restore(
+        self, directory: Path, abstract: Any, rejected: list[Fallback], weights_only: bool = False
+    ) -> tuple[Any, dict[str, Any]] | None:
         manifest, problem, committed = None, None, True
         try:
             manifest = read_manifest(directory)
@@ -244,12 +253,12 @@ class Checkpoints:
             problem = str(error)
         problem = next((text for text in self._hosts.gather(problem) if text is not None), None)
         if problem is None and manifest is not None:
-            check_leaves(manifest, abstract)
+            check_leaves(manifest, abstract, weights_only)
             state = self._read_arrays(directory / manifest["arrays"], abstract)
             problem = self._bits_problem(state, manifest)
             if problem is None:
                 return state, manifest
-        rejected.append(Fallback(name, problem or "no manifest", committed))
+        rejected.append(Fallback(directory.name, problem or "no manifest", committed))
         return None
 
     def _read_arrays(self, directory: Path, abstract: Any) -> Any:
@@ -258,7 +267,8 @@ class Checkpoints:
             name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
             for name, leaf in leaves.items()
         }
-        restored = self._orbax.restore(directory, args=ocp.args.PyTreeRestore(leaves, restore_args=restore_args))
+        arguments = ocp.args.PyTreeRestore(leaves, restore_args=restore_args, partial_restore=True)
+        restored = self._orbax.restore(directory, args=arguments)
         return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in leaves])
 
     def _bits_problem(self, state: Any, manifest: dict[str, Any]) -> str | None:
@@ -282,7 +292,7 @@ class Checkpoints:
             else:
                 remove_tree(source)
             self._ledger.append("fallback", restored, rejected=int(fallback.name), reason=fallback.reason)
-            print(f"checkpoint {fallback.name} not restored: {fallback.reason}", file=sys.stderr, flush=True)
+            warn(f"checkpoint {fallback.name} not restored: {fallback.reason}")
         for path in step_directories(self.directory):
             if not (path / MANIFEST).exists():
                 remove_tree(path)

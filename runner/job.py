@@ -7,14 +7,15 @@ ends and the ledger. Everything here is called on every host; what only the main
 
 import time
 import uuid
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
 
-from runner import storage
+from runner import storage, terminal
 from runner.cadence import is_due, is_overdue
 from runner.checkpoint import Checkpoints, raise_unless_committed
-from runner.errors import PreemptedError, ResumeError
+from runner.errors import PreemptedError, ResumeError, StorageError
 from runner.fingerprint import fingerprint
 from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
@@ -66,6 +67,14 @@ class RestoreableJob:
 
     def init(self) -> Any:
         """The state at step 0: a pytree of jax arrays, a pure function of the spec."""
+        raise NotImplementedError
+
+    def weights(self, state: Any) -> Any:
+        """The part of `state` that `checkpoint.init_from` takes from another run, under the names it has there."""
+        raise self.document.error("checkpoint.init_from", f"{type(self).__name__} has no weights to take over")
+
+    def with_weights(self, state: Any, weights: Any) -> Any:
+        """`state` with its weights replaced by `weights`."""
         raise NotImplementedError
 
     def abstract_state(self) -> Any:
@@ -180,11 +189,16 @@ class RestoreableJob:
 
     def _claim(self) -> None:
         path = self.directory / "job.json"
-        if not path.exists():
-            owner = {"id": uuid.uuid4().hex[:12], "name": self.spec.name, "time": time.time()}
-            storage.publish(path, storage.encode_json(owner | {"identity": trajectory(self.spec, self.config)}))
-        self.id = storage.read_json(path)["id"]
-        self.fence.claim()
+        owner = {"id": uuid.uuid4().hex[:12], "name": self.spec.name, "time": time.time()}
+        try:
+            if not path.exists():
+                storage.publish(path, storage.encode_json(owner | {"identity": trajectory(self.spec, self.config)}))
+            self.id = storage.read_json(path)["id"]
+            self.fence.claim()
+        except (PermissionError, NotADirectoryError) as error:
+            raise self.document.error("directory", f"cannot be written: {error}") from error
+        except OSError as error:
+            raise StorageError(f"{self.directory} cannot be written: {error}") from error
 
     def restore_or_init(self) -> None:
         """Take up the newest good checkpoint, or begin at step 0, and save the resolved spec."""
@@ -193,6 +207,8 @@ class RestoreableJob:
         if found is None:
             self.state = self.init()
             event = "init"
+            if self.spec.checkpoint.init_from is not None:
+                self._take_weights(storage.open_directory(self.spec.checkpoint.init_from))
         else:
             self.state, manifest = found
             self.step = self._saved_step = manifest["step"]
@@ -204,6 +220,14 @@ class RestoreableJob:
             self.ledger.append(event, self.step, seconds=seconds, fingerprint=digest)
             storage.publish(self.directory / "spec.yaml", dump_spec(self.resolved_spec()).encode())
         self._last_save_seconds = time.monotonic()
+
+    def _take_weights(self, source: Path) -> None:
+        abstract = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.weights(self.state)
+        )
+        weights, manifest = self.checkpoints.restore_weights(source, abstract)
+        self.state = self.with_weights(self.state, weights)
+        self.say(f"weights of step {manifest['step']} taken from {source}")
 
     def _finish(self) -> None:
         self.save()
@@ -267,4 +291,4 @@ class RestoreableJob:
     def say(self, line: str) -> None:
         """Print a line, on the main host only."""
         if self.hosts.is_main:
-            print(line, flush=True)
+            terminal.say(line)

@@ -13,6 +13,7 @@ from typing import Any
 
 from runner.errors import FencedError
 from runner.storage import append_line, encode_json, publish_new, read_lines
+from runner.terminal import warn
 
 
 class Fence:
@@ -56,9 +57,12 @@ class Ledger:
         self._process = process
 
     def append(self, event: str, step: int | None, **details: Any) -> None:
-        """Record one event at `step` completed steps."""
+        """Record one event at `step` completed steps. A disk that is full costs the record, not the run."""
         row = {"time": time.time(), "attempt": self._attempt, "process": self._process, "event": event, "step": step}
-        append_line(self.path, row | details)
+        try:
+            append_line(self.path, row | details)
+        except OSError as error:
+            warn(f"the ledger cannot be written ({error}): {event} at step {step} {details}")
 
     def events(self) -> list[dict[str, Any]]:
         """Everything recorded so far, by every attempt."""

@@ -66,11 +66,15 @@ def file_problem(directory: Path, manifest: dict[str, Any], part: int = 0, num_p
     return None
 
 
-def check_leaves(manifest: dict[str, Any], abstract: Any) -> None:
-    """Raise `ResumeError` if the job's state has other leaves than the checkpoint: its code or spec has changed."""
+def check_leaves(manifest: dict[str, Any], abstract: Any, may_hold_more: bool = False) -> None:
+    """Raise `ResumeError` if the job's state has other leaves than the checkpoint: its code or spec has changed.
+
+    With `may_hold_more`, leaves that only the checkpoint has are passed over.
+    """
     expected = describe(abstract)
     saved = {name: {"shape": leaf["shape"], "dtype": leaf["dtype"]} for name, leaf in manifest["leaves"].items()}
-    names = sorted(name for name in expected.keys() | saved.keys() if expected.get(name) != saved.get(name))
+    compared = expected.keys() if may_hold_more else expected.keys() | saved.keys()
+    names = sorted(name for name in compared if expected.get(name) != saved.get(name))
     if names:
         lines = [f"{name}: checkpoint has {_leaf(saved, name)}, the job {_leaf(expected, name)}" for name in names[:8]]
         more = f"\n  and {len(names) - 8} more" if len(names) > 8 else ""

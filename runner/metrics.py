@@ -5,13 +5,16 @@ checkpoint of its step is committed, and a resumed attempt first drops the rows 
 replacing the file. A zombie of an earlier attempt then still holds the old file, which nobody reads.
 """
 
+import errno
 import json
 import math
 import os
 import sys
+import threading
 import time
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 from rich.console import Console
@@ -20,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from runner.cadence import tokens_at
 from runner.errors import DivergedError
 from runner.storage import publish, read_lines
+from runner.terminal import say, warn
 
 Row = dict[str, Any]
 
@@ -87,7 +91,10 @@ class MetricsFile:
 
     def __init__(self, directory: Path):
         self._path = directory / "metrics.jsonl"
-        self._file: IO[bytes] | None = None
+        self._file: FileIO | None = None
+        self._num_bytes = 0
+        self._unwritten: list[Row] = []
+        self._lock = threading.Lock()
         self._rows: list[Row] = []
 
     def rewind(self, step: int) -> Row | None:
@@ -104,10 +111,24 @@ class MetricsFile:
         return rows[-1] if rows and rows[-1]["step"] == step else None
 
     def append(self, row: Row) -> None:
-        """Write one row; it survives this process from here on."""
+        """Write one row; it survives this process from here on. On a full disk it is kept, and tried again later."""
+        self._unwritten.append(row)
+        try:
+            self._write()
+        except OSError as error:
+            warn(f"metrics cannot be written ({error}); {len(self._unwritten)} rows are kept")
+
+    def _write(self) -> None:
+        """Write what is unwritten, each row whole or not at all."""
         assert self._file is not None, "rewind opens the file"
-        self._file.write(_encode(row))
-        self._file.flush()
+        with self._lock:
+            while self._unwritten:
+                line = _encode(self._unwritten[0])
+                if self._file.write(line) != len(line):
+                    self._file.truncate(self._num_bytes)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._num_bytes += len(line)
+                self._unwritten.pop(0)
 
     def replace_last(self, row: Row) -> None:
         """Write the last row anew, with what was still missing in it."""
@@ -119,8 +140,9 @@ class MetricsFile:
         return rows[-1] if rows else None
 
     def sync(self) -> None:
-        """Wait until all rows are on the disk."""
+        """Wait until all rows are on the disk. Raises `OSError` if some cannot be written."""
         if self._file is not None:
+            self._write()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -131,8 +153,10 @@ class MetricsFile:
 
     def _replace(self, rows: list[Row]) -> None:
         self.close()
-        publish(self._path, b"".join(_encode(row) for row in rows))
-        self._file = self._path.open("ab")
+        content = b"".join(_encode(row) for row in rows)
+        publish(self._path, content)
+        self._num_bytes = len(content)
+        self._file = self._path.open("ab", buffering=0)
 
 
 def _encode(row: Row) -> bytes:
@@ -185,7 +209,7 @@ class PlainProgress:
         """Print step, loss, speed and time left."""
         speed = row.get("perf/tokens_per_second")
         left = "" if not speed else f"  {(self._total_steps - row['step']) * self._tokens_per_step / speed:.0f} s left"
-        print(f"step {row['step']}/{self._total_steps}  {_describe(row)}{left}", flush=True)
+        say(f"step {row['step']}/{self._total_steps}  {_describe(row)}{left}")
 
     def close(self) -> None:
         """Nothing is open."""

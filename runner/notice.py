@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Protocol
 
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
+from runner.terminal import warn
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _JOIN_SECONDS = 15
@@ -49,7 +50,7 @@ class Peers(Protocol):
 def end_process(code: int, message: str | None = None) -> None:
     """Leave at once, past every handler that could wait for a peer. Output is flushed."""
     if message is not None:
-        print(message, file=sys.stderr)
+        warn(message)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -107,7 +108,7 @@ class StopNotice:
         self._num_signals += 1
         if self._num_signals > 1:
             end_process(EXIT_PREEMPTED, f"{name} again: leaving at once; the last commit is intact")
-        print(f"{name}: stopping at the next step", file=sys.stderr, flush=True)
+        warn(f"{name}: stopping at the next step")
         threading.Thread(target=self._ask_to_stop, name="ask to stop", daemon=True).start()
 
     def _ask_to_stop(self) -> None:

@@ -7,7 +7,6 @@ resumed job goes on in the same run; steps that a killed attempt has already sho
 
 import os
 import queue
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import wandb
 
 from runner.metrics import Row
 from runner.spec import ExecutionSpec
+from runner.terminal import warn
 
 _QUEUE_ROWS = 10_000
 _CLOSE_SECONDS = 10.0
@@ -52,13 +52,13 @@ class Tracking:
                 run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
             run.finish(quiet=True)
         except _ERRORS as error:
-            print(f"wandb is off: {type(error).__name__}: {error}".split("\n", 1)[0], file=sys.stderr, flush=True)
+            warn(f"wandb is off: {type(error).__name__}: {error}".split("\n", 1)[0])
 
 
 def _start(spec: ExecutionSpec, run_id: str, directory: Path) -> Any:
     mode = spec.logging.wandb
     if mode == "online" and not _has_key():
-        print("wandb: no API key here, logging offline; `wandb sync` uploads it later", file=sys.stderr, flush=True)
+        warn("wandb: no API key here, logging offline; `wandb sync` uploads it later")
         mode = "offline"
     folder = directory / "wandb"
     folder.mkdir(parents=True, exist_ok=True)

@@ -249,6 +249,14 @@ class BaseTrainer(RestoreableJob):
         """The state at step 0, born sharded."""
         return train_state.init_state(self._make_state, self.key, self._abstract_state, self.mesh)
 
+    def weights(self, state: TrainState) -> Any:
+        """The parameters."""
+        return {"params": state.params}
+
+    def with_weights(self, state: TrainState, weights: Any) -> TrainState:
+        """`state` with these parameters."""
+        return state.replace(params=weights["params"])
+
     # Compilation: once an attempt, before the first step.
 
     def prepare(self) -> None:

@@ -19,17 +19,18 @@ def make_job(
     total_steps: int,
     *,
     layer_loop: str = "unroll",
-    every_steps: int = 1_000_000,
+    every_steps: int | None = None,
+    job_class: type[PretrainGPT] = PretrainGPT,
     batch: tuple[int, int] | None = None,
 ) -> PretrainGPT:
-    """A GPT job of `size` in `directory`, which saves every `every_steps`."""
+    """A GPT job of `size` in `directory`, which saves every `every_steps` (None: the default cadence)."""
     examples, sequence_length = batch or BATCHES[size]
     spec = ExecutionSpec(
         name=f"bench_{size}",
         job="experiments.gpt:PretrainGPT",
         directory=str(directory),
         topology=Topology(),
-        checkpoint=Checkpoint(every_steps=every_steps),
+        checkpoint=Checkpoint() if every_steps is None else Checkpoint(every_steps=every_steps),
         logging=Logging(every_steps=10),
         config={
             "model": SIZES[size] | {"layer_loop": layer_loop},
@@ -39,7 +40,7 @@ def make_job(
             "train": {"total_steps": total_steps, "global_batch_examples": examples},
         },
     )
-    return PretrainGPT(spec)
+    return job_class(spec)
 
 
 def start(job: PretrainGPT) -> PretrainGPT:
