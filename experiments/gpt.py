@@ -35,9 +35,9 @@ class GPTConfig(ModelConfig):
     """Sizes of a GPT-2, and how its layers are compiled.
 
     `layer_loop: scan` compiles one layer and loops over it: compile time does not grow with depth, which is what deep
-    models and pods want. `unroll` compiles every layer in line: steps are faster where the compiler gains from seeing
-    past a layer's end (about a tenth on a CPU), and compile time grows with depth. Both hold the same parameters, with
-    all layers stacked, so a checkpoint of one is a checkpoint of the other.
+    models and pods want. `unroll` compiles every layer in line: compile time grows with depth, and the compiler may
+    gain from seeing past a layer's end (a few hundredths of a step on a CPU). Both hold the same parameters, with all
+    layers stacked, so a checkpoint of one is a checkpoint of the other.
     """
 
     layers: PositiveInt = Field(description="Transformer blocks.")
@@ -57,7 +57,7 @@ class GPTConfig(ModelConfig):
 
 
 class Dense(nn.Module):
-    """Matmul and bias over the last axis, as one two-dimensional matmul.
+    """Matmul and bias.
 
     Kernels and biases stay as flat as they are multiplied: heads and their width are one axis, so that what has two
     axes is a matrix, and what has one is not.
@@ -70,15 +70,12 @@ class Dense(nn.Module):
     compute_dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BxTxI: jax.Array) -> jax.Array:
-        B, T, I = x_BxTxI.shape  # noqa: E741
+    def __call__(self, x_BTxI: jax.Array) -> jax.Array:
         kernel_init = with_axes(nn.initializers.normal(self.stddev), *self.axes)
         bias_init = with_axes(nn.initializers.zeros, self.axes[1])
-        kernel_IxO = self.param("kernel", kernel_init, (I, self.features), self.param_dtype)
+        kernel_IxO = self.param("kernel", kernel_init, (x_BTxI.shape[1], self.features), self.param_dtype)
         bias_O = self.param("bias", bias_init, (self.features,), self.param_dtype)
-        x_BTxI = x_BxTxI.reshape(B * T, I)
-        y_BTxO = x_BTxI @ kernel_IxO.astype(self.compute_dtype) + bias_O.astype(self.compute_dtype)
-        return y_BTxO.reshape(B, T, self.features)
+        return x_BTxI @ kernel_IxO.astype(self.compute_dtype) + bias_O.astype(self.compute_dtype)
 
 
 class Block(nn.Module):
@@ -96,21 +93,25 @@ class Block(nn.Module):
         residual_stddev = INIT_STDDEV / math.sqrt(2 * self.config.layers)
         dropout = nn.Dropout(self.config.dropout, deterministic=self.deterministic)
 
-        h_BxTxD = self._layer_norm("attention_norm")(x_BxTxD)
+        # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
+        h_BTxD = self._layer_norm("attention_norm")(x_BxTxD).reshape(B * T, D)
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
             nn.with_logical_constraint(
-                self._dense(name, D, ("embed", "heads"))(h_BxTxD).reshape(B, T, N, H),
+                self._dense(name, D, ("embed", "heads"))(h_BTxD).reshape(B, T, N, H),
                 ("batch", "sequence", "heads", "head_dim"),
             )
             for name in ("query", "key", "value")
         )
-        a_BxTxD = causal_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH).reshape(B, T, D)
-        x_BxTxD += dropout(self._dense("attention_out", D, ("heads", "embed"), residual_stddev)(a_BxTxD))
+        a_BTxD = causal_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH).reshape(B * T, D)
+        a_BTxD = self._dense("attention_out", D, ("heads", "embed"), residual_stddev)(a_BTxD)
+        x_BxTxD += dropout(a_BTxD.reshape(B, T, D))
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
 
-        h_BxTxM = self._dense("mlp_in", 4 * D, ("embed", "mlp"))(self._layer_norm("mlp_norm")(x_BxTxD))
+        h_BTxD = self._layer_norm("mlp_norm")(x_BxTxD).reshape(B * T, D)
+        h_BxTxM = self._dense("mlp_in", 4 * D, ("embed", "mlp"))(h_BTxD).reshape(B, T, 4 * D)
         h_BxTxM = gelu(nn.with_logical_constraint(h_BxTxM, ("batch", "sequence", "mlp")))
-        x_BxTxD += dropout(self._dense("mlp_out", D, ("mlp", "embed"), residual_stddev)(h_BxTxM))
+        h_BTxD = self._dense("mlp_out", D, ("mlp", "embed"), residual_stddev)(h_BxTxM.reshape(B * T, 4 * D))
+        x_BxTxD += dropout(h_BTxD.reshape(B, T, D))
         return nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act")), None
 
     def _dense(self, name: str, features: int, axes: tuple[str, str], stddev: float = INIT_STDDEV) -> Dense:
