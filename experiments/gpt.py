@@ -13,7 +13,7 @@ I and O input and output of any dense layer.
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -25,7 +25,9 @@ from pydantic import Field, PositiveInt, model_validator
 from experiments.attention import causal_attention
 from runner import BaseTrainer
 from runner.config import ModelConfig, TrainerConfig
+from runner.loss import cross_entropy_sum
 from runner.spec import Auto
+from runner.step import Batch
 
 INIT_STDDEV = 0.02
 LAYER_NORM_EPSILON = 1e-5
@@ -78,6 +80,24 @@ class Dense(nn.Module):
         return x_BTxI @ kernel_IxO.astype(self.compute_dtype) + bias_O.astype(self.compute_dtype)
 
 
+class Dropout(nn.Module):
+    """Dropout whose mask is each example's own: drawn from the step's key and the example's place in the step.
+
+    So how a step is split into micro-batches, devices and hosts changes no mask.
+    """
+
+    rate: float
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array, examples_B: jax.Array) -> jax.Array:
+        if self.deterministic or self.rate == 0:
+            return x_BxTxD
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(self.make_rng("dropout"), examples_B)
+        draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, x_BxTxD.shape[1:]))
+        return jnp.where(draw(keys_B), x_BxTxD / (1 - self.rate), 0)
+
+
 class Block(nn.Module):
     """One layer: attention and MLP, each on a normalised copy of the residual stream and added back to it."""
 
@@ -87,11 +107,11 @@ class Block(nn.Module):
     compute_dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, None]:
+    def __call__(self, x_BxTxD: jax.Array, examples_B: jax.Array) -> tuple[jax.Array, None]:
         B, T, D = x_BxTxD.shape
         N, H = self.config.heads, D // self.config.heads
         residual_stddev = INIT_STDDEV / math.sqrt(2 * self.config.layers)
-        dropout = nn.Dropout(self.config.dropout, deterministic=self.deterministic)
+        dropout = functools.partial(Dropout(self.config.dropout, self.deterministic), examples_B=examples_B)
 
         # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
         h_BTxD = self._layer_norm("attention_norm")(x_BxTxD).reshape(B * T, D)
@@ -134,9 +154,13 @@ class GPT(nn.Module):
     compute_dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, tokens_BxT: jax.Array, *, deterministic: bool) -> jax.Array:
-        """Return logits (B, T, V) of the next token, in `compute_dtype`; needs a "dropout" key unless deterministic."""
+    def __call__(self, tokens_BxT: jax.Array, examples_B: jax.Array | None = None, *, deterministic: bool) -> jax.Array:
+        """Return logits (B, T, V) of the next token, in `compute_dtype`; needs a "dropout" key unless deterministic.
+
+        `examples_B` says where in the step each example stands; dropout depends on that and not on the split.
+        """
         B, T = tokens_BxT.shape
+        examples_B = jnp.arange(B) if examples_B is None else examples_B
         D, V = self.config.width, self.vocabulary_size
         embedding_init = with_axes(nn.initializers.normal(INIT_STDDEV), "vocab", "embed")
         positions_init = with_axes(nn.initializers.normal(INIT_STDDEV), "positions", "embed")
@@ -151,16 +175,17 @@ class GPT(nn.Module):
         positions_TxD = nn.with_logical_constraint(positions_TxD, ("sequence", "embed_act"))
         x_BxTxD = embedding_VxD[tokens_BxT] + positions_TxD[:T]
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
-        x_BxTxD = nn.Dropout(self.config.dropout, deterministic=deterministic)(x_BxTxD)
+        x_BxTxD = Dropout(self.config.dropout, deterministic)(x_BxTxD, examples_B)
         blocks = nn.scan(
             Block,
             variable_axes={"params": 0},
+            in_axes=nn.broadcast,
             split_rngs={"params": True, "dropout": True},
             length=self.config.layers,
             unroll=1 if self.config.layer_loop == "scan" else self.config.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(self.config, deterministic, self.param_dtype, self.compute_dtype, name="blocks")
-        x_BxTxD, _ = blocks(x_BxTxD)
+        x_BxTxD, _ = blocks(x_BxTxD, examples_B)
         x_BxTxD = make_layer_norm("final_norm", self.param_dtype, self.compute_dtype)(x_BxTxD)
 
         logits_BxTxV = (x_BxTxD.reshape(B * T, D) @ embedding_VxD.T).reshape(B, T, V)
@@ -200,3 +225,14 @@ class PretrainGPT(BaseTrainer):
         """The GPT that the spec describes."""
         config, precision = self.config, self.config.precision
         return GPT(config.model, self.vocabulary_size, config.data.sequence_length, precision.params, precision.compute)
+
+    @classmethod
+    def forward(
+        cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Summed cross entropy, with each example's own dropout."""
+        rngs = None if key is None else {"dropout": key}
+        x_BxT, examples_B = batch["x"], batch["example"]
+        logits_BxTxV = apply_fn({"params": params}, x_BxT, examples_B, deterministic=key is None, rngs=rngs)
+        loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], batch["padding_mask"])
+        return loss_sum, {}

@@ -20,7 +20,7 @@ from runner.topology import LOGICAL_AXIS_RULES
 @contextlib.contextmanager
 def sharding_rules(mesh: Mesh) -> Iterator[None]:
     """Inside, logical axis names in a model mean axes of `mesh`."""
-    with mesh, nn.logical_axis_rules(LOGICAL_AXIS_RULES):
+    with jax.set_mesh(mesh), nn.logical_axis_rules(LOGICAL_AXIS_RULES):
         yield
 
 

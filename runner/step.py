@@ -17,19 +17,23 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 Batch = dict[str, jax.Array]
-# (apply_fn, params, batch of (B, T) arrays, key or None) -> (loss_sum, meta); no key = deterministic
+# (apply_fn, params, micro-batch, key of the step or None) -> (loss_sum, meta); no key = deterministic.
+# A micro-batch holds x, y and padding_mask (B, T), and example (B): the place of each example in the step.
 Forward = Callable[[Callable[..., Any], Any, Batch, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
 
 
-def _micro_batch(batch: Batch, index: int) -> Batch:
-    return jax.tree.map(lambda leaf: leaf[index], batch)
+def _numbered(batch: Batch) -> Batch:
+    """`batch` with `example` (S, B): the place of each example in the step, whatever the split."""
+    S, B = batch["x"].shape[:2]
+    return batch | {"example": jnp.arange(S * B).reshape(S, B)}
 
 
 def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int) -> tuple[Any, ...]:
     """Loss, float32 gradients and the last micro-batch's meta, over a batch of (S, B, T)."""
     num_tokens = jnp.maximum(jnp.sum(batch["padding_mask"], dtype=jnp.float32), 1.0)
+    batch = _numbered(batch)
 
-    def share_of_loss(params: Any, micro: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def share_of_loss(params: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         loss_sum, meta = forward(state.apply_fn, params, micro, key)
         return loss_sum / num_tokens, meta
 
@@ -39,16 +43,15 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
         return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
 
     if num_steps == 1:
-        (loss, meta), grads = value_and_grad(state.params, _micro_batch(batch, 0), jax.random.fold_in(key, 0))
+        (loss, meta), grads = value_and_grad(state.params, jax.tree.map(lambda leaf: leaf[0], batch))
         return loss, to_float32(grads), meta
 
-    def accumulate(carry: tuple[jax.Array, Any], xs: tuple[Batch, jax.Array]) -> tuple[tuple[jax.Array, Any], Any]:
-        micro, index = xs
-        (loss, meta), grads = value_and_grad(state.params, micro, jax.random.fold_in(key, index))
+    def accumulate(carry: tuple[jax.Array, Any], micro: Batch) -> tuple[tuple[jax.Array, Any], Any]:
+        (loss, meta), grads = value_and_grad(state.params, micro)
         return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], to_float32(grads))), meta
 
     zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), state.params)
-    (loss, grads), metas = lax.scan(accumulate, (jnp.float32(0), zeros), (batch, jnp.arange(num_steps)))
+    (loss, grads), metas = lax.scan(accumulate, (jnp.float32(0), zeros), batch)
     return loss, grads, jax.tree.map(lambda leaf: leaf[-1], metas)
 
 
@@ -73,5 +76,5 @@ def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Arr
         loss_sum, meta = forward(state.apply_fn, state.params, micro, None)
         return (carry[0] + loss_sum, carry[1] + jnp.sum(micro["padding_mask"], dtype=jnp.float32)), meta
 
-    (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), batch)
+    (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), _numbered(batch))
     return loss_sum, token_count, jax.tree.map(lambda leaf: leaf[-1], metas)

@@ -67,8 +67,12 @@ class BaseTrainer(RestoreableJob):
     def forward(
         cls, apply_fn: Any, params: Any, batch: pure.Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Loss summed over the real target tokens of a (B, T) batch, and meta. No key: deterministic."""
-        rngs = None if key is None else {"dropout": key}
+        """Loss summed over the real target tokens of a micro-batch, and meta. No key: deterministic.
+
+        `batch` holds `x`, `y` and `padding_mask` (B, T), and `example` (B): the place of each example in the step. What
+        is random should depend on that and on the step's `key`; this default draws by micro-batch.
+        """
+        rngs = None if key is None else {"dropout": jax.random.fold_in(key, batch["example"][0])}
         logits_BxTxV = apply_fn({"params": params}, batch["x"], deterministic=key is None, rngs=rngs)
         loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], batch["padding_mask"])
         return loss_sum, {}

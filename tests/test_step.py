@@ -156,7 +156,7 @@ class Table(nn.Module):
     dtype: str
 
     @nn.compact
-    def __call__(self, x_BxT, *, deterministic):
+    def __call__(self, x_BxT, examples_B=None, *, deterministic):
         return self.param("table", nn.initializers.normal(0.02), (VOCABULARY, VOCABULARY), self.dtype)[x_BxT]
 
 

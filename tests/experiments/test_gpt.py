@@ -14,10 +14,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from pydantic import ValidationError
 
-from experiments.gpt import GPT, GPTConfig
+from experiments.gpt import GPT, GPTConfig, PretrainGPT
 
 VOCABULARY, SEQUENCE = 61, 24
 TOKENS_BxT = jax.random.randint(jax.random.key(7), (3, SEQUENCE), 0, VOCABULARY)
@@ -149,3 +151,19 @@ def test_sharded_gpt_equals_one_device_and_gathers_weights_but_no_activations(la
         assert result["difference"] < 1e-5, result
         assert result["gathered_activations"] == [], result
         assert (result["gathers"] > 0) == (result["mesh"][1] > 1), result
+
+
+def test_dropout_does_not_depend_on_the_split_into_micro_batches():
+    model = make_gpt(dropout=0.3)
+    params = nn.unbox(init(model))
+    tokens_BxT = jax.random.randint(jax.random.key(3), (8, TOKENS_BxT.shape[1]), 0, model.vocabulary_size)
+    state = TrainState.create(apply_fn=model.apply, params=params["params"], tx=optax.sgd(0.1))
+
+    def loss(accumulate_steps):
+        split = tokens_BxT.reshape(accumulate_steps, 8 // accumulate_steps, -1)
+        batch = {"x": split, "y": split, "padding_mask": jnp.ones(split.shape, bool)}
+        return PretrainGPT.train_step(state, batch, jax.random.key(7), accumulate_steps)[1]
+
+    whole = loss(1)
+    for accumulate_steps in (2, 4, 8):
+        np.testing.assert_allclose(loss(accumulate_steps), whole, rtol=1e-6)
