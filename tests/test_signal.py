@@ -33,7 +33,7 @@ NANO = (
     "checkpoint.every_steps=6",
     "logging.every_steps=1",
     "config.eval.every_steps=8",
-    "config.eval.batches=40",
+    "config.eval.batches=80",
 )
 WAIT_STEP = 9
 WAIT_SECONDS = 3.0
@@ -166,7 +166,7 @@ def test_sigterm_while_waiting_for_data_stops_after_the_step_that_waits(tmp_path
 def test_an_evaluation_cut_short_twice_is_made_up(tmp_path: Path, step: int) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
-    attempt.signal_in(after_row(step - 1), signal.SIGTERM, delay_seconds=0.3)
+    attempt.signal_in(after_row(step - 1), signal.SIGTERM, delay_seconds=0.2)
     assert assert_stopped(attempt, saved=True) == step
     assert job.rows()[-1]["step"] == step
     assert "val/loss" not in job.rows()[-1], "the evaluation was not cut short"
