@@ -26,6 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 120.0
+WHOLE_RUN_DEADLINE_SECONDS = 900.0
 POLL_SECONDS = 0.001
 _IN_OPEN = 0x20
 
@@ -100,7 +101,7 @@ class Job:
     def finish(self) -> "Attempt":
         """Run to the end, which must be good."""
         attempt = self.start()
-        attempt.expect(0)
+        attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
         return attempt
 
     # What the directory says.
@@ -230,9 +231,9 @@ class Attempt:
         self._forget()
         return code
 
-    def expect(self, code: int) -> None:
+    def expect(self, code: int, deadline_seconds: float = DEADLINE_SECONDS) -> None:
         """Wait for the end and compare its exit status."""
-        got = self.wait()
+        got = self.wait(deadline_seconds)
         assert got == code, self.report(f"ended with {got}, not {code}")
 
     def report(self, what: str) -> str:
@@ -267,7 +268,7 @@ class Attempt:
     def _await_standstill(self) -> None:
         stat = Path(f"/proc/{self.process.pid}/stat")
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while stat.read_text().rpartition(")")[2].split()[0] not in "TZ":
+        while self.process.poll() is None and stat.read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < deadline, self.report("does not stop on SIGSTOP")
             time.sleep(POLL_SECONDS / 10)
 
@@ -403,7 +404,7 @@ def undisturbed(spec: str, options: tuple[str, ...] = (), devices: int = 1, num_
     """The job run to its end in one go, in a directory that tests only read."""
     job = Job(spec, _place("whole", spec, options, devices, num_processes), options, devices)
     attempt = job.start() if num_processes == 1 else job.launch(num_processes)
-    attempt.expect(0)
+    attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
     return job
 
 

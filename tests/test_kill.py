@@ -19,9 +19,9 @@ from tests.harness import (
     undisturbed,
 )
 
-COUNTER = ("config.total_steps=400", "config.step_seconds=0.002", "config.width=1000000", "checkpoint.every_steps=4")
+COUNTER = ("config.total_steps=500", "config.step_seconds=0.002", "config.width=1000000", "checkpoint.every_steps=4")
 NANO = (
-    "config.train.total_steps=60",
+    "config.train.total_steps=120",
     "checkpoint.every_steps=6",
     "logging.every_steps=4",
     "config.eval.every_steps=10",
@@ -32,12 +32,12 @@ COUNTER_DELAYS: dict[Phase, float] = {
     start_up: 0.5,
     compiling: 0.01,
     restoring: 0.05,
-    has_state: 0.3,
+    has_state: 0.15,
     saving: 0.03,
     just_committed: 0.0,
     retaining: 0.0,
 }
-TRAINER_DELAYS: dict[Phase, float] = COUNTER_DELAYS | {start_up: 1.0, compiling: 0.5, restoring: 0.2, has_state: 1.0}
+TRAINER_DELAYS: dict[Phase, float] = COUNTER_DELAYS | {start_up: 1.0, compiling: 0.5, restoring: 0.2, has_state: 0.3}
 
 
 def storm(job: Job, num_kills: int, seed: int, delays: dict[Phase, float]) -> None:
@@ -71,10 +71,10 @@ def assert_each_logged_step_once(job: Job, every_steps: int, eval_steps: int, la
 def test_counter_killed_fifty_times_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", COUNTER)
     storm(job, 50, seed=1, delays=COUNTER_DELAYS)
-    kill_before_done(job, last_step=400)
+    kill_before_done(job, last_step=500)
     job.finish()
     assert job.outcome() == undisturbed("specs/counter.yaml", COUNTER).outcome()
-    assert job.committed()[-3:] == [392, 396, 400]
+    assert job.committed()[-3:] == [492, 496, 500]
     assert not job.uncommitted()
 
 
@@ -84,9 +84,9 @@ def test_gpt_nano_killed_in_every_phase_ends_with_the_same_bits_and_rows(tmp_pat
     first = cold.start()
     assert first.kill_in(compiling, 1.0), first.report("was not caught compiling")
     storm(job, 14, seed=2, delays=TRAINER_DELAYS)
-    kill_before_done(job, last_step=60)
+    kill_before_done(job, last_step=120)
     job.finish()
-    assert_each_logged_step_once(job, 4, 10, 60)
+    assert_each_logged_step_once(job, 4, 10, 120)
     assert job.outcome() == undisturbed("specs/gpt_nano.yaml", NANO).outcome()
 
 
