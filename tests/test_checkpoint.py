@@ -333,15 +333,6 @@ def test_a_save_that_fails_is_loud_and_leaves_the_last_commit_and_the_next_save(
     assert manifest["step"] == 3
 
 
-def test_a_save_that_cannot_write_its_arrays_fails_likewise(store):
-    store.save_all(1)
-    (store.directory / "2").write_text("in the way")
-    store.save("2", make_state(2))
-    assert not store.checkpoints.wait()
-    assert store.steps() == [1]
-    store.save_all(3)
-
-
 def test_a_named_checkpoint_is_neither_resumed_from_nor_retained_by_count(tmp_path, store):
     store.save_all(1)
     store.save("best", make_state(9))

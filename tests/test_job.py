@@ -1,0 +1,262 @@
+"""A job survives anything: restored or begun, saved on notice, refused where it would become another."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.counter import Counter
+from runner import RestoreableJob
+from runner.errors import FencedError, InvalidError, PreemptedError, ResumeError, StorageError
+from runner.fingerprint import fingerprint
+from runner.hosts import Hosts
+from runner.ledger import Fence
+from runner.manifest import committed_steps
+from runner.spec import ExecutionSpec, read_spec
+from runner.storage import read_json, read_lines
+
+from .tiny import StopAfter, counter, leaves_equal
+
+
+def events(directory, *kinds):
+    return [event for event in read_lines(directory / "events.jsonl") if event["event"] in kinds or not kinds]
+
+
+def result(directory):
+    return read_json(directory / "result.json")
+
+
+def stop_after(job, step):
+    with pytest.raises(PreemptedError, match=f"step {step} is saved"):
+        job(notice=StopAfter(job, step))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("undisturbed")
+    counter(directory)()
+    return result(directory)
+
+
+def test_the_surface_that_a_job_has():
+    for name in ("done", "save", "load", "run", "init", "total_steps", "setup", "prepare", "abstract_state"):
+        assert hasattr(RestoreableJob, name)
+    assert isinstance(RestoreableJob.done, property)
+
+
+def test_a_job_that_was_never_stopped_writes_its_result(tmp_path, undisturbed):
+    job = counter(tmp_path)
+    assert not job.done
+    job()
+    assert job.done
+    assert result(tmp_path) == undisturbed == {"step": 40, "fingerprint": fingerprint(job.state)}
+    assert int(job.state["count"]) == 40
+    assert committed_steps(tmp_path / "checkpoints") == [20, 30, 40]
+    kinds = [event["event"] for event in events(tmp_path)]
+    assert kinds[0] == "start"
+    assert kinds.index("init") < kinds.index("save")
+    assert kinds[-1] == "done"
+    assert kinds.count("commit") == kinds.count("save") == 4
+
+
+@pytest.mark.parametrize("step", [1, 10, 15, 39])
+def test_stopped_and_resumed_it_ends_with_the_same_bits(tmp_path, undisturbed, step):
+    stop_after(counter(tmp_path), step)
+    assert not counter(tmp_path).done
+    assert committed_steps(tmp_path / "checkpoints")[-1] == step
+    counter(tmp_path)()
+    assert result(tmp_path) == undisturbed
+    (restored,) = events(tmp_path, "restore")
+    assert (restored["attempt"], restored["step"]) == (2, step)
+    (preempted,) = events(tmp_path, "preempt")
+    assert (preempted["step"], preempted["saved"]) == (step, True)
+
+
+def test_stopped_at_every_step_it_ends_with_the_same_bits(tmp_path, undisturbed):
+    small = {"checkpoint.keep_last": 1}
+    for step in range(1, 40, 3):
+        stop_after(counter(tmp_path, **small), step)
+    counter(tmp_path, **small)()
+    assert result(tmp_path) == undisturbed
+
+
+def test_a_stop_at_a_saved_step_does_not_save_it_twice(tmp_path):
+    stop_after(counter(tmp_path), 10)
+    assert [event["step"] for event in events(tmp_path, "save")] == [10]
+    stop_after(counter(tmp_path), 11)
+    assert [event["step"] for event in events(tmp_path, "save")] == [10, 11]
+
+
+def test_a_stop_that_comes_at_the_last_step_leaves_only_the_end_to_the_next_attempt(tmp_path, undisturbed):
+    stop_after(counter(tmp_path), 40)
+    counter(tmp_path)()
+    assert result(tmp_path) == undisturbed
+    assert [event["step"] for event in events(tmp_path, "save")] == [10, 20, 30, 40]
+
+
+def test_run_again_a_finished_job_does_nothing(tmp_path, capsys):
+    counter(tmp_path)()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    counter(tmp_path)()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert "done, nothing to do" in capsys.readouterr().out
+
+
+def test_a_finished_job_goes_on_where_its_end_may_move(tmp_path):
+    counter(tmp_path / "a")()
+    counter(tmp_path / "a", **{"config.total_steps": 60})()
+    counter(tmp_path / "b", **{"config.total_steps": 60})()
+    assert result(tmp_path / "a") == result(tmp_path / "b")
+    assert events(tmp_path / "a", "restore")[0]["step"] == 40
+
+
+def test_what_the_bits_depend_on_is_refused_on_resume_with_its_key(tmp_path):
+    stop_after(counter(tmp_path), 15)
+    for key, value in (("seed", 1), ("config.width", 65)):
+        with pytest.raises(InvalidError, match=rf"{key}: .*has \d+, the spec {value}"):
+            counter(tmp_path, **{key: value})()
+    assert len(events(tmp_path, "start")) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logging.every_steps": 3},
+        {"checkpoint.every_steps": 7},
+        {"checkpoint.keep_last": 1},
+        {"config.step_seconds": 0.001},
+        {"topology": {"mesh": {"data": 1}}},
+        {"project": "other"},
+        {"group": "other"},
+    ],
+    ids=str,
+)
+def test_what_moves_no_bit_may_change_on_resume(tmp_path, undisturbed, change):
+    stop_after(counter(tmp_path), 15)
+    counter(tmp_path, **change)()
+    assert result(tmp_path) == undisturbed
+
+
+def test_a_directory_of_another_job_is_refused_and_untouched(tmp_path):
+    stop_after(counter(tmp_path), 15)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InvalidError, match="belongs to the job 'count', this one is 'other'"):
+        counter(tmp_path, name="other")()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_resolved_spec_is_saved_and_reads_back(tmp_path):
+    job = counter(tmp_path)
+    job()
+    saved = read_spec(tmp_path / "spec.yaml")
+    assert saved == job.resolved_spec()
+    assert saved.config == {"total_steps": 40, "width": 64, "step_seconds": 0.0}
+
+
+def test_the_job_keeps_its_id_over_attempts(tmp_path):
+    first, second = counter(tmp_path), counter(tmp_path)
+    stop_after(first, 5)
+    second()
+    assert first.id == second.id == json.loads((tmp_path / "job.json").read_text())["id"]
+    assert [event["attempt"] for event in events(tmp_path, "start")] == [1, 2]
+
+
+class TakenOver(Counter):
+    """Meets a newer attempt on its directory at step 15."""
+
+    def save_or_stop(self):
+        if self.step == 15:
+            Fence(self.directory).claim()
+        super().save_or_stop()
+
+
+def test_a_fenced_attempt_ends_and_commits_nothing_more(tmp_path):
+    with pytest.raises(FencedError, match="attempt 2 has taken over"):
+        counter(tmp_path, TakenOver)()
+    assert set(committed_steps(tmp_path / "checkpoints")) <= {10}
+    assert not (tmp_path / "result.json").exists()
+    assert [event["event"] for event in events(tmp_path) if event["step"] and event["step"] > 10] in ([], ["save"])
+
+
+def test_saves_by_the_clock_come_at_logged_steps(tmp_path):
+    counter(tmp_path, checkpoint={"every_steps": None, "every_minutes": 1e-9}, **{"logging.every_steps": 16})()
+    assert [event["step"] for event in events(tmp_path, "commit")] == [16, 32, 40]
+
+
+class Naming(Counter):
+    """Saves under a name at step 12, and loads it once at step 25."""
+
+    loaded = None
+
+    def save_or_stop(self):
+        if self.step == 12:
+            self.kept = jax.tree.map(jnp.copy, self.state)
+            self.save("before-the-change")
+        if self.step == 25 and self.loaded is None:
+            self.load("before-the-change")
+            self.loaded = self.state, self.step
+        super().save_or_stop()
+
+
+def test_a_named_checkpoint_round_trips(tmp_path, undisturbed):
+    job = counter(tmp_path, Naming, **{"checkpoint.keep_last": 1})
+    job()
+    state, step = job.loaded
+    assert step == 12
+    assert leaves_equal(state, job.kept)
+    assert result(tmp_path)["fingerprint"] == undisturbed["fingerprint"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["40", "before-the-change"]
+
+
+def test_a_named_checkpoint_is_not_resumed_from(tmp_path, undisturbed):
+    stop_after(counter(tmp_path, Naming), 14)
+    counter(tmp_path)()
+    assert [event["step"] for event in events(tmp_path, "restore")] == [14]
+    assert result(tmp_path) == undisturbed
+
+
+def test_loading_what_is_not_there_is_refused(tmp_path):
+    class Lost(Counter):
+        def run(self):
+            self.load("nothing")
+
+    with pytest.raises(ResumeError, match=r"nothing: .*never committed"):
+        counter(tmp_path, Lost)()
+
+
+class FullDisk(Counter):
+    """The disk is full when step 20 (or the last step) is to be committed."""
+
+    full_at = 20
+
+    def before_commit(self):
+        if len(events(self.directory, "commit", "save_failed")) == self.full_at // 10 - 1:
+            raise OSError(28, "No space left on device")
+
+
+def test_a_failed_save_does_not_stop_the_job_and_the_next_is_tried(tmp_path, undisturbed, capsys):
+    counter(tmp_path, FullDisk)()
+    assert [event["step"] for event in events(tmp_path, "save_failed")] == [20]
+    assert [event["step"] for event in events(tmp_path, "commit")] == [10, 30, 40]
+    assert "SAVE FAILED at step 20" in capsys.readouterr().err
+    assert result(tmp_path) == undisturbed
+
+
+class FullAtTheEnd(FullDisk):
+    full_at = 40
+
+
+def test_a_job_that_cannot_save_its_end_is_not_done(tmp_path):
+    with pytest.raises(StorageError, match="step 40 could not be saved"):
+        counter(tmp_path, FullAtTheEnd)()
+    assert not counter(tmp_path).done
+
+
+def test_a_job_needs_neither_topology_nor_net(tmp_path):
+    spec = ExecutionSpec(
+        name="x", job="experiments.counter:Counter", directory=str(tmp_path), config={"total_steps": 3}
+    )
+    job = Counter(spec)
+    job(Hosts(None, 0, 1))
+    assert job.done
