@@ -1,6 +1,8 @@
 """Tiny jobs for these tests: seconds to compile, milliseconds a step. Compiled programs are kept for the session."""
 
+import hashlib
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -82,6 +84,32 @@ def counter(directory: Path, job_class: type[Counter] = Counter, **changes: Any)
         "config": {"total_steps": 40, "width": 64},
     }
     return job_class(ExecutionSpec.model_validate(merge(document, changes)))
+
+
+class RecordingGPT(PretrainGPT):
+    """Notes, beside its run, a digest of every row of every training batch, by step and row of the global batch."""
+
+    def batch(self, slice="train", step=None):
+        batch = super().batch(slice, step)
+        if slice == "train":
+            S, B, _ = batch["x"].shape
+            rows: dict[int, str] = {}
+            for shards in zip(*(batch[field].addressable_shards for field in sorted(batch)), strict=True):
+                micros, examples = range(S)[shards[0].index[0]], range(B)[shards[0].index[1]]
+                fields = [jax.device_get(shard.data) for shard in shards]
+                for (m, micro), (e, example) in itertools.product(enumerate(micros), enumerate(examples)):
+                    content = b"".join(field[m, e].tobytes() for field in fields)
+                    rows[micro * B + example] = hashlib.sha256(content).hexdigest()
+            path = self.directory / "rows" / f"{step}.{self.hosts.process_id}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(rows))
+        return batch
+
+
+def recorded_rows(directory: Path, step: int) -> dict[str, str]:
+    """Row of the global batch -> digest, from all processes."""
+    paths = (directory / "rows").glob(f"{step}.*")
+    return {row: digest for path in paths for row, digest in json.loads(path.read_text()).items()}
 
 
 class StopAfter(StopNotice):

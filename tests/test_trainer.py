@@ -1,0 +1,442 @@
+"""BaseTrainer: its surface, its rows, its memory, and that the mesh it resumes on does not matter."""
+
+import inspect
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+
+from experiments.gpt import PretrainGPT
+from runner import BaseTrainer, ExecutionSpec, trainer
+from runner.errors import DivergedError, PreemptedError, SpecError
+from runner.fingerprint import fingerprint
+from runner.manifest import committed_steps
+from runner.spec import read_spec
+from runner.storage import read_json, read_lines
+
+from .tiny import (
+    RecordingGPT,
+    StopAfter,
+    finish,
+    gpt,
+    gpt_document,
+    gpt_spec,
+    leaves_equal,
+    recorded_rows,
+    set_mesh,
+    start_python,
+)
+
+JOB = {"job": "tests.tiny:RecordingGPT"}
+STOP, STEPS = 4, 8
+NO_ARGUMENT = inspect.Parameter.empty
+
+
+def rows(directory):
+    return read_lines(directory / "metrics.jsonl")
+
+
+def trajectory(directory):
+    """The rows without their speed, which is no part of it."""
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows(directory)]
+
+
+def stop_after(job, step):
+    with pytest.raises(PreemptedError):
+        job(notice=StopAfter(job, step))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(directory):
+    """A job that ran to its end as data 8."""
+    job = gpt(directory / "undisturbed", RecordingGPT, **JOB)
+    job()
+    return job
+
+
+@pytest.fixture(scope="module")
+def interrupted(directory):
+    """The directory of a job that was stopped half way, where it was about to evaluate."""
+    job = gpt(directory / "interrupted", RecordingGPT, **JOB)
+    stop_after(job, STOP)
+    assert "val/loss" not in rows(job.directory)[-1]
+    shutil.rmtree(job.directory / "rows")
+    return job.directory
+
+
+# The surface that the contract names.
+
+
+def test_a_spec_without_topology_is_an_assertion_error(tmp_path):
+    document = gpt_document(tmp_path / "run")
+    del document["topology"]
+    with pytest.raises(AssertionError):
+        PretrainGPT(ExecutionSpec.model_validate(document))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "parameters"),
+    [
+        ("sharded_init", staticmethod, ["model", "key", "args", "mesh", "kwargs"]),
+        ("optimizer", classmethod, ["cls"]),
+        ("schedule", classmethod, ["cls"]),
+        ("train_step", classmethod, ["cls", "state", "batch", "key", "accumulate_steps"]),
+        ("val_step", classmethod, ["cls", "state", "batch"]),
+        ("evaluator", None, ["self"]),
+        ("batch", None, ["self", "slice"]),
+        ("save", None, ["self", "suffix"]),
+        ("load", None, ["self", "suffix"]),
+        ("run", None, ["self"]),
+    ],
+)
+def test_the_surface_that_the_contract_names(name, kind, parameters):
+    raw = inspect.getattr_static(BaseTrainer, name)
+    assert kind is None or isinstance(raw, kind)
+    signature = inspect.signature(raw.__func__ if kind else raw)
+    given = list(signature.parameters)
+    assert given[: len(parameters)] == parameters
+    assert all(signature.parameters[more].default is not NO_ARGUMENT for more in given[len(parameters) :])
+    if name == "sharded_init":
+        assert signature.parameters["mesh"].kind is inspect.Parameter.KEYWORD_ONLY
+    if name == "batch":
+        assert signature.parameters["slice"].default == "train"
+
+
+def test_done_is_a_property_and_public_classes_import_from_runner():
+    assert isinstance(BaseTrainer.done, property)
+    assert BaseTrainer.__module__ == "runner.trainer"
+
+
+# A run.
+
+
+def test_every_logged_step_stands_once_with_its_keys(undisturbed):
+    expected = {"step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens"}
+    expected |= {"perf/tokens_per_second"}
+    found = rows(undisturbed.directory)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    for row in found:
+        assert set(row) == expected | ({"val/loss"} if row["step"] in (4, 8) else set())
+        assert row["train/tokens"] == row["step"] * 16 * 16
+    assert found[-1]["train/loss"] < found[0]["train/loss"] < math.log(256) + 0.1
+
+
+def test_the_rate_of_a_step_is_the_schedules_at_the_steps_before_it(undisturbed):
+    rates = [row["train/learning_rate"] for row in rows(undisturbed.directory)]
+    assert rates[:3] == pytest.approx([0.0, 5e-4, 1e-3])
+    assert rates[5] == pytest.approx(1e-4 + 9e-4 * 0.5)
+
+
+def test_the_result_holds_step_tokens_losses_and_the_fingerprint_of_the_state(undisturbed):
+    last = rows(undisturbed.directory)[-1]
+    assert read_json(undisturbed.directory / "result.json") == {
+        "step": STEPS,
+        "tokens": STEPS * 16 * 16,
+        "train_loss": last["train/loss"],
+        "val_loss": last["val/loss"],
+        "fingerprint": fingerprint(undisturbed.state),
+    }
+    assert undisturbed.done
+    assert int(undisturbed.state.step) == STEPS
+
+
+def test_the_resolved_spec_has_no_auto_left_and_makes_the_same_job(undisturbed):
+    path = undisturbed.directory / "spec.yaml"
+    assert "auto" not in str(list(yaml.safe_load(path.read_text()).items()))
+    again = RecordingGPT(read_spec(path))
+    assert again.config.model.vocabulary_size == 256
+    assert again.topology.mesh.model_dump() == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert again.config.train.micro_batch_examples == 2
+    assert again.done
+
+
+def test_a_batch_is_x_y_and_mask_of_micro_batches_sharded_over_the_mesh(undisturbed):
+    for slice in ("train", "validation"):
+        batch = undisturbed.batch(slice, 3)
+        assert {field: leaf.shape for field, leaf in batch.items()} == dict.fromkeys(
+            ("x", "y", "padding_mask"), (1, 16, 16)
+        )
+        assert batch["x"].addressable_shards[0].data.shape == (1, 2, 16)
+        assert (batch["x"][:, :, 1:] == batch["y"][:, :, :-1]).all()
+    assert leaves_equal(undisturbed.batch("train"), undisturbed.batch("train", STEPS))
+
+
+def test_the_validation_loss_is_the_mean_over_the_tokens_of_its_batches(undisturbed):
+    loss_sum = tokens = 0.0
+    for index in range(2):
+        loss, count, _ = undisturbed.compiled_val(undisturbed.state, undisturbed.batch("validation", index))
+        loss_sum, tokens = loss_sum + float(loss), tokens + float(count)
+    assert rows(undisturbed.directory)[-1]["val/loss"] == pytest.approx(loss_sum / tokens, rel=1e-6)
+
+
+# Resumed, here and on other meshes.
+
+
+def test_stopped_and_resumed_on_the_same_mesh_every_bit_is_the_same(directory, undisturbed, interrupted):
+    again = shutil.copytree(interrupted, directory / "again")
+    gpt(again, RecordingGPT, **JOB)()
+    assert trajectory(again) == trajectory(undisturbed.directory)
+    assert read_json(again / "result.json") == read_json(undisturbed.directory / "result.json")
+
+
+def launch(*arguments, directory, devices, data, fsdp, tensor):
+    path = directory.parent / f"{directory.name}.yaml"
+    document = gpt_document(directory, **JOB, **set_mesh(data, fsdp, tensor))
+    path.write_text(yaml.safe_dump(document))
+    return start_python("-m", *(str(path) if word == "SPEC" else word for word in arguments), devices=devices)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(directory, interrupted):
+    """Directories of runs resumed on other meshes: 8 devices here, 4, 1, and 2 processes of 2, in processes."""
+    copies = {
+        name: shutil.copytree(interrupted, directory / name)
+        for name in ("fsdp 4 x tensor 2", "data 2 x fsdp 2", "one device", "two processes")
+    }
+    runner = ("runner", "SPEC")
+    local = ("launch", "local", "SPEC", "--processes", "2", "--devices-per-process", "2")
+    processes = [
+        launch(*runner, directory=copies["data 2 x fsdp 2"], devices=4, data=2, fsdp=2, tensor=1),
+        launch(*runner, directory=copies["one device"], devices=1, data=1, fsdp=1, tensor=1),
+        launch(*local, directory=copies["two processes"], devices=None, data="auto", fsdp=2, tensor=1),
+    ]
+    gpt(copies["fsdp 4 x tensor 2"], RecordingGPT, **JOB, **set_mesh(1, 4, 2))()
+    for process in processes:
+        finish(process)
+    return copies
+
+
+@pytest.mark.parametrize("name", ["fsdp 4 x tensor 2", "data 2 x fsdp 2", "one device", "two processes"])
+def test_resumed_on_another_mesh_batches_are_the_same_and_losses_within_rounding(undisturbed, elsewhere, name):
+    for step in range(STOP, STEPS):
+        expected = recorded_rows(undisturbed.directory, step)
+        assert len(expected) == 16
+        assert recorded_rows(elsewhere[name], step) == expected
+    expected, actual = trajectory(undisturbed.directory), trajectory(elsewhere[name])
+    assert actual[: STOP - 1] == expected[: STOP - 1]
+    assert [row["step"] for row in actual] == list(range(1, STEPS + 1))
+    for row, reference in zip(actual, expected, strict=True):
+        assert set(row) == set(reference)
+        for key, value in reference.items():
+            assert row[key] == pytest.approx(value, rel=1e-5), (row["step"], key)
+    restored = [event for event in read_lines(elsewhere[name] / "events.jsonl") if event["event"] == "restore"]
+    assert [event["step"] for event in restored] == [STOP]
+
+
+# Donation and tracing.
+
+
+class Watched(PretrainGPT):
+    """Counts how often its forward is traced, and whether the state before a step is gone after it."""
+
+    traces = 0
+
+    @classmethod
+    def forward(cls, apply_fn, params, batch, key):
+        Watched.traces += 1
+        return super().forward(apply_fn, params, batch, key)
+
+    def run(self):
+        self.traces_before_run, self.gone = Watched.traces, []
+        self.before = jax.tree.leaves(self.state)
+        super().run()
+
+    def save_or_stop(self):
+        self.gone.append([leaf.is_deleted() for leaf in self.before])
+        self.before = jax.tree.leaves(self.state)
+        super().save_or_stop()
+
+
+def test_the_state_is_donated_and_nothing_is_traced_after_the_first_step(tmp_path):
+    job = gpt(tmp_path / "run", Watched, **set_mesh(2, 2, 2))
+    job()
+    assert Watched.traces == job.traces_before_run > 0
+    assert len(job.gone) == STEPS
+    assert all(all(step) for step in job.gone)
+
+
+# Memory.
+
+
+def needed_bytes(job):
+    figures = job.compiled_train.memory_analysis()
+    resident = figures.argument_size_in_bytes + figures.output_size_in_bytes - figures.alias_size_in_bytes
+    return resident + figures.temp_size_in_bytes
+
+
+def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, monkeypatch):
+    changes = {"config.train.global_batch_examples": 64, "config.model.layers": 1, "config.eval.every_steps": None}
+    memory = [1 << 40]
+    monkeypatch.setattr(trainer, "device_memory_bytes", lambda: memory[0])
+    ample = gpt(tmp_path / "ample", **changes)
+    ample()
+    assert (ample.layout.micro_batch_examples, ample.layout.accumulate_steps) == (8, 1)
+
+    memory[0] = int(needed_bytes(ample) * 0.97 / trainer.MEMORY_SHARE)
+    scarce = gpt(tmp_path / "scarce", **changes)
+    stop_after(scarce, STOP)
+    chosen = scarce.layout.micro_batch_examples
+    assert chosen < 8
+    assert scarce.layout.accumulate_steps == 8 // chosen
+    assert needed_bytes(scarce) <= memory[0] * trainer.MEMORY_SHARE
+
+    memory[0] = 1 << 40
+    resumed = gpt(tmp_path / "scarce", **changes)
+    resumed()
+    assert resumed.layout.micro_batch_examples == chosen, "an earlier choice on this hardware stays"
+    for row, reference in zip(rows(resumed.directory), rows(ample.directory), strict=True):
+        assert row["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-5)
+        assert row["train/tokens"] == reference["train/tokens"]
+
+
+def test_where_not_one_example_fits_the_numbers_are_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "device_memory_bytes", lambda: 100 * 2**10)
+    with pytest.raises(SpecError, match=r"topology: a step with 1 example\(s\) a device needs 0\.\d+ GiB .* 0\.00 GiB"):
+        gpt(tmp_path / "run", **{"config.train.micro_batch_examples": 1, "config.train.global_batch_examples": 8})()
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+# What a subclass may replace.
+
+
+def test_an_experiment_may_bring_an_optax_optimizer_and_its_own_schedule(tmp_path):
+    class Own(PretrainGPT):
+        @classmethod
+        def optimizer(cls):
+            return optax.sgd(0.0)
+
+        @classmethod
+        def schedule(cls):
+            return optax.constant_schedule(0.125)
+
+        def run(self):
+            self.first = jax.device_get(self.state.params)
+            super().run()
+
+    changes = {"config.train.total_steps": 2, "config.schedule.warmup_steps": 0, "config.model.layers": 1}
+    job = gpt(tmp_path / "run", Own, **changes)
+    job()
+    assert leaves_equal(job.first, job.state.params)
+    assert [row["train/learning_rate"] for row in rows(job.directory)] == [0.125, 0.125]
+
+
+@pytest.mark.parametrize(("name", "moments"), [("adamw", 2), ("lion", 1), ("sgd", 1)])
+def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, moments):
+    class Named(PretrainGPT):
+        @classmethod
+        def optimizer(cls):
+            return name
+
+        @classmethod
+        def schedule(cls):
+            return "linear"
+
+    job = gpt(tmp_path / "run", Named, **{"config.optimizer.name": "adafactor"})
+    job.setup()
+    abstract = job.abstract_state()
+    kernels = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (256, 32)]
+    assert len(kernels) == moments
+    params = {"w": jnp.ones(3)}
+    tx = job._make_optimizer({"w": False})
+    state, sizes = tx.init(params), []
+    for _ in range(STEPS):
+        updates, state = tx.update({"w": jnp.full(3, 1e-3)}, state, params)
+        sizes.append(float(-updates["w"][0]))
+    assert sizes[0] == 0.0
+    if name != "sgd":
+        assert sizes[2:] == pytest.approx(np.linspace(1e-3, 1e-4, 7)[:6], rel=1e-3)
+
+
+# Saved, loaded, lost.
+
+
+class Naming(PretrainGPT):
+    """Saves under a name at step 3 and loads it once, at step 6."""
+
+    loaded = None
+
+    def save_or_stop(self):
+        if self.step == 3:
+            self.kept = jax.device_get(self.state)
+            self.save("three")
+        if self.step == 6 and self.loaded is None:
+            self.state, state = jax.tree.map(jnp.zeros_like, self.state), self.state
+            self.load("three")
+            self.loaded = jax.device_get(self.state), self.step
+            self.state, self.step = state, 6
+        super().save_or_stop()
+
+
+def test_a_named_checkpoint_round_trips_and_is_no_step(tmp_path):
+    job = gpt(tmp_path / "run", Naming, **{"checkpoint.every_steps": 4, "checkpoint.keep_last": 1})
+    job()
+    state, step = job.loaded
+    assert step == 3
+    assert leaves_equal(state, job.kept)
+    assert sorted(path.name for path in (job.directory / "checkpoints").iterdir()) == ["8", "three"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+    wild = {"config.optimizer.learning_rate": 1e30, "config.optimizer.clip_norm": None}
+    wild |= {"config.schedule": {"name": "constant"}, "checkpoint.every_steps": 1}
+    job = gpt(tmp_path / "run", **wild)
+    with pytest.raises(DivergedError, match=r"step 2: training diverged: loss .*; the last good checkpoint is kept"):
+        job()
+    job.checkpoints.wait()
+    assert committed_steps(job.directory / "checkpoints") == [1]
+    assert [row["step"] for row in rows(job.directory)] == [1]
+    assert not job.done
+
+
+def test_a_warm_start_takes_the_weights_of_another_run_and_nothing_else(tmp_path, undisturbed):
+    class AtTheStart(PretrainGPT):
+        def run(self):
+            self.first = jax.device_get(self.state)
+            raise PreemptedError("seen enough")
+
+    job = gpt(tmp_path / "run", AtTheStart, **{"checkpoint.init_from": str(undisturbed.directory)})
+    with pytest.raises(PreemptedError):
+        job()
+    assert leaves_equal(job.first.params, undisturbed.state.params)
+    assert int(job.first.step) == 0
+    moments = [leaf for leaf in jax.tree.leaves(job.first.opt_state) if leaf.ndim]
+    assert moments
+    assert all((leaf == 0).all() for leaf in moments)
+
+
+# Refused before a device is touched.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topology.mesh": {"data": 16}}, r"topology\.mesh: .*larger than the 8 devices here"),
+        ({"topology.mesh": {"data": 3}}, r"topology\.mesh: .*does not use exactly the 8 devices here"),
+        ({"topology.accelerator": "v5e-16"}, r"sized for v5e-16, here: 8 x cpu; to run it here: --set "),
+        ({"topology.accelerator": "abacus"}, r"topology\.accelerator: got 'abacus'"),
+        ({"config.train.global_batch_examples": 12}, r"config\.train: .*use 8 or 16"),
+        ({"config.train.micro_batch_examples": 3}, r"config\.train: micro_batch_examples=3 does not divide"),
+        ({"config.data.source": "nowhere.txt"}, r"config\.data\.source: .*no file matches"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_with_its_key(tmp_path, changes, message):
+    with pytest.raises(SpecError, match=message):
+        gpt(tmp_path / "run", **changes)()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_spec_of_a_trainer_is_made_whole_from_its_defaults(tmp_path):
+    spec = gpt_spec(tmp_path / "run")
+    assert spec.topology is not None
+    assert PretrainGPT(spec).total_steps == STEPS
