@@ -50,7 +50,7 @@ class Tracking:
             run = _start(spec, run_id, directory)
             while (row := self._rows.get()) is not None:
                 run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
-            run.finish(quiet=True)
+            run.finish()
         except _ERRORS as error:
             warn(f"wandb is off: {type(error).__name__}: {error}".split("\n", 1)[0])
 
