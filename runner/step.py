@@ -65,7 +65,7 @@ def train_step(
     """
     assert batch["x"].shape[0] == accumulate_steps, f"batch has S={batch['x'].shape[0]}, not {accumulate_steps}"
     loss, grads, meta = _gradients(forward, state, batch, key, accumulate_steps)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     return state.apply_gradients(grads=grads), loss, meta | {"grad_norm": grad_norm}
 
 
