@@ -15,7 +15,7 @@ import jax
 from runner import storage, terminal
 from runner.cadence import is_due, is_overdue
 from runner.checkpoint import Checkpoints, raise_unless_committed
-from runner.errors import PreemptedError, ResumeError, StorageError
+from runner.errors import InvalidError, PreemptedError, ResumeError, StorageError
 from runner.fingerprint import fingerprint
 from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
@@ -43,7 +43,7 @@ class RestoreableJob:
         self.document = document_of(spec) if document is None else document
         self.spec = spec
         self.config: Any = validate_config(self.document, self.Config)
-        self.directory = storage.open_directory(spec.directory)
+        self.directory = self._open("directory", spec.directory)
         self.hosts = Hosts(None, 0, 1)
         self.notice = StopNotice()
         self.state: Any = None
@@ -208,7 +208,7 @@ class RestoreableJob:
             self.state = self.init()
             event = "init"
             if self.spec.checkpoint.init_from is not None:
-                self._take_weights(storage.open_directory(self.spec.checkpoint.init_from))
+                self._take_weights(self._open("checkpoint.init_from", self.spec.checkpoint.init_from))
         else:
             self.state, manifest = found
             self.step = self._saved_step = manifest["step"]
@@ -220,6 +220,12 @@ class RestoreableJob:
             self.ledger.append(event, self.step, seconds=seconds, fingerprint=digest)
             storage.publish(self.directory / "spec.yaml", dump_spec(self.resolved_spec()).encode())
         self._last_save_seconds = time.monotonic()
+
+    def _open(self, key: str, text: str) -> Path:
+        try:
+            return storage.open_directory(text)
+        except InvalidError as error:
+            raise self.document.error(key, str(error)) from error
 
     def _take_weights(self, source: Path) -> None:
         abstract = jax.tree.map(

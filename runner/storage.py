@@ -25,10 +25,10 @@ def open_directory(text: str) -> Path:
     """The absolute path of a run's directory. Raises `InvalidError` for a scheme that cannot be written."""
     if "://" in text:
         scheme = text.split("://", 1)[0]
-        raise InvalidError(f"directory: {scheme}:// is not supported yet; use a local path, got {text!r}")
+        raise InvalidError(f"{scheme}:// is not supported yet; got {text}, needs a local path")
     path = Path(text).expanduser().absolute()
     if path.exists() and not path.is_dir():
-        raise InvalidError(f"directory: {path} is a file, needs a directory")
+        raise InvalidError(f"{path} is a file, needs a directory")
     return path
 
 
