@@ -15,6 +15,7 @@ from types import FrameType
 from typing import IO
 
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE
+from runner.terminal import say
 
 LINGER_SECONDS = 60.0  # what the survivors of a lost process get to end by themselves
 
@@ -36,8 +37,7 @@ def _environment(devices_per_process: int | None) -> dict[str, str]:
 
 def _copy_lines(stream: IO[str], prefix: str) -> None:
     for line in stream:
-        sys.stdout.write(f"{prefix}{line}")
-        sys.stdout.flush()
+        say(f"{prefix}{line.rstrip()}")
 
 
 def job_code(codes: Sequence[int]) -> int:

@@ -18,6 +18,7 @@ again on the device from the restored arrays), and all hosts take the same verdi
 after an older one has passed: if none passes nothing is touched.
 """
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
@@ -95,6 +96,8 @@ class Checkpoints:
         Waits for an earlier save that is still being written. `record` goes into the manifest.
         """
         self.wait()
+        if self._hosts.is_main:
+            self._fence.check()
         started = time.monotonic()
         digests = fingerprint.dispatch(state)
         target = self.directory / name / f"arrays.{self._fence.attempt}"
@@ -176,6 +179,8 @@ class Checkpoints:
         reason = _first_line(failure)
         for leftover in target.parent.glob(f"{target.name}*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            target.parent.rmdir()
         warn(f"SAVE FAILED at step {step}: {reason}; the last commit is intact")
         self._ledger.append("save_failed", step, reason=reason)
 

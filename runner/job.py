@@ -15,7 +15,7 @@ import jax
 from runner import storage, terminal
 from runner.cadence import is_due, is_overdue
 from runner.checkpoint import Checkpoints, raise_unless_committed
-from runner.errors import InvalidError, PreemptedError, ResumeError, StorageError
+from runner.errors import DivergedError, InvalidError, PreemptedError, ResumeError, StorageError
 from runner.fingerprint import fingerprint
 from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
@@ -131,7 +131,11 @@ class RestoreableJob:
         if self.hosts.is_main:
             self.ledger.append("prepare", None, seconds=round(time.monotonic() - started, 4))
         self.restore_or_init()
-        self.run()
+        try:
+            self.run()
+        except DivergedError:
+            self.checkpoints.wait()  # what was good may still be on its way to the disk
+            raise
         self._finish()
 
     def _guard_and_ask_if_done(self) -> bool:
@@ -238,6 +242,7 @@ class RestoreableJob:
     def _finish(self) -> None:
         self.save()
         raise_unless_committed(self.checkpoints.wait(), self.step)
+        self._retain()
         result = self.result()
         if self.hosts.is_main:
             self.fence.check()

@@ -93,6 +93,8 @@ class BaseTrainer(RestoreableJob):
         for index in range(self._num_eval_batches()):
             if self.notice.poll():
                 return None
+            # At most one batch ahead of the device: a stop must not wait for a whole evaluation that is queued.
+            jax.block_until_ready(loss_sum)
             loss, count, _ = self.compiled_val(self.state, self.batch("validation", index))
             loss_sum, token_count = loss_sum + loss, token_count + count
         return float(loss_sum) / max(float(token_count), 1.0)

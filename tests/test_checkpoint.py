@@ -291,11 +291,15 @@ def test_a_committed_checkpoint_is_never_written_again(tmp_path, store):
 
 def test_a_zombie_cannot_commit_over_a_newer_attempt(tmp_path, store):
     store.save_all(1)
-    newer = Store(tmp_path)
-    store.save("2", make_state(2))
+    newer_ones = []
+    store.save("2", make_state(2), before_commit=lambda: newer_ones.append(Store(tmp_path)))
     with pytest.raises(FencedError, match="attempt 2 has taken over"):
         store.checkpoints.wait()
+    (newer,) = newer_ones
     assert newer.steps() == [1]
+    with pytest.raises(FencedError):
+        store.save("3", make_state(3))
+    assert not (newer.checkpoints.directory / "3").exists()
     newer.save_all(2)
     state, _ = newer.restore()
     assert leaves_equal(state, make_state(2))

@@ -74,7 +74,7 @@ def test_counter_killed_fifty_times_ends_with_the_bits_of_an_undisturbed_run(tmp
     kill_before_done(job, last_step=500)
     job.finish()
     assert job.outcome() == undisturbed("specs/counter.yaml", COUNTER).outcome()
-    assert job.committed()[-3:] == [492, 496, 500]
+    assert job.committed() == [492, 496, 500]
     assert not job.uncommitted()
 
 
