@@ -23,7 +23,7 @@ def make_job(path):
 
 
 def test_there_are_specs_and_at_most_8():
-    assert {"counter", "gpt_nano", "gpt2_124m"} <= {path.stem for path in SPECS}
+    assert {"counter", "gpt_nano", "gpt_small", "gpt2_124m"} <= {path.stem for path in SPECS}
     assert len(SPECS) <= 8
 
 
