@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import os
 import sys
 import traceback
@@ -64,6 +65,7 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
         cluster = hosts_module.Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
         notice.expect_peers()
     importlib.import_module("runner.topology").use_compile_cache()
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # what orbax would print as a traceback is told in one line
     hosts = hosts_module.start(cluster)
     sys.excepthook = functools.partial(_end_on_bug, hosts)
     notice.join(hosts if hosts.num_processes > 1 else None)

@@ -59,6 +59,11 @@ class Fallback:
     committed: bool
 
 
+def _make_checkpointer() -> ocp.AsyncCheckpointer:
+    """Without compression: it costs seconds of the cores that train, and weights hardly shrink."""
+    return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+
+
 def _flatten(tree: Any) -> dict[str, Any]:
     return dict(zip(fingerprint.leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
@@ -78,8 +83,7 @@ class Checkpoints:
         self._ledger = ledger
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._pending: Future[bool] | None = None
-        handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-        self._orbax = ocp.AsyncCheckpointer(handler)
+        self._orbax = _make_checkpointer()
 
     # Saving. Called on every host.
 
@@ -173,6 +177,7 @@ class Checkpoints:
 
     def _give_up(self, target: Path, step: int, failure: BaseException) -> None:
         """Say loudly that a save failed, and free its space. Training goes on; the next save is tried."""
+        self._orbax = _make_checkpointer()  # the old one would report this failure again
         if not self._hosts.is_main:
             return
         self._fence.check()

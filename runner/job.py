@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner import storage, terminal
 from runner.cadence import is_due, is_overdue
@@ -78,10 +80,15 @@ class RestoreableJob:
         raise NotImplementedError
 
     def abstract_state(self) -> Any:
-        """Shape, dtype and sharding of every leaf of the state, which a checkpoint is restored into."""
+        """Shape, dtype and sharding of every leaf of the state, by default a copy on every device of the job."""
+        copies = NamedSharding(Mesh(np.array(jax.devices()), ("device",)), PartitionSpec())
         shapes = jax.eval_shape(self.init)
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=copies), shapes)
+
+    def init_state(self) -> Any:
+        """`init`, each leaf born with the sharding that `abstract_state` gives it."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
+        return jax.jit(self.init, out_shardings=shardings)()
 
     def run(self) -> None:
         """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`."""
@@ -209,7 +216,7 @@ class RestoreableJob:
         started = time.monotonic()
         found = self.checkpoints.restore(self.abstract_state())
         if found is None:
-            self.state = self.init()
+            self.state = self.init_state()
             event = "init"
             if self.spec.checkpoint.init_from is not None:
                 self._take_weights(self._open("checkpoint.init_from", self.spec.checkpoint.init_from))

@@ -5,6 +5,7 @@ nothing, never a part. Arrays do not pass through here: orbax writes those where
 published here commits them. Knows nothing of jobs or steps.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -103,6 +104,7 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         os.write(descriptor, ("\n" * torn + json.dumps(row) + "\n").encode())

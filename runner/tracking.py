@@ -5,9 +5,11 @@ or a full disk costs rows in the dashboard and one line on the terminal, nothing
 resumed job goes on in the same run; steps that a killed attempt has already shown are dropped by wandb itself.
 """
 
+import netrc
 import os
 import queue
 import threading
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -76,4 +78,11 @@ def _start(spec: ExecutionSpec, run_id: str, directory: Path) -> Any:
 
 
 def _has_key() -> bool:
-    return bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+    """Whether wandb could log in without asking for a key, which would block."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -4,8 +4,10 @@ An experiment says which model (`model`), and may replace the loss (`forward`), 
 evaluation. Everything is called on every host.
 """
 
+import contextlib
 import importlib
 import shlex
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
@@ -131,8 +133,7 @@ class BaseTrainer(RestoreableJob):
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
-        self.resume_metrics()
-        with Prefetcher(lambda step: self.batch("train", step), first_step=self.step) as batches:
+        with self.reporting(), Prefetcher(lambda step: self.batch("train", step), first_step=self.step) as batches:
             while self.step < self.total_steps:
                 self.state, loss, meta = self.compiled_train(self.state, next(batches), self.key)
                 self.step += 1
@@ -140,7 +141,6 @@ class BaseTrainer(RestoreableJob):
                 if self.is_log_due() or self.is_eval_due():
                     self.report()
                 self.save_or_stop()
-        self.close_metrics()
 
     # Set-up: what can be known before a device is touched, then mesh, data, shapes.
 
@@ -188,6 +188,7 @@ class BaseTrainer(RestoreableJob):
             "config.data.source=python-stdlib": not is_available(config.data.source),
             "config.schedule.warmup_steps=10": config.schedule.warmup_steps > 10,
             "config.eval.every_steps=50": config.eval.every_steps is not None,
+            "config.precision.compute=float32": jax.default_backend() == "cpu",
         }
         return [shlex.quote(option) for option, is_needed in options.items() if is_needed]
 
@@ -251,7 +252,7 @@ class BaseTrainer(RestoreableJob):
         """Shape, dtype and sharding of every leaf."""
         return self._abstract_state
 
-    def init(self) -> TrainState:
+    def init_state(self) -> TrainState:
         """The state at step 0, born sharded."""
         return train_state.init_state(self._make_state, self.key, self._abstract_state, self.mesh)
 
@@ -315,10 +316,20 @@ class BaseTrainer(RestoreableJob):
         windows = self.dataset.num_validation_windows
         return min(self.config.eval.batches, -(-windows // self.config.train.global_batch_examples))
 
-    def resume_metrics(self) -> None:
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Inside, `report` may be called; however it is left, the sinks are closed."""
+        self._sinks = self._open_sinks() if self.hosts.is_main else []
+        try:
+            self._resume_metrics()
+            yield
+        finally:
+            for sink in self._sinks:
+                sink.close()
+
+    def _resume_metrics(self) -> None:
         """Drop the rows beyond the restored step, and evaluate where a stop came before the evaluation."""
         row = self.metrics.rewind(self.step) if self.hosts.is_main else None
-        self._sinks = self._open_sinks() if self.hosts.is_main else []
         self.window = Window(self.step)
         row = self.hosts.agree(row)
         if row is not None and self.is_eval_due() and "val/loss" not in row:
@@ -353,11 +364,6 @@ class BaseTrainer(RestoreableJob):
     def _show(self, row: Row) -> None:
         for sink in self._sinks:
             sink.show(row)
-
-    def close_metrics(self) -> None:
-        """Finish the sinks."""
-        for sink in self._sinks:
-            sink.close()
 
     # What the base asks for.
 

@@ -82,7 +82,7 @@ def test_the_tensor_axis_cuts_every_matrix_of_heads_mlp_and_vocabulary(tmp_path,
 def test_every_device_holds_only_its_share(tmp_path, sizes):
     job = gpt(tmp_path / "run", **set_mesh(*sizes))
     job.setup()
-    state = job.init()
+    state = job.init_state()
     matrices = [leaf for leaf in jax.tree.leaves(state) if leaf.size >= 256 * 32]
     assert len(matrices) >= 3
     for leaf in jax.tree.leaves(state):
@@ -107,7 +107,7 @@ def compiled_init(monkeypatch, job):
     real_jit = jax.jit
     with monkeypatch.context() as patch:
         patch.setattr(train_state.jax, "jit", record)
-        job.init()
+        job.init_state()
     (program,) = compiled
     return program.memory_analysis()
 

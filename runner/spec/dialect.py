@@ -6,7 +6,7 @@ Owns what a scalar means and the place of every key. Knows no key of a spec.
 import math
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -40,7 +40,7 @@ def _unreadable(place: Place, reason: str) -> SpecError:
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the plain scalars of YAML 1.2: `1e-3` is a number; `on`, `012` and `2024-01-01` are text."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own way to replace the resolvers of the base class
 
     def __init__(self, text: str, at: Callable[[int], Place]):
         super().__init__(text)
