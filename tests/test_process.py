@@ -111,3 +111,23 @@ def test_sigterm_to_one_process_while_compiling_ends_all_with_75(job: Job, tmp_p
         attempt.expect(75)
     assert not attempts[0].events("init")
     assert not job.committed()
+
+
+def test_a_counter_of_two_processes_killed_in_turn_ends_with_the_same_bits(tmp_path: Path) -> None:
+    spec = "specs/counter.yaml"
+    options = (
+        "config.total_steps=120",
+        "config.width=65536",
+        "config.step_seconds=0.01",
+        "checkpoint.every_steps=5",
+    )
+    job = Job(spec, tmp_path / "run", options, DEVICES)
+    strikes: list[tuple[int, Phase]] = [(0, saving), (1, saving), (0, has_state), (1, has_state)]
+    for victim, phase in strikes:
+        launcher = job.launch(NUM_PROCESSES)
+        launcher.until(lambda phase=phase, launcher=launcher: phase(launcher), phase.__name__)  # type: ignore[misc]
+        os.kill(child(launcher, victim), signal.SIGKILL)
+        code = launcher.wait(SURVIVOR_SECONDS)
+        assert code == 76, launcher.report(f"ended with {code} after process {victim} was killed {phase.__name__}")
+    job.launch(NUM_PROCESSES).expect(0)
+    assert job.outcome() == undisturbed(spec, options, DEVICES, NUM_PROCESSES).outcome()
