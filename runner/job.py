@@ -149,7 +149,10 @@ class RestoreableJob:
         """Refuse a directory of another job, then say whether the job is done. Main host only."""
         path = self.directory / "job.json"
         if path.exists():
-            owner = storage.read_json(path)
+            try:
+                owner = storage.read_json(path)
+            except ValueError as error:
+                raise ResumeError(f"{path} is damaged ({error}): cannot tell whose directory this is") from error
             if owner.get("name") != self.spec.name:
                 raise ResumeError(
                     f"{self.directory} belongs to the job {owner.get('name')!r}, this one is {self.spec.name!r}; "

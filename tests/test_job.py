@@ -216,6 +216,13 @@ def test_a_named_checkpoint_is_not_resumed_from(tmp_path, undisturbed):
     assert result(tmp_path) == undisturbed
 
 
+def test_a_directory_whose_owner_cannot_be_read_is_refused(tmp_path):
+    counter(tmp_path)()
+    (tmp_path / "job.json").write_text('{"id": "0123')
+    with pytest.raises(InvalidError, match=r"job\.json is damaged"):
+        counter(tmp_path)()
+
+
 def test_loading_what_is_not_there_is_refused(tmp_path):
     class Lost(Counter):
         def run(self):
