@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -31,6 +32,18 @@ def open_directory(text: str) -> Path:
     if path.exists() and not path.is_dir():
         raise InvalidError(f"{path} is a file, needs a directory")
     return path
+
+
+def default_cache_directory() -> Path:
+    """Return $RUNNER_CACHE, else $XDG_CACHE_HOME/runner, else ~/.cache/runner."""
+    if directory := os.environ.get("RUNNER_CACHE"):
+        return Path(directory)
+    if directory := os.environ.get("XDG_CACHE_HOME"):
+        return Path(directory) / "runner"
+    try:
+        return Path.home() / ".cache" / "runner"
+    except RuntimeError:  # a container's user may have no home
+        return Path(tempfile.gettempdir()) / f"runner-{os.getuid()}"
 
 
 def _write_aside(path: Path, content: bytes) -> Path:

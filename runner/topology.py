@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from runner.errors import InvalidError
 from runner.spec import Mesh as MeshSpec
+from runner.storage import default_cache_directory
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -151,7 +152,6 @@ def device_memory_bytes() -> int:
 
 def use_compile_cache() -> None:
     """Keep compiled programs on disk, so that a restart does not compile again. Unless the environment says where."""
-    home = os.environ.get("RUNNER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "runner")
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(Path(home, "xla").expanduser()))
+        jax.config.update("jax_compilation_cache_dir", str(default_cache_directory() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -18,11 +18,11 @@ Importing it imports jax and grain (half a second and more): do that when a job 
 """
 
 from runner.data.batch import global_batch
-from runner.data.cache import default_cache_directory
 from runner.data.dataset import Batch, Dataset, check_vocabulary, load_dataset
 from runner.data.prefetch import Prefetcher
 from runner.data.source import is_available
 from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
+from runner.storage import default_cache_directory
 
 __all__ = [
     "Batch",

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import secrets
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,6 @@ from runner.data.source import SourceFile
 FORMAT = 1  # raise it when the meaning of a record or of a tokenizer changes
 
 logger = logging.getLogger(__name__)
-
-
-def default_cache_directory() -> Path:
-    """Return $RUNNER_CACHE, else $XDG_CACHE_HOME/runner, else ~/.cache/runner."""
-    if directory := os.environ.get("RUNNER_CACHE"):
-        return Path(directory)
-    if directory := os.environ.get("XDG_CACHE_HOME"):
-        return Path(directory) / "runner"
-    try:
-        return Path.home() / ".cache" / "runner"
-    except RuntimeError:  # a container's user may have no home
-        return Path(tempfile.gettempdir()) / f"runner-{os.getuid()}"
 
 
 def cache_key(kind: str, files: Sequence[SourceFile]) -> str:

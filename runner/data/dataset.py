@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from runner.data.cache import default_cache_directory
 from runner.data.source import find_source
 from runner.data.store import IdRange, Tokens, open_token_files, scan_cached
 from runner.data.text import load_text
 from runner.data.tokenizer import Tokenizer
 from runner.data.window import Split, make_order, probe_order, split_tokens
 from runner.errors import DataError
+from runner.storage import default_cache_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

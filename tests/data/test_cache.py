@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.data.cache import cache_key, default_cache_directory, publish, read_record, write_record
+from runner.data.cache import cache_key, publish, read_record, write_record
 from runner.data.source import SourceFile
+from runner.storage import default_cache_directory
 
 
 def test_the_default_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
