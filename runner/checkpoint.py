@@ -4,9 +4,10 @@ Layout: `checkpoints/<name>/manifest.json` and `checkpoints/<name>/arrays.<attem
 of a run is its step. A directory without a manifest is not a checkpoint, whatever it holds.
 
 Save, called on every host with the same step:
-1. The fingerprint of every leaf is dispatched on the device, from the very arrays that are saved.
-2. Orbax copies what it must and returns; it writes in the background, into a directory named after this attempt, so a
+1. Orbax copies what it must and returns; it writes in the background, into a directory named after this attempt, so a
    zombie of an earlier attempt can never write into files of this one.
+2. The fingerprint of every leaf is dispatched on the device, from the very arrays that are saved. (After 1, because on
+   a CPU the two would contend while the training thread waits.)
 3. When every host's part is durable, host 0 notes size and CRC-32C of each file, checks that its attempt is still the
    newest, and creates `manifest.json`, which can be created only once. That instant is the commit.
 4. Only then does retention delete: first the manifest, then the files, so that a kill in between leaves no directory
@@ -103,7 +104,6 @@ class Checkpoints:
         if self._hosts.is_main:
             self._fence.check()
         started = time.monotonic()
-        digests = fingerprint.dispatch(state)
         target = self.directory / name / f"arrays.{self._fence.attempt}"
         manifest = {"format": FORMAT, "name": name, "attempt": self._fence.attempt, "time": time.time()} | record
         manifest |= {"arrays": target.name, "leaves": fingerprint.describe(state)}
@@ -112,6 +112,7 @@ class Checkpoints:
             self._orbax.save(target, args=ocp.args.PyTreeSave(_flatten(state)), force=True)
         except _WRITE_ERRORS as caught:
             error = caught
+        digests = fingerprint.dispatch(state)
         blocked_seconds = time.monotonic() - started
         if self._hosts.is_main:
             self._ledger.append("save", record["step"], blocked_seconds=round(blocked_seconds, 4))
