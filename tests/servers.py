@@ -32,7 +32,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -198,13 +198,14 @@ class Server(ABC):
 class GoogleServer(Server):
     """gcp-storage-emulator, and the preconditions and generations that it lacks.
 
-    The emulator builds the Location of a resumable upload from the Host that the client sent, which is the proxy.
+    Where a resumable upload goes on, its Location, the emulator builds from the Host and the query that the client
+    sent. So it leads to the proxy, and the condition that an upload was started with is asked again at its end.
     """
 
     name = "gs"
 
     def __init__(self) -> None:
-        self._uploads: dict[str, tuple[str, dict[str, str]]] = {}
+        self._uploads: dict[str, str] = {}
         super().__init__()
         options = {"api_endpoint": f"http://127.0.0.1:{self.port}"}
         client = storage.Client(project="p", credentials=AnonymousCredentials(), client_options=options)
@@ -222,8 +223,8 @@ class GoogleServer(Server):
     def path_of(self, method: str, target: str, body_head: bytes) -> str:
         """See `Server`. An upload names its object in the query, in its first JSON part, or when it was started."""
         path, query = urlsplit(target).path, _query(target)
-        if upload := self._uploads.get(query.get("upload_id", "")):
-            return upload[0]
+        if started_path := self._uploads.get(query.get("upload_id", "")):
+            return started_path
         bucket, _, name = path.partition("/b/")[2].partition("/o")
         if not bucket:
             return unquote(path)
@@ -263,14 +264,12 @@ class GoogleServer(Server):
             self._bucket.blob(name).delete()
 
     def handle(self, request: Request) -> Answer:
-        """See `Server`. Conditions on the generation are those that the request, or its upload, came with."""
+        """See `Server`. Of preconditions, those on the generation are known."""
         query = request.query
         unknown = [key for key in query if key.startswith("if") and key != "ifGenerationMatch"]
         if unknown:
             return _answer(501, "text/plain", f"the proxy cannot honour {unknown}".encode())
-        upload_id = query.get("upload_id", "")
-        _, conditions = self._uploads.get(upload_id, ("", query))
-        pinned = {key: int(conditions[key]) for key in ("ifGenerationMatch", "generation") if key in conditions}
+        pinned = {key: int(query[key]) for key in ("ifGenerationMatch", "generation") if key in query}
         is_content = request.method == "GET" and query.get("alt") == "media"
         if request.method not in _WRITES and not pinned and not is_content:
             return self._send(request)
@@ -281,22 +280,15 @@ class GoogleServer(Server):
             if pinned.get("generation", generation) != generation:
                 return self.error(404)
             answer = self._send(request)
-            self._note_upload(request, upload_id, answer)
+            self._note_upload(request, answer)
         if is_content and answer.status in (200, 206):
-            return Answer(
-                answer.status,
-                answer.reason,
-                (*answer.headers, ("X-Goog-Generation", str(generation))),
-                answer.body,
-            )
+            return replace(answer, headers=(*answer.headers, ("X-Goog-Generation", str(generation))))
         return answer
 
-    def _note_upload(self, request: Request, upload_id: str, answer: Answer) -> None:
-        if upload_id and answer.status in (200, 201):
-            self._uploads.pop(upload_id, None)
-        elif not upload_id and request.query.get("uploadType") == "resumable" and answer.status == 200:
-            location = next(value for key, value in answer.headers if key.lower() == "location")
-            self._uploads[_query(location)["upload_id"]] = (request.path, request.query)
+    def _note_upload(self, request: Request, answer: Answer) -> None:
+        for key, value in answer.headers:
+            if key.lower() == "location":
+                self._uploads[_query(value)["upload_id"]] = request.path
 
     def _generation(self, path: str) -> int:
         bucket, _, name = path.removeprefix("/").partition("/")
@@ -517,16 +509,20 @@ def _node() -> tuple[str, Sequence[str]]:
 def _install(command: Sequence[str], node: str) -> None:
     variables = dict(os.environ, PATH=f"{Path(node).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     options = ["--no-audit", "--no-fund", "--no-save", "--ignore-scripts", "--omit=dev"]
-    result = subprocess.run(
-        ["timeout", f"{INSTALL_SECONDS:.0f}", *command, *options],
-        cwd=tempfile.gettempdir(),
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, f"cannot install Azurite: {' '.join(command)}\n{result.stdout}{result.stderr}"
+    try:
+        result = subprocess.run(
+            [*command, *options],
+            cwd=tempfile.gettempdir(),
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=INSTALL_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"cannot install Azurite: {error}") from None
+    assert result.returncode == 0, f"cannot install Azurite: {' '.join(command)}\n{result.stdout}"
 
 
 # The proxy.
@@ -544,7 +540,7 @@ class Faults:
         outage: close the connection of every request, unanswered.
         forbidden: answer every request with 403.
         forbidden_writes: answer every request that is not a GET or a HEAD with 403.
-        latency_seconds: wait before anything else is done.
+        latency_seconds: wait before the request is dealt with.
         error_rate: answer with one of `error_statuses`; nothing is forwarded.
         cut_upload_rate: close the connection in the middle of a request's body; nothing is forwarded.
         cut_rate: forward the request, then close the connection: of a GET in the middle of the response's body, else
@@ -571,7 +567,8 @@ class Proxy:
     Attributes:
         faults: what to do to requests from now on; replace it or change it, from any thread.
         requests: (method, path) of all requests; the path of one object's request is /bucket/name, else the URL's.
-        fired: how many faults of a kind (a field of `Faults` without its unit or rate) have been done to requests.
+        fired: how many faults of a kind have been done to requests: outage, forbidden, forbidden_writes, latency,
+            error, cut_upload, cut; and broken_server, which is no fault but a server that did not answer.
     """
 
     def __init__(self, server: Server, seed: int = 0):

@@ -27,7 +27,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from google.api_core.exceptions import GoogleAPICallError
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
-from google.resumable_media import InvalidResponse
+from google.cloud.storage.exceptions import InvalidResponse
 
 from tests.harness import DEADLINE_SECONDS, ROOT
 from tests.servers import BACKENDS, BUCKET, AmazonServer, Backend, Faults, start_backend
@@ -535,7 +535,7 @@ def test_chance_is_the_same_for_the_same_seed(monkeypatch):
     assert fates(2) != first
 
 
-def test_a_client_that_dies_while_it_uploads_has_written_nothing(name):
+def test_a_client_that_dies_while_it_uploads_has_written_nothing():
     with start_backend("s3") as backend:
         with socket.create_connection(("127.0.0.1", backend.proxy.port)) as connection:
             connection.sendall(f"PUT /{BUCKET}/torn HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
