@@ -9,15 +9,16 @@ config       the config of trainers; no jax
 cadence      is it time?
 notice       SIGTERM on any host becomes one agreed moment on all
 hosts        start-up, main host, agreement, loss of a peer
-storage      small files, published whole or not at all
+storage      one interface over a disk and the buckets of three clouds
 ledger       events.jsonl, attempts, the single-writer fence
 topology     spec -> mesh, logical axis rules, batch arithmetic, accelerator catalogue
 data         tokens; a batch is a pure function of (seed, step)
 metrics      rows of the surviving trajectory, and where they are shown
 fingerprint  topology-free digest of a pytree, computed on device
 manifest     what makes a directory a checkpoint, and what its files must look like
-checkpoint   orbax behind a handful of verbs: save, restore, retain
+checkpoint   save, commit, restore, retain; the fast tier
 job          RestoreableJob: restore or init, run, save on notice, exit clean
+audit        list, verify and copy checkpoints from outside
 state        the train state and its eval_shape-based sharded init
 optimizer    optimizers and schedules by name
 loss         token cross entropy

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError, PeerLostError, RunnerError
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_RETRYABLE, InvalidError, PeerLostError, RunnerError
 from runner.notice import StopNotice, end_process
 from runner.terminal import warn
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from runner.hosts import Hosts
 
 _USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
+       python -m runner checkpoints SPEC_OR_DIRECTORY [--verify]
+       python -m runner checkpoints copy SOURCE TARGET
        python -m runner schema"""
 
 
@@ -50,6 +52,40 @@ def _print_schema() -> None:
     print(json.dumps(spec.json_schema(config.TrainerConfig), indent=2))
 
 
+def _checkpoints(arguments: Sequence[str]) -> int:
+    """List, verify or copy checkpoints."""
+    if arguments and arguments[0] == "copy":
+        parser = _Parser(prog="python -m runner checkpoints copy", usage=_USAGE)
+        parser.add_argument("source", help="a run's directory or URL, or DIRECTORY/checkpoints/NAME")
+        parser.add_argument("target", help="the directory or URL of a run")
+        parsed = parser.parse_args(arguments[1:])
+        return _copy_checkpoint(parsed.source, parsed.target)
+    parser = _Parser(prog="python -m runner checkpoints", usage=_USAGE)
+    parser.add_argument("where", metavar="SPEC_OR_DIRECTORY")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare it with its manifest")
+    parsed = parser.parse_args(arguments)
+    audit, storage = importlib.import_module("runner.audit"), importlib.import_module("runner.storage")
+    lines, is_good = audit.report(storage.open_store(_directory_of(parsed.where)), parsed.verify)
+    print("\n".join(lines))
+    return EXIT_DONE if is_good else EXIT_FAILED
+
+
+def _copy_checkpoint(source: str, target: str) -> int:
+    audit, storage = importlib.import_module("runner.audit"), importlib.import_module("runner.storage")
+    directory, name = storage.split_checkpoint(source)
+    copied = audit.copy(storage.open_store(directory), name, storage.open_store(target))
+    print(f"copied and verified: {target.rstrip('/')}/checkpoints/{copied}")
+    return EXIT_DONE
+
+
+def _directory_of(where: str) -> str:
+    """The directory that a spec names, or `where` itself."""
+    if not where.endswith((".yaml", ".yml")):
+        return where
+    spec = importlib.import_module("runner.spec")
+    return str(spec.validate_spec(spec.load_document(where, [])).directory)
+
+
 def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
     """Run the job, from the spec to its end. jax is imported only once the spec's top level is good."""
     spec_module = importlib.import_module("runner.spec")
@@ -65,7 +101,8 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
         cluster = hosts_module.Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
         notice.expect_peers()
     importlib.import_module("runner.topology").use_compile_cache()
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # what orbax would print as a traceback is told in one line
+    for library in ("absl", "urllib3", "google", "azure", "botocore"):  # what they would print is told in one line
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     hosts = hosts_module.start(cluster)
     sys.excepthook = functools.partial(_end_on_bug, hosts)
     notice.join(hosts if hosts.num_processes > 1 else None)
@@ -101,10 +138,17 @@ def main(arguments: Sequence[str]) -> int:
         if list(arguments) == ["schema"]:
             _print_schema()
             return EXIT_DONE
+        if arguments and arguments[0] == "checkpoints":
+            return _checkpoints(arguments[1:])
         _run(_parse(arguments), notice)
     except RunnerError as error:
         warn(str(error))
         return error.exit_code
+    except OSError as error:
+        if arguments and arguments[0] != "checkpoints":
+            raise
+        warn(str(error))
+        return EXIT_RETRYABLE
     return EXIT_DONE
 
 

@@ -89,6 +89,23 @@ class Hosts:
             for process in range(self.num_processes)
         ]
 
+    def collect(self, key: str, value: Any, deadline_seconds: float) -> list[Any]:
+        """Every host's `value` (JSON) on host 0, in order of process; elsewhere this host's alone.
+
+        For background threads, whose calls have no order: `key` must be the same on every host and never used again.
+        Blocks host 0 alone. Called on every host.
+        """
+        if self.num_processes == 1 or not self.is_main:
+            if not self.is_main:
+                self._set(f"{key}/{self.process_id}", json.dumps(value))
+            return [value]
+        values = [value]
+        for process in range(1, self.num_processes):
+            name = f"{key}/{process}"
+            values.append(json.loads(self._get(name, deadline_seconds, f"the part of process {process}")))
+            self._client.key_value_delete(name)
+        return values
+
     def agree(self, value: Any, deadline_seconds: float = DEADLINE_SECONDS) -> Any:
         """Host 0's `value` (JSON) on every host; the others' is ignored. Called on every host."""
         if self.num_processes == 1:

@@ -5,9 +5,9 @@ base owns the rest: whose directory this is, attempts, restore or init, the save
 ends and the ledger. Everything here is called on every host; what only the main host does says so.
 """
 
+import contextlib
 import time
 import uuid
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner import storage, terminal
-from runner.cadence import is_due, is_overdue
-from runner.checkpoint import Checkpoints, raise_unless_committed
+from runner.cadence import best_interval_seconds, is_due, is_overdue
+from runner.checkpoint import open_checkpoints, raise_unless_committed
 from runner.errors import DivergedError, InvalidError, PreemptedError, ResumeError, StorageError
 from runner.fingerprint import fingerprint
 from runner.hosts import Hosts
@@ -45,13 +45,15 @@ class RestoreableJob:
         self.document = document_of(spec) if document is None else document
         self.spec = spec
         self.config: Any = validate_config(self.document, self.Config)
-        self.directory = self._open("directory", spec.directory)
+        self.store = self._open("directory", spec.directory)
+        self.uplink = storage.Uplink()
         self.hosts = Hosts(None, 0, 1)
         self.notice = StopNotice()
         self.state: Any = None
         self.step = 0
         self.id = ""
         self._saved_step: int | None = None
+        self._said_interval_seconds = 1e-9
         self._last_save_seconds = time.monotonic()
 
     # What a job says of itself.
@@ -110,6 +112,14 @@ class RestoreableJob:
         """The content of `result.json`."""
         return {"step": self.step, "fingerprint": fingerprint(self.state)}
 
+    def metric(self, name: str) -> float | None:
+        """The value of a metric at this very step, for `checkpoint.keep_best`; None if it has none."""
+        return None
+
+    def companions(self) -> dict[str, bytes]:
+        """Small files that a state in the fast tier must have beside it. Nothing by default."""
+        return {}
+
     def before_commit(self) -> None:
         """Make durable what must not be behind a checkpoint. Runs in the background. Nothing by default."""
 
@@ -119,7 +129,7 @@ class RestoreableJob:
     def done(self) -> bool:
         """Whether the job reached its end, now or in an earlier attempt."""
         try:
-            return bool(storage.read_json(self.directory / "result.json")["step"] >= self.total_steps)
+            return bool(storage.read_json(self.store, "result.json")["step"] >= self.total_steps)
         except (FileNotFoundError, ValueError, KeyError):
             return False
 
@@ -127,7 +137,7 @@ class RestoreableJob:
         """Done? Then nothing. Else: barrier, restore or init, `run`, final save, `result.json`, barrier."""
         self.hosts = hosts or self.hosts
         self.notice = notice or self.notice
-        if self.hosts.main_first(self._guard_and_ask_if_done):
+        if self.hosts.main_first(self._probe_and_ask_if_done):
             self.say(f"{self.spec.name}: done, nothing to do")
             return
         self.setup()
@@ -140,30 +150,50 @@ class RestoreableJob:
         self.restore_or_init()
         try:
             self.run()
+            self._finish()
         except DivergedError:
-            self.checkpoints.wait()  # what was good may still be on its way to the disk
+            self.checkpoints.saver.wait()  # what was good may still be on its way to the disk
             raise
-        self._finish()
+        finally:
+            self._flush()
 
-    def _guard_and_ask_if_done(self) -> bool:
-        """Refuse a directory of another job, then say whether the job is done. Main host only."""
-        path = self.directory / "job.json"
-        if path.exists():
-            try:
-                owner = storage.read_json(path)
-            except ValueError as error:
-                raise ResumeError(f"{path} is damaged ({error}): cannot tell whose directory this is") from error
-            if owner.get("name") != self.spec.name:
-                raise ResumeError(
-                    f"{self.directory} belongs to the job {owner.get('name')!r}, this one is {self.spec.name!r}; "
-                    "use another directory"
-                )
-            self._compare(owner.get("identity", {}), trajectory(self.spec, self.config), "this directory's job")
+    def _flush(self) -> None:
+        """Let what is still on its way to a bucket arrive."""
+        with contextlib.suppress(OSError):
+            self.uplink.flush()
+
+    def _probe_and_ask_if_done(self) -> bool:
+        """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
+        try:
+            if self.store.root is None:
+                storage.probe(self.store)
+            self._guard()
+        except InvalidError as error:
+            raise error if isinstance(error, ResumeError) else self.document.error("directory", str(error)) from error
+        except OSError as error:
+            raise StorageError(f"{self.store.url} cannot be reached: {error}") from error
         return self.done
+
+    def _guard(self) -> None:
+        """Refuse a directory of another job."""
+        try:
+            owner = storage.read_json(self.store, "job.json")
+        except FileNotFoundError:
+            return
+        except ValueError as error:
+            raise ResumeError(
+                f"{self.store.url}/job.json is damaged ({error}): cannot tell whose directory this is"
+            ) from error
+        if owner.get("name") != self.spec.name:
+            raise ResumeError(
+                f"{self.store.url} belongs to the job {owner.get('name')!r}, this one is {self.spec.name!r}; "
+                "use another directory"
+            )
+        self._compare(owner.get("identity", {}), trajectory(self.spec, self.config), "this directory's job")
 
     def _guard_checkpoints(self) -> None:
         """Refuse to continue checkpoints of another trajectory. Main host only."""
-        manifest = newest_manifest(self.directory / "checkpoints")
+        manifest = newest_manifest(self.store)
         if manifest is not None:
             self._compare(manifest.get("identity", {}), self.identity(), f"checkpoint {manifest['name']}")
 
@@ -179,17 +209,32 @@ class RestoreableJob:
                 for key in keys
             ]
             raise ResumeError(
-                "\n".join(lines) + f"\n{self.directory}: this would be another trajectory; use another directory"
+                "\n".join(lines) + f"\n{self.store.url}: this would be another trajectory; use another directory"
             )
 
     def begin(self) -> None:
         """Claim the next attempt; from here on every earlier attempt is fenced."""
-        self.fence = Fence(self.directory)
+        self.fence = Fence(self.store)
         self.hosts.main_first(self._claim)
         self.fence.attempt, self.id = self.hosts.agree([self.fence.attempt, self.id])
-        self.ledger = Ledger(self.directory, self.fence.attempt, self.hosts.process_id)
-        self.notice.on_idle_exit = lambda: self.ledger.append("preempt", self.step, saved=False)
-        self.checkpoints = Checkpoints(self.directory, self.hosts, self.fence, self.ledger)
+        assert self.fence.attempt is not None
+        process = self.hosts.process_id
+        log = storage.open_log(self.store, "events", f"{self.fence.attempt:06}.{process}", self.uplink)
+        self.ledger = Ledger(log, self.fence.attempt, process)
+        self.notice.on_idle_exit = self._record_idle_exit
+        try:
+            self.checkpoints = open_checkpoints(
+                self.spec.checkpoint,
+                self.store,
+                self.hosts,
+                self.fence,
+                self.ledger,
+                job_id=self.id,
+                before_commit=self.before_commit,
+                abstract=self.abstract_state(),
+            )
+        except InvalidError as error:
+            raise self.document.error("checkpoint.local_directory", str(error)) from error
         if self.hosts.is_main:
             devices = jax.devices()
             self.ledger.append(
@@ -199,67 +244,75 @@ class RestoreableJob:
                 devices=len(devices),
                 device_kind=devices[0].device_kind,
             )
-        self.say(f"{self.spec.name}: attempt {self.fence.attempt} in {self.directory}")
+        self.say(f"{self.spec.name}: attempt {self.fence.attempt} in {self.store.url}")
+
+    def _record_idle_exit(self) -> None:
+        self.ledger.append("preempt", self.step, saved=False)
+        self._flush()
 
     def _claim(self) -> None:
-        path = self.directory / "job.json"
         owner = {"id": uuid.uuid4().hex[:12], "name": self.spec.name, "time": time.time()}
+        owner |= {"identity": trajectory(self.spec, self.config)}
         try:
-            if not path.exists():
-                storage.publish(path, storage.encode_json(owner | {"identity": trajectory(self.spec, self.config)}))
-            self.id = storage.read_json(path)["id"]
+            with contextlib.suppress(FileExistsError):
+                storage.create(self.store, "job.json", storage.encode_json(owner))
+            self.id = storage.read_json(self.store, "job.json")["id"]
             self.fence.claim()
         except (PermissionError, NotADirectoryError) as error:
             raise self.document.error("directory", f"cannot be written: {error}") from error
         except OSError as error:
-            raise StorageError(f"{self.directory} cannot be written: {error}") from error
+            raise StorageError(f"{self.store.url} cannot be written: {error}") from error
 
     def restore_or_init(self) -> None:
         """Take up the newest good checkpoint, or begin at step 0, and save the resolved spec."""
         started = time.monotonic()
-        found = self.checkpoints.restore(self.abstract_state())
+        found = self.checkpoints.restorer.restore(self.abstract_state(), self.identity())
         if found is None:
             self.state = self.init_state()
-            event = "init"
+            event, details = "init", {}
             if self.spec.checkpoint.init_from is not None:
-                self._take_weights(self._open("checkpoint.init_from", self.spec.checkpoint.init_from))
+                self._take_weights(self.spec.checkpoint.init_from)
         else:
             self.state, manifest = found
-            self.step = self._saved_step = manifest["step"]
-            event = "restore"
-            self.say(f"restored step {self.step}")
+            self.step = manifest["step"]
+            if self.checkpoints.restorer.tier == "durable":
+                self._saved_step = self.step
+            event, details = "restore", {"tier": self.checkpoints.restorer.tier}
+            self.say(f"restored step {self.step} from the {self.checkpoints.restorer.tier} tier")
         digest = fingerprint(self.state)
         if self.hosts.is_main:
             seconds = round(time.monotonic() - started, 4)
-            self.ledger.append(event, self.step, seconds=seconds, fingerprint=digest)
-            storage.publish(self.directory / "spec.yaml", dump_spec(self.resolved_spec()).encode())
+            self.ledger.append(event, self.step, seconds=seconds, fingerprint=digest, **details)
+            self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
+            self.checkpoints.retention.look()
         self._last_save_seconds = time.monotonic()
 
-    def _open(self, key: str, text: str) -> Path:
+    def _open(self, key: str, text: str) -> storage.Store:
         try:
-            return storage.open_directory(text)
+            return storage.open_store(text)
         except InvalidError as error:
             raise self.document.error(key, str(error)) from error
 
-    def _take_weights(self, source: Path) -> None:
+    def _take_weights(self, source: str) -> None:
+        directory, name = storage.split_checkpoint(source)
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.weights(self.state)
         )
-        weights, manifest = self.checkpoints.restore_weights(source, abstract)
+        store = self._open("checkpoint.init_from", directory)
+        weights, manifest = self.checkpoints.restorer.restore_weights(store, name, abstract)
         self.state = self.with_weights(self.state, weights)
         self.say(f"weights of step {manifest['step']} taken from {source}")
 
     def _finish(self) -> None:
         self.save()
-        raise_unless_committed(self.checkpoints.wait(), self.step)
-        self._retain()
+        raise_unless_committed(self.checkpoints.saver.wait(), self.step)
         result = self.result()
         if self.hosts.is_main:
             self.fence.check()
-            storage.publish(self.directory / "result.json", storage.encode_json(result))
+            self.store.write("result.json", storage.encode_json(result))
             self.ledger.append("done", self.step, fingerprint=result["fingerprint"])
         self.hosts.barrier()
-        self.checkpoints.close()
+        self.checkpoints.saver.close()
         self.say(f"{self.spec.name}: done at step {self.step}, fingerprint {result['fingerprint']}")
 
     # What a job calls.
@@ -267,47 +320,76 @@ class RestoreableJob:
     def save_or_stop(self) -> None:
         """After a step: save if it is time, and if the job was asked to stop, save and raise `PreemptedError`."""
         stopping = self.notice.poll()
-        if stopping or self._is_save_due():
-            self.save()
+        self.checkpoints.saver.raise_if_hopeless()
         if stopping:
-            raise_unless_committed(self.checkpoints.wait(), self.step)
+            self.save()
+            raise_unless_committed(self.checkpoints.saver.wait(), self.step)
             if self.hosts.is_main:
                 self.ledger.append("preempt", self.step, saved=True)
             self.hosts.barrier()
             raise PreemptedError(f"stopped as asked; step {self.step} is saved; run the same command again")
+        if self._is_save_due():
+            self._save(str(self.step), must=self.step == self.total_steps)
+        elif is_due(self.step, self.spec.checkpoint.local_every_steps):
+            self._save(str(self.step), durable=False)
 
     def _is_save_due(self) -> bool:
         checkpoint = self.spec.checkpoint
-        if is_due(self.step, checkpoint.every_steps, self.total_steps):
+        every_steps = checkpoint.every_steps if checkpoint.every is None else None
+        if is_due(self.step, every_steps, self.total_steps):
             return True
-        if checkpoint.every_minutes is None or not is_due(self.step, self.spec.logging.every_steps):
+        every_minutes = checkpoint.every_minutes if checkpoint.every is None else self._best_interval_minutes()
+        if every_minutes is None or not is_due(self.step, self.spec.logging.every_steps):
             return False
         # Clocks differ between hosts, so host 0's alone decides.
-        return bool(self.hosts.agree(is_overdue(time.monotonic(), self._last_save_seconds, checkpoint.every_minutes)))
+        return bool(self.hosts.agree(is_overdue(time.monotonic(), self._last_save_seconds, every_minutes)))
+
+    def _best_interval_minutes(self) -> float:
+        """The interval of `every: auto`; none before the first save, which measures what one costs."""
+        saver, hours = self.checkpoints.saver, self.spec.checkpoint.mean_time_between_failures_hours
+        stall_seconds = saver.stall_seconds
+        if stall_seconds is None:
+            return 0.0
+        seconds = best_interval_seconds(stall_seconds, saver.durable_seconds, hours)
+        if not 0.5 < seconds / self._said_interval_seconds < 2:
+            self._said_interval_seconds = seconds
+            self.say(
+                f"checkpoint.every: auto: every {seconds:.1f} s, for a save that stalls {stall_seconds:.3f} s "
+                f"and {hours:g} hours between failures"
+            )
+            if self.hosts.is_main:
+                self.ledger.append("cadence", self.step, seconds=round(seconds, 3), stall_seconds=stall_seconds)
+        return seconds / 60
 
     def save(self, suffix: str | None = None) -> None:
         """Begin to save the state as `checkpoints/<suffix>`, by default the step; durable once committed.
 
         Only steps are resumed from and retained by count; a checkpoint of another name is kept until deleted by hand.
         """
-        if suffix is None and self._saved_step == self.step:
-            return
-        self.checkpoints.save(
-            suffix or str(self.step), self.state, self.manifest_record(), self.before_commit, self._retain
+        if suffix is not None or self._saved_step != self.step:
+            self._save(suffix or str(self.step), must=True)
+
+    def _save(self, name: str, *, durable: bool = True, must: bool = False) -> None:
+        self.check_state()
+        best = self.spec.checkpoint.keep_best
+        record = self.manifest_record() | ({} if best is None else {"metric": self.metric(best.metric)})
+        fast = self.checkpoints.has_fast_tier and name == str(self.step)
+        companions = self.companions() if fast and self.hosts.is_main else {}
+        begun = self.checkpoints.saver.save(
+            name, self.state, record, durable=durable, fast=fast, companions=companions, must=must
         )
-        self._last_save_seconds = time.monotonic()
-        if suffix is None:
-            self._saved_step = self.step
+        if durable and begun:
+            self._last_save_seconds = time.monotonic()
+            if name == str(self.step):
+                self._saved_step = self.step
+
+    def check_state(self) -> None:
+        """Raise `DivergedError` if the state must not be saved. Nothing by default."""
 
     def load(self, suffix: str) -> None:
         """Replace the state and the step by those of `checkpoints/<suffix>`. Raises `ResumeError` if it is not good."""
-        self.state, manifest = self.checkpoints.load(suffix, self.abstract_state())
+        self.state, manifest = self.checkpoints.restorer.load(suffix, self.abstract_state())
         self.step = manifest["step"]
-
-    def _retain(self) -> None:
-        if self.hosts.is_main:
-            checkpoint = self.spec.checkpoint
-            self.checkpoints.retain(checkpoint.keep_last, checkpoint.keep_every_steps)
 
     def say(self, line: str) -> None:
         """Print a line, on the main host only."""

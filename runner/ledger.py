@@ -1,58 +1,72 @@
 """The ledger `events.jsonl`, and the fence: which attempt a directory belongs to.
 
 An attempt is one start of the job, on all its hosts. Each attempt claims the next number by creating
-`attempts/<number>`, which can succeed only once. Whoever finds a higher number than its own is fenced: it ends and
-writes nothing more, so two attempts never share a directory.
+`attempts/<number>`, which can succeed only once, on a disk and in a bucket. Whoever finds a higher number than its own
+is fenced: it ends and writes nothing more, so two attempts never share a directory.
 """
 
 import os
 import socket
 import time
-from pathlib import Path
+import uuid
 from typing import Any
 
 from runner.errors import FencedError
-from runner.storage import append_line, encode_json, publish_new, read_lines
+from runner.storage import Log, Store, create, encode_json
 from runner.terminal import warn
+
+_ATTEMPTS = "attempts"
 
 
 class Fence:
     """The single-writer rule of one directory. Main host only, except `attempt`."""
 
-    def __init__(self, directory: Path, attempt: int | None = None):
-        self._attempts = directory / "attempts"
+    def __init__(self, store: Store, attempt: int | None = None):
+        self._store = store
+        self._newest_seen = 0
         self.attempt = attempt
 
     def newest(self) -> int:
         """The highest attempt that has claimed the directory, 0 if none has."""
-        if not self._attempts.exists():
-            return 0
-        return max((int(name) for name in os.listdir(self._attempts) if name.isdecimal()), default=0)
+        names = self._store.children(_ATTEMPTS)
+        self._newest_seen = max((int(name) for name in names if name.isdecimal()), default=0)
+        return self._newest_seen
 
     def claim(self) -> int:
         """Take the next attempt number, fencing every earlier attempt."""
-        record = encode_json({"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()})
+        record = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "id": uuid.uuid4().hex}
         while True:
             number = self.newest() + 1
             try:
-                publish_new(self._attempts / str(number), record)
+                create(self._store, f"{_ATTEMPTS}/{number}", encode_json(record))
             except FileExistsError:
                 continue
-            self.attempt = number
+            self._newest_seen = self.attempt = number
             return number
 
     def check(self) -> None:
         """Raise `FencedError` if a newer attempt owns the directory."""
-        newest = self.newest()
-        if newest != self.attempt:
-            raise FencedError(f"attempt {newest} has taken over {self._attempts.parent}; attempt {self.attempt} stops")
+        self.newest()
+        self._raise_if_fenced()
+
+    def glance(self) -> None:
+        """Like `check`, but never waits for a network: in a bucket, what the last `check` has seen."""
+        if self._store.root is not None:
+            self.newest()
+        self._raise_if_fenced()
+
+    def _raise_if_fenced(self) -> None:
+        if self._newest_seen != self.attempt:
+            raise FencedError(
+                f"attempt {self._newest_seen} has taken over {self._store.url}; attempt {self.attempt} stops"
+            )
 
 
 class Ledger:
     """Append-only record of what happened, readable while the job runs. Any host may append."""
 
-    def __init__(self, directory: Path, attempt: int, process: int):
-        self.path = directory / "events.jsonl"
+    def __init__(self, log: Log, attempt: int, process: int):
+        self._log = log
         self._attempt = attempt
         self._process = process
 
@@ -60,10 +74,6 @@ class Ledger:
         """Record one event at `step` completed steps. A disk that is full costs the record, not the run."""
         row = {"time": time.time(), "attempt": self._attempt, "process": self._process, "event": event, "step": step}
         try:
-            append_line(self.path, row | details)
+            self._log.append(row | details)
         except OSError as error:
             warn(f"the ledger cannot be written ({error}): {event} at step {step} {details}")
-
-    def events(self) -> list[dict[str, Any]]:
-        """Everything recorded so far, by every attempt."""
-        return read_lines(self.path)

@@ -1,20 +1,28 @@
-"""The manifest: what makes a directory a checkpoint, and what its files must look like. Reads only; never orbax.
+"""The manifest: what makes a directory a checkpoint, and what its files must look like. Knows no arrays.
 
 `manifest.json` holds the step, the identity of the run, shape, dtype and digest of every leaf, size and CRC-32C of
-every file, and a digest of itself.
+every file, and a digest of itself. In a bucket a *void* manifest says that a step was never committed and that whoever
+may still be writing it has lost the right to: only one of the two can be created.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
+import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from runner.errors import ResumeError
 from runner.fingerprint import describe
 from runner.spec import hash_of
-from runner.storage import crc32c, encode_json, read_json
+from runner.storage import ABSENT, LocalStore, Store, encode_json, read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+_RETIRED = ".retired"
+_NUM_READERS = 8
+
+
+class NotCommittedError(FileNotFoundError):
+    """The directory holds no checkpoint: its save did not end, or was made void."""
 
 
 def encode_manifest(manifest: dict[str, Any]) -> bytes:
@@ -22,48 +30,162 @@ def encode_manifest(manifest: dict[str, Any]) -> bytes:
     return encode_json(manifest | {"digest": hash_of(manifest)})
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of one checkpoint. Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged."""
-    manifest = read_json(directory / MANIFEST)
+def read_manifest(store: Store, directory: str) -> dict[str, Any]:
+    """The manifest of one checkpoint. Raises `NotCommittedError`, or `ValueError` if it is damaged."""
+    try:
+        manifest = read_json(store, f"{directory}/{MANIFEST}")
+    except FileNotFoundError as error:
+        raise NotCommittedError("no manifest.json: it was never committed") from error
     digest = manifest.pop("digest", None)
     if digest != hash_of(manifest) or manifest.get("format") != FORMAT:
         raise ValueError("manifest.json is damaged: it does not match its own digest")
+    if "void" in manifest:
+        raise NotCommittedError(f"attempt {manifest['void']} found it unfinished")
     return manifest
 
 
-def step_directories(checkpoints: Path) -> Iterator[Path]:
-    """Every directory named after a step, committed or not, in no order."""
-    if checkpoints.exists():
-        yield from (path for path in checkpoints.iterdir() if path.name.isdecimal())
+def commit(store: Store, directory: str, manifest: dict[str, Any], attempt: int) -> None:
+    """Create the manifest of `directory`, all of whose files are durable.
+
+    Raises `FileExistsError` or `FileNotFoundError` if another attempt was first: with a commit, or with `retire`.
+    """
+    name = f"{directory}/{MANIFEST}"
+    if isinstance(store, LocalStore):
+        store.create_from(f"{directory}/{manifest['arrays']}", name, encode_manifest(manifest))
+        return
+    present, version = store.read_versioned(name)
+    if present == _void(attempt):
+        store.write_if(name, encode_manifest(manifest | {"contested": True}), version)
+    else:
+        store.write_if(name, encode_manifest(manifest), ABSENT)
 
 
-def committed_steps(checkpoints: Path) -> list[int]:
-    """The steps that have a manifest, ascending by number."""
-    return sorted(int(path.name) for path in step_directories(checkpoints) if (path / MANIFEST).exists())
+def withdraw(store: Store, directory: str, attempt: int) -> None:
+    """Make a committed checkpoint one no more, before its files are deleted.
+
+    Where an earlier attempt may still be about to commit the same step, a void stays in its place.
+    """
+    content, version = store.read_versioned(f"{directory}/{MANIFEST}")
+    if store.root is None and _says(content, "contested"):
+        store.write_if(f"{directory}/{MANIFEST}", _void(attempt), version)
+    else:
+        store.remove(f"{directory}/{MANIFEST}")
 
 
-def newest_manifest(checkpoints: Path) -> dict[str, Any] | None:
-    """The newest manifest that can be read, None if there is none."""
-    for step in reversed(committed_steps(checkpoints)):
+def retire(store: Store, step: int, attempt: int) -> None:
+    """Delete a step that was never committed, so that no earlier attempt can commit it any more; else leave it alone.
+
+    On a disk the whole directory is renamed, which decides at once; if a manifest came with it, it is renamed back.
+    In a bucket a void manifest takes the place that only one can take, and stays until this attempt commits the step.
+    """
+    directory = f"{CHECKPOINTS}/{step}"
+    if store.root is None:
+        if _make_void(store, directory, attempt):
+            remove_files(store, directory)
+        return
+    if not store.exists(f"{directory}/{MANIFEST}"):
+        store.move_tree(directory, f"{directory}{_RETIRED}")
+        settle(store)
+
+
+def settle(store: Store) -> None:
+    """End what a killed `retire` has begun."""
+    for name in store.children(CHECKPOINTS) if store.root is not None else []:
+        if name.endswith(_RETIRED):
+            directory = f"{CHECKPOINTS}/{name}"
+            if store.exists(f"{directory}/{MANIFEST}"):
+                store.move_tree(directory, directory.removesuffix(_RETIRED))
+            else:
+                store.remove_tree(directory)
+
+
+def _make_void(store: Store, directory: str, attempt: int) -> bool:
+    """Whether `directory` is void now; False if it is committed."""
+    content, version = store.read_versioned(f"{directory}/{MANIFEST}")
+    if version != ABSENT and not _says(content, "void"):
+        return False
+    try:
+        store.write_if(f"{directory}/{MANIFEST}", _void(attempt), version)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _void(attempt: int) -> bytes:
+    return encode_manifest({"format": FORMAT, "void": attempt})
+
+
+def _says(content: bytes, key: str) -> bool:
+    try:
+        return key in json.loads(content)
+    except (ValueError, TypeError):
+        return False
+
+
+def remove_files(store: Store, directory: str) -> None:
+    """Delete all of a checkpoint but its manifest; on a disk the directory goes too, if it has none."""
+    for name in store.children(directory):
+        if name != MANIFEST:
+            store.remove_tree(f"{directory}/{name}")
+    if store.root is not None and not store.exists(f"{directory}/{MANIFEST}"):
+        store.remove_tree(directory)
+
+
+def steps(store: Store) -> list[int]:
+    """Every step that has a directory, committed or not, ascending by number."""
+    return sorted(int(name) for name in store.children(CHECKPOINTS) if name.isdecimal())
+
+
+def committed(store: Store) -> dict[int, dict[str, Any]]:
+    """The manifests of all steps that have a whole one, ascending by step."""
+
+    def read(step: int) -> dict[str, Any] | None:
         try:
-            return read_manifest(checkpoints / str(step))
-        except ValueError:
+            return read_manifest(store, f"{CHECKPOINTS}/{step}")
+        except (FileNotFoundError, ValueError):
+            return None
+
+    numbers = steps(store)
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        manifests = list(pool.map(read, numbers))
+    return {step: manifest for step, manifest in zip(numbers, manifests, strict=True) if manifest is not None}
+
+
+def newest_manifest(store: Store) -> dict[str, Any] | None:
+    """The newest manifest that can be read, None if there is none."""
+    for step in reversed(steps(store)):
+        try:
+            return read_manifest(store, f"{CHECKPOINTS}/{step}")
+        except (FileNotFoundError, ValueError):
             continue
     return None
 
 
-def file_problem(directory: Path, manifest: dict[str, Any], part: int = 0, num_parts: int = 1) -> str | None:
-    """What is wrong with the bytes of a checkpoint, None if nothing is. Checks every `num_parts`-th file."""
-    for name in sorted(manifest["files"])[part::num_parts]:
+def file_problems(
+    store: Store, directory: str, manifest: dict[str, Any], part: int = 0, num_parts: int = 1
+) -> list[str]:
+    """What is wrong with the bytes of a checkpoint, a line a bad file. Checks every `num_parts`-th file.
+
+    Reads every byte, except where the store reports digests of its own.
+    """
+    sizes = store.sizes(directory)
+
+    def problem(name: str) -> str | None:
         size, digest = manifest["files"][name]
-        path = directory / name
-        if not path.is_file():
+        if name not in sizes:
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, the manifest says {size}"
-        if crc32c(path) != digest:
-            return f"{name} does not match its CRC-32C"
-    return None
+        if sizes[name] != size:
+            return f"{name} has {sizes[name]} bytes, the manifest says {size}"
+        try:
+            if store.digest(f"{directory}/{name}") != digest:
+                return f"{name} does not match its CRC-32C"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        return None
+
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        found = pool.map(problem, sorted(manifest["files"])[part::num_parts])
+        return [text for text in found if text is not None]
 
 
 def check_leaves(manifest: dict[str, Any], abstract: Any, may_hold_more: bool = False) -> None:

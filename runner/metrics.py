@@ -5,8 +5,8 @@ checkpoint of its step is committed, and a resumed attempt first drops the rows 
 replacing the file. A zombie of an earlier attempt then still holds the old file, which nobody reads.
 """
 
+import contextlib
 import errno
-import json
 import math
 import os
 import sys
@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from runner.cadence import tokens_at
-from runner.errors import DivergedError
-from runner.storage import publish, read_lines
+from runner.errors import DivergedError, FencedError
+from runner.ledger import Fence
+from runner.storage import ABSENT, LocalStore, Store, Uplink, Version, encode_line, parse_lines
 from runner.terminal import say, warn
 
 Row = dict[str, Any]
@@ -86,32 +87,133 @@ class Sink(Protocol):
         """Finish, within seconds."""
 
 
-class MetricsFile:
+NAME = "metrics.jsonl"
+
+
+class Metrics(Protocol):
     """`metrics.jsonl` of one directory."""
 
+    def rewind(self, step: int, kept: bytes | None = None) -> Row | None:
+        """Keep the rows up to `step`, of the file or of `kept`, and open it for more; the row of `step`, if any."""
+
+    def append(self, row: Row) -> None:
+        """Add one row. Never raises for a store that is full or down: the row is kept, and tried again."""
+
+    def replace_last(self, row: Row) -> None:
+        """Write the last row anew, with what was still missing in it."""
+
+    def rows(self) -> list[Row]:
+        """All rows so far."""
+
+    def sync(self) -> None:
+        """Wait until all rows are durable. Raises `OSError` if they cannot be, `FencedError` if others write them."""
+
+    def close(self) -> None:
+        """Release what is open."""
+
+
+def open_metrics(store: Store, uplink: Uplink, fence: Fence) -> Metrics:
+    """The metrics of a run's directory, for the attempt that `fence` stands for."""
+    return BucketMetrics(store, uplink, fence) if store.root is None else MetricsFile(store.root)
+
+
+def _up_to(step: int, rows: list[Row]) -> list[Row]:
+    """The rows up to `step`, each step once, in order."""
+    kept: list[Row] = []
+    for row in rows:
+        if isinstance(row.get("step"), int) and row["step"] <= step and (not kept or row["step"] > kept[-1]["step"]):
+            kept.append(row)
+    return kept
+
+
+def _row_of(step: int, rows: list[Row]) -> Row | None:
+    return rows[-1] if rows and rows[-1]["step"] == step else None
+
+
+class BucketMetrics:
+    """The file as one object, written anew in the background whenever it has grown.
+
+    Each write looks whether a newer attempt owns the run, and names the version that it replaces. A zombie that was
+    stopped between the two may win once, where versions are digests of the content; the owner then writes over it.
+    """
+
+    def __init__(self, store: Store, uplink: Uplink, fence: Fence):
+        self._store, self._uplink, self._fence = store, uplink, fence
+        self._lock = threading.Lock()
+        self._rows: list[Row] = []
+        self._version: Version = ABSENT
+        self._revision = self._revision_written = 0
+
+    def rewind(self, step: int, kept: bytes | None = None) -> Row | None:
+        """See `Metrics`."""
+        content, self._version = self._store.read_versioned(NAME)
+        self._rows = _up_to(step, parse_lines(content if kept is None else kept))
+        self._revision += 1
+        self.sync()
+        return _row_of(step, self._rows)
+
+    def append(self, row: Row) -> None:
+        """See `Metrics`."""
+        self._rows.append(row)
+        self._changed()
+
+    def replace_last(self, row: Row) -> None:
+        """See `Metrics`."""
+        self._rows[-1] = row
+        self._changed()
+
+    def _changed(self) -> None:
+        self._revision += 1
+        self._uplink.mark(NAME, self._send_unless_fenced)
+
+    def rows(self) -> list[Row]:
+        """See `Metrics`."""
+        if self._revision == 0:
+            return parse_lines(self._store.read_versioned(NAME)[0])
+        return list(self._rows)
+
+    def _send_unless_fenced(self) -> None:
+        with contextlib.suppress(FencedError):  # the next `sync` says so to somebody who can stop the run
+            self.sync()
+
+    def sync(self) -> None:
+        """See `Metrics`."""
+        with self._lock:
+            revision, rows = self._revision, list(self._rows)
+            if revision == self._revision_written:
+                return
+            content = b"".join(encode_line(row) for row in rows)
+            self._fence.check()
+            try:
+                self._version = self._store.write_if(NAME, content, self._version)
+            except FileExistsError:
+                self._version = self._store.read_versioned(NAME)[1]
+                self._fence.check()
+                self._version = self._store.write_if(NAME, content, self._version)
+            self._revision_written = revision
+
+    def close(self) -> None:
+        """See `Metrics`."""
+
+
+class MetricsFile:
+    """The file on a disk, a row appended at a time."""
+
     def __init__(self, directory: Path):
-        self._path = directory / "metrics.jsonl"
+        self._path = directory / NAME
         self._file: FileIO | None = None
         self._num_bytes = 0
         self._unwritten: list[Row] = []
         self._lock = threading.Lock()
-        self._rows: list[Row] = []
 
-    def rewind(self, step: int) -> Row | None:
-        """Keep the rows up to `step` and open the file for more; the row of `step` itself, if it was logged."""
-        rows: list[Row] = []
-        for row in read_lines(self._path):
-            if (
-                isinstance(row.get("step"), int)
-                and row["step"] <= step
-                and (not rows or row["step"] > rows[-1]["step"])
-            ):
-                rows.append(row)
+    def rewind(self, step: int, kept: bytes | None = None) -> Row | None:
+        """See `Metrics`."""
+        rows = _up_to(step, self.rows() if kept is None else parse_lines(kept))
         self._replace(rows)
-        return rows[-1] if rows and rows[-1]["step"] == step else None
+        return _row_of(step, rows)
 
     def append(self, row: Row) -> None:
-        """Write one row; it survives this process from here on. On a full disk it is kept, and tried again later."""
+        """See `Metrics`. The row survives this process from here on."""
         self._unwritten.append(row)
         try:
             self._write()
@@ -123,7 +225,7 @@ class MetricsFile:
         assert self._file is not None, "rewind opens the file"
         with self._lock:
             while self._unwritten:
-                line = _encode(self._unwritten[0])
+                line = encode_line(self._unwritten[0])
                 if self._file.write(line) != len(line):
                     self._file.truncate(self._num_bytes)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -131,36 +233,31 @@ class MetricsFile:
                 self._unwritten.pop(0)
 
     def replace_last(self, row: Row) -> None:
-        """Write the last row anew, with what was still missing in it."""
-        self._replace([*read_lines(self._path)[:-1], row])
+        """See `Metrics`."""
+        self._replace([*self.rows()[:-1], row])
 
-    def last(self) -> Row | None:
-        """The newest row."""
-        rows = read_lines(self._path)
-        return rows[-1] if rows else None
+    def rows(self) -> list[Row]:
+        """See `Metrics`."""
+        return parse_lines(self._path.read_bytes()) if self._path.exists() else []
 
     def sync(self) -> None:
-        """Wait until all rows are on the disk. Raises `OSError` if some cannot be written."""
+        """See `Metrics`."""
         if self._file is not None:
             self._write()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
+        """See `Metrics`."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _replace(self, rows: list[Row]) -> None:
         self.close()
-        content = b"".join(_encode(row) for row in rows)
-        publish(self._path, content)
+        content = b"".join(encode_line(row) for row in rows)
+        LocalStore(self._path.parent).write(NAME, content)
         self._num_bytes = len(content)
         self._file = self._path.open("ab", buffering=0)
-
-
-def _encode(row: Row) -> bytes:
-    return (json.dumps(row) + "\n").encode()
 
 
 def _describe(row: Row) -> str:

@@ -17,6 +17,7 @@ import wandb
 
 from runner.metrics import Row
 from runner.spec import ExecutionSpec
+from runner.storage import default_cache_directory
 from runner.terminal import warn
 
 _QUEUE_ROWS = 10_000
@@ -25,9 +26,10 @@ _ERRORS = (wandb.Error, OSError, RuntimeError, ValueError)
 
 
 class Tracking:
-    """A W&B run. Main host only."""
+    """A W&B run, its own files in `directory`, or in this machine's cache. Main host only."""
 
-    def __init__(self, spec: ExecutionSpec, run_id: str, directory: Path):
+    def __init__(self, spec: ExecutionSpec, run_id: str, directory: Path | None):
+        directory = default_cache_directory() / "wandb" / run_id if directory is None else directory
         self._rows: queue.Queue[Row | None] = queue.Queue(_QUEUE_ROWS)
         self._thread = threading.Thread(target=self._work, args=(spec, run_id, directory), name="wandb", daemon=True)
         self._thread.start()

@@ -27,9 +27,11 @@ from runner.errors import DataError, InvalidError
 from runner.job import RestoreableJob
 from runner.loss import cross_entropy_sum
 from runner.manifest import newest_manifest
-from runner.metrics import MetricsFile, Row, Sink, Window, make_progress
+from runner.metrics import NAME as METRICS
+from runner.metrics import Row, Sink, Window, make_progress, open_metrics
 from runner.optimizer import clip, make_optimizer, make_schedule
 from runner.spec import Document, ExecutionSpec
+from runner.storage import encode_line
 from runner.topology import (
     batch_sharding,
     device_memory_bytes,
@@ -56,7 +58,6 @@ class BaseTrainer(RestoreableJob):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
         self.topology = spec.topology
-        self.metrics = MetricsFile(self.directory)
         self.window = Window()
 
     # What an experiment says.
@@ -157,6 +158,11 @@ class BaseTrainer(RestoreableJob):
         self.dataset: Dataset = self._load_data()
         self.vocabulary_size = self._check_vocabulary()
         self._shape_state()
+
+    def begin(self) -> None:
+        """Claim the next attempt, and open its metrics."""
+        super().begin()
+        self.metrics = open_metrics(self.store, self.uplink, self.fence)
 
     def _check_accelerator(self) -> None:
         try:
@@ -279,7 +285,7 @@ class BaseTrainer(RestoreableJob):
 
     def _known_micro_batch(self) -> int | None:
         """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
-        manifest = newest_manifest(self.checkpoints.directory) if self.hosts.is_main else None
+        manifest = newest_manifest(self.store) if self.hosts.is_main else None
         record = self.hosts.agree(manifest and manifest.get("topology"))
         if not record or {key: record.get(key) for key in self._hardware()} != self._hardware():
             return None
@@ -329,7 +335,8 @@ class BaseTrainer(RestoreableJob):
 
     def _resume_metrics(self) -> None:
         """Drop the rows beyond the restored step, and evaluate where a stop came before the evaluation."""
-        row = self.metrics.rewind(self.step) if self.hosts.is_main else None
+        kept = self.checkpoints.restorer.companions.get(METRICS)
+        row = self.metrics.rewind(self.step, kept) if self.hosts.is_main else None
         self.window = Window(self.step)
         row = self.hosts.agree(row)
         if row is not None and self.is_eval_due() and "val/loss" not in row:
@@ -343,7 +350,7 @@ class BaseTrainer(RestoreableJob):
     def _open_sinks(self) -> list[Sink]:
         sinks: list[Sink] = [make_progress(self.spec.name, self.total_steps, self.step, self.config.tokens_per_step)]
         if self.spec.logging.wandb != "disabled":
-            sinks.append(importlib.import_module("runner.tracking").Tracking(self.spec, self.id, self.directory))
+            sinks.append(importlib.import_module("runner.tracking").Tracking(self.spec, self.id, self.store.root))
         return sinks
 
     def report(self) -> None:
@@ -352,7 +359,7 @@ class BaseTrainer(RestoreableJob):
         if self.is_eval_due():
             row |= self._evaluate()
         if self.hosts.is_main:
-            self.fence.check()
+            self.fence.glance()
             self.metrics.append(row)
             self._show(row)
 
@@ -387,10 +394,19 @@ class BaseTrainer(RestoreableJob):
         hardware = self._hardware() | {"micro_batch_examples": self.layout.micro_batch_examples}
         return super().manifest_record() | {"topology": hardware}
 
-    def save(self, suffix: str | None = None) -> None:
-        """Save the state, unless it is no longer finite. Waits for the device."""
+    def check_state(self) -> None:
+        """Raise `DivergedError` if the state is no longer finite. Waits for the device."""
         self.window.fetch()
-        super().save(suffix)
+
+    def metric(self, name: str) -> float | None:
+        """The value in the row of this step."""
+        rows = self.metrics.rows()[-1:] if self.hosts.is_main else []
+        value = rows[0].get(name) if rows and rows[0]["step"] == self.step else None
+        return None if value is None else float(value)
+
+    def companions(self) -> dict[str, bytes]:
+        """The rows so far: in a bucket they may be behind a state of the fast tier."""
+        return {METRICS: b"".join(encode_line(row) for row in self.metrics.rows())}
 
     def before_commit(self) -> None:
         """Rows are never behind a checkpoint."""
@@ -398,7 +414,8 @@ class BaseTrainer(RestoreableJob):
 
     def result(self) -> dict[str, Any]:
         """Step, tokens, losses and fingerprint."""
-        row = self.hosts.agree(self.metrics.last() if self.hosts.is_main else None) or {}
+        rows = self.metrics.rows() if self.hosts.is_main else []
+        row = self.hosts.agree(rows[-1] if rows else None) or {}
         result = super().result()
         return {
             "step": self.step,

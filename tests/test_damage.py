@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.manifest import encode_manifest
-from runner.storage import crc32c
+from runner.storage import digest_of
 from tests.harness import Attempt, Job, has_state, hash_tree, killed_after, undisturbed
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
@@ -60,7 +60,7 @@ def flip_bit_and_forge_file_digests(job: Job) -> None:
     directory = job.checkpoints / str(NEWEST)
     manifest = json.loads((directory / "manifest.json").read_bytes())
     del manifest["digest"]
-    manifest["files"][damaged.relative_to(directory).as_posix()][1] = crc32c(damaged)
+    manifest["files"][damaged.relative_to(directory).as_posix()][1] = digest_of(damaged.read_bytes())
     (directory / "manifest.json").write_bytes(encode_manifest(manifest))
 
 

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from runner.fingerprint import combine, describe, dispatch, fingerprint, leaf_digest, leaf_digests, leaf_names
+from runner.fingerprint import (
+    ReplicaError,
+    combine,
+    describe,
+    dispatch,
+    fingerprint,
+    leaf_digest,
+    leaf_digests,
+    leaf_names,
+)
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.int8, np.int32, np.uint32, np.bool_]
 DEVICES_8 = np.array(jax.devices())
@@ -156,3 +165,34 @@ def test_arrays_may_be_donated_as_soon_as_the_digest_is_dispatched():
         array = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
         assert (np.asarray(pending) == expected).all()
         array = jax.jit(lambda x: x - 1, donate_argnums=0)(array)
+
+
+def with_copies(sharding, shape, copies):
+    """An array whose devices hold what `copies` says, by device id, instead of the same."""
+    whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    parts = []
+    for device, index in sharding.devices_indices_map(shape).items():
+        part = whole[index].copy()
+        part.flat[0] += copies.get(device.id, 0)
+        parts.append(jax.device_put(part, device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec", "copies", "named"),
+    [
+        ((8,), PartitionSpec(), {3: 1.0}, "device 3 (process 0) has"),
+        ((4, 2), PartitionSpec("b"), {2: 1.0}, "device 2 (process 0) has"),
+        ((4, 2), PartitionSpec("a"), {5: 1.0}, "device 4 (process 0), device 5 (process 0) have"),  # one against one
+        ((8,), PartitionSpec(), {1: 1.0, 6: 2.0}, "device 1 (process 0), device 6 (process 0) have"),
+    ],
+)
+def test_a_device_whose_copy_differs_is_named_with_its_leaf(mesh, spec, copies, named):
+    sharding = NamedSharding(Mesh(DEVICES_8.reshape(mesh), ("a", "b")[: len(mesh)]), spec)
+    good = jax.device_put(jnp.ones((8, 4)), sharding)
+    tree = {"bad": with_copies(sharding, (8, 4), copies), "good": good}
+    with pytest.raises(ReplicaError) as caught:
+        leaf_digests(tree)
+    assert str(caught.value) == f"bad: {named} other bits than the replicas of the same shard"
+    whole = with_copies(sharding, (8, 4), {})
+    assert leaf_digests({"bad": whole}) == leaf_digests({"bad": jax.device_put(np.asarray(whole), DEVICES_8[0])})

@@ -12,19 +12,23 @@ from runner.errors import FencedError, InvalidError, PreemptedError, ResumeError
 from runner.fingerprint import fingerprint
 from runner.hosts import Hosts
 from runner.ledger import Fence
-from runner.manifest import committed_steps
+from runner.manifest import committed
 from runner.spec import ExecutionSpec, read_spec
-from runner.storage import read_json, read_lines
+from runner.storage import LocalStore, read_json, read_log
 
 from .tiny import StopAfter, counter, leaves_equal
 
 
 def events(directory, *kinds):
-    return [event for event in read_lines(directory / "events.jsonl") if event["event"] in kinds or not kinds]
+    return [event for event in read_log(LocalStore(directory), "events") if event["event"] in kinds or not kinds]
 
 
 def result(directory):
-    return read_json(directory / "result.json")
+    return read_json(LocalStore(directory), "result.json")
+
+
+def committed_steps(directory):
+    return list(committed(LocalStore(directory)))
 
 
 def stop_after(job, step):
@@ -52,7 +56,7 @@ def test_a_job_that_was_never_stopped_writes_its_result(tmp_path, undisturbed):
     assert job.done
     assert result(tmp_path) == undisturbed == {"step": 40, "fingerprint": fingerprint(job.state)}
     assert int(job.state["count"]) == 40
-    assert committed_steps(tmp_path / "checkpoints") == [20, 30, 40]
+    assert committed_steps(tmp_path) == [20, 30, 40]
     kinds = [event["event"] for event in events(tmp_path)]
     assert kinds[0] == "start"
     assert kinds.index("init") < kinds.index("save")
@@ -64,7 +68,7 @@ def test_a_job_that_was_never_stopped_writes_its_result(tmp_path, undisturbed):
 def test_stopped_and_resumed_it_ends_with_the_same_bits(tmp_path, undisturbed, step):
     stop_after(counter(tmp_path), step)
     assert not counter(tmp_path).done
-    assert committed_steps(tmp_path / "checkpoints")[-1] == step
+    assert committed_steps(tmp_path)[-1] == step
     counter(tmp_path)()
     assert result(tmp_path) == undisturbed
     (restored,) = events(tmp_path, "restore")
@@ -167,14 +171,14 @@ class TakenOver(Counter):
 
     def save_or_stop(self):
         if self.step == 15:
-            Fence(self.directory).claim()
+            Fence(self.store).claim()
         super().save_or_stop()
 
 
 def test_a_fenced_attempt_ends_and_commits_nothing_more(tmp_path):
     with pytest.raises(FencedError, match="attempt 2 has taken over"):
         counter(tmp_path, TakenOver)()
-    assert set(committed_steps(tmp_path / "checkpoints")) <= {10}
+    assert set(committed_steps(tmp_path)) <= {10}
     assert not (tmp_path / "result.json").exists()
     assert [event["event"] for event in events(tmp_path) if event["step"] and event["step"] > 10] in ([], ["save"])
 
@@ -238,7 +242,7 @@ class FullDisk(Counter):
     full_at = 20
 
     def before_commit(self):
-        if len(events(self.directory, "commit", "save_failed")) == self.full_at // 10 - 1:
+        if len(events(self.store.root, "commit", "save_failed")) == self.full_at // 10 - 1:
             raise OSError(28, "No space left on device")
 
 

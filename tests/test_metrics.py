@@ -1,18 +1,23 @@
 """The rows of the surviving trajectory, and how people see them."""
 
+import hashlib
 import io
 import json
 import math
 import re
+import threading
 
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
 from runner import metrics
-from runner.errors import DivergedError
-from runner.metrics import LiveProgress, MetricsFile, PlainProgress, Window
-from runner.storage import read_lines
+from runner.errors import DivergedError, FencedError
+from runner.ledger import Fence
+from runner.metrics import BucketMetrics, LiveProgress, MetricsFile, PlainProgress, Window, open_metrics
+from runner.storage import ABSENT, DeniedError, LocalStore, Uplink, encode_line, parse_lines
+
+from .memory_bucket import MemoryDriver, memory_bucket
 
 
 def row(step, **more):
@@ -26,74 +31,254 @@ def row(step, **more):
     } | more
 
 
-def write(directory, *steps):
-    file = MetricsFile(directory)
+class Still(Uplink):
+    """An uplink whose thread does not get to it: what is marked waits for `sync`."""
+
+    def mark(self, name, send):
+        pass
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def store(request, tmp_path):
+    return LocalStore(tmp_path) if request.param == "disk" else memory_bucket()
+
+
+def open_file(store, uplink=None):
+    """The file for a new attempt."""
+    fence = Fence(store)
+    fence.claim()
+    return open_metrics(store, uplink or Still(), fence)
+
+
+def write(store, *steps):
+    file = open_file(store)
     file.rewind(0)
     for step in steps:
         file.append(row(step))
+    file.sync()
     file.close()
-    return directory / "metrics.jsonl"
 
 
-def steps_in(directory):
-    return [line["step"] for line in read_lines(directory / "metrics.jsonl")]
+def rows_in(store):
+    return parse_lines(store.read("metrics.jsonl"))
 
 
-def test_rows_come_back_as_they_were_written(tmp_path):
+def steps_in(store):
+    return [line["step"] for line in rows_in(store)]
+
+
+def test_the_kind_of_file_follows_the_store(tmp_path):
+    assert isinstance(open_file(LocalStore(tmp_path)), MetricsFile)
+    assert isinstance(open_file(memory_bucket()), BucketMetrics)
+
+
+def test_rows_come_back_as_they_were_written(store):
     loss = 0.1 + 0.2
-    file = MetricsFile(tmp_path)
+    file = open_file(store)
     assert file.rewind(0) is None
     file.append(row(1, **{"train/loss": loss}))
-    assert file.last() == row(1, **{"train/loss": loss})
+    assert file.rows()[-1] == row(1, **{"train/loss": loss})
+    file.sync()
+    assert open_file(store).rows() == rows_in(store) == [row(1, **{"train/loss": loss})]
 
 
-def test_rewind_drops_the_rows_beyond_the_restored_step(tmp_path):
-    write(tmp_path, 10, 20, 30, 40)
-    file = MetricsFile(tmp_path)
+def test_where_nothing_was_written_there_are_no_rows(store):
+    assert open_file(store).rows() == []
+    file = open_file(store)
+    assert file.rewind(0) is None
+    assert file.rows() == rows_in(store) == []
+
+
+def test_rewind_drops_the_rows_beyond_the_restored_step(store):
+    write(store, 10, 20, 30, 40)
+    file = open_file(store)
     assert file.rewind(20) == row(20)
-    assert steps_in(tmp_path) == [10, 20]
+    assert steps_in(store) == [10, 20]
     file.append(row(30))
-    assert steps_in(tmp_path) == [10, 20, 30]
+    file.sync()
+    assert steps_in(store) == [10, 20, 30]
+    assert file.rows() == [row(10), row(20), row(30)]
 
 
-def test_rewind_to_a_step_that_was_not_logged_has_no_row_for_it(tmp_path):
-    write(tmp_path, 10, 20)
-    assert MetricsFile(tmp_path).rewind(15) is None
-    assert steps_in(tmp_path) == [10]
+def test_on_a_disk_a_row_is_there_as_soon_as_it_is_appended(tmp_path):
+    store = LocalStore(tmp_path)
+    file = open_file(store)
+    file.rewind(0)
+    for step in (10, 20):
+        file.append(row(step))
+        assert steps_in(store)[-1] == step
 
 
-def test_rewind_drops_torn_and_duplicate_and_foreign_rows(tmp_path):
-    path = write(tmp_path, 10, 20)
-    with path.open("ab") as file:
-        file.write(json.dumps(row(20)).encode() + b"\n")
-        file.write(json.dumps(row(10)).encode() + b"\n")
-        file.write(b'[1]\n{"step": null}\n\xff\xff\n')
-        file.write(json.dumps(row(30)).encode() + b"\n" + b'{"step": 40, "train/lo')
-    assert MetricsFile(tmp_path).rewind(100) is None
-    assert steps_in(tmp_path) == [10, 20, 30]
-    assert path.read_bytes().count(b"\n") == 3
+def test_rewind_to_a_step_that_was_not_logged_has_no_row_for_it(store):
+    write(store, 10, 20)
+    assert open_file(store).rewind(15) is None
+    assert steps_in(store) == [10]
 
 
-def test_a_zombie_that_still_holds_the_file_writes_where_nobody_reads(tmp_path):
+def test_rewind_drops_torn_and_duplicate_and_foreign_rows(store):
+    write(store, 10, 20)
+    content = store.read("metrics.jsonl")
+    content += json.dumps(row(20)).encode() + b"\n"
+    content += json.dumps(row(10)).encode() + b"\n"
+    content += b'[1]\n{"step": null}\n\xff\xff\n'
+    content += json.dumps(row(30)).encode() + b"\n" + b'{"step": 40, "train/lo'
+    store.write("metrics.jsonl", content)
+    assert open_file(store).rewind(100) is None
+    assert steps_in(store) == [10, 20, 30]
+    kept = store.read("metrics.jsonl")
+    assert not any(text in kept for text in (b"[1]", b"null", b"\xff", b"train/lo\n", b'"step": 40'))
+    if store.root is not None:
+        assert kept.count(b"\n") == 3
+
+
+def test_rewind_takes_the_rows_that_were_kept_with_the_restored_state_before_those_of_the_file(store):
+    write(store, 10, 99)
+    kept = b"".join(encode_line(row(step)) for step in (10, 20, 30))
+    file = open_file(store)
+    assert file.rewind(20, kept=kept) == row(20)
+    assert steps_in(store) == [10, 20]
+    file.append(row(25))
+    file.sync()
+    assert steps_in(store) == [10, 20, 25]
+
+
+def test_rewind_may_be_repeated(store):
+    write(store, 10, 20, 30)
+    file = open_file(store)
+    assert file.rewind(30) == row(30)
+    assert file.rewind(10) == row(10)
+    file.append(row(20))
+    file.sync()
+    assert steps_in(store) == [10, 20]
+
+
+def test_on_a_disk_a_zombie_that_still_holds_the_file_writes_where_nobody_reads(tmp_path):
+    store = LocalStore(tmp_path)
     zombie = MetricsFile(tmp_path)
     zombie.rewind(0)
     zombie.append(row(10))
     file = MetricsFile(tmp_path)
     file.rewind(10)
     zombie.append(row(999))
+    zombie.sync()
     file.append(row(20))
-    assert steps_in(tmp_path) == [10, 20]
+    assert steps_in(store) == [10, 20]
 
 
-def test_replace_last_completes_the_newest_row_and_more_can_follow(tmp_path):
-    write(tmp_path, 10, 20)
-    file = MetricsFile(tmp_path)
+class ContentVersions(MemoryDriver):
+    """A service whose versions are digests of the content, as S3's entity tags are."""
+
+    def put(self, key, content, version):
+        if version is not None and version != self.objects.get(key, (b"", ABSENT))[1]:
+            raise FileExistsError(key)
+        self.objects[key] = (bytes(content), hashlib.md5(content).hexdigest())
+        return self.objects[key][1]
+
+
+@pytest.mark.parametrize("driver_class", [MemoryDriver, ContentVersions])
+@pytest.mark.parametrize("restored", [10, 20])
+def test_in_a_bucket_a_zombie_is_fenced_after_a_newer_attempts_rewind(driver_class, restored):
+    store = memory_bucket(driver_class())
+    zombie = open_file(store)
+    zombie.rewind(0)
+    zombie.append(row(10))
+    zombie.append(row(20))
+    zombie.sync()
+    file = open_file(store)
+    assert file.rewind(restored) == row(restored)
+    before = store.read("metrics.jsonl")
+    zombie.append(row(999))
+    for _ in range(2):
+        with pytest.raises(FencedError, match="has taken over"):
+            zombie.sync()
+        assert store.read("metrics.jsonl") == before
+    file.append(row(30))
+    file.sync()
+    assert steps_in(store) == [*range(10, restored + 1, 10), 30]
+
+
+def test_in_a_bucket_rewind_is_repeated_over_a_write_that_was_still_on_its_way():
+    driver = MemoryDriver()
+    store = memory_bucket(driver)
+    write(store, 10, 20)
+    zombie = open_file(store)
+    zombie.rewind(20)
+    zombie.append(row(30))
+
+    def overtake(verb, key):
+        if verb == "put":
+            driver.before = lambda verb, key: None
+            zombie.sync()
+
+    driver.before = overtake
+    file = open_file(store)
+    assert file.rewind(20) == row(20)
+    assert steps_in(store) == [10, 20]
+    file.append(row(25))
+    file.sync()
+    assert steps_in(store) == [10, 20, 25]
+
+
+def test_replace_last_completes_the_newest_row_and_more_can_follow(store):
+    write(store, 10, 20)
+    file = open_file(store)
     file.rewind(20)
     file.replace_last(row(20, **{"val/loss": 2.0}))
     file.append(row(30))
     file.sync()
     file.close()
-    assert read_lines(tmp_path / "metrics.jsonl") == [row(10), row(20, **{"val/loss": 2.0}), row(30)]
+    assert rows_in(store) == [row(10), row(20, **{"val/loss": 2.0}), row(30)]
+
+
+def test_in_a_bucket_a_row_that_is_replaced_while_it_is_on_its_way_is_sent_again():
+    driver = MemoryDriver()
+    store = memory_bucket(driver)
+    file = open_file(store)
+    file.rewind(0)
+    file.append(row(10))
+
+    completed = threading.Thread(target=file.replace_last, args=(row(10, **{"val/loss": 2.0}),))
+
+    def complete(verb, key):
+        driver.before = lambda verb, key: None
+        completed.start()
+        completed.join(0.5)  # it may have to wait until the write is over
+
+    driver.before = complete
+    file.sync()
+    completed.join()
+    file.sync()
+    assert rows_in(store) == [row(10, **{"val/loss": 2.0})]
+
+
+def test_in_a_bucket_rows_arrive_by_themselves():
+    uplink, store = Uplink(), memory_bucket()
+    file = open_file(store, uplink)
+    file.rewind(0)
+    for step in (10, 20, 30):
+        file.append(row(step))
+    uplink.flush()
+    assert rows_in(store) == file.rows() == [row(10), row(20), row(30)]
+
+
+def test_in_a_bucket_that_refuses_rows_are_kept_and_sync_says_why():
+    driver = MemoryDriver()
+    store = memory_bucket(driver)
+    file = open_file(store)
+    file.rewind(0)
+
+    def refuse(verb, key):
+        raise DeniedError("403")
+
+    driver.before = refuse
+    file.append(row(10))
+    file.append(row(20))
+    with pytest.raises(DeniedError):
+        file.sync()
+    assert file.rows() == [row(10), row(20)]
+    driver.before = lambda verb, key: None
+    file.sync()
+    assert steps_in(store) == [10, 20]
 
 
 def meta(grad_norm=1.0):

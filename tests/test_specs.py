@@ -30,7 +30,7 @@ def test_there_are_specs_and_at_most_8():
 def test_a_spec_makes_its_job(path):
     job = make_job(path)
     assert job.total_steps > 0
-    assert not job.directory.exists() or job.directory.is_dir()
+    assert job.store.url.endswith(job.spec.directory)
 
 
 def test_a_spec_is_named_like_its_file_and_writes_into_a_directory_of_that_name(path):

@@ -5,7 +5,7 @@ import sys
 import pytest
 import yaml
 
-from runner.storage import read_json, read_lines
+from runner.storage import LocalStore, parse_lines, read_json
 
 from .tiny import finish, gpt, gpt_document, start_python
 
@@ -64,7 +64,7 @@ def runs(tmp_path_factory):
 
 def test_offline_every_attempt_writes_to_the_run_of_the_job(runs):
     base, outputs = runs
-    job_id = read_json(base / "offline" / "job.json")["id"]
+    job_id = read_json(LocalStore(base / "offline"), "job.json")["id"]
     files = offline_runs(base / "offline")
     assert [path.name for path in files] == [f"run-{job_id}.wandb"] * 2
     second = files[1].read_bytes()
@@ -76,8 +76,8 @@ def test_offline_every_attempt_writes_to_the_run_of_the_job(runs):
 @pytest.mark.parametrize("name", ["offline", "dead"])
 def test_tracking_changes_neither_the_weights_nor_the_rows(runs, name):
     base, outputs = runs
-    assert read_json(base / name / "result.json") == read_json(base / "plain" / "result.json")
-    steps = [row["step"] for row in read_lines(base / name / "metrics.jsonl")]
+    assert read_json(LocalStore(base / name), "result.json") == read_json(LocalStore(base / "plain"), "result.json")
+    steps = [row["step"] for row in parse_lines((base / name / "metrics.jsonl").read_bytes())]
     assert steps == list(range(1, 9))
     assert "Traceback" not in outputs.get(name, "")
 

@@ -15,9 +15,9 @@ from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, ExecutionSpec, trainer
 from runner.errors import DivergedError, PreemptedError, SpecError
 from runner.fingerprint import fingerprint
-from runner.manifest import committed_steps
+from runner.manifest import committed
 from runner.spec import read_spec
-from runner.storage import read_json, read_lines
+from runner.storage import LocalStore, parse_lines, read_json, read_log
 
 from .tiny import (
     RecordingGPT,
@@ -38,7 +38,7 @@ NO_ARGUMENT = inspect.Parameter.empty
 
 
 def rows(directory):
-    return read_lines(directory / "metrics.jsonl")
+    return parse_lines((directory / "metrics.jsonl").read_bytes())
 
 
 def trajectory(directory):
@@ -69,9 +69,9 @@ def interrupted(directory):
     """The directory of a job that was stopped half way, where it was about to evaluate."""
     job = gpt(directory / "interrupted", RecordingGPT, **JOB)
     stop_after(job, STOP)
-    assert "val/loss" not in rows(job.directory)[-1]
-    shutil.rmtree(job.directory / "rows")
-    return job.directory
+    assert "val/loss" not in rows(job.store.root)[-1]
+    shutil.rmtree(job.store.root / "rows")
+    return job.store.root
 
 
 # The surface that the contract names.
@@ -123,7 +123,7 @@ def test_done_is_a_property_and_public_classes_import_from_runner():
 def test_every_logged_step_stands_once_with_its_keys(undisturbed):
     expected = {"step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens"}
     expected |= {"perf/tokens_per_second"}
-    found = rows(undisturbed.directory)
+    found = rows(undisturbed.store.root)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for row in found:
         assert set(row) == expected | ({"val/loss"} if row["step"] in (4, 8) else set())
@@ -132,14 +132,14 @@ def test_every_logged_step_stands_once_with_its_keys(undisturbed):
 
 
 def test_the_rate_of_a_step_is_the_schedules_at_the_steps_before_it(undisturbed):
-    rates = [row["train/learning_rate"] for row in rows(undisturbed.directory)]
+    rates = [row["train/learning_rate"] for row in rows(undisturbed.store.root)]
     assert rates[:3] == pytest.approx([0.0, 5e-4, 1e-3])
     assert rates[5] == pytest.approx(1e-4 + 9e-4 * 0.5)
 
 
 def test_the_result_holds_step_tokens_losses_and_the_fingerprint_of_the_state(undisturbed):
-    last = rows(undisturbed.directory)[-1]
-    assert read_json(undisturbed.directory / "result.json") == {
+    last = rows(undisturbed.store.root)[-1]
+    assert read_json(undisturbed.store, "result.json") == {
         "step": STEPS,
         "tokens": STEPS * 16 * 16,
         "train_loss": last["train/loss"],
@@ -151,7 +151,7 @@ def test_the_result_holds_step_tokens_losses_and_the_fingerprint_of_the_state(un
 
 
 def test_the_resolved_spec_has_no_auto_left_and_makes_the_same_job(undisturbed):
-    path = undisturbed.directory / "spec.yaml"
+    path = undisturbed.store.root / "spec.yaml"
     assert "auto" not in str(list(yaml.safe_load(path.read_text()).items()))
     again = RecordingGPT(read_spec(path))
     assert again.config.model.vocabulary_size == 256
@@ -176,7 +176,7 @@ def test_the_validation_loss_is_the_mean_over_the_tokens_of_its_batches(undistur
     for index in range(2):
         loss, count, _ = undisturbed.compiled_val(undisturbed.state, undisturbed.batch("validation", index))
         loss_sum, tokens = loss_sum + float(loss), tokens + float(count)
-    assert rows(undisturbed.directory)[-1]["val/loss"] == pytest.approx(loss_sum / tokens, rel=1e-6)
+    assert rows(undisturbed.store.root)[-1]["val/loss"] == pytest.approx(loss_sum / tokens, rel=1e-6)
 
 
 # Resumed, here and on other meshes.
@@ -185,8 +185,8 @@ def test_the_validation_loss_is_the_mean_over_the_tokens_of_its_batches(undistur
 def test_stopped_and_resumed_on_the_same_mesh_every_bit_is_the_same(directory, undisturbed, interrupted):
     again = shutil.copytree(interrupted, directory / "again")
     gpt(again, RecordingGPT, **JOB)()
-    assert trajectory(again) == trajectory(undisturbed.directory)
-    assert read_json(again / "result.json") == read_json(undisturbed.directory / "result.json")
+    assert trajectory(again) == trajectory(undisturbed.store.root)
+    assert read_json(LocalStore(again), "result.json") == read_json(undisturbed.store, "result.json")
 
 
 def launch(*arguments, directory, devices, data, fsdp, tensor):
@@ -219,17 +219,17 @@ def elsewhere(directory, interrupted):
 @pytest.mark.parametrize("name", ["fsdp 4 x tensor 2", "data 2 x fsdp 2", "one device", "two processes"])
 def test_resumed_on_another_mesh_batches_are_the_same_and_losses_within_rounding(undisturbed, elsewhere, name):
     for step in range(STOP, STEPS):
-        expected = recorded_rows(undisturbed.directory, step)
+        expected = recorded_rows(undisturbed.store.root, step)
         assert len(expected) == 16
         assert recorded_rows(elsewhere[name], step) == expected
-    expected, actual = trajectory(undisturbed.directory), trajectory(elsewhere[name])
+    expected, actual = trajectory(undisturbed.store.root), trajectory(elsewhere[name])
     assert actual[: STOP - 1] == expected[: STOP - 1]
     assert [row["step"] for row in actual] == list(range(1, STEPS + 1))
     for row, reference in zip(actual, expected, strict=True):
         assert set(row) == set(reference)
         for key, value in reference.items():
             assert row[key] == pytest.approx(value, rel=1e-5), (row["step"], key)
-    restored = [event for event in read_lines(elsewhere[name] / "events.jsonl") if event["event"] == "restore"]
+    restored = [event for event in read_log(LocalStore(elsewhere[name]), "events") if event["event"] == "restore"]
     assert [event["step"] for event in restored] == [STOP]
 
 
@@ -294,7 +294,7 @@ def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, mon
     resumed = gpt(tmp_path / "scarce", **changes)
     resumed()
     assert resumed.layout.micro_batch_examples == chosen, "an earlier choice on this hardware stays"
-    for row, reference in zip(rows(resumed.directory), rows(ample.directory), strict=True):
+    for row, reference in zip(rows(resumed.store.root), rows(ample.store.root), strict=True):
         assert row["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-5)
         assert row["train/tokens"] == reference["train/tokens"]
 
@@ -327,7 +327,7 @@ def test_an_experiment_may_bring_an_optax_optimizer_and_its_own_schedule(tmp_pat
     job = gpt(tmp_path / "run", Own, **changes)
     job()
     assert leaves_equal(job.first, job.state.params)
-    assert [row["train/learning_rate"] for row in rows(job.directory)] == [0.125, 0.125]
+    assert [row["train/learning_rate"] for row in rows(job.store.root)] == [0.125, 0.125]
 
 
 @pytest.mark.parametrize(("name", "moments"), [("adamw", 2), ("lion", 1), ("sgd", 1)])
@@ -383,7 +383,7 @@ def test_a_named_checkpoint_round_trips_and_is_no_step(tmp_path):
     state, step = job.loaded
     assert step == 3
     assert leaves_equal(state, job.kept)
-    assert sorted(path.name for path in (job.directory / "checkpoints").iterdir()) == ["8", "three"]
+    assert sorted(path.name for path in (job.store.root / "checkpoints").iterdir()) == ["8", "three"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
@@ -392,9 +392,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     job = gpt(tmp_path / "run", **wild)
     with pytest.raises(DivergedError, match=r"step 2: training diverged: loss .*; the last good checkpoint is kept"):
         job()
-    job.checkpoints.wait()
-    assert committed_steps(job.directory / "checkpoints") == [1]
-    assert [row["step"] for row in rows(job.directory)] == [1]
+    job.checkpoints.saver.wait()
+    assert list(committed(job.store)) == [1]
+    assert [row["step"] for row in rows(job.store.root)] == [1]
     assert not job.done
 
 
@@ -404,7 +404,7 @@ def test_a_warm_start_takes_the_weights_of_another_run_and_nothing_else(tmp_path
             self.first = jax.device_get(self.state)
             raise PreemptedError("seen enough")
 
-    job = gpt(tmp_path / "run", AtTheStart, **{"checkpoint.init_from": str(undisturbed.directory)})
+    job = gpt(tmp_path / "run", AtTheStart, **{"checkpoint.init_from": str(undisturbed.store.root)})
     with pytest.raises(PreemptedError):
         job()
     assert leaves_equal(job.first.params, undisturbed.state.params)

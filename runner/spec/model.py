@@ -51,23 +51,52 @@ class Topology(Frozen):
     mesh: Mesh = Field(default=Mesh(), description="Axis sizes of the device mesh.")
 
 
+class Best(Frozen):
+    """The checkpoint with the best value of one metric, of those whose step has it."""
+
+    metric: str = Field(min_length=1, description="Key of a row of metrics.jsonl, such as val/loss.")
+    mode: Literal["min", "max"] = Field(default="min", description="Whether less or more is better.")
+
+
 class Checkpoint(Frozen):
     """When to save, what to keep, what to start from."""
 
     every_steps: PositiveInt | None = Field(default=1000, description="Save each time so many steps are complete.")
     every_minutes: PositiveFloat | None = Field(default=None, description="Save each time so many minutes have passed.")
+    every: Auto | None = Field(
+        default=None, description="auto: when to save is derived from what a save costs and how often machines fail."
+    )
+    mean_time_between_failures_hours: PositiveFloat = Field(
+        default=24.0, description="Of the whole job, for every: auto."
+    )
     keep_last: PositiveInt = Field(default=3, description="Number of newest checkpoints kept.")
     keep_every_steps: PositiveInt | None = Field(
         default=None, description="Checkpoints at multiples of this stay for good."
     )
+    keep_best: Best | None = Field(default=None, description="The best checkpoint by a metric stays too.")
     init_from: str | None = Field(
         default=None, min_length=1, description="Warm start: the weights of this other run, once."
+    )
+    local_directory: str | None = Field(
+        default=None, min_length=1, description="Fast tier on each host's own disk or RAM disk, lost with the machine."
+    )
+    local_every_steps: PositiveInt | None = Field(
+        default=None, description="Save to local_directory each time so many steps are complete."
+    )
+    max_unsaved_minutes: PositiveFloat = Field(
+        default=60.0, description="If no save could be committed for so long, the run ends with 76."
     )
 
     @model_validator(mode="after")
     def _some_cadence(self) -> "Checkpoint":
-        if self.every_steps is None and self.every_minutes is None:
+        if self.every is not None and self.model_fields_set & {"every_steps", "every_minutes"}:
+            raise ValueError("every: auto chooses the interval; leave out every_steps and every_minutes")
+        if self.every is None and self.every_steps is None and self.every_minutes is None:
             raise ValueError("every_steps and every_minutes are both null; a restorable job needs one of them")
+        if (self.local_directory is None) != (self.local_every_steps is None):
+            raise ValueError("local_directory and local_every_steps: give both or none")
+        if self.local_directory is not None and "://" in self.local_directory:
+            raise ValueError(f"local_directory is {self.local_directory}; it needs a disk of this host's own")
         return self
 
 

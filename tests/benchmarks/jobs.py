@@ -22,13 +22,14 @@ def make_job(
     every_steps: int | None = None,
     job_class: type[PretrainGPT] = PretrainGPT,
     batch: tuple[int, int] | None = None,
+    url: str | None = None,
 ) -> PretrainGPT:
-    """A GPT job of `size` in `directory`, which saves every `every_steps` (None: the default cadence)."""
+    """A GPT job of `size` in `directory`, or at `url`, which saves every `every_steps` (None: the default cadence)."""
     examples, sequence_length = batch or BATCHES[size]
     spec = ExecutionSpec(
         name=f"bench_{size}",
         job="experiments.gpt:PretrainGPT",
-        directory=str(directory),
+        directory=url or str(directory),
         topology=Topology(),
         checkpoint=Checkpoint() if every_steps is None else Checkpoint(every_steps=every_steps),
         logging=Logging(every_steps=10),

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from runner.storage import read_lines
+from runner.storage import LocalStore, parse_lines, read_log
 
 PHASES = {
     "death to spawn": None,
@@ -44,7 +44,7 @@ def spawn(spec: str, directory: Path) -> "subprocess.Popen[bytes]":
 def wait_for_step(directory: Path, step: int, old_file: int) -> float:
     """When the first row beyond `step` appeared in the file that replaced the one with inode `old_file`."""
     path = directory / "metrics.jsonl"
-    while path.stat().st_ino == old_file or not any(row["step"] > step for row in read_lines(path)):
+    while path.stat().st_ino == old_file or not any(row["step"] > step for row in parse_lines(path.read_bytes())):
         time.sleep(0.001)
     return time.time()
 
@@ -69,7 +69,8 @@ def measure(spec: str, directory: Path) -> dict[str, float]:
     process = spawn(spec, directory)
     attempt = max(int(path.name) for path in (directory / "attempts").iterdir()) + 1
     while not any(
-        event["attempt"] == attempt and event["event"] == "restore" for event in read_lines(directory / "events.jsonl")
+        event["attempt"] == attempt and event["event"] == "restore"
+        for event in read_log(LocalStore(directory), "events")
     ):
         time.sleep(0.001)
     stepped = wait_for_step(directory, restored, old_file)
@@ -77,7 +78,7 @@ def measure(spec: str, directory: Path) -> dict[str, float]:
     process.wait()
     events = {
         event["event"]: event["time"]
-        for event in read_lines(directory / "events.jsonl")
+        for event in read_log(LocalStore(directory), "events")
         if event["attempt"] == attempt and event["event"] in PHASES.values()
     }
     times = [killed, spawned, events["start"], events["prepare"], events["restore"], stepped]

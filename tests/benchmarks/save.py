@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 
 from experiments.gpt import PretrainGPT
+from runner.storage import read_log
 from tests.benchmarks.jobs import make_job, start
 
 
@@ -39,7 +40,7 @@ def synchronous(job: PretrainGPT) -> float:
     job.step += 1
     started = time.perf_counter()
     job.save()
-    job.checkpoints.wait()
+    job.checkpoints.saver.wait()
     return time.perf_counter() - started
 
 
@@ -60,7 +61,7 @@ def main() -> None:
         job = start(make_job("124m", Path(directory), 10_000, batch=(2, 128)))
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(job.state))
         steps(job, 2, save=True)
-        job.checkpoints.wait()
+        job.checkpoints.saver.wait()
         rows = []
         for _ in range(parsed.rounds):
             peak_bytes(reset=True)
@@ -68,7 +69,7 @@ def main() -> None:
             plain_peak = peak_bytes(reset=True)
             saving, blocked = steps(job, parsed.steps, save=True)
             saving_peak = peak_bytes()
-            job.checkpoints.wait()
+            job.checkpoints.saver.wait()
             alone = synchronous(job)
             rows.append((plain, saving, blocked, alone, plain_peak, saving_peak))
             print(
@@ -76,7 +77,7 @@ def main() -> None:
                 f"peaks {plain_peak / state_bytes:.2f} and {saving_peak / state_bytes:.2f} copies",
                 flush=True,
             )
-        durable = [event["seconds_to_durable"] for event in job.ledger.events() if event["event"] == "commit"]
+        durable = [event["seconds_to_durable"] for event in read_log(job.store, "events") if event["event"] == "commit"]
     extra = statistics.median(saving - plain for plain, saving, *_ in rows)
     alone = statistics.median(row[3] for row in rows)
     print(f"state {state_bytes / 1e9:.2f} GB")

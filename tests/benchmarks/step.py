@@ -63,7 +63,7 @@ def main() -> None:
                 assert isinstance(job, Sliced)
                 job.compare_with(hand)
                 job.run()
-                job.checkpoints.wait()
+                job.checkpoints.saver.wait()
             mine, other = zip(*job.seconds[1:], strict=True)
             ratios = [a / b for a, b in job.seconds[1:]]
             print(

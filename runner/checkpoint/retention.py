@@ -1,0 +1,67 @@
+"""Which steps may go, and how they go. By step number: never by a time, never by the order of a listing."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from runner.checkpoint.commit import Place
+from runner.manifest import CHECKPOINTS, committed, remove_files, withdraw
+from runner.terminal import warn
+
+Mode = Literal["min", "max"]
+
+
+def superfluous(
+    metrics: Mapping[int, float | None],
+    keep_last: int,
+    keep_every_steps: int | None = None,
+    best: Mode | None = None,
+) -> list[int]:
+    """The steps to delete, ascending, of those committed: `metrics` has for each the value that `best` compares.
+
+    Kept are the newest `keep_last`, multiples of `keep_every_steps`, and the best; of equals the older.
+    """
+    steps = sorted(metrics)
+    kept = set(steps[-keep_last:])
+    if keep_every_steps is not None:
+        kept |= {step for step in steps if step % keep_every_steps == 0}
+    measured = {step: value for step, value in sorted(metrics.items()) if value is not None and value == value}
+    if best is not None and measured:
+        choose = min if best == "min" else max
+        kept.add(choose(measured, key=lambda step: measured[step]))
+    return [step for step in steps if step not in kept]
+
+
+def delete(place: Place, step: int) -> None:
+    """Delete one step: first the manifest, then the files. Main host only."""
+    assert place.fence.attempt is not None
+    place.fence.check()
+    directory = f"{CHECKPOINTS}/{step}"
+    withdraw(place.store, directory, place.fence.attempt)
+    remove_files(place.store, directory)
+
+
+class Retention:
+    """The committed steps of a run, and the rule by which they stay. Main host only."""
+
+    def __init__(self, place: Place, keep_last: int, keep_every_steps: int | None = None, best: Mode | None = None):
+        self._place = place
+        self._rule = (keep_last, keep_every_steps, best)
+        self._metrics: dict[int, float | None] = {}
+
+    def look(self) -> None:
+        """Take in what is there when an attempt begins."""
+        self._metrics = {step: manifest.get("metric") for step, manifest in committed(self._place.store).items()}
+
+    def apply(self, manifest: dict[str, Any]) -> None:
+        """Take in a step that has just been committed, and delete what it has made superfluous. In the background.
+
+        What cannot be deleted now is tried again after the next commit.
+        """
+        self._metrics[manifest["step"]] = manifest.get("metric")
+        for step in superfluous(self._metrics, *self._rule):
+            try:
+                delete(self._place, step)
+            except OSError as error:
+                warn(f"checkpoint {step} cannot be deleted, will be tried again: {error}")
+                return
+            del self._metrics[step]

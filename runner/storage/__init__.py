@@ -1,0 +1,56 @@
+"""Where a run's files are: one interface over a disk and the buckets of three clouds.
+
+- `store` the interface, and what is built on it alone
+- `local` a directory on a disk
+- `retry` try again what is transient, until a deadline
+- `bucket` a prefix of a bucket, over one of three drivers
+- `google` gs://
+- `amazon` s3://
+- `azure` az://
+- `uplink` growing files of a bucket, sent in the background
+- `log` lines that are only appended
+- `opening` from a path or URL to a store
+"""
+
+from runner.storage.local import LocalStore
+from runner.storage.log import Log, open_log, read_log
+from runner.storage.opening import check_url, default_cache_directory, open_store, split_checkpoint
+from runner.storage.retry import DeadlineError, DeniedError, TransientError
+from runner.storage.store import (
+    ABSENT,
+    Store,
+    Version,
+    create,
+    digest_of,
+    encode_json,
+    encode_line,
+    parse_lines,
+    probe,
+    read_json,
+)
+from runner.storage.uplink import Uplink
+
+__all__ = [
+    "ABSENT",
+    "DeadlineError",
+    "DeniedError",
+    "LocalStore",
+    "Log",
+    "Store",
+    "TransientError",
+    "Uplink",
+    "Version",
+    "check_url",
+    "create",
+    "default_cache_directory",
+    "digest_of",
+    "encode_json",
+    "encode_line",
+    "open_log",
+    "open_store",
+    "parse_lines",
+    "probe",
+    "read_json",
+    "read_log",
+    "split_checkpoint",
+]

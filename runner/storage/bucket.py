@@ -1,0 +1,150 @@
+"""A store in a bucket: every call has a deadline, is tried again when the failure is transient, and never in between.
+
+A driver speaks one service's protocol through its own client. It turns that client's errors into those of the
+operating system, `TransientError` among them; the client's own retries are off, so that the deadline here is the truth.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from runner.storage.retry import retry
+from runner.storage.store import ABSENT, Version, digest_of
+
+CALL_SECONDS = 120.0
+TRY_SECONDS = 30.0  # without a byte, one try is given up
+CONNECT_SECONDS = 10.0
+NUM_CONNECTIONS = 16
+_NUM_DELETERS = 8
+
+
+class Entry(NamedTuple):
+    """What a listing says of one object; a name that ends in `/` stands for all that is below it."""
+
+    key: str
+    size: int
+
+
+class Driver(Protocol):
+    """One service. Keys are whole, without the bucket. Every call is one try."""
+
+    def get(self, key: str) -> tuple[bytes, Version]:
+        """Content and version."""
+
+    def put(self, key: str, content: bytes, version: Version | None) -> Version:
+        """Write if the present version is `version`, None for any; else raise `FileExistsError`."""
+
+    def put_file(self, key: str, source: Path) -> None:
+        """Write a file, in parallel parts where the service can."""
+
+    def list(self, prefix: str, delimiter: str) -> Iterator[Entry]:
+        """Objects whose key begins with `prefix`; with a delimiter, no deeper than it."""
+
+    def crc32c(self, key: str) -> str | None:
+        """The digest that the service reports, None if it reports none. Raises `FileNotFoundError`."""
+
+    def copy(self, key: str, target: str) -> None:
+        """Copy an object within the bucket, without reading it."""
+
+    def delete(self, key: str) -> None:
+        """Delete; one that is gone already is fine."""
+
+
+class BucketStore:
+    """Everything below one prefix of a bucket."""
+
+    root = None
+
+    def __init__(self, url: str, prefix: str, driver: Driver):
+        self.url = url
+        self._prefix = prefix
+        self._driver = driver
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _below(self, prefix: str) -> str:
+        return f"{self._key(prefix)}/".lstrip("/") if prefix else f"{self._prefix}/".lstrip("/")
+
+    def _what(self, verb: str, name: str) -> str:
+        return f"{verb} {self.url}/{name}"
+
+    def read(self, name: str) -> bytes:
+        """See `Store`."""
+        return retry(lambda _: self._driver.get(self._key(name))[0], self._what("read", name), CALL_SECONDS)
+
+    def read_versioned(self, name: str) -> tuple[bytes, Version]:
+        """See `Store`."""
+        try:
+            return retry(lambda _: self._driver.get(self._key(name)), self._what("read", name), CALL_SECONDS)
+        except FileNotFoundError:
+            return b"", ABSENT
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Store`."""
+        retry(lambda _: self._driver.put(self._key(name), content, None), self._what("write", name), CALL_SECONDS)
+
+    def write_if(self, name: str, content: bytes, version: Version) -> Version:
+        """See `Store`. `content` must be this writer's alone: after a try whose answer was lost it tells who won."""
+
+        def act(earlier_tries: int) -> Version:
+            try:
+                return self._driver.put(self._key(name), content, version)
+            except FileExistsError:
+                if earlier_tries:
+                    present, present_version = self._driver.get(self._key(name))
+                    if present == content:
+                        return present_version
+                raise
+
+        return retry(act, self._what("write", name), CALL_SECONDS)
+
+    def exists(self, name: str) -> bool:
+        """See `Store`."""
+        key = self._key(name)
+        return any(entry.key == key for entry in self._list(key, "/"))
+
+    def children(self, prefix: str) -> list[str]:
+        """See `Store`."""
+        start = self._below(prefix)
+        return [entry.key[len(start) :].rstrip("/") for entry in self._list(start, "/")]
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """See `Store`."""
+        start = self._below(prefix)
+        return dict(sorted((entry.key[len(start) :], entry.size) for entry in self._list(start, "")))
+
+    def _list(self, prefix: str, delimiter: str) -> list[Entry]:
+        return retry(
+            lambda _: list(self._driver.list(prefix, delimiter)), f"list {self.url} below {prefix}", CALL_SECONDS
+        )
+
+    def digest(self, name: str) -> str:
+        """See `Store`."""
+        reported = retry(lambda _: self._driver.crc32c(self._key(name)), self._what("look at", name), CALL_SECONDS)
+        return digest_of(self.read(name)) if reported is None else reported
+
+    def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
+        """See `Store`."""
+        retry(lambda _: self._driver.put_file(self._key(name), source), self._what("write", name), deadline_seconds)
+
+    def move_tree(self, source: str, target: str) -> None:
+        """See `Store`."""
+
+        def move(name: str) -> None:
+            old, new = f"{source}/{name}", f"{target}/{name}"
+            retry(lambda _: self._driver.copy(self._key(old), self._key(new)), self._what("copy", old), CALL_SECONDS)
+            self.remove(old)
+
+        with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="move") as pool:
+            list(pool.map(move, self.sizes(source)))
+
+    def remove(self, name: str) -> None:
+        """See `Store`."""
+        retry(lambda _: self._driver.delete(self._key(name)), self._what("delete", name), CALL_SECONDS)
+
+    def remove_tree(self, prefix: str) -> None:
+        """See `Store`."""
+        with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="delete") as pool:
+            list(pool.map(lambda name: self.remove(f"{prefix}/{name}"), self.sizes(prefix)))

@@ -1,0 +1,180 @@
+"""A store on a disk. Publish = write aside, flush to the disk, then one atomic name."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import google_crc32c
+
+from runner.storage.store import ABSENT, Version
+
+_CHUNK_BYTES = 1 << 22
+_REMOVE_TRIES = 10
+
+
+class LocalStore:
+    """A directory on a disk that all hosts of the job share, or that is this host's own."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.url = str(root)
+
+    def read(self, name: str) -> bytes:
+        """See `Store`."""
+        try:
+            return (self.root / name).read_bytes()
+        except NotADirectoryError as error:
+            raise FileNotFoundError(str(error)) from error
+
+    def read_versioned(self, name: str) -> tuple[bytes, Version]:
+        """See `Store`."""
+        try:
+            with (self.root / name).open("rb") as file:
+                return file.read(), _version(os.fstat(file.fileno()))
+        except (FileNotFoundError, NotADirectoryError):
+            return b"", ABSENT
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Store`."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = _write_aside(path, content)
+        os.replace(aside, path)
+        _sync_directory(path.parent)
+
+    def write_if(self, name: str, content: bytes, version: Version) -> Version:
+        """See `Store`."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = _write_aside(path, content)
+        new = _version(aside.stat())
+        with contextlib.ExitStack() as stack:
+            stack.callback(aside.unlink, missing_ok=True)
+            if version == ABSENT:
+                os.link(aside, path)
+            else:
+                stack.enter_context(_locked(path.parent))
+                if self.read_versioned(name)[1] != version:
+                    raise FileExistsError(f"{path} has changed")
+                os.replace(aside, path)
+        _sync_directory(path.parent)
+        return new
+
+    def create_from(self, directory: str, name: str, content: bytes) -> None:
+        """Create `name` by way of a file in `directory`, which must be there until it is done.
+
+        Raises `FileNotFoundError` if `directory` is gone, `FileExistsError` if `name` is there.
+        """
+        aside = _write_aside(self.root / directory / Path(name).name, content)
+        try:
+            os.link(aside, self.root / name)
+        finally:
+            aside.unlink(missing_ok=True)
+        _sync_directory((self.root / name).parent)
+
+    def exists(self, name: str) -> bool:
+        """See `Store`."""
+        return (self.root / name).exists()
+
+    def children(self, prefix: str) -> list[str]:
+        """See `Store`."""
+        try:
+            return os.listdir(self.root / prefix)
+        except FileNotFoundError:
+            return []
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """See `Store`."""
+        top = self.root / prefix
+        files = ((path.relative_to(top).as_posix(), path) for path in top.rglob("*") if path.is_file())
+        return {name: path.stat().st_size for name, path in sorted(files)}
+
+    def digest(self, name: str) -> str:
+        """See `Store`."""
+        checksum = google_crc32c.Checksum()
+        with (self.root / name).open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                checksum.update(chunk)
+        return checksum.hexdigest().decode()
+
+    def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
+        """See `Store`."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def move_tree(self, source: str, target: str) -> None:
+        """See `Store`."""
+        path = self.root / target
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (self.root / source).rename(path)
+
+    def remove(self, name: str) -> None:
+        """See `Store`."""
+        (self.root / name).unlink(missing_ok=True)
+
+    def remove_tree(self, prefix: str) -> None:
+        """See `Store`. A dying attempt may still be writing into it, so what appears meanwhile is deleted too."""
+        directory = self.root / prefix
+        if directory.is_file():
+            directory.unlink()
+        for _ in range(_REMOVE_TRIES):
+            shutil.rmtree(directory, ignore_errors=True)
+            if not directory.exists():
+                return
+            time.sleep(0.1)
+        shutil.rmtree(directory)
+
+
+def _version(status: os.stat_result) -> Version:
+    return f"{status.st_ino}.{status.st_mtime_ns}"
+
+
+def _write_aside(path: Path, content: bytes) -> Path:
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return aside
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append one line, in one write, so that lines of several processes never mix.
+
+    A line that a full disk or a power cut has torn is closed first, so that it takes no other with it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, b"\n" * torn + line)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,67 @@
+"""Lines that are only ever appended: one file on a disk, parts of one writer each in a bucket."""
+
+import threading
+from typing import Any, Protocol
+
+from runner.storage.local import append_line
+from runner.storage.store import Store, encode_line, parse_lines
+from runner.storage.uplink import Uplink
+
+PART_BYTES = 1 << 20
+
+
+class Log(Protocol):
+    """JSON objects in the order of their appending, by any number of writers."""
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one row. On a disk it is there on return, in a bucket soon. Raises `OSError`."""
+
+
+class LocalLog:
+    """`<name>.jsonl`, shared by all writers."""
+
+    def __init__(self, store: Store, name: str):
+        assert store.root is not None, "a local log needs a disk"
+        self._path = store.root / f"{name}.jsonl"
+
+    def append(self, row: dict[str, Any]) -> None:
+        """See `Log`."""
+        append_line(self._path, encode_line(row))
+
+
+class BucketLog:
+    """`<name>/<writer>.<part>.jsonl`: each writer has parts of its own, and begins a new one when one is large."""
+
+    def __init__(self, store: Store, name: str, writer: str, uplink: Uplink):
+        self._store, self._uplink = store, uplink
+        self._stem = f"{name}/{writer}"
+        self._lock = threading.Lock()
+        self._part = 0
+        self._content = b""
+
+    def append(self, row: dict[str, Any]) -> None:
+        """See `Log`."""
+        with self._lock:
+            if len(self._content) > PART_BYTES:
+                self._part += 1
+                self._content = b""
+            self._content += encode_line(row)
+            name, content = f"{self._stem}.{self._part:04}.jsonl", self._content
+            self._uplink.mark(name, lambda: self._store.write(name, content))
+
+
+def open_log(store: Store, name: str, writer: str, uplink: Uplink) -> Log:
+    """The log `name` for one writer, whose name no other may have."""
+    return BucketLog(store, name, writer, uplink) if store.root is None else LocalLog(store, name)
+
+
+def read_log(store: Store, name: str) -> list[dict[str, Any]]:
+    """All rows of all writers; of several writers by their `time`."""
+    try:
+        rows = parse_lines(store.read(f"{name}.jsonl"))
+    except FileNotFoundError:
+        rows = []
+    parts = sorted(store.children(name)) if store.root is None else []
+    for part in parts:
+        rows += parse_lines(store.read(f"{name}/{part}"))
+    return sorted(rows, key=lambda row: row.get("time", 0)) if parts else rows

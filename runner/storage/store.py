@@ -1,0 +1,125 @@
+"""What a run needs of the place that it writes to, on a disk or in a bucket: the whole surface.
+
+Names are relative to the run's directory, parts joined by `/`. Errors are those of the operating system, wherever it
+is: `FileNotFoundError`, `FileExistsError`, `PermissionError`, and `TimeoutError` once a call's deadline is over. A
+caller handles a full disk and a bucket that is down in one `except OSError`; what nobody handles of the last two is a
+`StorageError` besides, and ends the run with 76.
+"""
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any, Protocol
+
+import google_crc32c
+
+from runner.errors import InvalidError
+
+Version = str
+ABSENT: Version = ""  # the version of what is not there
+
+
+class Store(Protocol):
+    """One directory and all that is below it. Every call blocks; every call may come from any thread."""
+
+    url: str
+
+    @property
+    def root(self) -> Path | None:
+        """The directory itself if it is on a disk, where other libraries may write too."""
+
+    def read(self, name: str) -> bytes:
+        """The content of `name`. Raises `FileNotFoundError`."""
+
+    def read_versioned(self, name: str) -> tuple[bytes, Version]:
+        """The content of `name` and its version, (b"", ABSENT) if it is not there."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace `name` by `content`: a reader sees the old, the new or nothing, never a part. Durable on return."""
+
+    def write_if(self, name: str, content: bytes, version: Version) -> Version:
+        """Like `write`, but raises `FileExistsError` unless what is there has this version; the new version.
+
+        Several writers may try at once: one wins. With ABSENT it creates.
+        """
+
+    def exists(self, name: str) -> bool:
+        """Whether `name` is there."""
+
+    def children(self, prefix: str) -> list[str]:
+        """Names of what stands directly below `prefix`, files and directories, in no order."""
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of every file below `prefix` by its name relative to `prefix`, sorted."""
+
+    def digest(self, name: str) -> str:
+        """CRC-32C of the content: 8 hexadecimal digits. Reads the content where the store does not report one."""
+
+    def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
+        """Copy a file of this machine to `name`."""
+
+    def move_tree(self, source: str, target: str) -> None:
+        """Give all that is below `source` a new name. In a bucket, file by file."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file; one that is gone already is fine."""
+
+    def remove_tree(self, prefix: str) -> None:
+        """Delete all that is below `prefix`."""
+
+
+def create(store: Store, name: str, content: bytes) -> None:
+    """Create `name`, atomically and durably. Raises `FileExistsError` if it is there already."""
+    store.write_if(name, content, ABSENT)
+
+
+def probe(store: Store) -> None:
+    """Write a small file, read it, delete it. Raises `InvalidError` with the reason if that is not allowed."""
+    name, content = f".probe.{uuid.uuid4().hex[:8]}", b"may this run write here?\n"
+    try:
+        store.write(name, content)
+        if store.read(name) != content:
+            raise InvalidError(f"{store.url} does not give back what was written")
+        store.remove(name)
+    except FileNotFoundError as error:
+        raise InvalidError(f"{store.url} cannot be written: the bucket does not exist ({error})") from error
+    except PermissionError as error:
+        raise InvalidError(f"{store.url} cannot be written: no permission ({error})") from error
+
+
+def digest_of(content: Any) -> str:
+    """CRC-32C of bytes, or of a read-only array of them: 8 hexadecimal digits, the digest that object stores report."""
+    checksum = google_crc32c.Checksum()
+    checksum.update(content)
+    return checksum.hexdigest().decode()
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON text with a newline, keys in the order given."""
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def read_json(store: Store, name: str) -> dict[str, Any]:
+    """The JSON object in `name`. Raises `FileNotFoundError`, or `ValueError` if it is not a whole JSON object."""
+    value = json.loads(store.read(name))
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: not a JSON object")
+    return value
+
+
+def encode_line(row: dict[str, Any]) -> bytes:
+    """One JSON object as a line."""
+    return (json.dumps(row) + "\n").encode()
+
+
+def parse_lines(content: bytes) -> list[dict[str, Any]]:
+    """The JSON objects of a file of lines. A torn line is left out."""
+    rows = []
+    for line in content.split(b"\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

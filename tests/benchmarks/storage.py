@@ -1,0 +1,200 @@
+"""What trust and clouds cost. Ratios from interleaved measurements, against real servers on this machine.
+
+1. blocked time of a save of the 10M GPT to a bucket, over that of a save to a disk;
+2. fingerprint with comparison of replicas: seconds per GB, and its share of the 10M GPT's steps at the default cadence;
+3. upload and restore of 0.25 GB in pieces, over the same bytes by the cloud's own client, as many at a time;
+4. restore from the fast tier over restore from the bucket, with latency injected.
+
+    python -m tests.benchmarks.storage [--backend s3] [--rounds 5]
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from runner import fingerprint
+from runner.checkpoint import FastTier, array, shard
+from runner.hosts import Hosts
+from runner.spec import Checkpoint
+from runner.storage import Store, open_store
+from tests.benchmarks.jobs import make_job, start
+from tests.servers import BUCKET, Backend, start_backend
+
+LATENCY_SECONDS = 0.05
+NUM_ARRAYS, ARRAY_SHAPE = 16, (1024, 4096)
+
+
+def seconds_of(act: Callable[[], Any]) -> float:
+    """How long a call takes, its arrays awaited."""
+    started = time.perf_counter()
+    jax.block_until_ready(act())
+    return time.perf_counter() - started
+
+
+def blocked(backend: Backend, rounds: int) -> None:
+    """Part 1 and 2."""
+    with tempfile.TemporaryDirectory() as directory:
+        local = start(make_job("10m", Path(directory), 10_000))
+        remote = start(make_job("10m", Path(directory), 10_000, url=backend.url("blocked")))
+        pairs = []
+        for _ in range(rounds + 1):
+            for job in (local, remote):
+                job.state, loss, _ = job.compiled_train(job.state, job.batch(), job.key)
+                job.step += 1
+                jax.block_until_ready(loss)
+            pair = []
+            for job in (local, remote):
+                started = time.perf_counter()
+                job.save()
+                pair.append(time.perf_counter() - started)
+                job.checkpoints.saver.wait()
+            pairs.append(pair)
+        ratios = [there / here for here, there in pairs[1:]]
+        print(
+            f"blocked by a save of 10M: disk {statistics.median(p[0] for p in pairs[1:]):.4f} s, "
+            f"{backend.name} {statistics.median(p[1] for p in pairs[1:]):.4f} s, ratio {statistics.median(ratios):.2f}",
+            flush=True,
+        )
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(local.state))
+        digest = [seconds_of(lambda: fingerprint.dispatch(local.state)) for _ in range(rounds)]
+        steps = []
+        for _ in range(rounds):
+            started = time.perf_counter()
+            local.state, loss, _ = local.compiled_train(local.state, local.batch(), local.key)
+            jax.block_until_ready(loss)
+            steps.append(time.perf_counter() - started)
+        every_steps = Checkpoint().every_steps or 1
+        share = statistics.median(digest) / (every_steps * statistics.median(steps))
+        print(
+            f"fingerprint: {statistics.median(digest) / num_bytes * 1e9:.3f} s per GB, {share:.4%} of the 10M GPT's "
+            f"steps at a save every {every_steps} steps",
+            flush=True,
+        )
+
+
+def make_arrays() -> dict[str, jax.Array]:
+    """0.25 GB of float32."""
+    keys = jax.random.split(jax.random.key(0), NUM_ARRAYS)
+    return {f"layer.{number}": jax.random.normal(key, ARRAY_SHAPE) for number, key in enumerate(keys)}
+
+
+def plain_client(backend: Backend) -> tuple[Callable[[Path, str], Any], Callable[[str, Path], Any]]:
+    """Upload and download of one file by the cloud's own client."""
+    if backend.name == "s3":
+        import boto3  # noqa: PLC0415 - only the client that is measured
+
+        client = boto3.client("s3")
+        return (
+            lambda path, key: client.upload_file(str(path), BUCKET, key),
+            lambda key, path: client.download_file(BUCKET, key, str(path)),
+        )
+    if backend.name == "gs":
+        from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
+        from google.cloud import storage  # noqa: PLC0415
+
+        bucket = storage.Client(project="p", credentials=AnonymousCredentials()).bucket(BUCKET)
+        return (
+            lambda path, key: bucket.blob(key).upload_from_filename(str(path)),
+            lambda key, path: bucket.blob(key).download_to_filename(str(path)),
+        )
+    from azure.storage.blob import BlobServiceClient  # noqa: PLC0415
+
+    service = BlobServiceClient.from_connection_string(os.environ["AZURE_STORAGE_CONNECTION_STRING"])
+    container = service.get_container_client(BUCKET)
+    return (
+        lambda path, key: container.upload_blob(key, path.open("rb"), overwrite=True),
+        lambda key, path: path.write_bytes(container.download_blob(key).readall()),
+    )
+
+
+def throughput(backend: Backend, store: Store, rounds: int) -> None:
+    """Part 3."""
+    leaves = make_arrays()
+    num_bytes = sum(leaf.nbytes for leaf in leaves.values())
+    abstract = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in leaves.items()
+    }
+    up, down = plain_client(backend)
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        writer = array.PieceWriter(store, Hosts(None, 0, 1), directory / "staging")
+        files = []
+        for name, leaf in leaves.items():
+            files.append(directory / name)
+            files[-1].write_bytes(memoryview(jax.device_get(leaf)).cast("B"))
+        for number in range(rounds):
+            started = time.perf_counter()
+            written = writer.start(f"c/{number}/arrays", leaves)(600.0)
+            ours_up = time.perf_counter() - started
+            started = time.perf_counter()
+            with ThreadPoolExecutor(array.NUM_UPLOADS) as pool:
+                list(pool.map(lambda file: up(file, f"plain/{file.name}"), files))
+            plain_up = time.perf_counter() - started
+            started = time.perf_counter()
+            jax.block_until_ready(array.read(store, f"c/{number}", written, abstract))
+            ours_down = time.perf_counter() - started
+            started = time.perf_counter()
+            with ThreadPoolExecutor(shard.NUM_READERS) as pool:
+                list(pool.map(lambda file: down(f"plain/{file.name}", Path(f"{file}.back")), files))
+            plain_down = time.perf_counter() - started
+            rows.append((plain_up / ours_up, plain_down / ours_down, ours_up, ours_down))
+            store.remove_tree(f"c/{number}")
+    up_ratio, down_ratio, up_seconds, down_seconds = (statistics.median(column) for column in zip(*rows, strict=True))
+    print(
+        f"upload {num_bytes / up_seconds / 1e6:.0f} MB/s, {up_ratio:.2f} of the plain client's throughput; "
+        f"restore {num_bytes / down_seconds / 1e6:.0f} MB/s, {down_ratio:.2f} of it",
+        flush=True,
+    )
+
+
+def tiers(backend: Backend, rounds: int) -> None:
+    """Part 4."""
+    leaves = {name: leaf[:64] for name, leaf in make_arrays().items()} | {"count": jnp.int32(1)}
+    abstract = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in leaves.items()
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        fast = FastTier(directory / "fast")
+        fast.write({"step": 1, "identity": {}}, shard.copy_to_host(leaves, "all"), {})
+        store = open_store(backend.url("tiers"))
+        written = array.PieceWriter(store, Hosts(None, 0, 1), directory / "staging").start("c/1/arrays", leaves)(600.0)
+        backend.proxy.faults.latency_seconds = LATENCY_SECONDS
+        ratios = [
+            seconds_of(lambda: fast.read(1, abstract)[0])
+            / seconds_of(lambda: array.read(store, "c/1", written, abstract))
+            for _ in range(rounds)
+        ]
+        backend.proxy.reset()
+    print(
+        f"restore from the fast tier over restore from {backend.name} with {LATENCY_SECONDS} s latency a request: "
+        f"{statistics.median(ratios):.3f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", choices=("gs", "s3", "az"), default="s3")
+    parser.add_argument("--rounds", type=int, default=5)
+    parsed = parser.parse_args()
+    with start_backend(parsed.backend) as backend:
+        os.environ.update(backend.environment)
+        blocked(backend, parsed.rounds)
+        tiers(backend, parsed.rounds)
+        os.environ.update(backend.server.environment(backend.server.port))
+        throughput(backend, open_store(backend.url("throughput")), parsed.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""A bucket in memory: the real `BucketStore` over a driver that keeps a dict, and can be told to fail."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from runner.storage.bucket import BucketStore, Entry
+from runner.storage.store import ABSENT, Version, digest_of
+
+
+class MemoryDriver:
+    """Objects with versions. `before` is called with (verb, key) before each call, and may raise."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[bytes, Version]] = {}
+        self.before: Callable[[str, str], None] = lambda verb, key: None
+        self.reports_digests = True
+        self._lock = threading.RLock()
+        self._versions = itertools.count(1)
+
+    def get(self, key: str) -> tuple[bytes, Version]:
+        self.before("get", key)
+        with self._lock:
+            if key not in self.objects:
+                raise FileNotFoundError(key)
+            return self.objects[key]
+
+    def put(self, key: str, content: bytes, version: Version | None) -> Version:
+        self.before("put", key)
+        with self._lock:
+            present = self.objects.get(key, (b"", ABSENT))[1]
+            if version is not None and version != present:
+                raise FileExistsError(key)
+            self.objects[key] = (bytes(content), str(next(self._versions)))
+            return self.objects[key][1]
+
+    def put_file(self, key: str, source: Path) -> None:
+        self.put(key, source.read_bytes(), None)
+
+    def list(self, prefix: str, delimiter: str) -> Iterator[Entry]:
+        self.before("list", prefix)
+        with self._lock:
+            found = {key: len(content) for key, (content, _) in self.objects.items() if key.startswith(prefix)}
+        entries = set()
+        for key, size in found.items():
+            inner, deeper, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+            entries.add(Entry(prefix + inner + "/", 0) if deeper else Entry(key, size))
+        yield from entries
+
+    def crc32c(self, key: str) -> str | None:
+        return digest_of(self.get(key)[0]) if self.reports_digests else None
+
+    def copy(self, key: str, target: str) -> None:
+        self.put(target, self.get(key)[0], None)
+
+    def delete(self, key: str) -> None:
+        self.before("delete", key)
+        with self._lock:
+            self.objects.pop(key, None)
+
+
+def memory_bucket(driver: MemoryDriver | None = None) -> BucketStore:
+    """A store on a bucket of its own, or on that of `driver`."""
+    return BucketStore("mem://bucket/run", "run", driver or MemoryDriver())
