@@ -173,12 +173,7 @@ class Saver:
 
     def _work(self, save: _Save) -> bool:
         """The background part of a durable save; whether it was committed."""
-        try:
-            manifest = save.with_digests()
-        except fingerprint.ReplicaError as error:
-            self._place.ledger.append("corruption", save.manifest["step"], reason=str(error))
-            step = save.manifest["step"]
-            raise fingerprint.ReplicaError(f"step {step} is not saved: {error}; the last commit is intact") from error
+        manifest = self._manifest(save)
         try:
             if save.error is not None:
                 raise save.error
@@ -197,10 +192,20 @@ class Saver:
         self._after_commit(manifest)
         return True
 
+    def _manifest(self, save: _Save) -> dict[str, Any]:
+        """The manifest with digests. Raises `ReplicaError` if the state is corrupt on some device."""
+        try:
+            return save.with_digests()
+        except fingerprint.ReplicaError as error:
+            step = save.manifest["step"]
+            self._place.ledger.append("corruption", step, reason=str(error))
+            raise fingerprint.ReplicaError(f"step {step} is not saved: {error}; the last commit is intact") from error
+
     def _keep_fast(self, save: _Save, host: shard.Host) -> None:
         assert self._place.fast is not None
+        manifest = self._manifest(save)
         try:
-            self._place.fast.write(save.with_digests(), host, save.companions)
+            self._place.fast.write(manifest, host, save.companions)
         except WRITE_ERRORS as failure:
             warn(f"step {save.manifest['step']} is not in the fast tier: {first_line(failure)}")
             self._place.ledger.append("save_failed", save.manifest["step"], tier="fast", reason=first_line(failure))
