@@ -100,9 +100,9 @@ def settle(store: Store) -> None:
 
 
 def _make_void(store: Store, directory: str, attempt: int) -> bool:
-    """Whether `directory` is void now; False if it is committed."""
+    """Whether `directory` is void now; False if it is committed, or a newer attempt has made it void."""
     content, version = store.read_versioned(f"{directory}/{MANIFEST}")
-    if version != ABSENT and not _says(content, "void"):
+    if version != ABSENT and not (_says(content, "void") and json.loads(content)["void"] <= attempt):
         return False
     try:
         store.write_if(f"{directory}/{MANIFEST}", _void(attempt), version)

@@ -183,13 +183,13 @@ class BucketMetrics:
             if revision == self._revision_written:
                 return
             content = b"".join(encode_line(row) for row in rows)
-            self._fence.check()
-            try:
-                self._version = self._store.write_if(NAME, content, self._version)
-            except FileExistsError:
-                self._version = self._store.read_versioned(NAME)[1]
+            while True:
                 self._fence.check()
-                self._version = self._store.write_if(NAME, content, self._version)
+                try:
+                    self._version = self._store.write_if(NAME, content, self._version)
+                    break
+                except FileExistsError:  # a last write of an attempt that is fenced; each has only one
+                    self._version = self._store.read_versioned(NAME)[1]
             self._revision_written = revision
 
     def close(self) -> None:

@@ -18,9 +18,11 @@ from runner.manifest import (
     file_problems,
     newest_manifest,
     read_manifest,
+    remove_files,
     retire,
     settle,
     steps,
+    withdraw,
 )
 from runner.storage import LocalStore, digest_of
 
@@ -374,3 +376,55 @@ def test_settle_leaves_what_no_retire_has_begun(store):
     before = store.sizes("")
     settle(store)
     assert store.sizes("") == before
+
+
+# What was committed is deleted: first the manifest, then the files.
+
+
+def delete(store, attempt):
+    withdraw(store, STEP, attempt)
+    assert committer(store) is None
+    remove_files(store, STEP)
+
+
+def test_what_was_withdrawn_is_no_checkpoint_before_its_files_are_deleted(store):
+    save(store, 1)
+    withdraw(store, STEP, 1)
+    assert committer(store) is None
+    assert store.exists(f"{STEP}/arrays.1/x")
+    remove_files(store, STEP)
+    assert store.children("checkpoints") == []
+
+
+def test_what_was_retired_before_it_was_committed_can_not_be_committed_again_after_it_was_deleted(store):
+    """The zombie of attempt 1 is still about to commit the step that attempt 2 has saved and retained away."""
+    upload_arrays(store, 1)
+    retire(store, 5, 2)
+    save(store, 2)
+    delete(store, 2)
+    assert set(store.sizes(STEP)) <= {MANIFEST}
+    if store.root is None:
+        upload_arrays(store, 1)
+    with pytest.raises((FileExistsError, FileNotFoundError)):
+        try_commit(store, 1)
+    assert committer(store) is None
+
+
+def test_a_step_that_was_deleted_may_be_saved_again(store):
+    upload_arrays(store, 1)
+    retire(store, 5, 2)
+    save(store, 2)
+    delete(store, 2)
+    if steps(store):
+        retire(store, 5, 3)
+    save(store, 3)
+    assert committer(store) == 3
+    delete(store, 3)
+    assert set(store.sizes(STEP)) <= {MANIFEST}
+
+
+def test_remove_files_leaves_the_manifest(store):
+    save(store, 1)
+    remove_files(store, STEP)
+    assert store.children(STEP) == [MANIFEST]
+    assert committer(store) == 1

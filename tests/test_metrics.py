@@ -1,5 +1,6 @@
 """The rows of the surviving trajectory, and how people see them."""
 
+import contextlib
 import hashlib
 import io
 import json
@@ -169,27 +170,34 @@ class ContentVersions(MemoryDriver):
     """A service whose versions are digests of the content, as S3's entity tags are."""
 
     def put(self, key, content, version):
+        self.before("put", key)
         if version is not None and version != self.objects.get(key, (b"", ABSENT))[1]:
             raise FileExistsError(key)
         self.objects[key] = (bytes(content), hashlib.md5(content).hexdigest())
         return self.objects[key][1]
 
 
-@pytest.mark.parametrize("driver_class", [MemoryDriver, ContentVersions])
-@pytest.mark.parametrize("restored", [10, 20])
-def test_in_a_bucket_a_zombie_is_fenced_after_a_newer_attempts_rewind(driver_class, restored):
-    store = memory_bucket(driver_class())
+def written_zombie(driver):
+    """A bucket, and the metrics of an attempt that has written two rows and will be overtaken."""
+    store = memory_bucket(driver)
     zombie = open_file(store)
     zombie.rewind(0)
     zombie.append(row(10))
     zombie.append(row(20))
     zombie.sync()
+    return store, zombie
+
+
+@pytest.mark.parametrize("driver_class", [MemoryDriver, ContentVersions])
+@pytest.mark.parametrize("restored", [10, 20])
+def test_in_a_bucket_a_zombie_is_fenced_after_a_newer_attempts_rewind(driver_class, restored):
+    store, zombie = written_zombie(driver_class())
     file = open_file(store)
     assert file.rewind(restored) == row(restored)
     before = store.read("metrics.jsonl")
     zombie.append(row(999))
     for _ in range(2):
-        with pytest.raises(FencedError, match="has taken over"):
+        with pytest.raises(FencedError, match="attempt 2 has taken over"):
             zombie.sync()
         assert store.read("metrics.jsonl") == before
     file.append(row(30))
@@ -197,21 +205,86 @@ def test_in_a_bucket_a_zombie_is_fenced_after_a_newer_attempts_rewind(driver_cla
     assert steps_in(store) == [*range(10, restored + 1, 10), 30]
 
 
-def test_in_a_bucket_rewind_is_repeated_over_a_write_that_was_still_on_its_way():
+def test_in_a_bucket_a_zombie_is_fenced_as_soon_as_a_newer_attempt_has_begun():
+    store, zombie = written_zombie(MemoryDriver())
+    open_file(store)
+    zombie.append(row(999))
+    with pytest.raises(FencedError):
+        zombie.sync()
+    assert steps_in(store) == [10, 20]
+
+
+def test_in_a_bucket_a_zombie_whose_rows_are_sent_in_the_background_does_no_harm_there():
+    store, uplink = memory_bucket(), Uplink()
+    zombie = open_file(store, uplink)
+    zombie.rewind(0)
+    open_file(store).rewind(0)
+    zombie.append(row(10))
+    uplink.flush()
+    assert steps_in(store) == []
+    with pytest.raises(FencedError):
+        zombie.sync()
+
+
+def overtaken(driver, store, zombie, restored):
+    """Let the zombie pass its last look at the fence; before it writes, the newer attempt rewinds. That one's file."""
+    files = []
+
+    def overtake(verb, key):
+        if verb == "put" and key.endswith("metrics.jsonl"):
+            driver.before = lambda verb, key: None
+            files.append(open_file(store))
+            files[0].rewind(restored)
+
+    driver.before = overtake
+    zombie.append(row(999))
+    return files
+
+
+@pytest.mark.parametrize("restored", [10, 20])
+def test_in_a_bucket_a_zombie_that_has_passed_the_fence_is_stopped_by_the_version(restored):
+    driver = MemoryDriver()
+    store, zombie = written_zombie(driver)
+    files = overtaken(driver, store, zombie, restored)
+    with pytest.raises(FencedError, match="attempt 2 has taken over"):
+        zombie.sync()
+    assert steps_in(store) == list(range(10, restored + 1, 10))
+    (file,) = files
+    file.append(row(30))
+    file.sync()
+    assert steps_in(store) == [*range(10, restored + 1, 10), 30]
+
+
+@pytest.mark.parametrize("restored", [10, 20])
+def test_in_a_bucket_what_a_zombie_has_put_over_equal_content_is_written_over_by_the_owner(restored):
+    """Where versions are digests, those of two attempts are the same as long as their rows are."""
+    driver = ContentVersions()
+    store, zombie = written_zombie(driver)
+    files = overtaken(driver, store, zombie, restored)
+    with contextlib.suppress(FencedError):
+        zombie.sync()
+    (file,) = files
+    for step in (30, 40):
+        file.append(row(step))
+        file.sync()
+        zombie.append(row(1000))
+        with pytest.raises(FencedError):
+            zombie.sync()
+    assert steps_in(store) == [*range(10, restored + 1, 10), 30, 40]
+
+
+def test_in_a_bucket_rewind_goes_over_a_write_of_a_dead_attempt_that_was_still_on_its_way():
     driver = MemoryDriver()
     store = memory_bucket(driver)
     write(store, 10, 20)
-    zombie = open_file(store)
-    zombie.rewind(20)
-    zombie.append(row(30))
 
     def overtake(verb, key):
-        if verb == "put":
+        if verb == "put" and key.endswith("metrics.jsonl"):
             driver.before = lambda verb, key: None
-            zombie.sync()
+            store.write("metrics.jsonl", b"".join(encode_line(row(step)) for step in (10, 20, 999)))
 
-    driver.before = overtake
     file = open_file(store)
+    driver.before = overtake
     assert file.rewind(20) == row(20)
     assert steps_in(store) == [10, 20]
     file.append(row(25))
@@ -240,9 +313,10 @@ def test_in_a_bucket_a_row_that_is_replaced_while_it_is_on_its_way_is_sent_again
     completed = threading.Thread(target=file.replace_last, args=(row(10, **{"val/loss": 2.0}),))
 
     def complete(verb, key):
-        driver.before = lambda verb, key: None
-        completed.start()
-        completed.join(0.5)  # it may have to wait until the write is over
+        if verb == "put":
+            driver.before = lambda verb, key: None
+            completed.start()
+            completed.join(0.5)  # it may have to wait until the write is over
 
     driver.before = complete
     file.sync()

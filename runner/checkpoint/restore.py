@@ -195,6 +195,7 @@ class Restorer:
             )
             warn(f"checkpoint {fallback.step} ({fallback.tier}) not restored: {fallback.reason}")
         for step in steps(place.store):
+            place.fence.check()
             retire(place.store, step, place.fence.attempt)
 
     def _quarantine(self, fallback: Fallback, attempt: int) -> None:

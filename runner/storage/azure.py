@@ -9,7 +9,9 @@ from azure.core import MatchConditions
 from azure.core.exceptions import AzureError, ClientAuthenticationError, HttpResponseError, ResourceNotFoundError
 from azure.storage.blob import BlobPrefix, BlobServiceClient
 from cloudpathlib.azure import AzureBlobClient, AzureBlobPath
+from cloudpathlib.exceptions import MissingCredentialsError
 
+from runner.errors import InvalidError
 from runner.storage.bucket import CONNECT_SECONDS, TRY_SECONDS, Entry
 from runner.storage.retry import DeniedError, TransientError
 from runner.storage.store import ABSENT, Version
@@ -101,7 +103,10 @@ class AzureDriver:
 
 def _one_try_client() -> BlobServiceClient:
     """The client that the environment describes, without retries of its own."""
-    client = AzureBlobClient().service_client
+    try:
+        client = AzureBlobClient().service_client
+    except MissingCredentialsError as error:
+        raise InvalidError("az:// needs credentials: set AZURE_STORAGE_CONNECTION_STRING") from error
     return BlobServiceClient(
         client.url,
         credential=client.credential,

@@ -5,8 +5,6 @@ import os
 import tempfile
 from pathlib import Path
 
-from cloudpathlib.exceptions import CloudPathException
-
 from runner.errors import InvalidError
 from runner.storage.bucket import BucketStore
 from runner.storage.local import LocalStore
@@ -54,7 +52,7 @@ def _open_bucket(url: str, module: str, driver_name: str, extra: str) -> Store:
         driver = getattr(importlib.import_module(module), driver_name)(url.rstrip("/"))
     except ModuleNotFoundError as error:
         raise InvalidError(f"{url} needs the package {error.name}: pip install 'runner[{extra}]'") from error
-    except (CloudPathException, ValueError) as error:
+    except ValueError as error:
         raise InvalidError(f"{url}: {str(error).splitlines()[0]}") from error
     return BucketStore(url.rstrip("/"), driver.prefix, driver)
 
