@@ -11,7 +11,6 @@ from azure.storage.blob import BlobPrefix, BlobServiceClient
 from cloudpathlib.azure import AzureBlobClient, AzureBlobPath
 from cloudpathlib.exceptions import MissingCredentialsError
 
-from runner.errors import InvalidError
 from runner.storage.bucket import CONNECT_SECONDS, TRY_SECONDS, Entry
 from runner.storage.retry import DeniedError, TransientError
 from runner.storage.store import ABSENT, Version
@@ -106,7 +105,7 @@ def _one_try_client() -> BlobServiceClient:
     try:
         client = AzureBlobClient().service_client
     except MissingCredentialsError as error:
-        raise InvalidError("az:// needs credentials: set AZURE_STORAGE_CONNECTION_STRING") from error
+        raise ValueError("no credentials: set AZURE_STORAGE_CONNECTION_STRING") from error
     return BlobServiceClient(
         client.url,
         credential=client.credential,
