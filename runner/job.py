@@ -33,6 +33,8 @@ from runner.spec import (
     validate_config,
 )
 
+_DRAIN_SECONDS = 10.0
+
 
 class RestoreableJob:
     """Base of every job. Construct it with a spec, then call it."""
@@ -158,9 +160,8 @@ class RestoreableJob:
             self._flush()
 
     def _flush(self) -> None:
-        """Let what is still on its way to a bucket arrive."""
-        with contextlib.suppress(OSError):
-            self.uplink.flush()
+        """Let what is still on its way to a bucket arrive, if the bucket is up."""
+        self.uplink.drain(_DRAIN_SECONDS)
 
     def _probe_and_ask_if_done(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""

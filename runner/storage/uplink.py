@@ -5,6 +5,7 @@ content wins, and content that is overtaken is never sent. A failure is kept for
 again.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -45,6 +46,17 @@ class Uplink:
                     warn(f"cannot be written, will be tried again: {error}")
                 self._warned = True
             time.sleep(PERIOD_SECONDS)
+
+    def drain(self, seconds: float) -> None:
+        """Before the end of the process: give what has changed some seconds to arrive. Never raises."""
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                self.flush()
+
+        thread = threading.Thread(target=send, name="drain", daemon=True)
+        thread.start()
+        thread.join(seconds)
 
     def flush(self) -> None:
         """Send what has changed, now, and wait. Raises the first `OSError`; what was not sent is tried again later."""
