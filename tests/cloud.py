@@ -286,7 +286,10 @@ def assert_verified(job: CloudJob) -> None:
 
 def assert_same_outcome(job: CloudJob, whole: Job) -> None:
     """The run has ended in the bits and rows of an undisturbed local one, and all it has committed is whole."""
-    assert job.outcome() == whole.outcome()
+    result, rows = job.outcome()
+    whole_result, whole_rows = whole.outcome()
+    assert result == whole_result, f"ended with {result}, undisturbed with {whole_result}"
+    assert rows == whole_rows, f"other rows: {[row for row in rows if row not in whole_rows] or len(rows)}"
     assert_verified(job)
     last_step = job.result()["step"]
     assert job.newest() == last_step
@@ -298,11 +301,6 @@ def whole_counter(options: tuple[str, ...]) -> Job:
     return harness.undisturbed(
         "specs/counter.yaml", (*options, "config.step_seconds=0", "checkpoint.every_steps=1000000")
     )
-
-
-def step_of(path: str) -> int:
-    """The step that a path below `checkpoints/` belongs to."""
-    return int(path.partition("/checkpoints/")[2].split("/")[0])
 
 
 def no_traceback(attempt: CloudAttempt) -> list[str]:
