@@ -38,7 +38,7 @@ def read_manifest(store: Store, directory: str) -> dict[str, Any]:
         raise NotCommittedError("no manifest.json: it was never committed") from error
     digest = manifest.pop("digest", None)
     if digest != hash_of(manifest) or manifest.get("format") != FORMAT:
-        raise ValueError("manifest.json is damaged: it does not match its own digest")
+        raise ValueError("damaged: it does not match its own digest")
     if "void" in manifest:
         raise NotCommittedError(f"attempt {manifest['void']} found it unfinished")
     return manifest

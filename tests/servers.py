@@ -54,6 +54,7 @@ AZURITE_VERSION = "~3.35.0"
 START_SECONDS = 60.0
 INSTALL_SECONDS = 400.0
 UPSTREAM_SECONDS = 120.0
+UPSTREAM_CONNECTIONS = 4  # one emulator has a thread and a backlog of 5: what overflows it costs a second each
 _POLL_SECONDS = 0.05
 _HEAD_BYTES = 1 << 16
 _WRITES = ("PUT", "POST", "DELETE", "PATCH")
@@ -112,6 +113,7 @@ class Server(ABC):
     def __init__(self) -> None:
         self.port = free_port()
         self._locks: dict[str, threading.Lock] = {}
+        self._room = threading.BoundedSemaphore(UPSTREAM_CONNECTIONS)
         self._process, self._log = _start_kept(self._command(self.port))
         self._wait_until_it_answers()
 
@@ -164,7 +166,7 @@ class Server(ABC):
         # A connection for each request: one kept alive may be closed by the server just when it is used again, and
         # then nobody knows whether the write has happened. Only the test may cause that.
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=UPSTREAM_SECONDS)
-        with contextlib.closing(connection):
+        with self._room, contextlib.closing(connection):
             connection.putrequest(request.method, request.target, skip_host=True, skip_accept_encoding=True)
             for key, value in request.headers:
                 connection.putheader(key, value)

@@ -152,7 +152,7 @@ class Restorer:
         except StorageError:
             raise  # that the store is down says nothing of the checkpoint
         except (ValueError, OSError) as error:
-            problem = str(error)
+            problem = f"{MANIFEST}: {error}"
         problem = self._first(problem)
         if problem is None and manifest is not None:
             check_leaves(manifest, abstract, weights_only)
