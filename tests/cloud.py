@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -224,15 +223,6 @@ class CloudAttempt(Attempt):
             return False
 
         self.until(look, what)
-
-    def freeze(self) -> None:
-        """SIGSTOP, and wait until the process stands still."""
-        self.process.send_signal(signal.SIGSTOP)
-        self._await_standstill()
-
-    def thaw(self) -> None:
-        """SIGCONT."""
-        self.process.send_signal(signal.SIGCONT)
 
 
 Kind = Callable[[str, str], bool]

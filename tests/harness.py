@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -251,11 +252,10 @@ class Attempt:
         pause = delay_seconds
         while self.reaches(lambda: phase(self) or self._is_past(phase), phase.__name__):
             time.sleep(pause)
-            self.process.send_signal(signal.SIGSTOP)
-            self._await_standstill()
+            self.freeze()
             if phase(self) and self.process.poll() is None:
                 return True
-            self.process.send_signal(signal.SIGCONT)
+            self.thaw()
             if self._is_past(phase):
                 return False
             pause = 0.0
@@ -265,12 +265,18 @@ class Attempt:
         """Whether `phase` cannot come any more: what lies before the first step comes once an attempt."""
         return phase in (start_up, compiling, restoring) and has_state(self)
 
-    def _await_standstill(self) -> None:
+    def freeze(self) -> None:
+        """SIGSTOP, and wait until the process stands still."""
+        self.process.send_signal(signal.SIGSTOP)
         stat = Path(f"/proc/{self.process.pid}/stat")
         deadline = time.monotonic() + DEADLINE_SECONDS
         while self.process.poll() is None and stat.read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < deadline, self.report("does not stop on SIGSTOP")
             time.sleep(POLL_SECONDS / 10)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
 
     def kill_in(self, phase: "Phase", delay_seconds: float = 0.0) -> bool:
         """kill -9 inside `phase`; False if the process was killed elsewhere because it was past it, or had ended."""
@@ -282,13 +288,18 @@ class Attempt:
         """Send a signal inside `phase`, which the process must reach."""
         assert self.freeze_in(phase, delay_seconds), self.report(f"ended without {phase.__name__}")
         self.process.send_signal(number)
-        self.process.send_signal(signal.SIGCONT)
+        self.thaw()
 
     def kill(self) -> None:
         """kill -9, and wait."""
         if self.process.poll() is None:
             self.process.kill()
         self.wait()
+
+    def limit_file_size(self, num_bytes: int) -> None:
+        """From now on larger writes of the process fail, as they do on a full disk."""
+        _, hard = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
 
     def children(self) -> list[int]:
         """Process ids of the children, in the order in which they were started."""
@@ -333,6 +344,20 @@ class Opened:
     def close(self) -> None:
         """Stop watching."""
         os.close(self._descriptor)
+
+
+def kill_all_when(attempts: Sequence[Attempt], happens: Callable[[], Any], what: str) -> None:
+    """kill -9 to all processes of a job while `happens()` is true, which is asked again when all stand still."""
+    while True:
+        attempts[0].until(happens, what)
+        for attempt in attempts:
+            attempt.freeze()
+        if happens():
+            break
+        for attempt in attempts:
+            attempt.thaw()
+    for attempt in attempts:
+        attempt.kill()
 
 
 # Phases: each is a question about an attempt that its files answer.

@@ -3,6 +3,7 @@
 Never is a checkpoint committed that does not verify. Every scenario makes sure that the faults it asked for did happen.
 """
 
+import resource
 import time
 from collections.abc import Iterator
 
@@ -26,6 +27,7 @@ SHORT = ("config.total_steps=40", "config.step_seconds=0.05", "config.width=1000
 FEW = ("config.total_steps=4", "config.width=1000", "checkpoint.every_steps=2")
 LONG = ("config.total_steps=400", "config.step_seconds=0.07", "config.width=1000", "checkpoint.every_steps=5")
 SHORT_OUTAGE_SECONDS = 20.0
+FILE_LIMIT_BYTES = 200_000  # less than a piece of SHORT, more than any other file
 MAX_UNSAVED = "checkpoint.max_unsaved_minutes=0.05"
 
 
@@ -48,23 +50,21 @@ def committed_some(job: CloudJob, attempt: CloudAttempt, steps: int = 1) -> None
     attempt.until_server(lambda: len(job.committed()) >= steps, f"{steps} commits")
 
 
-def kill_and_finish(job: CloudJob, whole_options: tuple[str, ...]) -> None:
-    """Killed after a commit and run to the end, under whatever faults there are: saves and restores meet them."""
-    attempt = job.start()
-    committed_some(job, attempt)
-    attempt.kill()
-    again = job.finish()
-    assert again.events("restore")
-    assert_same_outcome(job, whole_counter(whole_options))
-
-
 # Faults that pass.
 
 
 def train_with_many_errors(backend: Backend) -> None:
     backend.proxy.faults = Faults(error_rate=0.3, error_statuses=(503, 429))
-    kill_and_finish(CloudJob(backend, free_name("errors"), COUNTER_SPEC, SHORT), SHORT)
-    assert backend.proxy.fired["error"] >= 20
+    fired = backend.proxy.fired
+    job = CloudJob(backend, free_name("errors"), COUNTER_SPEC, SHORT)
+    attempt = job.start()
+    attempt.until_server(lambda: fired["error"] >= 5 and job.committed(), "errors, and a commit")
+    attempt.kill()
+    num_before = fired["error"]
+    again = job.finish()
+    assert again.events("restore")
+    assert fired["error"] >= num_before + 5
+    assert_same_outcome(job, whole_counter(SHORT))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -187,6 +187,24 @@ def lose_the_right_to_write(backend: Backend) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_writes_that_are_forbidden_from_some_time_on_fail_loudly_and_end_with_76(name: str) -> None:
     play_on(name, lose_the_right_to_write)
+
+
+def fill_the_staging_disk(backend: Backend) -> None:
+    job = CloudJob(backend, free_name("full"), COUNTER_SPEC, SHORT)
+    attempt = job.with_options("config.step_seconds=0.1").start()
+    committed_some(job, attempt)
+    attempt.limit_file_size(FILE_LIMIT_BYTES)
+    attempt.until(lambda: "SAVE FAILED at step " in attempt.output, "a save that fails")
+    attempt.limit_file_size(resource.RLIM_INFINITY)
+    attempt.expect(0)
+    no_traceback(attempt)
+    assert job.events("save_failed")
+    assert_same_outcome(job, whole_counter(SHORT))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_full_staging_disk_fails_loudly_and_the_next_save_is_tried(name: str) -> None:
+    play_on(name, fill_the_staging_disk)
 
 
 # What can never work is refused at once.

@@ -166,22 +166,16 @@ def test_if_no_checkpoint_is_good_the_job_refuses_and_touches_nothing(job: Job, 
         assert not attempt.events("init", "restore", "fallback", "quarantine")
 
 
-def limit_file_size(attempt: Attempt, num_bytes: int) -> None:
-    """From now on larger writes of the process fail, as they do on a full disk."""
-    _, hard = resource.prlimit(attempt.process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(attempt.process.pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
-
-
 def test_a_save_on_a_full_disk_fails_loudly_and_training_goes_on_to_the_next(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()
     attempt.until(lambda: job.newest() >= 10, "the commit of step 10")
-    limit_file_size(attempt, FILE_LIMIT_BYTES)
+    attempt.limit_file_size(FILE_LIMIT_BYTES)
     attempt.until(lambda: len(attempt.events("save_failed")) >= 2, "two failed saves")
     failed = [event["step"] for event in attempt.events("save_failed")]
     last_good = job.newest()
     assert failed == [last_good + 5, last_good + 10]
-    limit_file_size(attempt, resource.RLIM_INFINITY)
+    attempt.limit_file_size(resource.RLIM_INFINITY)
     attempt.until(lambda: job.newest() > failed[-1], "the next save")
     attempt.expect(0)
     assert attempt.output.count("SAVE FAILED") == len(attempt.events("save_failed"))
@@ -195,7 +189,7 @@ def test_a_kill_after_failed_saves_goes_back_to_the_last_good_checkpoint(tmp_pat
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()
     attempt.until(lambda: job.newest() >= 5, "the commit of step 5")
-    limit_file_size(attempt, FILE_LIMIT_BYTES)
+    attempt.limit_file_size(FILE_LIMIT_BYTES)
     attempt.until(lambda: attempt.events("save_failed"), "a failed save")
     attempt.kill()
     last_good = job.newest()
@@ -208,7 +202,7 @@ def test_a_final_save_that_fails_ends_with_76_and_the_next_attempt_completes(tmp
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()
     attempt.until(lambda: has_state(attempt) and job.newest() >= 5, "the commit of step 5")
-    limit_file_size(attempt, FILE_LIMIT_BYTES)
+    attempt.limit_file_size(FILE_LIMIT_BYTES)
     attempt.expect(76)
     assert "the state of step 60 could not be saved" in attempt.output
     assert not (job.directory / "result.json").exists()

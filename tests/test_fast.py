@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.harness import Attempt, Job, has_state, undisturbed
+from tests.harness import Attempt, Job, has_state, kill_all_when, undisturbed
 
 GPT = ("specs/gpt_nano.yaml", "config.train.total_steps=60", "checkpoint.every_steps=20", "logging.every_steps=5")
 COUNTER = (
@@ -38,9 +38,7 @@ def common(tmp_path: Path) -> list[int]:
 def run_until(job: Job, happens: Callable[[], bool], what: str) -> list[Attempt]:
     """Start both processes and kill both with -9 once it happens."""
     attempts = job.start_processes(PROCESSES)
-    attempts[0].until(happens, what)
-    for attempt in attempts:
-        attempt.kill()
+    kill_all_when(attempts, happens, what)
     return attempts
 
 

@@ -1,11 +1,20 @@
-"""Which steps may go: decided by numbers alone."""
+"""Which steps may go: decided by numbers alone, whatever the store and however it lists."""
 
+import contextlib
 import itertools
 import math
 
 import pytest
 
-from runner.checkpoint import superfluous
+from runner.checkpoint import Place, Retention, superfluous
+from runner.hosts import Hosts
+from runner.ledger import Fence, Ledger
+from runner.manifest import FORMAT, commit, committed
+from runner.storage import digest_of, open_store
+from tests.cloud import free_name
+from tests.harness import Job
+from tests.memory_bucket import MemoryDriver, memory_bucket
+from tests.servers import BACKENDS, start_backend
 
 
 def unmeasured(*steps):
@@ -79,3 +88,79 @@ def test_the_newest_never_goes_and_the_order_of_the_mapping_does_not_matter(best
     assert 1000 not in expected
     for order in itertools.permutations(values.items()):
         assert superfluous(dict(order), 1, keep_every_steps, best) == expected
+
+
+class ShuffledDriver(MemoryDriver):
+    """A bucket whose listings come in an order of its own."""
+
+    def __init__(self, order: tuple[int, ...]):
+        super().__init__()
+        self._order = order
+
+    def list(self, prefix: str, delimiter: str):
+        found = list(super().list(prefix, delimiter))
+        yield from sorted(found, key=lambda entry: [f"/{step}/" not in entry.key for step in self._order])
+
+
+@contextlib.contextmanager
+def open_somewhere(kind, order, tmp_path, monkeypatch):
+    if kind == "memory":
+        yield memory_bucket(ShuffledDriver(order))
+    elif kind == "disk":
+        yield open_store(str(tmp_path / "run"))
+    else:
+        with start_backend(kind) as backend:
+            for name, value in backend.environment.items():
+                monkeypatch.setenv(name, value)
+            yield open_store(backend.url(free_name("retention")))
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations((800, 900, 1000))], ids=str)
+@pytest.mark.parametrize("kind", ["disk", "memory", *BACKENDS])
+def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(kind, order, tmp_path, monkeypatch):
+    with open_somewhere(kind, order, tmp_path, monkeypatch) as store:
+        fence = Fence(store)
+        fence.claim()
+        for step in order:
+            directory = f"checkpoints/{step}"
+            store.write(f"{directory}/arrays.1/piece", b"bits")
+            files = {"arrays.1/piece": [4, digest_of(b"bits")]}
+            manifest = {"format": FORMAT, "name": str(step), "step": step, "arrays": "arrays.1", "files": files}
+            commit(store, directory, manifest | {"attempt": 1, "leaves": {}, "fingerprint": "0"}, 1)
+        retention = Retention(Place(store, Hosts(None, 0, 1), fence, Ledger(NoLog(), 1, 0)), keep_last=2)
+        retention.look()
+        retention.apply(committed(store)[1000])
+        assert sorted(committed(store)) == [900, 1000]
+        assert {name.split("/")[0] for name in store.sizes("checkpoints")} == {"900", "1000"}
+        for step in (900, 1000):
+            assert store.read(f"checkpoints/{step}/arrays.1/piece") == b"bits"
+
+
+class NoLog:
+    """A log that forgets."""
+
+    def append(self, row):
+        pass
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_by_a_metric_outlives_its_age_and_a_kill(mode, tmp_path):
+    options = (
+        "config.train.total_steps=20",
+        "config.schedule.warmup_steps=2",
+        "checkpoint.every_steps=4",
+        "config.eval.every_steps=4",
+        "config.eval.batches=2",
+        "checkpoint.keep_last=1",
+        f"checkpoint.keep_best={{metric: val/loss, mode: {mode}}}",
+    )
+    job = Job("specs/gpt_nano.yaml", tmp_path / "run", options)
+    attempt = job.start()
+    attempt.until(lambda: job.newest() >= 8, "two commits")
+    attempt.kill()
+    job.finish()
+    losses = {row["step"]: row["val/loss"] for row in job.rows() if "val/loss" in row}
+    assert sorted(losses) == [4, 8, 12, 16, 20]
+    best = (min if mode == "min" else max)(losses, key=losses.__getitem__)
+    assert job.committed() == sorted({best, 20})
+    assert job.uncommitted() == []

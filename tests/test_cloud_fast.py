@@ -1,0 +1,100 @@
+"""Two processes of two devices, a fast tier each, and one bucket; machines are lost by deleting parts."""
+
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cloud import POLL_SECONDS, CloudJob, assert_same_outcome, free_name, play_on
+from tests.harness import kill_all_when, undisturbed
+from tests.servers import BACKENDS, Backend
+
+SPEC = "specs/gpt_nano.yaml"
+# Every process has a part of every large leaf.
+OPTIONS = (
+    "config.train.total_steps=60",
+    "checkpoint.every_steps=10",
+    "logging.every_steps=5",
+    "config.eval.every_steps=20",
+    "config.eval.batches=2",
+    "topology.mesh={data: 1, fsdp: auto, tensor: 1}",
+)
+DEVICES, PROCESSES = 2, 2
+RESTORED = re.compile(r"restored step (\d+) from the (\w+) tier")
+PIECES = r"checkpoints/\d+/arrays\..*"
+
+
+def steps_of(fast: Path, process: int) -> dict[int, Path]:
+    """The steps of which a process has a part."""
+    return {int(path.name): path for path in fast.glob(f"*/{process}/*") if path.name.isdecimal()}
+
+
+def common(fast: Path) -> list[int]:
+    """The steps of which both have one."""
+    return sorted(set(steps_of(fast, 0)) & set(steps_of(fast, 1)))
+
+
+def kill_beyond(job: CloudJob, fast: Path, durable: int) -> None:
+    """kill -9 to both, once `durable` is in the bucket and both have two fast steps beyond it."""
+    attempts = job.start_processes(PROCESSES)
+
+    def is_beyond() -> bool:
+        time.sleep(POLL_SECONDS)
+        newest = job.newest()
+        return newest >= durable and len([step for step in common(fast) if step > newest]) > 1
+
+    kill_all_when(attempts, is_beyond, f"two fast steps beyond {durable}")
+
+
+def go_on(job: CloudJob) -> tuple[int, str, str]:
+    """Both again, killed once something is restored: its step and tier, and the output so far.
+
+    By the output, since what a process says in its last second before a kill -9 may never be in the bucket's ledger.
+    """
+    attempts = job.start_processes(PROCESSES)
+    attempts[0].until(lambda: RESTORED.search(attempts[0].output), "a restore")
+    for attempt in attempts:
+        attempt.kill()
+    found = RESTORED.search(attempts[0].output)
+    assert found is not None
+    return int(found[1]), found[2], attempts[0].output
+
+
+def lose_machines(backend: Backend) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        fast = Path(directory)
+        tier = (f"checkpoint.local_directory={fast}", "checkpoint.local_every_steps=2")
+        job = CloudJob(backend, free_name("machines"), SPEC, (*OPTIONS, *tier), devices=DEVICES)
+
+        kill_beyond(job, fast, 10)
+        newest = common(fast)[-1]
+        seen = len(backend.proxy.requests)
+        assert go_on(job)[:2] == (newest, "fast")
+        is_piece = job.requested("GET", PIECES)
+        assert not [request for request in backend.proxy.requests[seen:] if is_piece(*request)], "read from the bucket"
+
+        kill_beyond(job, fast, 10)
+        older, newest = common(fast)[-2:]
+        part = steps_of(fast, 1)[newest]
+        max((part / "pieces").iterdir(), key=lambda path: path.stat().st_size).unlink()
+        step, tier, output = go_on(job)
+        assert (step, tier) == (older, "fast"), output
+        assert f"checkpoint {newest} (fast) not restored: process 1: " in output, output
+
+        (machine,) = fast.glob("*/1")
+        shutil.rmtree(machine)
+        durable = job.newest()
+        assert go_on(job)[:2] == (durable, "durable")
+
+        for attempt in job.start_processes(PROCESSES):
+            attempt.expect(0)
+        assert_same_outcome(job, undisturbed(SPEC, OPTIONS, DEVICES, PROCESSES))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_machines_that_lose_all_or_a_part_of_their_fast_tier_end_with_the_same_bits(name: str) -> None:
+    undisturbed(SPEC, OPTIONS, DEVICES, PROCESSES)
+    play_on(name, lose_machines)
