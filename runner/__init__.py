@@ -2,31 +2,32 @@
 
 The map, in layers; a module imports only from those above it.
 
-errors       what callers catch, and the exit code of each
-terminal     lines for a person
-spec         frozen models, strict YAML, overrides, errors with file and line; no jax
-config       the config of trainers; no jax
-cadence      is it time?
-notice       SIGTERM on any host becomes one agreed moment on all
-hosts        start-up, main host, agreement, loss of a peer
-storage      one interface over a disk and the buckets of three clouds
-ledger       events.jsonl, attempts, the single-writer fence
-topology     spec -> mesh, logical axis rules, batch arithmetic, accelerator catalogue
-data         tokens; a batch is a pure function of (seed, step)
-metrics      rows of the surviving trajectory, and where they are shown
-fingerprint  topology-free digest of a pytree, computed on device
-manifest     what makes a directory a checkpoint, and what its files must look like
-checkpoint   save, commit, restore, retain; the fast tier
-job          RestoreableJob: restore or init, run, save on notice, exit clean
-audit        list, verify and copy checkpoints from outside
-state        the train state and its eval_shape-based sharded init
-optimizer    optimizers and schedules by name
-loss         token cross entropy
-tracking     Weights & Biases, which never stops a run
-step         pure train_step and val_step with accumulation
-compilation  the compiled steps, and the micro-batch that fits a device
-trainer      BaseTrainer: composes the above
-__main__     the command: parse, resolve the job class, map errors to exit codes
+errors         what callers catch, and the exit code of each
+terminal       lines for a person
+spec           frozen models, strict YAML, overrides, errors with file and line; no jax
+config         the config of trainers; no jax
+cadence        is it time?
+notice         SIGTERM on any host becomes one agreed moment on all
+hosts          start-up, main host, agreement, loss of a peer
+storage        one interface over a disk and the buckets of three clouds
+compile_cache  compiled programs on this host's disk
+ledger         events.jsonl, attempts, the single-writer fence
+topology       spec -> mesh, logical axis rules, batch arithmetic, accelerator catalogue
+data           tokens; a batch is a pure function of (seed, step)
+metrics        rows of the surviving trajectory, and where they are shown
+fingerprint    topology-free digest of a pytree, computed on device
+manifest       what makes a directory a checkpoint, and what its files must look like
+checkpoint     save, commit, restore, retain; the fast tier
+job            RestoreableJob: restore or init, run, save on notice, exit clean
+audit          list, verify and copy checkpoints from outside
+state          the train state and its eval_shape-based sharded init
+optimizer      optimizers and schedules by name
+loss           token cross entropy
+tracking       Weights & Biases, which never stops a run
+step           pure train_step and val_step with accumulation
+compilation    the compiled steps, and the micro-batch that fits a device
+trainer        BaseTrainer: composes the above
+__main__       the command: parse, resolve the job class, map errors to exit codes
 """
 
 import importlib

@@ -100,7 +100,7 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
     if parsed.coordinator is not None and parsed.num_processes > 1:
         cluster = hosts_module.Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
         notice.expect_peers()
-    importlib.import_module("runner.topology").use_compile_cache()
+    importlib.import_module("runner.compile_cache").open_compile_cache()
     for library in ("absl", "urllib3", "google", "azure", "botocore"):  # what they would print is told in one line
         logging.getLogger(library).setLevel(logging.CRITICAL)
     hosts = hosts_module.start(cluster)

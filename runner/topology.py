@@ -15,7 +15,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from runner.errors import InvalidError
 from runner.spec import Mesh as MeshSpec
-from runner.storage import default_cache_directory
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -148,10 +147,3 @@ def device_memory_bytes() -> int:
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():
         total = min(total, int(text))
     return total // jax.local_device_count()
-
-
-def use_compile_cache() -> None:
-    """Keep compiled programs on disk, so that a restart does not compile again. Unless the environment says where."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(default_cache_directory() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

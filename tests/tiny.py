@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 from experiments.counter import Counter
 from experiments.gpt import PretrainGPT
 from runner import ExecutionSpec, RestoreableJob
+from runner.compile_cache import open_compile_cache
 from runner.notice import StopNotice
-from runner.topology import make_mesh, use_compile_cache
+from runner.topology import make_mesh
 
-use_compile_cache()
+open_compile_cache()
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "".join(f"{number} squared is {number * number}.\n" for number in range(1500))
