@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cloud import POLL_SECONDS, CloudJob, assert_same_outcome, free_name, play_on
+from tests.cloud import POLL_SECONDS, CloudJob, assert_same_outcome, free_name
 from tests.harness import kill_all_when, undisturbed
-from tests.servers import BACKENDS, Backend
+from tests.servers import Backend, start_backend
 
 SPEC = "specs/gpt_nano.yaml"
 # Every process has a part of every large leaf.
@@ -94,7 +94,7 @@ def lose_machines(backend: Backend) -> None:
         assert_same_outcome(job, undisturbed(SPEC, OPTIONS, DEVICES, PROCESSES))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ["gs", *(pytest.param(name, marks=pytest.mark.soak) for name in ("s3", "az"))])
 def test_machines_that_lose_all_or_a_part_of_their_fast_tier_end_with_the_same_bits(name: str) -> None:
-    undisturbed(SPEC, OPTIONS, DEVICES, PROCESSES)
-    play_on(name, lose_machines)
+    with start_backend(name) as backend:
+        lose_machines(backend)
