@@ -380,6 +380,7 @@ class RestoreableJob:
             name, self.state, record, durable=durable, fast=fast, companions=companions, must=must
         )
         if durable and begun:
+            self.state = self.checkpoints.saver.unshare(self.state)
             self._last_save_seconds = time.monotonic()
             if name == str(self.step):
                 self._saved_step = self.step

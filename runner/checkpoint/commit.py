@@ -167,6 +167,10 @@ class Saver:
             place.ledger.append("save", record["step"], blocked_seconds=blocked_seconds, **tier)
         return durable
 
+    def unshare(self, state: Any) -> Any:
+        """The state to go on with after a durable `save`: the same bits, in memory that no save reads."""
+        return self._writer.unshare(state)
+
     def _is_busy(self) -> bool:
         """Whether an earlier save is on its way: host 0's answer, on every host."""
         return bool(self._place.hosts.agree(self._pending is not None and not self._pending.done()))

@@ -13,7 +13,7 @@ import google_crc32c
 
 from runner.storage.store import ABSENT, Version
 
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 18
 _REMOVE_TRIES = 10
 
 

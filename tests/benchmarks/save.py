@@ -2,8 +2,8 @@
 
 Three windows, interleaved: steps without a save; the same steps with a save begun before the first; and a save done
 synchronously, with nothing else. Printed: the extra wall time of the loop over the time of the synchronous save, the
-time that the loop was blocked, the time to durable, and the peak of memory of all windows with a save over that of all
-windows without (a single window may or may not have caught two steps in flight, two thirds of a copy).
+time that the loop was blocked, the time to durable, and the peak of memory of all windows over that of windows before
+the first save.
 
     python -m tests.benchmarks.save [--rounds 3] [--steps 6]
 """
@@ -44,11 +44,10 @@ def synchronous(job: PretrainGPT) -> float:
     return time.perf_counter() - started
 
 
-def peak_bytes(reset: bool = False) -> int:
-    """Peak resident memory since the last reset (Linux)."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
+def peak_bytes() -> int:
+    """Peak resident memory since the last call (Linux)."""
     status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
@@ -60,21 +59,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         job = start(make_job("124m", Path(directory), 10_000, batch=(2, 128)))
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(job.state))
+        steps(job, 1, save=False)
+        peak_bytes()
+        for _ in range(2):
+            steps(job, parsed.steps, save=False)
+        unsaved_peak_bytes = peak_bytes()
         steps(job, 2, save=True)
         job.checkpoints.saver.wait()
         rows = []
         for _ in range(parsed.rounds):
-            peak_bytes(reset=True)
             plain, _ = steps(job, parsed.steps, save=False)
-            plain_peak = peak_bytes(reset=True)
             saving, blocked = steps(job, parsed.steps, save=True)
-            saving_peak = peak_bytes()
             job.checkpoints.saver.wait()
             alone = synchronous(job)
-            rows.append((plain, saving, blocked, alone, plain_peak, saving_peak))
+            rows.append((plain, saving, blocked, alone))
             print(
-                f"loop {plain:.2f} s, with save {saving:.2f} s, blocked {blocked:.3f} s, synchronous {alone:.2f} s, "
-                f"peaks {plain_peak / state_bytes:.2f} and {saving_peak / state_bytes:.2f} copies",
+                f"loop {plain:.2f} s, with save {saving:.2f} s, blocked {blocked:.3f} s, synchronous {alone:.2f} s",
                 flush=True,
             )
         durable = [event["seconds_to_durable"] for event in read_log(job.store, "events") if event["event"] == "commit"]
@@ -84,8 +84,7 @@ def main() -> None:
     print(f"extra loop time / synchronous save: {extra / alone:.2f}  ({extra:.2f} s / {alone:.2f} s)")
     print(f"blocked: {statistics.median(row[2] for row in rows):.3f} s")
     print(f"time to durable while training: {statistics.median(durable[1::2]):.2f} s")
-    extra_peak = max(row[5] for row in rows) - max(row[4] for row in rows)
-    print(f"extra peak memory: {extra_peak / state_bytes:.2f} copies of the state")
+    print(f"extra peak memory: {(peak_bytes() - unsaved_peak_bytes) / state_bytes:.2f} copies of the state")
 
 
 if __name__ == "__main__":
