@@ -379,8 +379,9 @@ class RestoreableJob:
         begun = self.checkpoints.saver.save(
             name, self.state, record, durable=durable, fast=fast, companions=companions, must=must
         )
-        if durable and begun:
+        if begun or fast:
             self.state = self.checkpoints.saver.unshare(self.state)
+        if durable and begun:
             self._last_save_seconds = time.monotonic()
             if name == str(self.step):
                 self._saved_step = self.step

@@ -405,14 +405,14 @@ def test_on_a_cpu_training_goes_on_in_the_memory_of_the_save_before(tmp_path):
     def places(state):
         return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
 
-    writer = OrbaxWriter(LocalStore(tmp_path), Hosts(None, 0, 1))
+    saver = Attempt(LocalStore(tmp_path), tmp_path).saver
     first = {"a": jnp.arange(5000.0), "b": jnp.ones((70, 90), jnp.int32)}
     expected = jax.tree.map(np.array, first)
     first_places = places(first)
-    second = writer.unshare(first)
+    second = saver.unshare(first)
     assert not set(places(second)) & set(first_places)
-    third = writer.unshare(second)
+    third = saver.unshare(second)
     assert places(third) == first_places
     jax.tree.map(np.testing.assert_array_equal, third, expected)
     jax.tree.map(np.testing.assert_array_equal, second, expected)
-    writer.close()
+    saver.close()

@@ -5,7 +5,6 @@ share a disk. For a bucket each process stages its pieces on its own disk and th
 checkpoint was written with stands in its manifest: those with `shards` hold pieces.
 """
 
-import functools
 import shutil
 import tempfile
 import time
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from runner.checkpoint import shard
@@ -37,9 +35,6 @@ class Writer(Protocol):
         returns what the manifest must say: `files`, and `shards` if there are. It may raise `OSError` or `ValueError`.
         """
 
-    def unshare(self, state: Any) -> Any:
-        """The state to go on with after `start`: the same bits, in memory that no write reads."""
-
     def discard(self, target: str) -> None:
         """Delete what a failed write has left. Main host only for what is shared."""
 
@@ -52,31 +47,13 @@ def _make_checkpointer() -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
 
-@jax.jit
-def _copy(state: Any) -> Any:
-    """A copy of `state` in fresh memory."""
-    return jax.tree.map(jnp.copy, state)
-
-
-@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-def _copy_into(state: Any, spare: Any) -> Any:
-    """A copy of `state` in the memory of `spare`, by all threads of the device."""
-    return jax.tree.map(jnp.copy, state)
-
-
 class OrbaxWriter:
-    """Orbax on a disk that all hosts share.
-
-    On a CPU orbax writes from the very memory of the arrays. The next step, to which they are donated, would have to
-    copy them into fresh memory, on one thread. Instead training goes on with a copy in the memory of the save before,
-    and leaves this save's behind for the next.
-    """
+    """Orbax on a disk that all hosts share."""
 
     def __init__(self, store: Store, hosts: Hosts):
         assert store.root is not None, "orbax writes to a disk"
         self._store, self._root, self._hosts = store, store.root, hosts
         self._orbax = _make_checkpointer()
-        self._spare: Any = None
 
     def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], dict[str, Any]]:
         """See `Writer`."""
@@ -94,13 +71,6 @@ class OrbaxWriter:
                 f"{arrays}/{name}": [size, self._store.digest(f"{target}/{name}")] for name, size in sizes.items()
             }
         }
-
-    def unshare(self, state: Any) -> Any:
-        """See `Writer`."""
-        if jax.default_backend() != "cpu":
-            return state
-        spare, self._spare = self._spare, state
-        return _copy(state) if spare is None else _copy_into(state, spare)
 
     def discard(self, target: str) -> None:
         """See `Writer`."""
@@ -153,10 +123,6 @@ class PieceWriter:
                 raise OSError(part["error"])
             whole.add(shard.Table(part["files"], part["shards"]))
         return {"files": whole.files, "shards": whole.shards}
-
-    def unshare(self, state: Any) -> Any:
-        """See `Writer`."""
-        return state
 
     def discard(self, target: str) -> None:
         """See `Writer`. What has been uploaded stays until the next attempt or retention deletes it."""

@@ -22,6 +22,7 @@ says so. If `max_unsaved_seconds` pass from the begin of a save without any comm
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from runner import fingerprint
 from runner.checkpoint import shard
@@ -88,6 +90,18 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:300]}"
 
 
+@jax.jit
+def _copy(state: Any) -> Any:
+    """A copy of `state` in fresh memory."""
+    return jax.tree.map(jnp.copy, state)
+
+
+@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
+def _copy_into(state: Any, spare: Any) -> Any:
+    """A copy of `state` in the memory of `spare`, by all threads of the device."""
+    return jax.tree.map(jnp.copy, state)
+
+
 class Saver:
     """Saves of one attempt, at most one at a time on its way. Made and called on every host."""
 
@@ -109,6 +123,7 @@ class Saver:
         self._pending: Future[bool] | None = None
         self._fast_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fast")
         self._pending_fast: Future[None] | None = None
+        self._spare: Any = None
         self._unsaved_since_seconds: float | None = None
         self.stall_seconds: float | None = None  # that the last durable save has blocked its caller
         self.durable_seconds = 0.0  # that the last one has taken to be durable
@@ -147,7 +162,7 @@ class Saver:
         manifest = {"format": FORMAT, "name": name, "attempt": place.fence.attempt, "time": time.time()} | record
         manifest |= {"arrays": f"arrays.{place.fence.attempt}", "leaves": fingerprint.describe(state)}
         leaves = dict(zip(fingerprint.leaf_names(state), jax.tree.leaves(state), strict=True))
-        save = _Save(manifest, fingerprint.Layout(state), jax.numpy.zeros(0), started, None, None, companions or {})
+        save = _Save(manifest, fingerprint.Layout(state), jnp.zeros(0), started, None, None, companions or {})
         try:
             if durable:
                 save.finish = self._writer.start(save.target, leaves)
@@ -168,8 +183,16 @@ class Saver:
         return durable
 
     def unshare(self, state: Any) -> Any:
-        """The state to go on with after a durable `save`: the same bits, in memory that no save reads."""
-        return self._writer.unshare(state)
+        """The state to go on with after a `save`: the same bits, in memory that no save reads.
+
+        On a CPU a save reads from the very memory of the arrays, and the step to which they are donated next would
+        have to copy them into fresh memory, on one thread. So training goes on with a copy in the memory that the save
+        before has read, and leaves that of this save for the next.
+        """
+        if jax.default_backend() != "cpu":
+            return state
+        spare, self._spare = self._spare, state
+        return _copy(state) if spare is None else _copy_into(state, spare)
 
     def _is_busy(self) -> bool:
         """Whether an earlier save is on its way: host 0's answer, on every host."""
