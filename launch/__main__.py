@@ -14,6 +14,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return number
+
+
 def main(arguments: Sequence[str]) -> int:
     """Parse and run one launch; returns the job's exit code."""
     parser = argparse.ArgumentParser(prog="python -m launch")
@@ -23,9 +30,19 @@ def main(arguments: Sequence[str]) -> int:
     engine.add_argument("--processes", type=_positive, default=1, metavar="N")
     engine.add_argument("--devices-per-process", type=_positive, metavar="M", help="fake M CPU devices in each process")
     engine.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed on to the runner")
+    engine.add_argument("--max-restarts", type=_natural, default=100, metavar="N", help="after 76; default 100")
+    engine.add_argument(
+        "--grace-seconds", type=_positive, default=300, metavar="N", help="from a signal to kill -9; 300"
+    )
     parsed = parser.parse_args(arguments)
-    options = [word for override in parsed.set for word in ("--set", override)]
-    return local.run([parsed.spec, *options], parsed.processes, parsed.devices_per_process)
+    return local.run(
+        parsed.spec,
+        parsed.set,
+        parsed.processes,
+        parsed.devices_per_process,
+        parsed.max_restarts,
+        parsed.grace_seconds,
+    )
 
 
 if __name__ == "__main__":

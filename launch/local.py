@@ -1,7 +1,8 @@
 """The job as N processes on this machine: a pod in miniature, on faked CPU devices where asked for.
 
-Every process gets the same command that a pod's hosts get. Their output is joined line by line with a prefix each, a
-signal to this process is forwarded once to every one of them, and this process ends with the job's exit code.
+Every process gets the same command that a pod's hosts get. Their output is joined line by line with a prefix each. A
+signal to this process is forwarded to every one of them. All are started again together after 75 and 76, and this
+process ends with the job's exit code.
 """
 
 import os
@@ -12,9 +13,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
-from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE
+from launch import summary
+from launch.supervisor import Supervisor
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE, RunnerError
+from runner.spec import load_document, validate_spec
+from runner.storage import open_store, read_log
 from runner.terminal import say
 
 LINGER_SECONDS = 60.0  # what the survivors of a lost process get to end by themselves
@@ -52,41 +57,99 @@ def job_code(codes: Sequence[int]) -> int:
     return EXIT_DONE
 
 
-def run(arguments: Sequence[str], num_processes: int, devices_per_process: int | None) -> int:
-    """Run `python -m runner ARGUMENTS` as a job of several processes and return the job's exit code."""
-    command = [sys.executable, "-m", "runner", *arguments]
-    coordinator = f"127.0.0.1:{_free_port()}"
-    environment = _environment(devices_per_process)
-    processes, readers = [], []
-    for process_id in range(num_processes):
-        place = ["--coordinator", coordinator, "--num-processes", str(num_processes), "--process-id", str(process_id)]
-        # A session of its own keeps a terminal's Ctrl-C from reaching the process twice.
-        process = subprocess.Popen(
-            command + (place if num_processes > 1 else []),
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        reader = threading.Thread(target=_copy_lines, args=(process.stdout, f"[{process_id}] "), daemon=True)
-        reader.start()
-        processes.append(process)
-        readers.append(reader)
+class Processes:
+    """The processes of one attempt, and the signals that they are to hear."""
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        for process in processes:
+    def __init__(self, command: Sequence[str], num_processes: int, environment: dict[str, str], grace_seconds: float):
+        self._command = command
+        self._num_processes = num_processes
+        self._environment = environment
+        self._grace_seconds = grace_seconds
+        self._processes: list[subprocess.Popen[str]] = []
+        self._have_started = False
+        self._postponed: list[int] = []
+        self.is_stopping = False
+
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        """Handler of a signal: pass it on; who has not ended after the grace period is killed."""
+        if not self.is_stopping:
+            killer = threading.Timer(self._grace_seconds, self._signal_all, [signal.SIGKILL])
+            killer.daemon = True
+            killer.start()
+        self.is_stopping = True
+        if self._have_started:
+            self._signal_all(number)
+        else:  # each is to hear of it once: a second signal would cut its last save short
+            self._postponed.append(number)
+
+    def _signal_all(self, number: int) -> None:
+        for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
 
+    def run(self) -> int:
+        """Start all, wait for all; the job's exit code."""
+        coordinator = f"127.0.0.1:{_free_port()}"
+        readers = []
+        self._processes = []
+        for process_id in range(self._num_processes):
+            place = ["--coordinator", coordinator, "--num-processes", str(self._num_processes)]
+            place += ["--process-id", str(process_id)]
+            # A session of its own keeps a terminal's Ctrl-C from reaching the process twice.
+            process = subprocess.Popen(
+                [*self._command, *(place if self._num_processes > 1 else [])],
+                env=self._environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            assert process.stdout is not None
+            reader = threading.Thread(target=_copy_lines, args=(process.stdout, f"[{process_id}] "), daemon=True)
+            reader.start()
+            self._processes.append(process)
+            readers.append(reader)
+        self._have_started = True
+        while self._postponed:
+            self._signal_all(self._postponed.pop(0))
+        codes = _wait(self._processes)
+        self._have_started = False
+        for reader in readers:
+            reader.join(timeout=5)
+        return job_code(codes)
+
+
+def run(
+    spec: str,
+    overrides: Sequence[str],
+    num_processes: int,
+    devices_per_process: int | None,
+    max_restarts: int,
+    grace_seconds: float,
+) -> int:
+    """Run the job as several processes, all again after 75 and 76, and return its exit code."""
+    command = [sys.executable, "-m", "runner", spec, *(word for override in overrides for word in ("--set", override))]
+    processes = Processes(command, num_processes, _environment(devices_per_process), grace_seconds)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
-    codes = _wait(processes)
-    for reader in readers:
-        reader.join(timeout=5)
-    return job_code(codes)
+        signal.signal(number, processes.forward)
+
+    def ledger() -> list[dict[str, Any]]:
+        try:
+            directory = validate_spec(load_document(spec, list(overrides))).directory
+            return read_log(open_store(directory), "events")
+        except (RunnerError, OSError):  # the job has said what is wrong with it
+            return []
+
+    def newest_step() -> int | None:
+        return max((row["step"] for row in ledger() if row["event"] == "commit"), default=None)
+
+    supervisor = Supervisor(processes.run, newest_step, lambda: processes.is_stopping, max_restarts)
+    code, attempts = supervisor.run()
+    if len(attempts) > 1:
+        for line in summary.lines(attempts, ledger()):
+            say(line)
+    return code
 
 
 def _wait(processes: Sequence["subprocess.Popen[str]"]) -> list[int]:

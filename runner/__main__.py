@@ -119,11 +119,12 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
 
 
 def _end_on_bug(hosts: "Hosts", kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback and end with 1, unless the error came from a peer's death: then JAX ends this process."""
+    """End with 1 after the traceback, unless the error came from a peer's death: then JAX ends this process first."""
+    if kind.__name__ == "JaxRuntimeError" and hosts.num_processes > 1:
+        warn(f"{str(error).splitlines()[0]}; waiting for word of a lost peer")
+        hosts.await_verdict()
     traceback.print_exception(kind, error, trace)
     sys.stderr.flush()
-    if kind.__name__ == "JaxRuntimeError":
-        hosts.await_verdict()
     end_process(EXIT_FAILED)
 
 

@@ -94,9 +94,10 @@ class Job:
             for process in range(num_processes)
         ]
 
-    def launch(self, num_processes: int) -> "Attempt":
+    def launch(self, num_processes: int, max_restarts: int = 0, grace_seconds: int = 60) -> "Attempt":
         """`python -m launch local`; `devices` is per process."""
         layout = ["--processes", str(num_processes), "--devices-per-process", str(self.devices)]
+        layout += ["--max-restarts", str(max_restarts), "--grace-seconds", str(grace_seconds)]
         return Attempt(self, ["launch", "local", *self.arguments, *layout], devices=1)
 
     def finish(self) -> "Attempt":

@@ -3,6 +3,7 @@
 Real processes, two of two devices each, each with a part of its own; machines are lost by deleting parts.
 """
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -145,3 +146,17 @@ def test_a_single_process_on_a_disk_restores_from_its_fast_tier(tmp_path: Path) 
     assert (restore["step"], restore["tier"]) == (newest, "fast")
     assert job.outcome() == undisturbed("specs/counter.yaml", options).outcome()
     assert len(parts(tmp_path, 0)) == 2
+
+
+def test_a_disk_that_is_too_small_for_two_checkpoints_is_refused_at_the_start_with_both_numbers(tmp_path: Path) -> None:
+    free_gb = shutil.disk_usage(tmp_path).free / 1e9
+    job = a_job(tmp_path).with_options("config.width=1000000000000")
+    attempt = Job(job.spec, job.directory, job.options).start()
+    attempt.expect(2)
+    (line,) = attempt.output.splitlines()
+    assert "checkpoint.local_directory" in line
+    found = re.search(r"has room for ([\d.]+) GB, needs ([\d.]+) GB: 2 checkpoints", line)
+    assert found is not None, line
+    assert 0.5 * free_gb < float(found[1]) < 1.5 * free_gb
+    assert float(found[2]) >= 2 * 4e12 / 1e9
+    assert not job.committed()

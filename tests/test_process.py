@@ -131,3 +131,32 @@ def test_a_counter_of_two_processes_killed_in_turn_ends_with_the_same_bits(tmp_p
         assert code == 76, launcher.report(f"ended with {code} after process {victim} was killed {phase.__name__}")
     job.launch(NUM_PROCESSES).expect(0)
     assert job.outcome() == undisturbed(spec, options, DEVICES, NUM_PROCESSES).outcome()
+
+
+def test_the_launcher_starts_all_again_after_a_kill_and_after_a_preemption_until_the_job_is_done(
+    tmp_path: Path,
+) -> None:
+    spec = "specs/counter.yaml"
+    options = ("config.total_steps=120", "config.width=65536", "config.step_seconds=0.03", "checkpoint.every_steps=5")
+    job = Job(spec, tmp_path / "run", options, DEVICES)
+    launcher = job.launch(NUM_PROCESSES, max_restarts=2)
+    for number, (victim, strike) in enumerate([(0, signal.SIGKILL), (1, signal.SIGTERM), (1, signal.SIGKILL)]):
+        launcher.until(lambda number=number: job.newest() >= 20 * (number + 1), "progress")  # type: ignore[misc]
+        os.kill(child(launcher, victim), strike)
+        launcher.until(lambda number=number: job.num_attempts() == number + 2, "another attempt")  # type: ignore[misc]
+    launcher.expect(0)
+    assert job.outcome() == undisturbed(spec, options, DEVICES, NUM_PROCESSES).outcome()
+    counted, phases = [line for line in launcher.output.splitlines() if line.startswith("launch: ")][-2:]
+    assert "4 attempts (2 retryable, 1 preempted, 1 done)" in counted
+    assert "lost" in phases
+
+
+def test_a_process_that_does_not_end_within_the_grace_period_is_killed(tmp_path: Path) -> None:
+    job = Job("specs/counter.yaml", tmp_path / "run", ("config.total_steps=1000", "config.step_seconds=0.05"))
+    launcher = job.launch(1, grace_seconds=2)
+    launcher.until(lambda: has_state(launcher), "a state")
+    (stuck,) = launcher.children()
+    os.kill(stuck, signal.SIGSTOP)
+    launcher.process.send_signal(signal.SIGTERM)
+    launcher.expect(76)
+    assert not Path(f"/proc/{stuck}").exists()

@@ -1,0 +1,94 @@
+"""Which exit codes start a job again, how often, and where the time is said to have gone."""
+
+import itertools
+
+import pytest
+
+from launch import summary, supervisor
+from launch.supervisor import CRASH_LOOP_ATTEMPTS, Attempt, Supervisor
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.0)
+
+
+def supervise(codes, steps=None, max_restarts=100, is_stopping=lambda: False):
+    """The outcome, with the exit codes of the attempts and the newest step before the first and after each."""
+    left, newest = iter(codes), iter(itertools.count() if steps is None else steps)
+    code, attempts = Supervisor(lambda: next(left), lambda: next(newest), is_stopping, max_restarts).run()
+    return code, len(attempts)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_what_is_final_ends_at_once(code):
+    assert supervise([code]) == (code, 1)
+    assert supervise([76, 75, code]) == (code, 3)
+
+
+def test_a_preemption_does_not_count_and_a_failure_does():
+    assert supervise([75] * 50 + [0], max_restarts=0) == (0, 51)
+    assert supervise([76, 75, 76, 0], max_restarts=2) == (0, 4)
+    assert supervise([76, 75, 76, 0], max_restarts=1) == (76, 3)
+    assert supervise([76], max_restarts=0) == (76, 1)
+
+
+def test_a_crash_loop_at_one_step_is_given_up_with_the_reason(capsys):
+    assert supervise([76] * 99, steps=[40] * 99) == (1, CRASH_LOOP_ATTEMPTS)
+    assert "5 attempts in a row ended with 76 and step 40 is still the newest" in capsys.readouterr().out
+    assert supervise([76] * 99, steps=[None] * 99) == (1, CRASH_LOOP_ATTEMPTS)
+    assert "before any step was committed" in capsys.readouterr().out
+
+
+def test_progress_in_between_is_no_crash_loop():
+    steps = [0, 0, 0, 0, 0, 10, 10, 10, 10, 20, 20]
+    assert supervise([76] * 9 + [0], steps=steps) == (0, 10)
+
+
+def test_the_pause_doubles_while_nothing_is_committed_and_begins_again_after_progress(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 20.0)
+    monkeypatch.setattr(Supervisor, "_pause", lambda self, seconds: not pauses.append(seconds))
+    assert supervise([76] * 6 + [0], steps=[0, 0, 0, 0, 7, 7, 7, 7]) == (0, 7)
+    assert pauses == [20, 40, 60, 20, 40, 60]
+
+
+def test_a_user_who_asks_for_the_end_gets_it():
+    assert supervise([75, 0], is_stopping=lambda: True) == (75, 1)
+    asked = iter([False, True, True])
+    assert supervise([76, 0], is_stopping=lambda: next(asked)) == (76, 1)
+
+
+def row(time, event, step=None, **details):
+    return {"time": time, "process": 0, "event": event, "step": step} | details
+
+
+def test_phases_say_what_was_lost_and_sum_to_the_whole():
+    attempts = [Attempt(100.0, 150.0, 76, 20), Attempt(151.0, 153.0, 76, 20), Attempt(155.0, 200.0, 0, 60)]
+    ledger = [
+        row(102, "start"),
+        row(107, "prepare"),
+        row(108, "init", 0),
+        row(118, "save", 10, blocked_seconds=0.5),
+        row(128, "save", 20, blocked_seconds=0.25),
+        row(129, "commit", 20),
+        row(138, "save", 30, blocked_seconds=0.5),
+        row(152, "start"),
+        row(156, "start"),
+        row(157, "prepare"),
+        row(159, "restore", 20),
+        row(199, "save", 60, blocked_seconds=1.0),
+    ]
+    found = summary.phases(attempts, ledger)
+    assert sum(found.values()) == pytest.approx(100.0)
+    assert found == pytest.approx(
+        {
+            "start-up": 2 + 1 + 1,
+            "compile": 5 + 1 + 1,
+            "restore": 1 + 0 + 2,
+            "saves blocked": 0.75 + 1.0,
+            "train": (128 - 108 - 0.75) + (200 - 159 - 1.0),
+            "lost": 150 - 128,
+            "between attempts": 1 + 2,
+        }
+    )
