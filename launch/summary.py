@@ -23,7 +23,7 @@ def phases(attempts: Sequence[Attempt], ledger: Sequence[dict[str, Any]]) -> dic
 
     `lost` is from the save that the next attempt went on from to the end of an attempt: what had to be done again.
     """
-    seconds: Counter[str] = Counter(dict.fromkeys(PHASES, 0.0))
+    seconds = dict.fromkeys(PHASES, 0.0)
     resumed_step: int | None = None  # that a later attempt went on from
     for number, attempt in reversed(list(enumerate(attempts))):
         rows = [row for row in ledger if row["process"] == 0 and attempt.began <= row["time"] < attempt.ended]
@@ -42,7 +42,7 @@ def phases(attempts: Sequence[Attempt], ledger: Sequence[dict[str, Any]]) -> dic
         resumed_step = next((row["step"] for row in rows if row["event"] in ("init", "restore")), resumed_step)
         if number:
             seconds["between attempts"] += attempt.began - attempts[number - 1].ended
-    return dict(seconds)
+    return seconds
 
 
 def _last_time_at(step: int, rows: Sequence[dict[str, Any]], otherwise: float) -> float:
