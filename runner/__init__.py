@@ -27,6 +27,7 @@ tracking       Weights & Biases, which never stops a run
 step           pure train_step and val_step with accumulation
 compilation    the compiled steps, and the micro-batch that fits a device
 trainer        BaseTrainer: composes the above
+verify         prove resume on this machine: kill the job again and again, compare bits
 __main__       the command: parse, resolve the job class, map errors to exit codes
 """
 

@@ -7,7 +7,9 @@ import importlib
 import json
 import logging
 import os
+import pathlib
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 _USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner checkpoints SPEC_OR_DIRECTORY [--verify]
        python -m runner checkpoints copy SOURCE TARGET
+       python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M]
+                                           [--seed S] [--set KEY=VALUE ...]
        python -m runner schema"""
 
 
@@ -76,6 +80,34 @@ def _copy_checkpoint(source: str, target: str) -> int:
     copied = audit.copy(storage.open_store(directory), name, storage.open_store(target))
     print(f"copied and verified: {target.rstrip('/')}/checkpoints/{copied}")
     return EXIT_DONE
+
+
+def _verify_resume(arguments: Sequence[str]) -> int:
+    """Prove resume with the user's own job."""
+    parser = _Parser(prog="python -m runner verify-resume", usage=_USAGE)
+    parser.add_argument("spec", metavar="SPEC")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="how far both runs go; default 30")
+    parser.add_argument("--kills", type=int, default=3, metavar="K", help="default 3")
+    parser.add_argument("--processes", type=int, default=1, metavar="P", help="of the job, on this machine; default 1")
+    parser.add_argument("--devices-per-process", type=int, metavar="M", help="fake M CPU devices in each process")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments of the kills; default 0")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parsed = parser.parse_args(arguments)
+    verify = importlib.import_module("runner.verify")
+    if parsed.kills < 0 or parsed.processes < 1 or parsed.steps < parsed.kills + 3:
+        given = f"--steps {parsed.steps} --kills {parsed.kills} --processes {parsed.processes}"
+        raise InvalidError(f"{given}: needs a process, no negative number of kills, and 3 steps more than kills")
+    options = [word for override in parsed.set for word in ("--set", override)]
+    request = verify.Request(
+        (parsed.spec, *options),
+        parsed.steps,
+        parsed.kills,
+        parsed.processes,
+        parsed.devices_per_process,
+        parsed.seed,
+    )
+    with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
+        return int(verify.verify(request, pathlib.Path(scratch)))
 
 
 def _directory_of(where: str) -> str:
@@ -141,6 +173,8 @@ def main(arguments: Sequence[str]) -> int:
             return EXIT_DONE
         if arguments and arguments[0] == "checkpoints":
             return _checkpoints(arguments[1:])
+        if arguments and arguments[0] == "verify-resume":
+            return _verify_resume(arguments[1:])
         _run(_parse(arguments), notice)
     except RunnerError as error:
         warn(str(error))

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cloud import POLL_SECONDS, CloudJob, assert_same_outcome, free_name
+from tests.cloud import POLL_SECONDS, CloudAttempt, CloudJob, assert_same_outcome, free_name
 from tests.harness import kill_all_when, undisturbed
 from tests.servers import Backend, start_backend
 
 SPEC = "specs/gpt_nano.yaml"
 # Every process has a part of every large leaf.
 OPTIONS = (
-    "config.train.total_steps=60",
+    "config.train.total_steps=44",
+    "config.train.global_batch_examples=8",
+    "config.data.sequence_length=32",
     "checkpoint.every_steps=10",
     "logging.every_steps=5",
     "config.eval.every_steps=20",
@@ -37,8 +39,8 @@ def common(fast: Path) -> list[int]:
     return sorted(set(steps_of(fast, 0)) & set(steps_of(fast, 1)))
 
 
-def kill_beyond(job: CloudJob, fast: Path, durable: int) -> None:
-    """kill -9 to both, once `durable` is in the bucket and both have two fast steps beyond it."""
+def kill_beyond(job: CloudJob, fast: Path, durable: int) -> CloudAttempt:
+    """kill -9 to both, once `durable` is in the bucket and both have two fast steps beyond it; the first of them."""
     attempts = job.start_processes(PROCESSES)
 
     def is_beyond() -> bool:
@@ -47,20 +49,14 @@ def kill_beyond(job: CloudJob, fast: Path, durable: int) -> None:
         return newest >= durable and len([step for step in common(fast) if step > newest]) > 1
 
     kill_all_when(attempts, is_beyond, f"two fast steps beyond {durable}")
+    return attempts[0]
 
 
-def go_on(job: CloudJob) -> tuple[int, str, str]:
-    """Both again, killed once something is restored: its step and tier, and the output so far.
-
-    By the output, since what a process says in its last second before a kill -9 may never be in the bucket's ledger.
-    """
-    attempts = job.start_processes(PROCESSES)
-    attempts[0].until(lambda: RESTORED.search(attempts[0].output), "a restore")
-    for attempt in attempts:
-        attempt.kill()
-    found = RESTORED.search(attempts[0].output)
-    assert found is not None
-    return int(found[1]), found[2], attempts[0].output
+def restored(attempt: CloudAttempt) -> tuple[int, str]:
+    """Step and tier, by the output: what a process says right before a kill -9 may never be in the bucket's ledger."""
+    found = RESTORED.search(attempt.output)
+    assert found is not None, attempt.output
+    return int(found[1]), found[2]
 
 
 def lose_machines(backend: Backend) -> None:
@@ -68,29 +64,25 @@ def lose_machines(backend: Backend) -> None:
         fast = Path(directory)
         tier = (f"checkpoint.local_directory={fast}", "checkpoint.local_every_steps=2")
         job = CloudJob(backend, free_name("machines"), SPEC, (*OPTIONS, *tier), devices=DEVICES)
-
         kill_beyond(job, fast, 10)
-        newest = common(fast)[-1]
-        seen = len(backend.proxy.requests)
-        assert go_on(job)[:2] == (newest, "fast")
-        is_piece = job.requested("GET", PIECES)
-        assert not [request for request in backend.proxy.requests[seen:] if is_piece(*request)], "read from the bucket"
 
-        kill_beyond(job, fast, 10)
         older, newest = common(fast)[-2:]
         part = steps_of(fast, 1)[newest]
         max((part / "pieces").iterdir(), key=lambda path: path.stat().st_size).unlink()
-        step, tier, output = go_on(job)
-        assert (step, tier) == (older, "fast"), output
-        assert f"checkpoint {newest} (fast) not restored: process 1: " in output, output
+        num_requests = len(backend.proxy.requests)
+        attempt = kill_beyond(job, fast, job.newest() + 10)
+        assert restored(attempt) == (older, "fast")
+        assert f"checkpoint {newest} (fast) not restored: process 1: " in attempt.output, attempt.output
+        is_piece = job.requested("GET", PIECES)
+        assert not [request for request in backend.proxy.requests[num_requests:] if is_piece(*request)], "reads"
 
         (machine,) = fast.glob("*/1")
         shutil.rmtree(machine)
         durable = job.newest()
-        assert go_on(job)[:2] == (durable, "durable")
-
-        for attempt in job.start_processes(PROCESSES):
+        attempts = job.start_processes(PROCESSES)
+        for attempt in attempts:
             attempt.expect(0)
+        assert restored(attempts[0]) == (durable, "durable")
         assert_same_outcome(job, undisturbed(SPEC, OPTIONS, DEVICES, PROCESSES))
 
 

@@ -10,7 +10,15 @@ from pathlib import Path
 
 from tests.harness import Attempt, Job, has_state, kill_all_when, undisturbed
 
-GPT = ("specs/gpt_nano.yaml", "config.train.total_steps=60", "checkpoint.every_steps=20", "logging.every_steps=5")
+GPT = (
+    "specs/gpt_nano.yaml",
+    "config.train.total_steps=60",
+    "config.train.global_batch_examples=8",
+    "config.data.sequence_length=32",
+    "checkpoint.every_steps=20",
+    "logging.every_steps=5",
+    "config.eval.batches=2",
+)
 COUNTER = (
     "specs/counter.yaml",
     "config.total_steps=60",

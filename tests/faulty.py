@@ -1,0 +1,48 @@
+"""Counters that break the rules of a restorable job, each in one way."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+from experiments.counter import Counter
+
+
+class KeepsStateOutside(Counter):
+    """An attribute that the state does not have."""
+
+    def run(self) -> None:
+        """Count, and add what was counted since the start of the process."""
+        seen = 0
+        while self.step < self.total_steps:
+            seen += 1
+            self.state = self.state | {"total": self.state["total"] + jnp.uint32(seen)}
+            self.step += 1
+            time.sleep(self.config.step_seconds)
+            self.save_or_stop()
+
+
+class DependsOnTheClock(Counter):
+    """Another value each time."""
+
+    def run(self) -> None:
+        """Count nanoseconds."""
+        while self.step < self.total_steps:
+            self.state = self.state | {"total": jnp.uint32(time.time_ns() % 2**32)}
+            self.step += 1
+            time.sleep(self.config.step_seconds)
+            self.save_or_stop()
+
+
+class SplitsItsKey(Counter):
+    """A random key that is split, and not folded from the step."""
+
+    def run(self) -> None:
+        """Add random numbers."""
+        key = jax.random.key(self.spec.seed)
+        while self.step < self.total_steps:
+            key, used = jax.random.split(key)
+            self.state = self.state | {"values": self.state["values"] + jax.random.bits(used, (self.config.width,))}
+            self.step += 1
+            time.sleep(self.config.step_seconds)
+            self.save_or_stop()
