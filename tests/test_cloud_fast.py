@@ -10,7 +10,7 @@ import pytest
 
 from tests.cloud import POLL_SECONDS, CloudAttempt, CloudJob, assert_same_outcome, free_name
 from tests.harness import kill_all_when, undisturbed
-from tests.servers import Backend, start_backend
+from tests.servers import BACKENDS, Backend, start_backend
 
 SPEC = "specs/gpt_nano.yaml"
 # Every process has a part of every large leaf.
@@ -86,7 +86,8 @@ def lose_machines(backend: Backend) -> None:
         assert_same_outcome(job, undisturbed(SPEC, OPTIONS, DEVICES, PROCESSES))
 
 
-@pytest.mark.parametrize("name", ["gs", *(pytest.param(name, marks=pytest.mark.soak) for name in ("s3", "az"))])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BACKENDS)
 def test_machines_that_lose_all_or_a_part_of_their_fast_tier_end_with_the_same_bits(name: str) -> None:
     with start_backend(name) as backend:
         lose_machines(backend)

@@ -82,7 +82,12 @@ def test_a_run_in_a_bucket_goes_on_from_a_step_that_was_copied_there(backends: d
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "place"), [("gs", "s3", ""), ("s3", "az", "/checkpoints/12"), ("az", "gs", "")]
+    ("source", "target", "place"),
+    [
+        ("gs", "s3", "/checkpoints/12"),
+        pytest.param("s3", "az", "", marks=pytest.mark.soak),
+        pytest.param("az", "gs", "", marks=pytest.mark.soak),
+    ],
 )
 def test_weights_of_a_run_in_one_cloud_begin_a_run_in_another(
     backends: dict[str, Backend], source: str, target: str, place: str

@@ -36,6 +36,10 @@ NANO = (
     "config.eval.every_steps=8",
     "config.eval.batches=80",
 )
+SIGTERM_AND_IN_THE_SOAK_SIGINT = (
+    pytest.param(signal.SIGTERM, id="SIGTERM"),
+    pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.soak),
+)
 WAIT_STEP = 9
 WAIT_SECONDS = 3.0
 
@@ -121,7 +125,7 @@ def test_sigterm_at_start_up_leaves_at_once(tmp_path: Path) -> None:
     assert hash_tree(job.directory) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", SIGTERM_AND_IN_THE_SOAK_SIGINT)
 def test_a_signal_while_compiling_does_not_wait_for_the_compiler(tmp_path: Path, number: int) -> None:
     job = Job(NANO_SPEC, tmp_path / "run", NANO, cache=tmp_path / "cold cache")
     attempt = job.start()
@@ -188,7 +192,7 @@ def test_an_evaluation_cut_short_twice_is_made_up(tmp_path: Path, step: int) -> 
 # The base class, by the counter.
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", SIGTERM_AND_IN_THE_SOAK_SIGINT)
 def test_a_counter_stopped_in_every_phase_ends_with_the_same_bits(tmp_path: Path, number: int) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     rng = random.Random(number)

@@ -36,6 +36,7 @@ def test_a_trainer_passes() -> None:
     assert "SAME BITS after 4 kills: every leaf at steps 4, 8, 12, 16, 20, 24, 28" in output
 
 
+@pytest.mark.soak
 def test_two_processes_pass() -> None:
     code, output = verify(*COUNTER, "--kills", "3", "--processes", "2", "--devices-per-process", "2")
     assert code == 0, output
