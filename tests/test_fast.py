@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.harness import Attempt, Job, has_state, kill_all_when, undisturbed
 
 GPT = (
@@ -115,6 +117,7 @@ def test_a_flipped_bit_in_a_part_falls_back_and_still_gives_the_same_bits(tmp_pa
     assert job.outcome() == expected()
 
 
+@pytest.mark.soak
 def test_parts_of_another_mesh_do_not_count(tmp_path: Path) -> None:
     """One process cannot have all of a state of which two have kept a half each."""
     job = a_job(tmp_path, GPT).with_options("topology.mesh={data: 1, fsdp: auto, tensor: 1}")

@@ -27,6 +27,13 @@ def verify(*arguments: str, devices: int = 1) -> tuple[int, str]:
     return result.returncode, result.stdout
 
 
+def test_a_counter_passes() -> None:
+    code, output = verify(*COUNTER, "--kills", "2")
+    assert code == 0, output
+    assert "SAME BITS after 2 kills: every leaf at steps 6, 12, 18, 24, 30" in output
+
+
+@pytest.mark.soak
 def test_a_trainer_passes() -> None:
     code, output = verify("specs/gpt_nano.yaml", "--steps", "30", "--kills", "4")
     assert code == 0, output
