@@ -4,7 +4,6 @@ Both run as real processes in a scratch directory, with the same spec, to the sa
 spec's, which move no bit. Compared are the digest of every leaf at every checkpoint, and every row of the metrics.
 """
 
-import contextlib
 import os
 import random
 import signal
@@ -17,8 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, FailedError, InvalidError
-from runner.storage import LocalStore, parse_lines, read_json
+from runner.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INVALID,
+    EXIT_PREEMPTED,
+    FailedError,
+    InvalidError,
+    RunnerError,
+)
+from runner.manifest import CHECKPOINTS, MANIFEST, committed, steps
+from runner.storage import LocalStore, parse_lines
 from runner.terminal import say
 
 PLACES = ("between two saves", "in a save", "while starting")
@@ -124,7 +132,7 @@ class Run:
                 process.send_signal(signal.SIGTERM)
         codes = [process.wait() for process in self._processes]
         if any(code not in (EXIT_DONE, EXIT_PREEMPTED) for code in codes):
-            raise FailedError(self._end(codes))
+            raise self._failure(codes)
 
     def until(self, happens: Callable[[], bool]) -> bool:
         """Wait for it; False if the job was done before. Raises if it ended in any other way."""
@@ -132,41 +140,36 @@ class Run:
             codes = [process.poll() for process in self._processes]
             if None not in codes:
                 if any(codes):
-                    raise FailedError(self._end(codes))
+                    raise self._failure(codes)
                 return happens()
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _end(self, codes: Sequence[int | None]) -> str:
+    def _failure(self, codes: Sequence[int | None]) -> RunnerError:
+        """What to raise when the job has ended with these codes, which it should not have."""
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
-        if all(code == InvalidError.exit_code for code in codes):
-            raise InvalidError(tail)
-        return f"the job ended with {', '.join(map(str, codes))} by itself:\n{tail}"
+        if all(code == EXIT_INVALID for code in codes):
+            return InvalidError(tail)
+        return FailedError(f"the job ended with {', '.join(map(str, codes))} by itself:\n{tail}")
 
     # What stands in the directory.
 
     def leaves(self) -> dict[int, dict[str, str]]:
         """Digest of every leaf, by committed step."""
-        store = LocalStore(self.directory)
-        found = {}
-        for name in store.children("checkpoints"):
-            with contextlib.suppress(FileNotFoundError):
-                manifest = read_json(store, f"checkpoints/{name}/manifest.json")
-                found[int(name)] = {leaf: record["digest"] for leaf, record in manifest["leaves"].items()}
-        return dict(sorted(found.items()))
+        return {
+            step: {leaf: record["digest"] for leaf, record in manifest["leaves"].items()}
+            for step, manifest in committed(LocalStore(self.directory)).items()
+        }
 
     def newest(self) -> int:
         """The newest committed step, 0 if there is none."""
-        steps = self.directory.glob("checkpoints/*/manifest.json")
-        return max((int(path.parent.name) for path in steps), default=0)
+        manifests = self.directory.glob(f"{CHECKPOINTS}/*/{MANIFEST}")
+        return max((int(path.parent.name) for path in manifests), default=0)
 
     def is_saving(self) -> bool:
         """Whether arrays of a step beyond the newest are being written."""
         newest = self.newest()
-        with contextlib.suppress(FileNotFoundError):
-            names = os.listdir(self.directory / "checkpoints")
-            return any(name.isdecimal() and int(name) > newest for name in names)
-        return False
+        return any(step > newest for step in steps(LocalStore(self.directory)))
 
     def rows(self) -> dict[int, dict[str, Any]]:
         """Metrics by step, without those of speed."""
@@ -197,10 +200,10 @@ def verify(request: Request, scratch: Path) -> int:
         killed.end()
     problem = compare(whole, killed, request.steps, first_kill)
     if problem is None:
-        steps = [step for step in killed.leaves() if step <= request.steps]
+        compared = [step for step in killed.leaves() if step <= request.steps]
         say(
             f"verify-resume: SAME BITS after {request.kills} kills: every leaf at steps "
-            f"{', '.join(map(str, steps))}, and every row of metrics"
+            f"{', '.join(map(str, compared))}, and every row of metrics"
         )
         return EXIT_DONE
     say(f"verify-resume: DIFFERENT: {problem}")

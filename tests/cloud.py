@@ -10,9 +10,6 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,20 +20,11 @@ from types import TracebackType
 from typing import Any
 
 from tests import harness
-from tests.harness import DEADLINE_SECONDS, ROOT, WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, Row
+from tests.harness import WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, Row, parse_lines, without_speed
 from tests.servers import BACKENDS, BUCKET, Backend, Faults, start_backend
 
 POLL_SECONDS = 0.02  # between two looks at a server
 WRITES = ("PUT", "POST")
-
-
-def parse_lines(content: bytes) -> list[Row]:
-    """The whole JSON lines."""
-    rows = []
-    for line in content.split(b"\n"):
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
 
 
 @dataclass(frozen=True)
@@ -90,17 +78,7 @@ class CloudJob:
 
     def verify(self) -> tuple[int, str]:
         """Exit code and output of `checkpoints --verify`, which must end in time."""
-        result = subprocess.run(
-            [sys.executable, "-m", "runner", "checkpoints", self.directory, "--verify"],
-            cwd=ROOT,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE_SECONDS,
-        )
-        return result.returncode, result.stdout
+        return harness.command(self.environment, "checkpoints", self.directory, "--verify")
 
     # What the server says.
 
@@ -134,8 +112,7 @@ class CloudJob:
         """The metrics without those of speed, which no two runs share."""
         if not self.exists("metrics.jsonl"):
             return []
-        rows = parse_lines(self.read("metrics.jsonl"))
-        return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+        return without_speed(parse_lines(self.read("metrics.jsonl")))
 
     def result(self) -> Row:
         """`result.json`."""
@@ -192,17 +169,8 @@ class CloudAttempt(Attempt):
         self.number = job.num_attempts() + 1
         self.newest_at_start = job.newest()
         self._opened = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._first_request = len(job.backend.proxy.requests)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
-            cwd=ROOT,
-            env=job.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-        harness._living.add(self)
+        self._start(arguments, job.environment)
 
     def events(self, *names: str) -> list[Row]:
         """What this attempt has put into the ledger so far."""

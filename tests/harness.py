@@ -54,11 +54,36 @@ def read_lines(path: Path, offset_bytes: int = 0) -> list[Row]:
         return []
     with path.open("rb") as file:
         file.seek(offset_bytes)
-        rows = []
-        for line in file:
-            with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
-        return rows
+        return parse_lines(file.read())
+
+
+def parse_lines(content: bytes) -> list[Row]:
+    """The whole JSON lines."""
+    rows = []
+    for line in content.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def without_speed(rows: list[Row]) -> list[Row]:
+    """Rows of metrics without the keys that no two runs share."""
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+def command(variables: dict[str, str], *arguments: str, deadline_seconds: float = DEADLINE_SECONDS) -> tuple[int, str]:
+    """Exit code and output of `python -m runner ARGUMENTS`, which must end in time."""
+    result = subprocess.run(
+        [sys.executable, "-m", "runner", *arguments],
+        cwd=ROOT,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=deadline_seconds,
+    )
+    return result.returncode, result.stdout
 
 
 @dataclass(frozen=True)
@@ -115,8 +140,7 @@ class Job:
 
     def rows(self) -> list[Row]:
         """The metrics without those of speed, which no two runs share."""
-        rows = read_lines(self.directory / "metrics.jsonl")
-        return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+        return without_speed(read_lines(self.directory / "metrics.jsonl"))
 
     def result(self) -> Row:
         """`result.json`."""
@@ -178,11 +202,14 @@ class Attempt:
         self._opened: Opened | None = None
         if self.newest_at_start:
             self._opened = Opened(job.largest_file(self.newest_at_start))
+        self._start(arguments, environment(devices, job.cache))
+
+    def _start(self, arguments: Sequence[str], variables: dict[str, str]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             cwd=ROOT,
-            env=environment(devices, job.cache),
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -443,6 +470,16 @@ def killed_after(step: int, spec: str, options: tuple[str, ...] = ()) -> Job:
     attempt.kill()
     assert job.newest() == step, attempt.report(f"was killed too late to stand at step {step}")
     return job
+
+
+def parts_of(fast: Path, process: int) -> dict[int, Path]:
+    """The steps of which a process has a part in a fast tier."""
+    return {int(path.name): path for path in fast.glob(f"*/{process}/*") if path.name.isdecimal()}
+
+
+def common_steps(fast: Path, num_processes: int) -> list[int]:
+    """The steps of which every process has a part there, ascending."""
+    return sorted(set.intersection(*(set(parts_of(fast, process)) for process in range(num_processes))))
 
 
 def hash_tree(directory: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from runner.storage.bucket import BucketStore, Entry
 from runner.storage.store import ABSENT, Version, digest_of
@@ -63,3 +64,14 @@ class MemoryDriver:
 def memory_bucket(driver: MemoryDriver | None = None) -> BucketStore:
     """A store on a bucket of its own, or on that of `driver`."""
     return BucketStore("mem://bucket/run", "run", driver or MemoryDriver())
+
+
+class MemoryLog:
+    """A `Log` in memory, or in a list that others read too."""
+
+    def __init__(self, rows: list[dict[str, Any]] | None = None):
+        self.rows = [] if rows is None else rows
+
+    def append(self, row: dict[str, Any]) -> None:
+        """See `Log`."""
+        self.rows.append(row)

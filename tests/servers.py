@@ -39,6 +39,7 @@ from typing import Any, BinaryIO
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import boto3
+import pytest
 from azure.core.exceptions import ResourceNotFoundError
 from azure.storage.blob import BlobServiceClient
 from botocore.exceptions import ClientError
@@ -828,3 +829,9 @@ def start_backend(name: str, seed: int = 0) -> Backend:
     if isinstance(server, AssertionError):
         raise AssertionError(f"no server for {name}: {server}")
     return Backend(server, Proxy(server, seed))
+
+
+def lead(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
+    """Have the stores that this process opens find `backend`."""
+    for name, value in backend.environment.items():
+        monkeypatch.setenv(name, value)

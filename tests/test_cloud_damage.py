@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,8 @@ from runner.ledger import Fence, Ledger
 from runner.manifest import committed
 from runner.storage import LocalStore, Store, open_store
 from tests.cloud import CloudAttempt, CloudJob, assert_same_outcome, free_name, no_traceback, play_on, whole_counter
-from tests.servers import BACKENDS, Backend, start_backend
+from tests.memory_bucket import MemoryLog
+from tests.servers import BACKENDS, Backend, lead, start_backend
 from tests.tiny import leaves_equal, mesh_of
 
 OLDER, NEWEST = 5, 10
@@ -62,17 +62,6 @@ Damage = Callable[[bytes, random.Random], bytes | None]
 DAMAGES: tuple[Damage, ...] = (flip_first_bit, flip_any_bit, empty, truncate, delete)
 
 
-class Records:
-    """A log in memory."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def append(self, row: dict[str, Any]) -> None:
-        """See `Log`."""
-        self.rows.append(row)
-
-
 def make_state(seed: int) -> dict[str, jax.Array]:
     """A large leaf, cut over four devices, and some small ones."""
     generator = np.random.default_rng(seed)
@@ -92,9 +81,9 @@ def abstract_state() -> dict[str, jax.ShapeDtypeStruct]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_state(0))
 
 
-def claim(store: Store) -> tuple[Place, Records]:
+def claim(store: Store) -> tuple[Place, MemoryLog]:
     """A new attempt on a directory, and its ledger."""
-    fence, records = Fence(store), Records()
+    fence, records = Fence(store), MemoryLog()
     number = fence.claim()
     return Place(store, Hosts(None, 0, 1), fence, Ledger(records, number, 0)), records
 
@@ -179,8 +168,7 @@ def test_each_damage_to_each_file_is_named_and_a_restore_falls_back_to_the_older
         assert damage_every_file(LocalStore(tmp_path / "run"), tmp_path) >= MIN_CASES[where]
         return
     with start_backend(where) as backend:
-        for key, value in backend.environment.items():
-            monkeypatch.setenv(key, value)
+        lead(monkeypatch, backend)
         store = open_store(backend.url(free_name("damage")))
         assert damage_every_file(store, tmp_path / "staging") >= MIN_CASES[where]
 

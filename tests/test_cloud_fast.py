@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cloud import POLL_SECONDS, CloudAttempt, CloudJob, assert_same_outcome, free_name
-from tests.harness import kill_all_when, undisturbed
+from tests.harness import common_steps, kill_all_when, parts_of, undisturbed
 from tests.servers import BACKENDS, Backend, start_backend
 
 SPEC = "specs/gpt_nano.yaml"
@@ -29,16 +29,6 @@ RESTORED = re.compile(r"restored step (\d+) from the (\w+) tier")
 PIECES = r"checkpoints/\d+/arrays\..*"
 
 
-def steps_of(fast: Path, process: int) -> dict[int, Path]:
-    """The steps of which a process has a part."""
-    return {int(path.name): path for path in fast.glob(f"*/{process}/*") if path.name.isdecimal()}
-
-
-def common(fast: Path) -> list[int]:
-    """The steps of which both have one."""
-    return sorted(set(steps_of(fast, 0)) & set(steps_of(fast, 1)))
-
-
 def kill_beyond(job: CloudJob, fast: Path, durable: int) -> CloudAttempt:
     """kill -9 to both, once `durable` is in the bucket and both have two fast steps beyond it; the first of them."""
     attempts = job.start_processes(PROCESSES)
@@ -46,7 +36,7 @@ def kill_beyond(job: CloudJob, fast: Path, durable: int) -> CloudAttempt:
     def is_beyond() -> bool:
         time.sleep(POLL_SECONDS)
         newest = job.newest()
-        return newest >= durable and len([step for step in common(fast) if step > newest]) > 1
+        return newest >= durable and len([step for step in common_steps(fast, PROCESSES) if step > newest]) > 1
 
     kill_all_when(attempts, is_beyond, f"two fast steps beyond {durable}")
     return attempts[0]
@@ -66,8 +56,8 @@ def lose_machines(backend: Backend) -> None:
         job = CloudJob(backend, free_name("machines"), SPEC, (*OPTIONS, *tier), devices=DEVICES)
         kill_beyond(job, fast, 10)
 
-        older, newest = common(fast)[-2:]
-        part = steps_of(fast, 1)[newest]
+        older, newest = common_steps(fast, PROCESSES)[-2:]
+        part = parts_of(fast, 1)[newest]
         max((part / "pieces").iterdir(), key=lambda path: path.stat().st_size).unlink()
         num_requests = len(backend.proxy.requests)
         attempt = kill_beyond(job, fast, job.newest() + 10)

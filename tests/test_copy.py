@@ -2,8 +2,6 @@
 
 import contextlib
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from tests import harness
 from tests.cloud import CloudJob, free_name
-from tests.harness import DEADLINE_SECONDS, ROOT, Job, killed_after, undisturbed
+from tests.harness import Job, killed_after, undisturbed
 from tests.servers import BACKENDS, Backend, start_backend
 
 SPEC = "specs/gpt_nano.yaml"
@@ -39,18 +37,9 @@ def everywhere(backends: dict[str, Backend]) -> dict[str, str]:
 
 def command(backends: dict[str, Backend], *arguments: str) -> tuple[int, str]:
     """Exit code and output of `python -m runner checkpoints ...`."""
-    result = subprocess.run(
-        [sys.executable, "-m", "runner", "checkpoints", *arguments],
-        cwd=ROOT,
-        env=harness.environment(1) | everywhere(backends),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
-    assert "Traceback" not in result.stdout, result.stdout
-    return result.returncode, result.stdout
+    code, output = harness.command(harness.environment(1) | everywhere(backends), "checkpoints", *arguments)
+    assert "Traceback" not in output, output
+    return code, output
 
 
 def test_a_step_goes_from_cloud_to_cloud_and_home_and_the_run_goes_on_from_it_to_the_same_bits(

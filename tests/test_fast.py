@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Attempt, Job, has_state, kill_all_when, undisturbed
+from tests.harness import Attempt, Job, common_steps, has_state, kill_all_when, parts_of, undisturbed
 
 GPT = (
     "specs/gpt_nano.yaml",
@@ -38,12 +38,12 @@ def a_job(tmp_path: Path, what: tuple[str, ...] = COUNTER) -> Job:
 
 def parts(tmp_path: Path, process: int) -> dict[int, Path]:
     """The steps of which a process has a part."""
-    return {int(path.name): path for path in (tmp_path / "fast").glob(f"*/{process}/*") if path.name.isdecimal()}
+    return parts_of(tmp_path / "fast", process)
 
 
 def common(tmp_path: Path) -> list[int]:
     """The steps of which every process has a part."""
-    return sorted(set.intersection(*(set(parts(tmp_path, process)) for process in range(PROCESSES))))
+    return common_steps(tmp_path / "fast", PROCESSES)
 
 
 def run_until(job: Job, happens: Callable[[], bool], what: str) -> list[Attempt]:

@@ -23,7 +23,7 @@ from runner.errors import FencedError
 from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
 from runner.storage import TransientError, bucket, retry
-from tests.memory_bucket import MemoryDriver, memory_bucket
+from tests.memory_bucket import MemoryDriver, MemoryLog, memory_bucket
 
 KEEP_LAST = 2
 Rows = list[dict[str, Any]]
@@ -31,16 +31,6 @@ Rows = list[dict[str, Any]]
 
 class Killed(BaseException):
     """The process is no more."""
-
-
-class ListLog:
-    """A log in memory."""
-
-    def __init__(self, rows: Rows):
-        self.rows = rows
-
-    def append(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
 
 
 class Mortal:
@@ -97,7 +87,7 @@ class Process:
         store, hosts = memory_bucket(self.mortal), Hosts(None, 0, 1)  # type: ignore[arg-type]
         fence = Fence(store)
         number = fence.claim()
-        self.place = Place(store, hosts, fence, Ledger(ListLog(world.rows), number, 0))
+        self.place = Place(store, hosts, fence, Ledger(MemoryLog(world.rows), number, 0))
         self.retention = Retention(self.place, KEEP_LAST)
         self.saver = Saver(
             self.place, PieceWriter(store, hosts, world.staging), 60.0, lambda: None, self.retention.apply

@@ -13,8 +13,8 @@ from runner.manifest import FORMAT, commit, committed
 from runner.storage import digest_of, open_store
 from tests.cloud import free_name
 from tests.harness import Job
-from tests.memory_bucket import MemoryDriver, memory_bucket
-from tests.servers import BACKENDS, start_backend
+from tests.memory_bucket import MemoryDriver, MemoryLog, memory_bucket
+from tests.servers import BACKENDS, lead, start_backend
 
 
 def unmeasured(*steps):
@@ -110,8 +110,7 @@ def open_somewhere(kind, order, tmp_path, monkeypatch):
         yield open_store(str(tmp_path / "run"))
     else:
         with start_backend(kind) as backend:
-            for name, value in backend.environment.items():
-                monkeypatch.setenv(name, value)
+            lead(monkeypatch, backend)
             yield open_store(backend.url(free_name("retention")))
 
 
@@ -127,20 +126,13 @@ def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(kin
             files = {"arrays.1/piece": [4, digest_of(b"bits")]}
             manifest = {"format": FORMAT, "name": str(step), "step": step, "arrays": "arrays.1", "files": files}
             commit(store, directory, manifest | {"attempt": 1, "leaves": {}, "fingerprint": "0"}, 1)
-        retention = Retention(Place(store, Hosts(None, 0, 1), fence, Ledger(NoLog(), 1, 0)), keep_last=2)
+        retention = Retention(Place(store, Hosts(None, 0, 1), fence, Ledger(MemoryLog(), 1, 0)), keep_last=2)
         retention.look()
         retention.apply(committed(store)[1000])
         assert sorted(committed(store)) == [900, 1000]
         assert {name.split("/")[0] for name in store.sizes("checkpoints")} == {"900", "1000"}
         for step in (900, 1000):
             assert store.read(f"checkpoints/{step}/arrays.1/piece") == b"bits"
-
-
-class NoLog:
-    """A log that forgets."""
-
-    def append(self, row):
-        pass
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])

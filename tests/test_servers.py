@@ -30,7 +30,7 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import InvalidResponse
 
 from tests.harness import DEADLINE_SECONDS, ROOT
-from tests.servers import BACKENDS, BUCKET, AmazonServer, Backend, Faults, start_backend
+from tests.servers import BACKENDS, BUCKET, AmazonServer, Backend, Faults, lead, start_backend
 
 CONTENT = bytes(range(256)) * 8 + b"\r\n\r"
 NUM_RACERS = 8
@@ -254,11 +254,6 @@ def client(backend: Backend) -> Client:
 def name(request: pytest.FixtureRequest) -> str:
     """A name of the test's own, one that needs quoting."""
     return f"{request.node.name}/a b+c%20d/é.bin"
-
-
-def lead(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
-    for key, value in backend.environment.items():
-        monkeypatch.setenv(key, value)
 
 
 def failure(client: Client, action: Callable[..., Any], *arguments: Any) -> int:

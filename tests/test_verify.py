@@ -1,30 +1,18 @@
 """`verify-resume` passes jobs that can be resumed, and says where those that cannot go another way."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests import harness
-from tests.harness import ROOT
 
 COUNTER = ("specs/counter.yaml", "--set", "config.step_seconds=0.02", "--set", "config.width=5000")
 
 
 def verify(*arguments: str, devices: int = 1) -> tuple[int, str]:
-    result = subprocess.run(
-        [sys.executable, "-m", "runner", "verify-resume", *arguments],
-        cwd=ROOT,
-        env=harness.environment(devices),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert "Traceback" not in result.stdout, result.stdout
-    return result.returncode, result.stdout
+    code, output = harness.command(harness.environment(devices), "verify-resume", *arguments, deadline_seconds=300.0)
+    assert "Traceback" not in output, output
+    return code, output
 
 
 def test_a_counter_passes() -> None:

@@ -90,15 +90,9 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:300]}"
 
 
-@jax.jit
-def _copy(state: Any) -> Any:
-    """A copy of `state` in fresh memory."""
-    return jax.tree.map(jnp.copy, state)
-
-
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-def _copy_into(state: Any, spare: Any) -> Any:
-    """A copy of `state` in the memory of `spare`, by all threads of the device."""
+def _copy(state: Any, spare: Any) -> Any:
+    """A copy of `state` by all threads of the device, in the memory of `spare`, or in fresh memory if that is None."""
     return jax.tree.map(jnp.copy, state)
 
 
@@ -192,7 +186,7 @@ class Saver:
         if jax.default_backend() != "cpu":
             return state
         spare, self._spare = self._spare, state
-        return _copy(state) if spare is None else _copy_into(state, spare)
+        return _copy(state, spare)
 
     def _is_busy(self) -> bool:
         """Whether an earlier save is on its way: host 0's answer, on every host."""
