@@ -148,7 +148,7 @@ def test_a_state_saved_in_one_sharding_is_restored_in_any_other(first, sizes):
 
 
 def test_the_saved_bits_are_those_before_the_next_step_took_the_buffers(first):
-    """The state is donated right after `save` returns, as in training, while orbax still writes."""
+    """The state is donated right after `save` and `unshare` return, as in training, while orbax still writes."""
     mesh = mesh_of(1, 8, 1)
     place = NamedSharding(mesh, PartitionSpec("fsdp"))
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x * 3 + 1, tree), donate_argnums=0)
@@ -156,6 +156,7 @@ def test_the_saved_bits_are_those_before_the_next_step_took_the_buffers(first):
     for step in range(1, 4):
         expected = jax.tree.map(lambda x: np.array(x, copy=True), state)
         first.save(str(step), state)
+        state = first.saver.unshare(state)
         for _ in range(5):
             state = advance(state)
         assert first.saver.wait()

@@ -29,7 +29,7 @@ class Writer(Protocol):
     """Writes arrays below one name of a store. Called on every host."""
 
     def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], dict[str, Any]]:
-        """Begin to write below `target`; returns as soon as the arrays may be donated.
+        """Begin to write below `target`; returns as soon as the arrays may be donated. On any thread.
 
         The function returned blocks until every host's part is durable, at most so many seconds. On the main host it
         returns what the manifest must say: `files`, and `shards` if there are. It may raise `OSError` or `ValueError`.
@@ -42,9 +42,15 @@ class Writer(Protocol):
         """Stop background threads."""
 
 
-def _make_checkpointer() -> ocp.AsyncCheckpointer:
-    """Without compression: it costs seconds of the cores that train, and weights hardly shrink."""
-    return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+def _make_checkpointer(hosts: Hosts) -> ocp.AsyncCheckpointer:
+    """Without compression: it costs seconds of the cores that train, and weights hardly shrink.
+
+    Named processes make orbax meet at the coordinator. By default it meets in collectives, which from a background
+    thread would mix with those of a step.
+    """
+    processes = ocp.options.MultiprocessingOptions(active_processes=set(range(hosts.num_processes)))
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)
+    return ocp.AsyncCheckpointer(handler, multiprocessing_options=processes)
 
 
 class OrbaxWriter:
@@ -53,7 +59,7 @@ class OrbaxWriter:
     def __init__(self, store: Store, hosts: Hosts):
         assert store.root is not None, "orbax writes to a disk"
         self._store, self._root, self._hosts = store, store.root, hosts
-        self._orbax = _make_checkpointer()
+        self._orbax = _make_checkpointer(hosts)
 
     def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], dict[str, Any]]:
         """See `Writer`."""
@@ -74,7 +80,7 @@ class OrbaxWriter:
 
     def discard(self, target: str) -> None:
         """See `Writer`."""
-        self._orbax = _make_checkpointer()  # the old one would report this failure again
+        self._orbax = _make_checkpointer(self._hosts)  # the old one would report this failure again
         if self._hosts.is_main:
             path = self._root / target
             for leftover in path.parent.glob(f"{path.name}*"):

@@ -5,7 +5,8 @@ is its step. A directory without a manifest is not a checkpoint, whatever it hol
 
 Save, called on every host with the same step:
 1. The writer copies what it must and returns; it writes in the background, below a name of this attempt, so a zombie of
-   an earlier attempt can never write into files of this one.
+   an earlier attempt can never write into files of this one. (On a CPU nothing is copied and all of it is in the
+   background: training goes on in other memory, see `unshare`.)
 2. The fingerprint of every leaf is dispatched on the device, from the very arrays that are saved. (After 1, because on
    a CPU the two would contend while the training thread waits.)
 3. When every host's part is durable, host 0 notes size and CRC-32C of each file, checks that its attempt is still the
@@ -113,6 +114,7 @@ class Saver:
         self._before_commit = before_commit
         self._after_commit = after_commit
         self._may_leave_out = place.store.root is None
+        self._is_unshared = jax.default_backend() == "cpu"
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._pending: Future[bool] | None = None
         self._fast_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fast")
@@ -133,7 +135,7 @@ class Saver:
         companions: dict[str, bytes] | None = None,
         must: bool = False,
     ) -> bool:
-        """Begin to save `state` under `name`; returns once the arrays may be donated; whether a durable save began.
+        """Begin to save `state` under `name`; whether a durable save began. Only `unshare(state)` may be donated then.
 
         Waits for an earlier save that is still being written; in a bucket, unless it `must`, leaves this one out.
         `record` goes into the manifest, `companions` beside a part in the fast tier.
@@ -159,7 +161,7 @@ class Saver:
         save = _Save(manifest, fingerprint.Layout(state), jnp.zeros(0), started, None, None, companions or {})
         try:
             if durable:
-                save.finish = self._writer.start(save.target, leaves)
+                save.finish = self._begin(save.target, leaves)
             if fast:
                 save.host = shard.copy_to_host(leaves, "all")
         except WRITE_ERRORS as caught:
@@ -176,6 +178,12 @@ class Saver:
             place.ledger.append("save", record["step"], blocked_seconds=blocked_seconds, **tier)
         return durable
 
+    def _begin(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], dict[str, Any]]:
+        """What writes the arrays in the background, once they may be donated or need not be."""
+        if self._is_unshared:
+            return lambda deadline_seconds: self._writer.start(target, leaves)(deadline_seconds)
+        return self._writer.start(target, leaves)
+
     def unshare(self, state: Any) -> Any:
         """The state to go on with after a `save`: the same bits, in memory that no save reads.
 
@@ -183,7 +191,7 @@ class Saver:
         have to copy them into fresh memory, on one thread. So training goes on with a copy in the memory that the save
         before has read, and leaves that of this save for the next.
         """
-        if jax.default_backend() != "cpu":
+        if not self._is_unshared:
             return state
         spare, self._spare = self._spare, state
         return _copy(state, spare)
