@@ -5,6 +5,7 @@ signal to this process is forwarded to every one of them. All are started again 
 process ends with the job's exit code.
 """
 
+import argparse
 import os
 import signal
 import socket
@@ -16,12 +17,14 @@ from types import FrameType
 from typing import IO, Any
 
 from launch import summary
+from launch.options import natural, positive, runner_arguments
 from launch.supervisor import Supervisor
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE, RunnerError
 from runner.spec import load_document, validate_spec
 from runner.storage import open_store, read_log
 from runner.terminal import say
 
+HELP = "run the job as several processes on this machine"
 LINGER_SECONDS = 60.0  # what the survivors of a lost process get to end by themselves
 
 
@@ -120,23 +123,27 @@ class Processes:
         return job_code(codes)
 
 
-def run(
-    spec: str,
-    overrides: Sequence[str],
-    num_processes: int,
-    devices_per_process: int | None,
-    max_restarts: int,
-    grace_seconds: float,
-) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this engine."""
+    parser.add_argument("--processes", type=positive, default=1, metavar="N")
+    parser.add_argument("--devices-per-process", type=positive, metavar="M", help="fake M CPU devices in each process")
+    parser.add_argument("--max-restarts", type=natural, default=100, metavar="N", help="after 76; default 100")
+    parser.add_argument(
+        "--grace-seconds", type=positive, default=300, metavar="N", help="from a signal to kill -9; 300"
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
     """Run the job as several processes, all again after 75 and 76, and return its exit code."""
-    command = [sys.executable, "-m", "runner", spec, *(word for override in overrides for word in ("--set", override))]
-    processes = Processes(command, num_processes, _environment(devices_per_process), grace_seconds)
+    command = [sys.executable, *runner_arguments(parsed.spec, parsed.set)]
+    environment = _environment(parsed.devices_per_process)
+    processes = Processes(command, parsed.processes, environment, parsed.grace_seconds)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, processes.forward)
 
     def ledger() -> list[dict[str, Any]]:
         try:
-            directory = validate_spec(load_document(spec, list(overrides))).directory
+            directory = validate_spec(load_document(parsed.spec, parsed.set)).directory
             return read_log(open_store(directory), "events")
         except (RunnerError, OSError):  # the job has said what is wrong with it
             return []
@@ -144,7 +151,7 @@ def run(
     def newest_step() -> int | None:
         return max((row["step"] for row in ledger() if row["event"] == "commit"), default=None)
 
-    supervisor = Supervisor(processes.run, newest_step, lambda: processes.is_stopping, max_restarts)
+    supervisor = Supervisor(processes.run, newest_step, lambda: processes.is_stopping, parsed.max_restarts)
     code, attempts = supervisor.run()
     if len(attempts) > 1:
         for line in summary.lines(attempts, ledger()):

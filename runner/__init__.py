@@ -6,13 +6,14 @@ errors         what callers catch, and the exit code of each
 terminal       lines for a person
 spec           frozen models, strict YAML, overrides, errors with file and line; no jax
 config         the config of trainers; no jax
+accelerators   the chips known by name, and what engines call them; no jax
 cadence        is it time?
 notice         SIGTERM on any host becomes one agreed moment on all
 hosts          start-up, main host, agreement, loss of a peer
 storage        one interface over a disk and the buckets of three clouds
 compile_cache  compiled programs on this host's disk
 ledger         events.jsonl, attempts, the single-writer fence
-topology       spec -> mesh, logical axis rules, batch arithmetic, accelerator catalogue
+topology       spec -> mesh, logical axis rules, batch arithmetic
 data           tokens; a batch is a pure function of (seed, step)
 metrics        rows of the surviving trajectory, and where they are shown
 fingerprint    topology-free digest of a pytree, computed on device

@@ -1,12 +1,10 @@
-"""From a spec's topology to a mesh: axis arithmetic, the accelerators known by name, logical axis rules.
+"""From a spec's topology to a mesh: axis arithmetic, logical axis rules, the split of a batch.
 
 Axes: `data` shards only the batch; `fsdp` shards the batch, the parameters and the optimizer state; `tensor` shards
 single matrices. Knows nothing of models beyond the names of their logical axes.
 """
 
 import os
-import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -27,48 +25,6 @@ LOGICAL_AXIS_RULES = (
     ("mlp", "tensor"),
     ("embed", "fsdp"),
 )
-
-# Name in a spec -> what `device_kind` begins with, in lower case.
-_DEVICE_KINDS = {
-    "cpu": ("cpu",),
-    "v4": ("tpu v4",),
-    "v5e": ("tpu v5 lite", "tpu v5e"),
-    "v5p": ("tpu v5p", "tpu v5"),
-    "v6e": ("tpu v6 lite", "tpu v6e"),
-    "tpu7x": ("tpu7x", "tpu v7"),
-    "a100": ("nvidia a100",),
-    "h100": ("nvidia h100",),
-    "h200": ("nvidia h200",),
-    "b200": ("nvidia b200",),
-}
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """What a job is sized for: `2xv5e-256` is 2 slices of 256 v5e chips."""
-
-    name: str
-    num_devices: int | None
-
-    def matches(self, device_kind: str, num_devices: int) -> bool:
-        """Whether the devices at hand are these."""
-        kinds = _DEVICE_KINDS[self.name]
-        kind = device_kind.lower()
-        longest = max(
-            (name for names in _DEVICE_KINDS.values() for name in names if kind.startswith(name)), key=len, default=""
-        )
-        return longest in kinds and self.num_devices in (None, num_devices)
-
-
-def parse_accelerator(text: str) -> Accelerator | None:
-    """The accelerator that a spec names, None for `any`. Raises `InvalidError` for one that is not known."""
-    if text == "any":
-        return None
-    match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9]*)(?:-(\d+))?", text)
-    if match is None or match[2] not in _DEVICE_KINDS or (match[1] and not match[3]):
-        known = ", ".join(_DEVICE_KINDS)
-        raise InvalidError(f"got {text!r}, needs any, or [SLICESx]NAME[-DEVICES] with NAME one of {known}")
-    return Accelerator(match[2], int(match[3]) * int(match[1] or 1) if match[3] else None)
 
 
 def mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from runner import state as train_state
 from runner import step as pure
+from runner.accelerators import parse_accelerator
 from runner.cadence import is_due, tokens_at
 from runner.compilation import Layout, compile_to_fit, compile_train_step, compile_val_step
 from runner.config import ModelConfig, TrainerConfig
@@ -40,7 +41,6 @@ from runner.topology import (
     mesh_sizes,
     micro_batch_sizes,
     num_batch_shards,
-    parse_accelerator,
 )
 
 MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use

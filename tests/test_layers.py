@@ -85,10 +85,10 @@ def test_nothing_is_pickled_and_the_runner_never_imports_its_users(path):
 
 
 @pytest.mark.parametrize("path", [path for path in EVERYTHING if "launch" in path.parts], ids=lambda path: path.name)
-def test_launch_starts_the_runner_and_knows_no_more_of_it_than_exit_codes_and_specs(path):
+def test_launch_starts_the_runner_and_knows_no_more_of_it_than_exit_codes_specs_and_chips(path):
     roots = {name.split(".")[0] for name in imports(path)}
     assert not roots & {"jax", "flax", "optax", "orbax", "experiments"}
-    assert layers_imported(path) <= {"errors", "terminal", "spec", "config", "storage"}
+    assert layers_imported(path) <= {"errors", "terminal", "spec", "config", "accelerators", "storage"}
 
 
 @pytest.mark.parametrize("module", ["runner", "runner.spec", "runner.config", "runner.errors", "launch.__main__"])

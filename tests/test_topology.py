@@ -1,7 +1,5 @@
 """From a spec's topology to a mesh, and the arithmetic of batches over it."""
 
-import itertools
-
 import jax
 import pytest
 from jax.sharding import PartitionSpec
@@ -17,7 +15,6 @@ from runner.topology import (
     mesh_sizes,
     micro_batch_sizes,
     num_batch_shards,
-    parse_accelerator,
 )
 
 
@@ -60,50 +57,6 @@ def test_the_mesh_has_every_device_once_and_shards_the_batch_over_data_and_fsdp(
     assert num_batch_shards(mesh) == 4
     assert batch_sharding(mesh).spec == PartitionSpec(None, ("data", "fsdp"), None)
     assert batch_sharding(mesh).shard_shape((3, 8, 16)) == (3, 2, 16)
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "number"),
-    [
-        ("v5e-16", "v5e", 16),
-        ("2xv5e-256", "v5e", 512),
-        ("h200-8", "h200", 8),
-        ("cpu", "cpu", None),
-        ("v6e", "v6e", None),
-    ],
-)
-def test_accelerators_by_name(text, name, number):
-    accelerator = parse_accelerator(text)
-    assert (accelerator.name, accelerator.num_devices) == (name, number)
-    assert parse_accelerator("any") is None
-
-
-@pytest.mark.parametrize("text", ["v7e-16", "16", "", "2xv5e", "v5e-16-2", "V5E", "gpu-8", "v5e-"])
-def test_an_unknown_accelerator_is_refused_with_the_known_ones(text):
-    with pytest.raises(InvalidError, match=r"needs any, or .* one of cpu, v4, v5e"):
-        parse_accelerator(text)
-
-
-KINDS = {
-    "cpu": "cpu",
-    "v4": "TPU v4",
-    "v5e": "TPU v5 lite",
-    "v5p": "TPU v5",
-    "v6e": "TPU v6 lite",
-    "h100": "NVIDIA H100 80GB HBM3",
-    "h200": "NVIDIA H200",
-}
-
-
-@pytest.mark.parametrize(("name", "kind"), list(itertools.product(KINDS, KINDS)))
-def test_an_accelerator_matches_its_own_devices_and_no_others(name, kind):
-    accelerator = parse_accelerator(name)
-    assert accelerator.matches(KINDS[kind], 8) == (name == kind)
-
-
-def test_an_accelerator_with_a_number_matches_that_number_alone():
-    assert parse_accelerator("2xv5e-8").matches("TPU v5 lite", 16)
-    assert not parse_accelerator("v5e-8").matches("TPU v5 lite", 16)
 
 
 def test_micro_batches_are_the_divisors_of_a_devices_share():

@@ -1,0 +1,125 @@
+"""The accelerators known by name: what their devices call themselves, how many stand in a host, what engines call them.
+
+A spec names chips: `v5e-16` is one slice of 16 chips, `2xv5e-256` two slices of 256, `h200-8` 8 GPUs. Nothing else in
+the project knows a chip. Sources: the TPU pages "System architecture" of each version and "Plan TPUs in GKE" (Google
+Cloud documentation), and NVIDIA's data sheets of the DGX and HGX systems.
+"""
+
+import re
+from dataclasses import dataclass
+
+from runner.errors import InvalidError
+
+# Chips in a slice -> its shape, as GKE labels nodes and libtpu names topologies.
+_TORUS_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_TORUS_3D = {
+    4: "2x2x1",
+    8: "2x2x2",
+    16: "2x2x4",
+    32: "2x4x4",
+    64: "4x4x4",
+    128: "4x4x8",
+    256: "4x8x8",
+    512: "8x8x8",
+    1024: "8x8x16",
+    2048: "8x16x16",
+    4096: "16x16x16",
+}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One kind of accelerator.
+
+    Attributes:
+        device_kinds: what `device_kind` of its jax devices begins with, in lower case.
+        chips_per_host: chips of one host of a slice that has several, or of one GPU node; None if it varies.
+        devices_per_chip: jax devices that one chip shows.
+        shapes: chips in a slice -> shape of the slice; empty for what is no TPU.
+        gke_accelerator: value of GKE's node label, None for what GKE does not have.
+        gcloud_prefix: what accelerator types of queued resources begin with, None where there are none.
+        gcloud_units_per_chip: by what the number in that type exceeds the chips (it counts cores on some).
+    """
+
+    device_kinds: tuple[str, ...]
+    chips_per_host: int | None = None
+    devices_per_chip: int = 1
+    shapes: dict[int, str] | None = None
+    gke_accelerator: str | None = None
+    gcloud_prefix: str | None = None
+    gcloud_units_per_chip: int = 1
+
+    @property
+    def is_tpu(self) -> bool:
+        """Whether it comes in slices."""
+        return self.shapes is not None
+
+
+CHIPS = {
+    "cpu": Chip(("cpu",)),
+    "v4": Chip(("tpu v4",), 4, 1, _TORUS_3D, "tpu-v4-podslice", "v4", 2),
+    "v5e": Chip(("tpu v5 lite", "tpu v5e"), 4, 1, _TORUS_2D, "tpu-v5-lite-podslice", "v5litepod"),
+    "v5p": Chip(("tpu v5p", "tpu v5"), 4, 1, _TORUS_3D, "tpu-v5p-slice", "v5p", 2),
+    "v6e": Chip(("tpu v6 lite", "tpu v6e"), 4, 1, _TORUS_2D, "tpu-v6e-slice", "v6e"),
+    "tpu7x": Chip(("tpu7x", "tpu v7"), 4, 2, _TORUS_3D, "tpu7x"),
+    "a100": Chip(("nvidia a100",), 8, gke_accelerator="nvidia-a100-80gb"),
+    "h100": Chip(("nvidia h100",), 8, gke_accelerator="nvidia-h100-80gb"),
+    "h200": Chip(("nvidia h200",), 8, gke_accelerator="nvidia-h200-141gb"),
+    "b200": Chip(("nvidia b200",), 8, gke_accelerator="nvidia-b200"),
+}
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What a job is sized for. `num_chips` is per slice; None = as many as there are."""
+
+    name: str
+    num_chips: int | None = None
+    num_slices: int = 1
+
+    @property
+    def chip(self) -> Chip:
+        """Its entry in the catalogue."""
+        return CHIPS[self.name]
+
+    @property
+    def num_devices(self) -> int | None:
+        """Jax devices of the whole job."""
+        return None if self.num_chips is None else self.num_slices * self.num_chips * self.chip.devices_per_chip
+
+    @property
+    def shape(self) -> str:
+        """Shape of one slice, such as 4x4. Raises `InvalidError` if there is no slice of so many chips."""
+        shapes = self.chip.shapes or {}
+        if self.num_chips not in shapes:
+            near = ", ".join(f"{self.name}-{number}" for number in shapes) or "none"
+            raise InvalidError(f"{self.name} has no slice of {self.num_chips} chips; slices: {near}")
+        return shapes[self.num_chips]
+
+    @property
+    def hosts_per_slice(self) -> int:
+        """Hosts of one slice, or GPU nodes. A TPU slice of up to 4 chips, and of 1, is one host."""
+        if self.num_chips is None or self.chip.chips_per_host is None:
+            return 1
+        return -(-self.num_chips // self.chip.chips_per_host)
+
+    @property
+    def chips_on_a_host(self) -> int | None:
+        """Chips of each host; None = as many as there are."""
+        return None if self.num_chips is None else self.num_chips // self.hosts_per_slice
+
+    def matches(self, device_kind: str, num_devices: int) -> bool:
+        """Whether the devices at hand are these."""
+        kind = device_kind.lower()
+        prefixes = [prefix for chip in CHIPS.values() for prefix in chip.device_kinds if kind.startswith(prefix)]
+        return max(prefixes, key=len, default="") in self.chip.device_kinds and self.num_devices in (None, num_devices)
+
+
+def parse_accelerator(text: str) -> Accelerator | None:
+    """The accelerator that a spec names, None for `any`. Raises `InvalidError` for one that is not known."""
+    if text == "any":
+        return None
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][a-z0-9]*)(?:-([1-9]\d*))?", text)
+    if match is None or match[2] not in CHIPS or (match[1] and not match[3]):
+        raise InvalidError(f"got {text!r}, needs any, or [SLICESx]NAME[-CHIPS] with NAME one of {', '.join(CHIPS)}")
+    return Accelerator(match[2], int(match[3]) if match[3] else None, int(match[1] or 1))
