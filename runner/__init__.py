@@ -9,7 +9,12 @@ config         the config of trainers; no jax
 accelerators   the chips known by name, and what engines call them; no jax
 cadence        is it time?
 notice         SIGTERM on any host becomes one agreed moment on all
+cluster        which of several processes this is, from what the engine has set
+rendezvous     how the processes find each other, and who is missing
 hosts          start-up, main host, agreement, loss of a peer
+progress       what the training thread is at
+straggler      which hosts come late to a step
+watchdog       who is gone, who stands still; no wait without an end
 storage        one interface over a disk and the buckets of three clouds
 compile_cache  compiled programs on this host's disk
 ledger         events.jsonl, attempts, the single-writer fence

@@ -20,6 +20,7 @@ from runner.notice import StopNotice, end_process
 from runner.terminal import warn
 
 if TYPE_CHECKING:
+    from runner.cluster import Cluster
     from runner.hosts import Hosts
 
 _USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
@@ -127,15 +128,14 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
     if job_class.needs_topology and spec.topology is None:
         raise document.error("", f"missing key topology: {job_class.__name__} needs one")
     job = job_class(spec, document)
-    hosts_module = importlib.import_module("runner.hosts")
-    cluster = None
-    if parsed.coordinator is not None and parsed.num_processes > 1:
-        cluster = hosts_module.Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
+    cluster = _place(parsed, spec.deadlines.start_seconds)
+    if cluster is not None:
         notice.expect_peers()
     importlib.import_module("runner.compile_cache").open_compile_cache()
     for library in ("absl", "urllib3", "google", "azure", "botocore"):  # what they would print is told in one line
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    hosts = hosts_module.start(cluster)
+    is_elastic = spec.topology is not None and spec.topology.elastic
+    hosts = importlib.import_module("runner.hosts").start(cluster, spec.deadlines, is_elastic)
     sys.excepthook = functools.partial(_end_on_bug, hosts)
     notice.join(hosts if hosts.num_processes > 1 else None)
     code = EXIT_DONE
@@ -148,6 +148,18 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
             end_process(code)
     hosts.leave(code)
     end_process(code)
+
+
+def _place(parsed: argparse.Namespace, deadline_seconds: float) -> "Cluster | None":
+    """Where this process stands, as the command line or else the engine says; None if it is alone."""
+    module = importlib.import_module("runner.cluster")
+    if parsed.coordinator is None:
+        found: Cluster | None = module.detect(deadline_seconds)
+    elif parsed.num_processes == 1:
+        found = None
+    else:
+        found = module.Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
+    return found
 
 
 def _end_on_bug(hosts: "Hosts", kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

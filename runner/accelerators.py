@@ -39,6 +39,7 @@ class Chip:
         gke_accelerator: value of GKE's node label, None for what GKE does not have.
         gcloud_prefix: what accelerator types of queued resources begin with, None where there are none.
         gcloud_units_per_chip: by what the number in that type exceeds the chips (it counts cores on some).
+        gcloud_runtime: software version of its TPU VMs for JAX, by "TPU software versions" (same documentation).
     """
 
     device_kinds: tuple[str, ...]
@@ -48,6 +49,7 @@ class Chip:
     gke_accelerator: str | None = None
     gcloud_prefix: str | None = None
     gcloud_units_per_chip: int = 1
+    gcloud_runtime: str | None = None
 
     @property
     def is_tpu(self) -> bool:
@@ -57,10 +59,10 @@ class Chip:
 
 CHIPS = {
     "cpu": Chip(("cpu",)),
-    "v4": Chip(("tpu v4",), 4, 1, _TORUS_3D, "tpu-v4-podslice", "v4", 2),
-    "v5e": Chip(("tpu v5 lite", "tpu v5e"), 4, 1, _TORUS_2D, "tpu-v5-lite-podslice", "v5litepod"),
-    "v5p": Chip(("tpu v5p", "tpu v5"), 4, 1, _TORUS_3D, "tpu-v5p-slice", "v5p", 2),
-    "v6e": Chip(("tpu v6 lite", "tpu v6e"), 4, 1, _TORUS_2D, "tpu-v6e-slice", "v6e"),
+    "v4": Chip(("tpu v4",), 4, 1, _TORUS_3D, "tpu-v4-podslice", "v4", 2, "tpu-ubuntu2204-base"),
+    "v5e": Chip(("tpu v5 lite", "tpu v5e"), 4, 1, _TORUS_2D, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite"),
+    "v5p": Chip(("tpu v5p", "tpu v5"), 4, 1, _TORUS_3D, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
+    "v6e": Chip(("tpu v6 lite", "tpu v6e"), 4, 1, _TORUS_2D, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e"),
     "tpu7x": Chip(("tpu7x", "tpu v7"), 4, 2, _TORUS_3D, "tpu7x"),
     "a100": Chip(("nvidia a100",), 8, gke_accelerator="nvidia-a100-80gb"),
     "h100": Chip(("nvidia h100",), 8, gke_accelerator="nvidia-h100-80gb"),

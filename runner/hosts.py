@@ -9,52 +9,36 @@ late. When a peer dies, JAX's coordination service ends the survivors with SIGAB
 import contextlib
 import ctypes
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax._src import distributed
 
+from runner.cluster import Cluster
 from runner.errors import EXIT_RETRYABLE, InvalidError, PeerLostError, RetryableError
 from runner.notice import end_process
+from runner.rendezvous import listening_address, meet
+from runner.spec import Deadlines
 
-HEARTBEAT_SECONDS = 10
-DEADLINE_SECONDS = 300
+HEARTBEAT_SECONDS = 30  # of JAX; the watchdog notices sooner, and says more
+_LEAVE_SECONDS = 10
 _DEPARTURE_SECONDS = 0.2
 _FOREVER_SECONDS = 7 * 24 * 3600
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Where one process stands in its job."""
-
-    coordinator: str
-    num_processes: int
-    process_id: int
-
-
-def _is_one_of_several(environment: dict[str, str]) -> bool:
-    """Whether an engine that JAX can detect says that this process has peers."""
-    tpu_hosts = environment.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    return (
-        int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
-        or len(tpu_hosts) > 1
-        or int(environment.get("MEGASCALE_NUM_SLICES") or 1) > 1
-        or "JOBSET_NAME" in environment
-    )
 
 
 class Hosts:
     """This process and its peers. One instance a process, made by `start`."""
 
-    def __init__(self, client: Any, process_id: int, num_processes: int):
+    def __init__(self, client: Any, process_id: int, num_processes: int, deadline_seconds: float = 3600.0):
         self._client = client
         self.process_id = process_id
         self.num_processes = num_processes
+        self.suspects_peer = False  # a collective has failed here
+        self.on_peer_lost: Callable[[], None] | None = None  # called before JAX ends this process
+        self._deadline_seconds = deadline_seconds
         self._num_calls = 0
 
     @property
@@ -62,7 +46,8 @@ class Hosts:
         """Whether this is host 0, which decides and writes."""
         return self.process_id == 0
 
-    def _get(self, key: str, deadline_seconds: float, what: str) -> str:
+    def _get(self, key: str, deadline_seconds: float | None, what: str) -> str:
+        deadline_seconds = self._deadline_seconds if deadline_seconds is None else deadline_seconds
         try:
             return self._client.blocking_key_value_get(key, int(deadline_seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
@@ -76,7 +61,28 @@ class Hosts:
         except jax.errors.JaxRuntimeError as error:
             raise PeerLostError(f"the coordinator cannot be reached ({_first_line(error)})") from error
 
-    def gather(self, value: Any, deadline_seconds: float = DEADLINE_SECONDS) -> list[Any]:
+    def publish(self, key: str, value: Any) -> None:
+        """Set `key` to `value` (JSON) for every host. Never waits for one. Any thread."""
+        self._set(key, json.dumps(value))
+
+    def peek(self, key: str) -> Any:
+        """The value of `key` (JSON), None if it has none yet. Never waits for a host. Any thread."""
+        try:
+            return json.loads(self._client.key_value_try_get(key))
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise PeerLostError(f"the coordinator cannot be reached ({_first_line(error)})") from error
+
+    def peek_all(self, prefix: str) -> dict[str, Any]:
+        """The values (JSON) of all keys `prefix`/<name>, by name. Never waits for a host. Any thread."""
+        try:
+            rows = self._client.key_value_dir_get(prefix)
+        except jax.errors.JaxRuntimeError as error:
+            raise PeerLostError(f"the coordinator cannot be reached ({_first_line(error)})") from error
+        return {key.rpartition("/")[2]: json.loads(value) for key, value in rows}
+
+    def gather(self, value: Any, deadline_seconds: float | None = None) -> list[Any]:
         """Every host's `value` (JSON), in order of process. Blocks until all have come. Called on every host."""
         if self.num_processes == 1:
             return [value]
@@ -106,7 +112,7 @@ class Hosts:
             self._client.key_value_delete(name)
         return values
 
-    def agree(self, value: Any, deadline_seconds: float = DEADLINE_SECONDS) -> Any:
+    def agree(self, value: Any, deadline_seconds: float | None = None) -> Any:
         """Host 0's `value` (JSON) on every host; the others' is ignored. Called on every host."""
         if self.num_processes == 1:
             return value
@@ -133,7 +139,7 @@ class Hosts:
             raise InvalidError(result["invalid"])
         return result["value"]
 
-    def barrier(self, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+    def barrier(self, deadline_seconds: float | None = None) -> None:
         """Wait until every host is here. Called on every host."""
         self.gather(None, deadline_seconds)
 
@@ -149,9 +155,7 @@ class Hosts:
         """Publish this host's tick and return every host's."""
         self._set(f"runner/stop/tick/{self.process_id}", str(tick))
         return [
-            int(
-                self._get(f"runner/stop/tick/{process}", DEADLINE_SECONDS, f"the answer of process {process} to a stop")
-            )
+            int(self._get(f"runner/stop/tick/{process}", None, f"the answer of process {process} to a stop"))
             for process in range(self.num_processes)
         ]
 
@@ -164,7 +168,7 @@ class Hosts:
             self._set(f"runner/left/{self.process_id}", "1")
             if self.is_main:
                 for process in range(self.num_processes):
-                    self._get(f"runner/left/{process}", HEARTBEAT_SECONDS, f"process {process}")
+                    self._get(f"runner/left/{process}", _LEAVE_SECONDS, f"process {process}")
                 time.sleep(_DEPARTURE_SECONDS)
 
     def await_verdict(self) -> None:
@@ -173,6 +177,7 @@ class Hosts:
         Does not return if a peer is gone.
         """
         if self.num_processes > 1:
+            self.suspects_peer = True
             time.sleep(2 * HEARTBEAT_SECONDS + 2)
 
 
@@ -183,6 +188,7 @@ class _Abort:
     """
 
     code = EXIT_RETRYABLE
+    hosts: Hosts | None = None
 
     def install(self) -> None:
         prototype = ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -192,6 +198,8 @@ class _Abort:
         libc.signal(signal.SIGABRT, self._handler)
 
     def _handle(self, number: int) -> None:
+        if self.code == EXIT_RETRYABLE and self.hosts is not None and self.hosts.on_peer_lost is not None:
+            self.hosts.on_peer_lost()
         lost = "peer lost: another process of the job died or cannot be reached; run the same command again"
         end_process(self.code, lost if self.code == EXIT_RETRYABLE else None)
 
@@ -203,32 +211,30 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0][:200]
 
 
-def start(cluster: Cluster | None) -> Hosts:
-    """Join the job's other processes: `cluster` as given, else as the environment tells, else alone.
+def start(cluster: Cluster | None, deadlines: Deadlines, is_elastic: bool = False) -> Hosts:
+    """Join the job's other processes; None = this one is alone.
 
     Called on every host, before any other use of JAX. Raises `RetryableError` if the others cannot be reached.
     """
-    if cluster is None and not _is_one_of_several(dict(os.environ)):
+    if cluster is not None:
+        cluster = meet(cluster, deadlines.start_seconds, is_elastic)
+    if cluster is None or cluster.num_processes == 1:
         return Hosts(None, 0, 1)
     jax.config.update("jax_enable_preemption_service", False)
-    addresses: dict[str, Any] = {}
-    if cluster is not None:
-        addresses = {
-            "coordinator_address": cluster.coordinator,
-            "num_processes": cluster.num_processes,
-            "process_id": cluster.process_id,
-        }
-        if cluster.process_id == 0:
-            addresses["coordinator_bind_address"] = cluster.coordinator
     _abort.install()
     try:
         jax.distributed.initialize(
-            **addresses,
+            coordinator_address=cluster.coordinator,
+            num_processes=cluster.num_processes,
+            process_id=cluster.process_id,
+            local_device_ids=cluster.local_devices,
+            coordinator_bind_address=listening_address(cluster),
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            initialization_timeout=DEADLINE_SECONDS,
+            initialization_timeout=int(deadlines.start_seconds),
             shutdown_timeout_seconds=60,
         )
     except (RuntimeError, ValueError) as error:
         raise RetryableError(f"cannot join the other processes of the job: {_first_line(error)}") from error
     state = distributed.global_state
-    return Hosts(state.client, state.process_id, state.num_processes)
+    _abort.hosts = Hosts(state.client, state.process_id, state.num_processes, deadlines.phase_seconds)
+    return _abort.hosts

@@ -23,6 +23,7 @@ from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
 from runner.manifest import newest_manifest
 from runner.notice import StopNotice
+from runner.progress import Progress
 from runner.spec import (
     Document,
     ExecutionSpec,
@@ -32,6 +33,8 @@ from runner.spec import (
     trajectory,
     validate_config,
 )
+from runner.straggler import Straggling
+from runner.watchdog import Watchdog, stacks_of_all_threads
 
 _DRAIN_SECONDS = 10.0
 
@@ -51,10 +54,13 @@ class RestoreableJob:
         self.uplink = storage.Uplink()
         self.hosts = Hosts(None, 0, 1)
         self.notice = StopNotice()
+        self.progress = Progress()
         self.state: Any = None
         self.step = 0
         self.id = ""
+        self.fence = Fence(self.store)
         self._saved_step: int | None = None
+        self._has_minded_grace = False
         self._said_interval_seconds = 1e-9
         self._last_save_seconds = time.monotonic()
 
@@ -139,25 +145,53 @@ class RestoreableJob:
         """Done? Then nothing. Else: barrier, restore or init, `run`, final save, `result.json`, barrier."""
         self.hosts = hosts or self.hosts
         self.notice = notice or self.notice
+        with Watchdog(self.hosts, self.spec.deadlines, self._on_verdict, self._on_straggler) as self.progress:
+            self._live()
+
+    def _live(self) -> None:
         if self.hosts.main_first(self._probe_and_ask_if_done):
             self.say(f"{self.spec.name}: done, nothing to do")
             return
-        self.setup()
-        self.hosts.main_first(self._guard_checkpoints)
-        self.begin()
+        with self.progress.during("set-up"):
+            self.setup()
+            self.hosts.main_first(self._guard_checkpoints)
+            self.begin()
         started = time.monotonic()
-        self.prepare()
+        with self.progress.during("compile"):
+            self.prepare()
         if self.hosts.is_main:
             self.ledger.append("prepare", None, seconds=round(time.monotonic() - started, 4))
-        self.restore_or_init()
+        with self.progress.during("restore"):
+            self.restore_or_init()
+        self.progress.arrive(self.step)
         try:
             self.run()
-            self._finish()
+            with self.progress.during("the end"):
+                self._finish()
         except DivergedError:
             self.checkpoints.saver.wait()  # what was good may still be on its way to the disk
             raise
         finally:
             self._flush()
+
+    def _on_verdict(self, verdict: str) -> None:
+        """Keep what helps to understand why the job does not go on. Any host, from the watchdog's thread."""
+        stacks = f"{verdict}\n\n{stacks_of_all_threads()}"
+        if self.fence.attempt is None:  # the directory may be another job's
+            terminal.warn(stacks)
+            return
+        self.ledger.append("stuck", self.step, reason=verdict)
+        self.store.write(f"stacks/{self.fence.attempt:06}.{self.hosts.process_id}.txt", stacks.encode())
+        self._flush()
+
+    def _on_straggler(self, straggling: Straggling) -> None:
+        """Main host only, from the watchdog's thread."""
+        late, step, after_seconds = straggling.late, straggling.step, straggling.after_seconds
+        self.ledger.append("straggler", step, late=late, after_seconds=after_seconds)
+        after = ", ".join(
+            f"process {process} came to step {step} {after_seconds[process]:.2f} s after the first" for process in late
+        )
+        terminal.warn(f"straggler: {after}" if after else "straggler: all processes are in time again")
 
     def _flush(self) -> None:
         """Let what is still on its way to a bucket arrive, if the bucket is up."""
@@ -276,6 +310,7 @@ class RestoreableJob:
         else:
             self.state, manifest = found
             self.step = manifest["step"]
+            self._mind_grace(manifest.get("seconds", 0.0))
             if self.checkpoints.restorer.tier == "durable":
                 self._saved_step = self.step
             event, details = "restore", {"tier": self.checkpoints.restorer.tier}
@@ -320,11 +355,14 @@ class RestoreableJob:
 
     def save_or_stop(self) -> None:
         """After a step: save if it is time, and if the job was asked to stop, save and raise `PreemptedError`."""
+        self.progress.arrive(self.step)
         stopping = self.notice.poll()
         self.checkpoints.saver.raise_if_hopeless()
         if stopping:
             self.save()
-            raise_unless_committed(self.checkpoints.saver.wait(), self.step)
+            with self.progress.during("save"):
+                committed = self.checkpoints.saver.wait()
+            raise_unless_committed(committed, self.step)
             if self.hosts.is_main:
                 self.ledger.append("preempt", self.step, saved=True)
             self.hosts.barrier()
@@ -376,15 +414,30 @@ class RestoreableJob:
         record = self.manifest_record() | ({} if best is None else {"metric": self.metric(best.metric)})
         fast = self.checkpoints.has_fast_tier and name == str(self.step)
         companions = self.companions() if fast and self.hosts.is_main else {}
-        begun = self.checkpoints.saver.save(
-            name, self.state, record, durable=durable, fast=fast, companions=companions, must=must
-        )
-        if begun or fast:
-            self.state = self.checkpoints.saver.unshare(self.state)
+        saver = self.checkpoints.saver
+        with self.progress.during("save"):
+            begun = saver.save(name, self.state, record, durable=durable, fast=fast, companions=companions, must=must)
+            if begun or fast:
+                self.state = saver.unshare(self.state)
+        self._mind_grace(saver.durable_seconds)
         if durable and begun:
             self._last_save_seconds = time.monotonic()
             if name == str(self.step):
                 self._saved_step = self.step
+
+    def _mind_grace(self, save_seconds: float) -> None:
+        """Say it, once, if a save takes longer than the engine gives after SIGTERM."""
+        grace_seconds = self.spec.checkpoint.grace_seconds
+        if grace_seconds is None or save_seconds <= grace_seconds or self._has_minded_grace:
+            return
+        self._has_minded_grace = True
+        reason = (
+            f"a save takes {save_seconds:.1f} s, checkpoint.grace_seconds is {grace_seconds:g}: a preemption may cost "
+            "up to a save interval; give more grace, or add a fast tier (checkpoint.local_directory)"
+        )
+        if self.hosts.is_main:
+            terminal.warn(reason)
+            self.ledger.append("grace", self.step, reason=reason)
 
     def check_state(self) -> None:
         """Raise `DivergedError` if the state must not be saved. Nothing by default."""

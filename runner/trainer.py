@@ -364,7 +364,8 @@ class BaseTrainer(RestoreableJob):
             self._show(row)
 
     def _evaluate(self) -> Row:
-        loss = self.evaluator()
+        with self.progress.during("evaluation"):
+            loss = self.evaluator()
         self.window.restart_clock()
         return {} if loss is None else {"val/loss": loss}
 

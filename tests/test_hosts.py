@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from runner.errors import InvalidError
-from runner.hosts import Hosts, _is_one_of_several, start
+from runner.hosts import Hosts, start
+from runner.spec import Deadlines
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def alone():
-    return start(None)
+    return start(None, Deadlines())
 
 
 def test_a_single_process_is_the_main_host_and_agrees_with_itself(alone):
@@ -42,28 +43,14 @@ def test_other_errors_of_the_main_host_are_not_swallowed(alone):
         alone.main_first(lambda: 1 / 0)
 
 
-@pytest.mark.parametrize(
-    ("environment", "several"),
-    [
-        ({}, False),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
-        ({"TPU_WORKER_HOSTNAMES": "a,b,c,d"}, True),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, False),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, True),
-        ({"MEGASCALE_NUM_SLICES": "2"}, True),
-        ({"JOBSET_NAME": "train"}, True),
-    ],
-)
-def test_peers_are_detected_from_what_each_engine_sets(environment, several):
-    assert _is_one_of_several(environment) == several
-
-
 PROGRAM = """
 import json, sys, time
 from runner.errors import InvalidError, PeerLostError
-from runner.hosts import Cluster, start
+from runner.cluster import Cluster
+from runner.hosts import start
+from runner.spec import Deadlines
 
-hosts = start(Cluster(sys.argv[1], 2, int(sys.argv[2])))
+hosts = start(Cluster(sys.argv[1], 2, int(sys.argv[2])), Deadlines())
 me = hosts.process_id
 result = {"me": [me, hosts.num_processes, hosts.is_main]}
 result["agree"] = [hosts.agree({"step": 3 + me}), hosts.agree(f"second {me}")]

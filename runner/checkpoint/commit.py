@@ -210,7 +210,8 @@ class Saver:
             written = save.finish(self._max_unsaved_seconds)
             self._before_commit()
             if self._place.hosts.is_main:
-                self._commit(save, manifest | written)
+                seconds = round(time.monotonic() - save.started_seconds, 4)
+                self._commit(save, manifest | written | {"seconds": seconds})
         except FencedError:
             raise
         except WRITE_ERRORS as failure:

@@ -49,6 +49,19 @@ class Topology(Frozen):
         default="any", min_length=1, description="any, or the only hardware to accept: cpu, v5e-16 ..."
     )
     mesh: Mesh = Field(default=Mesh(), description="Axis sizes of the device mesh.")
+    elastic: bool = Field(default=False, description="Begin with the hosts that came in time, if some did not.")
+
+
+class Deadlines(Frozen):
+    """When a wait is a failure: the job then ends with 76 and names who is late."""
+
+    start_seconds: PositiveFloat = Field(default=300.0, description="For all hosts to come, at the start.")
+    step_seconds: PositiveFloat | Auto = Field(
+        default="auto", description="For one step; auto: 20 times the usual one, and at least 60."
+    )
+    phase_seconds: PositiveFloat = Field(
+        default=3600.0, description="For anything else: compile, restore, evaluation, a save."
+    )
 
 
 class Best(Frozen):
@@ -82,6 +95,9 @@ class Checkpoint(Frozen):
     )
     local_every_steps: PositiveInt | None = Field(
         default=None, description="Save to local_directory each time so many steps are complete."
+    )
+    grace_seconds: PositiveFloat | None = Field(
+        default=None, description="What the engine gives after SIGTERM; a save that takes longer is warned of."
     )
     max_unsaved_minutes: PositiveFloat = Field(
         default=60.0, description="If no save could be committed for so long, the run ends with 76."
@@ -118,5 +134,6 @@ class ExecutionSpec(Frozen):
     seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of every random number of the job.")
     topology: Topology | None = Field(default=None, description="Devices and mesh; a trainer needs it.")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="When to save and what to keep.")
+    deadlines: Deadlines = Field(default=Deadlines(), description="When a wait is a failure.")
     logging: Logging = Field(default=Logging(), description="What is reported, and how often.")
     config: dict[str, Any] = Field(default={}, description="Belongs to the job class, and is validated by it.")
