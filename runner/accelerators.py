@@ -60,7 +60,9 @@ class Chip:
 CHIPS = {
     "cpu": Chip(("cpu",)),
     "v4": Chip(("tpu v4",), 4, 1, _TORUS_3D, "tpu-v4-podslice", "v4", 2, "tpu-ubuntu2204-base"),
-    "v5e": Chip(("tpu v5 lite", "tpu v5e"), 4, 1, _TORUS_2D, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite"),
+    "v5e": Chip(
+        ("tpu v5 lite", "tpu v5e"), 4, 1, _TORUS_2D, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite"
+    ),
     "v5p": Chip(("tpu v5p", "tpu v5"), 4, 1, _TORUS_3D, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
     "v6e": Chip(("tpu v6 lite", "tpu v6e"), 4, 1, _TORUS_2D, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e"),
     "tpu7x": Chip(("tpu7x", "tpu v7"), 4, 2, _TORUS_3D, "tpu7x"),

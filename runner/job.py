@@ -180,7 +180,7 @@ class RestoreableJob:
         if self.fence.attempt is None:  # the directory may be another job's
             terminal.warn(stacks)
             return
-        self.ledger.append("stuck", self.step, reason=verdict)
+        self.ledger.append("stuck", self.progress.step, reason=verdict)
         self.store.write(f"stacks/{self.fence.attempt:06}.{self.hosts.process_id}.txt", stacks.encode())
         self._flush()
 

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
@@ -29,6 +30,7 @@ from runner.terminal import warn
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _JOIN_SECONDS = 15
+_VERDICT_SECONDS = 60  # in which the watchdog says more of a lost peer, and ends the process
 
 
 class Peers(Protocol):
@@ -121,6 +123,7 @@ class StopNotice:
         try:
             peers.announce_stop()
         except ConnectionError as error:
+            time.sleep(_VERDICT_SECONDS)
             end_process(EXIT_RETRYABLE, f"peer lost: {error}")
 
     def _hear_peers(self, peers: Peers) -> None:
@@ -132,6 +135,7 @@ class StopNotice:
                     peers.leave(EXIT_PREEMPTED)
                 self._decide(ticks)
         except ConnectionError as error:
+            time.sleep(_VERDICT_SECONDS)
             end_process(EXIT_RETRYABLE, f"peer lost: {error}")
 
     def _decide(self, ticks: list[int]) -> None:

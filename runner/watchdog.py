@@ -33,6 +33,7 @@ UNREACHABLE_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 5.0
+_HEARD_SECONDS = 3.0
 
 Row = dict[str, Any]
 
@@ -153,6 +154,8 @@ class Watchdog:
         words = threading.Thread(target=self._on_verdict, args=(verdict,), daemon=True)
         words.start()
         words.join(_LAST_WORDS_SECONDS)  # the directory may be what hangs
+        if self._hosts.is_main and self._hosts.num_processes > 1:
+            time.sleep(_HEARD_SECONDS)  # with process 0 the verdict goes
         end_process(EXIT_RETRYABLE, f"{verdict}; run the same command again")
 
 
@@ -176,12 +179,10 @@ def describe(rows: dict[int, Row], silent_seconds: dict[int, float]) -> str:
         if process not in silent_seconds:
             groups[not row["overdue"], _at(row)].append(process)
     for (is_in_time, at), processes in sorted(groups.items()):
-        first = rows[processes[0]]
-        state = "is" if len(processes) == 1 else "are"
-        late = "" if is_in_time else " for longer than its deadline"
-        parts.append(
-            f"{_name(processes, first if len(processes) == 1 else None)} {state} {at}, {first['seconds']:.0f} s{late}"
-        )
+        row = rows[processes[0]]
+        name, state = (_name(processes, row), "is") if len(processes) == 1 else (_name(processes, None), "are")
+        late = "" if is_in_time else ", past the deadline"
+        parts.append(f"{name} {state} {at} for {row['seconds']:.0f} s{late}")
     return "the job does not go on: " + "; ".join(parts)
 
 

@@ -1,11 +1,11 @@
-"""Counters that break the rules of a restorable job, each in one way."""
+"""Counters that break the rules of a restorable job, each in one way, and one that hangs."""
 
 import time
 
 import jax
 import jax.numpy as jnp
 
-from experiments.counter import Counter
+from experiments.counter import Counter, advance
 
 
 class KeepsStateOutside(Counter):
@@ -31,6 +31,19 @@ class DependsOnTheClock(Counter):
             self.state = self.state | {"total": jnp.uint32(time.time_ns() % 2**32)}
             self.step += 1
             time.sleep(self.config.step_seconds)
+            self.save_or_stop()
+
+
+class Hangs(Counter):
+    """The first attempt stands still at step 20."""
+
+    def run(self) -> None:
+        """Count, and sleep."""
+        while self.step < self.total_steps:
+            self.state = advance(self.state)
+            self.step += 1
+            if (self.step, self.fence.attempt) == (20, 1):
+                time.sleep(10_000)
             self.save_or_stop()
 
 
