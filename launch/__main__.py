@@ -4,11 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from launch import local
+from launch import local, slurm
 from runner.errors import RunnerError
 from runner.terminal import warn
 
-ENGINES = {"local": local}
+ENGINES = {"local": local, "slurm": slurm}
 
 
 def main(arguments: Sequence[str]) -> int:

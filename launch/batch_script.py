@@ -1,0 +1,88 @@
+"""What a batch script of SLURM does below its options: run the command on every node, and act on its exit code.
+
+- The tasks get SIGTERM from SLURM, once: ahead of the time limit, or when it ends the job. srun must never get one
+  of its own, for it would kill the tasks.
+- After 75 (preempted) the job is requeued; after 76 (retryable) too, and counted; after all else it ends.
+- If SLURM itself is ending the job, as its state says, the script waits for the tasks and leaves the rest to SLURM.
+
+Uses the variables that `slurm.render` writes above it: name, command, step_options, max_restarts.
+"""
+
+BATCH_SCRIPT = r"""export PYTHONUNBUFFERED=1
+restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76
+[[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file"
+
+# What runs on each node. srun ends with the largest code of its tasks, so the codes are ordered by what they tell:
+# a failure (202) and an invalid job (201), which only a person can mend, above 76, 75 and 0. A process that was killed
+# is one to start again. SLURM signals this shell together with the command, and it has to outlive it.
+run_task='
+trap : TERM
+"$@"
+code=$?
+case $code in
+  0 | 75 | 76) exit $code ;;
+  134 | 137 | 143) exit 76 ;;
+  2) exit 201 ;;
+  *) exit 202 ;;
+esac'
+
+say() { echo "launch: $*"; }
+
+# SLURM signals the tasks itself whenever it ends the job. If the job goes on, this shell alone was signalled.
+on_sigterm() {
+  was_interrupted=1
+  if [[ $(squeue --noheader --states=all --format=%T --jobs="$SLURM_JOB_ID") != RUNNING ]]; then
+    is_ending=1
+  elif [[ $is_told == 0 ]]; then  # a second signal would cut the last save short
+    is_told=1
+    scancel --signal=TERM "$SLURM_JOB_ID.0"
+  fi
+}
+
+requeue() {
+  trap '' TERM
+  for pause_seconds in 0 10 30 60; do
+    sleep "$pause_seconds"
+    scontrol requeue "$SLURM_JOB_ID" && exit "$code"
+  done
+  say "cannot requeue job $SLURM_JOB_ID; requeue it by hand"
+  exit "$code"
+}
+
+is_ending=0 is_told=0
+trap on_sigterm TERM
+srun "${step_options[@]}" bash -c "$run_task" task "${command[@]}" &
+srun_pid=$!
+while :; do  # a signal ends `wait`, not srun
+  was_interrupted=0
+  wait "$srun_pid"
+  code=$?
+  [[ $was_interrupted == 1 ]] || break
+done
+
+case $code in
+  0 | 75) ;;
+  202) code=1 ;;
+  201) code=2 ;;
+  *) code=76 ;;  # srun's own failures too
+esac
+if [[ $is_ending == 1 ]]; then
+  say "ended with $code; SLURM decides whether the job starts again"
+  exit "$code"
+fi
+if [[ $code == 75 ]]; then
+  say "preempted; starting again"
+  requeue
+fi
+if [[ $code == 76 ]]; then
+  echo >>"$restarts_file" || exit "$code"
+  num_restarts=$(wc -l <"$restarts_file")
+  if ((num_restarts <= max_restarts)); then
+    say "ended with $code; restart $num_restarts of $max_restarts"
+    requeue
+  fi
+  say "ended with $code after $max_restarts restarts; --max-restarts allows no more"
+fi
+rm -f -- "$restarts_file"
+exit "$code"
+"""
