@@ -4,11 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from launch import local, slurm
+from launch import jobset, local, slurm
 from runner.errors import RunnerError
 from runner.terminal import warn
 
-ENGINES = {"local": local, "slurm": slurm}
+ENGINES = {"local": local, "slurm": slurm, "jobset": jobset}
 
 
 def main(arguments: Sequence[str]) -> int:

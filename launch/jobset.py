@@ -1,0 +1,173 @@
+"""The job as a JobSet on Kubernetes: one child Job a slice, one pod a host.
+
+How an exit code gets the right answer, though JobSet never sees one:
+
+1. A Job may try no pod again (`backoffLimit: 0`), so the first pod that fails is the end of its Job, which stops the
+   other pods. A pod failure policy makes the Job name the cause: "Container runner for pod ... failed with exit code
+   75 matching FailJob rule at index 1", or "Pod ... has condition DisruptionTarget matching FailJob rule at index 2"
+   for a pod that the cluster took away. After any other end of a pod the Job speaks of its backoff limit alone.
+2. JobSet matches that message against rules of its own, in order. Codes 1 and 2 fail the set. Code 75 and a pod that
+   was taken away start all of it again at no charge. Everything else (76, a kill, a lost node) starts all of it again
+   and counts.
+
+A node that is lost without notice is missed by the other hosts before Kubernetes knows: they end with 76, so it counts.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch import pod
+from launch.options import natural, positive
+from runner.accelerators import parse_accelerator
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, InvalidError
+from runner.spec import ExecutionSpec, load_document, validate_spec
+from runner.terminal import say, warn
+
+HELP = "run the job as a JobSet on Kubernetes"
+LONGEST_LABEL = 63  # of a DNS name, which a pod's must be
+
+POD_FAILURE_RULES = [
+    {"action": "FailJob", "onExitCodes": {"containerName": pod.CONTAINER, "operator": "In", "values": values}}
+    for values in ([EXIT_FAILED, EXIT_INVALID], [EXIT_PREEMPTED])
+] + [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+
+JOBSET_FAILURE_RULES = [
+    {
+        "name": "final",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f"failed with exit code ({EXIT_FAILED}|{EXIT_INVALID}) matching FailJob rule"],
+    },
+    {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [
+            f"failed with exit code {EXIT_PREEMPTED} matching FailJob rule",
+            "has condition DisruptionTarget matching FailJob rule",
+        ],
+    },
+    {"name": "retryable", "action": "RestartJobSet"},
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this engine."""
+    add = parser.add_argument
+    add("--image", required=True, help="container image with python, the runner and the job's own code")
+    add("--dry-run", action="store_true", help="print the manifest and submit nothing")
+    add("--name", help="of the JobSet; default: the spec's name")
+    add("--namespace", help="default: that of kubectl's context")
+    add("--nodes", type=positive, metavar="N", help="pods on CPUs, where the spec names no chips")
+    add("--cpu", metavar="QUANTITY", help="CPUs that each pod asks for, such as 4")
+    add("--memory", metavar="QUANTITY", help="memory that each pod asks for, such as 16Gi")
+    add("--spot", action="store_true", help="on GKE's spot nodes")
+    add("--node-selector", action="append", default=[], type=_pair, metavar="LABEL=VALUE", help="nodes must have it")
+    add("--max-restarts", type=natural, default=100, metavar="N", help="of those that count; default 100")
+    add("--grace-seconds", type=positive, default=300, metavar="N", help="from SIGTERM to SIGKILL; default 300")
+    add("--workdir", metavar="PATH", help="in the container; default: the image's")
+    add("--env", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="a variable, for all to read")
+    add("--env-from-secret", action="append", default=[], metavar="SECRET", help="all keys of a secret, as variables")
+    add("--volume-claim", action="append", default=[], type=_pair, metavar="CLAIM=PATH", help="mount a claim's volume")
+    add("--service-account", metavar="NAME", help="that the pods act as")
+    add("--priority-class", metavar="NAME", help="of the pods")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text} needs the form NAME=VALUE")
+    return name, value
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Submit the job, or print what would be submitted."""
+    spec = validate_spec(load_document(parsed.spec, parsed.set))
+    text = Path(parsed.spec).read_text(encoding="utf-8-sig")
+    manifest = dump(render(spec, text, parsed))
+    if parsed.dry_run:
+        say(manifest.rstrip("\n"))
+        return EXIT_DONE
+    try:
+        result = subprocess.run(["kubectl", "apply", "-f", "-"], input=manifest, text=True)
+    except OSError as error:
+        raise InvalidError(f"cannot run kubectl: {error.strerror}; --dry-run prints what it would be given") from None
+    if result.returncode != 0:
+        warn(f"kubectl apply ended with {result.returncode}")
+        return EXIT_FAILED
+    return EXIT_DONE
+
+
+def render(spec: ExecutionSpec, text: str, parsed: argparse.Namespace) -> dict[str, Any]:
+    """The JobSet of a job; `text` is its spec as it was written. Raises `InvalidError` for what cannot run there."""
+    accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
+    layout = pod.lay_out(accelerator, parsed.nodes)
+    name = kubernetes_name(parsed.name or spec.name, layout)
+    metadata: dict[str, Any] = {"name": name}
+    if parsed.namespace:
+        metadata["namespace"] = parsed.namespace
+    if layout.is_tpu:  # a slice is one node pool, and all of it
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    job = {
+        "parallelism": layout.hosts_per_slice,
+        "completions": layout.hosts_per_slice,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": POD_FAILURE_RULES},
+        "template": pod.template(spec, text, parsed, layout, name),
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+            "coordinator": {"replicatedJob": pod.SLICE, "jobIndex": 0, "podIndex": 0},
+            "failurePolicy": {
+                "maxRestarts": parsed.max_restarts,
+                "restartStrategy": "BlockingRecreate",  # no pod of an attempt meets one of the attempt before it
+                "rules": JOBSET_FAILURE_RULES,
+            },
+            "replicatedJobs": [{"name": pod.SLICE, "replicas": layout.num_slices, "template": {"spec": job}}],
+        },
+    }
+
+
+def kubernetes_name(name: str, layout: pod.Layout) -> str:
+    """A run's name as Kubernetes takes it: pods are called NAME-slice-SLICE-HOST-xxxxx, which must be a DNS label."""
+    suffix = f"-{pod.SLICE}-{layout.num_slices - 1}-{layout.hosts_per_slice - 1}-xxxxx"
+    longest = LONGEST_LABEL - len(suffix)
+    result = re.sub(r"[._]", "-", name.lower())
+    if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", result) or len(result) > longest:
+        raise InvalidError(
+            f"{name} cannot name a JobSet: needs a letter, then letters, digits and '-', no '-' last, and at most "
+            f"{longest} characters with so many pods; give --name NAME"
+        )
+    return result
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the parser of kubectl, unlike PyYAML, reads as no text: 1e3, y."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    is_ambiguous = re.fullmatch(r"[-+.]?[.\d].*|[yYnN]", text) is not None
+    style = "|" if "\n" in text else '"' if is_ambiguous else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def dump(manifest: dict[str, Any]) -> str:
+    """A manifest as YAML."""
+    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=sys.maxsize)
