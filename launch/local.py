@@ -25,7 +25,7 @@ from runner.storage import open_store, read_log
 from runner.terminal import say
 
 HELP = "run the job as several processes on this machine"
-LINGER_SECONDS = 60.0  # what the survivors of a lost process get to end by themselves
+LINGER_SECONDS = 30.0  # what the others get to end by themselves, once one has not ended well
 
 
 def _free_port() -> int:
@@ -160,12 +160,12 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _wait(processes: Sequence["subprocess.Popen[str]"]) -> list[int]:
-    """Wait for all; once one has died of a signal, the others get a while to notice before they are killed."""
+    """Wait for all; once one has not ended well, the others get a while to end too before they are killed."""
     ended = threading.Semaphore(0)
     lost = threading.Event()
 
     def wait_for(process: "subprocess.Popen[str]") -> None:
-        if process.wait() < 0:
+        if process.wait() != EXIT_DONE:
             lost.set()
         ended.release()
 

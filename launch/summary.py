@@ -45,6 +45,19 @@ def phases(attempts: Sequence[Attempt], ledger: Sequence[dict[str, Any]]) -> dic
     return seconds
 
 
+def lost_steps(attempts: Sequence[Attempt], ledger: Sequence[dict[str, Any]]) -> int:
+    """Steps that were done again, as far as the ledger knows how far each attempt had come."""
+    lost = 0
+    resumed_step: int | None = None
+    for attempt in reversed(attempts):
+        rows = [row for row in ledger if row["process"] == 0 and attempt.began <= row["time"] < attempt.ended]
+        reached = max((row["step"] for row in rows if row["step"] is not None), default=None)
+        if resumed_step is not None and reached is not None:
+            lost += max(reached - resumed_step, 0)
+        resumed_step = next((row["step"] for row in rows if row["event"] in ("init", "restore")), resumed_step)
+    return lost
+
+
 def _last_time_at(step: int, rows: Sequence[dict[str, Any]], otherwise: float) -> float:
     """When an attempt had saved this step, or taken it up."""
     return max((row["time"] for row in rows if row["step"] == step and row["event"] in _AT_A_STEP), default=otherwise)
@@ -56,7 +69,9 @@ def lines(attempts: Sequence[Attempt], ledger: Sequence[dict[str, Any]]) -> list
     total_seconds = attempts[-1].ended - attempts[0].began
     ended = ", ".join(f"{count} {name}" for name, count in codes.items())
     parts = [f"{name} {value:.1f} s" for name, value in phases(attempts, ledger).items() if value >= 0.05]
+    again = lost_steps(attempts, ledger)
     return [
-        f"launch: {len(attempts)} attempt{'s' * (len(attempts) != 1)} ({ended}) in {total_seconds:.1f} s",
+        f"launch: {len(attempts)} attempt{'s' * (len(attempts) != 1)} ({ended}) in {total_seconds:.1f} s, "
+        f"{again} step{'s' * (again != 1)} done again",
         f"launch: {', '.join(parts)}",
     ]

@@ -9,6 +9,7 @@ config         the config of trainers; no jax
 accelerators   the chips known by name, and what engines call them; no jax
 cadence        is it time?
 notice         SIGTERM on any host becomes one agreed moment on all
+metadata       the notice that a cloud machine gives of its own end
 cluster        which of several processes this is, from what the engine has set
 rendezvous     how the processes find each other, and who is missing
 hosts          start-up, main host, agreement, loss of a peer

@@ -138,6 +138,7 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
     hosts = importlib.import_module("runner.hosts").start(cluster, spec.deadlines, is_elastic)
     sys.excepthook = functools.partial(_end_on_bug, hosts)
     notice.join(hosts if hosts.num_processes > 1 else None)
+    importlib.import_module("runner.metadata").watch(notice.ask)
     code = EXIT_DONE
     try:
         job(hosts, notice)

@@ -145,7 +145,8 @@ class RestoreableJob:
         """Done? Then nothing. Else: barrier, restore or init, `run`, final save, `result.json`, barrier."""
         self.hosts = hosts or self.hosts
         self.notice = notice or self.notice
-        with Watchdog(self.hosts, self.spec.deadlines, self._on_verdict, self._on_straggler) as self.progress:
+        deadlines, on_progress = self.spec.deadlines, self._on_progress
+        with Watchdog(self.hosts, deadlines, self._on_verdict, self._on_straggler, on_progress) as self.progress:
             self._live()
 
     def _live(self) -> None:
@@ -183,6 +184,11 @@ class RestoreableJob:
         self.ledger.append("stuck", self.progress.step, reason=verdict)
         self.store.write(f"stacks/{self.fence.attempt:06}.{self.hosts.process_id}.txt", stacks.encode())
         self._flush()
+
+    def _on_progress(self, step: int) -> None:
+        """How far this attempt has come, for those who ask what a kill has cost. Main host, the watchdog's thread."""
+        if self.fence.attempt is not None:
+            self.ledger.append("progress", step)
 
     def _on_straggler(self, straggling: Straggling) -> None:
         """Main host only, from the watchdog's thread."""

@@ -110,7 +110,11 @@ class StopNotice:
         self._num_signals += 1
         if self._num_signals > 1:
             end_process(EXIT_PREEMPTED, f"{name} again: leaving at once; the last commit is intact")
-        warn(f"{name}: stopping at the next step")
+        self.ask(name)
+
+    def ask(self, reason: str) -> None:
+        """Ask the job to stop, as a first signal does. Any thread; asking again changes nothing."""
+        warn(f"{reason}: stopping at the next step")
         threading.Thread(target=self._ask_to_stop, name="ask to stop", daemon=True).start()
 
     def _ask_to_stop(self) -> None:
@@ -139,6 +143,8 @@ class StopNotice:
             end_process(EXIT_RETRYABLE, f"peer lost: {error}")
 
     def _decide(self, ticks: list[int]) -> None:
+        if self._stop_tick is not None:
+            return
         if max(ticks) > 0:
             self._stop_tick = max(ticks) + 1
             return

@@ -34,6 +34,7 @@ _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 5.0
 _HEARD_SECONDS = 3.0
+_TELL_BEATS = 60
 
 Row = dict[str, Any]
 
@@ -44,6 +45,7 @@ class Watchdog:
     Attributes:
         on_verdict: called with the verdict's line before the process ends: keep what helps to understand.
         on_straggler: called on process 0.
+        on_progress: called on process 0 with the step, from time to time if it is another than before.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class Watchdog:
         deadlines: Deadlines,
         on_verdict: Callable[[str], None],
         on_straggler: Callable[[Straggling], None],
+        on_progress: Callable[[int], None],
     ):
         self.progress = Progress()
         self._hosts, self._deadlines = hosts, deadlines
-        self._on_verdict, self._on_straggler = on_verdict, on_straggler
+        self._on_verdict, self._on_straggler, self._on_progress = on_verdict, on_straggler, on_progress
+        self._told_step, self._tell_at_beat = 0, 1
         self._is_over = threading.Event()
         self._num_beats = 0
         self._seen: dict[int, tuple[int, float]] = {}  # process -> (last beat, when it was new)
@@ -91,6 +95,7 @@ class Watchdog:
     def _look(self, is_time: bool) -> None:
         if is_time and not self._is_over.is_set():
             row = self._row()
+            self._tell(row["step"])
             if self._hosts.num_processes > 1:
                 self._exchange(row)
                 self._rounds.hear()
@@ -100,6 +105,12 @@ class Watchdog:
             straggling = self._rounds.advance()
             if straggling is not None:
                 self._on_straggler(straggling)
+
+    def _tell(self, step: int) -> None:
+        if self._hosts.is_main and self._num_beats >= self._tell_at_beat and step != self._told_step:
+            self._told_step = step
+            self._tell_at_beat = self._num_beats + min(self._num_beats, _TELL_BEATS)
+            self._on_progress(step)
 
     def _row(self) -> Row:
         progress = self.progress

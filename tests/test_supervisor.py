@@ -73,6 +73,7 @@ def test_phases_say_what_was_lost_and_sum_to_the_whole():
         row(128, "save", 20, blocked_seconds=0.25),
         row(129, "commit", 20),
         row(138, "save", 30, blocked_seconds=0.5),
+        row(149, "progress", 33),
         row(152, "start"),
         row(156, "start"),
         row(157, "prepare"),
@@ -81,6 +82,7 @@ def test_phases_say_what_was_lost_and_sum_to_the_whole():
     ]
     found = summary.phases(attempts, ledger)
     assert sum(found.values()) == pytest.approx(100.0)
+    assert summary.lost_steps(attempts, ledger) == 33 - 20
     assert found == pytest.approx(
         {
             "start-up": 2 + 1 + 1,
