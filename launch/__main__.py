@@ -4,11 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from launch import jobset, local, slurm
+from launch import jobset, local, slurm, tpu_vm
 from runner.errors import RunnerError
 from runner.terminal import warn
 
-ENGINES = {"local": local, "slurm": slurm, "jobset": jobset}
+ENGINES = {"local": local, "slurm": slurm, "jobset": jobset, "tpu-vm": tpu_vm}
 
 
 def main(arguments: Sequence[str]) -> int:

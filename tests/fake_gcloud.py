@@ -5,6 +5,7 @@ Run as `gcloud`, with its world in the directory `$FAKE_GCLOUD`:
 | file | content |
 |---|---|
 | `lives.json` | per resource that is created, the states it shows, one a look; the last one stays |
+| `node_state` | what the slices show, READY without it |
 | `preempt` | once it is there, the resource shows SUSPENDED and its hosts are dead |
 | `fail.json` | subcommand -> what it prints as errors, one a call, before it works again |
 | `hosts/<node>-<worker>/` | home directory of a host |
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> None:
             assert {"--force", "--quiet"} <= set(arguments)
             kill_hosts()
             shutil.rmtree(WORLD / "hosts", ignore_errors=True)
-            for file in ("resource.json", "preempt"):
+            for file in ("resource.json", "preempt", "node_state"):
                 (WORLD / file).unlink(missing_ok=True)
     elif verb == "describe":
         endpoints = [{"ipAddress": f"10.0.0.{worker}"} for worker in range(HOSTS_PER_SLICE)]

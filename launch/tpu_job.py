@@ -1,0 +1,219 @@
+"""One job on one queued resource, from the request for machines to their end.
+
+1. Ask for the machines, unless they are there, and wait until they are ACTIVE.
+2. Look at every host again and again: one that lacks the code gets it, one that does not run the job is told to start
+   it, and all say how the job stands there. Meanwhile the first host's log is shown.
+3. If the machines are lost, delete what is left of the resource and begin at 1; the job goes on from its last save.
+4. When the job has ended, delete the machines.
+
+Nothing is remembered here: each step asks what is there, so the launch may be stopped and run again at any moment.
+"""
+
+import shlex
+import time
+from dataclasses import dataclass
+
+from launch.follower import Follower
+from launch.gcloud import MOST_TRIES, Gcloud, Resource, check, execute, first_line
+from launch.local import job_code
+from launch.tpu_host import Answer, Host, answers, lines_of_log, log_begins_at
+from runner.errors import EXIT_DONE, PreemptedError, RetryableError
+from runner.terminal import say, warn
+
+Place = tuple[int, int]  # of a host: its slice, and the worker that it is of that slice
+_LOST = ("PREEMPTED", "TERMINATED")  # states of a node that comes back only as another one
+_DRAIN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launch.
+
+    Attributes:
+        files: what each host gets: paths here -> names in its home directory.
+        poll_seconds: between two looks, and between two tries.
+        is_kept: whether the machines stay when the job has ended.
+    """
+
+    resource: Resource
+    host: Host
+    files: dict[str, str]
+    gcloud: Gcloud
+    poll_seconds: float
+    is_kept: bool
+
+    def plan(self) -> list[list[str]]:
+        """Every command of a launch that nothing disturbs, in order, with one look where there are many."""
+        resource, nodes = self.resource, self.resource.nodes
+        commands = [resource.describe(), resource.create(), resource.describe()]
+        commands += [resource.describe_node(node) for node in nodes]
+        for node in nodes:
+            ship = [resource.scp(node, *file) for file in self.files.items()]
+            commands += [self._attend(node), *ship, self._attend(node)]
+        commands.append(self._follow(1))
+        return commands + ([self._stop(node) for node in nodes] if self.is_kept else [resource.delete()])
+
+    def run(self) -> int:
+        """Machines, job, machines again if they are lost; the exit code of the job.
+
+        Raises `RetryableError` if the machines cannot be had or reached, `PreemptedError` if somebody deletes them.
+        """
+        name = self.resource.name
+        while True:
+            self._await_machines()
+            code = self._await_end()
+            if code is not None:
+                break
+            say(f"launch: {name} was preempted; asking for machines again, where the job goes on from its last save")
+            self.gcloud.delete()
+        if self.is_kept:
+            say(f"launch: the job ended with {code}; the machines stay. To delete them: {self._delete_command}")
+            for node in self.resource.nodes:
+                execute(self._stop(node))
+        else:
+            say(f"launch: the job ended with {code}; deleting {name}")
+            self.gcloud.delete()
+        return code
+
+    def _await_machines(self) -> None:
+        """Return once the resource is ACTIVE."""
+        name = self.resource.name
+        is_requested = False
+        seen: str | None = None
+        while True:
+            state = self.gcloud.state()
+            if state is None:
+                if seen is not None:
+                    raise self._deleted()
+                if not is_requested:
+                    say(f"launch: requesting {name}")
+                    self.gcloud.create()
+                    is_requested = True
+                    continue
+            else:
+                if state.name != seen:
+                    say(f"launch: {name} is {state.name}")
+                if state.name == "ACTIVE":
+                    return
+                if state.name == "FAILED" and (is_requested or seen is not None):
+                    if not self.is_kept:
+                        self.gcloud.delete()
+                    raise RetryableError(f"{name} FAILED: {state.error or 'gcloud gives no reason'}")
+                seen = state.name
+                if state.name in ("SUSPENDED", "FAILED"):  # what an earlier launch or a preemption has left
+                    self.gcloud.delete()
+                    is_requested, seen = False, None
+                    continue
+            time.sleep(self.poll_seconds)
+
+    def _await_end(self) -> int | None:
+        """Bring every host to a running job and wait for its end; None if the machines were lost."""
+        follower: Follower | None = None
+        num_failures = 0
+        try:
+            while (sizes := self._sizes()) is not None:
+                try:
+                    hosts = self._attend_all(sizes)
+                except RetryableError as error:
+                    num_failures += 1
+                    if num_failures == MOST_TRIES:
+                        left = f"{self.resource.name} is left as it is, run the same command again to re-attach"
+                        raise RetryableError(f"{error}; {left}") from None
+                    time.sleep(self.poll_seconds)
+                    continue
+                num_failures = 0
+                follower = follower or self._make_follower(hosts)
+                code = verdict(hosts)
+                if code is not None:
+                    if hosts[0, 0].code is not None:
+                        follower.finish(_DRAIN_SECONDS)
+                    self._show_failed(hosts)
+                    return code
+                time.sleep(self.poll_seconds)
+            return None
+        finally:
+            if follower is not None:
+                follower.abandon()
+
+    def _sizes(self) -> list[int] | None:
+        """Number of hosts of each slice; None if the machines are lost."""
+        state = self.gcloud.state()
+        if state is None:
+            raise self._deleted()
+        nodes = [self.gcloud.node(node) for node in self.resource.nodes]
+        sizes = [node.num_workers for node in nodes if node is not None and node.state not in _LOST]
+        return sizes if state.name == "ACTIVE" and len(sizes) == len(nodes) else None
+
+    def _attend_all(self, sizes: list[int]) -> dict[Place, Answer]:
+        """What every host says; ships the code where it is not. Raises `RetryableError` if one cannot be asked."""
+        hosts: dict[Place, Answer] = {}
+        for index, (node, size) in enumerate(zip(self.resource.nodes, sizes, strict=True)):
+            found = self._answers(node, size)
+            if any(answer.state == "empty" for answer in found.values()):
+                say(f"launch: shipping commit {self.host.commit} to the {size} hosts of {node}")
+                for file in self.files.items():
+                    code, _, errors = execute(self.resource.scp(node, *file))
+                    if code != 0:
+                        check(errors)
+                        raise RetryableError(first_line(errors))
+                found = self._answers(node, size)
+            hosts |= {(index, worker): answer for worker, answer in found.items()}
+        return hosts
+
+    def _answers(self, node: str, size: int) -> dict[int, Answer]:
+        _, output, errors = execute(self._attend(node))
+        found = answers(output)
+        if set(found) != set(range(size)):  # more telling than the exit code, which speaks for all hosts at once
+            check(errors)
+            raise RetryableError(f"{len(found)} of {size} hosts of {node} answer: {first_line(errors)}")
+        return found
+
+    def _make_follower(self, hosts: dict[Place, Answer]) -> Follower:
+        first = hosts[0, 0]
+        if first.state == "started":
+            say(f"launch: started on {len(hosts)} host{'s' * (len(hosts) > 1)}")
+        else:
+            say(f"launch: attached to the job on {self.resource.name}, of commit {first.commit}")
+            if first.commit != self.host.commit:
+                warn(f"launch: WARNING: commit {self.host.commit} is shipped only if machines are requested again")
+        return Follower(self._follow, log_begins_at, 1 if first.state == "started" else None, self.poll_seconds)
+
+    def _show_failed(self, hosts: dict[Place, Answer]) -> None:
+        """The end of the log of the first host that failed, unless it is the one whose log is shown anyway."""
+        failed = min((place for place, host in hosts.items() if host.code), default=(0, 0))
+        if failed == (0, 0):
+            return
+        index, worker = failed
+        node = self.resource.nodes[index]
+        _, output, _ = execute(self.resource.ssh(node, str(worker), self.host.follow(None)), _DRAIN_SECONDS)
+        say(f"launch: worker {worker} of {node} ended with {hosts[failed].code}; the last lines of its log:")
+        for line in lines_of_log(output):
+            say(f"[{worker}] {line}")
+
+    def _deleted(self) -> PreemptedError:
+        return PreemptedError(f"{self.resource.name} was deleted by somebody else; run the same command again to go on")
+
+    @property
+    def _delete_command(self) -> str:
+        return shlex.join(self.resource.delete())
+
+    def _attend(self, node: str) -> list[str]:
+        return self.resource.ssh(node, "all", self.host.attend())
+
+    def _stop(self, node: str) -> list[str]:
+        return self.resource.ssh(node, "all", self.host.stop())
+
+    def _follow(self, first_line: int | None) -> list[str]:
+        return self.resource.ssh(self.resource.nodes[0], "0", self.host.follow(first_line))
+
+
+def verdict(hosts: dict[Place, Answer]) -> int | None:
+    """The exit code of the job, None while it runs.
+
+    One host that has given up is the end, since the others wait for it in vain; so is the first host's success, since
+    it leaves last.
+    """
+    codes = {place: host.code for place, host in hosts.items() if host.code is not None}
+    if any(codes.values()):
+        return job_code(list(codes.values()))
+    return EXIT_DONE if codes.get((0, 0)) == EXIT_DONE or len(codes) == len(hosts) else None

@@ -1,0 +1,159 @@
+"""The job on TPU VMs of Google Cloud: a queued resource, the committed code on all of its hosts, and their care.
+
+Each host runs its part under a supervisor of its own, detached, which starts it again by exit code; so the job needs
+this command only to be started, and to be given new machines after a preemption. Run again, the command finds what is
+there and goes on from it; it starts nothing twice. This module turns the command line and the spec into what is asked
+for and what is shipped; `launch.tpu_job` sees it through.
+"""
+
+import argparse
+import re
+import shlex
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+from launch import source
+from launch.gcloud import Gcloud, Resource
+from launch.options import natural
+from launch.source import Source
+from launch.tpu_host import Host
+from launch.tpu_job import Job
+from runner.accelerators import Accelerator, parse_accelerator
+from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError
+from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
+from runner.terminal import say, warn
+
+HELP = "run the job on TPU VMs of Google Cloud, through a queued resource"
+_EXTRAS = {"gs": "gcs", "s3": "s3", "az": "azure"}  # scheme of the directory -> extra that brings its client
+_LONGEST_NAME = 60
+_NAME = re.compile(rf"[a-z]([a-z0-9-]{{0,{_LONGEST_NAME - 2}}}[a-z0-9])?")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this engine."""
+    parser.add_argument("--zone", required=True, help="such as us-west4-a")
+    parser.add_argument("--project", help="default: gcloud's own")
+    parser.add_argument("--name", help="of the queued resource and its machines; default: the spec's name")
+    parser.add_argument("--spot", action="store_true", help="machines that may be preempted; default: on demand")
+    parser.add_argument("--reserved", action="store_true", help="machines of a reservation")
+    parser.add_argument("--runtime-version", help="of the TPU VMs; default: the one for JAX on that TPU")
+    parser.add_argument("--service-account", help="that the machines reach the bucket with")
+    parser.add_argument("--network")
+    parser.add_argument("--subnetwork")
+    parser.add_argument("--internal-ips", action="store_true", help="machines without external addresses")
+    parser.add_argument(
+        "--environment-file",
+        metavar="FILE",
+        help="NAME=value lines for the job, such as keys; copied to the machines, never part of a command or a log",
+    )
+    parser.add_argument("--max-restarts", type=natural, default=100, metavar="N", help="after 76; default 100")
+    parser.add_argument("--keep", action="store_true", help="leave the machines when the job is done or has failed")
+    parser.add_argument("--poll-seconds", type=float, default=30.0, metavar="N", help="between looks; default 30")
+    parser.add_argument("--dry-run", action="store_true", help="print the gcloud commands, run none")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the job to its end on machines of its own; its exit code, or 75 if only this command was stopped."""
+    code = source.committed(parsed.spec)
+    document = parse_document(code.spec_text, parsed.spec, parsed.set)
+    spec = validate_spec(document)
+    name = parsed.name or _resource_name(spec.name)
+    if _NAME.fullmatch(name) is None:
+        raise InvalidError(f"--name {name}: needs a lower case letter, then such letters, digits and hyphens")
+    resource = _resource(parsed, _accelerator(document, spec), name)
+    host = _host(parsed, code, document, spec, resource.name)
+    for line in _about(code):
+        warn(line)
+    gcloud = Gcloud(resource, parsed.poll_seconds)
+    if parsed.dry_run:
+        say(shlex.join(["git", "archive", "--format=tar.gz", f"--output={host.archive}", code.commit]))
+        for command in Job(resource, host, _files(parsed, host, ""), gcloud, parsed.poll_seconds, parsed.keep).plan():
+            say(shlex.join(command))
+        return EXIT_DONE
+    if shutil.which("gcloud") is None:
+        raise InvalidError("gcloud is not on the PATH; install the Google Cloud CLI and run gcloud auth login")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with tempfile.TemporaryDirectory(prefix="launch-tpu-vm-") as scratch:
+            Path(scratch, host.archive).write_bytes(code.archive)
+            files = _files(parsed, host, scratch)
+            return Job(resource, host, files, gcloud, parsed.poll_seconds, parsed.keep).run()
+    except KeyboardInterrupt:
+        say(f"launch: leaving {resource.name} as it is; a job that runs there goes on. Run this command again to")
+        say(f"launch: re-attach, or delete the machines: {shlex.join(resource.delete())}")
+        return EXIT_PREEMPTED
+
+
+def _files(parsed: argparse.Namespace, host: Host, directory: str) -> dict[str, str]:
+    """What each host gets: paths here, the archive in `directory` -> names in its home directory."""
+    files = {str(Path(directory, host.archive)): host.archive}
+    return files if host.environment is None else files | {parsed.environment_file: host.environment}
+
+
+def _about(code: Source) -> list[str]:
+    """Which code is shipped, and which is not."""
+    lines = [f"launch: ships commit {code.short} ({code.subject})"]
+    if code.uncommitted:
+        files = ", ".join(line[3:] for line in code.uncommitted[:3]) + ", ..." * (len(code.uncommitted) > 3)
+        lines.append(f"launch: WARNING: UNCOMMITTED CHANGES ARE NOT SHIPPED ({len(code.uncommitted)}): {files}")
+    return lines
+
+
+def _accelerator(document: Document, spec: ExecutionSpec) -> Accelerator:
+    """The slices to ask for. Raises `InvalidError` for what queued resources do not have."""
+    key = "topology.accelerator"
+    try:
+        found = parse_accelerator(spec.topology.accelerator if spec.topology else "any")
+        if found is None or found.chip.gcloud_prefix is None or found.num_chips is None:
+            name = "any" if found is None else found.name
+            raise InvalidError(f"{name} is no slice that queued resources have; needs one such as v5e-16 or 2xv4-8")
+        _ = found.shape  # raises if there is no such slice
+    except InvalidError as error:
+        raise document.error(key, str(error)) from None
+    return found
+
+
+def _resource_name(name: str) -> str:
+    """The name of a run as Google Cloud accepts it: lower case letters, digits and hyphens, a letter first."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (plain if plain[:1].isalpha() else f"run-{plain}")[:_LONGEST_NAME].strip("-")
+
+
+def _resource(parsed: argparse.Namespace, accelerator: Accelerator, name: str) -> Resource:
+    chip = accelerator.chip
+    assert accelerator.num_chips is not None
+    runtime = parsed.runtime_version or chip.gcloud_runtime
+    request = [
+        f"--accelerator-type={chip.gcloud_prefix}-{accelerator.num_chips * chip.gcloud_units_per_chip}",
+        f"--runtime-version={runtime}",
+    ]
+    for option in ("service_account", "network", "subnetwork"):
+        if getattr(parsed, option) is not None:
+            request.append(f"--{option.replace('_', '-')}={getattr(parsed, option)}")
+    request += [f"--{flag}" for flag in ("spot", "reserved") if getattr(parsed, flag)]
+    request += ["--internal-ips"] * parsed.internal_ips
+    place = [f"--zone={parsed.zone}"] + [f"--project={parsed.project}"] * (parsed.project is not None)
+    ssh_options = ["--internal-ip"] * parsed.internal_ips
+    return Resource(name, accelerator.num_slices, tuple(place), tuple(request), tuple(ssh_options))
+
+
+def _host(parsed: argparse.Namespace, code: Source, document: Document, spec: ExecutionSpec, name: str) -> Host:
+    """What is run on each host. Raises `InvalidError` if its disk, which goes with it, would hold the checkpoints."""
+    scheme = spec.directory.partition("://")[0]
+    if scheme not in _EXTRAS:
+        reason = f"{spec.directory} is on the disk of a TPU VM, which is deleted with it; needs gs://, s3:// or az://"
+        raise document.error("directory", reason)
+    if parsed.environment_file is not None and not Path(parsed.environment_file).is_file():
+        raise InvalidError(f"--environment-file {parsed.environment_file}: no such file")
+    overrides = [word for override in parsed.set for word in ("--set", override)]
+    return Host(
+        name,
+        code.short,
+        f"{name}-{code.short}.tar.gz",
+        code.sha256,
+        ("tpu", _EXTRAS[scheme]),
+        (code.spec, *overrides, "--max-restarts", str(parsed.max_restarts)),
+        None if parsed.environment_file is None else f"{name}.environment",
+    )
