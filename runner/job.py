@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner import storage, terminal
 from runner.cadence import best_interval_seconds, is_due, is_overdue
 from runner.checkpoint import open_checkpoints, raise_unless_committed
-from runner.errors import DivergedError, InvalidError, PreemptedError, ResumeError, StorageError
+from runner.errors import DivergedError, FencedError, InvalidError, PreemptedError, ResumeError, StorageError
 from runner.fingerprint import fingerprint
 from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
@@ -178,7 +178,7 @@ class RestoreableJob:
     def _on_verdict(self, verdict: str) -> None:
         """Keep what helps to understand why the job does not go on. Any host, from the watchdog's thread."""
         stacks = f"{verdict}\n\n{stacks_of_all_threads()}"
-        if self.fence.attempt is None:  # the directory may be another job's
+        if not self._owns_directory():
             terminal.warn(stacks)
             return
         self.ledger.append("stuck", self.progress.step, reason=verdict)
@@ -187,8 +187,17 @@ class RestoreableJob:
 
     def _on_progress(self, step: int) -> None:
         """How far this attempt has come, for those who ask what a kill has cost. Main host, the watchdog's thread."""
-        if self.fence.attempt is not None:
+        if self._owns_directory():
             self.ledger.append("progress", step)
+
+    def _owns_directory(self) -> bool:
+        """Whether this attempt has claimed the directory, and no newer one has since."""
+        try:
+            if self.fence.attempt is not None:
+                self.fence.glance()
+        except FencedError:
+            return False
+        return self.fence.attempt is not None
 
     def _on_straggler(self, straggling: Straggling) -> None:
         """Main host only, from the watchdog's thread."""

@@ -51,6 +51,6 @@ class Progress:
         gaps_seconds = self.gaps()
         if self.doing != "step" or not gaps_seconds:
             return deadlines.phase_seconds
-        if deadlines.step_seconds != "auto":
+        if deadlines.step_seconds is not None:
             return deadlines.step_seconds
         return max(_LEAST_STEP_SECONDS, _STEPS_FACTOR * max(gaps_seconds))

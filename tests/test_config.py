@@ -4,7 +4,15 @@ import pytest
 
 from runner.config import ModelConfig, TrainerConfig
 from runner.errors import SpecError
-from runner.spec import json_schema, parse_document, trajectory, validate_config, validate_spec
+from runner.spec import (
+    ExecutionSpec,
+    dump_spec,
+    json_schema,
+    parse_document,
+    trajectory,
+    validate_config,
+    validate_spec,
+)
 
 
 class GPTConfig(ModelConfig):
@@ -192,3 +200,12 @@ def test_the_schema_describes_every_key_of_the_config() -> None:
     assert {"DataConfig", "OptimizerConfig", "ScheduleConfig", "TrainConfig"} <= set(sections)
     for section in sections:
         assert all("description" in part or "$ref" in part for part in definitions[section]["properties"].values())
+
+
+def test_an_automatic_cadence_is_written_so_that_it_reads_back():
+    data = {"name": "x", "job": "experiments.counter:Counter", "directory": "runs/x", "checkpoint": {"every": "auto"}}
+    spec = ExecutionSpec.model_validate(data)
+    assert validate_spec(parse_document(dump_spec(spec), "s.yaml")) == spec
+    text = dump_spec(spec).replace("every_steps: null", "every_steps: 50", 1)
+    with pytest.raises(SpecError, match="every: auto chooses the interval"):
+        validate_spec(parse_document(text, "s.yaml"))

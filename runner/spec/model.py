@@ -56,8 +56,8 @@ class Deadlines(Frozen):
     """When a wait is a failure: the job then ends with 76 and names who is late."""
 
     start_seconds: PositiveFloat = Field(default=300.0, description="For all hosts to come, at the start.")
-    step_seconds: PositiveFloat | Auto = Field(
-        default="auto", description="For one step; auto: 20 times the usual one, and at least 60."
+    step_seconds: PositiveFloat | None = Field(
+        default=None, description="For one step; null: 20 times the usual one, and at least 60."
     )
     phase_seconds: PositiveFloat = Field(
         default=3600.0, description="For anything else: compile, restore, evaluation, a save."
@@ -103,9 +103,16 @@ class Checkpoint(Frozen):
         default=60.0, description="If no save could be committed for so long, the run ends with 76."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_has_no_steps(cls, data: Any) -> Any:
+        """`every: auto` takes the place of the default interval."""
+        return {"every_steps": None} | data if isinstance(data, dict) and data.get("every") is not None else data
+
     @model_validator(mode="after")
     def _some_cadence(self) -> "Checkpoint":
-        if self.every is not None and self.model_fields_set & {"every_steps", "every_minutes"}:
+        given = {key for key in self.model_fields_set & {"every_steps", "every_minutes"} if getattr(self, key)}
+        if self.every is not None and given:
             raise ValueError("every: auto chooses the interval; leave out every_steps and every_minutes")
         if self.every is None and self.every_steps is None and self.every_minutes is None:
             raise ValueError("every_steps and every_minutes are both null; a restorable job needs one of them")
