@@ -127,9 +127,12 @@ class Gcloud:
 
     def delete(self) -> None:
         """Delete it and wait until it is gone, machines and all."""
-        while self.state() is not None:
+        is_there = self.state() is not None
+        while is_there:
             self._patiently(self._resource.delete(), "NOT_FOUND|was not found|DELETING")
-            time.sleep(self._pause_seconds)
+            is_there = self.state() is not None
+            if is_there:
+                time.sleep(self._pause_seconds)
 
     def _describe(self, command: Sequence[str]) -> dict[str, Any] | None:
         output = self._patiently(command, "NOT_FOUND|was not found")

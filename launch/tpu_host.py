@@ -126,7 +126,10 @@ cd {self._directory} || exit
 lines=$(wc -l <log)
 first={first}
 echo "{_WORD} log from $first"
-exec tail -n "+$first" -F --sleep-interval=0.5 --pid="$(cat pid)" log"""
+flock -n -s lock true && exec tail -n "+$first" log
+tail -n "+$first" -F log &
+flock -s lock true
+kill $!"""
 
     def stop(self) -> str:
         """End the job if it runs, at once if it must be, and forget how it ended: the next look starts it anew."""

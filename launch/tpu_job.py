@@ -91,6 +91,8 @@ class Job:
                     is_requested = True
                     continue
             else:
+                if seen is None and not is_requested:
+                    say(f"launch: {name} is there already, and is taken for this job's own")
                 if state.name != seen:
                     say(f"launch: {name} is {state.name}")
                 if state.name == "ACTIVE":
@@ -122,6 +124,9 @@ class Job:
                     time.sleep(self.poll_seconds)
                     continue
                 num_failures = 0
+                num_started = sum(host.state == "started" for host in hosts.values())
+                if num_started:
+                    say(f"launch: started on {num_started} of {len(hosts)} hosts")
                 follower = follower or self._make_follower(hosts)
                 code = verdict(hosts)
                 if code is not None:
@@ -170,9 +175,7 @@ class Job:
 
     def _make_follower(self, hosts: dict[Place, Answer]) -> Follower:
         first = hosts[0, 0]
-        if first.state == "started":
-            say(f"launch: started on {len(hosts)} host{'s' * (len(hosts) > 1)}")
-        else:
+        if first.state != "started":
             say(f"launch: attached to the job on {self.resource.name}, of commit {first.commit}")
             if first.commit != self.host.commit:
                 warn(f"launch: WARNING: commit {self.host.commit} is shipped only if machines are requested again")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from launch.local import job_code
 from launch.options import natural, runner_arguments
 from launch.supervisor import Supervisor
-from runner.errors import RunnerError
+from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE, RunnerError
 from runner.spec import load_document, validate_spec
 from runner.storage import open_store, read_log
 
@@ -44,7 +44,9 @@ def main(arguments: Sequence[str]) -> int:
             return None
         return max((row["step"] for row in rows if row["event"] == "commit"), default=None)
 
-    return Supervisor(start, newest_step, lambda: bool(signals), parsed.max_restarts).run()[0]
+    code, _ = Supervisor(start, newest_step, lambda: bool(signals), parsed.max_restarts).run()
+    # A host that is shut down while its job waits for a peer, or to be started again, is no failure of the job.
+    return EXIT_PREEMPTED if signals and code == EXIT_RETRYABLE else code
 
 
 if __name__ == "__main__":
