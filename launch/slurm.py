@@ -82,7 +82,8 @@ def _directive(option: str) -> str:
         raise InvalidError(
             f"--sbatch-option={option!r}: needs one option of sbatch, such as --sbatch-option=--qos=high"
         )
-    return f"#SBATCH {shlex.quote(option.replace(chr(92), 2 * chr(92)))}"
+    escaped = option.replace("\\", "\\\\")
+    return f"#SBATCH {shlex.quote(escaped)}"
 
 
 def render(spec: ExecutionSpec, nodes: Allocation, parsed: argparse.Namespace) -> str:
@@ -102,7 +103,7 @@ def render(spec: ExecutionSpec, nodes: Allocation, parsed: argparse.Namespace) -
         f"--output={parsed.output}",
         f"--signal=TERM@{grace_seconds}",
     ]
-    step_options = ["--label", "--kill-on-bad-exit=0", f"--wait={LINGER_SECONDS}", "--cpu-bind=none"]
+    step_options = ["--label", "--kill-on-bad-exit=0", f"--wait={LINGER_SECONDS}"]
     settings = []
     if nodes.gpus_per_node is not None:
         options.append(f"--gpus-per-node={nodes.gpus_per_node}")

@@ -18,7 +18,7 @@
 set -u
 name=gpt2_124m
 command=(/opt/env/bin/python -m runner specs/gpt2_124m.yaml --set topology.accelerator=h100-16 --set 'directory=/data/it'"'"'s here')
-step_options=(--label --kill-on-bad-exit=0 --wait=120 --cpu-bind=none)
+step_options=(--label --kill-on-bad-exit=0 --wait=120)
 max_restarts=7
 export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7  # JAX gives a task of SLURM one GPU unless told
 

@@ -11,7 +11,7 @@
 set -u
 name=gpt_nano
 command=(/opt/env/bin/python -m runner specs/gpt_nano.yaml)
-step_options=(--label --kill-on-bad-exit=0 --wait=120 --cpu-bind=none --cpus-per-task=4)
+step_options=(--label --kill-on-bad-exit=0 --wait=120 --cpus-per-task=4)
 max_restarts=100
 
 export PYTHONUNBUFFERED=1

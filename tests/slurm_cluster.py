@@ -1,0 +1,154 @@
+"""A real SLURM on this machine: munged, slurmctld and a slurmd for each of two nodes, in a directory of its own.
+
+The nodes are called 127.0.0.1 and 127.0.0.2. Both are addresses of this machine, so the name of the first node, where
+JAX looks for process 0, needs no entry in any list of hosts. Needs root, as slurmd does.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+NODES = ("127.0.0.1", "127.0.0.2")
+DEADLINE_SECONDS = 180.0
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+_SLURMD_TIMEOUT_SECONDS = 5
+_CREDENTIAL_SECONDS = 5  # the least that SLURM takes; a requeued job waits as long (reason BeginTime), 120 s by default
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as sockets:
+        probes = [sockets.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def until(happens: Callable[[], object], what: str, report: Callable[[], str]) -> None:
+    """Wait until `happens()`; fails with `report()` at the deadline."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not happens():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS:.0f} s: {what}\n{report()}"
+        time.sleep(0.1)
+
+
+class SlurmCluster:
+    """Two nodes of one core each. `variables` is the environment in which SLURM's commands reach it."""
+
+    def __init__(self, directory: Path):
+        missing = [name for name in _PROGRAMS if shutil.which(name, path=_search_path()) is None]
+        assert not missing, f"{', '.join(missing)} not found; apt-get install -y slurm-wlm munge"
+        assert os.geteuid() == 0, "slurmd needs root"
+        self.directory = directory
+        self.variables = dict(os.environ, SLURM_CONF=str(directory / "slurm.conf"), PATH=_search_path())
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._configure()
+        key, munge_socket = directory / "munge.key", directory / "munge.socket"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        files = [f"--{kind}-file={directory}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
+        self._start("munged", "munged", "--foreground", "--force", f"--socket={munge_socket}", *files)
+        until(munge_socket.exists, "munged's socket", self.report)
+        self._start("slurmctld", "slurmctld", "-D", "-c")
+        for node in NODES:
+            self.start_node(node)
+        until(lambda: self.command("sinfo", "-h", "-o", "%D %t") == "2 idle", "both nodes are idle", self.report)
+
+    def _configure(self) -> None:
+        directory, host = self.directory, socket.gethostname().partition(".")[0]
+        controller_port, *ports = _free_ports(1 + len(NODES))
+        (directory / "state").mkdir()
+        lines = [
+            "ClusterName=mini",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={controller_port}",
+            "SlurmUser=root",
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={directory}/munge.socket,cred_expire={_CREDENTIAL_SECONDS}",
+            f"StateSaveLocation={directory}/state",
+            f"SlurmctldPidFile={directory}/slurmctld.pid",
+            f"SlurmctldLogFile={directory}/slurmctld.log",
+            f"SlurmdSpoolDir={directory}/spool-%n",
+            f"SlurmdPidFile={directory}/slurmd-%n.pid",
+            f"SlurmdLogFile={directory}/slurmd-%n.log",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_Core",
+            "SchedulerParameters=sched_interval=1,bf_interval=1",
+            f"SlurmdTimeout={_SLURMD_TIMEOUT_SECONDS}",
+            "ReturnToService=2",
+            "MpiDefault=none",
+            *(
+                f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=1"
+                for node, port in zip(NODES, ports, strict=True)
+            ),
+            "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+        ]
+        (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
+
+    def _start(self, name: str, *command: str) -> None:
+        log = (self.directory / f"{name}.output").open("ab")
+        with log:
+            self._daemons[name] = subprocess.Popen(
+                command, env=self.variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def start_node(self, node: str) -> None:
+        """Start the slurmd of a node."""
+        (self.directory / f"spool-{node}").mkdir(exist_ok=True)
+        self._start(node, "slurmd", "-D", "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """kill -9 to the slurmd of a node. What it has started goes on, and nobody watches over it."""
+        self._daemons[node].kill()
+        self._daemons[node].wait()
+
+    def command(self, *words: str) -> str:
+        """What a command of SLURM prints; empty if it fails."""
+        result = subprocess.run(words, env=self.variables, capture_output=True, text=True, timeout=60)
+        return result.stdout.strip() if result.returncode == 0 else ""
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What scontrol shows of a job."""
+        words = self.command("scontrol", "--oneliner", "show", "job", job_id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def pid_of_task(self, job_id: str, process_id: int) -> int:
+        """The process of the runner that is this task of the job."""
+        wanted = {f"SLURM_JOB_ID={job_id}".encode(), f"SLURM_PROCID={process_id}".encode()}
+        for path in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if path.name.isdecimal() and wanted <= set((path / "environ").read_bytes().split(b"\0")):
+                    words = (path / "cmdline").read_bytes().split(b"\0")
+                    if words[1:3] == [b"-m", b"runner"]:
+                        return int(path.name)
+        raise AssertionError(f"no process is task {process_id} of job {job_id}")
+
+    def report(self) -> str:
+        """The ends of all logs, and the queue."""
+        logs = sorted([*self.directory.glob("*.log"), *self.directory.glob("*.output")])
+        parts = [f"--- {path.name}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in logs]
+        return "\n".join([self.command("squeue"), self.command("sinfo", "-N"), *parts])
+
+    def stop(self) -> None:
+        """Cancel all jobs and stop the daemons."""
+        self.command("scancel", "--user=root")
+        with contextlib.suppress(AssertionError):
+            until(lambda: not self.command("squeue", "--noheader"), "no job is left", self.report)
+        for name in (*NODES, "slurmctld", "munged"):
+            daemon = self._daemons.get(name)
+            if daemon is not None and daemon.poll() is None:
+                daemon.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    daemon.wait(20)
+                daemon.kill()
+
+
+def _search_path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
