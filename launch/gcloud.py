@@ -23,6 +23,7 @@ _USER_MUST_ACT = re.compile(
     r"|active account|auth login|eauthentication|unrecognized arguments|argument --|Invalid choice|required property",
     re.IGNORECASE,
 )
+_MISSING = re.compile("NOT_FOUND|was not found")
 _NETWORK = re.compile(
     r"ConnectionPool|TransportError|resolve|timed out|Connection (reset|refused)|UNAVAILABLE", re.IGNORECASE
 )
@@ -129,13 +130,13 @@ class Gcloud:
         """Delete it and wait until it is gone, machines and all."""
         is_there = self.state() is not None
         while is_there:
-            self._patiently(self._resource.delete(), "NOT_FOUND|was not found|DELETING")
+            self._patiently(self._resource.delete(), f"{_MISSING.pattern}|DELETING")
             is_there = self.state() is not None
             if is_there:
                 time.sleep(self._pause_seconds)
 
     def _describe(self, command: Sequence[str]) -> dict[str, Any] | None:
-        output = self._patiently(command, "NOT_FOUND|was not found")
+        output = self._patiently(command, _MISSING.pattern)
         try:
             return None if output is None else dict(json.loads(output))
         except ValueError:
@@ -150,6 +151,8 @@ class Gcloud:
             if re.search(otherwise, errors):
                 return None
             check(errors)
+            if _MISSING.search(errors):  # a zone, a network or an account that the request names
+                raise InvalidError(first_line(errors))
             if tries_left:
                 time.sleep(self._pause_seconds)
         raise RetryableError(f"{' '.join(command[:5])}: {first_line(errors)}")

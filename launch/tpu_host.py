@@ -5,7 +5,7 @@ In the directory `~/NAME` of each host:
 | file | content |
 |---|---|
 | `code/`, `venv/`, `installed` | the commit, the environment that runs it, and which commit that is |
-| `log` | all that setting up and the job have printed |
+| `log` | all that setting up and the job have printed; `log.previous`: that of the job before |
 | `lock` | locked by the job as long as any of its processes lives |
 | `pid` | the job's process group |
 | `exit_code` | how it ended, written once it has |
@@ -142,6 +142,7 @@ if ! flock -n 9; then
   flock -w 30 9 || {{ kill -KILL -- "-$(cat pid)"; flock -w 10 9; }}
 fi
 rm -f exit_code
+[ ! -e log ] || mv log log.previous
 answer stopped"""
 
     @property

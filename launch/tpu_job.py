@@ -30,7 +30,8 @@ class Job:
     """A launch.
 
     Attributes:
-        files: what each host gets: paths here -> names in its home directory.
+        files: what each host gets, in order: paths here -> names in its home directory. The archive comes last, as a
+            host that has it is one that has all.
         poll_seconds: between two looks, and between two tries.
         is_kept: whether the machines stay when the job has ended.
     """
@@ -67,7 +68,8 @@ class Job:
             say(f"launch: {name} was preempted; asking for machines again, where the job goes on from its last save")
             self.gcloud.delete()
         if self.is_kept:
-            say(f"launch: the job ended with {code}; the machines stay. To delete them: {self._delete_command}")
+            delete = shlex.join(self.resource.delete())
+            say(f"launch: the job ended with {code}; the machines stay. To delete them: {delete}")
             for node in self.resource.nodes:
                 execute(self._stop(node))
         else:
@@ -195,10 +197,6 @@ class Job:
 
     def _deleted(self) -> PreemptedError:
         return PreemptedError(f"{self.resource.name} was deleted by somebody else; run the same command again to go on")
-
-    @property
-    def _delete_command(self) -> str:
-        return shlex.join(self.resource.delete())
 
     def _attend(self, node: str) -> list[str]:
         return self.resource.ssh(node, "all", self.host.attend())

@@ -88,8 +88,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _files(parsed: argparse.Namespace, host: Host, directory: str) -> dict[str, str]:
     """What each host gets: paths here, the archive in `directory` -> names in its home directory."""
-    files = {str(Path(directory, host.archive)): host.archive}
-    return files if host.environment is None else files | {parsed.environment_file: host.environment}
+    archive = {str(Path(directory, host.archive)): host.archive}
+    return archive if host.environment is None else {parsed.environment_file: host.environment} | archive
 
 
 def _about(code: Source) -> list[str]:

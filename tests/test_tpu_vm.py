@@ -227,8 +227,11 @@ def test_kept_machines_stay_the_rest_of_the_job_is_stopped_and_the_next_launch_s
     assert launch("--keep") == 1
     assert "the machines stay. To delete them: gcloud compute tpus queued-resources delete" in capsys.readouterr().out
     assert world.is_there
-    world.script(COUNT)
+    world.script(f"{COUNT}echo anew")
     assert launch() == 0
+    output = capsys.readouterr().out
+    assert "tiny-run is there already" in output
+    assert output.count("anew") == output.count("started on 2 of 2 hosts") == 1
     assert world.starts() == {"tiny-run-0": 2, "tiny-run-1": 2}
     assert world.verbs().count("scp") == 1
 
@@ -259,9 +262,11 @@ DENIED = "ERROR: (gcloud.compute.tpus.queued-resources.create) PERMISSION_DENIED
 
 
 def test_a_permission_that_is_missing_ends_with_2_and_gclouds_own_line(repository, world, capsys):
-    world.script("", create=["WARNING: something else\n" + DENIED + "\n- '@type': more"])
-    assert launch() == 2
-    assert capsys.readouterr().err.splitlines()[-1] == DENIED
+    missing = "ERROR: (gcloud.compute.tpus.queued-resources.create) NOT_FOUND: network 'big' was not found"
+    for line in (DENIED, missing):
+        world.script("", create=["WARNING: something else\n" + line + "\n- '@type': more"])
+        assert launch() == 2
+        assert capsys.readouterr().err.splitlines()[-1] == line
 
 
 def test_no_gcloud_is_one_line(repository, monkeypatch, capsys):
