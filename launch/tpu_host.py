@@ -36,6 +36,7 @@ make_venv() {
   for python in python3.13 python3.12 python3.11 python3; do
     "$python" -c "import ensurepip, sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || continue
     "$python" -m venv venv && return
+    rm -rf venv
   done
   python3 -m pip install --quiet --user uv && python3 -m uv venv --seed --python 3.12 venv
 }
