@@ -207,7 +207,7 @@ class Attempt:
     def _start(self, arguments: Sequence[str], variables: dict[str, str]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            self._command(arguments),
             cwd=ROOT,
             env=variables,
             stdin=subprocess.DEVNULL,
@@ -215,6 +215,9 @@ class Attempt:
             stderr=subprocess.STDOUT,
         )
         _living.add(self)
+
+    def _command(self, arguments: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", *arguments]
 
     @property
     def output(self) -> str:
