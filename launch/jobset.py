@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from launch import pod
-from launch.options import natural, positive
+from launch.options import add_grace_seconds, natural, positive
 from runner.accelerators import parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, InvalidError
 from runner.spec import ExecutionSpec, load_document, validate_spec
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--spot", action="store_true", help="on GKE's spot nodes")
     add("--node-selector", action="append", default=[], type=_pair, metavar="LABEL=VALUE", help="nodes must have it")
     add("--max-restarts", type=natural, default=100, metavar="N", help="of those that count; default 100")
-    add("--grace-seconds", type=positive, default=300, metavar="N", help="from SIGTERM to SIGKILL; default 300")
+    add_grace_seconds(parser, "from SIGTERM to SIGKILL")
     add("--workdir", metavar="PATH", help="in the container; default: the image's")
     add("--env", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="a variable, for all to read")
     add("--env-from-secret", action="append", default=[], metavar="SECRET", help="all keys of a secret, as variables")

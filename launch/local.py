@@ -14,14 +14,14 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 from launch import summary
-from launch.options import natural, positive, runner_arguments
+from launch.ledger import newest_step, read_ledger
+from launch.options import add_grace_seconds, grace_seconds, natural, positive, runner_arguments
 from launch.supervisor import Supervisor
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE, RunnerError
-from runner.spec import load_document, validate_spec
-from runner.storage import open_store, read_log
+from runner.spec import Checkpoint, load_document, validate_spec
 from runner.terminal import say
 
 HELP = "run the job as several processes on this machine"
@@ -128,33 +128,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=positive, default=1, metavar="N")
     parser.add_argument("--devices-per-process", type=positive, metavar="M", help="fake M CPU devices in each process")
     parser.add_argument("--max-restarts", type=natural, default=100, metavar="N", help="after 76; default 100")
-    parser.add_argument(
-        "--grace-seconds", type=positive, default=300, metavar="N", help="from a signal to kill -9; 300"
-    )
+    add_grace_seconds(parser, "from a signal to kill -9")
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the job as several processes, all again after 75 and 76, and return its exit code."""
     command = [sys.executable, *runner_arguments(parsed.spec, parsed.set)]
     environment = _environment(parsed.devices_per_process)
-    processes = Processes(command, parsed.processes, environment, parsed.grace_seconds)
+    try:
+        checkpoint = validate_spec(load_document(parsed.spec, parsed.set)).checkpoint
+    except RunnerError:  # the job says what is wrong with it
+        checkpoint = Checkpoint()
+    processes = Processes(command, parsed.processes, environment, grace_seconds(parsed, checkpoint))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, processes.forward)
 
-    def ledger() -> list[dict[str, Any]]:
-        try:
-            directory = validate_spec(load_document(parsed.spec, parsed.set)).directory
-            return read_log(open_store(directory), "events")
-        except (RunnerError, OSError):  # the job has said what is wrong with it
-            return []
-
-    def newest_step() -> int | None:
-        return max((row["step"] for row in ledger() if row["event"] == "commit"), default=None)
-
-    supervisor = Supervisor(processes.run, newest_step, lambda: processes.is_stopping, parsed.max_restarts)
+    supervisor = Supervisor(
+        processes.run, lambda: newest_step(parsed.spec, parsed.set), lambda: processes.is_stopping, parsed.max_restarts
+    )
     code, attempts = supervisor.run()
     if len(attempts) > 1:
-        for line in summary.lines(attempts, ledger()):
+        for line in summary.lines(attempts, read_ledger(parsed.spec, parsed.set)):
             say(line)
     return code
 

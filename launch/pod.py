@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from launch.options import runner_arguments
+from launch.options import grace_seconds, runner_arguments
 from runner.accelerators import Accelerator
 from runner.errors import InvalidError
 from runner.spec import ExecutionSpec
@@ -87,7 +87,7 @@ def template(spec: ExecutionSpec, text: str, parsed: argparse.Namespace, layout:
     volumes, mounts = _volumes(spec, parsed, layout)
     pod = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": parsed.grace_seconds,
+        "terminationGracePeriodSeconds": grace_seconds(parsed, spec.checkpoint),
         "serviceAccountName": parsed.service_account,
         "priorityClassName": parsed.priority_class,
         "nodeSelector": layout.labels | ({_SPOT: "true"} if parsed.spot else {}) | dict(parsed.node_selector),

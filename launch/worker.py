@@ -7,17 +7,17 @@ it forwarded too, the job would hear it twice, and a second signal cuts its last
 """
 
 import argparse
+import functools
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 
+from launch.ledger import newest_step
 from launch.local import job_code
 from launch.options import natural, runner_arguments
 from launch.supervisor import Supervisor
-from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE, RunnerError
-from runner.spec import load_document, validate_spec
-from runner.storage import open_store, read_log
+from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,15 +36,9 @@ def main(arguments: Sequence[str]) -> int:
         # What holds a lock through an open file, as the engine's script does, holds it until the job itself is gone.
         return job_code([subprocess.run(command, close_fds=False, check=False).returncode])
 
-    def newest_step() -> int | None:
-        try:
-            directory = validate_spec(load_document(parsed.spec, parsed.set)).directory
-            rows = read_log(open_store(directory), "events")
-        except (RunnerError, OSError):  # the job has said what is wrong with it
-            return None
-        return max((row["step"] for row in rows if row["event"] == "commit"), default=None)
-
-    code, _ = Supervisor(start, newest_step, lambda: bool(signals), parsed.max_restarts).run()
+    code, _ = Supervisor(
+        start, lambda: newest_step(parsed.spec, parsed.set), lambda: bool(signals), parsed.max_restarts
+    ).run()
     # A host that is shut down while its job waits for a peer, or to be started again, is no failure of the job.
     return EXIT_PREEMPTED if signals and code == EXIT_RETRYABLE else code
 
