@@ -13,14 +13,13 @@ import sys
 from dataclasses import dataclass
 
 from launch.batch_script import BATCH_SCRIPT
-from launch.options import natural, positive, runner_arguments
+from launch.options import add_grace_seconds, grace_seconds, natural, positive, runner_arguments
 from runner.accelerators import parse_accelerator
 from runner.errors import EXIT_DONE, InvalidError, RetryableError
 from runner.spec import Document, ExecutionSpec, load_document, validate_spec
 from runner.terminal import say, warn
 
 HELP = "submit the job to SLURM, or print its batch script"
-GRACE_SECONDS = 300
 LINGER_SECONDS = 120  # what tasks get to end by themselves once the first has ended
 _EARLY_SECONDS = 60  # by which SLURM may send a signal too early
 _UNREACHABLE = ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted")
@@ -88,10 +87,10 @@ def _directive(option: str) -> str:
 
 def render(spec: ExecutionSpec, nodes: Allocation, parsed: argparse.Namespace) -> str:
     """The batch script."""
-    grace_seconds = parsed.grace_seconds
-    if parsed.time is not None and _time_seconds(parsed.time) <= grace_seconds + _EARLY_SECONDS:
+    notice_seconds = grace_seconds(parsed, spec.checkpoint)
+    if parsed.time is not None and _time_seconds(parsed.time) <= notice_seconds + _EARLY_SECONDS:
         raise InvalidError(
-            f"--time {parsed.time} leaves no time to train: SIGTERM comes {grace_seconds} s before its end, or up to "
+            f"--time {parsed.time} leaves no time to train: SIGTERM comes {notice_seconds} s before its end, or up to "
             f"{_EARLY_SECONDS} s sooner; give more time, or fewer --grace-seconds"
         )
     options = [
@@ -101,7 +100,7 @@ def render(spec: ExecutionSpec, nodes: Allocation, parsed: argparse.Namespace) -
         "--requeue",
         "--open-mode=append",
         f"--output={parsed.output}",
-        f"--signal=TERM@{grace_seconds}",
+        f"--signal=TERM@{notice_seconds}",
     ]
     step_options = ["--label", "--kill-on-bad-exit=0", f"--wait={LINGER_SECONDS}"]
     settings = []
@@ -155,9 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--partition", metavar="NAME")
     parser.add_argument("--account", metavar="NAME")
     parser.add_argument("--output", default="%x-%j.log", metavar="PATH", help="log of all starts; %%x-%%j.log")
-    parser.add_argument(
-        "--grace-seconds", type=positive, default=GRACE_SECONDS, metavar="N", help="from SIGTERM to the time limit; 300"
-    )
+    add_grace_seconds(parser, "from SIGTERM to the time limit")
     parser.add_argument("--max-restarts", type=natural, default=100, metavar="N", help="after 76; default 100")
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="on the nodes; default: this one")
     parser.add_argument(

@@ -84,6 +84,12 @@ def test_every_gpu_of_a_node_is_the_tasks(capsys):
     assert "JAX_LOCAL_DEVICE_IDS" not in dry_run(capsys, "specs/gpt_nano.yaml")
 
 
+def test_the_notice_of_a_time_limit_is_what_the_spec_needs_unless_told(capsys):
+    needs = ["specs/gpt_nano.yaml", "--set", "checkpoint.grace_seconds=90"]
+    assert "#SBATCH --signal=TERM@90\n" in dry_run(capsys, *needs)
+    assert "#SBATCH --signal=TERM@30\n" in dry_run(capsys, *needs, "--grace-seconds", "30")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
