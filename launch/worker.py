@@ -7,7 +7,6 @@ it forwarded too, the job would hear it twice, and a second signal cuts its last
 """
 
 import argparse
-import functools
 import signal
 import subprocess
 import sys

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import importlib
 import json
 import logging
@@ -21,7 +20,6 @@ from runner.terminal import warn
 
 if TYPE_CHECKING:
     from runner.cluster import Cluster
-    from runner.hosts import Hosts
 
 _USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner checkpoints SPEC_OR_DIRECTORY [--verify]
@@ -136,7 +134,7 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     is_elastic = spec.topology is not None and spec.topology.elastic
     hosts = importlib.import_module("runner.hosts").start(cluster, spec.deadlines, is_elastic)
-    sys.excepthook = functools.partial(_end_on_bug, hosts)
+    sys.excepthook = _end_on_bug
     notice.join(hosts if hosts.num_processes > 1 else None)
     importlib.import_module("runner.metadata").watch(notice.ask)
     code = EXIT_DONE
@@ -163,11 +161,8 @@ def _place(parsed: argparse.Namespace, deadline_seconds: float) -> "Cluster | No
     return found
 
 
-def _end_on_bug(hosts: "Hosts", kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End with 1 after the traceback, unless the error came from a peer's death: then JAX ends this process first."""
-    if kind.__name__ == "JaxRuntimeError" and hosts.num_processes > 1:
-        warn(f"{str(error).splitlines()[0]}; waiting for word of a lost peer")
-        hosts.await_verdict()
+def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End with 1 after the traceback."""
     traceback.print_exception(kind, error, trace)
     sys.stderr.flush()
     end_process(EXIT_FAILED)

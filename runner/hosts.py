@@ -9,7 +9,9 @@ late. When a peer dies, JAX's coordination service ends the survivors with SIGAB
 import contextlib
 import ctypes
 import json
+import select
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +25,8 @@ from runner.notice import end_process
 from runner.rendezvous import listening_address, meet
 from runner.spec import Deadlines
 
-HEARTBEAT_SECONDS = 30  # of JAX; the watchdog notices sooner, and says more
+HEARTBEAT_SECONDS = 60  # of JAX; the watchdog notices sooner, and says more
+VERDICT_SECONDS = 30
 _LEAVE_SECONDS = 10
 _DEPARTURE_SECONDS = 0.2
 _FOREVER_SECONDS = 7 * 24 * 3600
@@ -32,12 +35,20 @@ _FOREVER_SECONDS = 7 * 24 * 3600
 class Hosts:
     """This process and its peers. One instance a process, made by `start`."""
 
-    def __init__(self, client: Any, process_id: int, num_processes: int, deadline_seconds: float = 3600.0):
+    def __init__(
+        self,
+        client: Any,
+        process_id: int,
+        num_processes: int,
+        deadline_seconds: float = 3600.0,
+        lifelines: dict[int, socket.socket] | None = None,
+    ):
         self._client = client
         self.process_id = process_id
         self.num_processes = num_processes
         self.suspects_peer = False  # a collective has failed here
         self.on_peer_lost: Callable[[], None] | None = None  # called before JAX ends this process
+        self._lifelines = lifelines or {}
         self._deadline_seconds = deadline_seconds
         self._num_calls = 0
 
@@ -81,6 +92,12 @@ class Hosts:
         except jax.errors.JaxRuntimeError as error:
             raise PeerLostError(f"the coordinator cannot be reached ({_first_line(error)})") from error
         return {key.rpartition("/")[2]: json.loads(value) for key, value in rows}
+
+    def dead(self) -> list[int]:
+        """Processes that are dead and have not left in order, as far as this one has a lifeline to them. Any thread."""
+        ended, _, _ = select.select(list(self._lifelines.values()), [], [], 0)
+        found = [process for process, connection in self._lifelines.items() if connection in ended]
+        return [process for process in found if self.peek(f"runner/left/{process}") is None]
 
     def gather(self, value: Any, deadline_seconds: float | None = None) -> list[Any]:
         """Every host's `value` (JSON), in order of process. Blocks until all have come. Called on every host."""
@@ -172,13 +189,13 @@ class Hosts:
                 time.sleep(_DEPARTURE_SECONDS)
 
     def await_verdict(self) -> None:
-        """After an error that a dying peer may have caused: wait until the coordination service would have said so.
+        """After an error that a dying peer may have caused: wait until the watchdog or JAX would have said so.
 
         Does not return if a peer is gone.
         """
         if self.num_processes > 1:
             self.suspects_peer = True
-            time.sleep(2 * HEARTBEAT_SECONDS + 2)
+            time.sleep(VERDICT_SECONDS)
 
 
 class _Abort:
@@ -216,9 +233,11 @@ def start(cluster: Cluster | None, deadlines: Deadlines, is_elastic: bool = Fals
 
     Called on every host, before any other use of JAX. Raises `RetryableError` if the others cannot be reached.
     """
-    if cluster is not None:
-        cluster = meet(cluster, deadlines.start_seconds, is_elastic)
-    if cluster is None or cluster.num_processes == 1:
+    if cluster is None:
+        return Hosts(None, 0, 1)
+    meeting = meet(cluster, deadlines.start_seconds, is_elastic)
+    cluster = meeting.cluster
+    if cluster.num_processes == 1:
         return Hosts(None, 0, 1)
     jax.config.update("jax_enable_preemption_service", False)
     _abort.install()
@@ -229,6 +248,7 @@ def start(cluster: Cluster | None, deadlines: Deadlines, is_elastic: bool = Fals
             process_id=cluster.process_id,
             local_device_ids=cluster.local_devices,
             coordinator_bind_address=listening_address(cluster),
+            cluster_detection_method="deactivate",
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             initialization_timeout=int(deadlines.start_seconds),
             shutdown_timeout_seconds=60,
@@ -236,5 +256,6 @@ def start(cluster: Cluster | None, deadlines: Deadlines, is_elastic: bool = Fals
     except (RuntimeError, ValueError) as error:
         raise RetryableError(f"cannot join the other processes of the job: {_first_line(error)}") from error
     state = distributed.global_state
-    _abort.hosts = Hosts(state.client, state.process_id, state.num_processes, deadlines.phase_seconds)
+    place = (state.client, state.process_id, state.num_processes)
+    _abort.hosts = Hosts(*place, deadlines.phase_seconds, meeting.lifelines)
     return _abort.hosts

@@ -3,7 +3,8 @@
 1. Process 0 listens on the coordinator's port, before JAX does. Every other process connects, trying again until the
    deadline, and says which one it is.
 2. When all have come, or the deadline has passed, process 0 tells everyone who came, closes the port and hands it to
-   JAX's coordination service.
+   JAX's coordination service. The connections stay open: the kernel of a process that dies closes its own, which the
+   other end sees at once.
 3. Who is missing is named, and the job ends with 76 on all hosts that came: a start with fewer would be another job.
    If the spec allows it (`topology.elastic`), it begins with those that came, numbered anew in the same order.
 """
@@ -25,24 +26,29 @@ _LINE_BYTES = 1 << 20
 
 
 @dataclass
-class _Guest:
-    """A process that has reported to process 0."""
+class Meeting:
+    """This process's place among those that came, and its lifelines.
 
-    connection: socket.socket
-    process_id: int
+    Attributes:
+        lifelines: process -> a connection that ends with it; to every other on process 0, elsewhere to process 0.
+    """
+
+    cluster: Cluster
+    lifelines: dict[int, socket.socket]
 
 
-def meet(cluster: Cluster, deadline_seconds: float, is_elastic: bool) -> Cluster:
-    """Wait for the other processes; this one's place among those that came. Called on every host.
+def meet(cluster: Cluster, deadline_seconds: float, is_elastic: bool) -> Meeting:
+    """Wait for the other processes. Called on every host.
 
     Raises `RetryableError` naming who did not come within the deadline.
     """
     ends = time.monotonic() + deadline_seconds
     if cluster.process_id == 0:
-        present = _receive(cluster, ends, deadline_seconds, is_elastic)
+        present, connections = _receive(cluster, ends, deadline_seconds, is_elastic)
     else:
-        present = _report(cluster, ends, deadline_seconds)
-    return replace(cluster, num_processes=len(present), process_id=present.index(cluster.process_id))
+        present, connections = _report(cluster, ends, deadline_seconds)
+    place = replace(cluster, num_processes=len(present), process_id=present.index(cluster.process_id))
+    return Meeting(place, {present.index(process): connection for process, connection in connections.items()})
 
 
 def listening_address(cluster: Cluster) -> str:
@@ -58,26 +64,26 @@ def listening_address(cluster: Cluster) -> str:
     return cluster.coordinator
 
 
-def _receive(cluster: Cluster, ends: float, deadline_seconds: float, is_elastic: bool) -> list[int]:
+Connections = dict[int, socket.socket]
+
+
+def _receive(cluster: Cluster, ends: float, deadline_seconds: float, is_elastic: bool) -> tuple[list[int], Connections]:
     """Process 0's part: the processes that are there, in order."""
-    guests: dict[int, _Guest] = {}
-    with _listen(listening_address(cluster)) as listener, contextlib.ExitStack() as connections:
+    guests: Connections = {}
+    with _listen(listening_address(cluster)) as listener:
         while len(guests) < cluster.num_processes - 1 and (left_seconds := ends - time.monotonic()) > 0:
             listener.settimeout(left_seconds)
             with contextlib.suppress(TimeoutError):
-                guest = _welcome(listener)
-                if guest is not None and 0 < guest.process_id < cluster.num_processes:
-                    connections.enter_context(guest.connection)
-                    guests[guest.process_id] = guest
+                guests |= _welcome(listener, cluster.num_processes)
         present = [0, *sorted(guests)]
         missing = [process for process in range(cluster.num_processes) if process not in present]
         error = _complaint(missing, cluster.num_processes, deadline_seconds) if missing and not is_elastic else None
-        for guest in guests.values():
+        for connection in guests.values():
             with contextlib.suppress(OSError):
-                _send(guest.connection, {"present": present, "error": error})
+                _send(connection, {"present": present, "error": error})
     if error is not None:
         raise RetryableError(error)
-    return present
+    return present, guests
 
 
 def _complaint(missing: list[int], num_processes: int, deadline_seconds: float) -> str:
@@ -102,34 +108,39 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _welcome(listener: socket.socket) -> _Guest | None:
-    """The next process that reports; None if it went away or is none of ours."""
+def _welcome(listener: socket.socket, num_processes: int) -> Connections:
+    """The next process that reports, with its connection; none if it went away or is none of ours."""
     connection, _ = listener.accept()
     connection.settimeout(_ANSWER_SECONDS)
-    try:
-        return _Guest(connection, int(_receive_line(connection)["process_id"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        connection.close()
-        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        process = int(_receive_line(connection)["process_id"])
+        if 0 < process < num_processes:
+            return {process: connection}
+    connection.close()
+    return {}
 
 
-def _report(cluster: Cluster, ends: float, deadline_seconds: float) -> list[int]:
+def _report(cluster: Cluster, ends: float, deadline_seconds: float) -> tuple[list[int], Connections]:
     """The part of every other process."""
     reason = "no answer"
     while (left_seconds := ends - time.monotonic()) > 0:
         try:
-            patience_seconds = min(left_seconds, _ANSWER_SECONDS)
-            with socket.create_connection(_split(cluster.coordinator), patience_seconds) as connection:
-                _send(connection, {"process_id": cluster.process_id})
-                connection.settimeout(left_seconds + _ANSWER_SECONDS)
-                answer = _receive_line(connection)
-        except (OSError, ValueError) as error:  # not up yet, or gone again
+            connection = socket.create_connection(_split(cluster.coordinator), min(left_seconds, _ANSWER_SECONDS))
+        except OSError as error:  # not up yet
             reason = str(error)
             time.sleep(_RETRY_SECONDS)
             continue
+        try:
+            _send(connection, {"process_id": cluster.process_id})
+            connection.settimeout(left_seconds + _ANSWER_SECONDS)
+            answer = _receive_line(connection)
+        except (OSError, ValueError) as error:  # gone again
+            connection.close()
+            reason = str(error)
+            continue
         if answer["error"] is not None:
             raise RetryableError(str(answer["error"]))
-        return [int(process) for process in answer["present"]]
+        return [int(process) for process in answer["present"]], {0: connection}
     raise RetryableError(
         f"process 0 of {cluster.num_processes} at {cluster.coordinator} could not be reached within "
         f"{deadline_seconds:g} s ({reason}); run the same command again"

@@ -5,7 +5,8 @@ Driven by the training thread's own progress: it says what it is at (`during`) a
 
 1. Each second every process publishes a row through the job's key-value store: what its training thread is at, since
    when, and whether that is overdue. It reads the verdict, if there is one.
-2. Process 0 reads all rows. One that stays the same for LOST_SECONDS is that of a process that is gone or frozen.
+2. Process 0 reads all rows. One that stays the same for LOST_SECONDS is that of a process that is frozen or cut off. A
+   process that has died is known at once, by its lifeline (`rendezvous`).
 3. If a process is lost or overdue, process 0 writes the verdict: a line that names the late ones and what they did.
 4. On a verdict every process puts the stacks of its threads where `on_verdict` says, and ends with 76. A process that
    cannot reach process 0 any more judges for itself.
@@ -20,15 +21,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from runner.errors import EXIT_RETRYABLE, PeerLostError
 from runner.hosts import Hosts
 from runner.notice import end_process
 from runner.progress import Progress
 from runner.spec import Deadlines
 from runner.straggler import Rounds, Straggling
+from runner.terminal import warn
 
-LOST_SECONDS = 15.0
-SUSPECTED_LOST_SECONDS = 4.0  # once a collective has failed somewhere
+LOST_SECONDS = 30.0
+SUSPECTED_LOST_SECONDS = 5.0  # once a collective has failed somewhere
 UNREACHABLE_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
@@ -72,7 +76,10 @@ class Watchdog:
         self._thread.start()
         return self.progress
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (jax.errors.JaxRuntimeError, PeerLostError)) and self._hosts.num_processes > 1:
+            warn(f"{str(error).splitlines()[0]}; waiting for word of a lost peer")
+            self._hosts.await_verdict()
         self._is_over.set()
         self.progress.has_arrived.set()
         self._hosts.on_peer_lost = None
@@ -130,15 +137,19 @@ class Watchdog:
         hosts = self._hosts
         hosts.publish(f"runner/row/{hosts.process_id}", row)
         verdict = hosts.peek("runner/verdict")
+        dead = hosts.dead()
         self._reached_seconds = time.monotonic()
+        if verdict is None and 0 in dead:
+            self._judge_alone("has died")
         if verdict is None and hosts.is_main:
-            verdict = self._verdict({int(key): value for key, value in hosts.peek_all("runner/row").items()})
+            rows = {int(key): value for key, value in hosts.peek_all("runner/row").items()}
+            verdict = self._verdict(rows, dead)
             if verdict is not None:
                 hosts.publish("runner/verdict", verdict)
         if verdict is not None:
             self._end(verdict)
 
-    def _verdict(self, rows: dict[int, Row]) -> str | None:
+    def _verdict(self, rows: dict[int, Row], dead: list[int]) -> str | None:
         """What is wrong, by all rows. Main host only."""
         now = time.monotonic()
         for process in range(self._hosts.num_processes):
@@ -148,18 +159,19 @@ class Watchdog:
         is_suspected = any(row["suspects"] for row in rows.values())
         limit_seconds = SUSPECTED_LOST_SECONDS if is_suspected else LOST_SECONDS
         silent = {
-            process: now - since_seconds
+            process: f"does not answer for {now - since_seconds:.0f} s"
             for process, (_, since_seconds) in self._seen.items()
             if now - since_seconds > limit_seconds
-        }
+        } | dict.fromkeys(dead, "has died")
         if silent or any(row["overdue"] for row in rows.values()):
             return describe(rows, silent)
         return None
 
-    def _judge_alone(self) -> None:
+    def _judge_alone(self, how: str | None = None) -> None:
         """Process 0 cannot be reached: end by what is known here."""
-        seconds = time.monotonic() - self._reached_seconds
-        self._end(describe({self._hosts.process_id: self._row()}, {} if self._hosts.is_main else {0: seconds}))
+        if how is None:
+            how = f"does not answer for {time.monotonic() - self._reached_seconds:.0f} s"
+        self._end(describe({self._hosts.process_id: self._row()}, {} if self._hosts.is_main else {0: how}))
 
     def _end(self, verdict: str) -> None:
         words = threading.Thread(target=self._on_verdict, args=(verdict,), daemon=True)
@@ -178,16 +190,16 @@ def stacks_of_all_threads() -> str:
         return file.read().decode(errors="replace")
 
 
-def describe(rows: dict[int, Row], silent_seconds: dict[int, float]) -> str:
+def describe(rows: dict[int, Row], silent: dict[int, str]) -> str:
     """One line: who is silent, who is overdue with what, and what the others are at."""
     parts = []
-    for process, seconds in sorted(silent_seconds.items()):
+    for process, how in sorted(silent.items()):
         row = rows.get(process)
         last = "" if row is None else f", last seen {_at(row)}"
-        parts.append(f"{_name([process], row)} does not answer for {seconds:.0f} s{last}")
+        parts.append(f"{_name([process], row)} {how}{last}")
     groups: dict[tuple[bool, str], list[int]] = collections.defaultdict(list)
     for process, row in sorted(rows.items()):
-        if process not in silent_seconds:
+        if process not in silent:
             groups[not row["overdue"], _at(row)].append(process)
     for (is_in_time, at), processes in sorted(groups.items()):
         row = rows[processes[0]]

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import harness
 from tests.harness import ROOT, Job
 
 COMPILE = """
-import os, signal, sys
+import os, resource, signal, sys
 from runner.compile_cache import open_compile_cache
 open_compile_cache()
 import jax
@@ -21,6 +23,8 @@ if "die" in sys.argv:
             file.write(content[: len(content) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
     type(lru_cache.pathlib.Path("/")).write_bytes = half
+if "full" in sys.argv:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
 print(jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(5.0)))
 """
 SHARDED = ("config.train.total_steps=22", "topology.mesh={data: 1, fsdp: auto, tensor: 1}")
@@ -43,15 +47,17 @@ def entries(cache: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in (cache / "xla").iterdir()}
 
 
-def test_half_an_entry_is_written_anew(tmp_path: Path) -> None:
-    assert compile_once(tmp_path, "die").returncode == -9
-    (torn,) = [name for name in entries(tmp_path) if name.endswith("-cache")]
-    half_bytes = entries(tmp_path)[torn]
-    again = compile_once(tmp_path)
-    assert again.returncode == 0
-    assert "Error reading" not in again.stderr
-    assert half_bytes < entries(tmp_path)[torn] <= 2 * half_bytes + 1
-    assert all(name.endswith("-cache") for name in entries(tmp_path))
+@pytest.mark.parametrize(("end", "code"), [("die", -9), ("full", 0)])
+def test_half_an_entry_is_written_anew(end: str, code: int, tmp_path: Path) -> None:
+    assert compile_once(tmp_path, end).returncode == code
+    torn = {name: size for name, size in entries(tmp_path).items() if name.endswith("-cache")}
+    assert torn
+    assert compile_once(tmp_path).returncode == 0
+    assert all(size > torn.get(name, 0) for name, size in entries(tmp_path).items())
+    third = compile_once(tmp_path)
+    assert third.returncode == 0
+    assert "Error reading" not in third.stderr
+    assert "PERSISTENT COMPILATION CACHE MISS" not in third.stderr
 
 
 def test_every_process_finds_its_programs_again(tmp_path: Path, monkeypatch) -> None:

@@ -19,7 +19,9 @@ def meet_all(present, num_processes, deadline_seconds, is_elastic=False, port=No
 
     def one(process):
         try:
-            place = meet(Cluster(coordinator, num_processes, process), deadline_seconds, is_elastic)
+            meeting = meet(Cluster(coordinator, num_processes, process), deadline_seconds, is_elastic)
+            place = meeting.cluster
+            assert sorted(meeting.lifelines) == ([0] if place.process_id else list(range(1, place.num_processes)))
         except RetryableError as error:
             return str(error)
         return place.process_id, place.num_processes

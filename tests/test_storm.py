@@ -117,7 +117,7 @@ def test_a_few_faults(tmp_path, monkeypatch):
 
 @pytest.mark.soak
 def test_a_hundred_faults(tmp_path, monkeypatch):
-    steps = ("config.total_steps=15000",)
+    steps = ("config.total_steps=24000",)
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, *steps, "config.step_seconds=0.01"))
     seconds = weather(job, 1, 100, 6.0, monkeypatch)
     whole = undisturbed("specs/counter.yaml", (*COUNTER, *steps))

@@ -15,11 +15,11 @@ def row(step, doing="step", seconds=3.0, overdue=False):
 
 def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
     rows = {0: row(41), 1: row(40), 2: row(41), 3: row(41, "evaluation", 90.0, overdue=True)}
-    assert describe(rows, {1: 16.2}) == (
+    assert describe(rows, {1: "does not answer for 16 s"}) == (
         "the job does not go on: process 1 (n7) does not answer for 16 s, last seen in step 41; "
         "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
     )
-    assert describe({}, {5: 20.0}) == "the job does not go on: process 5 does not answer for 20 s"
+    assert describe({}, {5: "has died"}) == "the job does not go on: process 5 has died"
 
 
 def test_a_step_that_hangs_ends_with_76_with_its_stacks_and_the_next_attempt_goes_on(tmp_path):

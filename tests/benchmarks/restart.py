@@ -1,12 +1,15 @@
-"""kill -9 to the first new step with a warm compile cache, split into phases that sum to the whole.
+"""kill -9 to the first new step, split into phases that sum to the whole, over the floor that a hand loop needs.
 
-python -m tests.benchmarks.restart [--rounds 5] [--spec specs/gpt_nano.yaml]
+Floor and restart are measured pair by pair, with a warm compile cache and, with `--cold`, with an empty one.
+
+    python -m tests.benchmarks.restart [--rounds 5] [--spec specs/gpt_nano.yaml] [--processes 1] [--cold]
 """
 
 import argparse
 import itertools
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -16,29 +19,39 @@ import time
 from pathlib import Path
 
 from runner.storage import LocalStore, parse_lines, read_log
+from tests.harness import free_port
 
 PHASES = {
     "death to spawn": None,
     "interpreter, imports, data, checks": "start",
-    "compile (from the cache)": "prepare",
+    "compile": "prepare",
     "restore": "restore",
     "first step": None,
 }
 
+Processes = list["subprocess.Popen[bytes]"]
 
-def spawn(spec: str, directory: Path) -> "subprocess.Popen[bytes]":
-    """Start the runner, with a row for every step."""
-    command = [
-        sys.executable,
-        "-m",
-        "runner",
-        spec,
-        "--set",
-        f"directory={directory}",
-        "--set",
-        "logging.every_steps=1",
-    ]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+def spawn(spec: str, directory: Path, cache: Path, num_processes: int) -> Processes:
+    """Start the runner on every host, with a row for every step."""
+    command = [sys.executable, "-m", "runner", spec]
+    command += ["--set", f"directory={directory}", "--set", "logging.every_steps=1"]
+    if num_processes > 1:
+        place = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(num_processes), "--process-id"]
+        commands = [[*command, *place, str(process)] for process in range(num_processes)]
+    else:
+        commands = [command]
+    environment = os.environ | {"RUNNER_CACHE": str(cache)}
+    quiet = subprocess.DEVNULL
+    return [subprocess.Popen(words, env=environment, stdout=quiet, stderr=quiet) for words in commands]
+
+
+def kill(processes: Processes) -> None:
+    """kill -9 to all, and wait."""
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.wait()
 
 
 def wait_for_step(directory: Path, step: int, old_file: int) -> float:
@@ -54,48 +67,77 @@ def committed(directory: Path) -> list[int]:
     return sorted(int(path.parent.name) for path in directory.glob("checkpoints/*/manifest.json"))
 
 
-def measure(spec: str, directory: Path) -> dict[str, float]:
+def measure(spec: str, scratch: Path, num_processes: int, cold: bool) -> dict[str, float]:
     """One kill and restart: seconds by phase."""
-    process = spawn(spec, directory)
-    before = committed(directory)
-    while committed(directory)[-1:] == before[-1:]:
+    directory, cache = scratch / "run", scratch / "cache"
+    processes = spawn(spec, directory, cache, num_processes)
+    while not committed(directory):
         time.sleep(0.001)
-    os.kill(process.pid, signal.SIGKILL)
     killed = time.time()
-    process.wait()
+    kill(processes)
+    if cold:
+        shutil.rmtree(cache)
     restored = committed(directory)[-1]
     old_file = (directory / "metrics.jsonl").stat().st_ino
     spawned = time.time()
-    process = spawn(spec, directory)
+    processes = spawn(spec, directory, cache, num_processes)
     attempt = max(int(path.name) for path in (directory / "attempts").iterdir()) + 1
-    while not any(
-        event["attempt"] == attempt and event["event"] == "restore"
-        for event in read_log(LocalStore(directory), "events")
-    ):
+
+    def events() -> dict[str, float]:
+        rows = read_log(LocalStore(directory), "events")
+        return {row["event"]: row["time"] for row in rows if row["attempt"] == attempt and row["process"] == 0}
+
+    while "restore" not in events():
         time.sleep(0.001)
     stepped = wait_for_step(directory, restored, old_file)
-    process.kill()
-    process.wait()
-    events = {
-        event["event"]: event["time"]
-        for event in read_log(LocalStore(directory), "events")
-        if event["attempt"] == attempt and event["event"] in PHASES.values()
-    }
-    times = [killed, spawned, events["start"], events["prepare"], events["restore"], stepped]
+    kill(processes)
+    at = events()
+    times = [killed, spawned, at["start"], at["prepare"], at["restore"], stepped]
     return {name: after - before for name, (before, after) in zip(PHASES, itertools.pairwise(times), strict=True)}
+
+
+def run_floor(directory: Path, num_processes: int, *options: str) -> float:
+    """Seconds of the hand-written program, on every host."""
+    command = [sys.executable, "-m", "tests.benchmarks.restart_floor", str(directory), *options]
+    coordinator = f"127.0.0.1:{free_port()}"
+    started = time.monotonic()
+    commands = [command]
+    if num_processes > 1:
+        places = [["--place", coordinator, str(num_processes), str(process)] for process in range(num_processes)]
+        commands = [[*command, *place] for place in places]
+    quiet = subprocess.DEVNULL
+    running = [subprocess.Popen(words, stdout=quiet, stderr=quiet) for words in commands]
+    if any(process.wait() for process in running):
+        raise SystemExit("the floor program failed")
+    return time.monotonic() - started
+
+
+def measure_floor(scratch: Path, num_processes: int, cold: bool) -> float:
+    """Seconds from nothing to the first step after a restore, by hand."""
+    run_floor(scratch, num_processes, "--prepare")
+    if cold:
+        shutil.rmtree(scratch / "cache")
+    return run_floor(scratch, num_processes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--spec", default="specs/gpt_nano.yaml")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--cold", action="store_true")
     parsed = parser.parse_args()
-    results = []
+    results, floors = [], []
     for _ in range(parsed.rounds):
-        with tempfile.TemporaryDirectory() as directory:
-            results.append(measure(parsed.spec, Path(directory)))
+        with tempfile.TemporaryDirectory() as scratch:
+            floors.append(measure_floor(Path(scratch), parsed.processes, parsed.cold))
+        with tempfile.TemporaryDirectory() as scratch:
+            results.append(measure(parsed.spec, Path(scratch), parsed.processes, parsed.cold))
     print(json.dumps({name: round(statistics.median(r[name] for r in results), 3) for name in PHASES}, indent=1))
-    print(f"whole: {statistics.median(sum(r.values()) for r in results):.3f} s (median of {parsed.rounds})")
+    whole, floor = statistics.median(sum(r.values()) for r in results), statistics.median(floors)
+    print(f"whole: {whole:.3f} s, floor {floor:.3f} s (medians of {parsed.rounds})")
+    ratio = statistics.median(sum(r.values()) / f for r, f in zip(results, floors, strict=True))
+    print(f"restart / floor: {ratio:.2f}")
 
 
 if __name__ == "__main__":
