@@ -103,11 +103,8 @@ def render(spec: ExecutionSpec, nodes: Allocation, parsed: argparse.Namespace) -
         f"--signal=TERM@{notice_seconds}",
     ]
     step_options = ["--label", "--kill-on-bad-exit=0", f"--wait={LINGER_SECONDS}"]
-    settings = []
     if nodes.gpus_per_node is not None:
         options.append(f"--gpus-per-node={nodes.gpus_per_node}")
-        devices = ",".join(map(str, range(nodes.gpus_per_node)))
-        settings.append(f"export JAX_LOCAL_DEVICE_IDS={devices}  # JAX gives a task of SLURM one GPU unless told")
     if nodes.takes_whole_nodes:
         options += ["--exclusive", "--mem=0"]
     if parsed.cpus_per_task is not None:
@@ -126,7 +123,6 @@ def render(spec: ExecutionSpec, nodes: Allocation, parsed: argparse.Namespace) -
         f"command=({shlex.join(command)})",
         f"step_options=({shlex.join(step_options)})",
         f"max_restarts={parsed.max_restarts}",
-        *settings,
     ]
     return "\n".join(lines) + "\n\n" + BATCH_SCRIPT
 

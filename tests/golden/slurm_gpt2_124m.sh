@@ -20,7 +20,6 @@ name=gpt2_124m
 command=(/opt/env/bin/python -m runner specs/gpt2_124m.yaml --set topology.accelerator=h100-16 --set 'directory=/data/it'"'"'s here')
 step_options=(--label --kill-on-bad-exit=0 --wait=120)
 max_restarts=7
-export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7  # JAX gives a task of SLURM one GPU unless told
 
 export PYTHONUNBUFFERED=1
 restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76
