@@ -51,6 +51,7 @@ class Hosts:
         self._lifelines = lifelines or {}
         self._deadline_seconds = deadline_seconds
         self._num_calls = 0
+        self._last_gather = "runner/gather/0"
 
     @property
     def is_main(self) -> bool:
@@ -105,12 +106,24 @@ class Hosts:
             return [value]
         self._num_calls += 1
         prefix = f"runner/gather/{self._num_calls}"
-        self._set(f"{prefix}/{self.process_id}", json.dumps(value))
-        late = "process {} of {}"
-        return [
-            json.loads(self._get(f"{prefix}/{process}", deadline_seconds, late.format(process, self.num_processes)))
-            for process in range(self.num_processes)
-        ]
+        self.publish(f"{prefix}/{self.process_id}", value)
+        self._meet(prefix, self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        if self.is_main:  # all have read what was agreed and gathered before
+            for past in ("runner/agree", self._last_gather):
+                self._client.key_value_delete(past)
+        self._last_gather = prefix
+        values = self.peek_all(prefix)
+        return [values[str(process)] for process in range(self.num_processes)]
+
+    def _meet(self, prefix: str, deadline_seconds: float) -> None:
+        """Wait until every host has set its key below `prefix`: one call to the coordinator, however many there are."""
+        try:
+            self._client.wait_at_barrier(f"{prefix}/all", int(deadline_seconds * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            came = self.peek_all(prefix)
+            late = [str(process) for process in range(self.num_processes) if str(process) not in came]
+            who = f"process{'es' * (len(late) > 1)} {', '.join(late) or '(all came)'} of {self.num_processes}"
+            raise PeerLostError(f"{who} did not come within {deadline_seconds:.0f} s ({_first_line(error)})") from error
 
     def collect(self, key: str, value: Any, deadline_seconds: float) -> list[Any]:
         """Every host's `value` (JSON) on host 0, in order of process; elsewhere this host's alone.

@@ -78,10 +78,6 @@ def test_nodes_and_gpus_follow_from_the_accelerator(accelerator, options, direct
     assert [option for option in asked if option.startswith(kinds)] == directives
 
 
-def test_every_gpu_of_a_node_is_the_tasks(capsys):
-    script = dry_run(capsys, "specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-4")
-
-
 def test_the_notice_of_a_time_limit_is_what_the_spec_needs_unless_told(capsys):
     needs = ["specs/gpt_nano.yaml", "--set", "checkpoint.grace_seconds=90"]
     assert "#SBATCH --signal=TERM@90\n" in dry_run(capsys, *needs)
