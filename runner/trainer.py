@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import shlex
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
@@ -273,7 +274,7 @@ class BaseTrainer(RestoreableJob):
     # Compilation: once an attempt, before the first step.
 
     def prepare(self) -> None:
-        """Choose the micro-batch by the compiled step's own memory figures, and compile both steps."""
+        """Choose the micro-batch by the compiled train step's own memory figures; begin to compile the other."""
         sizes = self._micro_batch_sizes()
         known = self._known_micro_batch() if len(sizes) > 1 else None
         limit_bytes = self.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
@@ -281,7 +282,14 @@ class BaseTrainer(RestoreableJob):
             self.compiled_train = compile_to_fit(self._compile_train, [known] if known in sizes else sizes, limit_bytes)
         except InvalidError as error:
             raise self.document.error("topology", str(error)) from error
-        self.compiled_val = compile_val_step(self.val_step, self._abstract_state, self.layout)
+        compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
+        self._compiled_val = compiler.submit(compile_val_step, self.val_step, self._abstract_state, self.layout)
+        compiler.shutdown(wait=False)
+
+    @property
+    def compiled_val(self) -> Any:
+        """The compiled `val_step`. It is compiled while the state is restored; the first use waits for it."""
+        return self._compiled_val.result()
 
     def _known_micro_batch(self) -> int | None:
         """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
