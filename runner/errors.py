@@ -65,3 +65,8 @@ class PeerLostError(RetryableError, ConnectionError):
 
 class StorageError(RetryableError, OSError):
     """The directory could not be read or written."""
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and its first line."""
+    return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:300]}"

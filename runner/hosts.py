@@ -20,13 +20,12 @@ import jax
 from jax._src import distributed
 
 from runner.cluster import Cluster
-from runner.errors import EXIT_RETRYABLE, InvalidError, PeerLostError, RetryableError
+from runner.errors import EXIT_RETRYABLE, InvalidError, PeerLostError, RetryableError, first_line
 from runner.notice import end_process
 from runner.rendezvous import listening_address, meet
 from runner.spec import Deadlines
 
 HEARTBEAT_SECONDS = 60  # of JAX; the watchdog notices sooner, and says more
-VERDICT_SECONDS = 30
 _LEAVE_SECONDS = 10
 _DEPARTURE_SECONDS = 0.2
 _FOREVER_SECONDS = 7 * 24 * 3600
@@ -63,15 +62,13 @@ class Hosts:
         try:
             return self._client.blocking_key_value_get(key, int(deadline_seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
-            raise PeerLostError(
-                f"{what} did not come within {deadline_seconds:.0f} s ({_first_line(error)})"
-            ) from error
+            raise PeerLostError(f"{what} did not come within {deadline_seconds:.0f} s ({first_line(error)})") from error
 
     def _set(self, key: str, value: str) -> None:
         try:
             self._client.key_value_set(key, value, allow_overwrite=True)
         except jax.errors.JaxRuntimeError as error:
-            raise PeerLostError(f"the coordinator cannot be reached ({_first_line(error)})") from error
+            raise PeerLostError(f"the coordinator cannot be reached ({first_line(error)})") from error
 
     def publish(self, key: str, value: Any) -> None:
         """Set `key` to `value` (JSON) for every host. Never waits for one. Any thread."""
@@ -84,21 +81,24 @@ class Hosts:
         except jax.errors.JaxRuntimeError as error:
             if "NOT_FOUND" in str(error):
                 return None
-            raise PeerLostError(f"the coordinator cannot be reached ({_first_line(error)})") from error
+            raise PeerLostError(f"the coordinator cannot be reached ({first_line(error)})") from error
 
     def peek_all(self, prefix: str) -> dict[str, Any]:
         """The values (JSON) of all keys `prefix`/<name>, by name. Never waits for a host. Any thread."""
         try:
             rows = self._client.key_value_dir_get(prefix)
         except jax.errors.JaxRuntimeError as error:
-            raise PeerLostError(f"the coordinator cannot be reached ({_first_line(error)})") from error
+            raise PeerLostError(f"the coordinator cannot be reached ({first_line(error)})") from error
         return {key.rpartition("/")[2]: json.loads(value) for key, value in rows}
 
-    def dead(self) -> list[int]:
-        """Processes that are dead and have not left in order, as far as this one has a lifeline to them. Any thread."""
+    def gone(self) -> list[int]:
+        """Processes that have ended, of those that this one has a lifeline to. Any thread."""
         ended, _, _ = select.select(list(self._lifelines.values()), [], [], 0)
-        found = [process for process, connection in self._lifelines.items() if connection in ended]
-        return [process for process in found if self.peek(f"runner/left/{process}") is None]
+        return [process for process, connection in self._lifelines.items() if connection in ended]
+
+    def dead(self) -> list[int]:
+        """Those that are gone and have not left in order. Any thread."""
+        return [process for process in self.gone() if self.peek(f"runner/left/{process}") is None]
 
     def gather(self, value: Any, deadline_seconds: float | None = None) -> list[Any]:
         """Every host's `value` (JSON), in order of process. Blocks until all have come. Called on every host."""
@@ -123,7 +123,7 @@ class Hosts:
             came = self.peek_all(prefix)
             late = [str(process) for process in range(self.num_processes) if str(process) not in came]
             who = f"process{'es' * (len(late) > 1)} {', '.join(late) or '(all came)'} of {self.num_processes}"
-            raise PeerLostError(f"{who} did not come within {deadline_seconds:.0f} s ({_first_line(error)})") from error
+            raise PeerLostError(f"{who} did not come within {deadline_seconds:.0f} s ({first_line(error)})") from error
 
     def collect(self, key: str, value: Any, deadline_seconds: float) -> list[Any]:
         """Every host's `value` (JSON) on host 0, in order of process; elsewhere this host's alone.
@@ -201,15 +201,6 @@ class Hosts:
                     self._get(f"runner/left/{process}", _LEAVE_SECONDS, f"process {process}")
                 time.sleep(_DEPARTURE_SECONDS)
 
-    def await_verdict(self) -> None:
-        """After an error that a dying peer may have caused: wait until the watchdog or JAX would have said so.
-
-        Does not return if a peer is gone.
-        """
-        if self.num_processes > 1:
-            self.suspects_peer = True
-            time.sleep(VERDICT_SECONDS)
-
 
 class _Abort:
     """Turns SIGABRT, which the coordination service raises when a peer is lost, into an exit code.
@@ -235,10 +226,6 @@ class _Abort:
 
 
 _abort = _Abort()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0][:200]
 
 
 def start(cluster: Cluster | None, deadlines: Deadlines, is_elastic: bool = False) -> Hosts:
@@ -267,7 +254,7 @@ def start(cluster: Cluster | None, deadlines: Deadlines, is_elastic: bool = Fals
             shutdown_timeout_seconds=60,
         )
     except (RuntimeError, ValueError) as error:
-        raise RetryableError(f"cannot join the other processes of the job: {_first_line(error)}") from error
+        raise RetryableError(f"cannot join the other processes of the job: {first_line(error)}") from error
     state = distributed.global_state
     place = (state.client, state.process_id, state.num_processes)
     _abort.hosts = Hosts(*place, deadlines.phase_seconds, meeting.lifelines)

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from runner.errors import EXIT_RETRYABLE, PeerLostError
+from runner.errors import EXIT_RETRYABLE, PeerLostError, RunnerError, first_line
 from runner.hosts import Hosts
 from runner.notice import end_process
 from runner.progress import Progress
@@ -38,6 +38,7 @@ _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 5.0
 _HEARD_SECONDS = 3.0
+_VERDICT_SECONDS = 30.0
 _TELL_BEATS = 60
 
 Row = dict[str, Any]
@@ -77,12 +78,22 @@ class Watchdog:
         return self.progress
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (jax.errors.JaxRuntimeError, PeerLostError)) and self._hosts.num_processes > 1:
-            warn(f"{str(error).splitlines()[0]}; waiting for word of a lost peer")
-            self._hosts.await_verdict()
+        if self._hosts.num_processes > 1 and error is not None:
+            self._await_verdict(error)
         self._is_over.set()
         self.progress.has_arrived.set()
         self._hosts.on_peer_lost = None
+
+    def _await_verdict(self, error: BaseException) -> None:
+        """The error may come from a peer's death: if so the watch ends this process, and names the peer.
+
+        JAX raises a failed collective as one of several types.
+        """
+        is_suspect = isinstance(error, (jax.errors.JaxRuntimeError, PeerLostError)) or "Gloo" in str(error)
+        if is_suspect or not isinstance(error, RunnerError):
+            warn(f"{first_line(error)}; waiting for word of a lost peer")
+            self._hosts.suspects_peer = is_suspect
+            time.sleep(_VERDICT_SECONDS if is_suspect else 3 * _POLL_SECONDS)
 
     def _watch(self) -> None:
         next_seconds = time.monotonic()
@@ -140,7 +151,7 @@ class Watchdog:
         dead = hosts.dead()
         self._reached_seconds = time.monotonic()
         if verdict is None and 0 in dead:
-            self._judge_alone("has died")
+            self._judge_alone()
         if verdict is None and hosts.is_main:
             rows = {int(key): value for key, value in hosts.peek_all("runner/row").items()}
             verdict = self._verdict(rows, dead)
@@ -167,10 +178,10 @@ class Watchdog:
             return describe(rows, silent)
         return None
 
-    def _judge_alone(self, how: str | None = None) -> None:
+    def _judge_alone(self) -> None:
         """Process 0 cannot be reached: end by what is known here."""
-        if how is None:
-            how = f"does not answer for {time.monotonic() - self._reached_seconds:.0f} s"
+        silent_seconds = time.monotonic() - self._reached_seconds
+        how = "has died" if 0 in self._hosts.gone() else f"does not answer for {silent_seconds:.0f} s"
         self._end(describe({self._hosts.process_id: self._row()}, {} if self._hosts.is_main else {0: how}))
 
     def _end(self, verdict: str) -> None:

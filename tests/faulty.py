@@ -1,4 +1,4 @@
-"""Counters that break the rules of a restorable job, each in one way, and one that hangs."""
+"""Counters that break the rules of a restorable job, each in one way, and some that hang or fail."""
 
 import time
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.counter import Counter, advance
+from runner.errors import DivergedError
 
 
 class KeepsStateOutside(Counter):
@@ -58,4 +59,27 @@ class SplitsItsKey(Counter):
             self.state = self.state | {"values": self.state["values"] + jax.random.bits(used, (self.config.width,))}
             self.step += 1
             time.sleep(self.config.step_seconds)
+            self.save_or_stop()
+
+
+class Diverges(Counter):
+    """What it has counted is not finite at step 30."""
+
+    def check_state(self) -> None:
+        """Refuse to save it."""
+        if self.step >= 30:
+            raise DivergedError(f"step {self.step} is not finite")
+
+
+class HasABug(Counter):
+    """Process 1 raises at step 30."""
+
+    def run(self) -> None:
+        """Count, and fail."""
+        while self.step < self.total_steps:
+            self.state = advance(self.state)
+            self.step += 1
+            if self.step == 30 and not self.hosts.is_main:
+                raise ZeroDivisionError("a bug")
+            time.sleep(0.02)
             self.save_or_stop()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness import WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, undisturbed
 
-SLOW_DISK = Path(__file__).parent / "slow_disk"
+SICK = Path(__file__).parent / "sick"
 SHORT_FREEZE_SECONDS = 2.0
 SMALL_FILE_BYTES = 4096
 
@@ -84,7 +84,7 @@ def weather(job: Job, num_processes: int, num_faults: int, longest_pause_seconds
     """Run the job through so many faults to its end; the seconds that it took."""
     slow_disk = job.directory.parent / "slow"
     monkeypatch.setenv("SLOW_DISK", str(slow_disk))
-    monkeypatch.setenv("PYTHONPATH", str(SLOW_DISK))
+    monkeypatch.setenv("PYTHONPATH", str(SICK))
     started = time.monotonic()
     launched = job.launch(num_processes, max_restarts=1000, grace_seconds=30)
     storm = Storm(launched, random.Random(num_faults), slow_disk, longest_pause_seconds)

@@ -37,7 +37,7 @@ from runner import fingerprint
 from runner.checkpoint import shard
 from runner.checkpoint.array import Writer
 from runner.checkpoint.fast import FastTier
-from runner.errors import FencedError, StorageError
+from runner.errors import FencedError, StorageError, first_line
 from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
 from runner.manifest import CHECKPOINTS, FORMAT, commit
@@ -84,11 +84,6 @@ class _Save:
     @property
     def target(self) -> str:
         return f"{self.directory}/{self.manifest['arrays']}"
-
-
-def first_line(error: BaseException) -> str:
-    """The kind of an error and its first line."""
-    return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:300]}"
 
 
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
