@@ -271,3 +271,15 @@ def test_a_job_needs_neither_topology_nor_net(tmp_path):
     job = Counter(spec)
     job(Hosts(None, 0, 1))
     assert job.done
+
+
+def test_a_save_that_does_not_fit_into_the_grace_period_is_said_once_and_at_the_next_start(tmp_path, capsys):
+    job = counter(tmp_path, checkpoint={"every_steps": 10, "grace_seconds": 1e-6})
+    stop_after(job, 25)
+    assert capsys.readouterr().err.count("checkpoint.grace_seconds is 1e-06") == 1
+    counter(tmp_path, checkpoint={"every_steps": 10, "grace_seconds": 1e-6})()
+    grace = events(tmp_path, "grace")
+    assert [row["attempt"] for row in grace] == [1, 2]
+    assert [row["event"] for row in events(tmp_path) if row["attempt"] == 2][2:4] == ["grace", "restore"]
+    counter(tmp_path / "enough", checkpoint={"every_steps": 10, "grace_seconds": 60.0})()
+    assert not events(tmp_path / "enough", "grace")
