@@ -68,7 +68,7 @@ class Watchdog:
         self._is_over = threading.Event()
         self._num_beats = 0
         self._seen: dict[int, tuple[int, float]] = {}  # process -> (last beat, when it was new)
-        self._reached_seconds = time.monotonic()
+        self._reached_seconds = self._looked_seconds = time.monotonic()
         self._rounds = Rounds(hosts, self.progress)
 
     def __enter__(self) -> Progress:
@@ -112,6 +112,7 @@ class Watchdog:
 
     def _look(self, is_time: bool) -> None:
         if is_time and not self._is_over.is_set():
+            self._forgive_a_pause()
             row = self._row()
             self._tell(row["step"])
             if self._hosts.num_processes > 1:
@@ -123,6 +124,14 @@ class Watchdog:
             straggling = self._rounds.advance()
             if straggling is not None:
                 self._on_straggler(straggling)
+
+    def _forgive_a_pause(self) -> None:
+        """What is late here because this very process was stopped for a while is not late."""
+        now, before = time.monotonic(), self._looked_seconds
+        self._looked_seconds = now
+        if now - before > UNREACHABLE_SECONDS:
+            self._seen.clear()
+            self.progress.since_seconds = now
 
     def _tell(self, step: int) -> None:
         if self._hosts.is_main and self._num_beats >= self._tell_at_beat and step != self._told_step:

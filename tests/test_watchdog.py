@@ -1,5 +1,7 @@
 """No wait without an end: who hangs is named, all end with 76, and the next attempt gives the same bits."""
 
+import time
+
 import pytest
 
 from runner.watchdog import describe
@@ -63,3 +65,15 @@ def test_a_frozen_process_is_named_and_the_others_end_with_76(frozen, tmp_path):
     for attempt in job.with_options("config.step_seconds=0").start_processes(2):
         attempt.expect(0)
     assert job.result() == undisturbed(SPEC, SLOW[1:]).result()
+
+
+def test_a_job_that_was_paused_from_outside_goes_on(tmp_path):
+    options = ("config.width=64", "config.total_steps=300", "deadlines.step_seconds=2")
+    job = Job(SPEC, tmp_path / "run", (*options, "config.step_seconds=0.02"))
+    attempt = job.start()
+    attempt.until(lambda: job.newest() >= 50, "step 50")
+    attempt.freeze()
+    time.sleep(7)
+    attempt.thaw()
+    attempt.expect(0)
+    assert not job.events("stuck")
