@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -92,7 +93,8 @@ def weather(job: Job, num_processes: int, num_faults: int, longest_pause_seconds
         assert launched.process.poll() is None, launched.report(f"ended after {storm.num_faults} faults")
         storm.strike()
     launched.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
-    assert "Traceback" not in launched.output
+    # Orbax prints one of its own when a disk is full: its loop is closed before its last write has failed.
+    assert not re.search(r'File "[^"]*/runner/', launched.output), launched.report("printed a traceback")
     return time.monotonic() - started
 
 
@@ -127,9 +129,9 @@ def test_a_hundred_faults(tmp_path, monkeypatch):
 
 @pytest.mark.soak
 def test_fifteen_faults_of_a_gpt_on_two_processes(tmp_path, monkeypatch):
-    options = ("config.train.total_steps=150", "checkpoint.every_steps=5", "topology.mesh.fsdp=2")
+    options = ("config.train.total_steps=2000", "checkpoint.every_steps=20", "logging.every_steps=100")
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", options, devices=1)
-    seconds = weather(job, 2, 15, 30.0, monkeypatch)
+    seconds = weather(job, 2, 15, 20.0, monkeypatch)
     whole = undisturbed("specs/gpt_nano.yaml", options, num_processes=2)
     assert job.outcome() == whole.outcome()
     print(f"15 faults: {seconds:.0f} s, undisturbed {at_its_pace(job, whole, 2):.0f} s")
