@@ -4,6 +4,7 @@ Every test runs on a disk, through orbax, and in a bucket, piece by piece.
 """
 
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -417,3 +418,21 @@ def test_on_a_cpu_training_goes_on_in_the_memory_of_the_save_before(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, third, expected)
     jax.tree.map(np.testing.assert_array_equal, second, expected)
     saver.close()
+
+
+def test_memory_that_a_save_still_reads_is_taken_by_nobody(tmp_path, monkeypatch):
+    """Between a durable save that is slow to begin and its end, saves for the fast tier may come."""
+    attempt, may_read, start = Attempt(LocalStore(tmp_path), tmp_path), threading.Event(), OrbaxWriter.start
+
+    def start_late(*arguments):
+        may_read.wait()
+        return start(*arguments)
+
+    monkeypatch.setattr(OrbaxWriter, "start", start_late)
+    state = {"a": jnp.arange(5000.0)}
+    attempt.save("1", state)
+    for _ in range(3):
+        state = attempt.saver.unshare(state)
+    may_read.set()
+    assert attempt.saver.wait()
+    assert attempt.steps() == [1]

@@ -115,6 +115,8 @@ class Saver:
         self._fast_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fast")
         self._pending_fast: Future[None] | None = None
         self._spare: Any = None
+        self._spare_reader: Future[bool] | None = None  # the durable save that may still read the spare memory
+        self._reader: Future[bool] | None = None  # the one that reads the state of the last `save`
         self._unsaved_since_seconds: float | None = None
         self.stall_seconds: float | None = None  # that the last durable save has blocked its caller
         self.durable_seconds = 0.0  # that the last one has taken to be durable
@@ -166,6 +168,7 @@ class Saver:
             self._pending_fast = self._fast_worker.submit(self._keep_fast, save, save.host)
         if durable:
             self._pending = self._worker.submit(self._work, save)
+        self._reader = self._pending if durable else None
         self.stall_seconds = time.monotonic() - started
         if place.hosts.is_main:
             blocked_seconds = round(self.stall_seconds, 4)
@@ -184,11 +187,12 @@ class Saver:
 
         On a CPU a save reads from the very memory of the arrays, and the step to which they are donated next would
         have to copy them into fresh memory, on one thread. So training goes on with a copy in the memory that the save
-        before has read, and leaves that of this save for the next.
+        before has read (in fresh memory while it still reads), and leaves that of this save for the next.
         """
         if not self._is_unshared:
             return state
-        spare, self._spare = self._spare, state
+        spare = self._spare if self._spare_reader is None or self._spare_reader.done() else None
+        self._spare, self._spare_reader = state, self._reader
         return _copy(state, spare)
 
     def _is_busy(self) -> bool:
