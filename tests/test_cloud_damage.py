@@ -159,7 +159,7 @@ def read_all(store: Store) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "where", ["disk", "gs", pytest.param("s3", marks=pytest.mark.soak), pytest.param("az", marks=pytest.mark.soak)]
+    "where", ["disk", *(pytest.param(name, marks=pytest.mark.soak) for name in ("gs", "s3", "az"))]
 )
 def test_each_damage_to_each_file_is_named_and_a_restore_falls_back_to_the_older_checkpoint(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,7 @@ def test_half_an_entry_is_written_anew(end: str, code: int, tmp_path: Path) -> N
     assert "PERSISTENT COMPILATION CACHE MISS" not in third.stderr
 
 
+@pytest.mark.soak
 def test_every_process_finds_its_programs_again(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(os.environ, "JAX_EXPLAIN_CACHE_MISSES", "1")
     for name, is_first in (("cold", True), ("warm", False)):

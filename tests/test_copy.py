@@ -42,6 +42,7 @@ def command(backends: dict[str, Backend], *arguments: str) -> tuple[int, str]:
     return code, output
 
 
+@pytest.mark.soak
 def test_a_step_goes_from_cloud_to_cloud_and_home_and_the_run_goes_on_from_it_to_the_same_bits(
     backends: dict[str, Backend], tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_asked_to_stop_is_75_and_a_lost_peer_is_76(target, tmp_path):
     assert "has died" in attempts[1 - target].output
 
 
+@pytest.mark.soak
 def test_clocks_that_are_hours_off_move_no_bit(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "sick"))
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, SLOW, "checkpoint.every_minutes=0.02"))

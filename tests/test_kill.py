@@ -68,9 +68,12 @@ def assert_each_logged_step_once(job: Job, every_steps: int, eval_steps: int, la
     assert [row["step"] for row in job.rows()] == sorted(due)
 
 
-def test_counter_killed_fifty_times_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [14, pytest.param(50, marks=pytest.mark.soak)])
+def test_counter_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_run(
+    tmp_path: Path, num_kills: int
+) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", COUNTER)
-    storm(job, 50, seed=1, delays=COUNTER_DELAYS)
+    storm(job, num_kills, seed=1, delays=COUNTER_DELAYS)
     kill_before_done(job, last_step=500)
     job.finish()
     assert job.outcome() == undisturbed("specs/counter.yaml", COUNTER).outcome()
@@ -78,12 +81,13 @@ def test_counter_killed_fifty_times_ends_with_the_bits_of_an_undisturbed_run(tmp
     assert not job.uncommitted()
 
 
-def test_gpt_nano_killed_in_every_phase_ends_with_the_same_bits_and_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [7, pytest.param(14, marks=pytest.mark.soak)])
+def test_gpt_nano_killed_in_every_phase_ends_with_the_same_bits_and_rows(tmp_path: Path, num_kills: int) -> None:
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", NANO)
     cold = Job("specs/gpt_nano.yaml", tmp_path / "run", NANO, cache=tmp_path / "cold cache")
     first = cold.start()
     assert first.kill_in(compiling, 1.0), first.report("was not caught compiling")
-    storm(job, 14, seed=2, delays=TRAINER_DELAYS)
+    storm(job, num_kills, seed=2, delays=TRAINER_DELAYS)
     kill_before_done(job, last_step=120)
     job.finish()
     assert_each_logged_step_once(job, 4, 10, 120)

@@ -62,6 +62,7 @@ def test_the_survivor_of_a_killed_process_ends_with_76_and_the_job_goes_on_to_th
     assert_ends_like_undisturbed(job)
 
 
+@pytest.mark.soak
 def test_a_launcher_that_may_not_restart_ends_with_76_when_a_process_is_killed(job: Job) -> None:
     launcher = job.launch(NUM_PROCESSES)
     launcher.until(lambda: compiling(launcher), "compiling")

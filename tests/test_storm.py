@@ -111,9 +111,9 @@ COUNTER = ("config.width=64", "checkpoint.every_steps=10")
 
 
 def test_a_few_faults(tmp_path, monkeypatch):
-    steps = ("config.total_steps=1500",)
+    steps = ("config.total_steps=1000",)
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, *steps, "config.step_seconds=0.01"))
-    weather(job, 1, 5, 4.0, monkeypatch)
+    weather(job, 1, 3, 2.0, monkeypatch)
     assert job.result() == undisturbed("specs/counter.yaml", (*COUNTER, *steps)).result()
 
 
