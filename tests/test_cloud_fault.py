@@ -17,7 +17,6 @@ from tests.cloud import (
     free_name,
     no_traceback,
     play_on,
-    start_playing,
     whole_counter,
 )
 from tests.servers import BACKENDS, Backend, Faults, start_backend
@@ -32,11 +31,8 @@ MAX_UNSAVED = "checkpoint.max_unsaved_minutes=0.05"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_mostly_waits_runs_beside_the_rest() -> None:
-    for options in (SHORT, FEW, LONG):
-        whole_counter(options)
-    start_playing(train_with_two_seconds_of_latency)
-    start_playing(train_through_a_short_outage)
+def _what_all_are_compared_with() -> None:
+    whole_counter(SHORT)
 
 
 @pytest.fixture(params=BACKENDS)
