@@ -6,18 +6,18 @@ for has then neither happened nor failed, for as long as the test likes, also be
 """
 
 import contextlib
-import functools
 import json
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import pytest
 
 from tests import harness
 from tests.harness import WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, Row, parse_lines, without_speed
@@ -272,25 +272,15 @@ def free_name(stem: str) -> str:
     return f"{stem}-{os.urandom(4).hex()}"
 
 
-# All backends at the same time: what takes long here is the start of processes, and there is more than one core.
-
 Scenario = Callable[[Backend], None]
 
 
-@functools.cache
-def start_playing(scenario: Scenario) -> dict[str, "Future[None]"]:
-    """Start a scenario on all backends, once; its end on each of them."""
-
-    def play(name: str) -> None:
-        with start_backend(name) as backend:
-            scenario(backend)
-
-    pool = ThreadPoolExecutor(len(BACKENDS), thread_name_prefix=scenario.__name__)
-    started = {name: pool.submit(play, name) for name in BACKENDS}
-    pool.shutdown(wait=False)
-    return started
+def daily_on(daily: str) -> list[Any]:
+    """Every backend as a parameter; those but one belong to the soak."""
+    return [name if name == daily else pytest.param(name, marks=pytest.mark.soak) for name in BACKENDS]
 
 
 def play_on(name: str, scenario: Scenario) -> None:
-    """Play a scenario on this backend and raise what it raises. The first call plays it on all of them."""
-    start_playing(scenario)[name].result(WHOLE_RUN_DEADLINE_SECONDS)
+    """Play a scenario on a backend of its own."""
+    with start_backend(name) as backend:
+        scenario(backend)

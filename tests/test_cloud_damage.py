@@ -21,9 +21,18 @@ from runner.hosts import Hosts
 from runner.ledger import Fence, Ledger
 from runner.manifest import committed
 from runner.storage import LocalStore, Store, open_store
-from tests.cloud import CloudAttempt, CloudJob, assert_same_outcome, free_name, no_traceback, play_on, whole_counter
+from tests.cloud import (
+    CloudAttempt,
+    CloudJob,
+    assert_same_outcome,
+    daily_on,
+    free_name,
+    no_traceback,
+    play_on,
+    whole_counter,
+)
 from tests.memory_bucket import MemoryLog
-from tests.servers import BACKENDS, Backend, lead, start_backend
+from tests.servers import Backend, lead, start_backend
 from tests.tiny import leaves_equal, mesh_of
 
 OLDER, NEWEST = 5, 10
@@ -207,7 +216,7 @@ def damage_and_restart(backend: Backend) -> None:
     assert_same_outcome(job, whole_counter(COUNTER))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily_on("az"))
 def test_a_job_restarted_on_damaged_checkpoints_falls_back_and_ends_with_the_same_bits(name: str) -> None:
     whole_counter(COUNTER)
     play_on(name, damage_and_restart)

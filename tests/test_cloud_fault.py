@@ -14,6 +14,7 @@ from tests.cloud import (
     CloudJob,
     assert_same_outcome,
     assert_verified,
+    daily_on,
     free_name,
     no_traceback,
     play_on,
@@ -63,7 +64,7 @@ def train_with_many_errors(backend: Backend) -> None:
     assert_same_outcome(job, whole_counter(SHORT))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily_on("az"))
 def test_thirty_percent_of_requests_answered_with_503_or_429_change_no_bit(name: str) -> None:
     play_on(name, train_with_many_errors)
 
@@ -150,7 +151,7 @@ def outlast_the_patience(backend: Backend) -> None:
     finish_later(job)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily_on("gs"))
 def test_an_outage_longer_than_max_unsaved_minutes_ends_with_76_and_the_next_attempt_completes(name: str) -> None:
     play_on(name, outlast_the_patience)
 
@@ -180,7 +181,7 @@ def lose_the_right_to_write(backend: Backend) -> None:
     finish_later(job)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily_on("s3"))
 def test_writes_that_are_forbidden_from_some_time_on_fail_loudly_and_end_with_76(name: str) -> None:
     play_on(name, lose_the_right_to_write)
 
@@ -198,7 +199,7 @@ def fill_the_staging_disk(backend: Backend) -> None:
     assert_same_outcome(job, whole_counter(SHORT))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily_on("az"))
 def test_a_full_staging_disk_fails_loudly_and_the_next_save_is_tried(name: str) -> None:
     play_on(name, fill_the_staging_disk)
 

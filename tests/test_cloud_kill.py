@@ -14,6 +14,7 @@ from tests.cloud import (
     Kind,
     assert_same_outcome,
     assert_verified,
+    daily_on,
     free_name,
     no_traceback,
     play_on,
@@ -132,7 +133,7 @@ def kill_a_counter(backend: Backend) -> None:
     assert len(job.committed()) == 3
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily_on("s3"))
 def test_a_counter_killed_with_its_directory_in_a_bucket_ends_with_the_bits_of_an_undisturbed_run_on_a_disk(
     name: str,
 ) -> None:
@@ -171,7 +172,7 @@ def stop_with_sigterm(backend: Backend) -> None:
     assert_same_outcome(job, whole_counter(SHORT))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily_on("gs"))
 def test_sigterm_ends_with_75_and_the_step_that_was_running_is_in_the_bucket(name: str) -> None:
     whole_counter(SHORT)
     play_on(name, stop_with_sigterm)
