@@ -114,25 +114,38 @@ def open_somewhere(kind, order, tmp_path, monkeypatch):
             yield open_store(backend.url(free_name("retention")))
 
 
+def commit_step(store, step):
+    directory = f"checkpoints/{step}"
+    store.write(f"{directory}/arrays.1/piece", b"bits")
+    files = {"arrays.1/piece": [4, digest_of(b"bits")]}
+    manifest = {"format": FORMAT, "name": str(step), "step": step, "arrays": "arrays.1", "files": files}
+    commit(store, directory, manifest | {"attempt": 1, "leaves": {}, "fingerprint": "0"}, 1)
+
+
+def assert_only(store, steps):
+    assert sorted(committed(store)) == steps
+    assert {name.split("/")[0] for name in store.sizes("checkpoints")} == {str(step) for step in steps}
+    for step in steps:
+        assert store.read(f"checkpoints/{step}/arrays.1/piece") == b"bits"
+
+
+@pytest.mark.parametrize("killed_before", [False, True], ids=["after a commit", "at the next start"])
 @pytest.mark.parametrize("order", [*itertools.permutations((800, 900, 1000))], ids=str)
 @pytest.mark.parametrize("kind", ["disk", "memory", *BACKENDS])
-def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(kind, order, tmp_path, monkeypatch):
+def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
+    kind, order, killed_before, tmp_path, monkeypatch
+):
     with open_somewhere(kind, order, tmp_path, monkeypatch) as store:
         fence = Fence(store)
         fence.claim()
-        for step in order:
-            directory = f"checkpoints/{step}"
-            store.write(f"{directory}/arrays.1/piece", b"bits")
-            files = {"arrays.1/piece": [4, digest_of(b"bits")]}
-            manifest = {"format": FORMAT, "name": str(step), "step": step, "arrays": "arrays.1", "files": files}
-            commit(store, directory, manifest | {"attempt": 1, "leaves": {}, "fingerprint": "0"}, 1)
         retention = Retention(Place(store, Hosts(None, 0, 1), fence, Ledger(MemoryLog(), 1, 0)), keep_last=2)
-        retention.look()
-        retention.apply(committed(store)[1000])
-        assert sorted(committed(store)) == [900, 1000]
-        assert {name.split("/")[0] for name in store.sizes("checkpoints")} == {"900", "1000"}
-        for step in (900, 1000):
-            assert store.read(f"checkpoints/{step}/arrays.1/piece") == b"bits"
+        for step in order:
+            commit_step(store, step)
+            if not killed_before:
+                retention.apply(committed(store)[step])
+        if killed_before:
+            retention.look()
+        assert_only(store, [900, 1000])
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])

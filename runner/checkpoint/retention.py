@@ -49,15 +49,17 @@ class Retention:
         self._metrics: dict[int, float | None] = {}
 
     def look(self) -> None:
-        """Take in what is there when an attempt begins."""
+        """Take in what is there when an attempt begins, and delete what one that was killed has left undeleted."""
         self._metrics = {step: manifest.get("metric") for step, manifest in committed(self._place.store).items()}
+        self._prune()
 
     def apply(self, manifest: dict[str, Any]) -> None:
-        """Take in a step that has just been committed, and delete what it has made superfluous. In the background.
-
-        What cannot be deleted now is tried again after the next commit.
-        """
+        """Take in a step that has just been committed, and delete what it has made superfluous. In the background."""
         self._metrics[manifest["step"]] = manifest.get("metric")
+        self._prune()
+
+    def _prune(self) -> None:
+        """Delete what is superfluous. What cannot be deleted now is tried again after the next commit."""
         for step in superfluous(self._metrics, *self._rule):
             try:
                 delete(self._place, step)
