@@ -42,4 +42,9 @@ def grace_seconds(parsed: argparse.Namespace, checkpoint: Checkpoint) -> int:
 
 def runner_arguments(spec: str, overrides: Sequence[str]) -> list[str]:
     """What follows `python`: the one command that every host runs."""
-    return ["-m", "runner", spec, *(word for override in overrides for word in ("--set", override))]
+    return ["-m", "runner", spec, *set_arguments(overrides)]
+
+
+def set_arguments(overrides: Sequence[str]) -> list[str]:
+    """`--set` once for each override."""
+    return [word for override in overrides for word in ("--set", override)]

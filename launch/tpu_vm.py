@@ -16,17 +16,17 @@ from pathlib import Path
 
 from launch import source
 from launch.gcloud import Gcloud, Resource
-from launch.options import natural
+from launch.options import natural, set_arguments
 from launch.source import Source
 from launch.tpu_host import Host
 from launch.tpu_job import Job
 from runner.accelerators import Accelerator, parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
+from runner.storage import extra_of
 from runner.terminal import say, warn
 
 HELP = "run the job on TPU VMs of Google Cloud, through a queued resource"
-_EXTRAS = {"gs": "gcs", "s3": "s3", "az": "azure"}  # scheme of the directory -> extra that brings its client
 _LONGEST_NAME = 60
 _NAME = re.compile(rf"[a-z]([a-z0-9-]{{0,{_LONGEST_NAME - 2}}}[a-z0-9])?")
 
@@ -141,19 +141,18 @@ def _resource(parsed: argparse.Namespace, accelerator: Accelerator, name: str) -
 
 def _host(parsed: argparse.Namespace, code: Source, document: Document, spec: ExecutionSpec, name: str) -> Host:
     """What is run on each host. Raises `InvalidError` if its disk, which goes with it, would hold the checkpoints."""
-    scheme = spec.directory.partition("://")[0]
-    if scheme not in _EXTRAS:
+    extra = extra_of(spec.directory)
+    if extra is None:
         reason = f"{spec.directory} is on the disk of a TPU VM, which is deleted with it; needs gs://, s3:// or az://"
         raise document.error("directory", reason)
     if parsed.environment_file is not None and not Path(parsed.environment_file).is_file():
         raise InvalidError(f"--environment-file {parsed.environment_file}: no such file")
-    overrides = [word for override in parsed.set for word in ("--set", override)]
     return Host(
         name,
         code.short,
         f"{name}-{code.short}.tar.gz",
         code.sha256,
-        ("tpu", _EXTRAS[scheme]),
-        (code.spec, *overrides, "--max-restarts", str(parsed.max_restarts)),
+        ("tpu", extra),
+        (code.spec, *set_arguments(parsed.set), "--max-restarts", str(parsed.max_restarts)),
         None if parsed.environment_file is None else f"{name}.environment",
     )

@@ -153,12 +153,10 @@ def _place(parsed: argparse.Namespace, deadline_seconds: float) -> "Cluster | No
     """Where this process stands, as the command line or else the engine says; None if it is alone."""
     module = importlib.import_module("runner.cluster")
     if parsed.coordinator is None:
-        found: Cluster | None = module.detect(deadline_seconds)
-    elif parsed.num_processes == 1:
-        found = None
-    else:
-        found = module.Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
-    return found
+        return module.detect(deadline_seconds)
+    if parsed.num_processes == 1:
+        return None
+    return module.Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
 
 
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -35,7 +35,7 @@ class Chip:
         device_kinds: what `device_kind` of its jax devices begins with, in lower case.
         chips_per_host: chips of one host of a slice that has several, or of one GPU node; None if it varies.
         devices_per_chip: jax devices that one chip shows.
-        shapes: chips in a slice -> shape of the slice; empty for what is no TPU.
+        shapes: chips in a slice -> shape of the slice; None for what is no TPU.
         gke_accelerator: value of GKE's node label, None for what GKE does not have.
         gcloud_prefix: what accelerator types of queued resources begin with, None where there are none.
         gcloud_units_per_chip: by what the number in that type exceeds the chips (it counts cores on some).

@@ -57,8 +57,7 @@ class Hosts:
         """Whether this is host 0, which decides and writes."""
         return self.process_id == 0
 
-    def _get(self, key: str, deadline_seconds: float | None, what: str) -> str:
-        deadline_seconds = self._deadline_seconds if deadline_seconds is None else deadline_seconds
+    def _get(self, key: str, deadline_seconds: float, what: str) -> str:
         try:
             return self._client.blocking_key_value_get(key, int(deadline_seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
@@ -93,8 +92,11 @@ class Hosts:
 
     def gone(self) -> list[int]:
         """Processes that have ended, of those that this one has a lifeline to. Any thread."""
-        ended, _, _ = select.select(list(self._lifelines.values()), [], [], 0)
-        return [process for process, connection in self._lifelines.items() if connection in ended]
+        poll = select.poll()  # `select` refuses the descriptors of a pod of a thousand hosts
+        for connection in self._lifelines.values():
+            poll.register(connection, select.POLLIN)
+        ended = {descriptor for descriptor, _ in poll.poll(0)}
+        return [process for process, connection in self._lifelines.items() if connection.fileno() in ended]
 
     def dead(self) -> list[int]:
         """Those that are gone and have not left in order. Any thread."""
@@ -133,7 +135,7 @@ class Hosts:
         """
         if self.num_processes == 1 or not self.is_main:
             if not self.is_main:
-                self._set(f"{key}/{self.process_id}", json.dumps(value))
+                self.publish(f"{key}/{self.process_id}", value)
             return [value]
         values = [value]
         for process in range(1, self.num_processes):
@@ -142,16 +144,16 @@ class Hosts:
             self._client.key_value_delete(name)
         return values
 
-    def agree(self, value: Any, deadline_seconds: float | None = None) -> Any:
+    def agree(self, value: Any) -> Any:
         """Host 0's `value` (JSON) on every host; the others' is ignored. Called on every host."""
         if self.num_processes == 1:
             return value
         self._num_calls += 1
         key = f"runner/agree/{self._num_calls}"
         if self.is_main:
-            self._set(key, json.dumps(value))
+            self.publish(key, value)
             return value
-        return json.loads(self._get(key, deadline_seconds, "the decision of process 0"))
+        return json.loads(self._get(key, self._deadline_seconds, "the decision of process 0"))
 
     def main_first(self, act: Callable[[], Any]) -> Any:
         """Run `act` on host 0 and return its JSON result on every host; its `InvalidError` is raised on every host.
@@ -169,9 +171,9 @@ class Hosts:
             raise InvalidError(result["invalid"])
         return result["value"]
 
-    def barrier(self, deadline_seconds: float | None = None) -> None:
+    def barrier(self) -> None:
         """Wait until every host is here. Called on every host."""
-        self.gather(None, deadline_seconds)
+        self.gather(None)
 
     def announce_stop(self) -> None:
         """Tell every host that the job was asked to stop."""
@@ -184,9 +186,10 @@ class Hosts:
     def exchange_ticks(self, tick: int) -> list[int]:
         """Publish this host's tick and return every host's."""
         self._set(f"runner/stop/tick/{self.process_id}", str(tick))
+        keys = {process: f"runner/stop/tick/{process}" for process in range(self.num_processes)}
         return [
-            int(self._get(f"runner/stop/tick/{process}", None, f"the answer of process {process} to a stop"))
-            for process in range(self.num_processes)
+            int(self._get(key, self._deadline_seconds, f"the answer of process {process} to a stop"))
+            for process, key in keys.items()
         ]
 
     def leave(self, code: int) -> None:

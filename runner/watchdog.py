@@ -73,8 +73,7 @@ class Watchdog:
 
     def __enter__(self) -> Progress:
         self._hosts.on_peer_lost = self._judge_alone
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self.progress
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -9,57 +9,73 @@ from experiments.counter import Counter, advance
 from runner.errors import DivergedError
 
 
-class KeepsStateOutside(Counter):
-    """An attribute that the state does not have."""
+class Stepwise(Counter):
+    """A counter whose step is a method."""
+
+    def one_step(self) -> None:
+        """What happens to the state."""
+        self.state = advance(self.state)
 
     def run(self) -> None:
-        """Count, and add what was counted since the start of the process."""
-        seen = 0
+        """Step by step to the end, at the counter's pace."""
         while self.step < self.total_steps:
-            seen += 1
-            self.state = self.state | {"total": self.state["total"] + jnp.uint32(seen)}
+            self.one_step()
             self.step += 1
             time.sleep(self.config.step_seconds)
             self.save_or_stop()
 
 
-class DependsOnTheClock(Counter):
+class KeepsStateOutside(Stepwise):
+    """An attribute that the state does not have: how often this process has counted."""
+
+    seen = 0
+
+    def one_step(self) -> None:
+        """Add it."""
+        self.seen += 1
+        self.state = self.state | {"total": self.state["total"] + jnp.uint32(self.seen)}
+
+
+class DependsOnTheClock(Stepwise):
     """Another value each time."""
 
-    def run(self) -> None:
-        """Count nanoseconds."""
-        while self.step < self.total_steps:
-            self.state = self.state | {"total": jnp.uint32(time.time_ns() % 2**32)}
-            self.step += 1
-            time.sleep(self.config.step_seconds)
-            self.save_or_stop()
+    def one_step(self) -> None:
+        """Take nanoseconds."""
+        self.state = self.state | {"total": jnp.uint32(time.time_ns() % 2**32)}
 
 
-class Hangs(Counter):
-    """The first attempt stands still at step 20."""
-
-    def run(self) -> None:
-        """Count, and sleep."""
-        while self.step < self.total_steps:
-            self.state = advance(self.state)
-            self.step += 1
-            if (self.step, self.fence.attempt) == (20, 1):
-                time.sleep(10_000)
-            self.save_or_stop()
-
-
-class SplitsItsKey(Counter):
+class SplitsItsKey(Stepwise):
     """A random key that is split, and not folded from the step."""
 
     def run(self) -> None:
+        """Begin with the key of the seed."""
+        self.key = jax.random.key(self.spec.seed)
+        super().run()
+
+    def one_step(self) -> None:
         """Add random numbers."""
-        key = jax.random.key(self.spec.seed)
-        while self.step < self.total_steps:
-            key, used = jax.random.split(key)
-            self.state = self.state | {"values": self.state["values"] + jax.random.bits(used, (self.config.width,))}
-            self.step += 1
-            time.sleep(self.config.step_seconds)
-            self.save_or_stop()
+        self.key, used = jax.random.split(self.key)
+        self.state = self.state | {"values": self.state["values"] + jax.random.bits(used, (self.config.width,))}
+
+
+class Hangs(Stepwise):
+    """The first attempt stands still in step 20."""
+
+    def one_step(self) -> None:
+        """Count, and sleep."""
+        super().one_step()
+        if (self.step + 1, self.fence.attempt) == (20, 1):
+            time.sleep(10_000)
+
+
+class HasABug(Stepwise):
+    """Process 1 raises in step 30."""
+
+    def one_step(self) -> None:
+        """Count, and fail."""
+        super().one_step()
+        if self.step + 1 == 30 and not self.hosts.is_main:
+            raise ZeroDivisionError("a bug")
 
 
 class Diverges(Counter):
@@ -69,17 +85,3 @@ class Diverges(Counter):
         """Refuse to save it."""
         if self.step >= 30:
             raise DivergedError(f"step {self.step} is not finite")
-
-
-class HasABug(Counter):
-    """Process 1 raises at step 30."""
-
-    def run(self) -> None:
-        """Count, and fail."""
-        while self.step < self.total_steps:
-            self.state = advance(self.state)
-            self.step += 1
-            if self.step == 30 and not self.hosts.is_main:
-                raise ZeroDivisionError("a bug")
-            time.sleep(0.02)
-            self.save_or_stop()

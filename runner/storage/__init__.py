@@ -14,7 +14,7 @@
 
 from runner.storage.local import LocalStore
 from runner.storage.log import Log, open_log, read_log
-from runner.storage.opening import check_url, default_cache_directory, open_store, split_checkpoint
+from runner.storage.opening import check_url, default_cache_directory, extra_of, open_store, split_checkpoint
 from runner.storage.retry import DeadlineError, DeniedError, TransientError
 from runner.storage.store import (
     ABSENT,
@@ -46,6 +46,7 @@ __all__ = [
     "digest_of",
     "encode_json",
     "encode_line",
+    "extra_of",
     "open_log",
     "open_store",
     "parse_lines",

@@ -29,6 +29,13 @@ def check_url(text: str) -> None:
         raise InvalidError(f"{text} names no bucket; needs {scheme}://BUCKET/PREFIX")
 
 
+def extra_of(text: str) -> str | None:
+    """The extra of this package that brings the client of a URL's store; None for a local path."""
+    check_url(text)
+    scheme, separator, _ = text.partition("://")
+    return _DRIVERS[scheme][2] if separator else None
+
+
 def open_store(text: str) -> Store:
     """The store of a local path or URL. Raises `InvalidError` with what is missing: a package, credentials, a name."""
     check_url(text)
