@@ -24,8 +24,8 @@ from pydantic import Field, PositiveInt, model_validator
 
 from experiments.attention import causal_attention
 from runner import BaseTrainer
-from runner.config import ModelConfig, TrainerConfig
-from runner.loss import cross_entropy_sum
+from runner.config import MemoryConfig, ModelConfig, TrainerConfig
+from runner.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from runner.spec import Auto
 from runner.step import Batch
 
@@ -152,12 +152,22 @@ class GPT(nn.Module):
     sequence_length: int
     param_dtype: DTypeLike = jnp.float32
     compute_dtype: DTypeLike = jnp.float32
+    memory: MemoryConfig = MemoryConfig()
 
     @nn.compact
-    def __call__(self, tokens_BxT: jax.Array, examples_B: jax.Array | None = None, *, deterministic: bool) -> jax.Array:
+    def __call__(
+        self,
+        tokens_BxT: jax.Array,
+        examples_B: jax.Array | None = None,
+        targets: tuple[jax.Array, jax.Array] | None = None,
+        *,
+        deterministic: bool,
+    ) -> jax.Array:
         """Return logits (B, T, V) of the next token, in `compute_dtype`; needs a "dropout" key unless deterministic.
 
-        `examples_B` says where in the step each example stands; dropout depends on that and not on the split.
+        With `targets`, (y_BxT, mask_BxT), it is the summed cross entropy that is returned, for which not all logits
+        need ever exist (`memory.loss_chunk_positions`). `examples_B` says where in the step each example stands;
+        dropout depends on that and not on the split.
         """
         B, T = tokens_BxT.shape
         examples_B = jnp.arange(B) if examples_B is None else examples_B
@@ -177,7 +187,7 @@ class GPT(nn.Module):
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
         x_BxTxD = Dropout(self.config.dropout, deterministic)(x_BxTxD, examples_B)
         blocks = nn.scan(
-            Block,
+            self._remat(Block),
             variable_axes={"params": 0},
             in_axes=nn.broadcast,
             split_rngs={"params": True, "dropout": True},
@@ -188,8 +198,30 @@ class GPT(nn.Module):
         x_BxTxD, _ = blocks(x_BxTxD, examples_B)
         x_BxTxD = make_layer_norm("final_norm", self.param_dtype, self.compute_dtype)(x_BxTxD)
 
-        logits_BxTxV = (x_BxTxD.reshape(B * T, D) @ embedding_VxD.T).reshape(B, T, V)
-        return nn.with_logical_constraint(logits_BxTxV, ("batch", "sequence", "vocab"))
+        if targets is None:
+            return unembed(embedding_VxD, x_BxTxD)
+        chunk = self.memory.loss_chunk_positions
+        if chunk is None:
+            return cross_entropy_sum(unembed(embedding_VxD, x_BxTxD), *targets)[0]
+        return chunked_cross_entropy_sum(unembed, embedding_VxD, x_BxTxD, *targets, chunk_positions=chunk)[0]
+
+    def _remat(self, block: type[Block]) -> type[Block]:
+        """`block`, keeping what `memory.remat` says of what it computes."""
+        if self.memory.remat == "none":
+            return block
+        policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "layers": None}
+        # In a loop the backward pass is a loop of its own. In line, only a barrier keeps the compiler from finding the
+        # forward pass's results equal to what is computed again, and from keeping them; the CPU's compiler then still
+        # moves things to where they save nothing.
+        is_in_line = self.config.layer_loop == "unroll"
+        return nn.remat(block, prevent_cse=is_in_line, policy=policies[self.memory.remat])
+
+
+def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array) -> jax.Array:
+    """Return logits (B, T, V) of normalised hidden states, by the tied embedding."""
+    B, T, D = x_BxTxD.shape
+    logits_BxTxV = (x_BxTxD.reshape(B * T, D) @ embedding_VxD.T).reshape(B, T, -1)
+    return nn.with_logical_constraint(logits_BxTxV, ("batch", "sequence", "vocab"))
 
 
 def with_axes(init: Initializer, *axes: str) -> Callable[..., jax.Array]:
@@ -224,7 +256,14 @@ class PretrainGPT(BaseTrainer):
     def model(self) -> GPT:
         """The GPT that the spec describes."""
         config, precision = self.config, self.config.precision
-        return GPT(config.model, self.vocabulary_size, config.data.sequence_length, precision.params, precision.compute)
+        return GPT(
+            config.model,
+            self.vocabulary_size,
+            config.data.sequence_length,
+            precision.params,
+            precision.compute,
+            config.memory,
+        )
 
     @classmethod
     def forward(
@@ -232,7 +271,8 @@ class PretrainGPT(BaseTrainer):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Summed cross entropy, with each example's own dropout."""
         rngs = None if key is None else {"dropout": key}
-        x_BxT, examples_B = batch["x"], batch["example"]
-        logits_BxTxV = apply_fn({"params": params}, x_BxT, examples_B, deterministic=key is None, rngs=rngs)
-        loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], batch["padding_mask"])
+        targets = batch["y"], batch["padding_mask"]
+        loss_sum = apply_fn(
+            {"params": params}, batch["x"], batch["example"], targets, deterministic=key is None, rngs=rngs
+        )
         return loss_sum, {}

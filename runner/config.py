@@ -1,9 +1,10 @@
-"""The `config` of BaseTrainer jobs: model, data, optimizer, schedule, train, eval and precision.
+"""The `config` of BaseTrainer jobs: model, data, optimizer, schedule, train, eval, precision and memory.
 
 Owns their keys, defaults and the arithmetic between them. Knows no device: how the global batch is split belongs to the
 topology. An experiment subclasses `ModelConfig` and writes `Config = TrainerConfig[GPTConfig]`.
 """
 
+from bisect import bisect
 from typing import Generic, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -108,6 +109,19 @@ class PrecisionConfig(Frozen):
     compute: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of activations and matmuls.")
 
 
+class MemoryConfig(Frozen):
+    """What a step keeps and what it computes again, so that a large model fits. Moves bits by rounding alone."""
+
+    remat: Literal["none", "dots", "layers"] = Field(
+        default="none",
+        description="What the backward pass finds of a layer: all, the results of its dense matmuls, or its input.",
+    )
+    loss_chunk_positions: PositiveInt | None = Field(
+        default=None,
+        description="Positions of the sequence whose logits exist at once; divides sequence_length; null is all.",
+    )
+
+
 class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     """All that a BaseTrainer job is told under `config`."""
 
@@ -118,6 +132,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     train: TrainConfig = Field(description="How much to train, and in what portions.")
     eval: EvalConfig = Field(default=EvalConfig(), description="Validation during the run.")
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Floating-point types.")
+    memory: MemoryConfig = Field(default=MemoryConfig(), description="What is computed again instead of kept.")
 
     @property
     def tokens_per_step(self) -> int:
@@ -133,8 +148,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Evaluation and the micro-batch split; and the total too where the learning rate does not depend on it."""
-        free = {"eval", "train.micro_batch_examples"}
+        """Evaluation, the micro-batch split and what is kept; the total too where the learning rate is constant."""
+        free = {"eval", "memory", "train.micro_batch_examples"}
         if self.schedule.name == "constant":
             free |= {"train.total_steps", "train.total_tokens"}
         return frozenset(free)
@@ -155,4 +170,16 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > total:
             parts = f"warmup_steps={schedule.warmup_steps} + schedule.decay_steps={schedule.decay_steps}"
             raise ValueError(f"schedule.{parts} do not fit into the total of {total} steps")
+        self._check_chunks()
         return self
+
+    def _check_chunks(self) -> None:
+        chunk, length = self.memory.loss_chunk_positions, self.data.sequence_length
+        if chunk is None or length % chunk == 0:
+            return
+        divisors = [size for size in range(1, length + 1) if length % size == 0]
+        below, above = divisors[bisect(divisors, chunk) - 1], divisors[bisect(divisors, chunk) :][:1]
+        raise ValueError(
+            f"memory.loss_chunk_positions={chunk} does not divide data.sequence_length={length}; "
+            f"use {' or '.join(map(str, [below, *above]))}"
+        )

@@ -1,9 +1,13 @@
 """Token cross entropy as sums, so that a mean over any split of a batch is exact.
 
-Owns the float32 arithmetic from logits to the summed loss. Knows no model and no mesh.
+Owns the float32 arithmetic from logits to the summed loss, whole or chunk by chunk. Knows no model and no mesh.
 
-Shape legend: B batch, T sequence, V vocabulary.
+Shape legend: B batch, T sequence, V vocabulary, D width, K chunks of a sequence, C positions of a chunk.
 """
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,3 +25,37 @@ def cross_entropy_sum(logits_BxTxV: jax.Array, y_BxT: jax.Array, mask_BxT: jax.A
     label_logit_BxT = jnp.sum(jnp.where(is_label_BxTxV, logits_BxTxV, 0), axis=-1)
     loss_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1) - label_logit_BxT
     return jnp.sum(loss_BxT * mask_BxT), jnp.sum(mask_BxT)
+
+
+def chunked_cross_entropy_sum(
+    unembed: Callable[[Any, jax.Array], jax.Array],
+    weights: Any,
+    x_BxTxD: jax.Array,
+    y_BxT: jax.Array,
+    mask_BxT: jax.Array,
+    *,
+    chunk_positions: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `cross_entropy_sum(unembed(weights, x), y, mask)`, never holding the logits of more than a chunk.
+
+    `unembed` maps (weights, (B, C, D)) to (B, C, V), position by position. The backward pass computes each chunk's
+    logits again. Chunks are cut along T, so that a batch that is sharded over B stays as it lies.
+    """
+    T = x_BxTxD.shape[1]
+    if T % chunk_positions:
+        raise ValueError(f"chunk_positions={chunk_positions} does not divide the sequence of {T}")
+    # The loop over chunks adds up the weights' gradient in the type in which they enter it: float32, not their own.
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def sum_of_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x_BxCxD, y_BxC, mask_BxC = chunk
+        narrow = jax.tree.map(lambda leaf, given: leaf.astype(given.dtype), wide, weights)
+        return cross_entropy_sum(unembed(narrow, x_BxCxD), y_BxC, mask_BxC)
+
+    def in_chunks(leaf_BxT: jax.Array) -> jax.Array:
+        B, T, *rest = leaf_BxT.shape
+        return jnp.moveaxis(leaf_BxT.reshape(B, T // chunk_positions, chunk_positions, *rest), 1, 0)
+
+    loss_K, count_K = jax.lax.map(sum_of_chunk, (in_chunks(x_BxTxD), in_chunks(y_BxT), in_chunks(mask_BxT)))
+    return jnp.sum(loss_K), jnp.sum(count_K)

@@ -82,6 +82,7 @@ config:
     assert (config.optimizer.name, config.optimizer.b2, config.optimizer.clip_norm) == ("adamw", 0.95, 1.0)
     assert (config.schedule.name, config.schedule.warmup_steps, config.eval.batches) == ("cosine", 0, 20)
     assert config.precision.params == config.precision.compute == "float32"
+    assert (config.memory.remat, config.memory.loss_chunk_positions) == ("none", None)
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(4096, 1), (4097, 2), (8192, 2), (2_500_000_000, 610_352)])
@@ -137,6 +138,25 @@ def test_a_token_budget_is_rounded_up_to_whole_steps(tokens: int, steps: int) ->
             ["train.micro_batch_examples=-1"],
             "--set config.train.micro_batch_examples=-1: got -1, needs a number above 0 or auto",
         ),
+        (
+            ["memory.loss_chunk_positions=100"],
+            "specs/x.yaml:19: config: memory.loss_chunk_positions=100 does not divide data.sequence_length=256; "
+            "use 64 or 128",
+        ),
+        (
+            ["memory.loss_chunk_positions=512"],
+            "specs/x.yaml:19: config: memory.loss_chunk_positions=512 does not divide data.sequence_length=256; "
+            "use 256",
+        ),
+        (
+            ["memory.loss_chunk_positions=0"],
+            "--set config.memory.loss_chunk_positions=0: got 0, needs a number above 0",
+        ),
+        (
+            ["memory.remat=layer"],
+            "--set config.memory.remat=layer: got 'layer' (text), needs one of none, dots, layers; "
+            "did you mean layers?",
+        ),
     ],
 )
 def test_a_config_that_cannot_work_is_refused_in_one_line(overrides: list[str], message: str) -> None:
@@ -166,6 +186,8 @@ def changed(override: str, *base: str) -> set[str]:
         "config.train.micro_batch_examples=2",
         "config.eval.every_steps=7",
         "config.eval.batches=1",
+        "config.memory.remat=layers",
+        "config.memory.loss_chunk_positions=64",
         "topology.mesh.fsdp=2",
     ],
 )

@@ -1,6 +1,6 @@
 """Cross entropy as sums.
 
-Shape legend: B batch, T sequence, V vocabulary.
+Shape legend: B batch, T sequence, V vocabulary, D width, C positions of a chunk.
 """
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runner.loss import cross_entropy_sum
+from runner.loss import chunked_cross_entropy_sum, cross_entropy_sum
 
 B, T, V = 3, 5, 17
 
@@ -69,3 +69,58 @@ def test_bfloat16_logits_are_summed_in_float32(inputs):
     loss, count = cross_entropy_sum(half_BxTxV, y_BxT, mask_BxT)
     assert loss.dtype == count.dtype == jnp.float32
     assert loss == cross_entropy_sum(half_BxTxV.astype(jnp.float32), y_BxT, mask_BxT)[0]
+
+
+# In chunks.
+
+CHUNKED_T, D = 24, 8
+
+
+def unembed(weights_VxD, x_BxCxD):
+    return x_BxCxD @ weights_VxD.T
+
+
+@pytest.fixture
+def hidden() -> tuple[jax.Array, ...]:
+    """Weights, hidden states, labels, and a mask of ragged rows, one of them empty."""
+    generator = np.random.default_rng(1)
+    weights_VxD = jnp.asarray(generator.normal(size=(V, D)), jnp.float32)
+    x_BxTxD = jnp.asarray(generator.normal(size=(B, CHUNKED_T, D)), jnp.float32)
+    y_BxT = jnp.asarray(generator.integers(0, V, size=(B, CHUNKED_T)))
+    return weights_VxD, x_BxTxD, y_BxT, jnp.arange(CHUNKED_T) < jnp.asarray([0, 7, CHUNKED_T])[:, None]
+
+
+def whole_loss(weights_VxD, x_BxTxD, y_BxT, mask_BxT):
+    return cross_entropy_sum(unembed(weights_VxD, x_BxTxD), y_BxT, mask_BxT)
+
+
+def chunked_loss(chunk_positions):
+    return lambda weights_VxD, *rest: chunked_cross_entropy_sum(
+        unembed, weights_VxD, *rest, chunk_positions=chunk_positions
+    )
+
+
+@pytest.mark.parametrize("chunk_positions", [1, 3, 8, CHUNKED_T])
+def test_a_loss_in_chunks_is_the_loss_of_the_whole_and_so_are_its_gradients(hidden, chunk_positions):
+    def values(loss):
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*hidden))
+
+    for actual, expected in zip(values(chunked_loss(chunk_positions)), values(whole_loss), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6 * float(jnp.abs(expected).max()))
+
+
+def test_the_gradient_of_bfloat16_weights_is_added_up_over_chunks_in_float32(hidden):
+    weights_VxD, x_BxTxD, *targets = hidden
+    half = weights_VxD.astype(jnp.bfloat16), jnp.abs(x_BxTxD).astype(jnp.bfloat16)
+    gradient_VxD, _ = jax.grad(chunked_loss(1), has_aux=True)(*half, *targets)
+    parts = [
+        jax.grad(whole_loss, has_aux=True)(half[0], *(leaf[:, t : t + 1] for leaf in (half[1], *targets)))[0]
+        for t in range(CHUNKED_T)
+    ]
+    assert gradient_VxD.dtype == jnp.bfloat16
+    assert (gradient_VxD == sum(part.astype(jnp.float32) for part in reversed(parts)).astype(jnp.bfloat16)).all()
+
+
+def test_chunks_that_do_not_divide_the_sequence_are_refused_with_the_numbers(hidden):
+    with pytest.raises(ValueError, match="chunk_positions=7 does not divide the sequence of 24"):
+        chunked_loss(7)(*hidden)

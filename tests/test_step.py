@@ -12,6 +12,8 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
+from runner.config import MemoryConfig
+from runner.loss import cross_entropy_sum
 from runner.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
 from runner.topology import batch_sharding
 
@@ -116,13 +118,54 @@ def test_a_batch_of_nothing_but_padding_has_no_loss_and_moves_nothing(state, tra
     ("sizes", "S"), [((8, 1, 1), 1), ((8, 1, 1), 2), ((1, 8, 1), 2), ((2, 2, 2), 2), ((1, 2, 4), 2)]
 )
 def test_loss_and_gradients_do_not_depend_on_the_devices(state, whole, sizes, S):
-    mesh = mesh_of(*sizes)
+    assert_close(run_on(mesh_of(*sizes), state, S), whole)
+
+
+def run_on(mesh, state, S):
+    """`run` over the ragged rows, with state and batch cut over `mesh`."""
     boxed = jax.eval_shape(lambda key: MODEL.init(key, jnp.zeros((1, T), jnp.int32), deterministic=True), KEY)
     shardings = variable_shardings(boxed["params"], mesh)
-    sharded = jax.device_put(state, shardings_of(abstract_state(make, KEY, shardings, mesh)))
+    abstract = abstract_state(make, KEY, shardings, mesh).replace(apply_fn=state.apply_fn)
+    sharded = jax.device_put(state, shardings_of(abstract))
     batch = jax.device_put(split(rows(ragged_lengths()), S), batch_sharding(mesh))
     with sharding_rules(mesh):
-        actual = run(jax.jit(PretrainGPT.train_step, static_argnums=3), sharded, batch, S)
+        return run(jax.jit(PretrainGPT.train_step, static_argnums=3), sharded, batch, S)
+
+
+def sparing(model, remat, chunk_positions=None):
+    return model.clone(memory=MemoryConfig(remat=remat, loss_chunk_positions=chunk_positions))
+
+
+@pytest.mark.parametrize(
+    ("remat", "chunk_positions", "layer_loop"),
+    [
+        ("none", 4, "scan"),
+        ("dots", None, "scan"),
+        ("layers", None, "scan"),
+        ("dots", None, "unroll"),
+        ("layers", 4, "unroll"),
+    ],
+)
+def test_loss_and_gradients_do_not_depend_on_what_is_kept(state, train, whole, remat, chunk_positions, layer_loop):
+    model = sparing(MODEL, remat, chunk_positions)
+    model = model.clone(config=model.config.model_copy(update={"layer_loop": layer_loop}))
+    actual = run(train, state.replace(apply_fn=model.apply), split(rows(ragged_lengths()), 2), 2)
+    assert_close(actual, whole)
+
+
+@pytest.mark.parametrize("remat", ["dots", "layers"])
+def test_a_layer_that_is_computed_again_draws_the_same_dropout(state, train, remat):
+    noisy = MODEL.clone(config=MODEL.config.model_copy(update={"dropout": 0.5}))
+    batch = split(rows(ragged_lengths()), 2)
+    kept, again = (
+        run(train, state.replace(apply_fn=model.apply), batch, 2) for model in (noisy, sparing(noisy, remat))
+    )
+    assert_close(again, kept)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+def test_a_step_that_keeps_little_does_not_depend_on_the_devices(state, whole, sizes):
+    actual = run_on(mesh_of(*sizes), state.replace(apply_fn=sparing(MODEL, "layers", 4).apply), 2)
     assert_close(actual, whole)
 
 
@@ -156,8 +199,9 @@ class Table(nn.Module):
     dtype: str
 
     @nn.compact
-    def __call__(self, x_BxT, examples_B=None, *, deterministic):
-        return self.param("table", nn.initializers.normal(0.02), (VOCABULARY, VOCABULARY), self.dtype)[x_BxT]
+    def __call__(self, x_BxT, examples_B=None, targets=None, *, deterministic):
+        table_VxV = self.param("table", nn.initializers.normal(0.02), (VOCABULARY, VOCABULARY), self.dtype)
+        return table_VxV[x_BxT] if targets is None else cross_entropy_sum(table_VxV[x_BxT], *targets)[0]
 
 
 def test_gradients_of_bfloat16_parameters_are_added_up_in_float32():

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from flax.training.train_state import TrainState
 from pydantic import ValidationError
 
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
+from runner.config import MemoryConfig
 
 VOCABULARY, SEQUENCE = 61, 24
 TOKENS_BxT = jax.random.randint(jax.random.key(7), (3, SEQUENCE), 0, VOCABULARY)
@@ -167,3 +169,55 @@ def test_dropout_does_not_depend_on_the_split_into_micro_batches():
     whole = loss(1)
     for accumulate_steps in (2, 4, 8):
         np.testing.assert_allclose(loss(accumulate_steps), whole, rtol=1e-6)
+
+
+# Memory.
+
+
+def compile_gradient(config, vocabulary_size, shape, **memory):
+    """The compiled gradient of the summed loss of a GPT over a batch of `shape`, (B, T)."""
+    model = GPT(GPTConfig(**config), vocabulary_size, shape[1], memory=MemoryConfig(**memory))
+    tokens_BxT = jax.ShapeDtypeStruct(shape, jnp.int32)
+    boxed = jax.eval_shape(functools.partial(model.init, deterministic=True), jax.random.key(0), tokens_BxT)
+
+    def loss(params, tokens_BxT):
+        return model.apply(params, tokens_BxT, None, (tokens_BxT, jnp.ones(shape)), deterministic=True)
+
+    return jax.jit(jax.value_and_grad(loss)).lower(nn.unbox(boxed), tokens_BxT).compile()
+
+
+def temporary_bytes(compiled):
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_the_less_of_a_layer_is_kept_the_less_memory_a_step_needs():
+    config = {"layers": 6, "heads": 2, "width": 32}
+    everything, dots, layers = (
+        temporary_bytes(compile_gradient(config, 32, (4, 128), remat=remat)) for remat in ("none", "dots", "layers")
+    )
+    assert dots < 0.9 * everything
+    assert layers < 0.75 * dots
+
+
+def test_layers_in_line_are_computed_again_too():
+    """A CPU's compiler may move them to where they save nothing; what matters here is that it does not merge them."""
+    config = {"layers": 3, "heads": 2, "width": 32, "layer_loop": "unroll"}
+    kept, again = (compile_gradient(config, 32, (2, 64), remat=remat).as_text() for remat in ("none", "layers"))
+    assert again.count(" tanh(") >= 2 * kept.count(" tanh(") > 0
+
+
+@pytest.mark.parametrize("remat", ["none", "layers"])
+def test_a_loss_in_chunks_never_has_all_logits(remat):
+    (B, T), V = (2, 96), 1021
+
+    def largest_with_vocabulary(compiled):
+        shapes = [tuple(map(int, shape.split(","))) for shape in re.findall(r"\w\[([\d,]+)\]", compiled.as_text())]
+        return max(math.prod(shape) for shape in shapes if V in shape)
+
+    config = {"layers": 1, "heads": 2, "width": 8}
+    whole, chunked = (
+        compile_gradient(config, V, (B, T), remat=remat, loss_chunk_positions=chunk) for chunk in (None, 16)
+    )
+    assert largest_with_vocabulary(whole) == B * T * V
+    assert largest_with_vocabulary(chunked) == B * 16 * V
+    assert temporary_bytes(chunked) < 0.5 * temporary_bytes(whole)
