@@ -17,7 +17,7 @@ progress       what the training thread is at
 straggler      which hosts come late to a step
 watchdog       who is gone, who stands still; no wait without an end
 storage        one interface over a disk and the buckets of three clouds
-compile_cache  compiled programs on this host's disk
+compile_cache  compiled programs, on this host's disk and in the run's directory
 ledger         events.jsonl, attempts, the single-writer fence
 topology       spec -> mesh, logical axis rules, batch arithmetic
 data           tokens; a batch is a pure function of (seed, step)

@@ -129,7 +129,7 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
     cluster = _place(parsed, spec.deadlines.start_seconds)
     if cluster is not None:
         notice.expect_peers()
-    importlib.import_module("runner.compile_cache").open_compile_cache()
+    job.compile_cache.open()
     for library in ("absl", "urllib3", "google", "azure", "botocore"):  # what they would print is told in one line
         logging.getLogger(library).setLevel(logging.CRITICAL)
     is_elastic = spec.topology is not None and spec.topology.elastic

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner import storage, terminal
 from runner.cadence import best_interval_seconds, is_due, is_overdue
 from runner.checkpoint import open_checkpoints, raise_unless_committed
+from runner.compile_cache import CompileCache
 from runner.errors import DivergedError, FencedError, InvalidError, PreemptedError, ResumeError, StorageError
 from runner.fingerprint import fingerprint
 from runner.hosts import Hosts
@@ -51,6 +52,8 @@ class RestoreableJob:
         self.spec = spec
         self.config: Any = validate_config(self.document, self.Config)
         self.store = self._open("directory", spec.directory)
+        is_shared = spec.topology is not None and spec.topology.compile_cache == "directory"
+        self.compile_cache = CompileCache(self.store if is_shared else None)
         self.uplink = storage.Uplink()
         self.hosts = Hosts(None, 0, 1)
         self.notice = StopNotice()
@@ -161,7 +164,8 @@ class RestoreableJob:
         with self.progress.during("compile"):
             self.prepare()
         if self.hosts.is_main:
-            self.ledger.append("prepare", None, seconds=round(time.monotonic() - started, 4))
+            seconds = round(time.monotonic() - started, 4)
+            self.ledger.append("prepare", None, seconds=seconds, **self.compile_cache.counts())
         with self.progress.during("restore"):
             self.restore_or_init()
         self.progress.arrive(self.step)
@@ -173,6 +177,7 @@ class RestoreableJob:
             self.checkpoints.saver.wait()  # what was good may still be on its way to the disk
             raise
         finally:
+            self.compile_cache.close(_DRAIN_SECONDS)
             self._flush()
 
     def _on_verdict(self, verdict: str) -> None:
@@ -294,6 +299,7 @@ class RestoreableJob:
                 devices=len(devices),
                 device_kind=devices[0].device_kind,
             )
+        self.compile_cache.publish(self.fence.check, process)
         self.say(f"{self.spec.name}: attempt {self.fence.attempt} in {self.store.url}")
 
     def _record_idle_exit(self) -> None:

@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from experiments.counter import Counter
 from experiments.gpt import PretrainGPT
 from runner import ExecutionSpec, RestoreableJob
-from runner.compile_cache import open_compile_cache
+from runner.compile_cache import CompileCache
 from runner.notice import StopNotice
 from runner.topology import make_mesh
 
-open_compile_cache()
+CompileCache().open()
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "".join(f"{number} squared is {number * number}.\n" for number in range(1500))

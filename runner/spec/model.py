@@ -50,6 +50,9 @@ class Topology(Frozen):
     )
     mesh: Mesh = Field(default=Mesh(), description="Axis sizes of the device mesh.")
     elastic: bool = Field(default=False, description="Begin with the hosts that came in time, if some did not.")
+    compile_cache: Literal["host", "directory"] = Field(
+        default="host", description="Compiled programs: on each host's own disk, or in the run's directory too."
+    )
 
 
 class Deadlines(Frozen):

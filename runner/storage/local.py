@@ -139,10 +139,14 @@ def _version(status: os.stat_result) -> Version:
 
 def _write_aside(path: Path, content: bytes) -> Path:
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a disk that is full must not fill up with parts
+        aside.unlink(missing_ok=True)
+        raise
     return aside
 
 
