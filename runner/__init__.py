@@ -32,6 +32,7 @@ optimizer      optimizers and schedules by name
 loss           token cross entropy
 tracking       Weights & Biases, which never stops a run
 step           pure train_step and val_step with accumulation
+hlo            what a compiled step communicates, and its largest arrays, from its text
 compilation    the compiled steps, and the micro-batch that fits a device
 trainer        BaseTrainer: composes the above
 verify         prove resume on this machine: kill the job again and again, compare bits
