@@ -76,8 +76,10 @@ class CompileCache:
 
     def put(self, key: str, program: bytes) -> None:
         """Keep what was compiled. Raises `OSError`, which JAX makes a warning."""
-        self._note(key, num_compiled=1)
-        self._host.write(key, _seal(key, program))
+        try:
+            self._host.write(key, _seal(key, program))
+        finally:
+            self._note(key, num_compiled=1)
 
     def open(self) -> None:
         """Have JAX use this cache. Called on every host before anything is compiled."""
@@ -111,7 +113,7 @@ class CompileCache:
         self._publisher.start()
 
     def close(self, seconds: float) -> None:
-        """Before the end of the process: give what is not yet published some seconds to arrive. Never raises."""
+        """Before the end of the process: give what the main host has not yet published some seconds. Never raises."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -160,6 +162,8 @@ class CompileCache:
             try:
                 if self._unpublished:
                     self._sleep(_PERIOD_SECONDS if process == 0 else _HEAD_START_SECONDS)
+                    if self._is_closing and process != 0:  # else all hosts would publish the same
+                        return
                     raise_if_fenced()
                     self._publish_missing(shared, process)
                 if time.monotonic() > prune_at:
