@@ -436,6 +436,26 @@ def test_between_tpu_slices_a_send_names_the_collective():
     ]
 
 
+def test_tpu_slices_may_be_named_by_their_devices():
+    attributes = (
+        "is_host_transfer=true, frontend_attributes={_xla_megascale_target={{100000,200000},{100001,200001},"
+        '{300000,400000},{300001,400001}},_xla_megascale_transfer_type="ALL_GATHER"}'
+    )
+    sent = "(bf16[1,32,256]{2,1,0:T(8,128)(2,1)}, u32[], token[])"
+    line = f"%send.83 = {sent} send(%p, %token), channel_id=18, {attributes}"
+    mesh = {"data": 2, "fsdp": 4, "tensor": 1}
+    expected = Collective("all-gather", ("fsdp",), 2, 2 * 32 * 256 * 2, 1, "", is_between_slices=True)
+    assert only(line, partitions=2, mesh=mesh) == expected
+    across = (
+        line.replace("{100001,200001},{300000,400000},", "")
+        .replace("0,200000", "0,300000")
+        .replace("300001,", "200001,")
+    )
+    assert only(across, partitions=2, mesh=mesh).axes == ("data",)
+    with pytest.raises(ValueError, match=r"send\.83: slices of a form that is not known here"):
+        only(line.replace("{{100000,200000}", "[[100000,200000]"), partitions=2, mesh=mesh)
+
+
 # What fills the memory.
 
 

@@ -22,8 +22,7 @@ def span(found: Found, num_partitions: int, mesh_shape: Mapping[str, int]) -> tu
     rest = found.instruction.rest
     num_partitions = num_partitions if 0 < num_partitions < num_devices else num_devices
     if found.is_between_slices:
-        ids = _ids(found.groups)
-        groups = ((ids - ids.min()) * num_partitions)[None]
+        groups = _slices(found.groups) * num_partitions
     elif found.kind == "collective-permute":
         groups = _ids(found.groups).reshape(-1, 2)
     else:
@@ -54,6 +53,12 @@ def _groups(text: str) -> np.ndarray:
     groups = [_ids(group) for group in re.findall(r"\{([\d, ]*)\}", text)]
     size = max(len(group) for group in groups)
     return np.stack([np.concatenate([group, np.full(size - len(group), group[0])]) for group in groups])
+
+
+def _slices(text: str) -> np.ndarray:
+    """Slice numbers (groups, slices of a group), from `{1,2}` or from devices, `{{100000,200000},{100001,200001}}`."""
+    ids = _groups(text)
+    return np.unique(ids // 100000 if text.startswith("{{") else ids, axis=0) - 1
 
 
 @functools.lru_cache(maxsize=256)

@@ -24,7 +24,8 @@ _CALLED = re.compile(r"\b(calls|to_apply|condition|body|true_computation|false_c
 _CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
-_BETWEEN_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}.*_xla_megascale_transfer_type="(\w+)"')
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_SLICES = re.compile(r'_xla_megascale_target=(?:"(\{[\d,:]+\})|(\{\{[\d,{}]+\}\}))')
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})?\}")
 _GROUPS = re.compile(
@@ -124,8 +125,13 @@ def _found(instruction: Instruction) -> Found | None:
         size = bytes_of(output_of(instruction))
         return Found(kind, groups[0] if groups else "", size, instruction, chain.groups() if chain else ())
     if opcode == "send" and (between := _BETWEEN_SLICES.search(rest)):
-        kind = between[2].lower().replace("_", "-").replace("one-to-one", "collective-permute")
-        return Found(kind, between[1], bytes_of(output_of(instruction)), instruction, is_between_slices=True)
+        slices = _SLICES.search(rest)
+        if slices is None:
+            raise ValueError(f"{instruction.name}: slices of a form that is not known here: {rest[:400]}")
+        kind = between[1].lower().replace("_", "-").replace("one-to-one", "collective-permute")
+        return Found(
+            kind, slices[1] or slices[2], bytes_of(output_of(instruction)), instruction, is_between_slices=True
+        )
     return None
 
 
