@@ -25,6 +25,7 @@ from pydantic import Field, PositiveInt, model_validator
 from experiments.attention import causal_attention
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, TrainerConfig
+from runner.flops import Flops, transformer_flops
 from runner.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from runner.spec import Auto
 from runner.step import Batch
@@ -263,6 +264,20 @@ class PretrainGPT(BaseTrainer):
             precision.params,
             precision.compute,
             config.memory,
+        )
+
+    def flops_per_token(self) -> Flops:
+        """By formula: causal attention as half of its square, whose scores every fused form computes again."""
+        model, memory = self.config.model, self.config.memory
+        return transformer_flops(
+            layers=model.layers,
+            layer_parameters=12 * model.width**2,
+            output_parameters=self.vocabulary_size * model.width,
+            attention_width=model.width,
+            attended_keys=self.config.data.sequence_length / 2,
+            remat=memory.remat,
+            last_parameters=4 * model.width**2,
+            is_loss_recomputed=memory.loss_chunk_positions is not None,
         )
 
     @classmethod

@@ -30,6 +30,7 @@ audit          list, verify and copy checkpoints from outside
 state          the train state and its eval_shape-based sharded init
 optimizer      optimizers and schedules by name
 loss           token cross entropy
+flops          what a train step computes, by formula and counted in a traced program
 tracking       Weights & Biases, which never stops a run
 step           pure train_step and val_step with accumulation
 hlo            what a compiled step communicates, and its largest arrays, from its text

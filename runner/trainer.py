@@ -26,6 +26,7 @@ from runner.compilation import Layout, compile_to_fit, compile_train_step, compi
 from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, check_vocabulary, global_batch, is_available, load_dataset
 from runner.errors import DataError, InvalidError
+from runner.flops import Flops, counted_flops
 from runner.job import RestoreableJob
 from runner.loss import cross_entropy_sum
 from runner.manifest import newest_manifest
@@ -90,6 +91,22 @@ class BaseTrainer(RestoreableJob):
     def schedule(cls) -> str | optax.Schedule | None:
         """A library name, an optax schedule, or None for the one that the spec names (a constant if it names none)."""
         return None
+
+    def flops_per_token(self) -> Flops:
+        """FLOPs of a train step for one token, counted in the traced `forward`; replace it where there is a formula.
+
+        Needs the shapes of the state. Raises `ValueError` if `forward` calls kernels that cannot be counted.
+        """
+        abstract, length = self.abstract_state(), self.config.data.sequence_length
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract.params)
+        dtypes = {"x": jnp.int32, "y": jnp.int32, "padding_mask": jnp.bool_}
+        batch = {field: jax.ShapeDtypeStruct((1, length), dtype) for field, dtype in dtypes.items()}
+        batch["example"] = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+        def loss(params: Any, batch: pure.Batch) -> jax.Array:
+            return self.forward(abstract.apply_fn, params, batch, None)[0]
+
+        return counted_flops(loss, params, batch, num_tokens=length, platform="cpu")
 
     def evaluator(self) -> float | None:
         """Validation loss, the mean over the real target tokens of `eval.batches` batches; None if asked to stop."""
@@ -192,6 +209,7 @@ class BaseTrainer(RestoreableJob):
             f"config.train.global_batch_examples={num_devices}": True,
             f"config.train.{total}": True,
             f"config.data.sequence_length={length}": length != config.data.sequence_length,
+            "config.memory.loss_chunk_positions=null": length % (config.memory.loss_chunk_positions or 1) != 0,
             "config.data.source=python-stdlib": not is_available(config.data.source),
             "config.schedule.warmup_steps=10": config.schedule.warmup_steps > 10,
             "config.eval.every_steps=50": config.eval.every_steps is not None,

@@ -436,6 +436,14 @@ def test_what_cannot_work_is_refused_with_its_key(tmp_path, changes, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("chunk", "is_dropped"), [(None, False), (64, False), (96, True)])
+def test_a_shorter_sequence_is_offered_with_chunks_of_the_loss_that_divide_it(tmp_path, chunk, is_dropped):
+    changes = {"config.data.sequence_length": 192, "config.memory.loss_chunk_positions": chunk}
+    options = gpt(tmp_path / "run", **changes).options_for_here(8)
+    assert "config.data.sequence_length=128" in options
+    assert ("config.memory.loss_chunk_positions=null" in options) == is_dropped
+
+
 def test_a_spec_of_a_trainer_is_made_whole_from_its_defaults(tmp_path):
     spec = gpt_spec(tmp_path / "run")
     assert spec.topology is not None

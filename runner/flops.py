@@ -1,0 +1,150 @@
+"""How many floating-point operations a train step takes: by formula, and counted in a traced program. Pure.
+
+Only matmuls and convolutions count; a multiply and an add are two. The FLOPs of the model are those of one forward pass
+and of a backward pass of twice as many. What is computed again because it was not kept is stated beside them.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+)
+OPAQUE = ("pallas_call", "ffi_call", "dot_product_attention_", "ragged_dot")  # how names of kernels begin
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs that a train step takes for one token."""
+
+    per_token: float  # forward and backward, each operation once
+    recomputed_per_token: float  # done once more, because their results were not kept
+    formula: str  # how `per_token` comes about, with its terms and their values
+
+
+def transformer_flops(
+    *,
+    layers: int,
+    layer_parameters: int,
+    output_parameters: int,
+    attention_width: int,
+    attended_keys: float,
+    remat: Literal["none", "dots", "layers"] = "none",
+    last_parameters: int = 0,
+    is_attention_recomputed: bool = True,
+    is_loss_recomputed: bool = False,
+) -> Flops:
+    """Return the FLOPs of a decoder by formula: 6 a matmul parameter, 12 an attended key and unit of attention's width.
+
+    A parameter takes one multiply and one add in each of three passes (Kaplan et al., 2020); a key as many for its
+    score and for its value. Lookups are no matmuls. Of what is computed again, `remat` says what a layer does, and
+    `last_parameters` of its last matmul are spared, whose result no gradient needs.
+
+    Args:
+        layers: transformer layers.
+        layer_parameters: parameters of one layer's dense matmuls.
+        output_parameters: parameters of the matmul that makes logits, tied or not.
+        attention_width: query heads times their width, however many heads of keys and values they share.
+        attended_keys: keys that a query sees on average.
+        remat: what is kept of a layer: everything, the results of its dense matmuls, or its input.
+        last_parameters: parameters of the matmul at the end of a layer.
+        is_attention_recomputed: whether attention itself computes its scores again in the backward pass.
+        is_loss_recomputed: whether the logits are computed again in the backward pass.
+    """
+    per_key = 2 * attention_width  # FLOPs of one score, or of one weighted value, over all heads
+    matmuls = 6 * (layers * layer_parameters + output_parameters)
+    per_token = matmuls + 6 * layers * per_key * attended_keys
+    attention = {"none": 0, "dots": 2, "layers": 2}[remat] + is_attention_recomputed
+    again = 2 * (layer_parameters - last_parameters) if remat == "layers" else 0
+    recomputed = layers * (again + attention * per_key * attended_keys) + is_loss_recomputed * 2 * output_parameters
+    formula = (
+        f"6 x ({layers} layers x {layer_parameters:,} matmul parameters + {output_parameters:,} of the output matmul) "
+        f"+ 12 x {layers} layers x {attention_width:,} wide x {attended_keys:,g} keys a query "
+        f"= {per_token:,.0f}, lookups not counted"
+    )
+    return Flops(per_token, recomputed, formula)
+
+
+def counted_flops(loss: Callable[..., jax.Array], params: Any, *args: Any, num_tokens: int, platform: str) -> Flops:
+    """Return the FLOPs of a train step whose forward pass is `loss(params, *args)`, by counting in its traced program.
+
+    Arguments may be abstract. The model's FLOPs are three times the forward pass's; what the gradient's program does
+    beyond that is computed again.
+    """
+    forward = matmul_flops(jax.make_jaxpr(loss)(params, *args), platform=platform)
+    executed = matmul_flops(jax.make_jaxpr(jax.value_and_grad(loss))(params, *args), platform=platform)
+    formula = (
+        f"3 x {forward / num_tokens:,.0f} of the forward pass's matmuls, counted in the program traced for {platform}"
+    )
+    return Flops(3 * forward / num_tokens, max(executed - 3 * forward, 0) / num_tokens, formula)
+
+
+def matmul_flops(jaxpr: Jaxpr | ClosedJaxpr, *, platform: str) -> int:
+    """Count the FLOPs of every matmul and convolution in a (closed) jaxpr, over all devices.
+
+    Loops count as often as they run, of branches the most expensive, and of the forms that a program has for several
+    platforms (`lax.platform_dependent`) that of `platform`. Raises `ValueError` for what cannot be counted: matmuls in
+    a loop without a known number of rounds, and kernels that give no estimate of their own.
+    """
+    return sum(_flops_of(equation, platform) for equation in jaxpr.eqns)
+
+
+def _flops_of(equation: Any, platform: str) -> int:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        shape = equation.invars[0].aval.shape
+        return 2 * equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel = equation.invars[1].aval
+        features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
+        return 2 * equation.outvars[0].aval.size * (kernel.size // features)
+    if name.startswith(OPAQUE):
+        estimate = params.get("cost_estimate")
+        if estimate is None:
+            raise ValueError(f"the kernel {name} does not say how many FLOPs it takes; use a formula")
+        return int(estimate.flops)
+    if name == "cond":
+        return _flops_of_branches(params, platform)
+    flops = sum(matmul_flops(inner, platform=platform) for inner in _programs_in(params))
+    return flops * _rounds(name, params) if flops else 0
+
+
+def _flops_of_branches(params: dict[str, Any], platform: str) -> int:
+    branches, platforms = params["branches"], params.get("branches_platforms")
+    if platforms is not None:
+        chosen = [index for index, names in enumerate(platforms) if names is None or platform in names]
+        branches = [branches[chosen[0]]]
+    return max(matmul_flops(branch, platform=platform) for branch in branches)
+
+
+def _programs_in(params: dict[str, Any]) -> Iterator[Jaxpr | ClosedJaxpr]:
+    for value in params.values():
+        inner = value if isinstance(value, (tuple, list)) else [value]
+        yield from (item for item in inner if isinstance(item, (Jaxpr, ClosedJaxpr)))
+
+
+def _rounds(name: str, params: dict[str, Any]) -> int:
+    """How often an operation runs the program inside it."""
+    if name == "scan":
+        return int(params["length"])
+    if name == "shard_map":
+        axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+        return math.prod(params["mesh"].shape[axis] for axis in axes)
+    if name in CALLS:
+        return 1
+    raise ValueError(f"cannot tell how often {name} runs the matmuls inside it; use a formula")
