@@ -10,8 +10,8 @@ asks for another key, so what is there under one key can be old, but not wrong.
 2. With `topology.compile_cache: directory` what this host lacks is read from `compiled/` in the run's directory, one
    program at a time, when it is asked for. Once the attempt is claimed a thread publishes there what this process has
    used or made and nobody has published. Names are `<process>.<key>`, written once: on CPUs every process has keys of
-   its own; elsewhere the keys of a job are the same everywhere, and the main host comes first. A fenced attempt
-   publishes nothing more; an entry that it had begun to write is as good as any, since its name says what is in it.
+   its own; on accelerators JAX means a job's programs to have one key everywhere, so the main host comes first. A
+   fenced attempt publishes nothing more; an entry that it had begun to write is good: its name says what is in it.
 3. Of each process at most 64 programs stay: an attempt that lives for ten minutes deletes the others that it has not
    used. A store that is down costs a warning and a compilation, never the run.
 

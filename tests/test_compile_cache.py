@@ -19,7 +19,7 @@ from runner.errors import FencedError
 from runner.storage import Store
 from tests import harness
 from tests.cloud import CloudJob, assert_same_outcome, free_name, whole_counter
-from tests.harness import ROOT, Attempt, Job, kill_all_when, undisturbed
+from tests.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, kill_all_when, undisturbed
 from tests.memory_bucket import MemoryDriver, memory_bucket
 from tests.servers import start_backend
 
@@ -46,7 +46,12 @@ NANO = (
     "config.eval.every_steps=20",
     "config.eval.batches=2",
 )
-LONG = (*NANO, "config.train.total_steps=400", "topology.mesh={data: 1, fsdp: auto, tensor: 1}")
+LONG = (
+    *NANO,
+    "config.train.total_steps=200",
+    "checkpoint.every_steps=25",
+    "topology.mesh={data: 1, fsdp: auto, tensor: 1}",
+)
 STEPS = ("jit_step", "jit_val_step")
 COUNTER = ("checkpoint.every_steps=20", "config.total_steps=200", "config.step_seconds=0.05")
 FAST = "config.step_seconds=0"
@@ -419,6 +424,6 @@ def test_two_processes_that_share_every_matrix_compile_nothing_again_on_fresh_ma
     kill_all_when(first, lambda: job.newest() and has_all(published(job), wanted), "a commit and the programs")
     there = published(job)
     for attempt in start("second"):
-        attempt.expect(0)
+        attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
         assert not compiled_again(attempt, there)
     assert job.outcome() == undisturbed("specs/gpt_nano.yaml", LONG, 2, 2).outcome()
