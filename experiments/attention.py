@@ -8,12 +8,12 @@ sees.
 """
 
 import functools
+import importlib
 import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import flash_attention as tpu_flash
 
 AXES = ("batch", "sequence", "heads", "head_dim")
 CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
@@ -25,9 +25,9 @@ TPU_BLOCK_TOKENS = (512, 256, 128)
 def causal_attention(q_BxTxNxH: jax.Array, k_BxTxNxH: jax.Array, v_BxTxNxH: jax.Array) -> jax.Array:
     """Attend from every position to itself and the past; returns (B, T, N, H) in the dtype of `q`.
 
-    The platform is the one the program is lowered for, not the one it is traced on, so that compiling ahead of time
-    for a TPU on a machine without one takes the TPU's kernel. Under a mesh (`jax.set_mesh`) with logical axis rules,
-    batch and heads may be sharded.
+    The platform is that of the mesh (`jax.set_mesh`), so that compiling ahead of time for a TPU on a machine without
+    one takes the TPU's kernel; without a mesh, the one that the program is lowered for. Under a mesh with logical axis
+    rules, batch and heads may be sharded.
     """
     forms = {"cpu": blocked_attention, "default": xla_attention}
     block_tokens = next((size for size in TPU_BLOCK_TOKENS if q_BxTxNxH.shape[1] % size == 0), None)
@@ -36,6 +36,10 @@ def causal_attention(q_BxTxNxH: jax.Array, k_BxTxNxH: jax.Array, v_BxTxNxH: jax.
     if q_BxTxNxH.dtype in CUDNN_DTYPES and jax.default_backend() == "gpu":
         # Tracing this form asks the installed cuDNN for its version, so it can only be offered where there is one.
         forms["cuda"] = cudnn_attention
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        platform = "cuda" if device.platform == "gpu" else device.platform
+        return forms.get(platform, xla_attention)(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH)
     return jax.lax.platform_dependent(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, **forms)
 
 
@@ -84,6 +88,7 @@ def pallas_attention(
 
     The partitioner cannot split such a kernel, so under a mesh each device runs it on its own rows and heads.
     """
+    tpu_flash = importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")  # slow, and for TPUs alone
     sizes = tpu_flash.BlockSizes(
         block_b=1,
         **dict.fromkeys(("block_q", "block_k_major", "block_k"), block_tokens),

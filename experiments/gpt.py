@@ -25,7 +25,7 @@ from pydantic import Field, PositiveInt, model_validator
 from experiments.attention import causal_attention
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, TrainerConfig
-from runner.flops import Flops, transformer_flops
+from runner.flops import Flops, Sizing, transformer_flops
 from runner.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from runner.spec import Auto
 from runner.step import Batch
@@ -279,6 +279,27 @@ class PretrainGPT(BaseTrainer):
             last_parameters=4 * model.width**2,
             is_loss_recomputed=memory.loss_chunk_positions is not None,
         )
+
+    def sizing(self) -> Sizing:
+        """By formula. In units of D a layer keeps its input, two normalised copies, q, k, v, attention's result, the
+        stream between, and 4 + 4 of the hidden layer before and after its GELU; `dots` keeps its matmuls' results.
+        """
+        model, memory, length = self.config.model, self.config.memory, self.config.data.sequence_length
+        itemsize = jnp.dtype(self.config.precision.compute).itemsize
+        kept, whole = {"none": 16, "dots": 10, "layers": 1}[memory.remat], 16
+        layers = itemsize * model.width * (model.layers * kept + whole)
+        logits = self.vocabulary_size * (itemsize + 4) * (memory.loss_chunk_positions or length) / length
+        reductions = 6 if memory.remat == "layers" else 4  # of each layer's attention and MLP, in each pass
+        return Sizing(layers + logits, reductions * model.layers * model.width * itemsize)
+
+    def search_space(self) -> dict[str, tuple[Any, ...]]:
+        """What is kept, and whether the loss is computed in chunks."""
+        length = self.config.data.sequence_length
+        chunk = max(size for size in range(1, 513) if length % size == 0)
+        return {
+            "config.memory.remat": ("none", "dots", "layers"),
+            "config.memory.loss_chunk_positions": (None, chunk),
+        }
 
     @classmethod
     def forward(

@@ -36,6 +36,7 @@ step           pure train_step and val_step with accumulation
 hlo            what a compiled step communicates, and its largest arrays, from its text
 compilation    the compiled steps, and the micro-batch that fits a device
 trainer        BaseTrainer: composes the above
+plan           what a job would do on hardware that is not here: check, compile, size, search
 verify         prove resume on this machine: kill the job again and again, compare bits
 __main__       the command: parse, resolve the job class, map errors to exit codes
 """

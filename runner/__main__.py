@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from runner.cluster import Cluster
 
 _USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
+       python -m runner plan SPEC [--topology ACCELERATOR] [--search] [--chips auto --hours H] [--json]
+                                  [--set KEY=VALUE ...]
        python -m runner checkpoints SPEC_OR_DIRECTORY [--verify]
        python -m runner checkpoints copy SOURCE TARGET
        python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M]
@@ -109,6 +111,24 @@ def _verify_resume(arguments: Sequence[str]) -> int:
         return int(verify.verify(request, pathlib.Path(scratch)))
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    """Say what the job would do on hardware that is not here."""
+    parser = _Parser(prog="python -m runner plan", usage=_USAGE)
+    parser.add_argument("spec", metavar="SPEC")
+    parser.add_argument("--topology", metavar="ACCELERATOR", help="instead of the spec's topology.accelerator")
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--search", action="store_true", help="rank meshes, micro-batches and what the job declares")
+    parser.add_argument("--chips", choices=["auto"], help="the smallest slice that ends the run in time")
+    parser.add_argument("--hours", type=float, metavar="H", help="for --chips auto")
+    parsed = parser.parse_args(arguments)
+    if (parsed.chips is None) != (parsed.hours is None) or (parsed.hours is not None and not parsed.hours > 0):
+        raise InvalidError("--chips auto needs --hours H, a positive number, and --hours needs --chips auto")
+    overrides = [*parsed.set, *([f"topology.accelerator={parsed.topology}"] if parsed.topology else [])]
+    plan = importlib.import_module("runner.plan")
+    return int(plan.plan(plan.Request(parsed.spec, tuple(overrides), parsed.json, parsed.search, parsed.hours)))
+
+
 def _directory_of(where: str) -> str:
     """The directory that a spec names, or `where` itself."""
     if not where.endswith((".yaml", ".yml")):
@@ -179,6 +199,8 @@ def main(arguments: Sequence[str]) -> int:
             return EXIT_DONE
         if arguments and arguments[0] == "checkpoints":
             return _checkpoints(arguments[1:])
+        if arguments and arguments[0] == "plan":
+            return _plan(arguments[1:])
         if arguments and arguments[0] == "verify-resume":
             return _verify_resume(arguments[1:])
         _run(_parse(arguments), notice)

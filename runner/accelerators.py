@@ -1,8 +1,12 @@
-"""The accelerators known by name: what their devices call themselves, how many stand in a host, what engines call them.
+"""The chip catalogue: what each accelerator can do, how many stand in a host, what devices and engines call them.
 
 A spec names chips: `v5e-16` is one slice of 16 chips, `2xv5e-256` two slices of 256, `h200-8` 8 GPUs. Nothing else in
-the project knows a chip. Sources: the TPU pages "System architecture" of each version and "Plan TPUs in GKE" (Google
-Cloud documentation), and NVIDIA's data sheets of the DGX and HGX systems.
+the project knows a chip.
+
+Figures are those of the makers, per chip: the Google Cloud documentation's page of each TPU version
+(docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e, /tpu7x) and NVIDIA's data sheets of the DGX A100 80GB, H100, H200
+and B200. They publish interconnects in both directions together; here is one direction, half of that. Names are those
+of "Plan TPUs in GKE", "TPU software versions" (same documentation) and libtpu.
 """
 
 import re
@@ -28,24 +32,44 @@ _TORUS_3D = {
 
 
 @dataclass(frozen=True)
+class Speeds:
+    """What one chip can do at best, dense and in bfloat16, in FLOP/s, bytes and bytes/s.
+
+    Attributes:
+        interconnect_bytes_per_second: out of one chip over all its links inside a slice, or a GPU node, one direction.
+        network_bytes_per_second: a chip's share of its host's network, between slices or nodes, one direction.
+    """
+
+    flops_per_second: float
+    hbm_bytes: int
+    hbm_bytes_per_second: float
+    interconnect_bytes_per_second: float
+    network_bytes_per_second: float
+
+
+@dataclass(frozen=True)
 class Chip:
     """One kind of accelerator.
 
     Attributes:
         device_kinds: what `device_kind` of its jax devices begins with, in lower case.
+        speeds: None where they depend on the machine.
         chips_per_host: chips of one host of a slice that has several, or of one GPU node; None if it varies.
         devices_per_chip: jax devices that one chip shows.
-        shapes: chips in a slice -> shape of the slice; None for what is no TPU.
+        shapes: chips in a slice -> shape of the slice, as GKE and libtpu write it; None for what is no TPU.
+        libtpu_name: what libtpu's topologies begin with, None for what is no TPU.
         gke_accelerator: value of GKE's node label, None for what GKE does not have.
         gcloud_prefix: what accelerator types of queued resources begin with, None where there are none.
         gcloud_units_per_chip: by what the number in that type exceeds the chips (it counts cores on some).
-        gcloud_runtime: software version of its TPU VMs for JAX, by "TPU software versions" (same documentation).
+        gcloud_runtime: software version of its TPU VMs for JAX.
     """
 
     device_kinds: tuple[str, ...]
+    speeds: Speeds | None = None
     chips_per_host: int | None = None
     devices_per_chip: int = 1
     shapes: dict[int, str] | None = None
+    libtpu_name: str | None = None
     gke_accelerator: str | None = None
     gcloud_prefix: str | None = None
     gcloud_units_per_chip: int = 1
@@ -56,20 +80,91 @@ class Chip:
         """Whether it comes in slices."""
         return self.shapes is not None
 
+    @property
+    def slice_sizes(self) -> list[int]:
+        """Numbers of chips that can be asked for, ascending: its slices, or parts of a GPU node and whole ones."""
+        return sorted(self.shapes) if self.shapes is not None else [2**power for power in range(11)]
+
+
+_T, _G, _GIB = 1e12, 1e9, 2**30
 
 CHIPS = {
     "cpu": Chip(("cpu",)),
-    "v4": Chip(("tpu v4",), 4, 1, _TORUS_3D, "tpu-v4-podslice", "v4", 2, "tpu-ubuntu2204-base"),
-    "v5e": Chip(
-        ("tpu v5 lite", "tpu v5e"), 4, 1, _TORUS_2D, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite"
+    "v4": Chip(
+        ("tpu v4",),
+        Speeds(275 * _T, 32 * _GIB, 1200 * _G, 300 * _G, 6.25 * _G),  # its network is not published: as v5p's
+        chips_per_host=4,
+        shapes=_TORUS_3D,
+        libtpu_name="v4",
+        gke_accelerator="tpu-v4-podslice",
+        gcloud_prefix="v4",
+        gcloud_units_per_chip=2,
+        gcloud_runtime="tpu-ubuntu2204-base",
     ),
-    "v5p": Chip(("tpu v5p", "tpu v5"), 4, 1, _TORUS_3D, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
-    "v6e": Chip(("tpu v6 lite", "tpu v6e"), 4, 1, _TORUS_2D, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e"),
-    "tpu7x": Chip(("tpu7x", "tpu v7"), 4, 2, _TORUS_3D, "tpu7x"),
-    "a100": Chip(("nvidia a100",), 8, gke_accelerator="nvidia-a100-80gb"),
-    "h100": Chip(("nvidia h100",), 8, gke_accelerator="nvidia-h100-80gb"),
-    "h200": Chip(("nvidia h200",), 8, gke_accelerator="nvidia-h200-141gb"),
-    "b200": Chip(("nvidia b200",), 8, gke_accelerator="nvidia-b200"),
+    "v5e": Chip(
+        ("tpu v5 lite", "tpu v5e"),
+        Speeds(197 * _T, 16 * _GIB, 819 * _G, 200 * _G, 3.125 * _G),
+        chips_per_host=4,
+        shapes=_TORUS_2D,
+        libtpu_name="v5e",
+        gke_accelerator="tpu-v5-lite-podslice",
+        gcloud_prefix="v5litepod",
+        gcloud_runtime="v2-alpha-tpuv5-lite",
+    ),
+    "v5p": Chip(
+        ("tpu v5p", "tpu v5"),
+        Speeds(459 * _T, 95 * _GIB, 2765 * _G, 600 * _G, 6.25 * _G),
+        chips_per_host=4,
+        shapes=_TORUS_3D,
+        libtpu_name="v5p",
+        gke_accelerator="tpu-v5p-slice",
+        gcloud_prefix="v5p",
+        gcloud_units_per_chip=2,
+        gcloud_runtime="v2-alpha-tpuv5",
+    ),
+    "v6e": Chip(
+        ("tpu v6 lite", "tpu v6e"),
+        Speeds(918 * _T, 32 * _GIB, 1638 * _G, 400 * _G, 12.5 * _G),
+        chips_per_host=4,
+        shapes=_TORUS_2D,
+        libtpu_name="v6e",
+        gke_accelerator="tpu-v6e-slice",
+        gcloud_prefix="v6e",
+        gcloud_runtime="v2-alpha-tpuv6e",
+    ),
+    "tpu7x": Chip(
+        ("tpu7x", "tpu v7"),
+        Speeds(2307 * _T, 192 * _GIB, 7380 * _G, 600 * _G, 12.5 * _G),
+        chips_per_host=4,
+        devices_per_chip=2,
+        shapes=_TORUS_3D,
+        libtpu_name="tpu7x",
+        gke_accelerator="tpu7x",
+    ),
+    "a100": Chip(
+        ("nvidia a100",),
+        Speeds(312 * _T, 80 * 10**9, 2039 * _G, 300 * _G, 25 * _G),
+        chips_per_host=8,
+        gke_accelerator="nvidia-a100-80gb",
+    ),
+    "h100": Chip(
+        ("nvidia h100",),
+        Speeds(989 * _T, 80 * 10**9, 3350 * _G, 450 * _G, 50 * _G),
+        chips_per_host=8,
+        gke_accelerator="nvidia-h100-80gb",
+    ),
+    "h200": Chip(
+        ("nvidia h200",),
+        Speeds(989 * _T, 141 * 10**9, 4800 * _G, 450 * _G, 50 * _G),
+        chips_per_host=8,
+        gke_accelerator="nvidia-h200-141gb",
+    ),
+    "b200": Chip(
+        ("nvidia b200",),
+        Speeds(2250 * _T, 180 * 10**9, 8000 * _G, 900 * _G, 50 * _G),
+        chips_per_host=8,
+        gke_accelerator="nvidia-b200",
+    ),
 }
 
 
@@ -80,6 +175,11 @@ class Accelerator:
     name: str
     num_chips: int | None = None
     num_slices: int = 1
+
+    def __str__(self) -> str:
+        """As a spec names it."""
+        slices = f"{self.num_slices}x" if self.num_slices > 1 else ""
+        return f"{slices}{self.name}" + ("" if self.num_chips is None else f"-{self.num_chips}")
 
     @property
     def chip(self) -> Chip:

@@ -3,6 +3,8 @@
 Compiled ahead of the first step, so nothing is ever traced again. Knows no model and no data.
 """
 
+import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +48,10 @@ class Layout:
         return {field: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for field, dtype in dtypes.items()}
 
 
-def compile_train_step(
+def lower_train_step(
     train_step: Callable[..., Any], schedule: optax.Schedule, abstract: TrainState, key: jax.Array, layout: Layout
-) -> Any:
-    """Compile `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
+) -> jax.stages.Lowered:
+    """Lower `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
     `key` is the run's: the random key of step k is `fold_in(key, k)`.
     """
@@ -63,13 +65,44 @@ def compile_train_step(
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))
     with sharding_rules(layout.mesh):
-        return jitted.lower(abstract, layout.abstract_batch(), key).compile()
+        return jitted.lower(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
 
 
-def compile_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: Layout) -> Any:
-    """Compile `(state, batch) -> (loss_sum, token_count, last_meta)`."""
+def lower_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: Layout) -> jax.stages.Lowered:
+    """Lower `(state, batch) -> (loss_sum, token_count, last_meta)`."""
     with sharding_rules(layout.mesh):
-        return jax.jit(val_step).lower(abstract, layout.abstract_batch()).compile()
+        return jax.jit(val_step).lower(abstract, layout.abstract_batch())
+
+
+def program_digest(lowered: jax.stages.Lowered) -> str:
+    """What tells programs apart: a digest of the StableHLO that the compiler is given."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a compiled program needs on each device, in bytes, by its own figures."""
+
+    arguments: int
+    outputs: int  # those that do not take the place of arguments
+    temporaries: int
+    code: int
+
+    @property
+    def needed(self) -> int:
+        """All of it but the code, which the device's own limit leaves out."""
+        return self.arguments + self.outputs + self.temporaries
+
+
+def memory_of(compiled: Any) -> Memory:
+    """The figures of a compiled program."""
+    found = compiled.memory_analysis()
+    return Memory(
+        found.argument_size_in_bytes,
+        found.output_size_in_bytes - found.alias_size_in_bytes,
+        found.temp_size_in_bytes,
+        found.generated_code_size_in_bytes,
+    )
 
 
 def compile_to_fit(compile_step: Callable[[int], Any], sizes: list[int], limit_bytes: int) -> Any:
@@ -79,17 +112,32 @@ def compile_to_fit(compile_step: Callable[[int], Any], sizes: list[int], limit_b
     `InvalidError` with the numbers if the smallest does not fit.
     """
     while True:
-        compiled = compile_step(sizes[0])
-        analysis = compiled.memory_analysis()
-        resident_bytes = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        needed_bytes = resident_bytes + analysis.temp_size_in_bytes
-        if needed_bytes <= limit_bytes:
-            return compiled
+        try:
+            compiled = compile_step(sizes[0])
+        except jax.errors.JaxRuntimeError as error:
+            temporaries = _refused_temporaries(str(error))
+            if temporaries is None:
+                raise
+            resident_bytes = 0  # a compiler that refuses says only what it was short of
+        else:
+            memory = memory_of(compiled)
+            if memory.needed <= limit_bytes:
+                return compiled
+            temporaries, resident_bytes = memory.temporaries, memory.needed - memory.temporaries
         if len(sizes) == 1:
+            needed = f"needs {(resident_bytes + temporaries) / 2**30:.2f} GiB on each device"
             raise InvalidError(
-                f"a step with {sizes[0]} example(s) a device needs {needed_bytes / 2**30:.2f} GiB on each device and "
-                f"{limit_bytes / 2**30:.2f} GiB are there; use a smaller micro_batch_examples, more devices, or a "
+                f"a step with {sizes[0]} example(s) a device {needed}{'' if resident_bytes else ', the state aside,'} "
+                f"and {limit_bytes / 2**30:.2f} GiB are there; use a smaller micro_batch_examples, more devices, or a "
                 "larger fsdp or tensor axis"
             )
-        share = max(limit_bytes - resident_bytes, 0) / analysis.temp_size_in_bytes
+        share = max(limit_bytes - resident_bytes, 0) / temporaries
         sizes = [size for size in sizes[1:] if size <= sizes[0] * share] or sizes[-1:]
+
+
+def _refused_temporaries(message: str) -> int | None:
+    """Bytes that a program would have needed which its compiler refused; None if it refused for another reason."""
+    if not message.startswith("RESOURCE_EXHAUSTED"):
+        return None
+    found = re.search(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGT]?)", message)
+    return None if found is None else int(float(found[1]) * 2 ** (10 * " KMGT".index(found[2] or " ")))

@@ -36,6 +36,14 @@ class Flops:
     formula: str  # how `per_token` comes about, with its terms and their values
 
 
+@dataclass(frozen=True)
+class Sizing:
+    """What a token costs besides FLOPs, for a search that cannot compile every way to run a job."""
+
+    activation_bytes_per_token: float = 0.0  # that the backward pass finds kept, on a device that holds all of a layer
+    tensor_bytes_per_token: float = 0.0  # of the arrays that tensor parallelism reduces, forward and backward
+
+
 def transformer_flops(
     *,
     layers: int,

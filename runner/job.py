@@ -153,12 +153,12 @@ class RestoreableJob:
             self._live()
 
     def _live(self) -> None:
-        if self.hosts.main_first(self._probe_and_ask_if_done):
+        if self.hosts.main_first(self.probe_and_ask_if_done):
             self.say(f"{self.spec.name}: done, nothing to do")
             return
         with self.progress.during("set-up"):
             self.setup()
-            self.hosts.main_first(self._guard_checkpoints)
+            self.hosts.main_first(self.guard_checkpoints)
             self.begin()
         started = time.monotonic()
         with self.progress.during("compile"):
@@ -217,7 +217,7 @@ class RestoreableJob:
         """Let what is still on its way to a bucket arrive, if the bucket is up."""
         self.uplink.drain(_DRAIN_SECONDS)
 
-    def _probe_and_ask_if_done(self) -> bool:
+    def probe_and_ask_if_done(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
         try:
             if self.store.root is None:
@@ -246,7 +246,7 @@ class RestoreableJob:
             )
         self._compare(owner.get("identity", {}), trajectory(self.spec, self.config), "this directory's job")
 
-    def _guard_checkpoints(self) -> None:
+    def guard_checkpoints(self) -> None:
         """Refuse to continue checkpoints of another trajectory. Main host only."""
         manifest = newest_manifest(self.store)
         if manifest is not None:

@@ -83,15 +83,22 @@ def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwa
 
 def make_state(model: nn.Module, key: jax.Array, tx: Any, *args: Any, **kwargs: Any) -> TrainState:
     """The state at step 0."""
-    params = nn.unbox(model.init(key, *args, **kwargs))["params"]
+    return state_of(model, nn.unbox(model.init(key, *args, **kwargs))["params"], tx)
+
+
+def state_of(model: nn.Module, params: Any, tx: Any) -> TrainState:
+    """The state at step 0 with these parameters."""
     return TrainState(
         step=jnp.zeros((), jnp.int32), apply_fn=model.apply, params=params, tx=tx, opt_state=tx.init(params)
     )
 
 
-def abstract_state(make: Any, key: jax.Array, param_shardings: Any, mesh: Mesh) -> TrainState:
-    """Shape, dtype and sharding of every leaf of `make(key)`: moments lie like their parameter, by name and shape."""
-    shapes = jax.eval_shape(make, key)
+def abstract_state(make: Any, argument: Any, param_shardings: Any, mesh: Mesh) -> TrainState:
+    """Shape, dtype and sharding of every leaf of `make(argument)`: moments lie like their parameter, by name and shape.
+
+    Nothing is computed: `argument` may be abstract.
+    """
+    shapes = jax.eval_shape(make, argument)
     params, _ = jax.tree_util.tree_flatten_with_path(shapes.params)
     known = {
         (_keys(path), leaf.shape): sharding

@@ -4,11 +4,14 @@ Axes: `data` shards only the batch; `fsdp` shards the batch, the parameters and 
 single matrices. Knows nothing of models beyond the names of their logical axes.
 """
 
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from runner.errors import InvalidError
@@ -53,10 +56,34 @@ def does_mesh_fit(mesh: MeshSpec, num_devices: int) -> bool:
     return True
 
 
-def make_mesh(sizes: dict[str, int]) -> Mesh:
-    """The mesh over all devices of the job, in an order that suits their interconnect. Called on every host."""
+def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over all devices of the job, by default those at hand, in an order that suits their interconnect.
+
+    Slices, which only a slow network joins, are told apart by the first axes that their number divides: `data` if it
+    can be. Raises `InvalidError` if no axes can. Called on every host.
+    """
+    devices = jax.devices() if devices is None else devices
     shape = tuple(sizes[axis] for axis in AXES)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if num_slices == 1:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        outer = over_slices(sizes, num_slices)
+        inner = [size // cut for size, cut in zip(shape, outer, strict=True)]
+        grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def over_slices(sizes: dict[str, int], num_slices: int) -> list[int]:
+    """By what each axis is cut over slices. Raises `InvalidError` if the axes do not make up their number."""
+    left, outer = num_slices, []
+    for axis in AXES:
+        outer.append(math.gcd(left, sizes[axis]))
+        left //= outer[-1]
+    if left > 1:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise InvalidError(f"{mesh} cannot be laid over {num_slices} slices; make data a multiple of {num_slices}")
+    return outer
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -7,7 +7,7 @@ evaluation. Everything is called on every host.
 import contextlib
 import importlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
@@ -22,11 +22,11 @@ from runner import state as train_state
 from runner import step as pure
 from runner.accelerators import parse_accelerator
 from runner.cadence import is_due, tokens_at
-from runner.compilation import Layout, compile_to_fit, compile_train_step, compile_val_step
+from runner.compilation import Layout, compile_to_fit, lower_train_step, lower_val_step, program_digest
 from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, check_vocabulary, global_batch, is_available, load_dataset
 from runner.errors import DataError, InvalidError
-from runner.flops import Flops, counted_flops
+from runner.flops import Flops, Sizing, counted_flops
 from runner.job import RestoreableJob
 from runner.loss import cross_entropy_sum
 from runner.manifest import newest_manifest
@@ -108,6 +108,14 @@ class BaseTrainer(RestoreableJob):
 
         return counted_flops(loss, params, batch, num_tokens=length, platform="cpu")
 
+    def sizing(self) -> Sizing:
+        """What a token keeps and sends, by formula; by default nothing is known."""
+        return Sizing()
+
+    def search_space(self) -> dict[str, tuple[Any, ...]]:
+        """What `plan --search` may vary besides mesh and micro-batch: values by dotted key. Nothing by default."""
+        return {}
+
     def evaluator(self) -> float | None:
         """Validation loss, the mean over the real target tokens of `eval.batches` batches; None if asked to stop."""
         loss_sum, token_count = jnp.float32(0), jnp.float32(0)
@@ -166,16 +174,19 @@ class BaseTrainer(RestoreableJob):
     def setup(self) -> None:
         """Check the devices, the mesh, the batch and the data against the spec."""
         self._check_accelerator()
+        self.lay_out(jax.devices())
+        self.dataset: Dataset = self.load_data()
+        self.vocabulary_size = self.check_vocabulary()
+        self.shape_state()
+
+    def lay_out(self, devices: Sequence[jax.Device]) -> None:
+        """Lay the mesh over these devices, and the batch over the mesh."""
         try:
-            sizes = mesh_sizes(self.topology.mesh, jax.device_count())
+            self.mesh: Mesh = make_mesh(mesh_sizes(self.topology.mesh, len(devices)), devices)
         except InvalidError as error:
             raise self.document.error("topology.mesh", str(error)) from error
-        self.mesh: Mesh = make_mesh(sizes)
         self.key = jax.random.key(self.spec.seed)
-        self._micro_batch_sizes()
-        self.dataset: Dataset = self._load_data()
-        self.vocabulary_size = self._check_vocabulary()
-        self._shape_state()
+        self.micro_batch_sizes()
 
     def begin(self) -> None:
         """Claim the next attempt, and open its metrics."""
@@ -217,7 +228,7 @@ class BaseTrainer(RestoreableJob):
         }
         return [shlex.quote(option) for option, is_needed in options.items() if is_needed]
 
-    def _micro_batch_sizes(self) -> list[int]:
+    def micro_batch_sizes(self) -> list[int]:
         """Every micro-batch per device that divides its share of the global batch, largest first."""
         train = self.config.train
         try:
@@ -227,7 +238,8 @@ class BaseTrainer(RestoreableJob):
         except InvalidError as error:
             raise self.document.error("config.train", str(error)) from error
 
-    def _load_data(self) -> Dataset:
+    def load_data(self) -> Dataset:
+        """The tokens that the spec names, the same on every host."""
         try:
             dataset = load_dataset(self.config.data, seed=self.spec.seed)
         except DataError as error:
@@ -238,13 +250,14 @@ class BaseTrainer(RestoreableJob):
             raise DataError(f"{self.config.data.source}: processes {different} read other data than process 0")
         return dataset
 
-    def _check_vocabulary(self) -> int:
+    def check_vocabulary(self) -> int:
+        """The size of the vocabulary, which must hold every token of the data."""
         given = getattr(self.config.model, "vocabulary_size", "auto")
         size = self.dataset.vocabulary_size if given == "auto" else int(given)
         check_vocabulary(self.dataset, size)
         return size
 
-    def _shape_state(self) -> None:
+    def shape_state(self) -> None:
         """Abstract state, shardings, optimizer and schedule. Allocates nothing."""
         model = self.model()
         tokens_BxT = jnp.zeros((1, self.config.data.sequence_length), jnp.int32)
@@ -257,7 +270,10 @@ class BaseTrainer(RestoreableJob):
 
         self._make_state = make
         shardings = train_state.variable_shardings(boxed, self.mesh)
-        self._abstract_state = train_state.abstract_state(make, self.key, shardings, self.mesh)
+        # From the parameters' shapes and not from the key, so that the model is not traced again.
+        self._abstract_state = train_state.abstract_state(
+            lambda params: train_state.state_of(model, params, optimizer), nn.unbox(boxed), shardings, self.mesh
+        )
 
     def _make_schedule(self) -> optax.Schedule:
         schedule, config = self.schedule(), self.config
@@ -293,16 +309,28 @@ class BaseTrainer(RestoreableJob):
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures; begin to compile the other."""
-        sizes = self._micro_batch_sizes()
+        self.compile_train(self.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE)))
+        if self.hosts.is_main:
+            examples = self.layout.micro_batch_examples
+            self.ledger.append("compile", None, program=self.program, micro_batch_examples=examples)
+        compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
+        self._compiled_val = compiler.submit(self.compile_val)
+        compiler.shutdown(wait=False)
+
+    def compile_train(self, limit_bytes: int) -> None:
+        """Compile `train_step` with the largest micro-batch that fits into `limit_bytes` of each device."""
+        sizes = self.micro_batch_sizes()
         known = self._known_micro_batch() if len(sizes) > 1 else None
-        limit_bytes = self.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
         try:
-            self.compiled_train = compile_to_fit(self._compile_train, [known] if known in sizes else sizes, limit_bytes)
+            self.compiled_train = compile_to_fit(
+                self.compile_micro_batch, [known] if known in sizes else sizes, limit_bytes
+            )
         except InvalidError as error:
             raise self.document.error("topology", str(error)) from error
-        compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
-        self._compiled_val = compiler.submit(compile_val_step, self.val_step, self._abstract_state, self.layout)
-        compiler.shutdown(wait=False)
+
+    def compile_val(self) -> Any:
+        """Compile `val_step`."""
+        return lower_val_step(self.val_step, self._abstract_state, self.layout).compile()
 
     @property
     def compiled_val(self) -> Any:
@@ -320,16 +348,19 @@ class BaseTrainer(RestoreableJob):
     def _hardware(self) -> dict[str, Any]:
         return {
             "mesh": {axis: int(size) for axis, size in self.mesh.shape.items()},
-            "device_kind": jax.devices()[0].device_kind,
+            "device_kind": self.mesh.devices.flat[0].device_kind,
             "processes": self.hosts.num_processes,
         }
 
-    def _compile_train(self, micro_batch_examples: int) -> Any:
+    def compile_micro_batch(self, micro_batch_examples: int) -> Any:
+        """Compile `train_step` for so many examples on a device at once, and make that the layout."""
         config = self.config
         self.layout = Layout(
             self.mesh, config.train.global_batch_examples, micro_batch_examples, config.data.sequence_length
         )
-        return compile_train_step(self.train_step, self._schedule, self._abstract_state, self.key, self.layout)
+        lowered = lower_train_step(self.train_step, self._schedule, self._abstract_state, self.key, self.layout)
+        self.program = program_digest(lowered)
+        return lowered.compile()
 
     # Metrics.
 

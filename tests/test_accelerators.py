@@ -76,3 +76,18 @@ def test_a_slice_has_as_many_chips_as_its_shape():
 def test_a_slice_that_does_not_exist_is_refused_with_those_that_do(text):
     with pytest.raises(InvalidError, match=r"has no slice of \d+ chips; slices: (v5e-1, |v5p-4, |none)"):
         _ = parse_accelerator(text).shape
+
+
+def test_every_chip_but_the_cpu_has_its_peak_figures_and_every_tpu_its_names():
+    for name, chip in CHIPS.items():
+        assert (chip.speeds is None) == (name == "cpu")
+        if chip.speeds is not None:
+            assert chip.speeds.flops_per_second > chip.speeds.hbm_bytes_per_second > 0
+            assert chip.speeds.interconnect_bytes_per_second > chip.speeds.network_bytes_per_second > 0
+        assert chip.is_tpu == (chip.libtpu_name is not None)
+        assert chip.slice_sizes == sorted(set(chip.slice_sizes))
+
+
+@pytest.mark.parametrize("text", ["v5e-16", "2xv5e-256", "h200-8", "cpu"])
+def test_an_accelerator_is_written_as_it_is_read(text):
+    assert str(parse_accelerator(text)) == text

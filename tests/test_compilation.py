@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from runner.compilation import Layout, compile_to_fit
@@ -26,6 +27,7 @@ class Compiler:
             output_size_in_bytes=RESIDENT,
             alias_size_in_bytes=RESIDENT,
             temp_size_in_bytes=size * PER_EXAMPLE,
+            generated_code_size_in_bytes=0,
         )
         return SimpleNamespace(size=size, memory_analysis=lambda: figures)
 
@@ -39,6 +41,43 @@ def test_the_largest_that_fits_is_found_with_few_compilations(limit_gib, chosen,
     compiled = compile_to_fit(compiler, [12, 6, 4, 3, 2, 1], int(limit_gib * GIB))
     assert compiled.size == chosen
     assert compiler.tried == tried
+
+
+class RefusingCompiler(Compiler):
+    """One that, like a TPU's, refuses what is too large."""
+
+    def __init__(self, limit_gib, message):
+        super().__init__()
+        self._limit_gib, self._message = limit_gib, message
+
+    def __call__(self, size):
+        if 4 + size > self._limit_gib:
+            self.tried.append(size)
+            raise jax.errors.JaxRuntimeError(self._message.format(size))
+        return super().__call__(size)
+
+
+REFUSALS = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries ({}.00G) exceeds "
+    "available HBM (15.75G).",
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used {}.00G of 15.75G hbm. Exceeded hbm capacity.",
+)
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_a_compiler_that_refuses_what_is_too_large_is_asked_for_less(message):
+    compiler = RefusingCompiler(8, message)
+    assert compile_to_fit(compiler, [12, 6, 4, 3, 2, 1], 8 * GIB).size == 4
+    assert compiler.tried == [12, 6, 4]
+    with pytest.raises(
+        InvalidError, match=r"1 example\(s\) a device needs 1.00 GiB on each device, the state aside, and"
+    ):
+        compile_to_fit(RefusingCompiler(4, message), [2, 1], 4 * GIB)
+
+
+def test_what_a_compiler_refuses_for_another_reason_is_no_matter_of_size():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_to_fit(RefusingCompiler(4, "INTERNAL: a bug"), [2, 1], 4 * GIB)
 
 
 @pytest.mark.parametrize("limit_gib", [4.5, 3, 0])

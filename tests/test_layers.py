@@ -58,7 +58,7 @@ def test_a_module_imports_only_from_those_above_it(path):
     assert layers_imported(path) <= set(ORDER[: ORDER.index(layer)]) | own_package
 
 
-@pytest.mark.parametrize("package", ["spec", "data", "storage", "checkpoint", "hlo"])
+@pytest.mark.parametrize("package", ["spec", "data", "storage", "checkpoint", "hlo", "plan"])
 def test_the_modules_of_a_package_import_only_from_those_above_them(package):
     directory = ROOT / "runner" / package
     order = re.findall(

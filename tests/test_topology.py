@@ -1,6 +1,7 @@
 """From a spec's topology to a mesh, and the arithmetic of batches over it."""
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -15,6 +16,7 @@ from runner.topology import (
     mesh_sizes,
     micro_batch_sizes,
     num_batch_shards,
+    over_slices,
 )
 
 
@@ -48,6 +50,33 @@ def test_a_mesh_that_does_not_use_exactly_the_devices_is_refused_with_the_number
     with pytest.raises(InvalidError, match=message):
         mesh_sizes(Mesh(**mesh), devices)
     assert not does_mesh_fit(Mesh(**mesh), devices)
+
+
+class FakeDevice:
+    """One of 2 x 4 devices in 2 slices."""
+
+    platform = device_kind = "fake"
+
+    def __init__(self, index: int):
+        self.id, self.process_index, self.slice_index = index, index // 4, index // 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "across"),
+    [((2, 4, 1), "data"), ((8, 1, 1), "data"), ((4, 1, 2), "data"), ((1, 8, 1), "fsdp"), ((1, 4, 2), "fsdp")],
+)
+def test_slices_are_told_apart_by_the_first_axis_that_can(sizes, across):
+    grid = make_mesh(dict(zip(AXES, sizes, strict=True)), [FakeDevice(index) for index in range(8)]).devices
+    halves = np.split(grid, 2, axis=AXES.index(across))
+    assert [{device.slice_index for device in half.flat} for half in halves] == [{0}, {1}]
+
+
+def test_a_mesh_that_cannot_be_laid_over_slices_is_refused():
+    assert over_slices({"data": 2, "fsdp": 6, "tensor": 1}, 4) == [2, 2, 1]
+    with pytest.raises(
+        InvalidError, match="data 3 x fsdp 2 x tensor 1 cannot be laid over 4 slices; make data a multi"
+    ):
+        over_slices({"data": 3, "fsdp": 2, "tensor": 1}, 4)
 
 
 def test_the_mesh_has_every_device_once_and_shards_the_batch_over_data_and_fsdp():

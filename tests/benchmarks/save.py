@@ -5,7 +5,7 @@ synchronously, with nothing else. Printed: the extra wall time of the loop over 
 time that the loop was blocked, the time to durable, and the peak of memory of all windows over that of windows before
 the first save.
 
-    python -m tests.benchmarks.save [--rounds 3] [--steps 6]
+    python -m tests.benchmarks.save [--rounds 9] [--steps 6]
 """
 
 import argparse
@@ -53,7 +53,7 @@ def peak_bytes() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=6)
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

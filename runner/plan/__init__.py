@@ -1,0 +1,17 @@
+"""`python -m runner plan`: what a job would do on hardware that is not here, before anything is queued.
+
+The map, in layers; a module imports only from those above it.
+
+- `figure`    one number with its unit and basis; a table for people, JSON for scripts
+- `machine`   the devices of a topology: libtpu's own, or CPU devices that stand in for them
+- `checks`    everything that can be wrong, found and listed at once
+- `estimate`  arithmetic on the chips' peak figures: rooflines, traffic
+- `program`   the compiled steps' own figures: memory, collectives
+- `report`    the sections of a plan
+- `search`    meshes x micro-batches x what the job declares, ranked by predicted step time
+- `command`   the command
+"""
+
+from runner.plan.command import Request, plan
+
+__all__ = ["Request", "plan"]

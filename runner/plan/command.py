@@ -1,0 +1,198 @@
+"""The command: check, compile, report; exit 0 when the job would run, 2 when not."""
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import yaml
+
+from runner.accelerators import Accelerator, parse_accelerator
+from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
+from runner.hlo import largest_arrays
+from runner.job import RestoreableJob
+from runner.plan import checks, report
+from runner.plan.checks import Findings
+from runner.plan.figure import Section, amount, as_json, as_lines
+from runner.plan.machine import Machine, open_machine
+from runner.plan.program import Program, compile_job
+from runner.plan.search import Compiled, Search, smallest_slice
+from runner.spec import Document, load_document
+from runner.trainer import BaseTrainer
+
+_NUM_LARGEST = 5
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    spec: str
+    overrides: tuple[str, ...] = ()
+    as_json: bool = False
+    is_search: bool = False
+    hours: float | None = None  # in which the run must end: choose the chips too
+
+
+def plan(request: Request) -> int:
+    """Print the plan of a spec; the exit code."""
+    if request.is_search or request.hours is not None:
+        return _search(request)
+    findings = Findings()
+    document = load_document(request.spec, request.overrides)
+    machine = _open_machine(document, findings)
+    job = checks.open_job(document, findings)
+    sections = [] if job is None else _sections(job, machine, findings)
+    if request.as_json:
+        content = {"problems": findings.problems, "warnings": findings.warnings, "plan": as_json(sections)}
+        print(json.dumps(content, indent=2))
+    else:
+        lines = as_lines(sections) if sections else []
+        lines += ["", *(f"warning: {line}" for line in findings.warnings)] if findings.warnings else []
+        lines += ["", *(f"problem: {line}" for line in findings.problems)] if findings.problems else []
+        lines += ["", "would not run" if findings.problems else "would run"]
+        print("\n".join(lines).lstrip("\n"))
+    return EXIT_INVALID if findings.problems else EXIT_DONE
+
+
+def _open_machine(document: Document, findings: Findings) -> Machine | None:
+    topology = document.data.get("topology")
+    text = topology.get("accelerator", "any") if isinstance(topology, dict) else "any"
+    if not isinstance(text, str):
+        return None  # the spec's own check says so
+    with findings.collect():
+        try:
+            accelerator: Accelerator | None = parse_accelerator(text)
+            return open_machine(accelerator)
+        except InvalidError as error:
+            raise document.error("topology.accelerator", str(error)) from error
+    return None
+
+
+def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) -> list[Section]:
+    sections = []
+    if machine is not None:
+        sections.append(report.job_section(job, machine))
+    if isinstance(job, BaseTrainer):
+        sections.append(checks.check_data(job, findings))
+    else:
+        with findings.collect():
+            job.setup()
+    sections.append(checks.check_directory(job, findings))
+    if machine is None:
+        return sections
+    step_seconds = program = None
+    if isinstance(job, BaseTrainer):
+        is_laid_out = False
+        with findings.collect():
+            job.lay_out(machine.devices)
+            is_laid_out = hasattr(job, "vocabulary_size")
+        if not is_laid_out:
+            return sections
+        job.shape_state()
+        program = _compile(job, machine, findings, sections)
+        if program is not None:
+            compiled, step_seconds = _compiled_sections(job, program, machine)
+            sections += compiled
+    else:
+        sections.append(report.state_section(job))
+    checkpoint, save_seconds = report.checkpoint_section(job, machine, step_seconds)
+    sections.append(checkpoint)
+    checks.check_grace(job, save_seconds, "assumed", findings)
+    if program is not None:
+        sections.append(report.compile_section(program))
+    return sections
+
+
+def _compile(job: BaseTrainer, machine: Machine, findings: Findings, sections: list[Section]) -> Program | None:
+    """The compiled steps; None if they do not fit, with what would fill the memory."""
+    with findings.collect():
+        try:
+            return compile_job(job, machine)
+        except InvalidError:
+            sections.append(report.state_section(job))
+            sections.append(_largest_section(job, machine))
+            raise
+    return None
+
+
+def _largest_section(job: BaseTrainer, machine: Machine) -> Section:
+    """The largest arrays of the smallest step, which does not fit. What libtpu refuses, the stand-ins compile."""
+    section = Section("largest arrays of a device")
+    smallest = job.micro_batch_sizes()[-1]
+    try:
+        compiled = job.compile_micro_batch(smallest)
+    except jax.errors.JaxRuntimeError:
+        job.lay_out(machine.stand_ins)
+        job.shape_state()
+        compiled = job.compile_micro_batch(smallest)
+    for buffer in largest_arrays(compiled.as_text(), _NUM_LARGEST):
+        section.add(buffer.shape, buffer.bytes, "bytes", "compiled", buffer.op_name)
+    return section
+
+
+def _compiled_sections(job: BaseTrainer, program: Program, machine: Machine) -> tuple[list[Section], float | None]:
+    roofline, times = report.roofline_section(job, program, machine)
+    sections = [
+        report.batch_section(job),
+        report.state_section(job),
+        report.memory_section(program, machine),
+        report.flops_section(job),
+        report.collectives_section(job, program),
+        roofline,
+    ]
+    return sections, None if times is None else times.step_seconds
+
+
+def _search(request: Request) -> int:
+    """Rank the ways to run the job on the chips that the spec names, or on the fewest that end it in time."""
+    search = Search(request.spec, request.overrides)
+    topology = search.open_job([]).topology
+    accelerator = parse_accelerator(topology.accelerator)
+    if accelerator is None or accelerator.chip.speeds is None:
+        raise search.document([]).error(
+            "topology.accelerator", f"got {topology.accelerator}, needs chips to search for"
+        )
+    if request.hours is None:
+        machine = open_machine(accelerator)
+        candidates = search.candidates(search.models(), accelerator, machine.hbm_bytes)
+    else:
+        accelerator, candidates = smallest_slice(search, accelerator, request.hours)
+        machine = open_machine(accelerator)
+    found, dropped = search.compile_best(candidates, machine)
+    if request.as_json:
+        print(json.dumps([_as_json(compiled, accelerator) for compiled in found], indent=2))
+    else:
+        print("\n".join(_search_lines(found, dropped, len(candidates), accelerator, machine)))
+    return EXIT_DONE if found else EXIT_INVALID
+
+
+def _search_lines(
+    found: list[Compiled], dropped: list[str], num_candidates: int, accelerator: Accelerator, machine: Machine
+) -> list[str]:
+    lines = [f"{accelerator}: {num_candidates} ways fit by arithmetic; compiled by {machine.compiler}:"]
+    for number, compiled in enumerate(found, 1):
+        step, bound = amount(compiled.times.step_seconds, "seconds"), compiled.times.bound
+        needed = amount(compiled.program.memory.needed, "bytes")
+        settings = " ".join(compiled.candidate.overrides)
+        lines.append(f"  {number}. lowest step time {step} ({bound}), {needed} a device: {settings}")
+    lines += [f"  does not fit: {line}" for line in dropped]
+    if not found:
+        return [*lines, "", "nothing fits: more chips, or a smaller global batch, model or sequence"]
+    tree: dict[str, Any] = {"topology": {"accelerator": str(accelerator)}}
+    for key, value in found[0].candidate.settings.items():
+        *parents, last = key.split(".")
+        functools.reduce(lambda branch, name: branch.setdefault(name, {}), parents, tree)[last] = value
+    return [*lines, "", "the first, for the spec:", "", yaml.safe_dump(tree, sort_keys=False).rstrip()]
+
+
+def _as_json(compiled: Compiled, accelerator: Accelerator) -> dict[str, Any]:
+    return {
+        "settings": {"topology.accelerator": str(accelerator), **compiled.candidate.settings},
+        "lowest_step_seconds": compiled.times.step_seconds,
+        "bound": compiled.times.bound,
+        "needed_bytes": compiled.program.memory.needed,
+        "predicted_step_seconds": compiled.candidate.times.step_seconds,
+        "predicted_bytes": compiled.candidate.needed_bytes,
+    }

@@ -1,0 +1,138 @@
+"""The devices that a job is sized for, without having them: libtpu's own, or CPU devices that stand in for them.
+
+libtpu compiles for any TPU topology on any machine. Without it, and for GPUs, the same program is partitioned for as
+many faked CPU devices: the sharding and the collectives are those of the mesh, the temporaries are the CPU compiler's.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from runner.accelerators import Accelerator
+from runner.errors import InvalidError
+from runner.topology import device_memory_bytes
+
+# What libtpu would otherwise ask of a TPU host that is not there, and how much it says.
+_WITHOUT_A_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+_FAKED_BY_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices to compile for, and what they stand for.
+
+    Attributes:
+        devices: in jax's order.
+        stand_ins: as many CPU devices, the same ones where they are faked.
+        accelerator: None where they are simply those at hand.
+        compiler: what compiles for them, for a person.
+        is_faked: whether they stand in for others.
+        hbm_bytes: memory of one device.
+    """
+
+    devices: Sequence[jax.Device]
+    stand_ins: Sequence[jax.Device]
+    accelerator: Accelerator | None
+    compiler: str
+    is_faked: bool
+    hbm_bytes: int
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the job."""
+        found = self.accelerator
+        return 1 if found is None else found.hosts_per_slice * found.num_slices
+
+    @property
+    def devices_per_domain(self) -> int:
+        """Devices that the fast interconnect joins: those of a slice, or of a GPU node."""
+        found = self.accelerator
+        if found is None or found.num_chips is None:
+            return len(self.devices)
+        chips = found.num_chips if found.chip.is_tpu else min(found.num_chips, found.chip.chips_per_host or 1)
+        return chips * found.chip.devices_per_chip
+
+
+def is_libtpu_here() -> bool:
+    """Whether libtpu is installed."""
+    found = importlib.util.find_spec("libtpu")
+    return found is not None and found.loader is not None
+
+
+def open_machine(accelerator: Accelerator | None) -> Machine:
+    """The devices of `accelerator`; those at hand if it is None, or a CPU without a number.
+
+    To be called before jax has started a backend. Raises `InvalidError` if there is no such topology, or libtpu cannot
+    answer.
+    """
+    if accelerator is None or (accelerator.name == "cpu" and accelerator.num_chips is None):
+        devices = jax.devices()
+        return Machine(devices, devices, accelerator, f"XLA for {devices[0].device_kind}", False, device_memory_bytes())
+    if accelerator.num_devices is None:
+        raise InvalidError(f"{accelerator.name}: how many? needs a number, such as {accelerator.name}-8")
+    jax.config.update("jax_platforms", "cpu")
+    shape = accelerator.shape if accelerator.chip.is_tpu else ""  # refuses what is no slice
+    stand_ins = _fake_devices(accelerator.num_devices)
+    if shape and is_libtpu_here():
+        return _libtpu_machine(accelerator, shape, stand_ins)
+    is_cpu = accelerator.name == "cpu"
+    why = ", since libtpu is not installed (extra tpu-plan)" if accelerator.chip.is_tpu else ""
+    compiler = "XLA for CPU" if is_cpu else f"XLA for {len(stand_ins)} faked CPU devices{why}"
+    return Machine(stand_ins, stand_ins, accelerator, compiler, not is_cpu, _memory_of(accelerator))
+
+
+def _libtpu_machine(accelerator: Accelerator, shape: str, stand_ins: Sequence[jax.Device]) -> Machine:
+    for name, value in _WITHOUT_A_TPU.items():
+        os.environ.setdefault(name, value)
+    chip = accelerator.chip
+    options: dict[str, Any] = {}
+    if chip.libtpu_name == "v4":  # jax runs its two cores as one device
+        options["chip_config_name"] = "megacore"
+    if accelerator.num_chips == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    if accelerator.num_slices > 1:
+        options["num_slices"] = accelerator.num_slices
+    name = f"{chip.libtpu_name}:{shape}"
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    except (jax.errors.JaxRuntimeError, RuntimeError, AttributeError) as error:
+        raise InvalidError(_why_libtpu_refuses(name, str(error))) from error
+    version = importlib.metadata.version("libtpu")
+    return Machine(devices, stand_ins, accelerator, f"libtpu {version}", False, _memory_of(accelerator))
+
+
+def _why_libtpu_refuses(name: str, message: str) -> str:
+    line = message.split("\n", 1)[0][:300]
+    needed = [text for text in importlib.metadata.requires("jax") or () if text.startswith("libtpu")]
+    needed_version = needed[0].partition(";")[0].strip() if needed else "the libtpu of jax[tpu]"
+    if "lockfile" in message or "already in use" in message:
+        return f"another process holds libtpu ({line}); wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1"
+    return (
+        f"libtpu {importlib.metadata.version('libtpu')} cannot compile for {name}: {line}; "
+        f"jax {jax.__version__} needs {needed_version}"
+    )
+
+
+def _fake_devices(number: int) -> Sequence[jax.Device]:
+    os.environ["XLA_FLAGS"] = _FAKED_BY_FLAG.sub("", os.environ.get("XLA_FLAGS", ""))
+    jax.config.update("jax_num_cpu_devices", number)
+    return jax.devices("cpu")
+
+
+def _memory_of(accelerator: Accelerator) -> int:
+    speeds = accelerator.chip.speeds
+    return device_memory_bytes() if speeds is None else speeds.hbm_bytes // accelerator.chip.devices_per_chip

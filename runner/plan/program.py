@@ -1,0 +1,82 @@
+"""What a job's compiled steps say of themselves: memory, collectives, how long the compiler took."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from runner.compilation import Memory, memory_of
+from runner.hlo import Collective, collectives
+from runner.plan.estimate import split_over_domains
+from runner.plan.machine import Machine
+from runner.topology import AXES, over_slices
+from runner.trainer import MEMORY_SHARE, BaseTrainer
+
+
+@dataclass(frozen=True)
+class Program:
+    """The compiled steps of a job on one machine."""
+
+    memory: Memory
+    collectives: tuple[Collective, ...]
+    digest: str
+    compile_seconds: float
+    val_compile_seconds: float | None
+    interconnect_bytes: float  # sent by one device in a step
+    network_bytes: float
+
+
+def compile_job(job: BaseTrainer, machine: Machine, *, with_val: bool = True) -> Program:
+    """Compile what the job would run, laid out over the machine. Allocates no parameter.
+
+    Raises `InvalidError` with the numbers if it does not fit.
+    """
+    started = time.monotonic()
+    job.compile_train(int(machine.hbm_bytes * MEMORY_SHARE))
+    compile_seconds, started = time.monotonic() - started, time.monotonic()
+    if with_val:
+        job.compile_val()
+    sizes = {axis: int(size) for axis, size in job.mesh.shape.items()}
+    found = tuple(collectives(job.compiled_train.as_text(), sizes))
+    interconnect, network = sent_bytes(found, sizes, machine)
+    val_seconds = time.monotonic() - started if with_val else None
+    memory = memory_of(job.compiled_train)
+    return Program(memory, found, job.program, compile_seconds, val_seconds, interconnect, network)
+
+
+def sent_bytes(found: Iterable[Collective], sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:
+    """Bytes that one device sends in a step over the fast interconnect, and over the network between domains.
+
+    libtpu compiles the program of one slice, in which collectives between slices stand apart. Elsewhere one program
+    spans all domains, and each collective is split by arithmetic.
+    """
+    num_domains = max(1, len(machine.devices) // machine.devices_per_domain) if machine.is_faked else 1
+    over_domains = dict(zip(AXES, over_slices(dict(sizes), num_domains), strict=True))
+    interconnect = network = 0.0
+    for collective in found:
+        if collective.is_between_slices:
+            network += collective.count * collective.sent_bytes_per_device
+        elif num_domains == 1 or collective.kind == "collective-permute":
+            interconnect += collective.count * collective.sent_bytes_per_device
+        else:
+            rounds = 2 if collective.kind == "all-reduce" else 1
+            inside, across = split_over_domains(sizes, over_domains, collective.axes, rounds, collective.bytes)
+            interconnect += collective.count * inside
+            network += collective.count * across
+    return interconnect, network
+
+
+def bytes_on_a_device(tree: Any) -> int:
+    """Bytes of the part that one device holds of abstract arrays with shardings."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        total += jax.ShapeDtypeStruct(shape, leaf.dtype).size * leaf.dtype.itemsize
+    return total
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of abstract arrays, once."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,176 @@
+"""The sections of a plan: what the job is, what it costs in memory, time and traffic, and what each number rests on."""
+
+import jax
+
+from runner.cadence import best_interval_seconds, tokens_at
+from runner.job import RestoreableJob
+from runner.plan import estimate
+from runner.plan.estimate import DURABLE_BYTES_PER_SECOND, STALL_BYTES_PER_SECOND, Roofline, Work
+from runner.plan.figure import Section, amount
+from runner.plan.machine import Machine
+from runner.plan.program import Program, bytes_of, bytes_on_a_device
+from runner.topology import num_batch_shards
+from runner.trainer import MEMORY_SHARE, BaseTrainer
+
+
+def job_section(job: RestoreableJob, machine: Machine) -> Section:
+    """What would run, and where."""
+    section = Section("job")
+    kind, number, hosts = machine.devices[0].device_kind, len(machine.devices), machine.num_hosts
+    name = job.spec.topology.accelerator if job.spec.topology is not None else "any"
+    section.add("name", job.spec.name, "text", "counted")
+    section.add("job", job.spec.job, "text", "counted")
+    here = f"{number} x {kind}" if not machine.is_faked else f"{number} devices"
+    section.add("devices", f"{name}: {here} on {hosts} host{'s' * (hosts > 1)}", "text", "counted")
+    section.add("compiler", machine.compiler, "text", "counted")
+    return section
+
+
+def state_section(job: RestoreableJob) -> Section:
+    """What the state weighs."""
+    section = Section("state")
+    abstract = job.abstract_state()
+    parts = {"state": abstract}
+    if isinstance(job, BaseTrainer):
+        number = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+        section.add("parameters", number, "", "counted")
+        parts = {"parameter": abstract.params, "optimizer": abstract.opt_state}
+    for name, part in parts.items():
+        section.add(f"{name} bytes", bytes_of(part), "bytes", "counted")
+        section.add(f"{name} bytes on a device", bytes_on_a_device(part), "bytes", "counted")
+    return section
+
+
+def batch_section(job: BaseTrainer) -> Section:
+    """How the global batch is split, and how far the run goes."""
+    section, train, layout = Section("batch"), job.config.train, job.layout
+    shards = num_batch_shards(job.mesh)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items())
+    section.add("mesh", mesh, "text", "counted")
+    product = f"{layout.micro_batch_examples} examples x {shards} devices (data x fsdp) x {layout.accumulate_steps}"
+    section.add("micro-batch x devices x accumulation", f"{product} = {train.global_batch_examples}", "text", "counted")
+    section.add("tokens in a step", job.config.tokens_per_step, "", "counted")
+    section.add("steps", job.total_steps, "", "counted")
+    section.add("tokens of the run", tokens_at(job.total_steps, job.config.tokens_per_step), "", "counted")
+    return section
+
+
+def memory_section(program: Program, machine: Machine) -> Section:
+    """What a step needs on each device, against what is there."""
+    section, memory = Section("memory of a device"), program.memory
+    section.add("arguments", memory.arguments, "bytes", "compiled", "state, batch and key")
+    section.add("temporaries", memory.temporaries, "bytes", "compiled")
+    section.add("outputs", memory.outputs, "bytes", "compiled", "those that do not replace arguments")
+    section.add("code", memory.code, "bytes", "compiled")
+    section.add("needed", memory.needed, "bytes", "compiled", "arguments + temporaries + outputs")
+    section.add("there", machine.hbm_bytes, "bytes", "assumed", f"{MEMORY_SHARE:.0%} of it may be planned")
+    section.add("headroom", machine.hbm_bytes - memory.needed, "bytes", "compiled")
+    return section
+
+
+def flops_section(job: BaseTrainer) -> Section:
+    """FLOPs of the model, by formula."""
+    section, flops = Section("FLOPs"), job.flops_per_token()
+    tokens = job.config.tokens_per_step
+    section.add("of the model per token", flops.per_token, "FLOP", "counted", flops.formula)
+    section.add("of the model per step", flops.per_token * tokens, "FLOP", "counted")
+    section.add("computed again per step", flops.recomputed_per_token * tokens, "FLOP", "counted", "by remat")
+    return section
+
+
+def collectives_section(job: BaseTrainer, program: Program) -> Section:
+    """What the devices send each other in a step, by kind and axis."""
+    section = Section("collectives of a step")
+    rows: dict[tuple[str, str], list[float]] = {}
+    for collective in program.collectives:
+        row = rows.setdefault((collective.kind, " x ".join(collective.axes) or "none"), [0, 0])
+        row[0] += collective.count
+        row[1] += collective.count * collective.sent_bytes_per_device
+    for (kind, axes), (count, sent) in sorted(rows.items()):
+        section.add(
+            f"{kind} over {axes}", sent, "bytes", "compiled", f"sent by each device in {int(count)} collectives"
+        )
+    return section
+
+
+def work_of(job: BaseTrainer, program: Program) -> Work:
+    """What one device does in a step."""
+    flops, layout, abstract = job.flops_per_token(), job.layout, job.abstract_state()
+    executed = (flops.per_token + flops.recomputed_per_token) * job.config.tokens_per_step
+    whole = sum(leaf.size for leaf in jax.tree.leaves(abstract.params)) / int(job.mesh.shape["tensor"])
+    passes = 3 if job.config.memory.remat == "layers" else 2
+    compute_bytes = 2 if job.config.precision.compute == "bfloat16" else 4
+    traffic = estimate.hbm_traffic(bytes_on_a_device(abstract), whole * compute_bytes, passes, layout.accumulate_steps)
+    return Work(executed / job.mesh.size, traffic, program.interconnect_bytes, program.network_bytes)
+
+
+def roofline_section(job: BaseTrainer, program: Program, machine: Machine) -> tuple[Section, Roofline | None]:
+    """The least time of a step, and of the run."""
+    section = Section("roofline of a step")
+    speeds = None if machine.accelerator is None else machine.accelerator.chip.speeds
+    if machine.accelerator is None or speeds is None:
+        section.add("times", "no peak figures are known for this device", "text", "assumed")
+        return section, None
+    work = work_of(job, program)
+    times = estimate.roofline(work, speeds, machine.accelerator.chip.devices_per_chip)
+    peak = f"{speeds.flops_per_second / 1e12:,.0f} TFLOP/s a chip"
+    section.add("compute", times.compute, "seconds", "assumed", f"{amount(work.flops, 'FLOP')} a device, {peak}")
+    hbm = f"{speeds.hbm_bytes_per_second / 1e9:,.0f} GB/s a chip"
+    traffic = "state read and written once, parameters read in each pass of each micro-batch"
+    section.add("memory", times.memory, "seconds", "assumed", f"{amount(work.hbm_bytes, 'bytes')}: {traffic}; {hbm}")
+    link = f"{speeds.interconnect_bytes_per_second / 1e9:,.0f} GB/s out of a chip"
+    inside = f"{amount(work.interconnect_bytes, 'bytes')} sent by a device"
+    section.add("interconnect", times.interconnect, "seconds", "assumed", f"{inside}, {link}")
+    if work.network_bytes:
+        across = f"{amount(work.network_bytes, 'bytes')} sent by a device between slices or nodes"
+        share = f"{speeds.network_bytes_per_second / 1e9:g} GB/s a chip"
+        section.add("network", times.network, "seconds", "assumed", f"{across}, {share}")
+    step_seconds = times.step_seconds
+    section.add("lowest step time", step_seconds, "seconds", "assumed", f"bound by {times.bound}, if all overlap")
+    tokens = job.config.tokens_per_step
+    section.add("tokens/s", tokens / step_seconds, "", "assumed")
+    section.add("time to the end", step_seconds * job.total_steps, "seconds", "assumed", "without restarts")
+    chips = job.mesh.size / machine.accelerator.chip.devices_per_chip
+    mfu = job.flops_per_token().per_token * tokens / (step_seconds * chips * speeds.flops_per_second)
+    section.add(
+        "MFU there", mfu, "share", "assumed", "FLOPs of the model over peak; what is computed again not counted"
+    )
+    return section, times
+
+
+def checkpoint_section(job: RestoreableJob, machine: Machine, step_seconds: float | None) -> tuple[Section, float]:
+    """What a save weighs and takes, and when to save."""
+    section = Section("checkpoint")
+    total = bytes_of(job.abstract_state())
+    on_a_host = total / machine.num_hosts
+    durable_seconds, stall_seconds = on_a_host / DURABLE_BYTES_PER_SECOND, on_a_host / STALL_BYTES_PER_SECOND
+    hours = job.spec.checkpoint.mean_time_between_failures_hours
+    best = best_interval_seconds(stall_seconds, durable_seconds, hours)
+    section.add("bytes", total, "bytes", "counted")
+    section.add("bytes of a host", int(on_a_host), "bytes", "counted", "each writes its share")
+    durable = f"at {DURABLE_BYTES_PER_SECOND / 1e9:g} GB/s a host"
+    section.add("time to durable", durable_seconds, "seconds", "assumed", durable)
+    section.add(
+        "stall",
+        stall_seconds,
+        "seconds",
+        "assumed",
+        f"at {STALL_BYTES_PER_SECOND / 1e9:g} GB/s out of a host's devices",
+    )
+    failures = f"Young and Daly, {hours:g} h between failures (checkpoint.mean_time_between_failures_hours)"
+    section.add("best interval", best, "seconds", "assumed", failures)
+    if step_seconds is not None:
+        section.add(
+            "best interval in steps", max(1, round(best / step_seconds)), "", "assumed", "at the lowest step time"
+        )
+    return section, durable_seconds
+
+
+def compile_section(program: Program) -> Section:
+    """What was compiled. Differs from one time to the next."""
+    section = Section("compilation")
+    section.add("program", program.digest, "text", "compiled")
+    section.add("train step", program.compile_seconds, "seconds", "compiled")
+    if program.val_compile_seconds is not None:
+        section.add("validation step", program.val_compile_seconds, "seconds", "compiled")
+    return section
