@@ -280,15 +280,16 @@ class PretrainGPT(BaseTrainer):
             is_loss_recomputed=memory.loss_chunk_positions is not None,
         )
 
-    def sizing(self) -> Sizing:
-        """By formula. In units of D a layer keeps its input, two normalised copies, q, k, v, attention's result, the
-        stream between, and 4 + 4 of the hidden layer before and after its GELU; `dots` keeps its matmuls' results.
+    def sizing(self, tensor: int) -> Sizing:
+        """By formula. In units of D a layer keeps its input, two normalised copies and the stream between, whole; and
+        q, k, v, attention's result and 4 + 4 of the hidden layer before and after its GELU, cut by heads or columns.
         """
         model, memory, length = self.config.model, self.config.memory, self.config.data.sequence_length
         itemsize = jnp.dtype(self.config.precision.compute).itemsize
-        kept, whole = {"none": 16, "dots": 10, "layers": 1}[memory.remat], 16
+        whole = 4 + 12 / tensor
+        kept = {"none": whole, "dots": 3 + 7 / tensor, "layers": 1.0}[memory.remat]
         layers = itemsize * model.width * (model.layers * kept + whole)
-        logits = self.vocabulary_size * (itemsize + 4) * (memory.loss_chunk_positions or length) / length
+        logits = self.vocabulary_size * (itemsize + 4) * (memory.loss_chunk_positions or length) / length / tensor
         reductions = 6 if memory.remat == "layers" else 4  # of each layer's attention and MLP, in each pass
         return Sizing(layers + logits, reductions * model.layers * model.width * itemsize)
 

@@ -105,11 +105,19 @@ def memory_of(compiled: Any) -> Memory:
     )
 
 
+class DoesNotFitError(InvalidError):
+    """A step needs more memory than a device has."""
+
+    def __init__(self, message: str, needed_bytes: int):
+        super().__init__(message)
+        self.needed_bytes = needed_bytes  # at least
+
+
 def compile_to_fit(compile_step: Callable[[int], Any], sizes: list[int], limit_bytes: int) -> Any:
     """Compile with the largest of `sizes` (descending) whose arguments, outputs and temporaries fit, and return that.
 
     After one that does not fit, the next guess is the size whose share of the temporaries would fit. Raises
-    `InvalidError` with the numbers if the smallest does not fit.
+    `DoesNotFitError` with the numbers if the smallest does not fit.
     """
     while True:
         try:
@@ -126,10 +134,11 @@ def compile_to_fit(compile_step: Callable[[int], Any], sizes: list[int], limit_b
             temporaries, resident_bytes = memory.temporaries, memory.needed - memory.temporaries
         if len(sizes) == 1:
             needed = f"needs {(resident_bytes + temporaries) / 2**30:.2f} GiB on each device"
-            raise InvalidError(
+            raise DoesNotFitError(
                 f"a step with {sizes[0]} example(s) a device {needed}{'' if resident_bytes else ', the state aside,'} "
-                f"and {limit_bytes / 2**30:.2f} GiB are there; use a smaller micro_batch_examples, more devices, or a "
-                "larger fsdp or tensor axis"
+                f"and {limit_bytes / 2**30:.2f} GiB are there; use a smaller micro_batch_examples, more devices, a "
+                "larger fsdp or tensor axis, or config.memory.remat",
+                resident_bytes + temporaries,
             )
         share = max(limit_bytes - resident_bytes, 0) / temporaries
         sizes = [size for size in sizes[1:] if size <= sizes[0] * share] or sizes[-1:]

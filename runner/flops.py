@@ -40,7 +40,7 @@ class Flops:
 class Sizing:
     """What a token costs besides FLOPs, for a search that cannot compile every way to run a job."""
 
-    activation_bytes_per_token: float = 0.0  # that the backward pass finds kept, on a device that holds all of a layer
+    activation_bytes_per_token: float = 0.0  # that a device keeps for the backward pass
     tensor_bytes_per_token: float = 0.0  # of the arrays that tensor parallelism reduces, forward and backward
 
 

@@ -108,8 +108,8 @@ class BaseTrainer(RestoreableJob):
 
         return counted_flops(loss, params, batch, num_tokens=length, platform="cpu")
 
-    def sizing(self) -> Sizing:
-        """What a token keeps and sends, by formula; by default nothing is known."""
+    def sizing(self, tensor: int) -> Sizing:
+        """What a token keeps and sends where single matrices lie on `tensor` devices; by default nothing is known."""
         return Sizing()
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
@@ -260,20 +260,20 @@ class BaseTrainer(RestoreableJob):
     def shape_state(self) -> None:
         """Abstract state, shardings, optimizer and schedule. Allocates nothing."""
         model = self.model()
-        tokens_BxT = jnp.zeros((1, self.config.data.sequence_length), jnp.int32)
-        boxed = jax.eval_shape(lambda key: model.init(key, tokens_BxT, deterministic=True), self.key)["params"]
+
+        def init_params(key: jax.Array) -> Any:
+            tokens_BxT = jnp.zeros((1, self.config.data.sequence_length), jnp.int32)
+            return model.init(key, tokens_BxT, deterministic=True)["params"]
+
+        def make_state(params: Any) -> TrainState:
+            return train_state.state_of(model, params, optimizer)
+
+        boxed = jax.eval_shape(init_params, self.key)
         self._schedule = self._make_schedule()
         optimizer = self._make_optimizer(train_state.matrices(boxed))
-
-        def make(key: jax.Array) -> TrainState:
-            return train_state.make_state(model, key, optimizer, tokens_BxT, deterministic=True)
-
-        self._make_state = make
         shardings = train_state.variable_shardings(boxed, self.mesh)
-        # From the parameters' shapes and not from the key, so that the model is not traced again.
-        self._abstract_state = train_state.abstract_state(
-            lambda params: train_state.state_of(model, params, optimizer), nn.unbox(boxed), shardings, self.mesh
-        )
+        self._make_state = lambda key: make_state(nn.unbox(init_params(key)))
+        self._abstract_state = train_state.abstract_state(make_state, nn.unbox(boxed), shardings, self.mesh)
 
     def _make_schedule(self) -> optax.Schedule:
         schedule, config = self.schedule(), self.config

@@ -82,11 +82,13 @@ def check_directory(job: RestoreableJob, findings: Findings) -> Section:
     """Whose the directory is, whether it can be written, and what a start would resume."""
     section = Section("directory")
     section.add("url", job.store.url, "text", "counted")
-    done = False
+    done: bool | None = None
     with findings.collect():
         if job.store.root is not None:
             _check_writable(job, job.store.root)
         done = job.probe_and_ask_if_done()
+    if done is None:
+        return section
     manifest = None
     with findings.collect():
         manifest = newest_manifest(job.store)

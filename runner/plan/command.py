@@ -194,5 +194,5 @@ def _as_json(compiled: Compiled, accelerator: Accelerator) -> dict[str, Any]:
         "bound": compiled.times.bound,
         "needed_bytes": compiled.program.memory.needed,
         "predicted_step_seconds": compiled.candidate.times.step_seconds,
-        "predicted_bytes": compiled.candidate.needed_bytes,
+        "predicted_bytes": compiled.candidate.state_bytes + compiled.candidate.working_bytes,
     }

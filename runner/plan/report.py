@@ -58,7 +58,9 @@ def batch_section(job: BaseTrainer) -> Section:
 def memory_section(program: Program, machine: Machine) -> Section:
     """What a step needs on each device, against what is there."""
     section, memory = Section("memory of a device"), program.memory
-    section.add("arguments", memory.arguments, "bytes", "compiled", "state, batch and key")
+    section.add(
+        "arguments", memory.arguments, "bytes", "compiled", "state, batch, and the key if the model draws from it"
+    )
     section.add("temporaries", memory.temporaries, "bytes", "compiled")
     section.add("outputs", memory.outputs, "bytes", "compiled", "those that do not replace arguments")
     section.add("code", memory.code, "bytes", "compiled")

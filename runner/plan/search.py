@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 
 from runner.accelerators import Accelerator, Speeds
 from runner.errors import InvalidError
-from runner.flops import Flops, Sizing
+from runner.flops import Flops
 from runner.plan import checks, estimate, report
 from runner.plan.checks import Findings
 from runner.plan.estimate import TYPICAL_SHARE, Roofline, Work, split_over_domains
@@ -27,18 +27,22 @@ from runner.spec import Document, load_document
 from runner.topology import AXES, micro_batch_sizes, over_slices
 from runner.trainer import MEMORY_SHARE, BaseTrainer
 
-_NUM_COMPILED, _NUM_TRIED = 3, 8
+_NUM_COMPILED, _NUM_TRIED = 3, 16
 _MAX_TENSOR = 16  # beyond a few chips next to each other, tensor parallelism only waits for its network
+
+
+Choices = tuple[tuple[str, Any], ...]  # values of the job's own knobs by dotted key
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One way to run the job, and what arithmetic says of it."""
 
-    mesh: tuple[int, ...]  # sizes in the order of AXES
+    mesh: tuple[int, int, int]  # sizes in the order of AXES
     micro_batch_examples: int
-    choices: tuple[tuple[str, Any], ...]
-    needed_bytes: float
+    choices: Choices
+    state_bytes: float  # of a device
+    working_bytes: float  # gradients and activations, by formula
     times: Roofline
 
     @property
@@ -82,9 +86,8 @@ class Model:
     """What does not depend on mesh or micro-batch: the job under one choice of its own knobs."""
 
     job: BaseTrainer
-    choices: tuple[tuple[str, Any], ...]
+    choices: Choices
     flops: Flops
-    sizing: Sizing
 
 
 class Search:
@@ -115,7 +118,8 @@ class Search:
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_override(key, value) for key, value in choices])
-            found.append(Model(job, choices, job.flops_per_token(), job.sizing()))
+            _lay_out_abstractly(job, (1, 1, 1))
+            found.append(Model(job, choices, job.flops_per_token()))
         return found
 
     def candidates(self, models: list[Model], accelerator: Accelerator, hbm_bytes: int) -> list[Candidate]:
@@ -128,7 +132,7 @@ class Search:
         return sorted(found, key=lambda candidate: candidate.rank)
 
     def _on_mesh(
-        self, models: list[Model], mesh: tuple[int, ...], accelerator: Accelerator, speeds: Speeds, hbm_bytes: int
+        self, models: list[Model], mesh: tuple[int, int, int], accelerator: Accelerator, speeds: Speeds, hbm_bytes: int
     ) -> Iterator[Candidate]:
         job = models[0].job
         sizes = dict(zip(AXES, mesh, strict=True))
@@ -137,39 +141,65 @@ class Search:
             over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(accelerator)), strict=True))
         except InvalidError:
             return
-        job.mesh, job.key = AbstractMesh(mesh, AXES), jax.random.key(job.spec.seed)  # type: ignore[assignment]
-        job.shape_state()
+        _lay_out_abstractly(job, mesh)
         state = job.abstract_state()
         state_bytes, num_parameters = bytes_on_a_device(state), sum(leaf.size for leaf in jax.tree.leaves(state.params))
         gradient_bytes = bytes_on_a_device(state.params)
         for model, micro_batch in itertools.product(models, micro_batches):
-            tokens = micro_batch * job.config.data.sequence_length
-            needed = state_bytes + gradient_bytes + tokens * model.sizing.activation_bytes_per_token / mesh[2]
-            if needed > hbm_bytes * MEMORY_SHARE:
-                continue
+            tokens, sizing = micro_batch * job.config.data.sequence_length, model.job.sizing(mesh[2])
             accumulate_steps = job.config.train.global_batch_examples // (micro_batch * mesh[0] * mesh[1])
-            work = _work(model, sizes, over_domains, state_bytes, num_parameters, tokens, accumulate_steps)
+            working_bytes = gradient_bytes * min(accumulate_steps, 2) + tokens * sizing.activation_bytes_per_token
+            if state_bytes + working_bytes > hbm_bytes * MEMORY_SHARE:
+                continue
+            reduced_bytes = tokens * sizing.tensor_bytes_per_token
+            work = _work(model, sizes, over_domains, state_bytes, num_parameters, reduced_bytes, accumulate_steps)
             times = estimate.roofline(work, speeds, accelerator.chip.devices_per_chip)
-            yield Candidate(mesh, micro_batch, model.choices, needed, times)
+            yield Candidate(mesh, micro_batch, model.choices, state_bytes, working_bytes, times)
 
     def compile_best(self, candidates: list[Candidate], machine: Machine) -> tuple[list[Compiled], list[str]]:
-        """The best few that fit when compiled, best first, and a line for each that did not."""
+        """The best few that fit when compiled, best first, and a line for each that did not.
+
+        Formulas miss what a compiler adds. So each failure tells by how much they were wrong for its choices, and what
+        would not fit by that either is not tried; and at last the one that needs least is.
+        """
+        limit_bytes = machine.hbm_bytes * MEMORY_SHARE
         found: list[Compiled] = []
-        dropped: list[str] = []
-        for candidate in candidates[:_NUM_TRIED]:
-            if len(found) == _NUM_COMPILED:
-                break
-            job = self.open_job(candidate.overrides)
+        dropped: dict[Candidate, str] = {}
+        excess: dict[Choices, float] = {}
+
+        def attempt(candidate: Candidate) -> None:
             try:
-                job.lay_out(machine.devices)
-                job.shape_state()
-                program = compile_job(job, machine, with_val=False)
+                found.append(self._compile(candidate, machine))
             except InvalidError as error:
-                dropped.append(f"{' '.join(candidate.overrides)}: {error}")
-                continue
-            _, times = report.roofline_section(job, program, machine)
-            found.append(Compiled(candidate, program, times or candidate.times))
-        return sorted(found, key=lambda compiled: compiled.times.step_seconds), dropped
+                dropped[candidate] = f"{' '.join(candidate.overrides)}: {str(error).partition(';')[0]}"
+                needed_bytes = getattr(error.__cause__, "needed_bytes", 0)
+                last = excess.get(candidate.choices, 1.0)
+                excess[candidate.choices] = max(1.1 * last, needed_bytes / candidate.working_bytes)
+
+        for candidate in candidates:
+            if len(found) == _NUM_COMPILED or len(found) + len(dropped) == _NUM_TRIED:
+                break
+            if candidate.state_bytes + excess.get(candidate.choices, 1.0) * candidate.working_bytes <= limit_bytes:
+                attempt(candidate)
+        smallest = min(candidates, key=lambda candidate: candidate.state_bytes + candidate.working_bytes, default=None)
+        if not found and smallest is not None and smallest not in dropped:
+            attempt(smallest)
+        return sorted(found, key=lambda compiled: compiled.times.step_seconds), list(dropped.values())
+
+    def _compile(self, candidate: Candidate, machine: Machine) -> Compiled:
+        job = self.open_job(candidate.overrides)
+        job.lay_out(machine.devices)
+        job.shape_state()
+        program = compile_job(job, machine, with_val=False)
+        _, times = report.roofline_section(job, program, machine)
+        return Compiled(candidate, program, times or candidate.times)
+
+
+def _lay_out_abstractly(job: BaseTrainer, mesh: tuple[int, int, int]) -> None:
+    """Give the state its shapes and shardings over a mesh of no devices: no backend is started."""
+    job.mesh = AbstractMesh(mesh, AXES)  # type: ignore[assignment]
+    job.key = jax.eval_shape(lambda: jax.random.key(job.spec.seed))
+    job.shape_state()
 
 
 def _meshes(num_devices: int) -> Iterator[tuple[int, int, int]]:
@@ -190,7 +220,7 @@ def _work(
     over_domains: dict[str, int],
     state_bytes: float,
     num_parameters: int,
-    tokens: int,
+    reduced_bytes: float,
     accumulate_steps: int,
 ) -> Work:
     """What one device does in a step: gradients are reduced in every micro-batch, as XLA does it."""
@@ -203,7 +233,7 @@ def _work(
     collectives = (
         (("fsdp",), passes + 1, parameter_bytes),  # gathered in each pass, gradients scattered once
         (("data",), 2, parameter_bytes / sizes["fsdp"]),
-        (("tensor",), 2, tokens * model.sizing.tensor_bytes_per_token),
+        (("tensor",), 2, reduced_bytes),
     )
     interconnect = network = 0.0
     for axes, factor, payload in collectives:
