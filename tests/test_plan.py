@@ -185,8 +185,10 @@ def plan_small(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
     return result.stdout
 
 
-def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits() -> None:
-    spec, hbm_bytes = (NANO, "--topology", "v5e-4", "--set", "config.model.width=128"), 4e6
+def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits(tmp_path: Path) -> None:
+    options = ("config.model.width=128", f"directory={tmp_path}")
+    spec = (NANO, "--topology", "v5e-4", *(word for option in options for word in ("--set", option)))
+    hbm_bytes = 4e6
     output = plan_small(hbm_bytes, *spec, expected=2)
     assert "XLA for 4 faked CPU devices, since libtpu is not installed (extra tpu-plan)" in output
     assert "does not fit" not in output

@@ -11,7 +11,15 @@ Unit = Literal["", "bytes", "seconds", "FLOP", "share", "text"]
 
 _SCALES: dict[str, tuple[tuple[float, str], ...]] = {
     "bytes": ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")),
-    "FLOP": ((1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1, "FLOP")),
+    "FLOP": (
+        (1e21, "ZFLOP"),
+        (1e18, "EFLOP"),
+        (1e15, "PFLOP"),
+        (1e12, "TFLOP"),
+        (1e9, "GFLOP"),
+        (1e6, "MFLOP"),
+        (1, "FLOP"),
+    ),
     "seconds": ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")),
 }
 
@@ -38,7 +46,7 @@ def amount(value: float, unit: Unit) -> str:
         return f"{100 * value:.1f}%"
     for scale, name in _SCALES.get(unit, ()):
         if abs(value) >= scale:
-            return f"{value / scale:,.2f} {name}"
+            return f"{value / scale:,.{0 if scale == 1 and unit != 'seconds' else 2}f} {name}"
     if unit in _SCALES:
         return f"{value:,.0f} {_SCALES[unit][-1][1]}"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

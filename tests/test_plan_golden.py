@@ -1,0 +1,68 @@
+"""The plans of the shipped specs, kept as text and reviewed like code.
+
+    python -m tests.test_plan_golden     writes them anew
+
+Left out is what differs between machines: data and directory, and how long the compiler took. Figures of a compiler are
+compared where it is the one that the kept text names.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, command, environment
+
+PLANS = ROOT / "tests" / "plans"
+DAILY = [("counter", "cpu-8"), ("gpt_nano", "v5e-4")]
+PODS = [
+    ("gpt_small", "v5e-16"),
+    ("gpt2_124m", "v5e-16"),
+    ("gpt2_124m", "v5e-256"),
+    ("gpt2_124m", "2xv5e-256"),
+    ("gpt_7b", "v5p-512"),
+    ("gpt3_175b", "v5p-4096"),
+]
+
+
+def plan(spec: str, topology: str, directory: Path) -> list[str]:
+    """What the command prints, without the sections that differ between machines."""
+    options = ["--topology", topology, "--set", f"directory={directory}"]
+    code, output = command(environment(1), "plan", f"specs/{spec}.yaml", *options, deadline_seconds=600)
+    sections = [section.splitlines() for section in output.strip().split("\n\n")]
+    kept = [lines for lines in sections if lines[0] not in ("data", "directory", "compilation")]
+    assert code == (2 if "problem: " in output else 0), output
+    problems = [line for lines in kept for line in lines if line.startswith("problem: ")]
+    assert all("config.data.source" in problem for problem in problems), problems
+    return [line for lines in kept for line in (*lines, "") if not line.startswith(("problem: ", "would"))]
+
+
+def counted(lines: list[str]) -> list[str]:
+    """Without the figures of a compiler, and those that rest on them."""
+    return [line for line in lines if "  compiled" not in line and "  assumed" not in line and "compiler" not in line]
+
+
+def path_of(spec: str, topology: str) -> Path:
+    return PLANS / f"{spec}.{topology}.txt"
+
+
+@pytest.mark.parametrize(
+    ("spec", "topology"), [*DAILY, *(pytest.param(*pod, marks=pytest.mark.soak) for pod in PODS)], ids=str
+)
+def test_the_plan_of_a_shipped_spec_is_the_one_that_was_reviewed(spec: str, topology: str, tmp_path: Path) -> None:
+    found, kept = plan(spec, topology, tmp_path), path_of(spec, topology).read_text().splitlines()
+    is_same_compiler = [line for line in found if "compiler" in line] == [line for line in kept if "compiler" in line]
+    assert (found if is_same_compiler else counted(found)) == (kept if is_same_compiler else counted(kept))
+
+
+def test_every_shipped_spec_has_a_plan() -> None:
+    assert {path.stem for path in (ROOT / "specs").glob("*.yaml")} == {spec for spec, _ in (*DAILY, *PODS)}
+    assert {path.name for path in PLANS.iterdir()} == {path_of(*names).name for names in (*DAILY, *PODS)}
+
+
+if __name__ == "__main__":
+    for names in (*DAILY, *PODS):
+        if not sys.argv[1:] or names[0] in sys.argv[1:]:
+            lines = plan(*names, Path("runs/plan"))
+            path_of(*names).write_text("\n".join(lines) + "\n")
+            print(path_of(*names).name)
