@@ -76,7 +76,8 @@ def flops_section(job: BaseTrainer) -> Section:
     tokens = job.config.tokens_per_step
     section.add("of the model per token", flops.per_token, "FLOP", "counted", flops.formula)
     section.add("of the model per step", flops.per_token * tokens, "FLOP", "counted")
-    section.add("computed again per step", flops.recomputed_per_token * tokens, "FLOP", "counted", "by remat, and by attention in its backward pass")
+    again = "by remat, and by attention in its backward pass"
+    section.add("computed again per step", flops.recomputed_per_token * tokens, "FLOP", "counted", again)
     return section
 
 
