@@ -214,9 +214,14 @@ class Accelerator:
 
     def matches(self, device_kind: str, num_devices: int) -> bool:
         """Whether the devices at hand are these."""
-        kind = device_kind.lower()
-        prefixes = [prefix for chip in CHIPS.values() for prefix in chip.device_kinds if kind.startswith(prefix)]
-        return max(prefixes, key=len, default="") in self.chip.device_kinds and self.num_devices in (None, num_devices)
+        return chip_of(device_kind) == self.chip and self.num_devices in (None, num_devices)
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip whose jax devices are of this kind, None for one that is not in the catalogue."""
+    kind = device_kind.lower()
+    found = [(len(prefix), chip) for chip in CHIPS.values() for prefix in chip.device_kinds if kind.startswith(prefix)]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def parse_accelerator(text: str) -> Accelerator | None:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from runner import state as train_state
 from runner import step as pure
-from runner.accelerators import parse_accelerator
+from runner.accelerators import chip_of, parse_accelerator
 from runner.cadence import is_due, tokens_at
 from runner.compilation import Layout, compile_to_fit, lower_train_step, lower_val_step, program_digest
 from runner.config import ModelConfig, TrainerConfig
@@ -313,9 +313,21 @@ class BaseTrainer(RestoreableJob):
         if self.hosts.is_main:
             examples = self.layout.micro_batch_examples
             self.ledger.append("compile", None, program=self.program, micro_batch_examples=examples)
+        self._mfu_of_a_token_per_second = self._find_mfu_of_a_token_per_second()
         compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
         self._compiled_val = compiler.submit(self.compile_val)
         compiler.shutdown(wait=False)
+
+    def _find_mfu_of_a_token_per_second(self) -> float:
+        """What each token a second adds to MFU, the model's FLOPs over the devices' peak; 0 if that is not known."""
+        chip = chip_of(self.mesh.devices.flat[0].device_kind)
+        if chip is None or chip.speeds is None:
+            return 0.0
+        num_chips = self.mesh.size / chip.devices_per_chip
+        try:
+            return self.flops_per_token().per_token / (num_chips * chip.speeds.flops_per_second)
+        except ValueError:  # a kernel that does not say what it computes
+            return 0.0
 
     def compile_train(self, limit_bytes: int) -> None:
         """Compile `train_step` with the largest micro-batch that fits into `limit_bytes` of each device."""
@@ -413,6 +425,8 @@ class BaseTrainer(RestoreableJob):
     def report(self) -> None:
         """Wait for the device, write the row of this step, evaluate if it is time."""
         row = self.window.close(self.config.tokens_per_step)
+        if self._mfu_of_a_token_per_second:
+            row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_of_a_token_per_second
         if self.is_eval_due():
             row |= self._evaluate()
         if self.hosts.is_main:

@@ -1,5 +1,6 @@
 """BaseTrainer: its surface, its rows, its memory, and that the mesh it resumes on does not matter."""
 
+import dataclasses
 import inspect
 import math
 import shutil
@@ -13,6 +14,7 @@ import yaml
 
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, ExecutionSpec, trainer
+from runner.accelerators import CHIPS
 from runner.errors import DivergedError, PreemptedError, SpecError
 from runner.fingerprint import fingerprint
 from runner.manifest import committed
@@ -129,6 +131,16 @@ def test_every_logged_step_stands_once_with_its_keys(undisturbed):
         assert set(row) == expected | ({"val/loss"} if row["step"] in (4, 8) else set())
         assert row["train/tokens"] == row["step"] * 16 * 16
     assert found[-1]["train/loss"] < found[0]["train/loss"] < math.log(256) + 0.1
+
+
+def test_mfu_is_told_where_the_peak_of_the_devices_is_known(tmp_path, monkeypatch):
+    speeds = dataclasses.replace(CHIPS["v5e"].speeds, flops_per_second=1e9)
+    monkeypatch.setitem(CHIPS, "cpu", dataclasses.replace(CHIPS["cpu"], speeds=speeds))
+    job = gpt(tmp_path / "run", **{"config.train.total_steps": 2, "config.schedule.warmup_steps": 1})
+    job()
+    for row in rows(job.store.root):
+        expected = row["perf/tokens_per_second"] * job.flops_per_token().per_token / (8 * 1e9)
+        assert row["perf/mfu"] == pytest.approx(expected)
 
 
 def test_the_rate_of_a_step_is_the_schedules_at_the_steps_before_it(undisturbed):

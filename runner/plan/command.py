@@ -93,8 +93,20 @@ def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) 
         job.shape_state()
         program = _compile(job, machine, findings, sections)
         if program is not None:
-            compiled, step_seconds = _compiled_sections(job, program, machine)
-            sections += compiled
+            sections += [
+                report.batch_section(job),
+                report.state_section(job),
+                report.memory_section(program, machine),
+                report.collectives_section(job, program),
+            ]
+            try:
+                flops = job.flops_per_token()
+            except ValueError as error:
+                findings.warnings.append(f"{job.spec.job}: no FLOPs and no roofline: {error}")
+            else:
+                roofline, times = report.roofline_section(job, flops, program, machine)
+                sections += [report.flops_section(job, flops), roofline]
+                step_seconds = None if times is None else times.step_seconds
     else:
         sections.append(report.state_section(job))
     checkpoint, save_seconds = report.checkpoint_section(job, machine, step_seconds)
@@ -130,19 +142,6 @@ def _largest_section(job: BaseTrainer, machine: Machine) -> Section:
     for buffer in largest_arrays(compiled.as_text(), _NUM_LARGEST):
         section.add(buffer.shape, buffer.bytes, "bytes", "compiled", buffer.op_name)
     return section
-
-
-def _compiled_sections(job: BaseTrainer, program: Program, machine: Machine) -> tuple[list[Section], float | None]:
-    roofline, times = report.roofline_section(job, program, machine)
-    sections = [
-        report.batch_section(job),
-        report.state_section(job),
-        report.memory_section(program, machine),
-        report.flops_section(job),
-        report.collectives_section(job, program),
-        roofline,
-    ]
-    return sections, None if times is None else times.step_seconds
 
 
 def _search(request: Request) -> int:

@@ -3,6 +3,7 @@
 import jax
 
 from runner.cadence import best_interval_seconds, tokens_at
+from runner.flops import Flops
 from runner.job import RestoreableJob
 from runner.plan import estimate
 from runner.plan.estimate import DURABLE_BYTES_PER_SECOND, STALL_BYTES_PER_SECOND, Roofline, Work
@@ -70,9 +71,9 @@ def memory_section(program: Program, machine: Machine) -> Section:
     return section
 
 
-def flops_section(job: BaseTrainer) -> Section:
+def flops_section(job: BaseTrainer, flops: Flops) -> Section:
     """FLOPs of the model, by formula."""
-    section, flops = Section("FLOPs"), job.flops_per_token()
+    section = Section("FLOPs")
     tokens = job.config.tokens_per_step
     section.add("of the model per token", flops.per_token, "FLOP", "counted", flops.formula)
     section.add("of the model per step", flops.per_token * tokens, "FLOP", "counted")
@@ -96,9 +97,9 @@ def collectives_section(job: BaseTrainer, program: Program) -> Section:
     return section
 
 
-def work_of(job: BaseTrainer, program: Program) -> Work:
+def work_of(job: BaseTrainer, flops: Flops, program: Program) -> Work:
     """What one device does in a step."""
-    flops, layout, abstract = job.flops_per_token(), job.layout, job.abstract_state()
+    layout, abstract = job.layout, job.abstract_state()
     executed = (flops.per_token + flops.recomputed_per_token) * job.config.tokens_per_step
     whole = sum(leaf.size for leaf in jax.tree.leaves(abstract.params)) / int(job.mesh.shape["tensor"])
     passes = 3 if job.config.memory.remat == "layers" else 2
@@ -107,14 +108,16 @@ def work_of(job: BaseTrainer, program: Program) -> Work:
     return Work(executed / job.mesh.size, traffic, program.interconnect_bytes, program.network_bytes)
 
 
-def roofline_section(job: BaseTrainer, program: Program, machine: Machine) -> tuple[Section, Roofline | None]:
+def roofline_section(
+    job: BaseTrainer, flops: Flops, program: Program, machine: Machine
+) -> tuple[Section, Roofline | None]:
     """The least time of a step, and of the run."""
     section = Section("roofline of a step")
     speeds = None if machine.accelerator is None else machine.accelerator.chip.speeds
     if machine.accelerator is None or speeds is None:
         section.add("times", "no peak figures are known for this device", "text", "assumed")
         return section, None
-    work = work_of(job, program)
+    work = work_of(job, flops, program)
     times = estimate.roofline(work, speeds, machine.accelerator.chip.devices_per_chip)
     peak = f"{speeds.flops_per_second / 1e12:,.0f} TFLOP/s a chip"
     section.add("compute", times.compute, "seconds", "assumed", f"{amount(work.flops, 'FLOP')} a device, {peak}")
@@ -134,7 +137,7 @@ def roofline_section(job: BaseTrainer, program: Program, machine: Machine) -> tu
     section.add("tokens/s", tokens / step_seconds, "", "assumed")
     section.add("time to the end", step_seconds * job.total_steps, "seconds", "assumed", "without restarts")
     chips = job.mesh.size / machine.accelerator.chip.devices_per_chip
-    mfu = job.flops_per_token().per_token * tokens / (step_seconds * chips * speeds.flops_per_second)
+    mfu = flops.per_token * tokens / (step_seconds * chips * speeds.flops_per_second)
     section.add(
         "MFU there", mfu, "share", "assumed", "FLOPs of the model over peak; what is computed again not counted"
     )

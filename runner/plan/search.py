@@ -119,7 +119,10 @@ class Search:
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_override(key, value) for key, value in choices])
             _lay_out_abstractly(job, (1, 1, 1))
-            found.append(Model(job, choices, job.flops_per_token()))
+            try:
+                found.append(Model(job, choices, job.flops_per_token()))
+            except ValueError as error:
+                raise InvalidError(f"{job.spec.job}: {error}") from error
         return found
 
     def candidates(self, models: list[Model], accelerator: Accelerator, hbm_bytes: int) -> list[Candidate]:
@@ -191,7 +194,7 @@ class Search:
         job.lay_out(machine.devices)
         job.shape_state()
         program = compile_job(job, machine, with_val=False)
-        _, times = report.roofline_section(job, program, machine)
+        _, times = report.roofline_section(job, job.flops_per_token(), program, machine)
         return Compiled(candidate, program, times or candidate.times)
 
 
