@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -22,7 +23,7 @@ def plan(*arguments: str, expected: int = 0) -> str:
     return output
 
 
-def plan_json(*arguments: str, expected: int = 0) -> dict:
+def plan_json(*arguments: str, expected: int = 0) -> dict[str, Any]:
     return json.loads(plan(*arguments, "--json", expected=expected))
 
 
@@ -92,11 +93,9 @@ def test_the_program_that_is_planned_is_the_one_that_several_processes_run(tmp_p
     job.launch(2).expect(0)
     (event,) = job.events("compile")
     assert event["program"] == planned["compilation"]["program"]["value"]
-    other = plan_json(*job.arguments, "--topology", "cpu-4", "--set", "config.train.micro_batch_examples=4")["plan"]
-    assert event["program"] != other["compilation"]["program"]["value"]
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_arguments_are_to_the_byte_what_the_run_holds_on_a_device(mesh: dict[str, int], tmp_path: Path) -> None:
     job = gpt(tmp_path / "run", **{"topology.mesh": mesh})
     job.setup()
@@ -216,46 +215,3 @@ def test_the_smallest_slice_that_ends_in_time() -> None:
     )
     assert output.returncode == 2
     assert "no slice of v5e ends gpt_nano in 1e-12 hours" in output.stderr
-
-
-# Compilers.
-
-
-def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
-    found = plan_json(NANO, "--topology", "v5e-4")["plan"]
-    assert found["job"]["compiler"]["value"].startswith("libtpu ")
-    assert found["job"]["devices"]["value"] == "v5e-4: 4 x TPU v5 lite on 1 host"
-    assert found["collectives of a step"]["all-reduce over data"]["value"] > 2 * 3 / 4 * 4 * 120_576 * 0.9
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [("", "cannot compile for v5e:2x2"), ("raise ImportError('no')", "cannot compile for v5e:2x2")],
-    ids=["of another version", "broken"],
-)
-def test_a_libtpu_that_does_not_work_is_one_line(module: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "libtpu").mkdir()
-    (tmp_path / "libtpu" / "__init__.py").write_text(module)
-    variables = environment(1) | {"PYTHONPATH": str(tmp_path)}
-    variables.pop("TPU_LIBRARY_PATH", None)  # jax leaves it to those that this process starts
-    code, output = command(variables, "plan", NANO, "--topology", "v5e-4")
-    assert code == 2
-    assert "Traceback" not in output
-    assert message in output
-    assert "needs libtpu==" in output
-
-
-def test_a_libtpu_that_another_process_holds_is_one_line() -> None:
-    holder = (
-        "import time; from runner.accelerators import parse_accelerator; from runner.plan.machine import open_machine\n"
-        "open_machine(parse_accelerator('v5e-4')); print('held', flush=True); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", holder], cwd=ROOT, stdout=subprocess.PIPE, env=environment(1))
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        output = plan(NANO, "--topology", "v5e-4", expected=2)
-        assert "another process holds libtpu" in output
-    finally:
-        process.kill()
-        process.wait()

@@ -112,6 +112,7 @@ def test_sigterm_to_one_process_while_compiling_ends_all_with_75(job: Job, tmp_p
     assert not job.committed()
 
 
+@pytest.mark.soak
 def test_the_launcher_starts_a_job_again_after_kills_and_a_preemption_to_the_same_bits(
     tmp_path: Path,
 ) -> None:

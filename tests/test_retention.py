@@ -129,9 +129,11 @@ def assert_only(store, steps):
         assert store.read(f"checkpoints/{step}/arrays.1/piece") == b"bits"
 
 
-@pytest.mark.parametrize("killed_before", [False, True], ids=["after a commit", "at the next start"])
 @pytest.mark.parametrize("order", [*itertools.permutations((800, 900, 1000))], ids=str)
-@pytest.mark.parametrize("kind", ["disk", "memory", *BACKENDS])
+@pytest.mark.parametrize(
+    ("kind", "killed_before"),
+    [*((kind, False) for kind in ("disk", "memory", *BACKENDS)), ("disk", True), ("memory", True)],
+)
 def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
     kind, order, killed_before, tmp_path, monkeypatch
 ):
@@ -148,7 +150,7 @@ def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
         assert_only(store, [900, 1000])
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("mode", ["min", pytest.param("max", marks=pytest.mark.soak)])
 def test_the_best_by_a_metric_outlives_its_age_and_a_kill(mode, tmp_path):
     options = (
         "config.train.total_steps=20",

@@ -142,7 +142,7 @@ def test_heads_that_do_not_divide_width_are_refused_with_the_numbers():
         GPTConfig(layers=1, heads=5, width=32)
 
 
-@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+@pytest.mark.parametrize("layer_loop", ["scan", pytest.param("unroll", marks=pytest.mark.soak)])
 def test_sharded_gpt_equals_one_device_and_gathers_weights_but_no_activations(layer_loop):
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.experiments.sharded_gpt", layer_loop]

@@ -1,11 +1,13 @@
-"""The plans of the shipped specs, kept as text and reviewed like code.
+"""Plans by libtpu, which only one process can hold: those of the shipped specs, kept as text and reviewed like code.
 
-    python -m tests.test_plan_golden     writes them anew
+    python -m tests.test_plan_libtpu     writes them anew
 
 Left out is what differs between machines: data and directory, and how long the compiler took. Figures of a compiler are
 compared where it is the one that the kept text names.
 """
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from tests.harness import ROOT, command, environment
 
+NANO = "specs/gpt_nano.yaml"
 PLANS = ROOT / "tests" / "plans"
 DAILY = [("counter", "cpu-8"), ("gpt_nano", "v5e-4")]
 PODS = [
@@ -58,6 +61,53 @@ def test_the_plan_of_a_shipped_spec_is_the_one_that_was_reviewed(spec: str, topo
 def test_every_shipped_spec_has_a_plan() -> None:
     assert {path.stem for path in (ROOT / "specs").glob("*.yaml")} == {spec for spec, _ in (*DAILY, *PODS)}
     assert {path.name for path in PLANS.iterdir()} == {path_of(*names).name for names in (*DAILY, *PODS)}
+
+
+# libtpu.
+
+
+def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
+    code, output = command(environment(1), "plan", NANO, "--topology", "v5e-4", "--json")
+    assert code == 0, output
+    found = json.loads(output)["plan"]
+    assert found["job"]["compiler"]["value"].startswith("libtpu ")
+    assert found["job"]["devices"]["value"] == "v5e-4: 4 x TPU v5 lite on 1 host"
+    assert found["collectives of a step"]["all-reduce over data"]["value"] > 2 * 3 / 4 * 4 * 120_576 * 0.9
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [("", "cannot compile for v5e:2x2"), ("raise ImportError('no')", "cannot compile for v5e:2x2")],
+    ids=["of another version", "broken"],
+)
+def test_a_libtpu_that_does_not_work_is_one_line(module: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").write_text(module)
+    variables = environment(1) | {"PYTHONPATH": str(tmp_path)}
+    variables.pop("TPU_LIBRARY_PATH", None)  # jax leaves it to those that this process starts
+    code, output = command(variables, "plan", NANO, "--topology", "v5e-4")
+    assert code == 2
+    assert "Traceback" not in output
+    assert message in output
+    assert "needs libtpu==" in output
+
+
+def test_a_libtpu_that_another_process_holds_is_one_line() -> None:
+    holder = (
+        "import time; from runner.accelerators import parse_accelerator; from runner.plan.machine import open_machine\n"
+        "open_machine(parse_accelerator('v5e-4')); print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holder], cwd=ROOT, stdout=subprocess.PIPE, env=environment(1))
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        code, output = command(environment(1), "plan", NANO, "--topology", "v5e-4")
+        assert code == 2
+        assert "Traceback" not in output
+        assert "another process holds libtpu" in output
+    finally:
+        process.kill()
+        process.wait()
 
 
 if __name__ == "__main__":
