@@ -59,10 +59,12 @@ def _position(block: tuple[int, ...], whole: tuple[int, ...], start: list[jax.Ar
     return position
 
 
+@functools.partial(jax.jit, static_argnames="whole")
 def leaf_digest(block: jax.Array, whole: tuple[int, ...] | None = None, start: Any = ()) -> jax.Array:
     """Digest of one array, or the part that a block at `start` has in that of an array of shape `whole`: uint32[2].
 
     Both lanes are one reduction: XLA then reads the array once and vectorises, ten times faster on a CPU than two sums.
+    Jitted, so that leaves of one shape, as parameters and their moments are, are traced once.
     """
     words = _words(block)
     finer = words.shape[block.ndim :]  # a wide type is several words an element

@@ -61,6 +61,7 @@ class BaseTrainer(RestoreableJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.window = Window()
+        self._compiled_val: Any = None
 
     # What an experiment says.
 
@@ -308,15 +309,12 @@ class BaseTrainer(RestoreableJob):
     # Compilation: once an attempt, before the first step.
 
     def prepare(self) -> None:
-        """Choose the micro-batch by the compiled train step's own memory figures; begin to compile the other."""
+        """Choose the micro-batch by the compiled train step's own memory figures."""
         self.compile_train(self.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE)))
         if self.hosts.is_main:
             examples = self.layout.micro_batch_examples
             self.ledger.append("compile", None, program=self.program, micro_batch_examples=examples)
         self._mfu_of_a_token_per_second = self._find_mfu_of_a_token_per_second()
-        compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
-        self._compiled_val = compiler.submit(self.compile_val)
-        compiler.shutdown(wait=False)
 
     def _find_mfu_of_a_token_per_second(self) -> float:
         """What each token a second adds to MFU, the model's FLOPs over the devices' peak; 0 if that is not known."""
@@ -346,8 +344,16 @@ class BaseTrainer(RestoreableJob):
 
     @property
     def compiled_val(self) -> Any:
-        """The compiled `val_step`. It is compiled while the state is restored; the first use waits for it."""
+        """The compiled `val_step`. It is compiled beside the steps after the first row; the first use waits for it."""
+        self._begin_to_compile_val()
         return self._compiled_val.result()
+
+    def _begin_to_compile_val(self) -> None:
+        """In the background, and not before a first row is out: tracing would slow down what the first steps need."""
+        if self._compiled_val is None:
+            compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
+            self._compiled_val = compiler.submit(self.compile_val)
+            compiler.shutdown(wait=False)
 
     def _known_micro_batch(self) -> int | None:
         """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
@@ -433,6 +439,7 @@ class BaseTrainer(RestoreableJob):
             self.fence.glance()
             self.metrics.append(row)
             self._show(row)
+        self._begin_to_compile_val()
 
     def _evaluate(self) -> Row:
         with self.progress.during("evaluation"):

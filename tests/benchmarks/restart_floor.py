@@ -11,6 +11,7 @@ from pathlib import Path
 
 import flax.training.train_state  # noqa: F401
 import jax
+import numpy as np
 import optax  # noqa: F401
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -31,7 +32,9 @@ def main() -> None:
     if parsed.place is not None:
         coordinator, num_processes, process_id = parsed.place
         jax.distributed.initialize(coordinator, int(num_processes), int(process_id))
-    step, state, x_BxT, y_BxT = make_hand_step(SIZE, "scan")
+    # In numpy, since arrays of one process's device cannot be laid over the devices of several.
+    step, *arrays = make_hand_step(SIZE, "scan")
+    state, x_BxT, y_BxT = jax.tree.map(np.asarray, arrays)
     mesh = Mesh(jax.devices(), ("data",))
     replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), state)
