@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits(tm
 
 
 def test_the_smallest_slice_that_ends_in_time() -> None:
-    auto = (NANO, "--topology", "v5e-256", "--chips", "auto", "--hours")
+    auto = (NANO, "--topology", "v5e-256", "--set", "config.precision.compute=bfloat16", "--chips", "auto", "--hours")
     assert "v5e-1:" in plan_small(16e9, *auto, "1")
     output = subprocess.run(
         [sys.executable, "-c", SMALL_CHIPS, "16000000000", *auto, "1e-12"],

@@ -157,6 +157,7 @@ def _search(request: Request) -> int:
         machine = open_machine(accelerator)
         candidates = search.candidates(search.models(), accelerator, machine.hbm_bytes)
     else:
+        open_machine(Accelerator(accelerator.name, accelerator.chip.slice_sizes[-1]))
         accelerator, candidates = smallest_slice(search, accelerator, request.hours)
         machine = open_machine(accelerator)
     found, dropped = search.compile_best(candidates, machine)

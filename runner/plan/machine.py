@@ -4,6 +4,7 @@ libtpu compiles for any TPU topology on any machine. Without it, and for GPUs, t
 many faked CPU devices: the sharding and the collectives are those of the mesh, the temporaries are the CPU compiler's.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -76,8 +77,8 @@ def is_libtpu_here() -> bool:
 def open_machine(accelerator: Accelerator | None) -> Machine:
     """The devices of `accelerator`; those at hand if it is None, or a CPU without a number.
 
-    To be called before jax has started a backend. Raises `InvalidError` if there is no such topology, or libtpu cannot
-    answer.
+    To be called before jax has started a backend, and with the largest first if with several. Raises `InvalidError`
+    if there is no such topology, or libtpu cannot answer.
     """
     if accelerator is None or (accelerator.name == "cpu" and accelerator.num_chips is None):
         devices = jax.devices()
@@ -128,9 +129,13 @@ def _why_libtpu_refuses(name: str, message: str) -> str:
 
 
 def _fake_devices(number: int) -> Sequence[jax.Device]:
+    """So many CPU devices; where a backend has been started, the first of those that it has."""
     os.environ["XLA_FLAGS"] = _FAKED_BY_FLAG.sub("", os.environ.get("XLA_FLAGS", ""))
-    jax.config.update("jax_num_cpu_devices", number)
-    return jax.devices("cpu")
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", number)
+    devices = jax.devices("cpu")
+    assert len(devices) >= number, "the largest machine is opened first"
+    return devices[:number]
 
 
 def _memory_of(accelerator: Accelerator) -> int:
