@@ -25,10 +25,10 @@ from pydantic import Field, PositiveInt, model_validator
 from experiments.attention import causal_attention
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, TrainerConfig
-from runner.flops import Flops, Sizing, transformer_flops
-from runner.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from runner.spec import Auto
-from runner.step import Batch
+from runner.train.flops import Flops, Sizing, transformer_flops
+from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
+from runner.train.step import Batch
 
 INIT_STDDEV = 0.02
 LAYER_NORM_EPSILON = 1e-5

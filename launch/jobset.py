@@ -24,7 +24,7 @@ import yaml
 
 from launch import pod
 from launch.options import add_grace_seconds, natural, positive
-from runner.accelerators import parse_accelerator
+from runner.accelerator import parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, InvalidError
 from runner.spec import ExecutionSpec, load_document, validate_spec
 from runner.terminal import say, warn

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from launch.options import grace_seconds, runner_arguments
-from runner.accelerators import Accelerator
+from runner.accelerator import Accelerator
 from runner.errors import InvalidError
 from runner.spec import ExecutionSpec
 

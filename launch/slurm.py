@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from launch.batch_script import BATCH_SCRIPT
 from launch.options import add_grace_seconds, grace_seconds, natural, positive, runner_arguments
-from runner.accelerators import parse_accelerator
+from runner.accelerator import parse_accelerator
 from runner.errors import EXIT_DONE, InvalidError, RetryableError
 from runner.spec import Document, ExecutionSpec, load_document, validate_spec
 from runner.terminal import say, warn

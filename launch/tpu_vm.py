@@ -20,7 +20,7 @@ from launch.options import natural, set_arguments
 from launch.source import Source
 from launch.tpu_host import Host
 from launch.tpu_job import Job
-from runner.accelerators import Accelerator, parse_accelerator
+from runner.accelerator import Accelerator, parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
 from runner.storage import extra_of

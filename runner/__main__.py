@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_RETRYABLE, InvalidError, PeerLostError, RunnerError
-from runner.notice import StopNotice, end_process
+from runner.hosts.preemption import StopNotice, end_process
 from runner.terminal import warn
 
 if TYPE_CHECKING:
-    from runner.cluster import Cluster
+    from runner.hosts.placement import Cluster
 
 _USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner plan SPEC [--topology ACCELERATOR] [--search] [--chips auto --hours H] [--json]
@@ -69,14 +69,14 @@ def _checkpoints(arguments: Sequence[str]) -> int:
     parser.add_argument("where", metavar="SPEC_OR_DIRECTORY")
     parser.add_argument("--verify", action="store_true", help="read every file and compare it with its manifest")
     parsed = parser.parse_args(arguments)
-    audit, storage = importlib.import_module("runner.audit"), importlib.import_module("runner.storage")
+    audit, storage = importlib.import_module("runner.checkpoint.inspection"), importlib.import_module("runner.storage")
     lines, is_good = audit.report(storage.open_store(_directory_of(parsed.where)), parsed.verify)
     print("\n".join(lines))
     return EXIT_DONE if is_good else EXIT_FAILED
 
 
 def _copy_checkpoint(source: str, target: str) -> int:
-    audit, storage = importlib.import_module("runner.audit"), importlib.import_module("runner.storage")
+    audit, storage = importlib.import_module("runner.checkpoint.copy"), importlib.import_module("runner.storage")
     directory, name = storage.split_checkpoint(source)
     copied = audit.copy(storage.open_store(directory), name, storage.open_store(target))
     print(f"copied and verified: {target.rstrip('/')}/checkpoints/{copied}")
@@ -94,7 +94,7 @@ def _verify_resume(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments of the kills; default 0")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parsed = parser.parse_args(arguments)
-    verify = importlib.import_module("runner.verify")
+    verify = importlib.import_module("runner.command.verify_resume")
     if parsed.kills < 0 or parsed.processes < 1 or parsed.steps < parsed.kills + 3:
         given = f"--steps {parsed.steps} --kills {parsed.kills} --processes {parsed.processes}"
         raise InvalidError(f"{given}: needs a process, no negative number of kills, and 3 steps more than kills")
@@ -125,7 +125,7 @@ def _plan(arguments: Sequence[str]) -> int:
     if (parsed.chips is None) != (parsed.hours is None) or (parsed.hours is not None and not parsed.hours > 0):
         raise InvalidError("--chips auto needs --hours H, a positive number, and --hours needs --chips auto")
     overrides = [*parsed.set, *([f"topology.accelerator={parsed.topology}"] if parsed.topology else [])]
-    plan = importlib.import_module("runner.plan")
+    plan = importlib.import_module("runner.plan.command")
     return int(plan.plan(plan.Request(parsed.spec, tuple(overrides), parsed.json, parsed.search, parsed.hours)))
 
 
@@ -153,10 +153,10 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
     for library in ("absl", "urllib3", "google", "azure", "botocore"):  # what they would print is told in one line
         logging.getLogger(library).setLevel(logging.CRITICAL)
     is_elastic = spec.topology is not None and spec.topology.elastic
-    hosts = importlib.import_module("runner.hosts").start(cluster, spec.deadlines, is_elastic)
+    hosts = importlib.import_module("runner.hosts.join").start(cluster, spec.deadlines, is_elastic)
     sys.excepthook = _end_on_bug
     notice.join(hosts if hosts.num_processes > 1 else None)
-    importlib.import_module("runner.metadata").watch(notice.ask)
+    importlib.import_module("runner.hosts.gcp_preemption").watch(notice.ask)
     code = EXIT_DONE
     try:
         job(hosts, notice)
@@ -171,7 +171,7 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
 
 def _place(parsed: argparse.Namespace, deadline_seconds: float) -> "Cluster | None":
     """Where this process stands, as the command line or else the engine says; None if it is alone."""
-    module = importlib.import_module("runner.cluster")
+    module = importlib.import_module("runner.hosts.placement")
     if parsed.coordinator is None:
         return module.detect(deadline_seconds)
     if parsed.num_processes == 1:

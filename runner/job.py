@@ -15,16 +15,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner import storage, terminal
-from runner.cadence import best_interval_seconds, is_due, is_overdue
-from runner.checkpoint import open_checkpoints, raise_unless_committed
-from runner.compile_cache import CompileCache
+from runner.attempt.compile_cache import CompileCache
+from runner.attempt.event_log import EventLog
+from runner.attempt.fence import Fence
+from runner.checkpoint.checkpointer import open_checkpoints
+from runner.checkpoint.fingerprint import fingerprint
+from runner.checkpoint.interval import best_interval_seconds
+from runner.checkpoint.manifest import newest_manifest
+from runner.checkpoint.save import raise_unless_committed
 from runner.errors import DivergedError, FencedError, InvalidError, PreemptedError, ResumeError, StorageError
-from runner.fingerprint import fingerprint
-from runner.hosts import Hosts
-from runner.ledger import Fence, Ledger
-from runner.manifest import newest_manifest
-from runner.notice import StopNotice
-from runner.progress import Progress
+from runner.hosts.join import Hosts
+from runner.hosts.preemption import StopNotice
+from runner.hosts.progress import Progress
+from runner.hosts.straggler import Straggling
+from runner.hosts.watchdog import Watchdog, stacks_of_all_threads
+from runner.periodic import is_due, is_overdue
 from runner.spec import (
     Document,
     ExecutionSpec,
@@ -34,8 +39,6 @@ from runner.spec import (
     trajectory,
     validate_config,
 )
-from runner.straggler import Straggling
-from runner.watchdog import Watchdog, stacks_of_all_threads
 
 _DRAIN_SECONDS = 10.0
 
@@ -54,7 +57,7 @@ class RestoreableJob:
         self.store = self._open("directory", spec.directory)
         is_shared = spec.topology is not None and spec.topology.compile_cache == "directory"
         self.compile_cache = CompileCache(self.store if is_shared else None)
-        self.uplink = storage.Uplink()
+        self.background = storage.BackgroundWriter()
         self.hosts = Hosts(None, 0, 1)
         self.notice = StopNotice()
         self.progress = Progress()
@@ -215,7 +218,7 @@ class RestoreableJob:
 
     def _flush(self) -> None:
         """Let what is still on its way to a bucket arrive, if the bucket is up."""
-        self.uplink.drain(_DRAIN_SECONDS)
+        self.background.drain(_DRAIN_SECONDS)
 
     def probe_and_ask_if_done(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
@@ -274,8 +277,8 @@ class RestoreableJob:
         self.fence.attempt, self.id = self.hosts.agree([self.fence.attempt, self.id])
         assert self.fence.attempt is not None
         process = self.hosts.process_id
-        log = storage.open_log(self.store, "events", f"{self.fence.attempt:06}.{process}", self.uplink)
-        self.ledger = Ledger(log, self.fence.attempt, process)
+        log = storage.open_log(self.store, "events", f"{self.fence.attempt:06}.{process}", self.background)
+        self.ledger = EventLog(log, self.fence.attempt, process)
         self.notice.on_idle_exit = self._record_idle_exit
         try:
             self.checkpoints = open_checkpoints(

@@ -18,24 +18,21 @@ import optax
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
-from runner import state as train_state
-from runner import step as pure
-from runner.accelerators import chip_of, parse_accelerator
-from runner.cadence import is_due, tokens_at
-from runner.compilation import Layout, compile_to_fit, lower_train_step, lower_val_step, program_digest
+from runner.accelerator import chip_of, parse_accelerator
+from runner.checkpoint.manifest import newest_manifest
 from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, check_vocabulary, global_batch, is_available, load_dataset
 from runner.errors import DataError, InvalidError
-from runner.flops import Flops, Sizing, counted_flops
 from runner.job import RestoreableJob
-from runner.loss import cross_entropy_sum
-from runner.manifest import newest_manifest
-from runner.metrics import NAME as METRICS
-from runner.metrics import Row, Sink, Window, make_progress, open_metrics
-from runner.optimizer import clip, make_optimizer, make_schedule
+from runner.periodic import is_due, tokens_at
 from runner.spec import Document, ExecutionSpec
 from runner.storage import encode_line
-from runner.topology import (
+from runner.train import state as train_state
+from runner.train import step as pure
+from runner.train.compilation import Layout, compile_to_fit, lower_train_step, lower_val_step, program_digest
+from runner.train.flops import Flops, Sizing, counted_flops
+from runner.train.loss import cross_entropy_sum
+from runner.train.mesh import (
     batch_sharding,
     device_memory_bytes,
     does_mesh_fit,
@@ -44,6 +41,12 @@ from runner.topology import (
     micro_batch_sizes,
     num_batch_shards,
 )
+from runner.train.metrics.file import NAME as METRICS
+from runner.train.metrics.file import open_metrics
+from runner.train.metrics.row import Row
+from runner.train.metrics.sinks import Sink, make_progress
+from runner.train.metrics.window import Window
+from runner.train.optimizer import clip, make_optimizer, make_schedule
 
 MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use
 
@@ -192,7 +195,7 @@ class BaseTrainer(RestoreableJob):
     def begin(self) -> None:
         """Claim the next attempt, and open its metrics."""
         super().begin()
-        self.metrics = open_metrics(self.store, self.uplink, self.fence)
+        self.metrics = open_metrics(self.store, self.background, self.fence)
 
     def _check_accelerator(self) -> None:
         try:
@@ -425,7 +428,8 @@ class BaseTrainer(RestoreableJob):
     def _open_sinks(self) -> list[Sink]:
         sinks: list[Sink] = [make_progress(self.spec.name, self.total_steps, self.step, self.config.tokens_per_step)]
         if self.spec.logging.wandb != "disabled":
-            sinks.append(importlib.import_module("runner.tracking").Tracking(self.spec, self.id, self.store.root))
+            tracking = importlib.import_module("runner.train.metrics.tracking")
+            sinks.append(tracking.Tracking(self.spec, self.id, self.store.root))
         return sinks
 
     def report(self) -> None:

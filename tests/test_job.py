@@ -8,15 +8,14 @@ import pytest
 
 from experiments.counter import Counter
 from runner import RestoreableJob
+from runner.attempt.fence import Fence
+from runner.checkpoint.fingerprint import fingerprint
+from runner.checkpoint.manifest import committed
 from runner.errors import FencedError, InvalidError, PreemptedError, ResumeError, StorageError
-from runner.fingerprint import fingerprint
-from runner.hosts import Hosts
-from runner.ledger import Fence
-from runner.manifest import committed
+from runner.hosts.join import Hosts
 from runner.spec import ExecutionSpec, read_spec
 from runner.storage import LocalStore, read_json, read_log
-
-from .tiny import StopAfter, counter, leaves_equal
+from tests.support.tiny import StopAfter, counter, leaves_equal
 
 
 def events(directory, *kinds):

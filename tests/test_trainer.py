@@ -14,14 +14,13 @@ import yaml
 
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, ExecutionSpec, trainer
-from runner.accelerators import CHIPS
+from runner.accelerator import CHIPS
+from runner.checkpoint.fingerprint import fingerprint
+from runner.checkpoint.manifest import committed
 from runner.errors import DivergedError, PreemptedError, SpecError
-from runner.fingerprint import fingerprint
-from runner.manifest import committed
 from runner.spec import read_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
-
-from .tiny import (
+from tests.support.tiny import (
     RecordingGPT,
     StopAfter,
     finish,
@@ -34,7 +33,7 @@ from .tiny import (
     start_python,
 )
 
-JOB = {"job": "tests.tiny:RecordingGPT"}
+JOB = {"job": "tests.support.tiny:RecordingGPT"}
 STOP, STEPS = 4, 8
 NO_ARGUMENT = inspect.Parameter.empty
 

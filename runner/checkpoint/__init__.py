@@ -1,32 +1,17 @@
 """Checkpoints that can be trusted: saved in one instant, restored only if every bit is right.
 
-- `shard` arrays as pieces, written by each process and read by any
-- `array` how arrays reach a directory: through orbax, or piece by piece
+- `fingerprint` topology-free digest of a pytree, computed on device
+- `manifest` what makes a directory a checkpoint
+- `tombstone` who decides about a step: its commit, or the mark that it will never be one
+- `interval` when to save so that the least time is lost
+- `pieces` arrays as pieces, written by each process and read by any
+- `writer` how arrays reach a directory: through orbax, or piece by piece
+- `reader` how they come back
 - `fast` the tier on a host's own disk
-- `commit` saving, and the protocol that makes it one instant
+- `save` saving, and the protocol that makes it one instant
 - `retention` which steps may go, and how
 - `restore` the newest state that every host can have
-- `opening` from what a spec says to the parts above
+- `checkpointer` from what a spec says to the parts above
+- `inspection` list and verify checkpoints from outside
+- `copy` copy one elsewhere
 """
-
-from runner.checkpoint.array import OrbaxWriter, PieceWriter
-from runner.checkpoint.commit import Place, Saver, raise_unless_committed
-from runner.checkpoint.fast import FastTier
-from runner.checkpoint.opening import Checkpoints, open_checkpoints
-from runner.checkpoint.restore import Restorer
-from runner.checkpoint.retention import Retention, delete, superfluous
-
-__all__ = [
-    "Checkpoints",
-    "FastTier",
-    "OrbaxWriter",
-    "PieceWriter",
-    "Place",
-    "Restorer",
-    "Retention",
-    "Saver",
-    "delete",
-    "open_checkpoints",
-    "raise_unless_committed",
-    "superfluous",
-]

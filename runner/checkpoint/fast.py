@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint import shard
+from runner.checkpoint import pieces
 from runner.storage import LocalStore, encode_json, read_json
 
 PART = "part.json"
@@ -35,12 +35,12 @@ class FastTier:
                     found.append(int(name))
         return sorted(found)
 
-    def write(self, manifest: dict[str, Any], host: shard.Host, companions: dict[str, bytes]) -> None:
+    def write(self, manifest: dict[str, Any], host: pieces.Host, companions: dict[str, bytes]) -> None:
         """Keep this process's part of a step, and delete what is older than the step before it."""
         step = str(manifest["step"])
         aside = self.directory / f"{step}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
-        table = shard.write(aside, "pieces", host)
+        table = pieces.write(aside, "pieces", host)
         for name, content in companions.items():
             (aside / name).write_bytes(content)
         part = manifest | {"files": table.files, "shards": table.shards, "companions": sorted(companions)}
@@ -52,7 +52,7 @@ class FastTier:
     def read(self, step: int, leaves: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The leaves of this process and the part's manifest. Raises `ValueError` or `OSError` if they are not good."""
         part = read_json(self._store, f"{step}/{PART}")
-        arrays = shard.read(lambda name: self._store.read(f"{step}/{name}"), part["files"], part["shards"], leaves)
+        arrays = pieces.read(lambda name: self._store.read(f"{step}/{name}"), part["files"], part["shards"], leaves)
         return arrays, part
 
     def companions(self, step: int) -> dict[str, bytes]:

@@ -13,11 +13,8 @@ from typing import Any
 
 import jax
 
-from runner import fingerprint
-from runner.checkpoint import array
-from runner.checkpoint.commit import Place
-from runner.errors import ResumeError, StorageError
-from runner.manifest import (
+from runner.checkpoint import fingerprint, reader
+from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
     NotCommittedError,
@@ -25,10 +22,11 @@ from runner.manifest import (
     committed,
     file_problems,
     read_manifest,
-    retire,
-    settle,
     steps,
 )
+from runner.checkpoint.save import Place
+from runner.checkpoint.tombstone import retire, settle
+from runner.errors import ResumeError, StorageError
 from runner.storage import Store, read_log
 from runner.terminal import warn
 
@@ -158,7 +156,7 @@ class Restorer:
             check_leaves(manifest, abstract, weights_only)
             arrays: dict[str, jax.Array] = {}
             try:
-                arrays = array.read(store, directory, manifest, _flatten(abstract))
+                arrays = reader.read(store, directory, manifest, _flatten(abstract))
             except StorageError:
                 raise
             except (OSError, ValueError) as error:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from runner.checkpoint.commit import Place
-from runner.manifest import CHECKPOINTS, committed, remove_files, withdraw
+from runner.checkpoint.manifest import CHECKPOINTS, committed
+from runner.checkpoint.save import Place
+from runner.checkpoint.tombstone import remove_files, withdraw
 from runner.terminal import warn
 
 Mode = Literal["min", "max"]

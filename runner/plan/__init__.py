@@ -2,6 +2,7 @@
 
 The map, in layers; a module imports only from those above it.
 
+- `hlo`       what a compiled step communicates, and its largest arrays, from its text
 - `figure`    one number with its unit and basis; a table for people, JSON for scripts
 - `machine`   the devices of a topology: libtpu's own, or CPU devices that stand in for them
 - `checks`    everything that can be wrong, found and listed at once
@@ -11,7 +12,3 @@ The map, in layers; a module imports only from those above it.
 - `search`    meshes x micro-batches x what the job declares, ranked by predicted step time
 - `command`   the command
 """
-
-from runner.plan.command import Request, plan
-
-__all__ = ["Request", "plan"]

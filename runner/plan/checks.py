@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.cadence import tokens_at
+from runner.checkpoint.manifest import newest_manifest
 from runner.data import Dataset
 from runner.errors import RunnerError
 from runner.job import RestoreableJob
-from runner.manifest import newest_manifest
+from runner.periodic import tokens_at
 from runner.plan.figure import Section
 from runner.spec import Document, ExecutionSpec, load_job_class, validate_config, validate_spec
 from runner.trainer import BaseTrainer

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import yaml
 
-from runner.accelerators import Accelerator, parse_accelerator
+from runner.accelerator import Accelerator, parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
-from runner.hlo import largest_arrays
 from runner.job import RestoreableJob
 from runner.plan import checks, report
 from runner.plan.checks import Findings
 from runner.plan.figure import Section, amount, as_json, as_lines
+from runner.plan.hlo import largest_arrays
 from runner.plan.machine import Machine, open_machine
 from runner.plan.program import Program, compile_job
 from runner.plan.search import Compiled, Search, smallest_slice

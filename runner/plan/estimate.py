@@ -7,7 +7,7 @@ collectives at the bandwidth of their network, and it is as fast as the slowest 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runner.accelerators import Speeds
+from runner.accelerator import Speeds
 
 # What a host writes to a bucket or a shared disk, and what it copies out of its devices: assumed, not measured.
 DURABLE_BYTES_PER_SECOND = 1e9

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from runner.accelerators import Accelerator
+from runner.accelerator import Accelerator
 from runner.errors import InvalidError
-from runner.topology import device_memory_bytes
+from runner.train.mesh import device_memory_bytes
 
 # What libtpu would otherwise ask of a TPU host that is not there, and how much it says.
 _WITHOUT_A_TPU = {

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from runner.compilation import Memory, memory_of
-from runner.hlo import Collective, collectives
 from runner.plan.estimate import split_over_domains
+from runner.plan.hlo import Collective, collectives
 from runner.plan.machine import Machine
-from runner.topology import AXES, over_slices
+from runner.train.compilation import Memory, memory_of
+from runner.train.mesh import AXES, over_slices
 from runner.trainer import MEMORY_SHARE, BaseTrainer
 
 

@@ -2,15 +2,16 @@
 
 import jax
 
-from runner.cadence import best_interval_seconds, tokens_at
-from runner.flops import Flops
+from runner.checkpoint.interval import best_interval_seconds
 from runner.job import RestoreableJob
+from runner.periodic import tokens_at
 from runner.plan import estimate
 from runner.plan.estimate import DURABLE_BYTES_PER_SECOND, STALL_BYTES_PER_SECOND, Roofline, Work
 from runner.plan.figure import Section, amount
 from runner.plan.machine import Machine
 from runner.plan.program import Program, bytes_of, bytes_on_a_device
-from runner.topology import num_batch_shards
+from runner.train.flops import Flops
+from runner.train.mesh import num_batch_shards
 from runner.trainer import MEMORY_SHARE, BaseTrainer
 
 

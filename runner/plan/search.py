@@ -15,16 +15,16 @@ import jax
 import yaml
 from jax.sharding import AbstractMesh
 
-from runner.accelerators import Accelerator, Speeds
+from runner.accelerator import Accelerator, Speeds
 from runner.errors import InvalidError
-from runner.flops import Flops
 from runner.plan import checks, estimate, report
 from runner.plan.checks import Findings
 from runner.plan.estimate import TYPICAL_SHARE, Roofline, Work, split_over_domains
 from runner.plan.machine import Machine
 from runner.plan.program import Program, bytes_on_a_device, compile_job
 from runner.spec import Document, load_document
-from runner.topology import AXES, micro_batch_sizes, over_slices
+from runner.train.flops import Flops
+from runner.train.mesh import AXES, micro_batch_sizes, over_slices
 from runner.trainer import MEMORY_SHARE, BaseTrainer
 
 _NUM_COMPILED, _NUM_TRIED = 3, 16

@@ -7,14 +7,16 @@
 - `google` gs://
 - `amazon` s3://
 - `azure` az://
-- `uplink` growing files of a bucket, sent in the background
+- `background_writer` growing files of a bucket, sent in the background
 - `log` lines that are only appended
-- `opening` from a path or URL to a store
+- `url` from a path or URL to a store
+- `cache_directory` where this machine keeps what it can make again
 """
 
+from runner.storage.background_writer import BackgroundWriter
+from runner.storage.cache_directory import default_cache_directory
 from runner.storage.local import LocalStore
 from runner.storage.log import Log, open_log, read_log
-from runner.storage.opening import check_url, default_cache_directory, extra_of, open_store, split_checkpoint
 from runner.storage.retry import DeadlineError, DeniedError, TransientError
 from runner.storage.store import (
     ABSENT,
@@ -28,17 +30,17 @@ from runner.storage.store import (
     probe,
     read_json,
 )
-from runner.storage.uplink import Uplink
+from runner.storage.url import check_url, extra_of, open_store, split_checkpoint
 
 __all__ = [
     "ABSENT",
+    "BackgroundWriter",
     "DeadlineError",
     "DeniedError",
     "LocalStore",
     "Log",
     "Store",
     "TransientError",
-    "Uplink",
     "Version",
     "check_url",
     "create",

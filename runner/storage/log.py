@@ -3,9 +3,9 @@
 import threading
 from typing import Any, Protocol
 
+from runner.storage.background_writer import BackgroundWriter
 from runner.storage.local import append_line
 from runner.storage.store import Store, encode_line, parse_lines
-from runner.storage.uplink import Uplink
 
 PART_BYTES = 1 << 20
 
@@ -32,8 +32,8 @@ class LocalLog:
 class BucketLog:
     """`<name>/<writer>.<part>.jsonl`: each writer has parts of its own, and begins a new one when one is large."""
 
-    def __init__(self, store: Store, name: str, writer: str, uplink: Uplink):
-        self._store, self._uplink = store, uplink
+    def __init__(self, store: Store, name: str, writer: str, background: BackgroundWriter):
+        self._store, self._background = store, background
         self._stem = f"{name}/{writer}"
         self._lock = threading.Lock()
         self._part = 0
@@ -47,12 +47,12 @@ class BucketLog:
                 self._content = b""
             self._content += encode_line(row)
             name, content = f"{self._stem}.{self._part:04}.jsonl", self._content
-            self._uplink.mark(name, lambda: self._store.write(name, content))
+            self._background.mark(name, lambda: self._store.write(name, content))
 
 
-def open_log(store: Store, name: str, writer: str, uplink: Uplink) -> Log:
+def open_log(store: Store, name: str, writer: str, background: BackgroundWriter) -> Log:
     """The log `name` for one writer, whose name no other may have."""
-    return BucketLog(store, name, writer, uplink) if store.root is None else LocalLog(store, name)
+    return BucketLog(store, name, writer, background) if store.root is None else LocalLog(store, name)
 
 
 def read_log(store: Store, name: str) -> list[dict[str, Any]]:

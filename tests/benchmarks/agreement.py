@@ -11,12 +11,12 @@ import os
 import subprocess
 import sys
 
-from tests.harness import free_port
+from tests.support.harness import free_port
 
 PROGRAM = """
 import json, sys, time
-from runner.cluster import Cluster
-from runner.hosts import start
+from runner.hosts.placement import Cluster
+from runner.hosts.join import start
 from runner.spec import Deadlines
 
 coordinator, num_processes, process, calls = sys.argv[1], *map(int, sys.argv[2:])

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from runner.storage import LocalStore, parse_lines, read_log
-from tests.harness import free_port
+from tests.support.harness import free_port
 
 PHASES = {
     "death to spawn": None,

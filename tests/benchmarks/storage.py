@@ -21,13 +21,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runner import fingerprint
-from runner.checkpoint import FastTier, array, shard
-from runner.hosts import Hosts
+from runner.checkpoint import fingerprint, pieces, reader, writer
+from runner.checkpoint.fast import FastTier
+from runner.hosts.join import Hosts
 from runner.spec import Checkpoint
 from runner.storage import Store, open_store
 from tests.benchmarks.jobs import make_job, start
-from tests.servers import BUCKET, Backend, start_backend
+from tests.support.servers import BUCKET, Backend, start_backend
 
 LATENCY_SECONDS = 0.05
 NUM_ARRAYS, ARRAY_SHAPE = 16, (1024, 4096)
@@ -127,24 +127,24 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        writer = array.PieceWriter(store, Hosts(None, 0, 1), directory / "staging")
+        piece_writer = writer.PieceWriter(store, Hosts(None, 0, 1), directory / "staging")
         files = []
         for name, leaf in leaves.items():
             files.append(directory / name)
             files[-1].write_bytes(memoryview(jax.device_get(leaf)).cast("B"))
         for number in range(rounds):
             started = time.perf_counter()
-            written = writer.start(f"c/{number}/arrays", leaves)(600.0)
+            written = piece_writer.start(f"c/{number}/arrays", leaves)(600.0)
             ours_up = time.perf_counter() - started
             started = time.perf_counter()
-            with ThreadPoolExecutor(array.NUM_UPLOADS) as pool:
+            with ThreadPoolExecutor(writer.NUM_UPLOADS) as pool:
                 list(pool.map(lambda file: up(file, f"plain/{file.name}"), files))
             plain_up = time.perf_counter() - started
             started = time.perf_counter()
-            jax.block_until_ready(array.read(store, f"c/{number}", written, abstract))
+            jax.block_until_ready(reader.read(store, f"c/{number}", written, abstract))
             ours_down = time.perf_counter() - started
             started = time.perf_counter()
-            with ThreadPoolExecutor(shard.NUM_READERS) as pool:
+            with ThreadPoolExecutor(pieces.NUM_READERS) as pool:
                 list(pool.map(lambda file: down(f"plain/{file.name}", Path(f"{file}.back")), files))
             plain_down = time.perf_counter() - started
             rows.append((plain_up / ours_up, plain_down / ours_down, ours_up, ours_down))
@@ -166,13 +166,13 @@ def tiers(backend: Backend, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         fast = FastTier(directory / "fast")
-        fast.write({"step": 1, "identity": {}}, shard.copy_to_host(leaves, "all"), {})
+        fast.write({"step": 1, "identity": {}}, pieces.copy_to_host(leaves, "all"), {})
         store = open_store(backend.url("tiers"))
-        written = array.PieceWriter(store, Hosts(None, 0, 1), directory / "staging").start("c/1/arrays", leaves)(600.0)
+        written = writer.PieceWriter(store, Hosts(None, 0, 1), directory / "staging").start("c/1/arrays", leaves)(600.0)
         backend.proxy.faults.latency_seconds = LATENCY_SECONDS
         ratios = [
             seconds_of(lambda: fast.read(1, abstract)[0])
-            / seconds_of(lambda: array.read(store, "c/1", written, abstract))
+            / seconds_of(lambda: reader.read(store, "c/1", written, abstract))
             for _ in range(rounds)
         ]
         backend.proxy.reset()

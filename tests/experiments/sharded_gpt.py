@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.gpt import GPT, GPTConfig
-from runner.loss import cross_entropy_sum
+from runner.train.loss import cross_entropy_sum
 
 MESHES = ((2, 2, 2), (1, 8, 1), (1, 1, 4))
 BATCH_SPEC = PartitionSpec(("data", "fsdp"))

@@ -1,0 +1,6 @@
+"""One start of a job, on all its hosts, in its directory.
+
+- `fence` which attempt a directory belongs to
+- `event_log` the ledger `events.jsonl`
+- `compile_cache` compiled programs, on this host's disk and in the run's directory
+"""

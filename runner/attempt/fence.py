@@ -1,0 +1,60 @@
+"""The fence: which attempt a directory belongs to.
+
+An attempt is one start of the job, on all its hosts. Each attempt claims the next number by creating
+`attempts/<number>`, which can succeed only once, on a disk and in a bucket. Whoever finds a higher number than its own
+is fenced: it ends and writes nothing more, so two attempts never share a directory.
+"""
+
+import os
+import socket
+import time
+import uuid
+
+from runner.errors import FencedError
+from runner.storage import Store, create, encode_json
+
+_ATTEMPTS = "attempts"
+
+
+class Fence:
+    """The single-writer rule of one directory. Main host only, except `attempt`."""
+
+    def __init__(self, store: Store, attempt: int | None = None):
+        self._store = store
+        self._newest_seen = 0
+        self.attempt = attempt
+
+    def newest(self) -> int:
+        """The highest attempt that has claimed the directory, 0 if none has."""
+        names = self._store.children(_ATTEMPTS)
+        self._newest_seen = max((int(name) for name in names if name.isdecimal()), default=0)
+        return self._newest_seen
+
+    def claim(self) -> int:
+        """Take the next attempt number, fencing every earlier attempt."""
+        record = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "id": uuid.uuid4().hex}
+        while True:
+            number = self.newest() + 1
+            try:
+                create(self._store, f"{_ATTEMPTS}/{number}", encode_json(record))
+            except FileExistsError:
+                continue
+            self._newest_seen = self.attempt = number
+            return number
+
+    def check(self) -> None:
+        """Raise `FencedError` if a newer attempt owns the directory."""
+        self.newest()
+        self._raise_if_fenced()
+
+    def glance(self) -> None:
+        """Like `check`, but never waits for a network: in a bucket, what the last `check` has seen."""
+        if self._store.root is not None:
+            self.newest()
+        self._raise_if_fenced()
+
+    def _raise_if_fenced(self) -> None:
+        if self._newest_seen != self.attempt:
+            raise FencedError(
+                f"attempt {self._newest_seen} has taken over {self._store.url}; attempt {self.attempt} stops"
+            )

@@ -1,0 +1,54 @@
+"""How the arrays of a checkpoint come back from its directory, whatever wrote them."""
+
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from runner.checkpoint import pieces
+from runner.storage import Store
+
+Leaves = dict[str, Any]
+
+
+def read(store: Store, directory: str, manifest: dict[str, Any], leaves: Leaves) -> dict[str, jax.Array]:
+    """The arrays that `leaves` describe (shape, dtype, sharding) from one checkpoint. Called on every host.
+
+    Raises `ValueError` or `OSError` if the bytes are not there or not good.
+    """
+    if "shards" in manifest:
+        return pieces.read(
+            lambda name: store.read(f"{directory}/{name}"), manifest["files"], manifest["shards"], leaves
+        )
+    if store.root is not None:
+        return _read_orbax(store.root / directory / manifest["arrays"], leaves)
+    with tempfile.TemporaryDirectory() as temporary:
+        download(store, directory, manifest["files"], Path(temporary))
+        return _read_orbax(Path(temporary) / manifest["arrays"], leaves)
+
+
+def download(store: Store, directory: str, files: dict[str, list[Any]], target: Path) -> None:
+    """Copy the files of a checkpoint to the same names below `target`, in parallel."""
+
+    def fetch(name: str) -> None:
+        path = target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(store.read(f"{directory}/{name}"))
+
+    with ThreadPoolExecutor(pieces.NUM_READERS, thread_name_prefix="read") as pool:
+        list(pool.map(fetch, files))
+
+
+def _read_orbax(path: Path, leaves: Leaves) -> dict[str, jax.Array]:
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+        for name, leaf in leaves.items()
+    }
+    arguments = ocp.args.PyTreeRestore(leaves, restore_args=restore_args, partial_restore=True)
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    with checkpointer:
+        restored = checkpointer.restore(path, args=arguments)
+    return {name: restored[name] for name in leaves}

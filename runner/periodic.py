@@ -1,0 +1,23 @@
+"""Is it time? Pure questions about steps; a clock, where one is needed, is passed in.
+
+`step` counts completed optimizer steps, here and everywhere.
+"""
+
+
+def is_due(step: int, every_steps: int | None, last_step: int | None = None) -> bool:
+    """Whether something that happens every `every_steps` steps happens at `step`; always at `last_step`, never at 0."""
+    if step <= 0:
+        return False
+    if step == last_step:
+        return True
+    return every_steps is not None and step % every_steps == 0
+
+
+def is_overdue(now_seconds: float, since_seconds: float, every_minutes: float | None) -> bool:
+    """Whether `every_minutes` have passed since the last time."""
+    return every_minutes is not None and now_seconds - since_seconds >= every_minutes * 60
+
+
+def tokens_at(step: int, tokens_per_step: int) -> int:
+    """Tokens that training has consumed after `step` steps."""
+    return step * tokens_per_step

@@ -1,0 +1,152 @@
+"""The compiled steps: traced from abstract shapes, never from arrays, and the micro-batch that fits a device.
+
+Compiled ahead of the first step, so nothing is ever traced again. Knows no model and no data.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from runner.errors import InvalidError
+from runner.train.mesh import batch_sharding, num_batch_shards
+from runner.train.state import sharding_rules, shardings_of
+from runner.train.step import Batch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the examples of a step are split: over the devices of a mesh, and over micro-batches in time."""
+
+    mesh: Mesh
+    global_batch_examples: int
+    micro_batch_examples: int  # per device
+    sequence_length: int
+
+    @property
+    def micro_batch(self) -> int:
+        """Examples of one micro-batch over all devices: B."""
+        return self.micro_batch_examples * num_batch_shards(self.mesh)
+
+    @property
+    def accumulate_steps(self) -> int:
+        """Micro-batches in a step: S."""
+        return self.global_batch_examples // self.micro_batch
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of a (S, B, T) batch."""
+        shape = (self.accumulate_steps, self.micro_batch, self.sequence_length)
+        dtypes = {"x": jnp.int32, "y": jnp.int32, "padding_mask": jnp.bool_}
+        sharding = batch_sharding(self.mesh)
+        return {field: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for field, dtype in dtypes.items()}
+
+
+def lower_train_step(
+    train_step: Callable[..., Any], schedule: optax.Schedule, abstract: TrainState, key: jax.Array, layout: Layout
+) -> jax.stages.Lowered:
+    """Lower `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
+
+    `key` is the run's: the random key of step k is `fold_in(key, k)`.
+    """
+
+    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
+        step_key = jax.random.fold_in(key, state.step)
+        learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
+        state, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
+        return state, loss, meta | {"learning_rate": learning_rate}
+
+    replicated = NamedSharding(layout.mesh, PartitionSpec())
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))
+    with sharding_rules(layout.mesh):
+        return jitted.lower(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
+
+
+def lower_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: Layout) -> jax.stages.Lowered:
+    """Lower `(state, batch) -> (loss_sum, token_count, last_meta)`."""
+    with sharding_rules(layout.mesh):
+        return jax.jit(val_step).lower(abstract, layout.abstract_batch())
+
+
+def program_digest(lowered: jax.stages.Lowered) -> str:
+    """What tells programs apart: a digest of the StableHLO that the compiler is given."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a compiled program needs on each device, in bytes, by its own figures."""
+
+    arguments: int
+    outputs: int  # those that do not take the place of arguments
+    temporaries: int
+    code: int
+
+    @property
+    def needed(self) -> int:
+        """All of it but the code, which the device's own limit leaves out."""
+        return self.arguments + self.outputs + self.temporaries
+
+
+def memory_of(compiled: Any) -> Memory:
+    """The figures of a compiled program."""
+    found = compiled.memory_analysis()
+    return Memory(
+        found.argument_size_in_bytes,
+        found.output_size_in_bytes - found.alias_size_in_bytes,
+        found.temp_size_in_bytes,
+        found.generated_code_size_in_bytes,
+    )
+
+
+class DoesNotFitError(InvalidError):
+    """A step needs more memory than a device has."""
+
+    def __init__(self, message: str, needed_bytes: int):
+        super().__init__(message)
+        self.needed_bytes = needed_bytes  # at least
+
+
+def compile_to_fit(compile_step: Callable[[int], Any], sizes: list[int], limit_bytes: int) -> Any:
+    """Compile with the largest of `sizes` (descending) whose arguments, outputs and temporaries fit, and return that.
+
+    After one that does not fit, the next guess is the size whose share of the temporaries would fit. Raises
+    `DoesNotFitError` with the numbers if the smallest does not fit.
+    """
+    while True:
+        try:
+            compiled = compile_step(sizes[0])
+        except jax.errors.JaxRuntimeError as error:
+            temporaries = _refused_temporaries(str(error))
+            if temporaries is None:
+                raise
+            resident_bytes = 0  # a compiler that refuses says only what it was short of
+        else:
+            memory = memory_of(compiled)
+            if memory.needed <= limit_bytes:
+                return compiled
+            temporaries, resident_bytes = memory.temporaries, memory.needed - memory.temporaries
+        if len(sizes) == 1:
+            needed = f"needs {(resident_bytes + temporaries) / 2**30:.2f} GiB on each device"
+            raise DoesNotFitError(
+                f"a step with {sizes[0]} example(s) a device {needed}{'' if resident_bytes else ', the state aside,'} "
+                f"and {limit_bytes / 2**30:.2f} GiB are there; use a smaller micro_batch_examples, more devices, a "
+                "larger fsdp or tensor axis, or config.memory.remat",
+                resident_bytes + temporaries,
+            )
+        share = max(limit_bytes - resident_bytes, 0) / temporaries
+        sizes = [size for size in sizes[1:] if size <= sizes[0] * share] or sizes[-1:]
+
+
+def _refused_temporaries(message: str) -> int | None:
+    """Bytes that a program would have needed which its compiler refused; None if it refused for another reason."""
+    if not message.startswith("RESOURCE_EXHAUSTED"):
+        return None
+    found = re.search(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGT]?)", message)
+    return None if found is None else int(float(found[1]) * 2 ** (10 * " KMGT".index(found[2] or " ")))

@@ -1,0 +1,8 @@
+"""The rows of the surviving trajectory, and where people see them. Main host only.
+
+- `row`       a row of `metrics.jsonl`
+- `window`    the steps since the last row, kept on the device
+- `file`      `metrics.jsonl`, on a disk and in a bucket
+- `sinks`     a terminal, or a log
+- `tracking`  Weights & Biases
+"""

@@ -1,0 +1,79 @@
+"""Where people see the rows while the job runs: a live line on a terminal, plain lines in a log. Main host only."""
+
+import sys
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from runner.terminal import say
+from runner.train.metrics.row import Row
+
+
+class Sink(Protocol):
+    """Anything that shows rows."""
+
+    def show(self, row: Row) -> None:
+        """Take one row; must not block for long and never raise."""
+
+    def close(self) -> None:
+        """Finish, within seconds."""
+
+
+def _describe(row: Row) -> str:
+    parts = [f"loss {row['train/loss']:.4f}"]
+    if "val/loss" in row:
+        parts.append(f"val {row['val/loss']:.4f}")
+    if row.get("perf/tokens_per_second"):
+        parts.append(f"{row['perf/tokens_per_second']:,.0f} tokens/s")
+    return "  ".join(parts)
+
+
+class LiveProgress:
+    """One line on a terminal that keeps itself up to date."""
+
+    def __init__(self, name: str, total_steps: int, step: int, console: Console):
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task(name, total=total_steps, completed=step, figures="")
+        self._progress.start()
+
+    def show(self, row: Row) -> None:
+        """Move the bar; a validation loss also gets a line that stays."""
+        self._progress.update(self._task, completed=row["step"], figures=_describe(row))
+        if "val/loss" in row:
+            self._progress.console.print(f"step {row['step']}  {_describe(row)}", highlight=False)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._progress.stop()
+
+
+class PlainProgress:
+    """A line a row, for logs."""
+
+    def __init__(self, tokens_per_step: int, total_steps: int):
+        self._tokens_per_step = tokens_per_step
+        self._total_steps = total_steps
+
+    def show(self, row: Row) -> None:
+        """Print step, loss, speed and time left."""
+        speed = row.get("perf/tokens_per_second")
+        left = "" if not speed else f"  {(self._total_steps - row['step']) * self._tokens_per_step / speed:.0f} s left"
+        say(f"step {row['step']}/{self._total_steps}  {_describe(row)}{left}")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def make_progress(name: str, total_steps: int, step: int, tokens_per_step: int) -> Sink:
+    """Live progress where standard output is a terminal, plain lines elsewhere."""
+    if sys.stdout.isatty():
+        return LiveProgress(name, total_steps, step, Console())
+    return PlainProgress(tokens_per_step, total_steps)

@@ -1,0 +1,130 @@
+"""The train state, born sharded: abstract shapes, then shardings, then one jit with out_shardings. Does no I/O.
+
+A parameter's logical axis names become mesh axes by `LOGICAL_AXIS_RULES`. Two rules make it fit any mesh: an axis that
+does not divide is left out, and what is still whole over fsdp is cut along its largest axis that divides.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from runner.train.mesh import LOGICAL_AXIS_RULES
+
+
+@contextlib.contextmanager
+def sharding_rules(mesh: Mesh) -> Iterator[None]:
+    """Inside, logical axis names in a model mean axes of `mesh`."""
+    with jax.set_mesh(mesh), nn.logical_axis_rules(LOGICAL_AXIS_RULES):
+        yield
+
+
+def _fit(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
+    """The sharding nearest to `spec` that divides `shape`, and that is cut over fsdp if any axis allows it."""
+    cuts: list[tuple[str, ...]] = []
+    for size, axes in zip(shape, (*spec, *[None] * (len(shape) - len(spec))), strict=True):
+        kept: tuple[str, ...] = ()
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if size % (_num_shards(kept, mesh) * mesh.shape[axis]) == 0:
+                kept = (*kept, axis)
+        cuts.append(kept)
+    if all("fsdp" not in axes for axes in cuts):
+        sizes = [size // _num_shards(axes, mesh) for size, axes in zip(shape, cuts, strict=True)]
+        fitting = [index for index, size in enumerate(sizes) if size % mesh.shape["fsdp"] == 0]
+        if fitting:
+            largest = max(fitting, key=lambda index: sizes[index])
+            cuts[largest] = (*cuts[largest], "fsdp")
+    return NamedSharding(mesh, PartitionSpec(*cuts))
+
+
+def _num_shards(axes: tuple[str, ...], mesh: Mesh) -> int:
+    number = 1
+    for axis in axes:
+        number *= mesh.shape[axis]
+    return number
+
+
+def variable_shardings(boxed: Any, mesh: Mesh) -> Any:
+    """Shardings of a model's variables, from `boxed` abstract ones with logical axis names (or without)."""
+    specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), LOGICAL_AXIS_RULES)
+    return jax.tree.map(
+        lambda leaf, spec: _fit(leaf.shape, spec or PartitionSpec(), mesh),
+        nn.unbox(boxed),
+        specs,
+        is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct),
+    )
+
+
+def matrices(boxed: Any) -> Any:
+    """A bool for every parameter: whether it has two axes or more, not counting the axis that stacks layers."""
+    specs = nn.get_partition_spec(boxed)
+
+    def is_matrix(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec | None) -> bool:
+        return leaf.ndim - ("layers" in (spec or ())) >= 2
+
+    return jax.tree.map(is_matrix, nn.unbox(boxed), specs, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+
+def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwargs: Any) -> tuple[Any, Any]:
+    """Initialise a model's variables already cut over `mesh`; nothing is ever whole on one device.
+
+    Returns (variables, shardings), without logical axis boxes. Called on every host.
+    """
+    shardings = variable_shardings(jax.eval_shape(lambda key: model.init(key, *args, **kwargs), key), mesh)
+    with sharding_rules(mesh):
+        init = jax.jit(lambda key: nn.unbox(model.init(key, *args, **kwargs)), out_shardings=shardings)
+        return init(key), shardings
+
+
+def make_state(model: nn.Module, key: jax.Array, tx: Any, *args: Any, **kwargs: Any) -> TrainState:
+    """The state at step 0."""
+    return state_of(model, nn.unbox(model.init(key, *args, **kwargs))["params"], tx)
+
+
+def state_of(model: nn.Module, params: Any, tx: Any) -> TrainState:
+    """The state at step 0 with these parameters."""
+    return TrainState(
+        step=jnp.zeros((), jnp.int32), apply_fn=model.apply, params=params, tx=tx, opt_state=tx.init(params)
+    )
+
+
+def abstract_state(make: Any, argument: Any, param_shardings: Any, mesh: Mesh) -> TrainState:
+    """Shape, dtype and sharding of every leaf of `make(argument)`: moments lie like their parameter, by name and shape.
+
+    Nothing is computed: `argument` may be abstract.
+    """
+    shapes = jax.eval_shape(make, argument)
+    params, _ = jax.tree_util.tree_flatten_with_path(shapes.params)
+    known = {
+        (_keys(path), leaf.shape): sharding
+        for (path, leaf), sharding in zip(params, jax.tree.leaves(param_shardings), strict=True)
+    }
+
+    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        keys = _keys(path)
+        suffixes = (keys[start:] for start in range(len(keys)))
+        found = next((known[suffix, leaf.shape] for suffix in suffixes if (suffix, leaf.shape) in known), None)
+        sharding = found or _fit(leaf.shape, PartitionSpec(), mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(place, shapes)
+
+
+def _keys(path: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def shardings_of(abstract: Any) -> Any:
+    """The sharding of every leaf."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> TrainState:
+    """The state at step 0, every leaf born as `abstract` says. Called on every host."""
+    with sharding_rules(mesh):
+        return jax.jit(make, out_shardings=shardings_of(abstract))(key)

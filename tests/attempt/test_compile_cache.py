@@ -1,0 +1,429 @@
+"""Compiled programs stay on each host's own disk, whole, and on request in the run's directory."""
+
+import contextlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.attempt import compile_cache
+from runner.attempt.compile_cache import CompileCache
+from runner.errors import FencedError
+from runner.storage import Store
+from tests.support import harness
+from tests.support.cloud import CloudJob, assert_same_outcome, free_name, whole_counter
+from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, kill_all_when, undisturbed
+from tests.support.memory_bucket import MemoryDriver, memory_bucket
+from tests.support.servers import start_backend
+
+COMPILE = """
+import os, resource, signal, sys
+from runner.attempt.compile_cache import CompileCache
+CompileCache().open()
+import jax
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+if "die" in sys.argv:
+    from runner.storage import local
+    local.os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+if "full" in sys.argv:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
+print(jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(5.0)))
+"""
+SHARED = "topology.compile_cache=directory"
+NANO = (
+    "config.train.total_steps=40",
+    "config.train.global_batch_examples=8",
+    "config.data.sequence_length=32",
+    "checkpoint.every_steps=4",
+    "logging.every_steps=5",
+    "config.eval.every_steps=20",
+    "config.eval.batches=2",
+)
+LONG = (
+    *NANO,
+    "config.train.total_steps=200",
+    "checkpoint.every_steps=25",
+    "topology.mesh={data: 1, fsdp: auto, tensor: 1}",
+)
+STEPS = ("jit_step", "jit_val_step")
+COUNTER = ("checkpoint.every_steps=20", "config.total_steps=200", "config.step_seconds=0.05")
+FAST = "config.step_seconds=0"
+MISS = re.compile(r"PERSISTENT COMPILATION CACHE MISS for '\S+' with key '(\S+)-([0-9a-f]{64})'")
+KEY = f"jit_step-{'0' * 64}"
+OTHER_KEY = f"jit_step-{'1' * 64}"
+NAME = f"run/compiled/0.{KEY}"
+
+
+# On this host's disk.
+
+
+def compile_once(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    variables = harness.environment(1, cache) | {"JAX_EXPLAIN_CACHE_MISSES": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", COMPILE, *arguments],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def entries(cache: Path) -> set[str]:
+    return {path.name for path in (cache / "compiled").iterdir() if not path.name.startswith(".")}
+
+
+@pytest.mark.parametrize(("end", "code"), [("die", -9), ("full", 0)])
+def test_half_an_entry_is_never_seen(end: str, code: int, tmp_path: Path) -> None:
+    first = compile_once(tmp_path, end)
+    assert first.returncode == code
+    assert not entries(tmp_path)
+    assert (end == "full") == (not list((tmp_path / "compiled").iterdir())), "parts fill up a full disk"
+    assert compile_once(tmp_path).returncode == 0
+    assert entries(tmp_path)
+    third = compile_once(tmp_path)
+    assert third.returncode == 0
+    assert "Error reading" not in third.stderr
+    assert MISS.search(first.stderr)
+    assert not MISS.search(third.stderr)
+
+
+# In the run's directory, as one process of a job sees it.
+
+
+class Host:
+    """One process of a job on a machine of its own."""
+
+    def __init__(self, cache: Path, monkeypatch: pytest.MonkeyPatch, shared: Store | None, process: int = 0):
+        monkeypatch.setenv("RUNNER_CACHE", str(cache))
+        self.process = process
+        self.cache = CompileCache(shared)
+
+    def publish(self, raise_if_fenced: Callable[[], None] = lambda: None) -> None:
+        """All that it has used, and wait."""
+        self.cache.publish(raise_if_fenced, self.process)
+        while self.process != 0 and self.cache._unpublished:
+            time.sleep(0.01)
+        self.cache.close(20)
+
+
+@pytest.fixture
+def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]:
+    monkeypatch.setattr(compile_cache, "_HEAD_START_SECONDS", 0.0)
+    numbers = iter(range(100))
+    return lambda shared, process=0: Host(tmp_path / str(next(numbers)), monkeypatch, shared, process)
+
+
+def test_a_program_of_one_machine_is_found_on_the_next_and_then_on_its_own_disk(make_host) -> None:
+    driver = MemoryDriver()
+    first, second = make_host(memory_bucket(driver)), make_host(memory_bucket(driver))
+    assert first.cache.get(KEY) is None
+    first.cache.put(KEY, b"program")
+    first.publish()
+    assert list(driver.objects) == [NAME]
+    assert second.cache.get(KEY) == b"program"
+    driver.objects.clear()
+    assert second.cache.get(KEY) == b"program"
+
+
+def test_without_the_opt_in_nothing_is_read_or_written_there(make_host) -> None:
+    host = make_host(None)
+    host.cache.put(KEY, b"program")
+    host.publish()
+    assert host.cache.get(KEY) == b"program"
+    assert host.cache.get(OTHER_KEY) is None
+
+
+DAMAGES = {
+    "a flipped bit": lambda content: content[:-3] + bytes([content[-3] ^ 4]) + content[-2:],
+    "a flipped bit of the digest": lambda content: bytes([content[0] ^ 1]) + content[1:],
+    "truncated": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "longer": lambda content: content + b"\0",
+    "another's": lambda content: compile_cache._seal(OTHER_KEY, b"program"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_entry_is_absent_and_is_replaced(damage, make_host, capsys) -> None:
+    driver = MemoryDriver()
+    first = make_host(memory_bucket(driver))
+    first.cache.put(KEY, b"program")
+    first.publish()
+    driver.put(NAME, damage(driver.objects[NAME][0]), None)
+    second, third = make_host(memory_bucket(driver), process=1), make_host(memory_bucket(driver))
+    assert second.cache.get(KEY) is None
+    assert f"0.{KEY} is damaged; the program is compiled anew" in capsys.readouterr().err
+    second.cache.put(KEY, b"new program")
+    second.publish()
+    assert list(driver.objects) == [NAME]
+    assert third.cache.get(KEY) == b"new program"
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_entry_on_the_own_disk_is_absent_and_is_replaced(damage, make_host) -> None:
+    host = make_host(None)
+    host.cache.put(KEY, b"program")
+    (path,) = host.cache._path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert host.cache.get(KEY) is None
+    host.cache.put(KEY, b"program")
+    assert host.cache.get(KEY) == b"program"
+
+
+def test_what_is_there_is_published_once_and_never_written_again(make_host) -> None:
+    driver = MemoryDriver()
+    hosts = [make_host(memory_bucket(driver), process) for process in (0, 1, 0)]
+    for number, host in enumerate(hosts):
+        host.cache.put(KEY, f"program {number}".encode())
+        host.publish()
+    hosts[1].cache = CompileCache(memory_bucket(driver))
+    hosts[1].cache.put(OTHER_KEY, b"of process 1 alone")
+    hosts[1].publish()
+    assert sorted(driver.objects) == [NAME, f"run/compiled/1.{OTHER_KEY}"]
+    assert driver.objects[NAME][0].endswith(b"program 0")
+
+
+def test_of_two_attempts_that_publish_at_once_the_first_wins(make_host) -> None:
+    driver = MemoryDriver()
+    sealed = compile_cache._seal(KEY, b"of the other attempt")
+
+    def be_first(verb: str, key: str) -> None:
+        if verb == "put":
+            driver.before = lambda verb, key: None
+            driver.put(NAME, sealed, None)
+
+    driver.before = be_first
+    host = make_host(memory_bucket(driver))
+    host.cache.put(KEY, b"program")
+    host.publish()
+    assert driver.objects[NAME][0] == sealed
+
+
+def test_an_attempt_that_is_fenced_publishes_nothing(make_host) -> None:
+    def raise_if_fenced() -> None:
+        raise FencedError("attempt 2 has taken over")
+
+    driver = MemoryDriver()
+    host = make_host(memory_bucket(driver))
+    host.cache.put(KEY, b"program")
+    host.publish(raise_if_fenced)
+    assert not driver.objects
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(compile_cache, "warn", lines.append)
+    return lines
+
+
+def test_a_bucket_that_is_down_costs_one_line_and_gets_the_programs_later(make_host, warnings, monkeypatch) -> None:
+    monkeypatch.setattr(compile_cache, "_PERIOD_SECONDS", 0.0)
+    monkeypatch.setattr(compile_cache, "_RETRY_SECONDS", 0.0)
+    driver, refused = MemoryDriver(), []
+
+    def refuse(verb: str, key: str) -> None:
+        if verb == "put" and len(refused) < 5:
+            refused.append(key)
+            raise OSError("down")
+
+    driver.before = refuse
+    host = make_host(memory_bucket(driver))
+    host.cache.put(KEY, b"program")
+    host.cache.publish(lambda: None, 0)
+    deadline = time.monotonic() + harness.DEADLINE_SECONDS
+    while not driver.objects and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list(driver.objects) == [NAME]
+    assert warnings == ["compiled programs cannot be published, will be tried again: down"]
+
+
+@pytest.mark.parametrize("verb", ["list", "get"])
+def test_a_bucket_that_cannot_be_read_costs_one_line_and_a_compilation(verb, make_host, warnings) -> None:
+    driver = MemoryDriver()
+    first, second = make_host(memory_bucket(driver)), make_host(memory_bucket(driver))
+    for key in (KEY, OTHER_KEY):
+        first.cache.put(key, b"program")
+    first.publish()
+
+    def refuse(asked: str, key: str) -> None:
+        if asked == verb:
+            raise OSError("down")
+
+    driver.before = refuse
+    assert [second.cache.get(key) for key in (KEY, OTHER_KEY)] == [None, None]
+    assert warnings == ["compiled programs cannot be read and are compiled anew: down"]
+
+
+def test_a_long_attempt_deletes_what_it_has_not_used_if_it_is_much(make_host, monkeypatch) -> None:
+    monkeypatch.setattr(compile_cache, "_PRUNE_SECONDS", -1.0)
+    monkeypatch.setattr(compile_cache, "_MOST_ENTRIES", 3)
+    driver = MemoryDriver()
+    keys = [f"jit_step-{number:064}" for number in range(4)]
+    names = [f"run/compiled/0.{key}" for key in keys]
+    for process, some in ((1, keys[:1]), (0, keys[1:3])):
+        host = make_host(memory_bucket(driver), process)
+        for key in some:
+            host.cache.put(key, b"program")
+        host.publish()
+    host = make_host(memory_bucket(driver))
+    assert host.cache.get(keys[1]) == b"program"
+    host.publish()
+    assert set(names[1:3]) < set(driver.objects), "deletes few"
+    driver.put("run/compiled/.0.torn.tmp", b"", None)
+    host = make_host(memory_bucket(driver))
+    assert host.cache.get(keys[1]) == b"program"
+    host.cache.put(keys[3], b"program")
+    host.publish()
+    assert sorted(driver.objects) == [names[1], names[3], f"run/compiled/1.{keys[0]}"]
+
+
+def test_where_the_environment_names_a_directory_nothing_is_shared(make_host, warnings, monkeypatch) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    driver = MemoryDriver()
+    host = make_host(memory_bucket(driver))
+    host.cache.put(KEY, b"program")
+    host.publish()
+    assert not driver.objects
+    (line,) = warnings
+    assert line.endswith("JAX_COMPILATION_CACHE_DIR is /elsewhere; programs are kept there, none is shared")
+
+
+# Real jobs. Every attempt has an empty cache of its own, as a fresh machine has.
+
+
+@pytest.fixture
+def explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_EXPLAIN_CACHE_MISSES", "1")
+
+
+@pytest.fixture
+def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are compiled in no time are kept too."""
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def missed(attempt: Attempt) -> dict[str, str]:
+    """What an attempt has compiled: names of programs by key."""
+    return {f"{name}-{digest}": name for name, digest in MISS.findall(attempt.output)}
+
+
+def compiled_again(attempt: Attempt, there: list[str]) -> list[str]:
+    """What it has compiled although its key was there, or another program with one of these names was."""
+    keys = {name.partition(".")[2] for name in there}
+    return [key for key, name in missed(attempt).items() if key in keys or name in (*STEPS, "jit_advance")]
+
+
+def has_all(names: list[str], wanted: list[str]) -> bool:
+    return all(any(re.fullmatch(f"{name}-[0-9a-f]{{64}}", there) for there in names) for name in wanted)
+
+
+def published(job: Job) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return os.listdir(job.directory / "compiled")
+    return []
+
+
+@pytest.mark.usefixtures("explained")
+def test_a_killed_job_compiles_nothing_again_on_a_fresh_machine(tmp_path: Path) -> None:
+    first = Job("specs/gpt_nano.yaml", tmp_path / "run", (*NANO, SHARED), cache=tmp_path / "first machine")
+    attempt = first.start()
+    attempt.until(
+        lambda: first.newest() and has_all(published(first), ["0.jit_step", "0.jit_val_step"]),
+        "a commit and the programs",
+    )
+    attempt.kill()
+    there = published(first)
+    assert set(STEPS) <= set(missed(attempt).values())
+    assert attempt.events("prepare")[0]["compiled"] >= 1
+    second = replace(first, cache=tmp_path / "second machine").finish()
+    assert not compiled_again(second, there)
+    (prepared,) = second.events("prepare")
+    assert (prepared["compiled"], prepared["from_cache"] >= 1) == (0, True)
+    whole = replace(first, directory=tmp_path / "whole")
+    whole.finish()
+    assert first.outcome() == whole.outcome()
+
+
+@pytest.mark.usefixtures("explained", "keeps_all")
+def test_damaged_programs_are_compiled_anew_and_healed(tmp_path: Path) -> None:
+    first = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, SHARED), cache=tmp_path / "first machine")
+    attempt = first.start()
+    attempt.until(lambda: first.newest() and has_all(published(first), ["0.jit_advance"]), "a commit and the program")
+    attempt.kill()
+    damages = dict(zip(sorted(published(first)), itertools.cycle(DAMAGES.values()), strict=False))
+    for name, damage in damages.items():
+        path = first.directory / "compiled" / name
+        path.write_bytes(damage(path.read_bytes()))
+    second = replace(first.with_options(FAST), cache=tmp_path / "second machine").finish()
+    asked = [name for name in damages if name.removeprefix("0.") in missed(second)]
+    assert has_all(asked, ["0.jit_advance", "0.jit__digest_shards"])
+    for name in asked:
+        assert f"{name} is damaged; the program is compiled anew" in second.output
+        content = (first.directory / "compiled" / name).read_bytes()
+        assert compile_cache._unseal(name.removeprefix("0."), content), f"{name} is not healed"
+    assert first.outcome() == whole_counter(COUNTER).outcome()
+
+
+@pytest.mark.usefixtures("keeps_all")
+def test_a_job_goes_on_where_no_program_can_be_read_or_published(tmp_path: Path) -> None:
+    job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, FAST, SHARED), cache=tmp_path / "machine")
+    job.directory.mkdir()
+    (job.directory / "compiled").write_text("in the way")
+    attempt = job.finish()
+    for word in ("read and are compiled anew", "published, will be tried again"):
+        assert attempt.output.count(f"compiled programs cannot be {word}") == 1, attempt.output
+    assert job.outcome() == whole_counter(COUNTER).outcome()
+
+
+@pytest.mark.usefixtures("explained", "keeps_all")
+def test_two_processes_compile_nothing_again_on_fresh_machines_and_a_bucket(tmp_path: Path) -> None:
+    with start_backend("s3") as backend:
+        job = CloudJob(backend, free_name("compiled"), "specs/counter.yaml", (*COUNTER, SHARED))
+        place = ["--coordinator", "127.0.0.1:{}", "--num-processes", "2", "--process-id"]
+
+        def start(job: CloudJob, name: str) -> list[Attempt]:
+            words = [word.format(harness.free_port()) for word in place]
+            return [replace(job, cache=tmp_path / f"{name} {k}").start(*words, str(k)) for k in range(2)]
+
+        def names() -> list[str]:
+            return [name.removeprefix("compiled/") for name in job.files("compiled/")]
+
+        wanted = ["0.jit_advance", "1.jit_advance"]
+        first = start(job, "first")
+        kill_all_when(first, lambda: job.newest() and has_all(names(), wanted), "a commit and the programs")
+        there = names()
+        assert all(missed(attempt) for attempt in first)
+        for attempt in start(job.with_options(FAST), "second"):
+            attempt.expect(0)
+            assert not compiled_again(attempt, there)
+        assert_same_outcome(job, whole_counter(COUNTER))
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("explained")
+def test_two_processes_that_share_every_matrix_compile_nothing_again_on_fresh_machines(tmp_path: Path) -> None:
+    job = Job("specs/gpt_nano.yaml", tmp_path / "run", (*LONG, SHARED), devices=2)
+    place = ["--coordinator", "127.0.0.1:{}", "--num-processes", "2", "--process-id"]
+
+    def start(name: str) -> list[Attempt]:
+        words = [word.format(harness.free_port()) for word in place]
+        arguments = ["runner", *job.arguments, *words]
+        return [Attempt(replace(job, cache=tmp_path / f"{name} {k}"), [*arguments, str(k)], 2) for k in range(2)]
+
+    wanted = [f"{k}.{name}" for k in range(2) for name in STEPS]
+    first = start("first")
+    kill_all_when(first, lambda: job.newest() and has_all(published(job), wanted), "a commit and the programs")
+    there = published(job)
+    for attempt in start("second"):
+        attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
+        assert not compiled_again(attempt, there)
+    assert job.outcome() == undisturbed("specs/gpt_nano.yaml", LONG, 2, 2).outcome()

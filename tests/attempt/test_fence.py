@@ -1,0 +1,113 @@
+"""The ledger and the fence, on a disk and in a bucket."""
+
+import threading
+
+import pytest
+
+from runner.attempt.event_log import EventLog
+from runner.attempt.fence import Fence
+from runner.errors import FencedError
+from runner.storage import BackgroundWriter, LocalStore, open_log, read_log
+from tests.support.memory_bucket import MemoryDriver, memory_bucket
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def store(request, tmp_path):
+    return LocalStore(tmp_path) if request.param == "disk" else memory_bucket()
+
+
+def test_attempts_count_from_one(store):
+    fence = Fence(store)
+    assert fence.newest() == 0
+    assert [Fence(store).claim() for _ in range(3)] == [1, 2, 3]
+    assert fence.newest() == 3
+    assert fence.attempt is None
+
+
+def test_attempts_count_by_number_not_by_text(store):
+    assert [Fence(store).claim() for _ in range(11)] == list(range(1, 12))
+
+
+def test_a_newer_attempt_fences_the_older_one(store):
+    older, newer = Fence(store), Fence(store)
+    older.claim()
+    older.check()
+    older.glance()
+    newer.claim()
+    with pytest.raises(FencedError, match=r"attempt 2 has taken over .*; attempt 1 stops"):
+        older.check()
+    with pytest.raises(FencedError, match=r"attempt 2 has taken over .*; attempt 1 stops"):
+        older.glance()
+    newer.check()
+    newer.glance()
+
+
+def test_a_glance_on_a_disk_sees_a_newer_attempt_by_itself(tmp_path):
+    older = Fence(LocalStore(tmp_path))
+    older.claim()
+    Fence(LocalStore(tmp_path)).claim()
+    with pytest.raises(FencedError):
+        older.glance()
+
+
+def test_a_glance_in_a_bucket_asks_nobody(tmp_path):
+    driver = MemoryDriver()
+    older = Fence(memory_bucket(driver))
+    older.claim()
+    Fence(memory_bucket(driver)).claim()
+    asked = []
+    driver.before = lambda verb, key: asked.append(verb)
+    older.glance()
+    assert not asked
+    with pytest.raises(FencedError):
+        older.check()
+    assert asked
+
+
+def test_racing_attempts_all_get_numbers_of_their_own(store):
+    claimed, barrier = [], threading.Barrier(8)
+
+    def race():
+        fence = Fence(store)
+        barrier.wait()
+        claimed.append(fence.claim())
+
+    threads = [threading.Thread(target=race) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == list(range(1, 9))
+    assert sorted(map(int, store.children("attempts"))) == list(range(1, 9))
+
+
+def test_what_is_no_number_is_no_attempt(store):
+    Fence(store).claim()
+    store.write("attempts/.2.abc.tmp", b"")
+    assert Fence(store).newest() == 1
+
+
+def test_events_of_all_attempts_and_processes_stand_in_one_log(store):
+    background = BackgroundWriter()
+    for attempt, process, event, step, details in (
+        (1, 0, "start", None, {"devices": 8}),
+        (2, 1, "commit", 50, {"fingerprint": "ab"}),
+    ):
+        log = open_log(store, "events", f"{attempt:06}.{process}", background)
+        EventLog(log, attempt, process).append(event, step, **details)
+    background.flush()
+    first, second = read_log(store, "events")
+    assert list(first) == ["time", "attempt", "process", "event", "step", "devices"]
+    assert (first["attempt"], first["process"], first["event"], first["step"]) == (1, 0, "start", None)
+    assert (second["attempt"], second["process"], second["event"], second["step"]) == (2, 1, "commit", 50)
+    assert second["fingerprint"] == "ab"
+    assert first["time"] <= second["time"]
+
+
+def test_a_full_disk_costs_the_record_and_says_what_was_lost(tmp_path, capsys):
+    log = open_log(LocalStore(tmp_path / "run"), "events", "000001.0", BackgroundWriter())
+    (tmp_path / "run").touch()
+    EventLog(log, 1, 0).append("commit", 50, fingerprint="ab")
+    said = capsys.readouterr().err
+    assert "the ledger cannot be written" in said
+    assert "commit at step 50 {'fingerprint': 'ab'}" in said

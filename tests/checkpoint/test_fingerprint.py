@@ -1,0 +1,198 @@
+"""The digest of a state: the same wherever its arrays lie, another one for any other bit."""
+
+import hashlib
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from runner.checkpoint.fingerprint import (
+    ReplicaError,
+    combine,
+    describe,
+    dispatch,
+    fingerprint,
+    leaf_digest,
+    leaf_digests,
+    leaf_names,
+)
+
+DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.int8, np.int32, np.uint32, np.bool_]
+DEVICES_8 = np.array(jax.devices())
+SHARDINGS = [
+    *(NamedSharding(Mesh(DEVICES_8[:n], ("a",)), PartitionSpec("a")) for n in (1, 2, 4, 8)),
+    NamedSharding(Mesh(DEVICES_8, ("a",)), PartitionSpec()),
+    NamedSharding(Mesh(DEVICES_8, ("a",)), PartitionSpec(None, "a")),
+    NamedSharding(Mesh(DEVICES_8[::-1].reshape(4, 2), ("a", "b")), PartitionSpec("b", "a")),
+    NamedSharding(Mesh(DEVICES_8.reshape(4, 2), ("a", "b")), PartitionSpec(("b", "a"))),
+    SingleDeviceSharding(DEVICES_8[5]),
+]
+
+
+def random_bits(dtype, shape, seed=0):
+    """Any bits at all, NaNs too."""
+    generator = np.random.default_rng(seed)
+    if dtype == np.bool_:
+        return generator.integers(0, 2, shape).astype(np.bool_)
+    return generator.integers(0, 256, (*shape, np.dtype(dtype).itemsize), dtype=np.uint8).view(dtype)[..., 0]
+
+
+def words(array):
+    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+
+
+def reference(array):
+    """The documented digest of a leaf, in Python's own integers."""
+    lanes = [0, 0]
+    for position, word in enumerate(words(array).ravel().tolist()):
+        mixed = word ^ (position * 0x9E3779B1 % 2**32)
+        mixed ^= mixed >> 16
+        for lane, (multiplier, shift) in enumerate(((0x85EBCA6B, 15), (0x27D4EB2F, 13))):
+            mixed = mixed * multiplier % 2**32
+            mixed ^= mixed >> shift
+            lanes[lane] = (lanes[lane] + mixed) % 2**32
+    return lanes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_digest_is_the_same_on_any_devices_and_in_any_sharding(dtype):
+    array = random_bits(dtype, (8, 16))
+    digests = {tuple(np.asarray(leaf_digest(jax.device_put(array, sharding))).tolist()) for sharding in SHARDINGS}
+    assert digests == {tuple(reference(array))}
+
+
+def test_fingerprint_of_a_tree_is_the_same_in_any_sharding():
+    tree = {"w": random_bits(np.float32, (8, 8)), "b": [random_bits(ml_dtypes.bfloat16, (8, 8))]}
+    prints = {fingerprint(jax.device_put(tree, sharding)) for sharding in SHARDINGS}
+    assert len(prints) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_single_bit_changes_both_lanes(dtype):
+    array = random_bits(dtype, (4, 7))
+    bits = 1 if dtype == np.bool_ else array.dtype.itemsize * 8
+    flipped = np.repeat(array[None], array.size * bits, axis=0)
+    for variant, (element, bit) in enumerate(itertools.product(range(array.size), range(bits))):
+        flat = words(flipped[variant]).reshape(-1)
+        flat[element] ^= flat.dtype.type(1 << bit)
+    assert all((words(variant) != words(array)).sum() == 1 for variant in flipped)
+    digests = np.asarray(jax.jit(jax.vmap(leaf_digest))(flipped))
+    assert (digests != np.asarray(leaf_digest(jnp.asarray(array)))).all()
+    assert len({tuple(digest) for digest in digests.tolist()}) == len(digests)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int8])
+def test_any_two_elements_swapped_change_the_digest(dtype):
+    array = np.arange(24).astype(dtype).reshape(4, 6)
+    pairs = list(itertools.combinations(range(array.size), 2))
+    swapped = np.repeat(array.reshape(1, -1), len(pairs), axis=0)
+    for variant, (a, b) in enumerate(pairs):
+        swapped[variant, [a, b]] = swapped[variant, [b, a]]
+    digests = np.asarray(jax.vmap(leaf_digest)(swapped.reshape(-1, 4, 6)))
+    assert not (digests == np.asarray(leaf_digest(jnp.asarray(array)))).all(axis=1).any()
+
+
+def test_two_sign_bits_that_change_do_not_cancel():
+    """A product carries bits upwards only, so the highest bit is the one that a weak mixing loses."""
+    array = random_bits(np.uint32, (1 << 14,))
+    digests = jax.jit(jax.vmap(lambda word, position: leaf_digest(jnp.where(jnp.arange(64) == position, word, 0))))
+    position = jnp.arange(array.size) % 64
+    change = np.asarray(digests(array, position) - digests(array ^ np.uint32(1 << 31), position))
+    assert len(np.unique(change, axis=0)) > 0.99 * len(change)
+
+
+def test_shape_dtype_and_name_are_part_of_the_fingerprint():
+    zeros = jnp.zeros((4, 6), jnp.float32)
+    trees = [
+        {"w": zeros},
+        {"w": zeros.reshape(6, 4)},
+        {"w": zeros.reshape(-1)},
+        {"w": zeros.astype(jnp.int32)},
+        {"v": zeros},
+        {"w": {"w": zeros}},
+        {"w": zeros, "v": zeros},
+    ]
+    assert len({fingerprint(tree) for tree in trees}) == len(trees)
+
+
+def test_two_leaves_exchanged_change_the_fingerprint():
+    a, b = jnp.arange(4.0), jnp.arange(4.0) + 1
+    assert fingerprint({"x": a, "y": b}) != fingerprint({"x": b, "y": a})
+
+
+def test_random_keys_and_wide_types_have_a_digest():
+    assert fingerprint({"key": jax.random.key(0)}) != fingerprint({"key": jax.random.key(1)})
+    assert fingerprint({"z": jnp.asarray([1 + 2j])}) != fingerprint({"z": jnp.asarray([2 + 1j])})
+
+
+def test_negative_zero_is_another_state_than_zero():
+    assert fingerprint({"w": jnp.asarray([0.0])}) != fingerprint({"w": jnp.asarray([-0.0])})
+
+
+def test_combine_is_blake2b_over_sorted_lines_of_name_dtype_shape_digest():
+    leaves = {
+        "w": {"shape": [2, 3], "dtype": "float32", "digest": "00000000000000ff"},
+        "b.x": {"shape": [], "dtype": "int32", "digest": "0123456789abcdef"},
+    }
+    text = b"b.x int32  0123456789abcdef\nw float32 2,3 00000000000000ff\n"
+    assert combine(leaves) == hashlib.blake2b(text, digest_size=16).hexdigest()
+    assert combine(dict(reversed(leaves.items()))) == combine(leaves)
+
+
+def test_the_fingerprint_never_changes_between_versions():
+    """Manifests on disk hold it: if this fails, every checkpoint that was ever written fails to verify."""
+    tree = {"w": jnp.arange(6, dtype=jnp.float32).reshape(2, 3), "step": jnp.int32(7)}
+    assert leaf_digests(tree)["step"] == "{:08x}{:08x}".format(*reference(np.full((), 7, np.int32)))
+    assert fingerprint(tree) == "192489f757e2661fcc846ca44b505c32"
+
+
+def test_leaf_names_are_dotted_paths_in_the_order_of_leaves():
+    tree = {"b": [jnp.zeros(2), jnp.zeros(3)], "a": {"k": jnp.zeros((4, 5), jnp.int8)}}
+    assert leaf_names(tree) == ["a.k", "b.0", "b.1"]
+    assert describe(tree)["a.k"] == {"shape": [4, 5], "dtype": "int8"}
+    assert list(describe(tree)) == leaf_names(tree)
+
+
+def test_arrays_may_be_donated_as_soon_as_the_digest_is_dispatched():
+    array = jnp.arange(1 << 20, dtype=jnp.float32)
+    expected = np.asarray(dispatch([array]))
+    for _ in range(5):
+        pending = dispatch([array])
+        array = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+        assert (np.asarray(pending) == expected).all()
+        array = jax.jit(lambda x: x - 1, donate_argnums=0)(array)
+
+
+def with_copies(sharding, shape, copies):
+    """An array whose devices hold what `copies` says, by device id, instead of the same."""
+    whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    parts = []
+    for device, index in sharding.devices_indices_map(shape).items():
+        part = whole[index].copy()
+        part.flat[0] += copies.get(device.id, 0)
+        parts.append(jax.device_put(part, device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec", "copies", "named"),
+    [
+        ((8,), PartitionSpec(), {3: 1.0}, "device 3 (process 0) has"),
+        ((4, 2), PartitionSpec("b"), {2: 1.0}, "device 2 (process 0) has"),
+        ((4, 2), PartitionSpec("a"), {5: 1.0}, "device 4 (process 0), device 5 (process 0) have"),  # one against one
+        ((8,), PartitionSpec(), {1: 1.0, 6: 2.0}, "device 1 (process 0), device 6 (process 0) have"),
+    ],
+)
+def test_a_device_whose_copy_differs_is_named_with_its_leaf(mesh, spec, copies, named):
+    sharding = NamedSharding(Mesh(DEVICES_8.reshape(mesh), ("a", "b")[: len(mesh)]), spec)
+    good = jax.device_put(jnp.ones((8, 4)), sharding)
+    tree = {"bad": with_copies(sharding, (8, 4), copies), "good": good}
+    with pytest.raises(ReplicaError) as caught:
+        leaf_digests(tree)
+    assert str(caught.value) == f"bad: {named} other bits than the replicas of the same shard"
+    whole = with_copies(sharding, (8, 4), {})
+    assert leaf_digests({"bad": whole}) == leaf_digests({"bad": jax.device_put(np.asarray(whole), DEVICES_8[0])})

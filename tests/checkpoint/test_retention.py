@@ -1,0 +1,176 @@
+"""Which steps may go: decided by numbers alone, whatever the store and however it lists."""
+
+import contextlib
+import itertools
+import math
+
+import pytest
+
+from runner.attempt.event_log import EventLog
+from runner.attempt.fence import Fence
+from runner.checkpoint.manifest import FORMAT, committed
+from runner.checkpoint.retention import Retention, superfluous
+from runner.checkpoint.save import Place
+from runner.checkpoint.tombstone import commit
+from runner.hosts.join import Hosts
+from runner.storage import digest_of, open_store
+from tests.support.cloud import free_name
+from tests.support.harness import Job
+from tests.support.memory_bucket import MemoryDriver, MemoryLog, memory_bucket
+from tests.support.servers import BACKENDS, lead, start_backend
+
+
+def unmeasured(*steps):
+    return dict.fromkeys(steps)
+
+
+def kept(metrics, *arguments, **options):
+    return sorted(metrics.keys() - set(superfluous(metrics, *arguments, **options)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep_last", "expected"),
+    [
+        ((800, 900, 1000), 2, [800]),
+        ((800, 900, 1000), 1, [800, 900]),
+        ((800, 900, 1000), 3, []),
+        ((800, 900, 1000), 4, []),
+        ((1000,), 1, []),
+        ((), 1, []),
+    ],
+)
+def test_the_newest_stay(steps, keep_last, expected):
+    assert superfluous(unmeasured(*steps), keep_last) == expected
+
+
+def test_steps_are_numbers_and_not_text():
+    assert superfluous(unmeasured(5, 10, 99, 100, 900, 1000), 2) == [5, 10, 99, 100]
+
+
+def test_multiples_of_keep_every_steps_stay_for_good():
+    steps = range(100, 1300, 100)
+    assert kept(unmeasured(*steps), 2, keep_every_steps=500) == [500, 1000, 1100, 1200]
+    assert kept(unmeasured(*steps), 2, keep_every_steps=5000) == [1100, 1200]
+    assert kept(unmeasured(*steps), 2, keep_every_steps=100) == list(steps)
+
+
+@pytest.mark.parametrize(("best", "expected"), [("min", [200, 500]), ("max", [300, 500]), (None, [500])])
+def test_the_best_stays_too(best, expected):
+    assert kept({100: 2.0, 200: -1.0, 300: 4.0, 400: 3.0, 500: 1.0}, 1, best=best) == expected
+
+
+@pytest.mark.parametrize("best", ["min", "max"])
+def test_of_equals_the_older_stays(best):
+    worse = 2.0 if best == "min" else 0.0
+    assert kept({100: worse, 200: 1.0, 300: 1.0, 400: worse, 500: worse}, 1, best=best) == [200, 500]
+
+
+@pytest.mark.parametrize("best", ["min", "max"])
+@pytest.mark.parametrize("value", [None, math.nan])
+def test_what_was_not_measured_is_never_the_best(best, value):
+    assert kept({100: value, 200: 1.0, 300: value, 400: value}, 1, best=best) == [200, 400]
+    assert kept({100: value, 200: value, 300: value}, 1, best=best) == [300]
+
+
+@pytest.mark.parametrize(("best", "expected"), [("min", [100, 400]), ("max", [300, 400])])
+def test_an_infinite_value_is_a_value(best, expected):
+    assert kept({100: -math.inf, 200: 0.0, 300: math.inf, 400: 0.0}, 1, best=best) == expected
+
+
+def test_what_is_kept_for_one_reason_does_not_count_for_another():
+    metrics = {100: 3.0, 200: 1.0, 300: 2.0, 400: 2.0, 500: 2.0, 600: 2.0}
+    assert kept(metrics, 2, keep_every_steps=300, best="min") == [200, 300, 500, 600]
+
+
+@pytest.mark.parametrize("best", [None, "min", "max"])
+@pytest.mark.parametrize("keep_every_steps", [None, 2])
+def test_the_newest_never_goes_and_the_order_of_the_mapping_does_not_matter(best, keep_every_steps):
+    values = {9: 1.0, 10: None, 11: 0.5, 100: math.nan, 1000: 0.5}
+    expected = superfluous(values, 1, keep_every_steps, best)
+    assert expected == sorted(expected)
+    assert 1000 not in expected
+    for order in itertools.permutations(values.items()):
+        assert superfluous(dict(order), 1, keep_every_steps, best) == expected
+
+
+class ShuffledDriver(MemoryDriver):
+    """A bucket whose listings come in an order of its own."""
+
+    def __init__(self, order: tuple[int, ...]):
+        super().__init__()
+        self._order = order
+
+    def list(self, prefix: str, delimiter: str):
+        found = list(super().list(prefix, delimiter))
+        yield from sorted(found, key=lambda entry: [f"/{step}/" not in entry.key for step in self._order])
+
+
+@contextlib.contextmanager
+def open_somewhere(kind, order, tmp_path, monkeypatch):
+    if kind == "memory":
+        yield memory_bucket(ShuffledDriver(order))
+    elif kind == "disk":
+        yield open_store(str(tmp_path / "run"))
+    else:
+        with start_backend(kind) as backend:
+            lead(monkeypatch, backend)
+            yield open_store(backend.url(free_name("retention")))
+
+
+def commit_step(store, step):
+    directory = f"checkpoints/{step}"
+    store.write(f"{directory}/arrays.1/piece", b"bits")
+    files = {"arrays.1/piece": [4, digest_of(b"bits")]}
+    manifest = {"format": FORMAT, "name": str(step), "step": step, "arrays": "arrays.1", "files": files}
+    commit(store, directory, manifest | {"attempt": 1, "leaves": {}, "fingerprint": "0"}, 1)
+
+
+def assert_only(store, steps):
+    assert sorted(committed(store)) == steps
+    assert {name.split("/")[0] for name in store.sizes("checkpoints")} == {str(step) for step in steps}
+    for step in steps:
+        assert store.read(f"checkpoints/{step}/arrays.1/piece") == b"bits"
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations((800, 900, 1000))], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "killed_before"),
+    [*((kind, False) for kind in ("disk", "memory", *BACKENDS)), ("disk", True), ("memory", True)],
+)
+def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
+    kind, order, killed_before, tmp_path, monkeypatch
+):
+    with open_somewhere(kind, order, tmp_path, monkeypatch) as store:
+        fence = Fence(store)
+        fence.claim()
+        retention = Retention(Place(store, Hosts(None, 0, 1), fence, EventLog(MemoryLog(), 1, 0)), keep_last=2)
+        for step in order:
+            commit_step(store, step)
+            if not killed_before:
+                retention.apply(committed(store)[step])
+        if killed_before:
+            retention.look()
+        assert_only(store, [900, 1000])
+
+
+@pytest.mark.parametrize("mode", ["min", pytest.param("max", marks=pytest.mark.soak)])
+def test_the_best_by_a_metric_outlives_its_age_and_a_kill(mode, tmp_path):
+    options = (
+        "config.train.total_steps=20",
+        "config.schedule.warmup_steps=2",
+        "checkpoint.every_steps=4",
+        "config.eval.every_steps=4",
+        "config.eval.batches=2",
+        "checkpoint.keep_last=1",
+        f"checkpoint.keep_best={{metric: val/loss, mode: {mode}}}",
+    )
+    job = Job("specs/gpt_nano.yaml", tmp_path / "run", options)
+    attempt = job.start()
+    attempt.until(lambda: job.newest() >= 8, "two commits")
+    attempt.kill()
+    job.finish()
+    losses = {row["step"]: row["val/loss"] for row in job.rows() if "val/loss" in row}
+    assert sorted(losses) == [4, 8, 12, 16, 20]
+    best = (min if mode == "min" else max)(losses, key=losses.__getitem__)
+    assert job.committed() == sorted({best, 20})
+    assert job.uncommitted() == []

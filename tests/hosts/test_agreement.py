@@ -1,0 +1,124 @@
+"""The processes of a job: agreement, deadlines that name who is late, errors that all hosts see."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.errors import InvalidError
+from runner.hosts.join import Hosts, start
+from runner.spec import Deadlines
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def alone():
+    return start(None, Deadlines())
+
+
+def test_a_single_process_is_the_main_host_and_agrees_with_itself(alone):
+    assert (alone.process_id, alone.num_processes, alone.is_main) == (0, 1, True)
+    assert alone.agree({"step": 3}) == {"step": 3}
+    assert alone.gather("x") == ["x"]
+    assert alone.main_first(lambda: 7) == 7
+    alone.barrier()
+    alone.leave(0)
+
+
+def test_a_single_process_raises_what_the_main_host_refuses(alone):
+    def refuse():
+        raise InvalidError("no")
+
+    with pytest.raises(InvalidError, match="no"):
+        alone.main_first(refuse)
+
+
+def test_other_errors_of_the_main_host_are_not_swallowed(alone):
+    with pytest.raises(ZeroDivisionError):
+        alone.main_first(lambda: 1 / 0)
+
+
+PROGRAM = """
+import json, sys, time
+from runner.errors import InvalidError, PeerLostError
+from runner.hosts.placement import Cluster
+from runner.hosts.join import start
+from runner.spec import Deadlines
+
+hosts = start(Cluster(sys.argv[1], 2, int(sys.argv[2])), Deadlines())
+me = hosts.process_id
+result = {"me": [me, hosts.num_processes, hosts.is_main]}
+result["agree"] = [hosts.agree({"step": 3 + me}), hosts.agree(f"second {me}")]
+result["gather"] = hosts.gather([me, None])
+result["main_first"] = hosts.main_first(lambda: f"done by {me}")
+
+def refuse():
+    raise InvalidError(f"refused by {me}")
+
+try:
+    hosts.main_first(refuse)
+except InvalidError as error:
+    result["refused"] = str(error)
+hosts.barrier()
+result["ticks"] = hosts.exchange_ticks(10 + me)
+result["after"] = hosts.agree("still in step")
+if me == 0:
+    try:
+        hosts.gather("on time", deadline_seconds=1)
+    except PeerLostError as error:
+        result["late"] = [str(error), error.exit_code]
+    hosts.announce_stop()
+else:
+    hosts.await_stop()
+print(json.dumps(result), flush=True)
+hosts.leave(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def two():
+    """What two real processes say, in order of process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, address, str(process)], cwd=ROOT, env=os.environ, stdout=subprocess.PIPE
+        )
+        for process in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def test_host_0_decides_and_every_host_hears(two):
+    assert [host["me"] for host in two] == [[0, 2, True], [1, 2, False]]
+    for host in two:
+        assert host["agree"] == [{"step": 3}, "second 0"]
+        assert host["main_first"] == "done by 0"
+        assert host["after"] == "still in step"
+
+
+def test_gather_brings_every_hosts_value_in_order(two):
+    for host in two:
+        assert host["gather"] == [[0, None], [1, None]]
+        assert host["ticks"] == [10, 11]
+
+
+def test_what_the_main_host_refuses_is_raised_on_every_host(two):
+    assert [host["refused"] for host in two] == ["refused by 0"] * 2
+
+
+def test_a_deadline_names_the_process_that_is_late(two):
+    message, code = two[0]["late"]
+    assert message.startswith("process 1 of 2 did not come within 1 s")
+    assert code == 76
+
+
+def test_hosts_with_no_client_cannot_have_peers():
+    assert Hosts(None, 0, 1).gather(1) == [1]

@@ -1,0 +1,73 @@
+"""A cloud machine's notice of its own end is an early SIGTERM."""
+
+import json
+import signal
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from runner.hosts.gcp_preemption import end_of
+from tests.support.harness import Job, undisturbed
+
+SPEC = "specs/counter.yaml"
+
+
+@pytest.mark.parametrize(
+    ("instance", "is_end"),
+    [
+        ({}, False),
+        ([], False),
+        ({"preempted": "FALSE", "maintenanceEvent": "NONE"}, False),
+        ({"preempted": "TRUE"}, True),
+        ({"maintenanceEvent": "TERMINATE_ON_HOST_MAINTENANCE"}, True),
+        ({"maintenanceEvent": "MIGRATE_ON_HOST_MAINTENANCE"}, False),
+    ],
+)
+def test_preemption_and_terminating_maintenance_are_ends(instance, is_end):
+    assert (end_of(instance) is not None) == is_end
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A metadata server, and the event at which its machine is preempted."""
+    is_preempted = threading.Event()
+    requests = []
+
+    class Metadata(BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append((self.path, self.headers.get("Metadata-Flavor")))
+            if "last_etag=0" not in self.path:  # a change is waited for
+                is_preempted.wait(60)
+            answer = {"preempted": "TRUE" if is_preempted.is_set() else "FALSE", "maintenanceEvent": "NONE"}
+            self.send_response(200)
+            self.send_header("ETag", "abc" if is_preempted.is_set() else "first")
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_address[1]}")
+    yield is_preempted, requests
+    server.shutdown()
+
+
+def test_a_preempted_machine_saves_and_ends_with_75_and_a_later_sigterm_does_not_hurt(machine, tmp_path):
+    is_preempted, requests = machine
+    job = Job(SPEC, tmp_path / "run", ("config.step_seconds=0.02", "checkpoint.every_steps=1000", "config.width=64"))
+    attempt = job.start()
+    attempt.until(lambda: job.events("progress"), "the first steps")
+    is_preempted.set()
+    attempt.until(lambda: "being preempted: stopping at the next step" in attempt.output, "the notice")
+    if attempt.process.poll() is None:
+        attempt.process.send_signal(signal.SIGTERM)
+    attempt.expect(75)
+    (saved,) = job.committed()
+    assert saved > 0
+    assert requests[0][1] == "Google"
+    is_preempted.clear()
+    job.with_options("config.step_seconds=0").finish()
+    assert job.result() == undisturbed(SPEC, ("config.width=64",)).result()

@@ -1,0 +1,135 @@
+"""Which of several processes this is, from what each engine sets."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from runner.errors import InvalidError
+from runner.hosts.placement import Cluster, detect
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "n[0-1]",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Set the variables of an engine, and no others."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM", "OMPI", "PMI", "TPU", "MEGASCALE", "MASTER", "KUBERNETES", "JAX_COORDINATOR")):
+            monkeypatch.delenv(name)
+
+    def set_all(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, None),
+        (TORCHRUN, Cluster("10.0.0.1:29501", 4, 3)),
+        (TORCHRUN | {"JAX_COORDINATOR_PORT": "1234"}, Cluster("10.0.0.1:1234", 4, 3)),
+        (TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Cluster("10.0.0.1:29501", 4, 3, (1,))),
+        (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, None),
+        (SLURM, Cluster("n0:61447", 2, 1)),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "2"}, Cluster("n0:61447", 2, 1, (2,))),
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        (OPEN_MPI, Cluster("10.96.0.1:62624", 8, 5, (1,))),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+    ],
+)
+def test_the_place_is_what_the_engine_says(engine, variables, place):
+    engine(variables)
+    assert detect(5) == place
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"SLURM_STEP_NUM_TASKS": "4"},
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_SIZE": "16"},
+        {"WORLD_SIZE": "2", "RANK": "0"},
+        {"MEGASCALE_NUM_SLICES": "2"},
+        {"TPU_WORKER_HOSTNAMES": "a,b,c,d"},
+    ],
+)
+def test_one_of_several_that_does_not_know_the_others_never_runs_alone(engine, claim):
+    engine(claim)
+    with pytest.raises(InvalidError, match=r"says that this is one of several .* give --coordinator HOST:PORT"):
+        detect(5)
+
+
+METADATA = {
+    "agent-worker-number": "2",
+    "worker-network-endpoints": "unknown:unknown:127.0.0.1,unknown:unknown:10.0.0.3,unknown:unknown:10.0.0.4",
+    "tpu-env": "ACCELERATOR_TYPE: 'v5litepod-12'\n",
+}
+ON_A_TPU_VM = """
+import json, os
+import jax  # where there are no chips it says that there is no metadata server
+os.environ.pop("TPU_SKIP_MDS_QUERY", None)
+from runner.hosts.placement import detect
+place = detect(5)
+print(json.dumps([place.coordinator, place.num_processes, place.process_id]))
+"""
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """The metadata server of a TPU VM."""
+
+    def do_GET(self):
+        value = METADATA.get(self.path.rpartition("/")[2])
+        self.send_response(404 if value is None else 200)
+        self.end_headers()
+        self.wfile.write((value or "").encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+def place_on_a_tpu_vm(**variables):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TPU")}
+    environment |= {"JAX_FORCE_TPU_INIT": "1", "JAX_PLATFORMS": "cpu"} | variables
+    output = subprocess.run(
+        [sys.executable, "-c", ON_A_TPU_VM], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    return json.loads(output.stdout.splitlines()[-1])
+
+
+def test_a_tpu_vm_asks_its_metadata_server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"127.0.0.1:{server.server_address[1]}"
+    assert place_on_a_tpu_vm(GCE_METADATA_IP=address) == ["127.0.0.1:8482", 3, 2]
+    server.shutdown()
+
+
+def test_several_slices_on_kubernetes_count_their_hosts_slice_by_slice():
+    variables = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
+    slices = {"MEGASCALE_COORDINATOR_ADDRESS": "localhost", "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}
+    assert place_on_a_tpu_vm(**variables, **slices) == ["localhost:8482", 4, 3]

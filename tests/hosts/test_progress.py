@@ -1,0 +1,55 @@
+"""What the training thread is at, and how long it may be at it."""
+
+import pytest
+
+from runner.hosts.progress import Progress
+from runner.spec import Deadlines
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_step_may_take_many_times_the_usual_and_never_less_than_a_minute(clock):
+    progress, deadlines = Progress(), Deadlines(phase_seconds=500.0)
+    assert progress.deadline_seconds(deadlines) == 500.0
+    progress.arrive(0)
+    assert progress.deadline_seconds(deadlines) == 500.0  # the first step may still load what the others have
+    for step in range(1, 4):
+        clock[0] += 0.5
+        progress.arrive(step)
+    assert progress.gaps() == [0.5, 0.5, 0.5]
+    assert progress.deadline_seconds(deadlines) == 60.0
+    clock[0] += 7.0
+    progress.arrive(4)
+    assert progress.deadline_seconds(deadlines) == 140.0
+    assert progress.deadline_seconds(Deadlines(step_seconds=3.0)) == 3.0
+
+
+def test_what_is_no_step_has_its_own_deadline_and_does_not_count_as_one(clock):
+    progress, deadlines = Progress(), Deadlines(phase_seconds=500.0, step_seconds=3.0)
+    progress.arrive(0)
+    clock[0] += 1.0
+    progress.arrive(1)
+    with progress.during("evaluation"):
+        assert progress.doing == "evaluation"
+        assert progress.deadline_seconds(deadlines) == 500.0
+        clock[0] += 100.0
+    assert (progress.doing, progress.since_seconds) == ("step", clock[0])
+    clock[0] += 1.0
+    progress.arrive(2)
+    assert progress.gaps() == [1.0, 1.0]
+
+
+def test_an_awaited_step_wakes_who_waits_for_it():
+    progress = Progress()
+    progress.awaited_step = 5
+    progress.arrive(4)
+    assert not progress.has_arrived.is_set()
+    progress.arrive(6)
+    assert progress.has_arrived.is_set()
+    assert progress.awaited_step is None

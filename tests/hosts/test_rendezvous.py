@@ -1,0 +1,81 @@
+"""How processes find each other, and who is said to be missing."""
+
+import contextlib
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from runner.errors import RetryableError
+from runner.hosts.placement import Cluster
+from runner.hosts.rendezvous import listening_address, meet
+from tests.support.harness import free_port
+
+
+def meet_all(present, num_processes, deadline_seconds, is_elastic=False, port=None):
+    """What each of the processes that are there finds: its place, or the error's message."""
+    coordinator = f"127.0.0.1:{port or free_port()}"
+
+    def one(process):
+        try:
+            meeting = meet(Cluster(coordinator, num_processes, process), deadline_seconds, is_elastic)
+            place = meeting.cluster
+            assert sorted(meeting.lifelines) == ([0] if place.process_id else list(range(1, place.num_processes)))
+        except RetryableError as error:
+            return str(error)
+        return place.process_id, place.num_processes
+
+    with ThreadPoolExecutor(len(present)) as pool:
+        return list(pool.map(one, present))
+
+
+def test_all_come_and_keep_their_places():
+    assert meet_all([3, 1, 0, 2], 4, 20) == [(3, 4), (1, 4), (0, 4), (2, 4)]
+
+
+def test_those_who_are_missing_are_named_on_every_host_that_came():
+    message = "processes 1, 3 of 4 did not come within 1 s; run the same command again"
+    assert meet_all([0, 2], 4, 1) == [message, message]
+    assert meet_all([0], 2, 1) == ["process 1 of 2 did not come within 1 s; run the same command again"]
+
+
+def test_process_0_that_is_missing_is_named():
+    (message,) = meet_all([1], 2, 1)
+    assert message.startswith("process 0 of 2 at 127.0.0.1:")
+    assert "could not be reached within 1 s" in message
+
+
+def test_an_elastic_job_begins_with_those_that_came_numbered_anew():
+    assert meet_all([0, 2, 3], 4, 1, is_elastic=True) == [(0, 3), (1, 3), (2, 3)]
+    assert meet_all([0], 4, 1, is_elastic=True) == [(0, 1)]
+
+
+def test_a_stranger_at_the_port_is_no_process():
+    port = free_port()
+
+    def knock(words):
+        for _ in range(100):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
+                connection.sendall(words)
+                return True
+            time.sleep(0.02)
+        return False
+
+    with ThreadPoolExecutor(4) as pool:
+        words = (b"GET / HTTP/1.0\r\n\r\n", b'{"process_id": 99}\n', b"[]\n", b"")
+        strangers = [pool.submit(knock, line) for line in words]
+        assert meet_all([0], 2, 3, port=port) == ["process 1 of 2 did not come within 3 s; run the same command again"]
+        assert all(stranger.result() for stranger in strangers)
+
+
+def test_a_name_is_listened_for_on_every_interface():
+    assert listening_address(Cluster("10.0.0.1:80", 2, 0)) == "10.0.0.1:80"
+    assert listening_address(Cluster("[fe80::1]:80", 2, 0)) == "[fe80::1]:80"
+    assert listening_address(Cluster("node-3.cluster:80", 2, 0)) == "[::]:80"
+    assert meet_all([0, 1], 2, 20) == [(0, 2), (1, 2)]
+
+
+def test_a_port_that_is_taken_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RetryableError, match="cannot listen on"):
+        meet(Cluster(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0), 1, is_elastic=False)

@@ -1,0 +1,79 @@
+"""Which hosts come late to a step."""
+
+import pytest
+
+from runner.hosts.progress import Progress
+from runner.hosts.straggler import Rounds, late_processes
+
+
+@pytest.mark.parametrize(
+    ("after_seconds", "step_seconds", "late"),
+    [
+        ([0.0, 0.01, 0.05, 0.02], 0.3, []),
+        ([0.0, 0.01, 0.25, 0.02], 0.3, [2]),
+        ([0.3, 0.0], 0.3, [0]),
+        ([0.0, 0.3], 0.3, [1]),
+        ([0.0, 0.3], 10.0, []),
+        ([0.0, 2.0], 10.0, [1]),
+        ([0.0, 0.0, 0.5, 0.6], 1.0, [2, 3]),
+        ([0.0], 1.0, []),
+    ],
+)
+def test_late_is_later_than_the_median_by_what_matters(after_seconds, step_seconds, late):
+    assert late_processes(after_seconds, step_seconds) == late
+
+
+class Board:
+    """The key-value store of a job, in memory."""
+
+    def __init__(self, process_id, num_processes, values):
+        self.process_id, self.num_processes, self.values = process_id, num_processes, values
+        self.is_main = process_id == 0
+
+    def publish(self, key, value):
+        self.values[key] = value
+
+    def peek(self, key):
+        return self.values.get(key)
+
+    def peek_all(self, prefix):
+        return {key.rpartition("/")[2]: value for key, value in self.values.items() if key.startswith(f"{prefix}/")}
+
+
+def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seconds=0.5):
+    """Steps at which every process arrives with a delay of its own; what process 0 finds."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    values: dict = {}
+    hosts = [Board(process, len(delays_seconds), values) for process in range(len(delays_seconds))]
+    rounds = [Rounds(host, Progress()) for host in hosts]
+    for every in rounds:
+        every._progress.arrive(0)
+    found = []
+    for tick in range(1, int(seconds / tick_seconds)):
+        now[0] = tick * tick_seconds
+        for every, delay_seconds in zip(rounds, delays_seconds, strict=True):
+            step = int(max(now[0] - delay_seconds, 0.0) / step_seconds)
+            if step > every._progress.step:
+                every._progress.arrive(step)
+            if tick % 100 == 0:
+                every.hear()
+            straggling = every.advance()
+            if straggling is not None:
+                found.append(straggling)
+    return found
+
+
+def test_a_host_that_comes_late_twice_is_named_once(monkeypatch):
+    (found,) = play([0.0, 0.2, 0.0, 0.01], monkeypatch)
+    assert found.late == [1]
+    assert found.after_seconds == pytest.approx([0.0, 0.2, 0.0, 0.01], abs=0.02)
+
+
+def test_host_0_may_be_the_late_one(monkeypatch):
+    (found,) = play([0.3, 0.0, 0.0], monkeypatch)
+    assert found.late == [0]
+
+
+def test_nobody_is_named_where_all_come_together(monkeypatch):
+    assert play([0.0, 0.02, 0.04], monkeypatch) == []

@@ -1,0 +1,91 @@
+"""One job as several local processes: what each is told, and how their exit codes become one."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import local
+from launch.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([0], 0),
+        ([0, 0], 0),
+        ([75, 75], 75),
+        ([0, 75], 75),
+        ([-9, 76], 76),
+        ([76, 76], 76),
+        ([75, 76], 76),
+        ([-9], 76),
+        ([-6, 0], 76),
+        ([-15, 75], 76),
+        ([2, 2], 2),
+        ([2, 76], 2),
+        ([1, 76], 1),
+        ([1, -9], 1),
+        ([1, 2], 1),
+        ([-11, 76], 1),
+        ([3], 1),
+        ([139, 0], 1),
+    ],
+)
+def test_the_most_telling_code_is_the_jobs(codes, code):
+    assert local.job_code(codes) == code
+    assert local.job_code(codes[::-1]) == code
+
+
+def test_faked_devices_are_asked_for_only_where_told(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    environment = local._environment(2)
+    flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=2"
+    assert environment["XLA_FLAGS"] == flags
+    assert environment["JAX_PLATFORMS"] == "cpu"
+    monkeypatch.delenv("JAX_PLATFORMS")
+    environment = local._environment(None)
+    assert environment["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert "JAX_PLATFORMS" not in environment
+
+
+@pytest.mark.parametrize("arguments", [[], ["local"], ["nowhere", "x.yaml"], ["local", "x.yaml", "--processes", "0"]])
+def test_a_bad_command_line_is_refused_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def launch(*arguments):
+    command = [sys.executable, "-m", "launch", "local", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_the_invalid_code_of_a_job_comes_through_with_a_prefix_on_every_line():
+    process = launch("specs/none.yaml", "--processes", "2")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    lines = output.splitlines()
+    assert sorted(line[:4] for line in lines) == ["[0] ", "[1] "]
+    assert all("specs/none.yaml" in line for line in lines)
+
+
+def test_a_signal_reaches_every_process_and_the_job_ends_with_75(tmp_path):
+    settings = [f"directory={tmp_path}/run", "config.train.total_steps=100000", "config.data.sequence_length=16"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    process = launch("specs/gpt_nano.yaml", "--processes", "2", "--devices-per-process", "1", *options)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("run/checkpoints/*/manifest.json")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "[0] " in output
+    assert "[1] " in output

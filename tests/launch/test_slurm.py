@@ -1,0 +1,355 @@
+"""The batch script: what is rendered, and what it does after each exit code, with commands of SLURM that record."""
+
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import slurm
+from launch.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+RENDERED = {
+    "slurm_gpt_nano.sh": ["specs/gpt_nano.yaml", "--nodes", "2", "--cpus-per-task", "4"],
+    "slurm_gpt2_124m.sh": [
+        *("specs/gpt2_124m.yaml", "--set", "topology.accelerator=h100-16", "--set", "directory=/data/it's here"),
+        *("--time", "1-00:00:00", "--grace-seconds", "600", "--partition", "gpu", "--account", "lab", "--max-restarts"),
+        *("7", "--output", "logs/%x-%j.log", "--sbatch-option=--qos=high", "--sbatch-option=--comment=two words"),
+    ],
+}
+
+
+def dry_run(capsys, *arguments, python="/opt/env/bin/python"):
+    assert main(["slurm", *arguments, "--python", python, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys, *arguments):
+    """The one line that a refused command prints."""
+    assert main(["slurm", *arguments, "--dry-run"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    return line
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_script_is_the_one_that_was_read_and_approved(name, capsys):
+    assert dry_run(capsys, *RENDERED[name]) == (GOLDEN / name).read_text()
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_script_is_good_bash(name):
+    result = subprocess.run(["bash", "-n", GOLDEN / name], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "options", "directives"),
+    [
+        ("any", [], ["--nodes=1"]),
+        ("any", ["--nodes", "3", "--gpus-per-node", "4"], ["--nodes=3", "--gpus-per-node=4"]),
+        ("cpu-4", ["--nodes", "2"], ["--nodes=2"]),
+        ("h100-16", [], ["--nodes=2", "--gpus-per-node=8", "--exclusive", "--mem=0"]),
+        ("h100-16", ["--nodes", "2"], ["--nodes=2", "--gpus-per-node=8", "--exclusive", "--mem=0"]),
+        ("h200-4", [], ["--nodes=1", "--gpus-per-node=4"]),
+        ("a100-16", ["--gpus-per-node", "4"], ["--nodes=4", "--gpus-per-node=4"]),
+        ("2xh100-8", [], ["--nodes=2", "--gpus-per-node=8", "--exclusive", "--mem=0"]),
+        ("b200", ["--nodes", "5"], ["--nodes=5", "--gpus-per-node=8", "--exclusive", "--mem=0"]),
+    ],
+)
+def test_nodes_and_gpus_follow_from_the_accelerator(accelerator, options, directives, capsys):
+    script = dry_run(capsys, "specs/gpt_nano.yaml", "--set", f"topology.accelerator={accelerator}", *options)
+    asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    kinds = ("--nodes", "--gpus", "--exclusive", "--mem")
+    assert [option for option in asked if option.startswith(kinds)] == directives
+
+
+def test_the_notice_of_a_time_limit_is_what_the_spec_needs_unless_told(capsys):
+    needs = ["specs/gpt_nano.yaml", "--set", "checkpoint.grace_seconds=90"]
+    assert "#SBATCH --signal=TERM@90\n" in dry_run(capsys, *needs)
+    assert "#SBATCH --signal=TERM@30\n" in dry_run(capsys, *needs, "--grace-seconds", "30")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["specs/none.yaml"], "specs/none.yaml: cannot read the spec"),
+        (["specs/gpt_nano.yaml", "--set", "sed=1"], "did you mean seed"),
+        (["specs/gpt2_124m.yaml"], "v5e-16 is a TPU slice, SLURM has nodes of GPUs or CPUs"),
+        (["specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-9"], "9 GPUs do not divide over nodes of 4"),
+        (["specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-16", "--nodes", "3"], "2 nodes of 8 GPUs"),
+        (["specs/gpt_nano.yaml", "--set", "topology.accelerator=cpu", "--gpus-per-node", "1"], "cpu has no GPUs"),
+        (["specs/gpt_nano.yaml", "--time", "6"], "--time 6 leaves no time to train: SIGTERM comes 300 s before"),
+        (["specs/gpt_nano.yaml", "--time", "soon"], "--time soon: needs MINUTES"),
+        (["specs/gpt_nano.yaml", "--sbatch-option=qos=high"], "needs one option of sbatch"),
+        (["specs/gpt_nano.yaml", "--sbatch-option=--qos=high\nrm x"], "needs one option of sbatch"),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused_in_one_line(arguments, line, capsys):
+    assert line in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("1:00:30", 3630),
+        ("1-6", 108000),
+        ("1-6:30", 109800),
+        ("2-00:00:01", 172801),
+    ],
+)
+def test_a_time_limit_reads_as_sbatch_reads_it(text, seconds):
+    assert slurm._time_seconds(text) == seconds
+
+
+# The script itself, run with commands that record how they were called.
+
+RECORD = """#!/bin/bash
+echo "$(basename "$0") $*" >>"$CALLS/calls"
+"""
+COMMANDS = {
+    "srun": RECORD
+    + """while [[ $1 != bash ]]; do shift; done
+"$@" &
+task=$!
+trap 'echo "srun SIGTERM" >>"$CALLS/calls"' TERM
+wait $task; code=$?
+[[ ! -e $CALLS/srun_code ]] || code=$(cat "$CALLS/srun_code")
+exit $code
+""",
+    "scontrol": RECORD + "[[ ! -e $CALLS/scontrol_fails ]]\n",
+    "scancel": RECORD + 'kill -TERM $(cat "$CALLS/task_pids")\n',
+    "squeue": RECORD + 'cat "$CALLS/state"\n',
+    "sleep": RECORD,
+    "python": """#!/bin/bash
+printf '%s\\n' "$@" >"$CALLS/arguments"
+trap 'echo told >>"$CALLS/told"' TERM
+echo $$ $PPID >"$CALLS/task_pids.new" && mv "$CALLS/task_pids.new" "$CALLS/task_pids"
+while [[ -e $CALLS/waits && ! ( -e $CALLS/told && -e $CALLS/may_end ) ]]; do read -rt 0.02 <>"$CALLS/pipe"; done
+exit "$(cat "$CALLS/code")"
+""",
+}
+
+
+class Play:
+    """A directory with SLURM's commands as this test plays them, and a job's script."""
+
+    def __init__(self, directory: Path, script: str):
+        self.directory = directory
+        (directory / "bin").mkdir()
+        for name, text in COMMANDS.items():
+            path = directory / "bin" / name
+            path.write_text(text)
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        os.mkfifo(directory / "pipe")
+        (directory / "script.sh").write_text(script)
+        self.say("state", "RUNNING")
+
+    def say(self, name: str, text: object) -> None:
+        (self.directory / name).write_text(f"{text}\n")
+
+    def read(self, name: str) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return (self.directory / name).read_text().splitlines()
+        return []
+
+    def calls(self, name: str) -> list[str]:
+        return [line.partition(" ")[2] for line in self.read("calls") if line.startswith(f"{name} ")]
+
+    def start(self, code: int, num_restarts: int = 0) -> subprocess.Popen[str]:
+        """SLURM starts the job, whose command ends with `code`."""
+        self.say("code", code)
+        for name in ("calls", "told", "task_pids"):
+            (self.directory / name).unlink(missing_ok=True)
+        variables = dict(os.environ, CALLS=str(self.directory), SLURM_JOB_ID="42")
+        variables["PATH"] = f"{self.directory}/bin:{variables['PATH']}"
+        if num_restarts:
+            variables["SLURM_RESTART_COUNT"] = str(num_restarts)
+        command = ["bash", self.directory / "script.sh"]
+        return subprocess.Popen(
+            command, cwd=self.directory, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def run(self, code: int, num_restarts: int = 0) -> tuple[int, str]:
+        """The script's exit code and output."""
+        process = self.start(code, num_restarts)
+        output, _ = process.communicate(timeout=20)
+        return process.returncode, output
+
+    def start_waiting(self, code: int) -> subprocess.Popen[str]:
+        """SLURM starts the job, whose command ends with `code` after SIGTERM and the word that it may."""
+        self.say("waits", "")
+        process = self.start(code)
+        self.until(lambda: self.read("task_pids"))
+        return process
+
+    def until(self, happens: Callable[[], object]) -> None:
+        """Wait for what the commands do."""
+        deadline = time.monotonic() + 20
+        while not happens():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
+        """Let the command end; the script's exit code and output."""
+        self.say("may_end", "")
+        output, _ = process.communicate(timeout=20)
+        return process.returncode, output
+
+
+@pytest.fixture
+def play(tmp_path, capsys):
+    overrides = ["--set", "directory=a b/$HOME/it's", "--max-restarts", "2"]
+    spec = tmp_path / "my specs" / "gpt nano.yaml"
+    spec.parent.mkdir()
+    spec.write_text((ROOT / "specs/gpt_nano.yaml").read_text())
+    return Play(tmp_path, dry_run(capsys, str(spec), *overrides, python=str(tmp_path / "bin/python")))
+
+
+def test_the_runner_gets_its_words_unbroken(play):
+    assert play.run(0) == (0, "")
+    spec = str(play.directory / "my specs" / "gpt nano.yaml")
+    assert play.read("arguments") == ["-m", "runner", spec, "--set", "directory=a b/$HOME/it's"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_what_is_final_ends_the_job_with_its_code(play, code):
+    assert play.run(code) == (code, "")
+    assert play.calls("scontrol") == []
+
+
+@pytest.mark.parametrize(("code", "final"), [(139, 1), (127, 1), (3, 1)])
+def test_a_code_that_nobody_promised_is_a_failure(play, code, final):
+    assert play.run(code)[0] == final
+    assert play.calls("scontrol") == []
+
+
+def test_a_preemption_requeues_the_job_and_does_not_count(play):
+    for num_restarts in range(5):
+        assert play.run(75, num_restarts) == (75, "launch: preempted; starting again\n")
+        assert play.calls("scontrol") == ["requeue 42"]
+    assert list(play.directory.glob("*.restarts")) == []
+
+
+@pytest.mark.parametrize("code", [76, 137, 134, 143])
+def test_a_retryable_end_and_a_killed_process_requeue_the_job_and_count(play, code):
+    assert play.run(code) == (76, "launch: ended with 76; restart 1 of 2\n")
+    play.run(75, num_restarts=1)
+    assert play.run(code, num_restarts=2) == (76, "launch: ended with 76; restart 2 of 2\n")
+    assert play.calls("scontrol") == ["requeue 42"]
+    exhausted = "launch: ended with 76 after 2 restarts; --max-restarts allows no more\n"
+    assert play.run(code, num_restarts=3) == (76, exhausted)
+    assert play.calls("scontrol") == []
+    assert list(play.directory.glob("*.restarts")) == []
+
+
+def test_the_count_begins_again_with_a_new_job_of_the_same_number(play):
+    play.run(76)
+    play.run(76, num_restarts=1)
+    assert "restart 1 of 2" in play.run(76)[1]
+
+
+@pytest.mark.parametrize(("of_the_tasks", "code"), [([76, 202], 1), ([201, 76], 2), ([137, 202], 1), ([75, 76], 76)])
+def test_the_most_telling_code_of_the_tasks_is_the_jobs(play, of_the_tasks, code):
+    play.say("srun_code", max(of_the_tasks))
+    assert play.run(0)[0] == code
+
+
+@pytest.mark.parametrize("code", [1, 143, 137])
+def test_a_failure_of_srun_itself_is_retryable(play, code):
+    play.say("srun_code", code)
+    assert play.run(0) == (76, "launch: ended with 76; restart 1 of 2\n")
+
+
+def test_a_signal_to_the_shell_alone_reaches_the_tasks_once_and_never_srun(play):
+    process = play.start_waiting(75)
+    for num_signals in (1, 2):
+        process.send_signal(signal.SIGTERM)
+        play.until(lambda count=num_signals: len(play.calls("squeue")) == count and play.read("told"))
+    assert play.end(process) == (75, "launch: preempted; starting again\n")
+    assert play.calls("scancel") == ["--signal=TERM 42.0"]
+    assert play.read("told") == ["told"]
+    assert "SIGTERM" not in play.calls("srun")
+    assert play.calls("scontrol") == ["requeue 42"]
+
+
+@pytest.mark.parametrize("code", [0, 75, 76])
+def test_a_job_that_slurm_ends_is_waited_for_and_left_to_slurm(play, code):
+    play.say("state", "COMPLETING")
+    process = play.start_waiting(code)
+    process.send_signal(signal.SIGTERM)
+    for pid in play.read("task_pids")[0].split():
+        os.kill(int(pid), signal.SIGTERM)
+    assert play.end(process) == (code, f"launch: ended with {code}; SLURM decides whether the job starts again\n")
+    assert play.calls("scontrol") == play.calls("scancel") == []
+
+
+def test_a_controller_that_does_not_answer_is_asked_again_and_then_a_person(play):
+    play.say("scontrol_fails", "")
+    code, output = play.run(75)
+    assert code == 75
+    assert output.splitlines()[-1] == "launch: cannot requeue job 42; requeue it by hand"
+    assert play.calls("scontrol") == ["requeue 42"] * 4
+    assert play.calls("sleep") == ["0", "10", "30", "60"]
+
+
+# Submission.
+
+
+@pytest.fixture
+def submit(tmp_path, monkeypatch, capsys):
+    """Submit a job to an sbatch that the test writes; exit code and output."""
+
+    def act(sbatch: str | None) -> tuple[int, str, str]:
+        if sbatch is not None:
+            path = tmp_path / "sbatch"
+            path.write_text(f"#!/bin/bash\n{sbatch}\n")
+            path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path) if sbatch is None else f"{tmp_path}:/usr/bin:/bin")
+        code = main(["slurm", "specs/gpt_nano.yaml"])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return act
+
+
+def test_the_script_is_what_sbatch_reads(submit, tmp_path, capsys):
+    assert submit(f"echo \"$@\" >{tmp_path}/arguments; cat >{tmp_path}/script; echo '42;cluster'") == (
+        *(0, "submitted as job 42\n", ""),
+    )
+    assert (tmp_path / "arguments").read_text() == "--parsable\n"
+    assert (tmp_path / "script").read_text() == dry_run(capsys, "specs/gpt_nano.yaml", python=sys.executable)
+
+
+def test_without_sbatch_the_way_out_is_named(submit):
+    code, output, line = submit(None)
+    assert (code, output) == (2, "")
+    assert line == "sbatch is not on the PATH; submit on a login node of the cluster, or print with --dry-run\n"
+
+
+@pytest.mark.parametrize(
+    ("complaint", "code"),
+    [
+        ("sbatch: error: Batch job submission failed: Invalid partition name specified", 2),
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", 76),
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", 76),
+    ],
+)
+def test_the_complaint_of_sbatch_is_passed_on(submit, complaint, code):
+    assert submit(f"cat >/dev/null; echo '{complaint}' >&2; exit 1") == (code, "", f"{complaint}\n")

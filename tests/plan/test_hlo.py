@@ -1,0 +1,593 @@
+"""What a compiled step communicates: every form of the text, and whole steps against counts made by hand.
+
+Shape legend: B examples of a micro-batch on one device, T sequence, V vocabulary, D width, L layers, P parameters.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from experiments.gpt import GPT, GPTConfig, PretrainGPT
+from runner.plan.hlo import Buffer, Collective, collectives, largest_arrays, sent_bytes_by_axes
+from runner.train.compilation import Layout, lower_train_step
+from runner.train.mesh import AXES
+from runner.train.state import abstract_state, make_state, variable_shardings
+from tests.support.tiny import mesh_of
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+ADD = "%add (a: f32[], b: f32[]) -> f32[] {\n  ROOT %sum = f32[] add(%a, %b)\n}\n"
+
+
+def module(*lines, before="", partitions=8):
+    """A module whose entry holds these instructions."""
+    body = "\n".join(f"  {line}" for line in lines)
+    return (
+        f"HloModule jit_step, is_scheduled=true, num_partitions={partitions}\n\n{ADD}\n{before}\n"
+        f"ENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+    )
+
+
+def only(*lines, mesh=MESH, **kwargs):
+    """The one collective of such a module."""
+    (found,) = collectives(module(*lines, **kwargs), mesh)
+    return found
+
+
+def all_reduce(groups, attributes="channel_id=1, use_global_device_ids=true"):
+    return f"%r = f32[8,16]{{1,0}} all-reduce(%p), replica_groups={groups}, {attributes}, to_apply=%add"
+
+
+# Among whom.
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes", "size"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",), 2),
+        ("{{0,2},{4,6},{1,3},{5,7}}", ("fsdp",), 2),
+        ("{{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
+        ("{{0,2,4,6},{1,3,5,7}}", ("data", "fsdp"), 4),
+        ("{{0,1,2,3,4,5,6,7}}", AXES, 8),
+        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", (), 1),
+        ("{}", AXES, 8),
+        ("[1,8]<=[8]", AXES, 8),
+        ("[4,2]<=[8]", ("tensor",), 2),
+        ("[4,2]<=[2,4]T(1,0)", ("data",), 2),
+        ("[4,2]<=[4,2]T(1,0)", ("fsdp",), 2),
+        ("[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",), 2),
+        ("[2,4]<=[4,2]T(1,0)", ("data", "fsdp"), 4),
+        ("mesh['axis_0'=8] {'axis_0'}", AXES, 8),
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_2'}", ("tensor",), 2),
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0','axis_1'}", ("data", "fsdp"), 4),
+        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(1,0,2)) {'axis_0'}", ("fsdp",), 2),
+        ("mesh['axis_0'=2,'axis_1'=4], device_ids=(0,1,4,5,2,3,6,7) {'axis_0'}", ("fsdp",), 2),
+        ("mesh['axis_0'=8] {'axis_0':(2)2}", ("fsdp",), 2),
+        ("mesh['axis_0'=8] {'axis_0':(1)4}", ("data", "fsdp"), 4),
+        ("mesh['axis_0'=8] {'axis_0':(1)2,'axis_0':(4)2}", ("data", "tensor"), 4),
+        ("mesh['axis_0'=8]", (), 1),
+    ],
+)
+def test_every_form_of_replica_groups_names_the_axes_that_a_group_spans(groups, axes, size):
+    found = only(all_reduce(groups))
+    assert (found.axes, found.group_size) == (axes, size)
+
+
+def test_groups_that_are_no_product_of_axes_name_the_fewest_axes_that_hold_them():
+    halves = only(all_reduce("{{0,1,2,3},{4,5,6,7}}"), mesh={"data": 1, "fsdp": 1, "tensor": 8})
+    assert (halves.axes, halves.group_size) == (("tensor",), 4)
+    diagonal = only(all_reduce("{{0,3},{1,2},{4,7},{5,6}}"))
+    assert (diagonal.axes, diagonal.group_size) == (("fsdp", "tensor"), 2)
+    uneven = only(all_reduce("{{0,1,2},{3},{4,5},{6,7}}"))
+    assert (uneven.axes, uneven.group_size) == (("fsdp", "tensor"), 3)
+
+
+def test_groups_of_replicas_with_a_channel_take_in_all_partitions():
+    assert only(all_reduce("{{0}}", "channel_id=1")).axes == AXES
+    assert only(all_reduce("{{0}}", "foo=1")).axes == ()
+
+
+def test_a_mesh_that_lacks_the_devices_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"all-reduce r names device 7, and a mesh of \{'data': 4\} has 4"):
+        only(all_reduce("{{0,1,2,3,4,5,6,7}}"), mesh={"data": 4})
+
+
+def test_groups_of_a_form_that_is_not_known_are_refused_and_not_guessed():
+    with pytest.raises(ValueError, match="replica groups of a form that is not known here"):
+        only(all_reduce("@grid<4>"))
+
+
+# What and how much.
+
+GROUPS = "channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true"
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "size", "sent"),
+    [
+        (f"f32[8,16]{{1,0}} all-gather(%p), {GROUPS}, dimensions={{0}}", "all-gather", 512, 256),
+        (
+            f"f32[8,16]{{1,0}} reduce-scatter(%p), {GROUPS}, dimensions={{0}}, to_apply=%add",
+            "reduce-scatter",
+            1024,
+            512,
+        ),
+        (f"f32[8,16]{{1,0}} all-reduce(%p), {GROUPS}, to_apply=%add", "all-reduce", 512, 512),
+        (f"(f32[4], /*index=1*/bf16[4,2]{{1,0}}, f32[]) all-reduce(%p, %q, %r), {GROUPS}", "all-reduce", 36, 36),
+        (f"f32[8,16]{{1,0}} all-to-all(%p), {GROUPS}, dimensions={{0}}", "all-to-all", 512, 256),
+        (f"(f32[4,16]{{1,0}}, f32[4,16]{{1,0}}) all-to-all(%p, %q), {GROUPS}", "all-to-all", 512, 256),
+        (f"f32[8]{{0}} collective-broadcast(%p), {GROUPS}", "collective-broadcast", 32, 16),
+        (f"f32[8]{{0}} ragged-all-to-all(%a, %b, %c, %d, %e, %f), {GROUPS}", "ragged-all-to-all", 32, 16),
+        (f"(f32[4,16], f32[8,16]{{1,0}}) all-gather-start(%p), {GROUPS}, dimensions={{0}}", "all-gather", 512, 256),
+        (f"((f32[2], f32[3]), (f32[4], f32[6])) all-gather-start(%p, %q), {GROUPS}", "all-gather", 40, 20),
+        (f"f32[8]{{0}} all-reduce-start(%p), {GROUPS}, to_apply=%add", "all-reduce", 32, 32),
+        (f"(f32[8]{{0}}, f32[]) all-reduce-start(%p, %q), {GROUPS}, to_apply=%add", "all-reduce", 36, 36),
+        (f"((f32[8]{{0}}), f32[4]{{0}}, u32[]) reduce-scatter-start(%p), {GROUPS}", "reduce-scatter", 32, 16),
+        (f"((f32[8]{{0}}), f32[8]{{0}}, s32[]) all-to-all-start(%p), {GROUPS}", "all-to-all", 32, 16),
+        (f"f32[8] all-reduce(f32[8]{{0:T(8,128)}} %p), {GROUPS}, to_apply=%add", "all-reduce", 32, 32),
+    ],
+)
+def test_every_kind_has_its_bytes_and_what_a_ring_sends(line, kind, size, sent):
+    found = only(f"%x = {line}", "%y = f32[8]{0} all-gather-done(%x)", "%z = f32[8]{0} all-reduce-done(%x)")
+    assert (found.kind, found.bytes, found.sent_bytes_per_device, found.count) == (kind, size, sent, 1)
+    assert (found.axes, found.group_size) == (("tensor",), 2)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "axes", "size", "sent"),
+    [
+        ("{{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}", ("tensor",), 2, 32),
+        ("{{0,2},{2,4},{4,6},{6,0}}", ("data", "fsdp"), 4, 32),
+        ("{{0,0},{1,1}}", (), 1, 0),
+        ("{}", (), 1, 0),
+    ],
+)
+def test_a_permute_sends_its_operand_along_the_axes_on_which_source_and_target_differ(pairs, axes, size, sent):
+    line = "(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), channel_id=1"
+    found = only(f"%x = {line}, source_target_pairs={pairs}", "%y = f32[8]{0} collective-permute-done(%x)")
+    assert (found.axes, found.group_size, found.bytes, found.sent_bytes_per_device) == (axes, size, 32, sent)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", 2048),
+        ("pred[7]", 7),
+        ("s4[3]", 2),
+        ("u4[4]{0:E(4)}", 2),
+        ("f8e4m3fn[8]", 8),
+        ("f8e5m2fnuz[8]", 8),
+        ("f8e8m0fnu[8]", 8),
+        ("f4e2m1fn[8]", 4),
+        ("c64[2]", 16),
+        ("c128[2]", 32),
+        ("u64[]", 8),
+        ("f32[<=8,2]", 64),
+        ("f32[0,8]", 0),
+    ],
+)
+def test_every_element_type_has_its_size(shape, size):
+    assert only(f"%x = {shape} all-gather(%p), {GROUPS}").bytes == size
+
+
+def test_the_traced_operation_is_named():
+    found = only(all_reduce("{}") + r', metadata={op_name="jit(step)/state.params[\'w\']" stack_frame_id=3}')
+    assert found.op_name == "jit(step)/state.params['w']"
+
+
+def test_sent_bytes_are_summed_over_runs_by_kind_and_axes():
+    found = [
+        Collective("all-reduce", ("data",), 2, 100, 3, ""),
+        Collective("all-gather", ("fsdp",), 4, 1000, 2, ""),
+        Collective("all-reduce", ("data",), 2, 10, 1, ""),
+    ]
+    sums = sent_bytes_by_axes(found)
+    assert sums == {("all-gather", ("fsdp",)): 1500, ("all-reduce", ("data",)): 310}
+    assert next(iter(sums)) == ("all-gather", ("fsdp",))
+
+
+# How often.
+
+
+def computation(name, *lines):
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"%{name} (p: (s32[], f32[8])) -> (s32[], f32[8]) {{\n{body}\n}}\n\n"
+
+
+def loop(start, step, bound, direction, *, swapped=False):
+    """A loop around an all-reduce, that counts as TPU programs do."""
+    operands = "%bound, %i" if swapped else "%i, %bound"
+    before = computation(
+        "cond",
+        "%state = (s32[], f32[8]) parameter(0)",
+        "%i = s32[] get-tuple-element(%state), index=0",
+        f"%bound = s32[]{{:T(128)}} constant({bound})",
+        f"ROOT %test = pred[] compare({operands}), direction={direction}",
+    ) + computation(
+        "body",
+        "%state.1 = (s32[], f32[8]) parameter(0)",
+        "%i.1 = s32[] get-tuple-element(%state.1), index=0",
+        f"%step = s32[]{{:T(128)}} constant({step})",
+        "%next = s32[]{:T(128)S(6)} add(%i.1, %step)",
+        all_reduce("{}"),
+        "ROOT %out = (s32[], f32[8]) tuple(%next, %r)",
+    )
+    lines = (
+        f"%zero = s32[]{{:T(128)}} constant({start})",
+        "%first = s32[]{:T(128)S(6)} copy(%zero)",
+        "%in = (s32[], f32[8]) tuple(%first, %p)",
+        "%loop = (s32[], f32[8]) while(%in), condition=%cond, body=%body",
+    )
+    return lines, before
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "bound", "direction", "trips"),
+    [
+        (0, 1, 12, "LT", 12),
+        (0, 2, 8, "LT", 4),
+        (0, 3, 8, "LT", 3),
+        (1, 1, 12, "LE", 12),
+        (11, -1, 0, "GE", 12),
+        (12, -1, 0, "GT", 12),
+        (0, 1, 12, "NE", 12),
+        (5, 1, 5, "LT", 0),
+    ],
+)
+def test_where_trips_are_not_stated_they_follow_from_start_step_and_bound(start, step, bound, direction, trips):
+    lines, before = loop(start, step, bound, direction)
+    found = collectives(module(*lines, before=before), MESH)
+    assert [(one.count, one.is_at_least) for one in found] == [(trips, False)] * (trips > 0)
+
+
+def test_the_bound_may_stand_on_the_left():
+    lines, before = loop(0, 1, 12, "GT", swapped=True)
+    assert only(*lines, before=before).count == 12
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("copy(%zero)", "get-tuple-element(%p), index=3"),
+        ("add(%i.1, %step)", "multiply(%i.1, %step)"),
+        ("direction=LT", "direction=GT"),
+        ("tuple(%first, %p)", "custom-call(%first, %p)"),
+    ],
+)
+def test_where_trips_are_not_known_the_count_is_a_lower_bound_and_says_so(old, new):
+    lines, before = loop(0, 1, 12, "LT")
+    found = only(*(line.replace(old, new) for line in lines), before=before.replace(old, new))
+    assert (found.count, found.is_at_least) == (1, True)
+
+
+STATED = 'backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}'
+
+
+def test_trips_multiply_through_nested_loops_calls_and_conditionals():
+    before = (
+        computation("inner", all_reduce("{}"))
+        + computation("branch", all_reduce("{}").replace("%r ", "%s "))
+        + computation(
+            "outer",
+            f"%a = (s32[], f32[8]) while(%p), condition=%cond, body=%inner, {STATED}",
+            "%b = f32[8] conditional(%i, %p, %p), branch_computations={%branch, %branch}",
+            "%c = f32[8] conditional(%i, %p, %p), true_computation=%branch, false_computation=%other",
+            "%d = f32[8] call(%p), to_apply=%branch",
+        )
+    )
+    lines = (f"%w = (s32[], f32[8]) while(%p), condition=%cond, body=%outer, {STATED.replace('3', '5')}",)
+    found = collectives(module(*lines, before=before), MESH)
+    assert [one.count for one in found] == [15, 20]
+
+
+def test_a_computation_that_runs_asynchronously_counts_once():
+    before = computation("wrapped", all_reduce("{}"))
+    found = only(
+        "%s = ((f32[8]), f32[8], s32[]) async-start(%p), calls=%wrapped",
+        "%u = ((f32[8]), f32[8], s32[]) async-update(%s), calls=%wrapped",
+        "%d = f32[8] async-done(%u), calls=%wrapped",
+        before=before,
+    )
+    assert found.count == 1
+    sugared = "%s = ((f32[8]), f32[8], s32[]) all-to-all-start(%p), replica_groups={}, channel_id=1, calls=%wrapped"
+    assert [one.kind for one in collectives(module(sugared, before=before), MESH)] == ["all-to-all"]
+
+
+def test_what_is_never_called_does_not_count():
+    assert collectives(module(before=computation("dead", all_reduce("{}"))), MESH) == []
+
+
+# What libtpu makes of a step, cut down: names, shapes, groups and attributes are its own.
+
+TPU_RING = """
+%windowed_cond (wide.param: (bf16[1,32,512], bf16[1,32,512], u32[])) -> pred[] {
+  %constant.2657 = u32[]{:T(128)} constant(8)
+  %wide.param.121 = (bf16[1,32,512]{2,1,0:T(8,128)(2,1)S(1)}, bf16[1,32,512]{2,1,0}, u32[]{:T(128)}) parameter(0)
+  %get-tuple-element.4080 = u32[]{:T(128)} get-tuple-element(%wide.param.121), index=2
+  ROOT %compare.78 = pred[]{:T(512)} compare(%get-tuple-element.4080, %constant.2657), direction=LT
+}
+
+%windowed_body (wide.param.1: (bf16[1,32,512], bf16[1,32,512], u32[])) -> (bf16[1,32,512], bf16[1,32,512], u32[]) {
+  %constant.1 = u32[]{:T(128)} constant(1)
+  %constant.2 = u32[]{:T(128)} constant(2)
+  %wide.param.21 = (bf16[1,32,512]{2,1,0:T(8,128)(2,1)S(1)}, bf16[1,32,512]{2,1,0}, u32[]{:T(128)}) parameter(0)
+  %get-tuple-element.5422 = bf16[1,32,512]{2,1,0:T(8,128)(2,1)S(1)} get-tuple-element(%wide.param.21), index=0
+  %collective-permute-start.64 = (bf16[1,32,512]{2,1,0:T(8,128)(2,1)S(1)}, bf16[1,32,512]{2,1,0:T(8,128)(2,1)S(1)}, \
+u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%get-tuple-element.5422), channel_id=12, \
+source_target_pairs={{0,3},{1,0},{2,1},{3,2}}, metadata={op_name="jit(step)/jvp(GPT)/dot_general" stack_frame_id=170}
+  %get-tuple-element.5424 = u32[]{:T(128)} get-tuple-element(%wide.param.21), index=2
+  %add.1969 = u32[]{:T(128)S(6)} add(%get-tuple-element.5424, %constant.1)
+  %add.1971 = u32[]{:T(128)} add(%get-tuple-element.5424, %constant.2)
+  %collective-permute-done.64 = bf16[1,32,512]{2,1,0} collective-permute-done(%collective-permute-start.64)
+  ROOT %tuple.653 = (bf16[1,32,512]{2,1,0}, bf16[1,32,512]{2,1,0}, u32[]{:T(128)}) tuple(%collective-permute-done.64, \
+%get-tuple-element.5422, /*index=2*/%add.1971)
+}
+
+"""
+
+
+def test_a_gather_that_a_tpu_makes_a_ring_within_a_matmul_counts_every_hop():
+    found = only(
+        "%zero = u32[]{:T(128)} constant(0)",
+        "%copy.551 = u32[]{:T(128)} copy(%zero)",
+        "%tuple.684 = (bf16[1,32,512]{2,1,0}, bf16[1,32,512]{2,1,0}, u32[]{:T(128)}) tuple(%p, %p, %copy.551)",
+        "%while.176 = (bf16[1,32,512]{2,1,0}, bf16[1,32,512]{2,1,0}, u32[]{:T(128)}) while(%tuple.684), "
+        'condition=%windowed_cond, body=%windowed_body, backend_config={"flag_configs":[]}',
+        before=TPU_RING,
+        partitions=4,
+        mesh={"data": 1, "fsdp": 4, "tensor": 1},
+    )
+    assert found == Collective("collective-permute", ("fsdp",), 4, 32 * 512 * 2, 4, "jit(step)/jvp(GPT)/dot_general")
+
+
+PIECE = (
+    "all-gather(%param), channel_id=130, replica_groups=[4,2]<=[8], dimensions={1}, use_global_device_ids=true, "
+    'frontend_attributes={chain_id="8"}, metadata={op_name="dot_general" stack_frame_id=230}'
+)
+TPU_CHAIN = f"""
+%fused_computation.423 (param: bf16[1,512,1024]) -> (bf16[1,512,1024], bf16[1,1024,1024], s32[2], u32[]) {{
+  %all-gather.241 = bf16[1,1024,1024]{{2,1,0:T(8,128)(2,1)}} {PIECE}
+  ROOT %custom-call.59 = (bf16[1,512,1024]{{2,1,0:T(8,128)(2,1)S(1)}}, bf16[1,1024,1024]{{2,1,0}}, s32[2]{{0:S(4)}}, \
+u32[]{{:S(2)}}) custom-call(%all-gather.241), custom_call_target="AsyncCollectiveStart"
+}}
+
+%async_collective_fusion.738 (param: bf16[1,512,1024]) -> (bf16[1024,512], bf16[1,1024,1024]) {{
+  %all-gather.243 = bf16[1,1024,1024]{{2,1,0:T(8,128)(2,1)S(1)}} {PIECE}
+  ROOT %tuple.676 = (bf16[1024,512]{{1,0}}, bf16[1,1024,1024]{{2,1,0}}) tuple(%convolution.153, %all-gather.243)
+}}
+
+%fused_computation.430 (param: bf16[1,512,1024]) -> bf16[1,1024,1024] {{
+  %all-gather.255 = bf16[1,1024,1024]{{2,1,0:T(8,128)(2,1)}} {PIECE}
+  ROOT %custom-call.61 = bf16[1,1024,1024]{{2,1,0}} custom-call(%all-gather.255), \
+custom_call_target="AsyncCollectiveDone"
+}}
+
+%windowed (p: bf16[8]) -> bf16[8] {{
+  %fusion.363 = (bf16[1024,512], bf16[1,1024,1024]) fusion(%p), kind=kCustom, calls=%async_collective_fusion.738
+}}
+"""
+
+
+@pytest.mark.parametrize("is_step_first", [False, True])
+def test_a_gather_that_a_tpu_spreads_over_several_fusions_counts_once_where_it_starts(is_step_first):
+    before = TPU_CHAIN
+    if is_step_first:
+        start, step, *rest = before.strip().split("\n\n")
+        before = "\n\n".join([step, start, *rest])
+    found = only(
+        "%async-collective-start = (bf16[1,512,1024]) fusion(%p), kind=kCustom, calls=%fused_computation.423",
+        f"%while.1 = (bf16[8]) while(%p), condition=%cond, body=%windowed, {STATED}",
+        "%async-collective-done = bf16[1,1024,1024] fusion(%p), kind=kCustom, calls=%fused_computation.430",
+        before=before,
+    )
+    assert (found.kind, found.axes, found.bytes, found.count) == ("all-gather", ("tensor",), 2 * 1024 * 1024, 1)
+
+
+TPU_ALL_REDUCE_SCATTER = """
+%all-reduce-scatter.2.clone.1 (input.15: bf16[2048,4096]) -> bf16[520,4096] {
+  %input.15 = bf16[2048,4096]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %constant.1192 = bf16[] constant(0)
+  %pad.4 = bf16[2080,4096]{1,0:T(8,128)(2,1)} pad(%input.15, %constant.1192), padding=0_32x0_0
+  %all-reduce.106 = bf16[2080,4096]{1,0:T(8,128)(2,1)} all-reduce(%pad.4), channel_id=47, \
+replica_groups={{0,2,4,6},{8,10,12,14},{1,3,5,7},{9,11,13,15}}, use_global_device_ids=true, to_apply=%add, \
+frontend_attributes={from-cross-replica-sharding="true"}
+  %constant.shard_id_table.16 = u32[16]{0:T(128)} constant({...})
+  %partition-id.33 = u32[] partition-id()
+  %dynamic-slice.432 = u32[1]{0:T(128)} dynamic-slice(%constant.shard_id_table.16, %partition-id.33)
+  %multiply.243 = u32[]{:T(128)} multiply(%bitcast.518, %constant.1193)
+  ROOT %dynamic-slice.433 = bf16[520,4096]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%all-reduce.106, %multiply.243), \
+dynamic_slice_sizes={520,4096}
+}
+
+"""
+
+
+def test_an_all_reduce_of_which_a_tpu_keeps_one_part_is_a_reduce_scatter():
+    fusion = "%fusion.352 = bf16[520,4096] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.2.clone.1"
+    mesh = {"data": 2, "fsdp": 4, "tensor": 2}
+    named = f'{fusion}, metadata={{op_name="mlp_in/dot_general" stack_frame_id=205}}'
+    found = only(named, before=TPU_ALL_REDUCE_SCATTER, partitions=16, mesh=mesh)
+    assert found == Collective("reduce-scatter", ("fsdp",), 4, 2080 * 4096 * 2, 1, "mlp_in/dot_general")
+    assert found.sent_bytes_per_device == 2080 * 4096 * 2 * 3 // 4
+    # What is kept must be a device's own part: another slice of the sum leaves an all-reduce.
+    other = TPU_ALL_REDUCE_SCATTER.replace("bf16[520,4096]{1,0:T(8,128)(2,1)S(1)} dynamic", "bf16[8,4096] dynamic")
+    assert only(fusion, before=other, partitions=16, mesh=mesh).kind == "all-reduce"
+
+
+def test_between_tpu_slices_a_send_names_the_collective():
+    attributes = (
+        'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        '_xla_host_transfer_rendezvous="all-reduce.97_0",_xla_megascale_reduce_operation="SUM",'
+        '_xla_megascale_target="{1,2}x{0:15}",_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    within = "replica_groups={{0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}}, channel_id=9, use_global_device_ids=true"
+    sent = "(bf16[64,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[])"
+    lines = (
+        f"%all-gather.1 = bf16[512]{{0}} all-gather(%p), {within}, dimensions={{0}}",
+        f"%send.22 = {sent} send(%p, %token), channel_id=8, {attributes}",
+        f"%recv.22 = {sent} recv(%token), channel_id=7, {attributes}",
+        "%send-done.22 = token[] send-done(%send.22), channel_id=8, is_host_transfer=true",
+    )
+    found = collectives(module(*lines, partitions=16), {"data": 2, "fsdp": 16, "tensor": 1})
+    assert found == [
+        Collective("all-gather", ("fsdp",), 16, 1024, 1, ""),
+        Collective("all-reduce", ("data",), 2, 64 * 8 * 128 * 2, 1, "", is_between_slices=True),
+    ]
+
+
+def test_tpu_slices_may_be_named_by_their_devices():
+    attributes = (
+        "is_host_transfer=true, frontend_attributes={_xla_megascale_target={{100000,200000},{100001,200001},"
+        '{300000,400000},{300001,400001}},_xla_megascale_transfer_type="ALL_GATHER"}'
+    )
+    sent = "(bf16[1,32,256]{2,1,0:T(8,128)(2,1)}, u32[], token[])"
+    line = f"%send.83 = {sent} send(%p, %token), channel_id=18, {attributes}"
+    mesh = {"data": 2, "fsdp": 4, "tensor": 1}
+    expected = Collective("all-gather", ("fsdp",), 2, 2 * 32 * 256 * 2, 1, "", is_between_slices=True)
+    assert only(line, partitions=2, mesh=mesh) == expected
+    across = (
+        line.replace("{100001,200001},{300000,400000},", "")
+        .replace("0,200000", "0,300000")
+        .replace("300001,", "200001,")
+    )
+    assert only(across, partitions=2, mesh=mesh).axes == ("data",)
+    with pytest.raises(ValueError, match=r"send\.83: slices of a form that is not known here"):
+        only(line.replace("{{100000,200000}", "[[100000,200000]"), partitions=2, mesh=mesh)
+
+
+# What fills the memory.
+
+
+def test_the_largest_arrays_are_named_by_what_made_them_and_by_arguments():
+    before = (
+        "%fused (x: f32[999]) -> f32[999] {\n  ROOT %hidden = f32[999999]{0} negate(%x)\n}\n\n"
+        + "%body (s: f32[512]) -> f32[512] {\n  %s = f32[555555]{0} parameter(0)\n"
+        + '  %made = f32[50,10]{1,0} exponential(%s), metadata={op_name="body/exp"}\n}\n\n'
+    )
+    text = module(
+        "%p = f32[100]{0} parameter(0), metadata={op_name=\"state.params['w']\"}",
+        '%a = (f32[300]{0}, bf16[300]{0}) fusion(%p), kind=kLoop, calls=%fused, metadata={op_name="layer/mul"}',
+        '%again = f32[300]{0} negate(%p), metadata={op_name="layer/mul"}',
+        "%b = f32[300]{0} get-tuple-element(%a), index=0",
+        "%copy-start.1 = (f32[300]{0}, f32[300]{0:S(5)}, u32[]) copy-start(%b)",
+        "%copy-done.1 = f32[300]{0} copy-done(%copy-start.1)",
+        "%c = f32[400]{0:T(1024)S(1)} negate(%p)",
+        "%d = f32[250]{0} negate(%p)",
+        "%t = (f32[300]{0}, f32[777]{0}) tuple(%b, %c)",
+        f"%w = (f32[888]{{0}}) while(%t), condition=%cond, body=%body, {STATED}",
+        before=before,
+    )
+    expected = [
+        Buffer(2000, "f32[50,10]", "body/exp"),
+        Buffer(1200, "f32[300]", "layer/mul"),
+        Buffer(1000, "f32[250]", "d"),
+        Buffer(600, "bf16[300]", "layer/mul"),
+        Buffer(400, "f32[100]", "state.params['w']"),
+    ]
+    assert largest_arrays(text, 9) == expected
+    assert largest_arrays(text, 2) == expected[:2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("bf16[4,64]{1,0:T(8,128)(2,1)}", 8 * 128 * 2),
+        ("bf16[64,4]{0,1:T(8,128)(2,1)}", 8 * 128 * 2),
+        ("f32[3,5,200]{2,1,0:T(8,128)}", 3 * 8 * 256 * 4),
+        ("f32[5]{0:T(1024)}", 1024 * 4),
+        ("f32[5]{0}", 20),
+    ],
+)
+def test_an_array_in_tiles_takes_whole_tiles(shape, size):
+    assert largest_arrays(module(f"%x = {shape} negate(%p)"), 1)[0].bytes == size
+
+
+# Whole steps, by hand.
+
+L, T, V, D, B = 3, 16, 64, 32, 2
+FLOAT = 4
+MATRICES = 12 * D * D  # of a layer: query, key, value, out, and 4 D each way
+VECTORS = 13 * D  # of a layer: two norms, and the biases of its matrices
+P = L * (MATRICES + VECTORS) + V * D + T * D + 2 * D
+LEAVES = 20
+LOSS, TOKENS = 1, 1  # the scalars that every split of a batch adds up
+
+
+def step_text(data, fsdp, tensor, accumulate_steps=1):
+    """The compiled train step of a GPT whose optimizer communicates nothing."""
+    mesh = mesh_of(data, fsdp, tensor)
+    model = GPT(GPTConfig(layers=L, heads=8, width=D), V, T)
+    tokens_BxT = jnp.zeros((1, T), jnp.int32)
+    key = jax.random.key(0)
+    boxed = jax.eval_shape(lambda key: model.init(key, tokens_BxT, deterministic=True), key)["params"]
+
+    def make(key):
+        return make_state(model, key, optax.sgd(1.0), tokens_BxT, deterministic=True)
+
+    abstract = abstract_state(make, key, variable_shardings(boxed, mesh), mesh)
+    assert sum(leaf.size for leaf in jax.tree.leaves(abstract.params)) == P
+    assert len(jax.tree.leaves(abstract.params)) == LEAVES
+    layout = Layout(mesh, data * fsdp * B * accumulate_steps, B, T)
+    schedule = optax.constant_schedule(1.0)
+    return lower_train_step(PretrainGPT.train_step, schedule, abstract, key, layout).compile().as_text()
+
+
+def numbers(text, sizes, kind):
+    """Numbers that all collectives of a kind carry in a step, all of them over the axis that is not 1."""
+    found = [one for one in collectives(text, dict(zip(AXES, sizes, strict=True))) if one.kind == kind]
+    assert {one.axes for one in found} == {tuple(axis for axis, size in zip(AXES, sizes, strict=True) if size > 1)}
+    assert {one.group_size for one in found} == {8}
+    assert not any(one.is_at_least for one in found)
+    return sum(one.count * one.bytes for one in found) // FLOAT
+
+
+@pytest.fixture(scope="module")
+def text_of():
+    return {sizes: step_text(*sizes) for sizes in [(8, 1, 1), (1, 8, 1), (1, 1, 8)]}
+
+
+def kinds(text, sizes):
+    return {one.kind for one in collectives(text, dict(zip(AXES, sizes, strict=True)))}
+
+
+# The embedding is read twice, by the lookup and by the logits, and the compiler reduces both gradients before it adds.
+GRADIENTS = P + V * D
+
+
+def test_data_parallel_reduces_every_gradient_once_a_micro_batch(text_of):
+    sizes = (8, 1, 1)
+    assert kinds(text_of[sizes], sizes) == {"all-reduce"}
+    assert numbers(text_of[sizes], sizes, "all-reduce") == GRADIENTS + LOSS + TOKENS
+    accumulated = step_text(*sizes, accumulate_steps=2)
+    assert numbers(accumulated, sizes, "all-reduce") == 2 * (GRADIENTS + LOSS) + TOKENS
+
+
+def test_fsdp_gathers_parameters_forward_and_backward_and_reduces_every_gradient(text_of):
+    sizes = (1, 8, 1)
+    # Backward needs no biases, and no bias of a norm; the scale of a norm it gathers twice, to recompute and to apply.
+    forward = L * (MATRICES + VECTORS) + V * D + T * D + 2 * D
+    backward = L * (MATRICES + 2 * 2 * D) + 2 * D
+    assert kinds(text_of[sizes], sizes) == {"all-gather", "all-reduce"}
+    assert numbers(text_of[sizes], sizes, "all-gather") == forward + backward
+    # The compiler for CPUs reduces whole gradients, never scatters them. The norm is a sum over every leaf, and that of
+    # embedding and positions each device takes by itself, from the whole.
+    assert numbers(text_of[sizes], sizes, "all-reduce") == GRADIENTS + LOSS + TOKENS + LEAVES - 2
+
+
+def test_tensor_parallel_reduces_activations_twice_a_layer_forward(text_of):
+    sizes = (1, 1, 8)
+    # Backward: one after the MLP, and one each after query, key and value, which the compiler does not add first.
+    layers = L * (2 + 1 + 3) * B * T * D
+    # The rows that were looked up, their gradient from the logits; of every token its largest logit, sum and label's.
+    ends = 2 * B * T * D + 3 * B * T
+    sharded_leaves = 11  # 6 matrices, 4 biases (all but those of the two outputs) and the embedding
+    assert kinds(text_of[sizes], sizes) == {"all-reduce"}
+    assert numbers(text_of[sizes], sizes, "all-reduce") == layers + ends + sharded_leaves
+
+
+def test_the_largest_array_of_a_step_is_what_the_layers_keep_for_backward(text_of):
+    first = largest_arrays(text_of[8, 1, 1], 1)[0]
+    assert (first.bytes, first.shape) == (L * B * T * 4 * D * FLOAT, f"f32[{L},{B},{T},{4 * D}]")
+    assert "jvp(GPT)/while/body" in first.op_name
+    names = {buffer.op_name for buffer in largest_arrays(text_of[8, 1, 1], 200)}
+    assert "state.params['blocks']['mlp_in']['kernel']" in names

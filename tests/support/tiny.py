@@ -1,0 +1,159 @@
+"""Tiny jobs for these tests: seconds to compile, milliseconds a step. Compiled programs are kept for the session."""
+
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from experiments.counter import Counter
+from experiments.gpt import PretrainGPT
+from runner import ExecutionSpec, RestoreableJob
+from runner.attempt.compile_cache import CompileCache
+from runner.hosts.preemption import StopNotice
+from runner.train.mesh import make_mesh
+
+CompileCache().open()
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "".join(f"{number} squared is {number * number}.\n" for number in range(1500))
+
+# Every way to lay 8 devices out as data x fsdp x tensor.
+FACTORISATIONS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if sizes[0] * sizes[1] * sizes[2] == 8]
+
+
+def mesh_of(data: int, fsdp: int, tensor: int) -> Mesh:
+    return make_mesh({"data": data, "fsdp": fsdp, "tensor": tensor})
+
+
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with dotted keys replaced."""
+    for dotted, value in changes.items():
+        section = base
+        *parents, key = dotted.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = value
+    return base
+
+
+def gpt_document(directory: Path, **changes: Any) -> dict[str, Any]:
+    """The spec of a GPT with some thousand parameters; `changes` are dotted keys."""
+    text = directory.parent / "text.txt"
+    if not text.exists():
+        text.write_text(TEXT)
+    config = {
+        "model": {"layers": 2, "heads": 4, "width": 32},
+        "data": {"source": str(text), "sequence_length": 16},
+        "optimizer": {"learning_rate": 1.0e-3},
+        "schedule": {"warmup_steps": 2, "final_learning_rate": 1.0e-4},
+        "train": {"total_steps": 8, "global_batch_examples": 16},
+        "eval": {"every_steps": 4, "batches": 2},
+    }
+    document = {
+        "name": "tiny",
+        "job": "experiments.gpt:PretrainGPT",
+        "directory": str(directory),
+        "topology": {"mesh": {"data": "auto", "fsdp": 1, "tensor": 1}},
+        "checkpoint": {"every_steps": 100},
+        "logging": {"every_steps": 1},
+        "config": config,
+    }
+    return merge(document, changes)
+
+
+def gpt_spec(directory: Path, **changes: Any) -> ExecutionSpec:
+    return ExecutionSpec.model_validate(gpt_document(directory, **changes))
+
+
+def gpt(directory: Path, job_class: type[PretrainGPT] = PretrainGPT, **changes: Any) -> PretrainGPT:
+    return job_class(gpt_spec(directory, **changes))
+
+
+def counter(directory: Path, job_class: type[Counter] = Counter, **changes: Any) -> Counter:
+    document = {
+        "name": "count",
+        "job": "experiments.counter:Counter",
+        "directory": str(directory),
+        "checkpoint": {"every_steps": 10},
+        "config": {"total_steps": 40, "width": 64},
+    }
+    return job_class(ExecutionSpec.model_validate(merge(document, changes)))
+
+
+class RecordingGPT(PretrainGPT):
+    """Notes, beside its run, a digest of every row of every training batch, by step and row of the global batch."""
+
+    def batch(self, slice="train", step=None):
+        batch = super().batch(slice, step)
+        if slice == "train":
+            S, B, _ = batch["x"].shape
+            rows: dict[int, str] = {}
+            for shards in zip(*(batch[field].addressable_shards for field in sorted(batch)), strict=True):
+                micros, examples = range(S)[shards[0].index[0]], range(B)[shards[0].index[1]]
+                fields = [jax.device_get(shard.data) for shard in shards]
+                for (m, micro), (e, example) in itertools.product(enumerate(micros), enumerate(examples)):
+                    content = b"".join(field[m, e].tobytes() for field in fields)
+                    rows[micro * B + example] = hashlib.sha256(content).hexdigest()
+            path = self.store.root / "rows" / f"{step}.{self.hosts.process_id}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(rows))
+        return batch
+
+
+def recorded_rows(directory: Path, step: int) -> dict[str, str]:
+    """Row of the global batch -> digest, from all processes."""
+    paths = (directory / "rows").glob(f"{step}.*")
+    return {row: digest for path in paths for row, digest in json.loads(path.read_text()).items()}
+
+
+class StopAfter(StopNotice):
+    """A notice that comes when `job` has completed `step` steps."""
+
+    def __init__(self, job: RestoreableJob, step: int):
+        super().__init__()
+        self._job, self._step = job, step
+
+    def poll(self) -> bool:
+        return self._job.step >= self._step
+
+
+def set_mesh(data: int, fsdp: int, tensor: int) -> dict[str, Any]:
+    return {"topology.mesh": {"data": data, "fsdp": fsdp, "tensor": tensor}}
+
+
+def environment(devices: int | None = None, **changes: str) -> dict[str, str]:
+    """The environment of a subprocess that sees so many devices."""
+    flags = {} if devices is None else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    return os.environ | flags | changes
+
+
+def start_python(*arguments: str, devices: int | None = None, **changes: str) -> "subprocess.Popen[str]":
+    """Start `python ARGUMENTS` at the root of the repository; output and errors in one pipe."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment(devices, **changes),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: "subprocess.Popen[str]", timeout: float = 180) -> str:
+    """Wait for a process and return its output; it must end with 0."""
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output
+    return output
+
+
+def leaves_equal(a: Any, b: Any) -> bool:
+    """Whether two pytrees of arrays hold the same bits, wherever they lie."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.dtype == y.dtype and jax.device_get(x).tobytes() == jax.device_get(y).tobytes() for x, y in pairs)

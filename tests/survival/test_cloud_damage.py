@@ -1,0 +1,225 @@
+"""Every single file of a committed checkpoint damaged in turn, on a disk and in three kinds of buckets.
+
+Each time `--verify` names the file, and a restore falls back to the older checkpoint and sets the bad one aside. Most
+of it happens in this process, on the real servers; some is told by whole processes.
+"""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from runner.attempt.event_log import EventLog
+from runner.attempt.fence import Fence
+from runner.checkpoint import inspection
+from runner.checkpoint.manifest import committed
+from runner.checkpoint.restore import Restorer
+from runner.checkpoint.save import Place, Saver
+from runner.checkpoint.writer import OrbaxWriter, PieceWriter
+from runner.hosts.join import Hosts
+from runner.storage import LocalStore, Store, open_store
+from tests.support.cloud import (
+    CloudAttempt,
+    CloudJob,
+    assert_same_outcome,
+    daily_on,
+    free_name,
+    no_traceback,
+    play_on,
+    whole_counter,
+)
+from tests.support.memory_bucket import MemoryLog
+from tests.support.servers import Backend, lead, start_backend
+from tests.support.tiny import leaves_equal, mesh_of
+
+OLDER, NEWEST = 5, 10
+COUNTER_SPEC = "specs/counter.yaml"
+COUNTER = ("config.total_steps=100", "config.step_seconds=0.03", "config.width=1000", "checkpoint.every_steps=5")
+MIN_CASES = {"disk": 60, "gs": 50, "s3": 50, "az": 50}
+
+
+def flip_first_bit(content: bytes, chance: random.Random) -> bytes | None:
+    """The lowest bit of the first byte."""
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
+def flip_any_bit(content: bytes, chance: random.Random) -> bytes | None:
+    """One bit of one byte, anywhere."""
+    position, bit = chance.randrange(len(content)), chance.randrange(8)
+    return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
+
+
+def empty(content: bytes, chance: random.Random) -> bytes | None:
+    """All of it truncated."""
+    return b""
+
+
+def truncate(content: bytes, chance: random.Random) -> bytes | None:
+    """The end truncated, at least one byte."""
+    return content[: chance.randrange(len(content))]
+
+
+def delete(content: bytes, chance: random.Random) -> bytes | None:
+    """Gone."""
+    return None
+
+
+Damage = Callable[[bytes, random.Random], bytes | None]
+DAMAGES: tuple[Damage, ...] = (flip_first_bit, flip_any_bit, empty, truncate, delete)
+
+
+def make_state(seed: int) -> dict[str, jax.Array]:
+    """A large leaf, cut over four devices, and some small ones."""
+    generator = np.random.default_rng(seed)
+    mesh = mesh_of(2, 4, 1)
+    cut, whole = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
+    return {
+        "kernel": jax.device_put(jnp.asarray(generator.normal(size=(16, 32)), jnp.float32), cut),
+        "moment": jax.device_put(jnp.asarray(generator.normal(size=(16, 32)), jnp.bfloat16), whole),
+        "count": jax.device_put(jnp.arange(8, dtype=jnp.uint32) + seed, whole),
+        "scale": jax.device_put(jnp.asarray(generator.normal(size=5), jnp.float16), whole),
+        "flags": jax.device_put(jnp.asarray(generator.integers(0, 2, 24), jnp.bool_), whole),
+        "step": jax.device_put(jnp.int32(seed), whole),
+    }
+
+
+def abstract_state() -> dict[str, jax.ShapeDtypeStruct]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_state(0))
+
+
+def claim(store: Store) -> tuple[Place, MemoryLog]:
+    """A new attempt on a directory, and its ledger."""
+    fence, records = Fence(store), MemoryLog()
+    number = fence.claim()
+    return Place(store, Hosts(None, 0, 1), fence, EventLog(records, number, 0)), records
+
+
+def save_both(store: Store, staging: Path) -> None:
+    """Commit the two steps."""
+    place, _ = claim(store)
+    writer = PieceWriter(store, place.hosts, staging) if store.root is None else OrbaxWriter(store, place.hosts)
+    saver = Saver(place, writer, 60.0, lambda: None, lambda manifest: None)
+    for step in (OLDER, NEWEST):
+        saver.save(str(step), make_state(step), {"step": step, "job": "x", "identity": {}}, must=True)
+        assert saver.wait()
+    saver.close()
+
+
+def check_case(store: Store, name: str, damage: Damage, content: bytes, chance: random.Random) -> None:
+    """Damage one file of the newest checkpoint, and see that it is named, passed over and set aside."""
+    damaged = damage(content, chance)
+    if damaged is None:
+        store.remove(f"checkpoints/{NEWEST}/{name}")
+    else:
+        assert damaged != content
+        store.write(f"checkpoints/{NEWEST}/{name}", damaged)
+    never_committed = name == "manifest.json" and damaged is None
+
+    (older, newest, problem), is_good = inspection.report(store, verify=True)
+    assert older.split()[:2] == [str(OLDER), "good"]
+    assert newest.split()[:2] == [str(NEWEST), "not" if never_committed else "DAMAGED"]
+    assert name in problem
+    assert is_good == never_committed
+
+    place, records = claim(store)
+    found = Restorer(place).restore(abstract_state(), {})
+    assert found is not None
+    state, manifest = found
+    assert manifest["step"] == OLDER
+    assert leaves_equal(state, make_state(OLDER))
+    assert list(committed(store)) == [OLDER]
+    quarantined = store.sizes(f"quarantine/{NEWEST}.{place.fence.attempt}")
+    events = [(row["event"], row["step"]) for row in records.rows]
+    if never_committed:
+        assert events == [("fallback", OLDER)]
+        assert not quarantined
+    else:
+        assert events == [("quarantine", NEWEST), ("fallback", OLDER)]
+        assert quarantined.get(name) == (None if damaged is None else len(damaged))
+        assert name in records.rows[0]["reason"] or name == "manifest.json"
+
+
+def damage_every_file(store: Store, staging: Path) -> int:
+    """Every file of the newest checkpoint, every damage, each alone; how many cases that were."""
+    save_both(store, staging)
+    before = read_all(store)
+    prefix = f"checkpoints/{NEWEST}/"
+    files = {name.removeprefix(prefix): content for name, content in before.items() if name.startswith(prefix)}
+    cases = [(name, damage) for name in files if files[name] for damage in DAMAGES]
+    chance = random.Random(0)
+    with ThreadPoolExecutor(4) as pool:
+        for name, damage in cases:
+            try:
+                check_case(store, name, damage, files[name], chance)
+            except BaseException as error:
+                error.add_note(f"{store.url}: {damage.__name__} of {name}")
+                raise
+            list(pool.map(lambda file: store.write(prefix + file, files[file]), files))
+    assert read_all(store) == before
+    return len(cases)
+
+
+def read_all(store: Store) -> dict[str, bytes]:
+    """Every file of every checkpoint."""
+    return {f"checkpoints/{name}": store.read(f"checkpoints/{name}") for name in store.sizes("checkpoints")}
+
+
+@pytest.mark.parametrize(
+    "where", ["disk", *(pytest.param(name, marks=pytest.mark.soak) for name in ("gs", "s3", "az"))]
+)
+def test_each_damage_to_each_file_is_named_and_a_restore_falls_back_to_the_older_checkpoint(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "disk":
+        assert damage_every_file(LocalStore(tmp_path / "run"), tmp_path) >= MIN_CASES[where]
+        return
+    with start_backend(where) as backend:
+        lead(monkeypatch, backend)
+        store = open_store(backend.url(free_name("damage")))
+        assert damage_every_file(store, tmp_path / "staging") >= MIN_CASES[where]
+
+
+def has_committed_twice(job: CloudJob, attempt: CloudAttempt) -> bool:
+    """Whether two checkpoints of this attempt are committed."""
+    manifests = [manifest for manifest in job.manifests().values() if "void" not in manifest]
+    return sum(manifest["attempt"] == attempt.number for manifest in manifests) >= 2
+
+
+def damage_and_restart(backend: Backend) -> None:
+    job = CloudJob(backend, free_name("damaged"), COUNTER_SPEC, COUNTER)
+    attempt = job.start()
+    attempt.until_server(lambda: has_committed_twice(job, attempt), "two commits")
+    attempt.kill()
+    chance = random.Random(1)
+    for damage in (flip_any_bit, delete):
+        older, newest = job.committed()[-2:]
+        files = job.files(f"checkpoints/{newest}/arrays")
+        name = max(files, key=lambda name: files[name])
+        damaged = damage(job.read(name), chance)
+        job.delete(name)
+        if damaged is not None:
+            job.write(name, damaged)
+        code, output = job.verify()
+        assert code == 1, output
+        assert name.removeprefix(f"checkpoints/{newest}/") in output
+        attempt = job.start()
+        attempt.until_server(lambda attempt=attempt: has_committed_twice(job, attempt), "two commits")
+        attempt.kill()
+        lines = no_traceback(attempt)
+        assert any(line.startswith(f"checkpoint {newest} (durable) not restored") for line in lines), attempt.output
+        assert f"restored step {older} from the durable tier" in lines
+        assert job.files(f"quarantine/{newest}.")
+    job.finish()
+    assert_same_outcome(job, whole_counter(COUNTER))
+
+
+@pytest.mark.parametrize("name", daily_on("az"))
+def test_a_job_restarted_on_damaged_checkpoints_falls_back_and_ends_with_the_same_bits(name: str) -> None:
+    whole_counter(COUNTER)
+    play_on(name, damage_and_restart)

@@ -1,0 +1,83 @@
+"""Two processes of two devices, a fast tier each, and one bucket; machines are lost by deleting parts."""
+
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.cloud import POLL_SECONDS, CloudAttempt, CloudJob, assert_same_outcome, free_name
+from tests.support.harness import common_steps, kill_all_when, parts_of, undisturbed
+from tests.support.servers import BACKENDS, Backend, start_backend
+
+SPEC = "specs/gpt_nano.yaml"
+# Every process has a part of every large leaf.
+OPTIONS = (
+    "config.train.total_steps=44",
+    "config.train.global_batch_examples=8",
+    "config.data.sequence_length=32",
+    "checkpoint.every_steps=10",
+    "logging.every_steps=5",
+    "config.eval.every_steps=20",
+    "config.eval.batches=2",
+    "topology.mesh={data: 1, fsdp: auto, tensor: 1}",
+)
+DEVICES, PROCESSES = 2, 2
+RESTORED = re.compile(r"restored step (\d+) from the (\w+) tier")
+PIECES = r"checkpoints/\d+/arrays\..*"
+
+
+def kill_beyond(job: CloudJob, fast: Path, durable: int) -> CloudAttempt:
+    """kill -9 to both, once `durable` is in the bucket and both have two fast steps beyond it; the first of them."""
+    attempts = job.start_processes(PROCESSES)
+
+    def is_beyond() -> bool:
+        time.sleep(POLL_SECONDS)
+        newest = job.newest()
+        return newest >= durable and len([step for step in common_steps(fast, PROCESSES) if step > newest]) > 1
+
+    kill_all_when(attempts, is_beyond, f"two fast steps beyond {durable}")
+    return attempts[0]
+
+
+def restored(attempt: CloudAttempt) -> tuple[int, str]:
+    """Step and tier, by the output: what a process says right before a kill -9 may never be in the bucket's ledger."""
+    found = RESTORED.search(attempt.output)
+    assert found is not None, attempt.output
+    return int(found[1]), found[2]
+
+
+def lose_machines(backend: Backend) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        fast = Path(directory)
+        tier = (f"checkpoint.local_directory={fast}", "checkpoint.local_every_steps=2")
+        job = CloudJob(backend, free_name("machines"), SPEC, (*OPTIONS, *tier), devices=DEVICES)
+        kill_beyond(job, fast, 10)
+
+        older, newest = common_steps(fast, PROCESSES)[-2:]
+        part = parts_of(fast, 1)[newest]
+        max((part / "pieces").iterdir(), key=lambda path: path.stat().st_size).unlink()
+        num_requests = len(backend.proxy.requests)
+        attempt = kill_beyond(job, fast, job.newest() + 10)
+        assert restored(attempt) == (older, "fast")
+        assert f"checkpoint {newest} (fast) not restored: process 1: " in attempt.output, attempt.output
+        is_piece = job.requested("GET", PIECES)
+        assert not [request for request in backend.proxy.requests[num_requests:] if is_piece(*request)], "reads"
+
+        (machine,) = fast.glob("*/1")
+        shutil.rmtree(machine)
+        durable = job.newest()
+        attempts = job.start_processes(PROCESSES)
+        for attempt in attempts:
+            attempt.expect(0)
+        assert restored(attempts[0]) == (durable, "durable")
+        assert_same_outcome(job, undisturbed(SPEC, OPTIONS, DEVICES, PROCESSES))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BACKENDS)
+def test_machines_that_lose_all_or_a_part_of_their_fast_tier_end_with_the_same_bits(name: str) -> None:
+    with start_backend(name) as backend:
+        lose_machines(backend)

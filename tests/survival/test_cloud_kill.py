@@ -1,0 +1,238 @@
+"""kill -9 anywhere with the run's directory in a bucket: the bits and rows of an undisturbed run on a disk."""
+
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.support.cloud import (
+    CloudAttempt,
+    CloudJob,
+    Gate,
+    Kind,
+    assert_same_outcome,
+    assert_verified,
+    daily_on,
+    free_name,
+    no_traceback,
+    play_on,
+    whole_counter,
+)
+from tests.support.harness import undisturbed
+from tests.support.servers import BACKENDS, Backend, start_backend
+
+COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
+# 10 MB of state: more than one request an array on gs:// and s3://.
+COUNTER = ("config.total_steps=160", "config.step_seconds=0.01", "config.width=2500000", "checkpoint.every_steps=5")
+SHORT = ("config.total_steps=40", "config.step_seconds=0.04", "config.width=100000", "checkpoint.every_steps=5")
+NANO = (
+    "config.train.total_steps=32",
+    "checkpoint.every_steps=4",
+    "logging.every_steps=2",
+    "config.eval.every_steps=10",
+    "config.eval.batches=2",
+)
+# Every process has a part of every large leaf.
+NANO_OF_TWO = (*NANO, "config.train.total_steps=24", "topology.mesh={data: 1, fsdp: auto, tensor: 1}")
+NUM_PROCESSES = 2
+SURVIVOR_SECONDS = 60.0
+
+WRITE = "PUT|POST"
+PIECE = r"checkpoints/\d+/arrays\..*"
+MANIFEST = r"checkpoints/\d+/manifest\.json"
+STATE = (WRITE, "spec.yaml")  # written right after the state is there
+COMMIT = (WRITE, MANIFEST)
+
+Strike = tuple[str, str] | None
+# Where to strike: method and name of a request that is in flight; None is at random in the start-up.
+COUNTER_STRIKES: dict[str, Strike] = {
+    "start-up": None,
+    "claim": (WRITE, r"attempts/\d+"),
+    "state": STATE,
+    "upload": (WRITE, PIECE),
+    "restore": ("GET", PIECE),
+    "look before the commit": ("GET", MANIFEST),
+    "commit": COMMIT,
+    "retention, manifest": ("DELETE", MANIFEST),
+    "retention, files": ("DELETE", PIECE),
+    "ledger": (WRITE, r"events/.*"),
+    "result": (WRITE, "result.json"),
+}
+NANO_STRIKES: dict[str, Strike] = {
+    "metrics": (WRITE, "metrics.jsonl"),
+    "commit": COMMIT,
+    "restore": ("GET", PIECE),
+}
+# In which request a process is stopped for long: spec, options, and the request as above.
+ZOMBIES: dict[str, tuple[str, tuple[str, ...], tuple[str, str]]] = {
+    "a piece is on its way": (COUNTER_SPEC, SHORT, (WRITE, PIECE)),
+    "it looks before the commit": (COUNTER_SPEC, SHORT, ("GET", MANIFEST)),
+    "the manifest is on its way": (COUNTER_SPEC, SHORT, COMMIT),
+    "the rows are on their way": (NANO_SPEC, NANO, (WRITE, "metrics.jsonl")),
+}
+
+
+def kill_in_flight(job: CloudJob, what: str, place: tuple[str, str], rng: random.Random) -> None:
+    """kill -9 while a request is on its way. It arrives after the death, at once or some time into the next attempt."""
+    gate = Gate(job.backend, job.requested(*place))
+    attempt = job.start()
+    attempt.until(lambda: gate.has_caught, what)
+    attempt.kill()
+    assert attempt.process.returncode == -9, attempt.report(f"ended before it was killed in {what}")
+    threading.Timer(rng.choice([0.0, rng.uniform(0.5, 2.0)]), gate.open).start()
+
+
+def kill_after(attempt: CloudAttempt, seconds: float) -> None:
+    """kill -9 so long after now, wherever that is."""
+    time.sleep(seconds)
+    attempt.kill()
+    assert attempt.process.returncode == -9, attempt.report("ended before it was killed")
+
+
+def kill_while_stepping(job: CloudJob, seconds: float) -> None:
+    """kill -9 so long after there is a state."""
+    attempt = job.start()
+    attempt.until(lambda: attempt.has_requested(job.requested(*STATE)), "a state")
+    kill_after(attempt, seconds)
+
+
+def kill_after_a_commit(job: CloudJob) -> None:
+    """kill -9 as soon as something is committed."""
+    attempt = job.start()
+    attempt.until_server(job.committed, "a commit")
+    attempt.kill()
+
+
+def storm(job: CloudJob, strikes: dict[str, Strike], seed: int) -> int:
+    """Kill the job while it steps and once in each of these places, in random order; how often in all."""
+    rng = random.Random(seed)
+    kill_while_stepping(job, rng.uniform(0.05, 0.5))
+    last = [name for name in strikes if name == "result"]
+    names = rng.sample([name for name in strikes if name not in last], len(strikes) - len(last))
+    kills = 1
+    while names or last:
+        name = (names or last).pop(0)
+        place = strikes[name]
+        if name == "restore" and not job.committed():
+            kill_after_a_commit(job)
+        if place is None:
+            kill_after(job.start(), rng.uniform(0.0, 1.2))
+        else:
+            kill_in_flight(job, name, place, rng)
+        kills += 1
+    return kills
+
+
+def kill_a_counter(backend: Backend) -> None:
+    job = CloudJob(backend, free_name("kill-counter"), COUNTER_SPEC, COUNTER)
+    assert storm(job, COUNTER_STRIKES, seed=1) >= 10
+    job.finish()
+    assert_same_outcome(job, whole_counter(COUNTER))
+    assert len(job.committed()) == 3
+
+
+@pytest.mark.parametrize("name", daily_on("s3"))
+def test_a_counter_killed_with_its_directory_in_a_bucket_ends_with_the_bits_of_an_undisturbed_run_on_a_disk(
+    name: str,
+) -> None:
+    whole_counter(COUNTER)
+    play_on(name, kill_a_counter)
+
+
+def kill_gpt_nano(backend: Backend) -> None:
+    job = CloudJob(backend, free_name("kill-nano"), NANO_SPEC, NANO)
+    storm(job, NANO_STRIKES, seed=2)
+    job.finish()
+    assert_same_outcome(job, undisturbed(NANO_SPEC, NANO))
+    assert [row["step"] for row in job.rows()] == list(range(2, 33, 2))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BACKENDS)
+def test_gpt_nano_killed_with_its_directory_in_a_bucket_ends_with_the_same_bits_and_rows(name: str) -> None:
+    undisturbed(NANO_SPEC, NANO)
+    play_on(name, kill_gpt_nano)
+
+
+def stop_with_sigterm(backend: Backend) -> None:
+    job = CloudJob(backend, free_name("sigterm"), COUNTER_SPEC, SHORT)
+    attempt = job.start()
+    attempt.until(lambda: attempt.has_requested(job.requested(*COMMIT), 2), "two commits")
+    attempt.process.send_signal(signal.SIGTERM)
+    attempt.expect(75)
+    no_traceback(attempt)
+    (preempt,) = job.events("preempt")
+    assert preempt["saved"]
+    assert 0 < preempt["step"] == job.newest() < 40
+    assert_verified(job)
+    again = job.finish()
+    assert [event["step"] for event in again.events("restore")] == [preempt["step"]]
+    assert_same_outcome(job, whole_counter(SHORT))
+
+
+@pytest.mark.parametrize("name", daily_on("gs"))
+def test_sigterm_ends_with_75_and_the_step_that_was_running_is_in_the_bucket(name: str) -> None:
+    whole_counter(SHORT)
+    play_on(name, stop_with_sigterm)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["gs"])
+def test_two_processes_either_of_which_is_killed_end_with_the_same_bits_and_rows(name: str) -> None:
+    whole = undisturbed(NANO_SPEC, NANO_OF_TWO, 1, NUM_PROCESSES)
+    with start_backend(name) as backend:
+        job = CloudJob(backend, free_name("two"), NANO_SPEC, NANO_OF_TWO)
+        for victim, place in ((0, (WRITE, r"checkpoints/\d+/arrays\.\d+/1/.*")), (1, COMMIT)):
+            with Gate(backend, job.requested(*place)) as gate:
+                attempts = job.start_processes(NUM_PROCESSES)
+                attempts[0].until(lambda gate=gate: gate.has_caught, str(place))  # type: ignore[misc]
+                attempts[victim].kill()
+            code = attempts[1 - victim].wait(SURVIVOR_SECONDS)
+            assert code == 76, attempts[1 - victim].report(f"ended with {code}")
+        for attempt in job.start_processes(NUM_PROCESSES):
+            attempt.expect(0)
+        assert_same_outcome(job, whole)
+
+
+def stop_and_continue(job: CloudJob, kind: Kind) -> None:
+    """A process stopped in flight is overtaken by one that finishes, and then goes on."""
+    zombie = job.start()
+    zombie.until(lambda: zombie.has_requested(job.requested(*COMMIT)), "a commit")
+    with Gate(job.backend, kind) as gate:
+        zombie.until(lambda: gate.has_caught, "a request to be stopped in")
+        zombie.freeze()
+        assert not job.exists("result.json")
+        job.finish()
+        before = job.what_counts()
+        assert "result.json" in before
+        assert sum(name.endswith("manifest.json") for name in before) >= 3
+    zombie.thaw()
+    zombie.expect(1)
+    assert any("has taken over" in line or "was written by another attempt" in line for line in no_traceback(zombie)), (
+        zombie.output
+    )
+    assert job.what_counts() == before, zombie.report("has changed what counts")
+
+
+def let_zombies_go_on(backend: Backend) -> None:
+    failures = []
+    for what, (spec, options, place) in ZOMBIES.items():
+        job = CloudJob(backend, free_name("zombie"), spec, options)
+        try:
+            stop_and_continue(job, job.requested(*place))
+            assert_same_outcome(job, undisturbed(spec, options) if spec == NANO_SPEC else whole_counter(options))
+        except AssertionError as error:
+            error.add_note(f"stopped when {what}")
+            failures.append(error)
+    if failures:
+        raise ExceptionGroup("zombies", failures)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_zombie_stopped_in_a_save_commits_nothing_after_a_newer_attempt(name: str) -> None:
+    whole_counter(SHORT)
+    undisturbed(NANO_SPEC, NANO)
+    play_on(name, let_zombies_go_on)

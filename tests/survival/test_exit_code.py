@@ -1,0 +1,74 @@
+"""Every exit code, from a real situation, on every process of a job."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import Job, undisturbed
+
+SPEC = "specs/counter.yaml"
+OPTIONS = ("config.width=64", "checkpoint.every_steps=10")
+SLOW = "config.step_seconds=0.02"
+
+
+def test_done_is_0_now_and_again_and_another_job_is_2(tmp_path):
+    job = Job(SPEC, tmp_path / "run", (*OPTIONS, "config.total_steps=40"))
+    for _ in range(2):
+        for attempt in job.start_processes(2):
+            attempt.expect(0)
+    for attempt in job.with_options("name=another").start_processes(2):
+        attempt.expect(2)
+        assert "belongs to the job 'counter'" in attempt.output
+
+
+def test_diverged_is_1_and_the_last_good_step_stays(tmp_path):
+    job = Job(SPEC, tmp_path / "run", (*OPTIONS, "job=tests.support.faulty:Diverges"))
+    for attempt in job.start_processes(2):
+        attempt.expect(1)
+        assert "step 30 is not finite" in attempt.output
+    assert job.committed() == [10, 20]
+
+
+def test_a_bug_in_one_process_is_1_there_and_76_for_its_peers_and_1_for_the_job(tmp_path):
+    job = Job(SPEC, tmp_path / "run", (*OPTIONS, "job=tests.support.faulty:HasABug"))
+    first, second = job.start_processes(2)
+    second.expect(1)
+    assert "ZeroDivisionError: a bug" in second.output
+    first.expect(76)
+    assert "process 1" in first.output
+    assert "has died" in first.output
+    job.launch(2).expect(1)
+
+
+@pytest.mark.parametrize("target", [0, 1])
+def test_asked_to_stop_is_75_and_a_lost_peer_is_76(target, tmp_path):
+    job = Job(SPEC, tmp_path / "run", (*OPTIONS, SLOW))
+    attempts = job.start_processes(2)
+    attempts[0].until(lambda: job.newest() >= 20, "step 20")
+    attempts[target].process.send_signal(signal.SIGTERM)
+    for attempt in attempts:
+        attempt.expect(75)
+    attempts = job.start_processes(2)
+    newest = job.newest()
+    attempts[0].until(lambda: job.newest() >= newest + 20, "20 more steps")
+    attempts[target].kill()
+    attempts[1 - target].expect(76)
+    assert f"the job does not go on: process {target} " in attempts[1 - target].output
+    assert "has died" in attempts[1 - target].output
+
+
+@pytest.mark.soak
+def test_clocks_that_are_hours_off_move_no_bit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support" / "sick"))
+    job = Job(SPEC, tmp_path / "run", (*OPTIONS, SLOW, "checkpoint.every_minutes=0.02"))
+    for off_seconds in (3600, -3600):
+        monkeypatch.setenv("CLOCK_SECONDS", str(off_seconds))
+        attempt = job.start()
+        newest = job.newest()
+        attempt.until(lambda newest=newest: job.newest() >= newest + 30, "30 more steps")
+        attempt.kill()
+    monkeypatch.delenv("CLOCK_SECONDS")
+    job.with_options("config.step_seconds=0").finish()
+    assert [row["step"] for row in job.events("restore")] == sorted(row["step"] for row in job.events("restore"))
+    assert job.result() == undisturbed(SPEC, OPTIONS).result()

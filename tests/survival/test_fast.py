@@ -1,0 +1,174 @@
+"""The fast tier: seconds old on the same machine, and nothing more than the durable tier when the machine is gone.
+
+Real processes, two of two devices each, each with a part of its own; machines are lost by deleting parts.
+"""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import Attempt, Job, common_steps, has_state, kill_all_when, parts_of, undisturbed
+
+GPT = (
+    "specs/gpt_nano.yaml",
+    "config.train.total_steps=60",
+    "config.train.global_batch_examples=8",
+    "config.data.sequence_length=32",
+    "checkpoint.every_steps=20",
+    "logging.every_steps=5",
+    "config.eval.batches=2",
+)
+COUNTER = (
+    "specs/counter.yaml",
+    "config.total_steps=60",
+    "config.step_seconds=0.03",
+    "config.width=4096",
+    "checkpoint.every_steps=20",
+)
+DEVICES, PROCESSES = 2, 2
+
+
+def a_job(tmp_path: Path, what: tuple[str, ...] = COUNTER) -> Job:
+    fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=3")
+    return Job(what[0], tmp_path / "run", (*what[1:], *fast), devices=DEVICES)
+
+
+def parts(tmp_path: Path, process: int) -> dict[int, Path]:
+    """The steps of which a process has a part."""
+    return parts_of(tmp_path / "fast", process)
+
+
+def common(tmp_path: Path) -> list[int]:
+    """The steps of which every process has a part."""
+    return common_steps(tmp_path / "fast", PROCESSES)
+
+
+def run_until(job: Job, happens: Callable[[], bool], what: str) -> list[Attempt]:
+    """Start both processes and kill both with -9 once it happens."""
+    attempts = job.start_processes(PROCESSES)
+    kill_all_when(attempts, happens, what)
+    return attempts
+
+
+def finish(job: Job) -> dict[str, object]:
+    """Run to the end; the event of the restore."""
+    attempts = job.start_processes(PROCESSES)
+    for attempt in attempts:
+        attempt.expect(0)
+    restores = [event for event in job.events("restore") if event["attempt"] == attempts[0].number]
+    return {key: restores[0][key] for key in ("step", "tier")} if restores else {}
+
+
+def expected(what: tuple[str, ...] = COUNTER) -> object:
+    """What two undisturbed processes without a fast tier come to."""
+    return undisturbed(what[0], what[1:], DEVICES, PROCESSES).outcome()
+
+
+@pytest.mark.soak
+def test_after_a_crash_the_newest_step_of_both_parts_is_restored_without_the_durable_tier(
+    tmp_path: Path,
+) -> None:
+    job = a_job(tmp_path, GPT)
+    run_until(job, lambda: max(common(tmp_path), default=0) > 21, "a fast step beyond the durable one")
+    newest = common(tmp_path)[-1]
+    assert newest > job.newest()
+    assert finish(job) == {"step": newest, "tier": "fast"}
+    assert job.outcome() == expected(GPT)
+
+
+def test_when_one_machine_is_gone_all_go_back_to_the_durable_tier(tmp_path: Path) -> None:
+    job = a_job(tmp_path)
+    run_until(job, lambda: job.newest() >= 20 and max(common(tmp_path), default=0) > 21, "a durable step")
+    durable = job.newest()
+    (machine,) = (tmp_path / "fast").glob("*/1")
+    shutil.rmtree(machine)
+    assert finish(job) == {"step": durable, "tier": "durable"}
+    assert job.outcome() == expected()
+
+
+def test_a_step_of_which_one_host_has_lost_a_part_is_not_chosen(tmp_path: Path) -> None:
+    job = a_job(tmp_path)
+    run_until(job, lambda: len(common(tmp_path)) > 1 and common(tmp_path)[-1] > 21, "two fast steps beyond step 20")
+    older, newest = common(tmp_path)[-2:]
+    pieces = [path for path in (parts(tmp_path, 1)[newest] / "pieces").iterdir() if path.stat().st_size > 1000]
+    pieces[0].unlink()
+    restored = finish(job)
+    assert restored == max(
+        {"step": older, "tier": "fast"}, {"step": job.newest() if older < 20 else 0, "tier": "durable"},
+        key=lambda found: found["step"],
+    )  # fmt: skip
+    fallbacks = job.events("fallback")
+    assert [(event["rejected"], event["tier"]) for event in fallbacks] == [(newest, "fast")]
+    assert f"{pieces[0].name} is missing" in fallbacks[0]["reason"]
+    assert job.outcome() == expected()
+
+
+def test_a_flipped_bit_in_a_part_falls_back_and_still_gives_the_same_bits(tmp_path: Path) -> None:
+    job = a_job(tmp_path)
+    run_until(job, lambda: len(common(tmp_path)) > 1 and common(tmp_path)[-1] > 21, "two fast steps beyond step 20")
+    newest = common(tmp_path)[-1]
+    piece = max((parts(tmp_path, 0)[newest] / "pieces").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(piece.read_bytes())
+    content[len(content) // 3] ^= 4
+    piece.write_bytes(content)
+    assert int(str(finish(job)["step"])) < newest
+    assert job.outcome() == expected()
+
+
+@pytest.mark.soak
+def test_parts_of_another_mesh_do_not_count(tmp_path: Path) -> None:
+    """One process cannot have all of a state of which two have kept a half each."""
+    job = a_job(tmp_path, GPT).with_options("topology.mesh={data: 1, fsdp: auto, tensor: 1}")
+    run_until(job, lambda: job.newest() >= 20 and max(common(tmp_path), default=0) > 21, "a durable step")
+    durable = job.newest()
+    alone = job.start()
+    alone.until(lambda: has_state(alone), "a state")
+    (restore,) = alone.events("restore")
+    alone.kill()
+    assert (restore["step"], restore["tier"]) in {(durable, "durable")}
+
+
+def test_a_stop_right_after_a_restore_from_the_fast_tier_makes_the_step_durable(tmp_path: Path) -> None:
+    options = ("config.total_steps=60", "config.step_seconds=0.05", "checkpoint.every_steps=60")
+    fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=60")
+    job = Job("specs/counter.yaml", tmp_path / "run", (*options, *fast))
+    attempt = job.start()
+    attempt.until(lambda: job.newest() == 60, "the last step")
+    attempt.kill()
+    shutil.rmtree(job.checkpoints / "60")
+    (job.directory / "result.json").unlink(missing_ok=True)
+    job.finish()
+    assert job.committed() == [60]
+    assert job.outcome() == undisturbed("specs/counter.yaml", options).outcome()
+
+
+def test_a_single_process_on_a_disk_restores_from_its_fast_tier(tmp_path: Path) -> None:
+    options = ("config.total_steps=60", "config.step_seconds=0.02", "checkpoint.every_steps=30")
+    fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=2")
+    job = Job("specs/counter.yaml", tmp_path / "run", (*options, *fast))
+    attempt = job.start()
+    attempt.until(lambda: max(parts(tmp_path, 0), default=0) >= 20, "a fast step")
+    attempt.kill()
+    newest = max(parts(tmp_path, 0))
+    again = job.finish()
+    (restore,) = again.events("restore")
+    assert (restore["step"], restore["tier"]) == (newest, "fast")
+    assert job.outcome() == undisturbed("specs/counter.yaml", options).outcome()
+    assert len(parts(tmp_path, 0)) == 2
+
+
+def test_a_disk_that_is_too_small_for_two_checkpoints_is_refused_at_the_start_with_both_numbers(tmp_path: Path) -> None:
+    free_gb = shutil.disk_usage(tmp_path).free / 1e9
+    job = a_job(tmp_path).with_options("config.width=1000000000000")
+    attempt = Job(job.spec, job.directory, job.options).start()
+    attempt.expect(2)
+    (line,) = attempt.output.splitlines()
+    assert "checkpoint.local_directory" in line
+    found = re.search(r"has room for ([\d.]+) GB, needs ([\d.]+) GB: 2 checkpoints", line)
+    assert found is not None, line
+    assert 0.5 * free_gb < float(found[1]) < 1.5 * free_gb
+    assert float(found[2]) >= 2 * 4e12 / 1e9
+    assert not job.committed()

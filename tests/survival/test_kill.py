@@ -1,0 +1,104 @@
+"""kill -9 anywhere, over and over: the same bits and the same rows as a run that nobody disturbed."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import (
+    Job,
+    Phase,
+    compiling,
+    has_state,
+    just_committed,
+    last_committed,
+    restoring,
+    retaining,
+    saving,
+    start_up,
+    undisturbed,
+)
+
+COUNTER = ("config.total_steps=500", "config.step_seconds=0.002", "config.width=1000000", "checkpoint.every_steps=4")
+NANO = (
+    "config.train.total_steps=120",
+    "checkpoint.every_steps=6",
+    "logging.every_steps=4",
+    "config.eval.every_steps=10",
+)
+
+# How long after the beginning of a phase to strike, at most.
+COUNTER_DELAYS: dict[Phase, float] = {
+    start_up: 0.5,
+    compiling: 0.01,
+    restoring: 0.05,
+    has_state: 0.15,
+    saving: 0.03,
+    just_committed: 0.0,
+    retaining: 0.0,
+}
+TRAINER_DELAYS: dict[Phase, float] = COUNTER_DELAYS | {start_up: 1.0, compiling: 0.5, restoring: 0.2, has_state: 0.3}
+
+
+def storm(job: Job, num_kills: int, seed: int, delays: dict[Phase, float]) -> None:
+    """Start and kill the job `num_kills` times or more, at random moments of every phase, each hit equally often."""
+    rng = random.Random(seed)
+    kills = 0
+    while kills < num_kills:
+        for phase in rng.sample(list(delays), len(delays)):
+            hit, delay = False, rng.uniform(0, delays[phase])
+            while not hit:
+                attempt = job.start()
+                if phase is restoring and not attempt.newest_at_start:
+                    phase = compiling  # there is nothing to restore yet
+                hit = attempt.kill_in(phase, delay)
+                assert attempt.process.returncode == -9, attempt.report(f"ended before it was killed {phase.__name__}")
+                kills, delay = kills + 1, delay / 2
+
+
+def kill_before_done(job: Job, last_step: int) -> None:
+    """Kill the job after the commit of its last step and before it has said so, twice."""
+    for _ in range(2):
+        attempt = job.start()
+        assert attempt.kill_in(last_committed(last_step)), attempt.report("was done before it could be killed")
+
+
+def assert_each_logged_step_once(job: Job, every_steps: int, eval_steps: int, last_step: int) -> None:
+    due = {*range(every_steps, last_step, every_steps), *range(eval_steps, last_step, eval_steps), last_step}
+    assert [row["step"] for row in job.rows()] == sorted(due)
+
+
+@pytest.mark.parametrize("num_kills", [14, pytest.param(50, marks=pytest.mark.soak)])
+def test_counter_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_run(
+    tmp_path: Path, num_kills: int
+) -> None:
+    job = Job("specs/counter.yaml", tmp_path / "run", COUNTER)
+    storm(job, num_kills, seed=1, delays=COUNTER_DELAYS)
+    kill_before_done(job, last_step=500)
+    job.finish()
+    assert job.outcome() == undisturbed("specs/counter.yaml", COUNTER).outcome()
+    assert job.committed() == [492, 496, 500]
+    assert not job.uncommitted()
+
+
+@pytest.mark.parametrize("num_kills", [7, pytest.param(14, marks=pytest.mark.soak)])
+def test_gpt_nano_killed_in_every_phase_ends_with_the_same_bits_and_rows(tmp_path: Path, num_kills: int) -> None:
+    job = Job("specs/gpt_nano.yaml", tmp_path / "run", NANO)
+    cold = Job("specs/gpt_nano.yaml", tmp_path / "run", NANO, cache=tmp_path / "cold cache")
+    first = cold.start()
+    assert first.kill_in(compiling, 1.0), first.report("was not caught compiling")
+    storm(job, num_kills, seed=2, delays=TRAINER_DELAYS)
+    kill_before_done(job, last_step=120)
+    job.finish()
+    assert_each_logged_step_once(job, 4, 10, 120)
+    assert job.outcome() == undisturbed("specs/gpt_nano.yaml", NANO).outcome()
+
+
+@pytest.mark.soak
+def test_gpt_small_killed_in_every_phase_ends_with_the_same_bits_and_rows(tmp_path: Path) -> None:
+    whole = undisturbed("specs/gpt_small.yaml")
+    job = Job("specs/gpt_small.yaml", tmp_path / "run")
+    storm(job, 21, seed=3, delays=TRAINER_DELAYS)
+    kill_before_done(job, last_step=whole.result()["step"])
+    job.finish()
+    assert job.outcome() == whole.outcome()

@@ -1,0 +1,239 @@
+"""What the command must not do: exit 2 before it harms anything, exit 1 where a person must look, and why."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.harness import Attempt, Job, Phase, has_state, hash_tree, killed_after, saving, undisturbed
+
+COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
+COUNTER = ("config.total_steps=60", "config.step_seconds=0.02", "config.width=1000000", "checkpoint.every_steps=5")
+NANO = (
+    "config.train.total_steps=30",
+    "checkpoint.every_steps=5",
+    "logging.every_steps=4",
+    "config.eval.every_steps=10",
+)
+
+
+def refuse(job: Job, *texts: str) -> Attempt:
+    """Exit 2, no traceback, all of `texts` in the message, and no file changed."""
+    before = hash_tree(job.directory)
+    attempt = job.start()
+    attempt.expect(2)
+    assert "Traceback" not in attempt.output, attempt.output
+    for text in texts:
+        assert text in attempt.output, f"{text!r} is not in {attempt.output!r}"
+    assert hash_tree(job.directory) == before
+    return attempt
+
+
+@pytest.fixture
+def nano(tmp_path: Path) -> Job:
+    return killed_after(20, NANO_SPEC, NANO).copy_to(tmp_path / "run")
+
+
+# Whose directory is this?
+
+
+def test_a_directory_of_another_job_is_refused(nano: Job) -> None:
+    refuse(nano.with_options("name=other"), "'gpt_nano'", "'other'", str(nano.directory))
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("config.optimizer.learning_rate=1.0e-3", ("0.003", "0.001")),
+        ("seed=7", ("0", "7")),
+        ("config.train.global_batch_examples=16", ("32", "16")),
+        ("config.model.width=32", ("64", "32")),
+        ("config.schedule.warmup_steps=2", ("20", "2")),
+    ],
+)
+def test_another_trajectory_is_refused_with_a_line_naming_the_key(
+    nano: Job, option: str, values: tuple[str, str]
+) -> None:
+    key = option.partition("=")[0]
+    attempt = refuse(nano.with_options(option))
+    (line,) = [line for line in attempt.output.splitlines() if key in line]
+    for value in values:
+        assert value in line
+
+
+def test_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"to be or not to be " * 1000)
+    options = (*NANO, f"config.data.source={text}", "config.train.total_steps=400")
+    job = Job(NANO_SPEC, tmp_path / "run", options)
+    attempt = job.start()
+    attempt.until(lambda: job.newest() >= 5, "the first commit")
+    attempt.kill()
+    text.write_bytes(b"to be or not to bee " * 1000)
+    refuse(job, "config.data")
+
+
+def test_logging_mesh_and_cadence_may_change_without_moving_a_bit(nano: Job) -> None:
+    changed = nano.with_options(
+        "logging.every_steps=5",
+        "checkpoint.every_steps=7",
+        "checkpoint.keep_last=2",
+        "topology.mesh={data: 1, fsdp: auto, tensor: 1}",
+    )
+    changed.finish()
+    assert changed.result() == undisturbed(NANO_SPEC, NANO).result()
+    assert changed.committed() == [28, 30]
+    assert [row["step"] for row in changed.rows()] == [4, 8, 10, 12, 16, 20, 25, 30]
+
+
+# Two attempts at once.
+
+
+def test_the_older_of_two_living_attempts_is_fenced_and_the_bits_are_right(tmp_path: Path) -> None:
+    job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
+    older = job.with_options("config.step_seconds=0.2").start()
+    older.until(lambda: job.newest() >= 5, "the first commit")
+    newer = job.start()
+    newer.expect(0)
+    older.expect(1)
+    assert "attempt 2 has taken over" in older.output
+    assert "Traceback" not in older.output
+    assert_older_committed_nothing_after_newer(job)
+    assert job.outcome() == undisturbed(COUNTER_SPEC, COUNTER).outcome()
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "phase"),
+    [(COUNTER_SPEC, COUNTER, has_state), (COUNTER_SPEC, COUNTER, saving), (NANO_SPEC, NANO, saving)],
+    ids=["counter between steps", "counter saving", "gpt_nano saving"],
+)
+def test_an_attempt_that_wakes_up_after_another_finished_changes_nothing(
+    tmp_path: Path, spec: str, options: tuple[str, ...], phase: Phase
+) -> None:
+    job = Job(spec, tmp_path / "run", options)
+    older = job.start()
+    assert older.freeze_in(phase), older.report("ended too early")
+    job.finish()
+    committed = job.committed()
+    kept = {step: hash_tree(job.checkpoints / str(step)) for step in committed}
+    before = hash_tree(job.directory)
+    older.process.send_signal(signal.SIGCONT)
+    older.expect(1)
+    assert "attempt 2 has taken over" in older.output
+    assert_older_committed_nothing_after_newer(job)
+    after = hash_tree(job.directory)
+    for name in ("result.json", "metrics.jsonl", "job.json", "spec.yaml"):
+        assert after.get(name) == before.get(name)
+    assert job.committed() == committed
+    for step in committed:
+        now = hash_tree(job.checkpoints / str(step))
+        assert {name: now.get(name) for name in kept[step]} == kept[step]
+    assert job.outcome() == undisturbed(spec, options).outcome()
+    job.finish()
+
+
+def assert_older_committed_nothing_after_newer(job: Job) -> None:
+    """Arrays that nobody will read may still be under way, and with them the note that a save began. Nothing else."""
+    events = job.events()
+    start = next(index for index, event in enumerate(events) if event["attempt"] == 2)
+    assert {event["event"] for event in events[start:] if event["attempt"] == 1} <= {"save"}
+
+
+# Training that went wrong, and data that cannot serve.
+
+
+def test_a_loss_that_is_not_finite_fails_naming_the_step_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    options = (
+        "config.optimizer={name: sgd, learning_rate: 1.0e+30, clip_norm: null}",
+        "config.train.total_steps=40",
+        "checkpoint.every_steps=1",
+        "logging.every_steps=1",
+    )
+    job = Job(NANO_SPEC, tmp_path / "run", options)
+    failures = []
+    for _ in range(2):
+        attempt = job.start()
+        attempt.expect(1)
+        assert "Traceback" not in attempt.output, attempt.output
+        (line,) = [line for line in attempt.output.splitlines() if "diverged" in line]
+        failures.append(line)
+        last_row = job.rows()[-1]
+        assert line.startswith(f"step {last_row['step'] + 1}: ")
+        assert 1 <= job.newest() <= last_row["step"]
+        assert not (job.directory / "result.json").exists()
+    assert failures[0] == failures[1]
+    assert [event["event"] for event in attempt.events("init", "restore", "quarantine")] == ["restore"]
+
+
+def write_text(path: Path, num_bytes: int) -> str:
+    path.write_bytes(b"x" * num_bytes)
+    return str(path)
+
+
+def write_ids(path: Path) -> str:
+    np.array([1, 2, 3, 299] * 10_000, "<u2").tofile(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "texts"),
+    [
+        (lambda path: write_text(path / "empty.txt", 0), (), ("empty.txt",)),
+        (lambda path: write_text(path / "short.txt", 60), (), ("57", "64", "short")),
+        (lambda path: write_ids(path / "ids.bin"), ("config.model.vocabulary_size=256",), ("299", "256")),
+        (lambda path: str(path / "none.txt"), (), ("none.txt",)),
+    ],
+    ids=["empty", "shorter than a window", "id beyond the vocabulary", "missing"],
+)
+def test_data_that_cannot_serve_is_refused_with_the_numbers(
+    tmp_path: Path, make: Callable[[Path], str], options: tuple[str, ...], texts: tuple[str, ...]
+) -> None:
+    source = make(tmp_path)
+    job = Job(NANO_SPEC, tmp_path / "run", (*NANO, f"config.data.source={source}", *options))
+    refuse(job, *(text for text in texts if text != "short"))
+    assert not job.directory.exists()
+
+
+# Specs and command lines.
+
+
+@pytest.mark.parametrize(
+    ("option", "texts"),
+    [
+        ("config.train.total_stepz=5", ("config.train.total_stepz", "did you mean config.train.total_steps?")),
+        ("config.train.total_steps=many", ("config.train.total_steps", "many")),
+        ("config.train.total_tokens=100000", ("total_steps=200", "total_tokens=100000")),
+        (
+            "config.train.global_batch_examples=31",
+            ("config.train", "global_batch_examples=31", "2 devices", "30 or 32"),
+        ),
+        ("topology.mesh={data: 4, fsdp: 4, tensor: 1}", ("topology.mesh", "2 devices")),
+        ("topology.mesh={data: auto, fsdp: auto, tensor: 1}", ("topology.mesh", "auto")),
+        ("topology.accelerator=v5e-16", ("topology.accelerator", "v5e-16", "2 x cpu", "--set")),
+        ("topology=null", ("topology",)),
+        ("job=experiments.gpt:PretrainGTP", ("job", "did you mean PretrainGPT")),
+        ("job=experiments.gtp:PretrainGPT", ("job", "did you mean experiments.gpt")),
+        ("job=json:JSONDecoder", ("job", "RestoreableJob")),
+    ],
+    ids=lambda value: value.partition("=")[0] + "=" + value.partition("=")[2][:20] if isinstance(value, str) else "",
+)
+def test_a_bad_spec_is_refused_before_anything_is_written(tmp_path: Path, option: str, texts: tuple[str, ...]) -> None:
+    refuse(Job(NANO_SPEC, tmp_path / "run", (option,), devices=2), *texts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", [None, "name: [", "- a list", ""], ids=["missing", "broken", "list", "empty"])
+def test_an_unreadable_spec_is_refused_by_its_name(tmp_path: Path, content: str | None) -> None:
+    spec = tmp_path / "bad.yaml"
+    if content is not None:
+        spec.write_text(content)
+    refuse(Job(str(spec), tmp_path / "run"), "bad.yaml")
+
+
+def test_half_a_place_in_a_job_is_refused(tmp_path: Path) -> None:
+    job = Job(NANO_SPEC, tmp_path / "run")
+    attempt = Attempt(job, ["runner", *job.arguments, "--coordinator", "127.0.0.1:1"], devices=1)
+    attempt.expect(2)
+    assert "give all three or none" in attempt.output

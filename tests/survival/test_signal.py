@@ -1,0 +1,242 @@
+"""SIGTERM and Ctrl-C in every phase of a single process: state saved, exit 75, no step lost, the same bits later."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from experiments.gpt import PretrainGPT
+from runner.train.step import Batch
+from tests.support.harness import (
+    Attempt,
+    Job,
+    Phase,
+    catches,
+    compiling,
+    has_state,
+    hash_tree,
+    just_committed,
+    killed_after,
+    restoring,
+    retaining,
+    saving,
+    undisturbed,
+)
+
+COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
+COUNTER = ("config.total_steps=100", "config.step_seconds=0.002", "config.width=1000000", "checkpoint.every_steps=4")
+NANO = (
+    "config.train.total_steps=24",
+    "checkpoint.every_steps=6",
+    "logging.every_steps=1",
+    "config.eval.every_steps=8",
+    "config.eval.batches=80",
+)
+SIGTERM_AND_IN_THE_SOAK_SIGINT = (
+    pytest.param(signal.SIGTERM, id="SIGTERM"),
+    pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.soak),
+)
+WAIT_STEP = 9
+WAIT_SECONDS = 3.0
+
+
+class SlowData(PretrainGPT):
+    """Waits for the data of one step; the batches are the same."""
+
+    def batch(self, slice: Literal["train", "validation"] = "train", step: int | None = None) -> Batch:
+        """The batch of the parent, later."""
+        if slice == "train" and step == WAIT_STEP - 1:
+            time.sleep(WAIT_SECONDS)
+        return super().batch(slice, step)
+
+
+def after_row(step: int) -> Phase:
+    """The phase in which row `step` stands and the next does not: its own work, evaluation or wait."""
+
+    def after(attempt: Attempt) -> bool:
+        rows = attempt.job.rows()
+        return has_state(attempt) and bool(rows) and rows[-1]["step"] == step
+
+    return after
+
+
+def make_up_evaluation(attempt: Attempt) -> bool:
+    """The last row still lacks the validation loss that an earlier stop came before."""
+    return has_state(attempt) and "val/loss" not in attempt.job.rows()[-1]
+
+
+def handling_signals(attempt: Attempt) -> bool:
+    """Python runs and has installed the handler, so this is the earliest moment that the command can answer for."""
+    return catches(attempt.process.pid, signal.SIGTERM) and not attempt.events("start")
+
+
+def assert_stopped(attempt: Attempt, saved: bool) -> int:
+    """Exit 75; the step that the job says it stopped at is the newest that is committed. Returns that step."""
+    attempt.expect(75)
+    assert "Traceback" not in attempt.output, attempt.output
+    events = attempt.events("preempt")
+    if saved:
+        assert [event["saved"] for event in events] == [True]
+        assert events[0]["step"] == attempt.job.newest(), attempt.report("lost a step")
+    else:
+        assert not any(event["saved"] for event in events)
+        assert attempt.job.newest() == attempt.newest_at_start, attempt.report("has committed something")
+    return attempt.job.newest()
+
+
+def assert_restores(attempt: Attempt, step: int) -> None:
+    """The attempt goes on from `step`, and from the newest checkpoint without a detour."""
+    attempt.until(lambda: has_state(attempt), "restored")
+    assert [event["step"] for event in attempt.events("restore")] == [step]
+    assert not attempt.events("fallback", "quarantine")
+
+
+def finish_like(whole: Job, job: Job, step: int) -> None:
+    """Run to the end from `step`, and compare with the undisturbed run."""
+    attempt = job.start()
+    if step:
+        assert_restores(attempt, step)
+    attempt.expect(0)
+    assert job.outcome() == whole.outcome()
+
+
+def nano_at_six(directory: Path) -> Job:
+    """Killed at step 6; rows that the kill came too late for are dropped, since tests wait for those to be written."""
+    job = killed_after(6, NANO_SPEC, NANO).copy_to(directory)
+    metrics = directory / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if json.loads(line)["step"] <= 6))
+    return job
+
+
+# A trainer.
+
+
+def test_sigterm_at_start_up_leaves_at_once(tmp_path: Path) -> None:
+    job = nano_at_six(tmp_path / "run")
+    before = hash_tree(job.directory)
+    attempt = job.start()
+    attempt.signal_in(handling_signals, signal.SIGTERM)
+    assert assert_stopped(attempt, saved=False) == 6
+    assert hash_tree(job.directory) == before
+
+
+@pytest.mark.parametrize("number", SIGTERM_AND_IN_THE_SOAK_SIGINT)
+def test_a_signal_while_compiling_does_not_wait_for_the_compiler(tmp_path: Path, number: int) -> None:
+    job = Job(NANO_SPEC, tmp_path / "run", NANO, cache=tmp_path / "cold cache")
+    attempt = job.start()
+    attempt.signal_in(compiling, number, delay_seconds=0.5)
+    assert_stopped(attempt, saved=False)
+    assert not attempt.events("init"), "the compiler was waited for"
+    finish_like(undisturbed(NANO_SPEC, NANO), Job(NANO_SPEC, tmp_path / "run", NANO), 0)
+
+
+def test_sigterm_while_restoring_leaves_the_checkpoint_for_the_next_attempt(tmp_path: Path) -> None:
+    job = nano_at_six(tmp_path / "run")
+    attempt = job.start()
+    attempt.signal_in(restoring, signal.SIGTERM)
+    assert_stopped(attempt, saved=False)
+    finish_like(undisturbed(NANO_SPEC, NANO), job, 6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_between_steps_saves_the_step_that_was_running(tmp_path: Path, number: int) -> None:
+    job = nano_at_six(tmp_path / "run")
+    attempt = job.start()
+    attempt.signal_in(after_row(10), number)
+    step = assert_stopped(attempt, saved=True)
+    assert step in (11, 12)
+    assert job.rows()[-1]["step"] == step
+    finish_like(undisturbed(NANO_SPEC, NANO), job, step)
+
+
+def test_sigterm_while_saving_saves_the_step_after_it_too(tmp_path: Path) -> None:
+    job = nano_at_six(tmp_path / "run")
+    attempt = job.start()
+    attempt.signal_in(saving, signal.SIGTERM)
+    step = assert_stopped(attempt, saved=True)
+    assert step in (12, 13, 14)
+    assert {6, 12} <= set(job.committed())
+    finish_like(undisturbed(NANO_SPEC, NANO), job, step)
+
+
+def test_sigterm_while_waiting_for_data_stops_after_the_step_that_waits(tmp_path: Path) -> None:
+    job = Job(NANO_SPEC, tmp_path / "run", (*NANO, "job=tests.survival.test_signal:SlowData"))
+    attempt = job.start()
+    attempt.signal_in(after_row(WAIT_STEP - 1), signal.SIGTERM, delay_seconds=0.5)
+    assert assert_stopped(attempt, saved=True) == WAIT_STEP
+    finish_like(undisturbed(NANO_SPEC, NANO), job, WAIT_STEP)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(8, id="first evaluation", marks=pytest.mark.soak), pytest.param(24, id="last evaluation")],
+)
+def test_an_evaluation_cut_short_twice_is_made_up(tmp_path: Path, step: int) -> None:
+    job = nano_at_six(tmp_path / "run")
+    attempt = job.start()
+    attempt.signal_in(after_row(step - 1), signal.SIGTERM, delay_seconds=0.2)
+    assert assert_stopped(attempt, saved=True) == step
+    assert job.rows()[-1]["step"] == step
+    assert "val/loss" not in job.rows()[-1], "the evaluation was not cut short"
+
+    again = job.start()
+    again.signal_in(make_up_evaluation, signal.SIGTERM, delay_seconds=0.1)
+    again.expect(75)
+    assert job.newest() == step
+    assert "val/loss" not in job.rows()[-1], "the evaluation was not cut short again"
+    finish_like(undisturbed(NANO_SPEC, NANO), job, step)
+
+
+# The base class, by the counter.
+
+
+@pytest.mark.parametrize("number", SIGTERM_AND_IN_THE_SOAK_SIGINT)
+def test_a_counter_stopped_in_every_phase_ends_with_the_same_bits(tmp_path: Path, number: int) -> None:
+    job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
+    rng = random.Random(number)
+    step = 0
+    # A save first: who is stopped before his first step leaves nothing to restore.
+    phases: list[Phase] = [saving, has_state, restoring, retaining, just_committed, has_state, handling_signals]
+    for phase in phases:
+        attempt = job.start()
+        attempt.signal_in(phase, number, rng.uniform(0.05, 0.2) if phase is has_state else 0.0)
+        attempt.expect(75)
+        if step:
+            assert [event["step"] for event in attempt.events("restore")] in ([step], [])
+        before, step = step, job.newest()
+        preempts = attempt.events("preempt")
+        if phase in (restoring, handling_signals):
+            assert step == before
+            assert not any(event["saved"] for event in preempts)
+        else:
+            # Before its first step an attempt has nothing to save.
+            assert [(event["step"], event["saved"]) for event in preempts] == [(step, step > before)]
+            assert step > before or phase is has_state, attempt.report(f"lost what it did {phase.__name__}")
+    finish_like(undisturbed(COUNTER_SPEC, COUNTER), job, step)
+
+
+def test_a_second_sigterm_exits_at_once_and_leaves_the_last_commit(tmp_path: Path) -> None:
+    job = killed_after(8, COUNTER_SPEC, COUNTER).copy_to(tmp_path / "run")
+    before = hash_tree(job.checkpoints)
+    attempt = job.with_options("config.step_seconds=3600").start()
+    attempt.signal_in(has_state, signal.SIGTERM, delay_seconds=0.2)
+    attempt.until(lambda: "stopping" in attempt.output, "the answer to the first SIGTERM")
+    attempt.process.send_signal(signal.SIGTERM)
+    attempt.expect(75)
+    assert hash_tree(job.checkpoints) == before
+    finish_like(undisturbed(COUNTER_SPEC, COUNTER), job, 8)
+
+
+@pytest.mark.parametrize(("spec", "options"), [(COUNTER_SPEC, COUNTER), (NANO_SPEC, NANO)], ids=["counter", "gpt_nano"])
+def test_a_finished_job_run_again_exits_0_and_changes_no_file(
+    tmp_path: Path, spec: str, options: tuple[str, ...]
+) -> None:
+    job = undisturbed(spec, options).copy_to(tmp_path / "run")
+    before = hash_tree(job.directory)
+    job.finish()
+    assert hash_tree(job.directory) == before

@@ -1,0 +1,128 @@
+"""A job under a real SLURM that is requeued, killed and robbed of a node ends with the bits of an undisturbed one."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import harness
+from tests.support.slurm_cluster import NODES, SlurmCluster, until
+
+pytestmark = pytest.mark.soak
+
+OPTIONS = (
+    "config.train.total_steps=600",
+    "config.eval.every_steps=200",
+    "checkpoint.every_steps=20",
+    "logging.every_steps=20",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    directory = tmp_path_factory.mktemp("slurm")
+    running = SlurmCluster(directory)
+    yield running
+    running.stop()
+
+
+class SlurmJob:
+    """A job that was submitted by `python -m launch slurm`, in a working directory of its own."""
+
+    def __init__(self, cluster: SlurmCluster, job: harness.Job, working_directory: Path, *options: str):
+        self.cluster, self.job = cluster, job
+        working_directory.mkdir()
+        variables = cluster.variables | harness.environment(job.devices, job.cache)
+        variables |= {name: cluster.variables[name] for name in ("SLURM_CONF", "PATH")}
+        command = [sys.executable, "-m", "launch", "slurm", *job.arguments, "--output", "job.log", *options]
+        # Found from any directory, as an installed project is.
+        variables["PYTHONPATH"] = str(harness.ROOT)
+        result = subprocess.run(command, cwd=working_directory, env=variables, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        self.id = re.fullmatch(r"submitted as job (\d+)\n", result.stdout)[1]
+        self.log = working_directory / "job.log"
+
+    def report(self) -> str:
+        log = self.log.read_text(errors="replace") if self.log.exists() else "none"
+        return f"{self.cluster.job(self.id)}\n--- the job's log\n{log}\n{self.cluster.report()}"
+
+    def until(self, happens, what: str) -> None:
+        until(happens, what, self.report)
+
+    def num_restarts(self) -> int:
+        return int(self.cluster.job(self.id)["Restarts"])
+
+    def await_commit(self, attempt: int) -> None:
+        """Wait until an attempt has committed a step."""
+
+        def has_committed() -> bool:
+            state = self.cluster.job(self.id)["JobState"]
+            assert state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), f"{state}\n{self.report()}"
+            return any(row["attempt"] == attempt for row in self.job.events("commit"))
+
+        self.until(has_committed, f"a commit of attempt {attempt}")
+
+    def await_restart(self, number: int) -> None:
+        """Wait until SLURM has counted this restart."""
+        self.until(lambda: self.num_restarts() >= number, f"restart {number}")
+
+    def await_end(self) -> dict[str, str]:
+        """Wait for the end; what SLURM says of it."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.until(lambda: self.cluster.job(self.id)["JobState"] in over, "the end of the job")
+        return self.cluster.job(self.id)
+
+
+def test_requeues_kills_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    spec = str(harness.ROOT / "specs" / "gpt_nano.yaml")
+    undisturbed = harness.Job(spec, tmp_path / "undisturbed", OPTIONS, devices=1, cache=cache)
+    undisturbed.launch(num_processes=2).expect(0, harness.WHOLE_RUN_DEADLINE_SECONDS)
+
+    job = harness.Job(spec, tmp_path / "disturbed run", OPTIONS, devices=1, cache=cache)
+    submitted = SlurmJob(cluster, job, tmp_path / "work", "--nodes", "2", "--cpus-per-task", "1")
+    submitted.await_commit(attempt=1)
+    cluster.kill_node(NODES[1])
+    submitted.await_restart(1)
+    cluster.start_node(NODES[1])
+    for num_restarts in (2, 3, 4):
+        submitted.await_commit(attempt=num_restarts)
+        cluster.command("scontrol", "requeue", submitted.id)
+        submitted.await_restart(num_restarts)
+    for num_restarts, process_id in ((5, 1), (6, 0)):
+        submitted.await_commit(attempt=num_restarts)
+        os.kill(cluster.pid_of_task(submitted.id, process_id), signal.SIGKILL)
+        submitted.await_restart(num_restarts)
+
+    end = submitted.await_end()
+    assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "6"), submitted.report()
+    assert job.outcome() == undisturbed.outcome()
+    assert job.num_attempts() == 7
+    log = submitted.log.read_text()
+    assert log.count("launch: ended with 75; SLURM decides whether the job starts again") >= 3, log
+    assert "launch: ended with 76; restart 1 of 100" in log
+    assert "launch: ended with 76; restart 2 of 100" in log
+    assert "leaving at once" not in log, "a task got SIGTERM twice"
+    assert len(job.events("preempt")) >= 3
+
+
+def test_a_time_limit_is_a_preemption_and_scancel_the_end(cluster: SlurmCluster, tmp_path: Path) -> None:
+    options = ("config.total_steps=100000", "config.step_seconds=0.1", "checkpoint.every_steps=50")
+    job = harness.Job(str(harness.ROOT / "specs" / "counter.yaml"), tmp_path / "run", options, devices=1)
+    limits = ("--time", "2", "--grace-seconds", "59")  # SLURM counts limits in minutes
+    submitted = SlurmJob(cluster, job, tmp_path / "work", *limits)
+    submitted.await_restart(1)
+    assert "launch: preempted; starting again" in submitted.log.read_text(), submitted.report()
+    saved = job.newest()
+    assert [row["step"] for row in job.events("preempt")] == [saved]
+    submitted.await_commit(attempt=2)
+    cluster.command("scancel", submitted.id)
+    end = submitted.await_end()
+    assert (end["JobState"], end["Restarts"]) == ("CANCELLED", "1"), submitted.report()
+    assert job.newest() > saved
+    assert "launch: ended with 75; SLURM decides whether the job starts again" in submitted.log.read_text()

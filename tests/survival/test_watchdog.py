@@ -1,0 +1,80 @@
+"""No wait without an end: who hangs is named, all end with 76, and the next attempt gives the same bits."""
+
+import time
+
+import pytest
+
+from runner.hosts.watchdog import describe
+from tests.support.harness import Attempt, Job, undisturbed
+
+SPEC = "specs/counter.yaml"
+SLOW = ("config.step_seconds=0.03", "config.total_steps=600", "config.width=64")
+
+
+def row(step, doing="step", seconds=3.0, overdue=False):
+    return {"host": "n7", "doing": doing, "step": step, "seconds": seconds, "overdue": overdue}
+
+
+def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
+    rows = {0: row(41), 1: row(40), 2: row(41), 3: row(41, "evaluation", 90.0, overdue=True)}
+    assert describe(rows, {1: "does not answer for 16 s"}) == (
+        "the job does not go on: process 1 (n7) does not answer for 16 s, last seen in step 41; "
+        "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
+    )
+    assert describe({}, {5: "has died"}) == "the job does not go on: process 5 has died"
+
+
+def test_a_step_that_hangs_ends_with_76_with_its_stacks_and_the_next_attempt_goes_on(tmp_path):
+    job = Job(
+        SPEC, tmp_path / "run", ("config.total_steps=60", "deadlines.step_seconds=2", "checkpoint.every_steps=10")
+    )
+    hanging = job.with_options("job=tests.support.faulty:Hangs").start()
+    hanging.expect(76)
+    assert "is in step 20 for" in hanging.output
+    assert "past the deadline; run the same command again" in hanging.output
+    assert "Traceback" not in hanging.output
+    stacks = (job.directory / "stacks" / "000001.0.txt").read_text()
+    assert "tests/support/faulty.py" in stacks
+    assert "in run" in stacks
+    (stuck,) = job.events("stuck")
+    assert (stuck["step"], stuck["attempt"]) == (19, 1)
+    job.with_options("job=tests.support.faulty:Hangs").finish()
+    assert job.result() == undisturbed(SPEC, ("config.total_steps=60",)).result()
+
+
+def freeze_one(job: Job, frozen: int) -> list[Attempt]:
+    """Both processes of a job, one of them stopped in mid-run."""
+    attempts = job.start_processes(2)
+    attempts[0].until(lambda: job.newest() >= 50, "step 50")
+    attempts[frozen].freeze()
+    return attempts
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("frozen", [1, 0])
+def test_a_frozen_process_is_named_and_the_others_end_with_76(frozen, tmp_path):
+    job = Job(SPEC, tmp_path / "run", SLOW)
+    attempts = freeze_one(job, frozen)
+    survivor = attempts[1 - frozen]
+    survivor.expect(76)
+    assert "Traceback" not in survivor.output
+    assert f"the job does not go on: process {frozen}" in survivor.output, survivor.report("does not name the frozen")
+    assert "does not answer for" in survivor.output
+    assert (job.directory / "stacks" / f"000001.{1 - frozen}.txt").read_text().count("Thread 0x") > 2
+    attempts[frozen].thaw()
+    attempts[frozen].expect(76)
+    for attempt in job.with_options("config.step_seconds=0").start_processes(2):
+        attempt.expect(0)
+    assert job.result() == undisturbed(SPEC, SLOW[1:]).result()
+
+
+def test_a_job_that_was_paused_from_outside_goes_on(tmp_path):
+    options = ("config.width=64", "config.total_steps=300", "deadlines.step_seconds=2")
+    job = Job(SPEC, tmp_path / "run", (*options, "config.step_seconds=0.02"))
+    attempt = job.start()
+    attempt.until(lambda: job.newest() >= 50, "step 50")
+    attempt.freeze()
+    time.sleep(7)
+    attempt.thaw()
+    attempt.expect(0)
+    assert not job.events("stuck")

@@ -1,0 +1,93 @@
+"""The catalogue of accelerators: names, devices, hosts, shapes."""
+
+import itertools
+import math
+
+import pytest
+
+from runner.accelerator import CHIPS, Accelerator, parse_accelerator
+from runner.errors import InvalidError
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "number"),
+    [
+        ("v5e-16", "v5e", 16),
+        ("2xv5e-256", "v5e", 512),
+        ("h200-8", "h200", 8),
+        ("cpu", "cpu", None),
+        ("v6e", "v6e", None),
+        ("tpu7x-4", "tpu7x", 8),
+    ],
+)
+def test_accelerators_by_name(text, name, number):
+    accelerator = parse_accelerator(text)
+    assert (accelerator.name, accelerator.num_devices) == (name, number)
+    assert parse_accelerator("any") is None
+
+
+@pytest.mark.parametrize("text", ["v7e-16", "16", "", "2xv5e", "v5e-16-2", "V5E", "gpu-8", "v5e-", "0xv5e-4", "v5e-0"])
+def test_an_unknown_accelerator_is_refused_with_the_known_ones(text):
+    with pytest.raises(InvalidError, match=r"needs any, or .* one of cpu, v4, v5e"):
+        parse_accelerator(text)
+
+
+KINDS = {
+    "cpu": "cpu",
+    "v4": "TPU v4",
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "tpu7x": "TPU7x",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), list(itertools.product(KINDS, KINDS)))
+def test_an_accelerator_matches_its_own_devices_and_no_others(name, kind):
+    accelerator = parse_accelerator(name)
+    assert accelerator.matches(KINDS[kind], 8) == (name == kind)
+
+
+def test_an_accelerator_with_a_number_matches_that_number_alone():
+    assert parse_accelerator("2xv5e-8").matches("TPU v5 lite", 16)
+    assert not parse_accelerator("v5e-8").matches("TPU v5 lite", 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "chips_on_a_host", "slices"),
+    [("v5e-16", 4, 4, 1), ("2xv5e-256", 64, 4, 2), ("v5p-4", 1, 4, 1), ("v5e-1", 1, 1, 1), ("h200-16", 2, 8, 1)],
+)
+def test_hosts_of_a_slice(text, hosts, chips_on_a_host, slices):
+    accelerator = parse_accelerator(text)
+    assert accelerator.hosts_per_slice == hosts
+    assert accelerator.chips_on_a_host == chips_on_a_host
+    assert accelerator.num_slices == slices
+
+
+def test_a_slice_has_as_many_chips_as_its_shape():
+    for name, chip in CHIPS.items():
+        for number in chip.shapes or {}:
+            assert math.prod(map(int, Accelerator(name, number).shape.split("x"))) == number
+
+
+@pytest.mark.parametrize("text", ["v5e-12", "v5p-12", "h100-8"])
+def test_a_slice_that_does_not_exist_is_refused_with_those_that_do(text):
+    with pytest.raises(InvalidError, match=r"has no slice of \d+ chips; slices: (v5e-1, |v5p-4, |none)"):
+        _ = parse_accelerator(text).shape
+
+
+def test_every_chip_but_the_cpu_has_its_peak_figures_and_every_tpu_its_names():
+    for name, chip in CHIPS.items():
+        assert (chip.speeds is None) == (name == "cpu")
+        if chip.speeds is not None:
+            assert chip.speeds.flops_per_second > chip.speeds.hbm_bytes_per_second > 0
+            assert chip.speeds.interconnect_bytes_per_second > chip.speeds.network_bytes_per_second > 0
+        assert chip.is_tpu == (chip.libtpu_name is not None)
+        assert chip.slice_sizes == sorted(set(chip.slice_sizes))
+
+
+@pytest.mark.parametrize("text", ["v5e-16", "2xv5e-256", "h200-8", "cpu"])
+def test_an_accelerator_is_written_as_it_is_read(text):
+    assert str(parse_accelerator(text)) == text

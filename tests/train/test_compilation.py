@@ -1,0 +1,93 @@
+"""The micro-batch that fits a device, by the compiled step's own figures."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from runner.errors import InvalidError
+from runner.train.compilation import Layout, compile_to_fit
+from tests.support.tiny import mesh_of
+
+GIB = 2**30
+RESIDENT, PER_EXAMPLE = 4 * GIB, GIB
+
+
+class Compiler:
+    """A step that needs 4 GiB for its state, donated, and 1 GiB an example."""
+
+    def __init__(self):
+        self.tried = []
+
+    def __call__(self, size):
+        self.tried.append(size)
+        figures = SimpleNamespace(
+            argument_size_in_bytes=RESIDENT,
+            output_size_in_bytes=RESIDENT,
+            alias_size_in_bytes=RESIDENT,
+            temp_size_in_bytes=size * PER_EXAMPLE,
+            generated_code_size_in_bytes=0,
+        )
+        return SimpleNamespace(size=size, memory_analysis=lambda: figures)
+
+
+@pytest.mark.parametrize(
+    ("limit_gib", "chosen", "tried"),
+    [(100, 12, [12]), (16, 12, [12]), (15.9, 6, [12, 6]), (8, 4, [12, 4]), (7.5, 3, [12, 3]), (5, 1, [12, 1])],
+)
+def test_the_largest_that_fits_is_found_with_few_compilations(limit_gib, chosen, tried):
+    compiler = Compiler()
+    compiled = compile_to_fit(compiler, [12, 6, 4, 3, 2, 1], int(limit_gib * GIB))
+    assert compiled.size == chosen
+    assert compiler.tried == tried
+
+
+class RefusingCompiler(Compiler):
+    """One that, like a TPU's, refuses what is too large."""
+
+    def __init__(self, limit_gib, message):
+        super().__init__()
+        self._limit_gib, self._message = limit_gib, message
+
+    def __call__(self, size):
+        if 4 + size > self._limit_gib:
+            self.tried.append(size)
+            raise jax.errors.JaxRuntimeError(self._message.format(size))
+        return super().__call__(size)
+
+
+REFUSALS = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries ({}.00G) exceeds "
+    "available HBM (15.75G).",
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used {}.00G of 15.75G hbm. Exceeded hbm capacity.",
+)
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_a_compiler_that_refuses_what_is_too_large_is_asked_for_less(message):
+    compiler = RefusingCompiler(8, message)
+    assert compile_to_fit(compiler, [12, 6, 4, 3, 2, 1], 8 * GIB).size == 4
+    assert compiler.tried == [12, 6, 4]
+    with pytest.raises(
+        InvalidError, match=r"1 example\(s\) a device needs 1.00 GiB on each device, the state aside, and"
+    ):
+        compile_to_fit(RefusingCompiler(4, message), [2, 1], 4 * GIB)
+
+
+def test_what_a_compiler_refuses_for_another_reason_is_no_matter_of_size():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_to_fit(RefusingCompiler(4, "INTERNAL: a bug"), [2, 1], 4 * GIB)
+
+
+@pytest.mark.parametrize("limit_gib", [4.5, 3, 0])
+def test_where_one_example_does_not_fit_the_numbers_are_given(limit_gib):
+    with pytest.raises(InvalidError) as caught:
+        compile_to_fit(Compiler(), [4, 2, 1], int(limit_gib * GIB))
+    need = f"a step with 1 example(s) a device needs 5.00 GiB on each device and {limit_gib:.2f} GiB are there"
+    assert need in str(caught.value)
+
+
+def test_a_layout_splits_the_global_batch_over_devices_and_micro_batches():
+    layout = Layout(mesh_of(2, 2, 2), global_batch_examples=96, micro_batch_examples=3, sequence_length=16)
+    assert (layout.micro_batch, layout.accumulate_steps) == (12, 8)
+    assert {leaf.shape for leaf in layout.abstract_batch().values()} == {(8, 12, 16)}

@@ -1,0 +1,126 @@
+"""Cross entropy as sums.
+
+Shape legend: B batch, T sequence, V vocabulary, D width, C positions of a chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
+
+B, T, V = 3, 5, 17
+
+
+@pytest.fixture
+def inputs() -> tuple[jax.Array, jax.Array, jax.Array]:
+    generator = np.random.default_rng(0)
+    logits_BxTxV = jnp.asarray(generator.normal(size=(B, T, V)) * 4, jnp.float32)
+    y_BxT = jnp.asarray(generator.integers(0, V, size=(B, T)))
+    mask_BxT = jnp.asarray(generator.integers(0, 2, size=(B, T)))
+    return logits_BxTxV, y_BxT, mask_BxT
+
+
+def reference(logits_BxTxV, y_BxT, mask_BxT):
+    """Loss and gradient in float64, token by token."""
+    logits_BxTxV, y_BxT, mask_BxT = (np.asarray(x) for x in (logits_BxTxV, y_BxT, mask_BxT))
+    loss, gradient_BxTxV = 0.0, np.zeros(logits_BxTxV.shape)
+    for b, t in np.ndindex(y_BxT.shape):
+        logits_V = logits_BxTxV[b, t].astype(np.float64)
+        p_V = np.exp(logits_V - logits_V.max())
+        p_V /= p_V.sum()
+        loss -= mask_BxT[b, t] * np.log(p_V[y_BxT[b, t]])
+        gradient_BxTxV[b, t] = mask_BxT[b, t] * (p_V - (np.arange(logits_V.size) == y_BxT[b, t]))
+    return loss, gradient_BxTxV
+
+
+def test_loss_count_and_gradient_equal_a_float64_reference(inputs):
+    (loss, count), gradient_BxTxV = jax.jit(jax.value_and_grad(cross_entropy_sum, has_aux=True))(*inputs)
+    expected_loss, expected_gradient_BxTxV = reference(*inputs)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    np.testing.assert_allclose(gradient_BxTxV, expected_gradient_BxTxV, atol=1e-6)
+    assert count == inputs[2].sum()
+
+
+def test_a_masked_token_adds_nothing_whatever_its_label(inputs):
+    logits_BxTxV, y_BxT, mask_BxT = inputs
+    other_y_BxT = jnp.where(mask_BxT == 1, y_BxT, (y_BxT + 1) % V)
+    assert cross_entropy_sum(logits_BxTxV, y_BxT, mask_BxT) == cross_entropy_sum(logits_BxTxV, other_y_BxT, mask_BxT)
+
+
+def test_sums_of_parts_are_the_sum_of_the_whole(inputs):
+    whole = cross_entropy_sum(*inputs)
+    parts = [cross_entropy_sum(*(x[b : b + 1] for x in inputs)) for b in range(B)]
+    np.testing.assert_allclose(np.sum(parts, axis=0), whole, rtol=1e-6)
+
+
+def test_huge_logits_stay_finite(inputs):
+    logits_BxTxV, y_BxT, mask_BxT = inputs
+    grad = jax.value_and_grad(cross_entropy_sum, has_aux=True)
+    (loss, _), gradient_BxTxV = grad(logits_BxTxV * 1e4, y_BxT, mask_BxT)
+    assert jnp.isfinite(loss)
+    assert jnp.isfinite(gradient_BxTxV).all()
+
+
+def test_bfloat16_logits_are_summed_in_float32(inputs):
+    logits_BxTxV, y_BxT, mask_BxT = inputs
+    half_BxTxV = logits_BxTxV.astype(jnp.bfloat16)
+    loss, count = cross_entropy_sum(half_BxTxV, y_BxT, mask_BxT)
+    assert loss.dtype == count.dtype == jnp.float32
+    assert loss == cross_entropy_sum(half_BxTxV.astype(jnp.float32), y_BxT, mask_BxT)[0]
+
+
+# In chunks.
+
+CHUNKED_T, D = 24, 8
+
+
+def unembed(weights_VxD, x_BxCxD):
+    return x_BxCxD @ weights_VxD.T
+
+
+@pytest.fixture
+def hidden() -> tuple[jax.Array, ...]:
+    """Weights, hidden states, labels, and a mask of ragged rows, one of them empty."""
+    generator = np.random.default_rng(1)
+    weights_VxD = jnp.asarray(generator.normal(size=(V, D)), jnp.float32)
+    x_BxTxD = jnp.asarray(generator.normal(size=(B, CHUNKED_T, D)), jnp.float32)
+    y_BxT = jnp.asarray(generator.integers(0, V, size=(B, CHUNKED_T)))
+    return weights_VxD, x_BxTxD, y_BxT, jnp.arange(CHUNKED_T) < jnp.asarray([0, 7, CHUNKED_T])[:, None]
+
+
+def whole_loss(weights_VxD, x_BxTxD, y_BxT, mask_BxT):
+    return cross_entropy_sum(unembed(weights_VxD, x_BxTxD), y_BxT, mask_BxT)
+
+
+def chunked_loss(chunk_positions):
+    return lambda weights_VxD, *rest: chunked_cross_entropy_sum(
+        unembed, weights_VxD, *rest, chunk_positions=chunk_positions
+    )
+
+
+@pytest.mark.parametrize("chunk_positions", [1, 3, 8, CHUNKED_T])
+def test_a_loss_in_chunks_is_the_loss_of_the_whole_and_so_are_its_gradients(hidden, chunk_positions):
+    def values(loss):
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*hidden))
+
+    for actual, expected in zip(values(chunked_loss(chunk_positions)), values(whole_loss), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6 * float(jnp.abs(expected).max()))
+
+
+def test_the_gradient_of_bfloat16_weights_is_added_up_over_chunks_in_float32(hidden):
+    weights_VxD, x_BxTxD, *targets = hidden
+    half = weights_VxD.astype(jnp.bfloat16), jnp.abs(x_BxTxD).astype(jnp.bfloat16)
+    gradient_VxD, _ = jax.grad(chunked_loss(1), has_aux=True)(*half, *targets)
+    parts = [
+        jax.grad(whole_loss, has_aux=True)(half[0], *(leaf[:, t : t + 1] for leaf in (half[1], *targets)))[0]
+        for t in range(CHUNKED_T)
+    ]
+    assert gradient_VxD.dtype == jnp.bfloat16
+    assert (gradient_VxD == sum(part.astype(jnp.float32) for part in reversed(parts)).astype(jnp.bfloat16)).all()
+
+
+def test_chunks_that_do_not_divide_the_sequence_are_refused_with_the_numbers(hidden):
+    with pytest.raises(ValueError, match="chunk_positions=7 does not divide the sequence of 24"):
+        chunked_loss(7)(*hidden)

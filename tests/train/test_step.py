@@ -1,0 +1,229 @@
+"""The step's loss is a mean over real tokens: no split into micro-batches or devices changes it beyond rounding.
+
+Shape legend: S accumulation steps, B examples, T sequence length, R = S * B examples of a global batch.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+from experiments.gpt import GPT, GPTConfig, PretrainGPT
+from runner.config import MemoryConfig
+from runner.train.loss import cross_entropy_sum
+from runner.train.mesh import batch_sharding
+from runner.train.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
+from tests.support.tiny import mesh_of
+
+VOCABULARY, T, R = 32, 12, 16
+SPLITS = [1, 2, 4, 8]
+KEY = jax.random.key(0)
+MODEL = GPT(GPTConfig(layers=2, heads=4, width=32), VOCABULARY, T)
+TX = optax.sgd(1.0)  # so that the parameters that a step takes away are its gradient
+
+
+def make(key):
+    return make_state(MODEL, key, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
+
+
+def ragged_lengths():
+    """From no real token at all to a full row; the first quarter of the rows is all padding."""
+    return np.asarray([0, 0, 0, 0, 1, 12, 12, 12, 1, 1, 2, 1, 12, 5, 7, 3])
+
+
+def rows(lengths_R):
+    generator = np.random.default_rng(0)
+    x_RxT, y_RxT = generator.integers(0, VOCABULARY, (2, R, T)).astype(np.int32)
+    return {"x": x_RxT, "y": y_RxT, "padding_mask": np.arange(T) < np.asarray(lengths_R)[:, None]}
+
+
+def split(rows, S):
+    """(S, B, T)."""
+    return {name: jnp.asarray(leaf.reshape(S, R // S, T)) for name, leaf in rows.items()}
+
+
+@pytest.fixture(scope="module")
+def state() -> TrainState:
+    return jax.jit(make)(KEY)
+
+
+@pytest.fixture(scope="module")
+def train():
+    return jax.jit(PretrainGPT.train_step, static_argnums=3)
+
+
+@pytest.fixture(scope="module")
+def val():
+    return jax.jit(PretrainGPT.val_step)
+
+
+@pytest.fixture(scope="module")
+def whole(state, train):
+    """Loss, gradient norm and new parameters of the batch taken at once."""
+    return run(train, state, split(rows(ragged_lengths()), 1), 1)
+
+
+def run(train, state, batch, S):
+    new, loss, meta = train(state, batch, KEY, S)
+    return jax.device_get((loss, meta["grad_norm"], new.params))
+
+
+def assert_close(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("S", SPLITS)
+def test_loss_and_gradients_do_not_depend_on_the_split_into_micro_batches(state, train, whole, S):
+    actual = run(train, state, split(rows(ragged_lengths()), S), S)
+    assert_close(actual, whole)
+
+
+@pytest.mark.parametrize("S", SPLITS[1:])
+def test_a_mean_of_means_would_fail_that(state, val, whole, S):
+    """The test above has power: weighing a short micro-batch like a long one moves the loss far more."""
+    batch = split(rows(ragged_lengths()), S)
+    means = []
+    for index in range(S):
+        loss_sum, token_count, _ = val(state, {name: leaf[index : index + 1] for name, leaf in batch.items()})
+        means.append(float(loss_sum) / max(float(token_count), 1.0))
+    assert abs(np.mean(means) - float(whole[0])) > 1e-3
+
+
+def test_the_loss_is_the_mean_over_real_tokens_in_float64(state, whole):
+    batch = rows(ragged_lengths())
+    logits_RxTxV = np.asarray(MODEL.apply({"params": state.params}, batch["x"], deterministic=True), np.float64)
+    log_p_RxTxV = logits_RxTxV - np.log(np.exp(logits_RxTxV).sum(-1, keepdims=True))
+    loss_RxT = -np.take_along_axis(log_p_RxTxV, batch["y"][..., None], -1)[..., 0]
+    np.testing.assert_allclose(whole[0], loss_RxT[batch["padding_mask"]].mean(), rtol=1e-6)
+
+
+def test_what_is_padding_changes_nothing(state, train, whole):
+    batch = rows(ragged_lengths())
+    batch["y"] = np.where(batch["padding_mask"], batch["y"], 0)
+    assert_close(run(train, state, split(batch, 2), 2), whole)
+
+
+def test_a_batch_of_nothing_but_padding_has_no_loss_and_moves_nothing(state, train):
+    loss, grad_norm, params = run(train, state, split(rows(np.zeros(R)), 2), 2)
+    assert loss == grad_norm == 0
+    assert_close(params, jax.device_get(state.params))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "S"), [((8, 1, 1), 1), ((8, 1, 1), 2), ((1, 8, 1), 2), ((2, 2, 2), 2), ((1, 2, 4), 2)]
+)
+def test_loss_and_gradients_do_not_depend_on_the_devices(state, whole, sizes, S):
+    assert_close(run_on(mesh_of(*sizes), state, S), whole)
+
+
+def run_on(mesh, state, S):
+    """`run` over the ragged rows, with state and batch cut over `mesh`."""
+    boxed = jax.eval_shape(lambda key: MODEL.init(key, jnp.zeros((1, T), jnp.int32), deterministic=True), KEY)
+    shardings = variable_shardings(boxed["params"], mesh)
+    abstract = abstract_state(make, KEY, shardings, mesh).replace(apply_fn=state.apply_fn)
+    sharded = jax.device_put(state, shardings_of(abstract))
+    batch = jax.device_put(split(rows(ragged_lengths()), S), batch_sharding(mesh))
+    with sharding_rules(mesh):
+        return run(jax.jit(PretrainGPT.train_step, static_argnums=3), sharded, batch, S)
+
+
+def sparing(model, remat, chunk_positions=None):
+    return model.clone(memory=MemoryConfig(remat=remat, loss_chunk_positions=chunk_positions))
+
+
+@pytest.mark.parametrize(
+    ("remat", "chunk_positions", "layer_loop"),
+    [
+        ("none", 4, "scan"),
+        ("dots", None, "scan"),
+        ("layers", None, "scan"),
+        ("dots", None, "unroll"),
+        ("layers", 4, "unroll"),
+    ],
+)
+def test_loss_and_gradients_do_not_depend_on_what_is_kept(state, train, whole, remat, chunk_positions, layer_loop):
+    model = sparing(MODEL, remat, chunk_positions)
+    model = model.clone(config=model.config.model_copy(update={"layer_loop": layer_loop}))
+    actual = run(train, state.replace(apply_fn=model.apply), split(rows(ragged_lengths()), 2), 2)
+    assert_close(actual, whole)
+
+
+@pytest.mark.parametrize("remat", ["dots", "layers"])
+def test_a_layer_that_is_computed_again_draws_the_same_dropout(state, train, remat):
+    noisy = MODEL.clone(config=MODEL.config.model_copy(update={"dropout": 0.5}))
+    batch = split(rows(ragged_lengths()), 2)
+    kept, again = (
+        run(train, state.replace(apply_fn=model.apply), batch, 2) for model in (noisy, sparing(noisy, remat))
+    )
+    assert_close(again, kept)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+def test_a_step_that_keeps_little_does_not_depend_on_the_devices(state, whole, sizes):
+    actual = run_on(mesh_of(*sizes), state.replace(apply_fn=sparing(MODEL, "layers", 4).apply), 2)
+    assert_close(actual, whole)
+
+
+def test_the_step_counts_optimizer_steps_and_not_micro_batches(state, train):
+    new, _, _ = train(state, split(rows(ragged_lengths()), 4), KEY, 4)
+    assert int(new.step) == int(state.step) + 1
+
+
+@pytest.mark.parametrize("S", SPLITS)
+def test_validation_returns_sums_over_tokens(state, val, S):
+    batch = rows(ragged_lengths())
+    loss_sum, token_count, meta = val(state, split(batch, S))
+    parts = [val(state, {name: jnp.asarray(leaf[r : r + 1])[None] for name, leaf in batch.items()}) for r in range(R)]
+    assert float(token_count) == batch["padding_mask"].sum()
+    np.testing.assert_allclose(loss_sum, sum(float(part[0]) for part in parts), rtol=1e-6)
+    assert meta == {}
+
+
+def test_dropout_is_drawn_from_the_key_and_validation_has_none(state, train, val):
+    model = GPT(GPTConfig(layers=2, heads=4, width=32, dropout=0.5), VOCABULARY, T)
+    noisy = state.replace(apply_fn=model.apply)
+    batch = split(rows(np.full(R, T)), 2)
+    losses = [float(train(noisy, batch, key, 2)[1]) for key in (KEY, KEY, jax.random.key(1))]
+    assert losses[0] == losses[1] != losses[2]
+    assert float(val(noisy, batch)[0]) == pytest.approx(float(val(state, batch)[0]), rel=1e-6)
+
+
+class Table(nn.Module):
+    """Logits looked up by token: the smallest model."""
+
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x_BxT, examples_B=None, targets=None, *, deterministic):
+        table_VxV = self.param("table", nn.initializers.normal(0.02), (VOCABULARY, VOCABULARY), self.dtype)
+        return table_VxV[x_BxT] if targets is None else cross_entropy_sum(table_VxV[x_BxT], *targets)[0]
+
+
+def test_gradients_of_bfloat16_parameters_are_added_up_in_float32():
+    seen = []
+    tx = optax.GradientTransformation(lambda params: (), lambda grads, state, params: (seen.append(grads) or grads, ()))
+    state = make_state(Table("bfloat16"), KEY, tx, jnp.zeros((1, T), jnp.int32), deterministic=True)
+    batch = split(rows(np.full(R, T)), 8)
+    new, loss, _ = PretrainGPT.train_step(state, batch, KEY, 8)
+    assert {leaf.dtype for leaf in jax.tree.leaves(seen)} == {jnp.dtype("float32")}
+    assert new.params["table"].dtype == jnp.bfloat16
+    assert loss.dtype == jnp.float32
+
+
+def test_the_meta_of_the_last_micro_batch_is_handed_on():
+    class WithMeta(PretrainGPT):
+        @classmethod
+        def forward(cls, apply_fn, params, batch, key):
+            loss_sum, _ = super().forward(apply_fn, params, batch, key)
+            return loss_sum, {"first_token": batch["x"][0, 0]}
+
+    state = make_state(Table("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
+    batch = split(rows(np.full(R, T)), 4)
+    _, _, meta = WithMeta.train_step(state, batch, KEY, 4)
+    assert set(meta) == {"grad_norm", "first_token"}
+    assert meta["first_token"] == batch["x"][-1, 0, 0]
+    assert WithMeta.val_step(state, batch)[2]["first_token"] == batch["x"][-1, 0, 0]

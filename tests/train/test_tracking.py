@@ -1,0 +1,97 @@
+"""W&B looks on: its run is the job's over all attempts, and whatever fails there, training does not notice."""
+
+import sys
+
+import pytest
+import yaml
+
+from runner.storage import LocalStore, parse_lines, read_json
+from tests.support.tiny import finish, gpt, gpt_document, start_python
+
+NO_KEY = {"WANDB_API_KEY": "", "NETRC": "/nonexistent"}
+DEAD_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+SMALL = {"config.model.layers": 1}
+
+STOPPED_AT_4 = """
+import os, sys
+from runner.errors import PreemptedError
+from tests.support.tiny import StopAfter, gpt
+from pathlib import Path
+job = gpt(Path(sys.argv[1]), **{"logging.wandb": "offline", "config.model.layers": 1})
+try:
+    job(notice=StopAfter(job, 4))
+except PreemptedError:
+    os._exit(0)
+"""
+
+ROWS_ALONE = """
+import os, sys
+from pathlib import Path
+from runner.train.metrics.tracking import Tracking
+from tests.support.tiny import gpt_spec
+directory = Path(sys.argv[1])
+tracking = Tracking(gpt_spec(directory, **{"logging.wandb": sys.argv[2]}), "job1234", directory)
+for step in range(1, 6):
+    tracking.show({"step": step, "train/loss": 1 / step})
+tracking.close()
+print("closed", flush=True)
+os._exit(0)
+"""
+
+
+def offline_runs(directory):
+    return sorted(directory.rglob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
+
+
+def run_spec(directory, mode):
+    path = directory.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(gpt_document(directory, **{"logging.wandb": mode}, **SMALL)))
+    return "-m", "runner", str(path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Outputs of an offline job in two attempts, and of an online job whose server is dead."""
+    base = tmp_path_factory.mktemp("wandb")
+    gpt(base / "plain", **SMALL)()
+    dead = start_python(*run_spec(base / "dead", "online"), **DEAD_SERVER)
+    outputs = {"first": finish(start_python("-c", STOPPED_AT_4, str(base / "offline"), **NO_KEY))}
+    outputs["second"] = finish(start_python(*run_spec(base / "offline", "offline"), **NO_KEY))
+    outputs["dead"] = finish(dead)
+    return base, outputs
+
+
+def test_offline_every_attempt_writes_to_the_run_of_the_job(runs):
+    base, outputs = runs
+    job_id = read_json(LocalStore(base / "offline"), "job.json")["id"]
+    files = offline_runs(base / "offline")
+    assert [path.name for path in files] == [f"run-{job_id}.wandb"] * 2
+    second = files[1].read_bytes()
+    assert all(key in second for key in (b"train/loss", b"val/loss", b"perf/tokens_per_second"))
+    assert "Traceback" not in outputs["first"] + outputs["second"]
+    assert "wandb is off" not in outputs["first"] + outputs["second"]
+
+
+@pytest.mark.parametrize("name", ["offline", "dead"])
+def test_tracking_changes_neither_the_weights_nor_the_rows(runs, name):
+    base, outputs = runs
+    assert read_json(LocalStore(base / name), "result.json") == read_json(LocalStore(base / "plain"), "result.json")
+    steps = [row["step"] for row in parse_lines((base / name / "metrics.jsonl").read_bytes())]
+    assert steps == list(range(1, 9))
+    assert "Traceback" not in outputs.get(name, "")
+
+
+def test_online_without_a_key_it_goes_offline_and_says_so(tmp_path):
+    home = {"HOME": str(tmp_path / "home"), "XDG_CONFIG_HOME": str(tmp_path / "home")}
+    output = finish(start_python("-c", ROWS_ALONE, str(tmp_path / "run"), "online", **NO_KEY, **home))
+    assert "no API key here, logging offline" in output
+    assert output.splitlines()[-1] == "closed"
+    (file,) = offline_runs(tmp_path)
+    assert file.name == "run-job1234.wandb"
+    assert file.read_bytes().count(b"train/loss") >= 5
+
+
+def test_wandb_is_not_even_imported_where_it_is_disabled(tmp_path):
+    gpt(tmp_path / "run", **SMALL)()
+    assert not (tmp_path / "run" / "wandb").exists()
+    assert "runner.train.metrics.tracking" not in sys.modules
