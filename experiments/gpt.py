@@ -26,6 +26,7 @@ from experiments.attention import causal_attention
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, TrainerConfig
 from runner.spec import Auto
+from runner.train.blueprint import Blueprint
 from runner.train.flops import Flops, Sizing, transformer_flops
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from runner.train.step import Batch
@@ -266,7 +267,7 @@ class PretrainGPT(BaseTrainer):
             config.memory,
         )
 
-    def flops_per_token(self) -> Flops:
+    def flops_per_token(self, blueprint: Blueprint) -> Flops:
         """By formula: causal attention as half of its square, whose scores every fused form computes again."""
         model, memory = self.config.model, self.config.memory
         return transformer_flops(

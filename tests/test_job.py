@@ -1,5 +1,6 @@
 """A job survives anything: restored or begun, saved on notice, refused where it would become another."""
 
+import dataclasses
 import json
 
 import jax
@@ -32,7 +33,7 @@ def committed_steps(directory):
 
 def stop_after(job, step):
     with pytest.raises(PreemptedError, match=f"step {step} is saved"):
-        job(notice=StopAfter(job, step))
+        job(stop=StopAfter(job, step))
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ def test_the_job_keeps_its_id_over_attempts(tmp_path):
     first, second = counter(tmp_path), counter(tmp_path)
     stop_after(first, 5)
     second()
-    assert first.id == second.id == json.loads((tmp_path / "job.json").read_text())["id"]
+    assert first.attempt.run_id == second.attempt.run_id == json.loads((tmp_path / "job.json").read_text())["id"]
     assert [event["attempt"] for event in events(tmp_path, "start")] == [1, 2]
 
 
@@ -240,7 +241,10 @@ class FullDisk(Counter):
 
     full_at = 20
 
-    def before_commit(self):
+    def payload(self):
+        return dataclasses.replace(super().payload(), flush=self.fill_the_disk)
+
+    def fill_the_disk(self):
         if len(events(self.store.root, "commit", "save_failed")) == self.full_at // 10 - 1:
             raise OSError(28, "No space left on device")
 

@@ -18,8 +18,11 @@ from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
 from runner.errors import DivergedError, PreemptedError, SpecError
+from runner.hosts.join import Hosts
 from runner.spec import read_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
+from runner.train.hint import options_for_here
+from runner.train.optimizer import choose_optimizer, choose_schedule
 from tests.support.tiny import (
     RecordingGPT,
     StopAfter,
@@ -49,7 +52,7 @@ def trajectory(directory):
 
 def stop_after(job, step):
     with pytest.raises(PreemptedError):
-        job(notice=StopAfter(job, step))
+        job(stop=StopAfter(job, step))
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +141,7 @@ def test_mfu_is_told_where_the_peak_of_the_devices_is_known(tmp_path, monkeypatc
     job = gpt(tmp_path / "run", **{"config.train.total_steps": 2, "config.schedule.warmup_steps": 1})
     job()
     for row in rows(job.store.root):
-        expected = row["perf/tokens_per_second"] * job.flops_per_token().per_token / (8 * 1e9)
+        expected = row["perf/tokens_per_second"] * job.flops_per_token(job.blueprint).per_token / (8 * 1e9)
         assert row["perf/mfu"] == pytest.approx(expected)
 
 
@@ -184,8 +187,10 @@ def test_a_batch_is_x_y_and_mask_of_micro_batches_sharded_over_the_mesh(undistur
 
 def test_the_validation_loss_is_the_mean_over_the_tokens_of_its_batches(undisturbed):
     loss_sum = tokens = 0.0
+    validation = undisturbed.validation
+    state = validation.state_of(undisturbed.weights(undisturbed.state), STEPS)
     for index in range(2):
-        loss, count, _ = undisturbed.compiled_val(undisturbed.state, undisturbed.batch("validation", index))
+        loss, count, _ = validation.compiled(state, undisturbed.batch("validation", index))
         loss_sum, tokens = loss_sum + float(loss), tokens + float(count)
     assert rows(undisturbed.store.root)[-1]["val/loss"] == pytest.approx(loss_sum / tokens, rel=1e-6)
 
@@ -280,7 +285,7 @@ def test_the_state_is_donated_and_each_of_the_two_programs_is_traced_once(tmp_pa
 
 
 def needed_bytes(job):
-    figures = job.compiled_train.memory_analysis()
+    figures = job.compiled.executable.memory_analysis()
     resident = figures.argument_size_in_bytes + figures.output_size_in_bytes - figures.alias_size_in_bytes
     return resident + figures.temp_size_in_bytes
 
@@ -291,20 +296,20 @@ def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, mon
     monkeypatch.setattr(trainer, "device_memory_bytes", lambda: memory[0])
     ample = gpt(tmp_path / "ample", **changes)
     ample()
-    assert (ample.layout.micro_batch_examples, ample.layout.accumulate_steps) == (8, 1)
+    assert (ample.compiled.layout.micro_batch_examples, ample.compiled.layout.accumulate_steps) == (8, 1)
 
     memory[0] = int(needed_bytes(ample) * 0.97 / trainer.MEMORY_SHARE)
     scarce = gpt(tmp_path / "scarce", **changes)
     stop_after(scarce, STOP)
-    chosen = scarce.layout.micro_batch_examples
+    chosen = scarce.compiled.layout.micro_batch_examples
     assert chosen < 8
-    assert scarce.layout.accumulate_steps == 8 // chosen
+    assert scarce.compiled.layout.accumulate_steps == 8 // chosen
     assert needed_bytes(scarce) <= memory[0] * trainer.MEMORY_SHARE
 
     memory[0] = 1 << 40
     resumed = gpt(tmp_path / "scarce", **changes)
     resumed()
-    assert resumed.layout.micro_batch_examples == chosen, "an earlier choice on this hardware stays"
+    assert resumed.compiled.layout.micro_batch_examples == chosen, "an earlier choice on this hardware stays"
     for row, reference in zip(rows(resumed.store.root), rows(ample.store.root), strict=True):
         assert row["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-5)
         assert row["train/tokens"] == reference["train/tokens"]
@@ -353,12 +358,13 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
             return "linear"
 
     job = gpt(tmp_path / "run", Named, **{"config.optimizer.name": "adafactor"})
-    job.setup()
+    job.setup(Hosts(None, 0, 1))
     abstract = job.abstract_state()
     kernels = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (256, 32)]
     assert len(kernels) == moments
     params = {"w": jnp.ones(3)}
-    tx = job._make_optimizer({"w": False})
+    schedule = choose_schedule(job.schedule(), job.config)
+    tx = choose_optimizer(job.optimizer(), job.config, schedule, {"w": False})
     state, sizes = tx.init(params), []
     for _ in range(STEPS):
         updates, state = tx.update({"w": jnp.full(3, 1e-3)}, state, params)
@@ -403,7 +409,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     job = gpt(tmp_path / "run", **wild)
     with pytest.raises(DivergedError, match=r"step 2: training diverged: loss .*; the last good checkpoint is kept"):
         job()
-    job.checkpoints.saver.wait()
+    job.checkpointer.settle()
     assert list(committed(job.store)) == [1]
     assert [row["step"] for row in rows(job.store.root)] == [1]
     assert not job.done
@@ -450,7 +456,8 @@ def test_what_cannot_work_is_refused_with_its_key(tmp_path, changes, message):
 @pytest.mark.parametrize(("chunk", "is_dropped"), [(None, False), (64, False), (96, True)])
 def test_a_shorter_sequence_is_offered_with_chunks_of_the_loss_that_divide_it(tmp_path, chunk, is_dropped):
     changes = {"config.data.sequence_length": 192, "config.memory.loss_chunk_positions": chunk}
-    options = gpt(tmp_path / "run", **changes).options_for_here(8)
+    job = gpt(tmp_path / "run", **changes)
+    options = options_for_here(job.spec, job.topology, job.config, 8)
     assert "config.data.sequence_length=128" in options
     assert ("config.memory.loss_chunk_positions=null" in options) == is_dropped
 

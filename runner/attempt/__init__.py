@@ -2,5 +2,8 @@
 
 - `fence` which attempt a directory belongs to
 - `event_log` the ledger `events.jsonl`
+- `claim` taking a directory; `Attempt`, which is handed to all parts of a running job
+- `identity` whose directory this is: the wrong run is refused
+- `incident` what the watchdog finds, kept where a person looks
 - `compile_cache` compiled programs, on this host's disk and in the run's directory
 """

@@ -3,15 +3,16 @@
 - `fingerprint` topology-free digest of a pytree, computed on device
 - `manifest` what makes a directory a checkpoint
 - `tombstone` who decides about a step: its commit, or the mark that it will never be one
-- `interval` when to save so that the least time is lost
 - `pieces` arrays as pieces, written by each process and read by any
 - `writer` how arrays reach a directory: through orbax, or piece by piece
 - `reader` how they come back
 - `fast` the tier on a host's own disk
+- `double_buffer` the state's memory held twice, on CPUs
 - `save` saving, and the protocol that makes it one instant
+- `interval` when to save
 - `retention` which steps may go, and how
 - `restore` the newest state that every host can have
-- `checkpointer` from what a spec says to the parts above
+- `checkpointer` the five verbs that a job sees, composed of the above
 - `inspection` list and verify checkpoints from outside
 - `copy` copy one elsewhere
 """

@@ -1,77 +1,163 @@
-"""From what a spec says of checkpoints to the parts that save, restore and retain them."""
+"""The checkpoints of one attempt, in five verbs: restore, load, save, wait, close. All that a job sees of them.
+
+Composes what the spec asks for: where arrays are written, the fast tier, when to save, what stays.
+"""
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from runner.attempt.event_log import EventLog
-from runner.attempt.fence import Fence
+from runner import terminal
+from runner.attempt.claim import Attempt
 from runner.checkpoint.fast import FastTier
-from runner.checkpoint.restore import Restorer
+from runner.checkpoint.interval import SavePolicy, best_interval_seconds
+from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.restore import Restored, Restorer
 from runner.checkpoint.retention import Retention
-from runner.checkpoint.save import Place, Saver
+from runner.checkpoint.save import Payload, SaveKind, Saver
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter, Writer
-from runner.errors import InvalidError
+from runner.errors import InvalidError, StorageError
 from runner.hosts.join import Hosts
-from runner.spec import Checkpoint
-from runner.storage import Store, default_cache_directory
+from runner.spec import Checkpoint, ExecutionSpec
+from runner.storage import default_cache_directory, open_store, split_checkpoint
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """The checkpoints of one attempt."""
+class Checkpointer:
+    """Made and called on every host, from the training thread alone.
 
-    saver: Saver
-    restorer: Restorer
-    retention: Retention
-    has_fast_tier: bool
-
-
-def open_checkpoints(
-    rule: Checkpoint,
-    store: Store,
-    hosts: Hosts,
-    fence: Fence,
-    ledger: EventLog,
-    *,
-    job_id: str,
-    before_commit: Callable[[], None],
-    abstract: Any,
-) -> Checkpoints:
-    """All that one attempt needs. `abstract` is the state's. Called on every host.
-
+    `abstract` has the shape, dtype and sharding of every leaf of the state, `identity` what defines its trajectory.
     Raises `InvalidError` on every host if the fast tier of one cannot hold its parts.
     """
-    place = Place(store, hosts, fence, ledger, _open_fast_tier(rule, hosts, job_id, abstract))
-    best = None if rule.keep_best is None else rule.keep_best.mode
-    retention = Retention(place, rule.keep_last, rule.keep_every_steps, best)
 
-    def after_commit(manifest: dict[str, Any]) -> None:
-        if hosts.is_main and manifest["name"].isdecimal():
-            retention.apply(manifest)
+    def __init__(self, attempt: Attempt, spec: ExecutionSpec, identity: dict[str, Any], abstract: Any):
+        rule = spec.checkpoint
+        self._attempt, self._rule, self._identity, self._abstract = attempt, rule, identity, abstract
+        fast = _open_fast_tier(rule, attempt.hosts, attempt.run_id, abstract)
+        self._retention = Retention(
+            attempt, rule.keep_last, rule.keep_every_steps, None if rule.keep_best is None else rule.keep_best.mode
+        )
+        self._saver = Saver(attempt, _open_writer(attempt), fast, rule.max_unsaved_minutes * 60, self._after_commit)
+        self._restorer = Restorer(attempt, fast)
+        self._policy = SavePolicy(rule, spec.logging.every_steps, attempt.hosts.agree)
+        self._saved_step: int | None = None  # that is durable, or on its way to be
+        self._said_interval_seconds = 1e-9
+        self._has_warned_of_grace = False
 
-    writer = _open_writer(store, hosts, job_id)
-    saver = Saver(place, writer, rule.max_unsaved_minutes * 60, before_commit, after_commit)
-    return Checkpoints(saver, Restorer(place), retention, place.fast is not None)
+    def restore(self) -> Restored | None:
+        """The newest good state, in whichever tier; None if nothing was ever committed. See `Restorer.restore`."""
+        found = self._restorer.restore(self._abstract, self._identity)
+        if found is not None:
+            self._warn_of_grace(found.manifest.seconds, found.manifest.step)
+            if found.tier == "durable":
+                self._saved_step = found.manifest.step
+        return found
+
+    def begin(self) -> None:
+        """Before the first step: delete what a killed attempt has left undeleted, and start the clock."""
+        if self._attempt.hosts.is_main:
+            self._retention.look()
+        self._policy.saved()
+
+    def load(self, name: str) -> Restored:
+        """The checkpoint `name` of this run. Raises `ResumeError` if it is not good."""
+        return self._restorer.load(name, self._abstract)
+
+    def load_weights(self, source: str, abstract: Any) -> Restored:
+        """The leaves of `abstract` alone, from another run's directory or one of its checkpoints."""
+        directory, name = split_checkpoint(source)
+        return self._restorer.restore_weights(open_store(directory), name, abstract)
+
+    def due(self, step: int, last_step: int) -> SaveKind | None:
+        """Which save is due at `step`, if any."""
+        interval_seconds = 0.0 if self._rule.every is None else self._best_interval_seconds(step)
+        return self._policy.due(step, last_step, interval_seconds)
+
+    def save(self, state: Any, step: int, payload: Payload, kind: SaveKind, name: str | None = None) -> Any:
+        """Begin to save `state` as `checkpoints/<name>`, by default the step; returns the state to go on with.
+
+        Only what is returned may be donated. A step that is saved already is not saved again.
+        """
+        if name is None and kind is not SaveKind.FAST and self._saved_step == step:
+            return state
+        draft = Manifest(name=name or str(step), step=step, job=self._attempt.run_id, identity=self._identity)
+        with self._attempt.progress.during("save"):
+            is_durable, state = self._saver.save(draft, state, payload, kind)
+        self._warn_of_grace(self._saver.durable_seconds, step)
+        if is_durable:
+            self._policy.saved()
+            if draft.is_of_a_step:
+                self._saved_step = step
+        return state
+
+    def wait(self, step: int) -> None:
+        """Block until what was saved last is committed. Raises `StorageError` if it could not be."""
+        with self._attempt.progress.during("save"):
+            is_committed = self._saver.wait()
+        if not is_committed:
+            raise StorageError(f"the state of step {step} could not be saved; run the same command again")
+
+    def settle(self) -> None:
+        """Block until the save on its way, if there is one, is committed or given up."""
+        self._saver.wait()
+
+    def raise_if_hopeless(self) -> None:
+        """Raise if the state was found corrupt, or nothing could be committed for too long. Never waits."""
+        self._saver.raise_if_hopeless()
+
+    def close(self) -> None:
+        """Stop the background threads. What was saved must have been waited for."""
+        self._saver.close()
+
+    def _after_commit(self, manifest: Manifest) -> None:
+        """In the background."""
+        if self._attempt.hosts.is_main and manifest.is_of_a_step:
+            self._retention.apply(manifest)
+
+    def _best_interval_seconds(self, step: int) -> float:
+        """The interval of `every: auto`; none before the first save, which measures what one costs."""
+        saver, hours = self._saver, self._rule.mean_time_between_failures_hours
+        if saver.stall_seconds is None:
+            return 0.0
+        seconds = best_interval_seconds(saver.stall_seconds, saver.durable_seconds, hours)
+        if not 0.5 < seconds / self._said_interval_seconds < 2:
+            self._said_interval_seconds = seconds
+            self._attempt.say(
+                f"checkpoint.every: auto: every {seconds:.1f} s, for a save that stalls {saver.stall_seconds:.3f} s "
+                f"and {hours:g} hours between failures"
+            )
+            self._attempt.record("cadence", step, seconds=round(seconds, 3), stall_seconds=saver.stall_seconds)
+        return seconds
+
+    def _warn_of_grace(self, save_seconds: float, step: int) -> None:
+        """Say it, once, if a save takes longer than the engine gives after SIGTERM."""
+        grace_seconds = self._rule.grace_seconds
+        if grace_seconds is None or save_seconds <= grace_seconds or self._has_warned_of_grace:
+            return
+        self._has_warned_of_grace = True
+        reason = (
+            f"a save takes {save_seconds:.1f} s, checkpoint.grace_seconds is {grace_seconds:g}: a preemption may cost "
+            "up to a save interval; give more grace, or add a fast tier (checkpoint.local_directory)"
+        )
+        if self._attempt.hosts.is_main:
+            terminal.warn(reason)
+        self._attempt.record("grace", step, reason=reason)
 
 
-def _open_writer(store: Store, hosts: Hosts, job_id: str) -> Writer:
-    if store.root is not None:
-        return OrbaxWriter(store, hosts)
-    staging = default_cache_directory() / "staging" / f"{job_id}.{hosts.process_id}"
+def _open_writer(attempt: Attempt) -> Writer:
+    if attempt.store.root is not None:
+        return OrbaxWriter(attempt.store, attempt.hosts)
+    staging = default_cache_directory() / "staging" / f"{attempt.run_id}.{attempt.hosts.process_id}"
     shutil.rmtree(staging, ignore_errors=True)  # of an attempt that was killed
-    return PieceWriter(store, hosts, staging)
+    return PieceWriter(attempt.store, attempt.hosts, staging)
 
 
-def _open_fast_tier(rule: Checkpoint, hosts: Hosts, job_id: str, abstract: Any) -> FastTier | None:
+def _open_fast_tier(rule: Checkpoint, hosts: Hosts, run_id: str, abstract: Any) -> FastTier | None:
     if rule.local_directory is None:
         return None
-    fast = FastTier(Path(rule.local_directory).expanduser().absolute() / job_id / str(hosts.process_id))
+    fast = FastTier(Path(rule.local_directory).expanduser().absolute() / run_id / str(hosts.process_id))
     try:
         problem = fast.room(sum(_own_bytes(leaf) for leaf in jax.tree.leaves(abstract)))
     except OSError as error:

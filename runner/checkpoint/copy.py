@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
-    encode_manifest,
     file_problems,
     newest_manifest,
     read_manifest,
@@ -26,7 +25,7 @@ def copy(source: Store, name: str | None, target: Store) -> str:
     if name is None:
         if newest is None:
             raise InvalidError(f"{source.url}: no checkpoint is here")
-        name = str(newest["name"])
+        name = newest.name
     directory = f"{CHECKPOINTS}/{name}"
     try:
         manifest = read_manifest(source, directory)
@@ -37,17 +36,17 @@ def copy(source: Store, name: str | None, target: Store) -> str:
 
     def copy_file(file: str) -> None:
         content = source.read(f"{directory}/{file}")
-        if [len(content), digest_of(content)] != list(manifest["files"][file]):
+        if [len(content), digest_of(content)] != list(manifest.files[file]):
             raise InvalidError(f"{source.url}/{directory}: {file} is not what its manifest says; nothing was committed")
         target.write(f"{directory}/{file}", content)
 
     with ThreadPoolExecutor(_NUM_COPIERS, thread_name_prefix="copy") as pool:
-        list(pool.map(copy_file, manifest["files"]))
-    problems = file_problems(target, directory, manifest)
+        list(pool.map(copy_file, manifest.files))
+    problems = file_problems(target, directory, manifest.files)
     if problems:
         raise InvalidError(f"{target.url}/{directory}: {problems[0]}; nothing was committed")
     try:
-        create(target, f"{directory}/{MANIFEST}", encode_manifest(manifest))
+        create(target, f"{directory}/{MANIFEST}", manifest.encode())
     except FileExistsError as error:
         raise InvalidError(f"{target.url}/{directory} is there already; nothing is overwritten") from error
     return name

@@ -9,14 +9,19 @@ renamed whole.
 import contextlib
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from runner.checkpoint import pieces
+from runner.checkpoint.manifest import Manifest
 from runner.storage import LocalStore, encode_json, read_json
 
 PART = "part.json"
 KEPT_STEPS = 2
+_ATTACHMENTS = "companions"  # the key of their names in a part
 
 
 class FastTier:
@@ -35,29 +40,30 @@ class FastTier:
                     found.append(int(name))
         return sorted(found)
 
-    def write(self, manifest: dict[str, Any], host: pieces.Host, companions: dict[str, bytes]) -> None:
+    def write(self, manifest: Manifest, blocks: pieces.Blocks, attachments: dict[str, bytes]) -> None:
         """Keep this process's part of a step, and delete what is older than the step before it."""
-        step = str(manifest["step"])
+        step = str(manifest.step)
         aside = self.directory / f"{step}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
-        table = pieces.write(aside, "pieces", host)
-        for name, content in companions.items():
+        table = pieces.write(aside, "pieces", blocks)
+        for name, content in attachments.items():
             (aside / name).write_bytes(content)
-        part = manifest | {"files": table.files, "shards": table.shards, "companions": sorted(companions)}
-        (aside / PART).write_bytes(encode_json(part))
+        part = replace(manifest, files=table.files, shards=table.shards)
+        (aside / PART).write_bytes(encode_json(part.to_json() | {_ATTACHMENTS: sorted(attachments)}))
         shutil.rmtree(self.directory / step, ignore_errors=True)
         os.rename(aside, self.directory / step)
         self._forget(lambda present: present[:-KEPT_STEPS])
 
-    def read(self, step: int, leaves: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def read(self, step: int, leaves: dict[str, Any]) -> tuple[dict[str, jax.Array], Manifest]:
         """The leaves of this process and the part's manifest. Raises `ValueError` or `OSError` if they are not good."""
-        part = read_json(self._store, f"{step}/{PART}")
-        arrays = pieces.read(lambda name: self._store.read(f"{step}/{name}"), part["files"], part["shards"], leaves)
-        return arrays, part
+        part = Manifest.from_json(read_json(self._store, f"{step}/{PART}"))
+        if part.shards is None:
+            raise ValueError(f"{PART} names no shards")
+        return pieces.read(lambda name: self._store.read(f"{step}/{name}"), part.files, part.shards, leaves), part
 
-    def companions(self, step: int) -> dict[str, bytes]:
+    def attachments(self, step: int) -> dict[str, bytes]:
         """The small files that were kept with a step."""
-        names = read_json(self._store, f"{step}/{PART}")["companions"]
+        names = read_json(self._store, f"{step}/{PART}")[_ATTACHMENTS]
         return {name: self._store.read(f"{step}/{name}") for name in names}
 
     def forget_after(self, step: int) -> None:

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,19 @@ from runner.errors import RetryableError
 
 class ReplicaError(RetryableError):
     """Devices that should hold the same bits do not."""
+
+
+class LeafShape(TypedDict):
+    """Shape and dtype of a leaf, as JSON."""
+
+    shape: list[int]
+    dtype: str
+
+
+class LeafRecord(LeafShape):
+    """What a manifest says of a leaf."""
+
+    digest: str
 
 
 def leaf_names(tree: Any) -> list[str]:
@@ -196,7 +209,7 @@ def leaf_digests(tree: Any) -> dict[str, str]:
     return Layout(tree).leaf_digests(dispatch(tree))
 
 
-def combine(leaves: Mapping[str, Mapping[str, Any]]) -> str:
+def combine(leaves: Mapping[str, LeafRecord]) -> str:
     """Digest of a whole state from its leaf records `{name: {shape, dtype, digest}}`: 32 hexadecimal digits."""
     whole = hashlib.blake2b(digest_size=16)
     for name in sorted(leaves):
@@ -206,15 +219,17 @@ def combine(leaves: Mapping[str, Mapping[str, Any]]) -> str:
     return whole.hexdigest()
 
 
-def describe(tree: Any) -> dict[str, dict[str, Any]]:
+def describe(tree: Any) -> dict[str, LeafShape]:
     """Shape and dtype of every leaf by name, from arrays or abstract shapes."""
-    shapes = [(list(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
-    return {
-        name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in zip(leaf_names(tree), shapes, strict=True)
-    }
+    shapes = [LeafShape(shape=list(leaf.shape), dtype=str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
+    return dict(zip(leaf_names(tree), shapes, strict=True))
 
 
 def fingerprint(tree: Any) -> str:
     """Digest of the bits of a whole pytree of jax arrays: 32 hexadecimal digits. Called on every host."""
-    records = describe(tree)
-    return combine({name: records[name] | {"digest": digest} for name, digest in leaf_digests(tree).items()})
+    return combine(with_digests(describe(tree), leaf_digests(tree)))
+
+
+def with_digests(shapes: Mapping[str, LeafShape], digests: Mapping[str, str]) -> dict[str, LeafRecord]:
+    """Leaf records `{shape, dtype, digest}` by name."""
+    return {name: LeafRecord(**shape, digest=digests[name]) for name, shape in shapes.items()}

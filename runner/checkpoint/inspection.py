@@ -3,15 +3,8 @@
 import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from runner.checkpoint.manifest import (
-    CHECKPOINTS,
-    MANIFEST,
-    NotCommittedError,
-    file_problems,
-    read_manifest,
-)
+from runner.checkpoint.manifest import CHECKPOINTS, MANIFEST, Manifest, NotCommittedError, file_problems, read_manifest
 from runner.storage import Store
 
 _NUM_COPIERS = 4
@@ -22,7 +15,7 @@ class Entry:
     """One directory below `checkpoints/`, and what is wrong with it."""
 
     name: str
-    manifest: dict[str, Any] | None
+    manifest: Manifest | None
     problems: tuple[str, ...] = ()
     is_committed: bool = True
 
@@ -39,7 +32,7 @@ def entries(store: Store, verify: bool = False) -> Iterator[Entry]:
         except (ValueError, KeyError) as error:
             yield Entry(name, None, (f"{MANIFEST}: {error}",))
         else:
-            yield Entry(name, manifest, tuple(file_problems(store, directory, manifest)) if verify else ())
+            yield Entry(name, manifest, tuple(file_problems(store, directory, manifest.files)) if verify else ())
 
 
 def report(store: Store, verify: bool) -> tuple[list[str], bool]:
@@ -50,12 +43,12 @@ def report(store: Store, verify: bool) -> tuple[list[str], bool]:
             state = "DAMAGED" if entry.is_committed else "not committed"
             lines.append(f"{entry.name:>10}  {state}")
         else:
-            num_bytes = sum(size for size, _ in entry.manifest["files"].values())
-            moment = datetime.datetime.fromtimestamp(entry.manifest["time"]).isoformat(" ", "seconds")
+            manifest = entry.manifest
+            moment = datetime.datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
             state = "DAMAGED" if entry.problems else "good" if verify else "committed"
             lines.append(
-                f"{entry.name:>10}  {state}  {num_bytes / 1e6:,.1f} MB in {len(entry.manifest['files'])} files  "
-                f"{moment}  attempt {entry.manifest['attempt']}  fingerprint {entry.manifest['fingerprint']}"
+                f"{entry.name:>10}  {state}  {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files  "
+                f"{moment}  attempt {manifest.attempt}  fingerprint {manifest.fingerprint}"
             )
         lines += [f"{'':>10}  {problem}" for problem in entry.problems]
         is_good = is_good and not (entry.problems and entry.is_committed)

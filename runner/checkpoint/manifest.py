@@ -1,14 +1,15 @@
 """The manifest: what makes a directory a checkpoint, and what its files must look like. Knows no arrays.
 
 `manifest.json` holds the step, the identity of the run, shape, dtype and digest of every leaf, size and CRC-32C of
-every file, and a digest of itself. In a bucket a *void* manifest says that a step was never committed and that whoever
-may still be writing it has lost the right to: only one of the two can be created.
+every file, and a digest of itself. In a bucket a tombstone stands in its place (`tombstone`) where a step was never
+committed and whoever may still be writing it has lost the right to.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
-from runner.checkpoint.fingerprint import describe
+from runner.checkpoint.fingerprint import LeafRecord, LeafShape, describe
 from runner.errors import ResumeError
 from runner.spec import hash_of
 from runner.storage import Store, encode_json, read_json
@@ -16,31 +17,97 @@ from runner.storage import Store, encode_json, read_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-_RETIRED = ".retired"
+TOMBSTONE = "void"  # the key of a tombstone: the attempt that has put it
 _NUM_READERS = 8
+
+Files = dict[str, list[Any]]  # name -> [bytes, CRC-32C]
+Json = dict[str, Any]
 
 
 class NotCommittedError(FileNotFoundError):
     """The directory holds no checkpoint: its save did not end, or was made void."""
 
 
-def encode_manifest(manifest: dict[str, Any]) -> bytes:
-    """The content of `manifest.json`, with its own digest."""
-    return encode_json(manifest | {"digest": hash_of(manifest)})
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint says of itself. The step's directory is `checkpoints/<name>`.
+
+    Attributes:
+        attempt: that has written it.
+        time: of the beginning of the save, seconds since the epoch.
+        job: the run's id.
+        identity: what defines the trajectory, by dotted key, and the fingerprint of the data.
+        arrays: the directory of the arrays, below the checkpoint's.
+        leaves: `{shape, dtype, digest}` by the leaf's dotted name.
+        fingerprint: of the whole state.
+        metric: that `checkpoint.keep_best` compares, where the step has it.
+        topology: of a trainer: mesh, device kind, processes and micro-batch.
+        files: size and CRC-32C by name, relative to the checkpoint's directory.
+        shards: of each leaf, where the arrays are pieces and not orbax's.
+        seconds: from the beginning of the save to its commit.
+        contested: a tombstone stood here before: an earlier attempt may still be about to commit this step.
+    """
+
+    name: str = ""
+    attempt: int = 0
+    time: float = 0.0
+    step: int = 0
+    job: str = ""
+    identity: Json = field(default_factory=dict)
+    arrays: str = ""
+    leaves: dict[str, LeafRecord] = field(default_factory=dict)
+    fingerprint: str = ""
+    metric: float | None = None
+    topology: Json | None = None
+    files: Files = field(default_factory=dict)
+    shards: dict[str, list[Json]] | None = None
+    seconds: float = 0.0
+    contested: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(size for size, _ in self.files.values())
+
+    @property
+    def is_of_a_step(self) -> bool:
+        """Whether it is resumed from and retained by count: its name is its step's number."""
+        return self.name == str(self.step)
+
+    def encode(self) -> bytes:
+        """The content of `manifest.json`."""
+        return seal(self.to_json())
+
+    def to_json(self) -> Json:
+        """As JSON; what is absent is left out."""
+        present = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {"format": FORMAT} | {
+            key: value for key, value in present.items() if value is not None and value is not False
+        }
+
+    @classmethod
+    def from_json(cls, record: Json) -> Self:
+        """The inverse of `to_json`; keys that are not known are passed over."""
+        return cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
 
 
-def read_manifest(store: Store, directory: str) -> dict[str, Any]:
+def seal(record: Json) -> bytes:
+    """`record` with its own digest, as the content of a file."""
+    return encode_json(record | {"digest": hash_of(record)})
+
+
+def read_manifest(store: Store, directory: str) -> Manifest:
     """The manifest of one checkpoint. Raises `NotCommittedError`, or `ValueError` if it is damaged."""
     try:
-        manifest = read_json(store, f"{directory}/{MANIFEST}")
+        record = read_json(store, f"{directory}/{MANIFEST}")
     except FileNotFoundError as error:
         raise NotCommittedError("no manifest.json: it was never committed") from error
-    digest = manifest.pop("digest", None)
-    if digest != hash_of(manifest) or manifest.get("format") != FORMAT:
+    digest = record.pop("digest", None)
+    if digest != hash_of(record) or record.get("format") != FORMAT:
         raise ValueError("damaged: it does not match its own digest")
-    if "void" in manifest:
-        raise NotCommittedError(f"attempt {manifest['void']} found it unfinished")
-    return manifest
+    if TOMBSTONE in record:
+        raise NotCommittedError(f"attempt {record[TOMBSTONE]} found it unfinished")
+    return Manifest.from_json(record)
 
 
 def steps(store: Store) -> list[int]:
@@ -48,10 +115,10 @@ def steps(store: Store) -> list[int]:
     return sorted(int(name) for name in store.children(CHECKPOINTS) if name.isdecimal())
 
 
-def committed(store: Store) -> dict[int, dict[str, Any]]:
+def committed(store: Store) -> dict[int, Manifest]:
     """The manifests of all steps that have a whole one, ascending by step."""
 
-    def read(step: int) -> dict[str, Any] | None:
+    def read(step: int) -> Manifest | None:
         try:
             return read_manifest(store, f"{CHECKPOINTS}/{step}")
         except (FileNotFoundError, ValueError):
@@ -63,7 +130,7 @@ def committed(store: Store) -> dict[int, dict[str, Any]]:
     return {step: manifest for step, manifest in zip(numbers, manifests, strict=True) if manifest is not None}
 
 
-def newest_manifest(store: Store) -> dict[str, Any] | None:
+def newest_manifest(store: Store) -> Manifest | None:
     """The newest manifest that can be read, None if there is none."""
     for step in reversed(steps(store)):
         try:
@@ -73,9 +140,7 @@ def newest_manifest(store: Store) -> dict[str, Any] | None:
     return None
 
 
-def file_problems(
-    store: Store, directory: str, manifest: dict[str, Any], part: int = 0, num_parts: int = 1
-) -> list[str]:
+def file_problems(store: Store, directory: str, files: Files, part: int = 0, num_parts: int = 1) -> list[str]:
     """What is wrong with the bytes of a checkpoint, a line a bad file. Checks every `num_parts`-th file.
 
     Reads every byte, except where the store reports digests of its own.
@@ -83,7 +148,7 @@ def file_problems(
     sizes = store.sizes(directory)
 
     def problem(name: str) -> str | None:
-        size, digest = manifest["files"][name]
+        size, digest = files[name]
         if name not in sizes:
             return f"{name} is missing"
         if sizes[name] != size:
@@ -96,27 +161,26 @@ def file_problems(
         return None
 
     with ThreadPoolExecutor(_NUM_READERS) as pool:
-        found = pool.map(problem, sorted(manifest["files"])[part::num_parts])
+        found = pool.map(problem, sorted(files)[part::num_parts])
         return [text for text in found if text is not None]
 
 
-def check_leaves(manifest: dict[str, Any], abstract: Any, may_hold_more: bool = False) -> None:
+def check_leaves(manifest: Manifest, abstract: Any, may_hold_more: bool = False) -> None:
     """Raise `ResumeError` if the job's state has other leaves than the checkpoint: its code or spec has changed.
 
     With `may_hold_more`, leaves that only the checkpoint has are passed over.
     """
     expected = describe(abstract)
-    saved = {name: {"shape": leaf["shape"], "dtype": leaf["dtype"]} for name, leaf in manifest["leaves"].items()}
+    saved = {name: LeafShape(shape=leaf["shape"], dtype=leaf["dtype"]) for name, leaf in manifest.leaves.items()}
     compared = expected.keys() if may_hold_more else expected.keys() | saved.keys()
     names = sorted(name for name in compared if expected.get(name) != saved.get(name))
     if names:
         lines = [f"{name}: checkpoint has {_leaf(saved, name)}, the job {_leaf(expected, name)}" for name in names[:8]]
         more = f"\n  and {len(names) - 8} more" if len(names) > 8 else ""
-        raise ResumeError(f"checkpoint {manifest['name']} does not fit this job\n  " + "\n  ".join(lines) + more)
+        raise ResumeError(f"checkpoint {manifest.name} does not fit this job\n  " + "\n  ".join(lines) + more)
 
 
-def _leaf(leaves: dict[str, dict[str, Any]], name: str) -> str:
+def _leaf(leaves: dict[str, LeafShape], name: str) -> str:
     if name not in leaves:
         return "nothing"
-    shape, dtype = leaves[name]["shape"], leaves[name]["dtype"]
-    return f"{dtype}[{','.join(map(str, shape))}]"
+    return f"{leaves[name]['dtype']}[{','.join(map(str, leaves[name]['shape']))}]"

@@ -21,7 +21,7 @@ from runner.storage import digest_of
 PIECE_BYTES = 64 << 20
 NUM_READERS = 8
 
-Host = dict[str, list[tuple[list[int], np.ndarray]]]  # leaf -> (start, block) of each shard
+Blocks = dict[str, list[tuple[list[int], np.ndarray]]]  # leaf -> (start, block) of each shard, in this host's memory
 Shard = dict[str, Any]  # {"start": [...], "shape": [...], "pieces": [file names]}
 Index = tuple[slice, ...]
 
@@ -30,7 +30,7 @@ class DamagedError(ValueError):
     """The bytes of a piece are not those that were written."""
 
 
-def copy_to_host(leaves: dict[str, jax.Array], share: Literal["own", "all"] = "own") -> Host:
+def copy_to_host(leaves: dict[str, jax.Array], share: Literal["own", "all"] = "own") -> Blocks:
     """Shards of every leaf that this process holds. The arrays may be donated as soon as this returns.
 
     Of `own`, those that no device of lower rank holds too, all processes together have each once; of `all`, every
@@ -70,12 +70,12 @@ class Table:
             self.shards.setdefault(name, []).extend(shards)
 
 
-def write(directory: Path, prefix: str, host: Host) -> Table:
+def write(directory: Path, prefix: str, blocks: Blocks) -> Table:
     """Write every shard below `directory`/`prefix`; names in the table are relative to `directory`. Not flushed."""
     table = Table()
     (directory / prefix).mkdir(parents=True, exist_ok=True)
-    for leaf, blocks in host.items():
-        for start, block in blocks:
+    for leaf, own in blocks.items():
+        for start, block in own:
             stem = f"{prefix}/{urllib.parse.quote(leaf, safe='.')}.{'_'.join(map(str, start))}"
             pieces = []
             for number, piece in enumerate(_pieces(block)):

@@ -9,28 +9,27 @@ import jax
 import orbax.checkpoint as ocp
 
 from runner.checkpoint import pieces
+from runner.checkpoint.manifest import Files, Manifest
 from runner.storage import Store
 
 Leaves = dict[str, Any]
 
 
-def read(store: Store, directory: str, manifest: dict[str, Any], leaves: Leaves) -> dict[str, jax.Array]:
+def read(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> dict[str, jax.Array]:
     """The arrays that `leaves` describe (shape, dtype, sharding) from one checkpoint. Called on every host.
 
     Raises `ValueError` or `OSError` if the bytes are not there or not good.
     """
-    if "shards" in manifest:
-        return pieces.read(
-            lambda name: store.read(f"{directory}/{name}"), manifest["files"], manifest["shards"], leaves
-        )
+    if manifest.shards is not None:
+        return pieces.read(lambda name: store.read(f"{directory}/{name}"), manifest.files, manifest.shards, leaves)
     if store.root is not None:
-        return _read_orbax(store.root / directory / manifest["arrays"], leaves)
+        return _read_orbax(store.root / directory / manifest.arrays, leaves)
     with tempfile.TemporaryDirectory() as temporary:
-        download(store, directory, manifest["files"], Path(temporary))
-        return _read_orbax(Path(temporary) / manifest["arrays"], leaves)
+        download(store, directory, manifest.files, Path(temporary))
+        return _read_orbax(Path(temporary) / manifest.arrays, leaves)
 
 
-def download(store: Store, directory: str, files: dict[str, list[Any]], target: Path) -> None:
+def download(store: Store, directory: str, files: Files, target: Path) -> None:
     """Copy the files of a checkpoint to the same names below `target`, in parallel."""
 
     def fetch(name: str) -> None:

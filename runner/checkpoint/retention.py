@@ -1,11 +1,11 @@
 """Which steps may go, and how they go. By step number: never by a time, never by the order of a listing."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from runner.checkpoint.manifest import CHECKPOINTS, committed
-from runner.checkpoint.save import Place
-from runner.checkpoint.tombstone import remove_files, withdraw
+from runner.attempt.claim import Attempt
+from runner.checkpoint.manifest import CHECKPOINTS, Manifest, committed
+from runner.checkpoint.tombstone import remove_files, uncommit
 from runner.terminal import warn
 
 Mode = Literal["min", "max"]
@@ -32,38 +32,37 @@ def superfluous(
     return [step for step in steps if step not in kept]
 
 
-def delete(place: Place, step: int) -> None:
+def delete(attempt: Attempt, step: int) -> None:
     """Delete one step: first the manifest, then the files. Main host only."""
-    assert place.fence.attempt is not None
-    place.fence.check()
+    attempt.fence.check()
     directory = f"{CHECKPOINTS}/{step}"
-    withdraw(place.store, directory, place.fence.attempt)
-    remove_files(place.store, directory)
+    uncommit(attempt.store, directory, attempt.number)
+    remove_files(attempt.store, directory)
 
 
 class Retention:
     """The committed steps of a run, and the rule by which they stay. Main host only."""
 
-    def __init__(self, place: Place, keep_last: int, keep_every_steps: int | None = None, best: Mode | None = None):
-        self._place = place
+    def __init__(self, attempt: Attempt, keep_last: int, keep_every_steps: int | None = None, best: Mode | None = None):
+        self._attempt = attempt
         self._rule = (keep_last, keep_every_steps, best)
         self._metrics: dict[int, float | None] = {}
 
     def look(self) -> None:
         """Take in what is there when an attempt begins, and delete what one that was killed has left undeleted."""
-        self._metrics = {step: manifest.get("metric") for step, manifest in committed(self._place.store).items()}
+        self._metrics = {step: manifest.metric for step, manifest in committed(self._attempt.store).items()}
         self._prune()
 
-    def apply(self, manifest: dict[str, Any]) -> None:
+    def apply(self, manifest: Manifest) -> None:
         """Take in a step that has just been committed, and delete what it has made superfluous. In the background."""
-        self._metrics[manifest["step"]] = manifest.get("metric")
+        self._metrics[manifest.step] = manifest.metric
         self._prune()
 
     def _prune(self) -> None:
         """Delete what is superfluous. What cannot be deleted now is tried again after the next commit."""
         for step in superfluous(self._metrics, *self._rule):
             try:
-                delete(self._place, step)
+                delete(self._attempt, step)
             except OSError as error:
                 warn(f"checkpoint {step} cannot be deleted, will be tried again: {error}")
                 return

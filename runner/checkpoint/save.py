@@ -6,7 +6,7 @@ is its step. A directory without a manifest is not a checkpoint, whatever it hol
 Save, called on every host with the same step:
 1. The writer copies what it must and returns; it writes in the background, below a name of this attempt, so a zombie of
    an earlier attempt can never write into files of this one. (On a CPU nothing is copied and all of it is in the
-   background: training goes on in other memory, see `unshare`.)
+   background: training goes on in other memory, see `double_buffer`.)
 2. The fingerprint of every leaf is dispatched on the device, from the very arrays that are saved. (After 1, because on
    a CPU the two would contend while the training thread waits.)
 3. When every host's part is durable, host 0 notes size and CRC-32C of each file, checks that its attempt is still the
@@ -15,7 +15,7 @@ Save, called on every host with the same step:
    that looks whole. Never the newest.
 
 A zombie may have passed the check of 3 and been stopped before it creates the manifest. A newer attempt therefore
-retires every unfinished step (`manifest.retire`) by an act of which only one can win, that or the commit: either the
+buries every unfinished step (`tombstone`) by an act of which only one can win, that or the commit: either the
 zombie's checkpoint is whole and counts, or it can never be committed.
 
 In a bucket training never waits for a save: while one is on its way, a save that falls due is left out and the ledger
@@ -23,182 +23,189 @@ says so. If `max_unsaved_seconds` pass from the begin of a save without any comm
 """
 
 import contextlib
-import functools
+import enum
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from runner.attempt.event_log import EventLog
-from runner.attempt.fence import Fence
+from runner.attempt.claim import Attempt
 from runner.checkpoint import fingerprint, pieces
+from runner.checkpoint.double_buffer import DoubleBuffer
 from runner.checkpoint.fast import FastTier
-from runner.checkpoint.manifest import CHECKPOINTS, FORMAT
+from runner.checkpoint.manifest import CHECKPOINTS, Manifest
 from runner.checkpoint.tombstone import commit
-from runner.checkpoint.writer import Writer
+from runner.checkpoint.writer import Writer, Written
 from runner.errors import FencedError, StorageError, first_line
-from runner.hosts.join import Hosts
-from runner.storage import Store
 from runner.terminal import warn
 
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where checkpoints are, and whose attempt this is. The same parts for saving and for restoring."""
+class SaveKind(enum.Enum):
+    """Where a save goes. Whatever is saved as a step goes into the fast tier too, if there is one."""
 
-    store: Store
-    hosts: Hosts
-    fence: Fence
-    ledger: EventLog
-    fast: FastTier | None = None
+    FAST = "fast"  # into the fast tier alone
+    DURABLE = "durable"  # into the run's directory; in a bucket left out while an earlier save is on its way
+    REQUIRED = "required"  # into the run's directory, whatever it takes
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What rides on a save besides the state.
+
+    Attributes:
+        metric: the value that `checkpoint.keep_best` compares, None if this step has none.
+        topology: for the manifest: the hardware, and what was chosen for it.
+        attachments: makes the small files that a state in the fast tier must have beside it. Main host only.
+        flush: makes durable what must not be behind a checkpoint; may raise `OSError`. In the background.
+    """
+
+    metric: float | None = None
+    topology: dict[str, Any] | None = None
+    attachments: Callable[[], dict[str, bytes]] = dict
+    flush: Callable[[], None] = lambda: None
 
 
 @dataclass
 class _Save:
     """One save on its way: all that the background needs."""
 
-    manifest: dict[str, Any]
+    draft: Manifest  # without digests and files
+    flush: Callable[[], None]
+    shapes: dict[str, fingerprint.LeafShape]
     layout: fingerprint.Layout
-    digests: jax.Array
     started_seconds: float
-    finish: Callable[[float], dict[str, Any]] | None
-    host: pieces.Host | None
-    companions: dict[str, bytes]
+    digests: jax.Array | None = None
+    finish: Callable[[float], Written] | None = None
+    blocks: pieces.Blocks | None = None
+    attachments: dict[str, bytes] = field(default_factory=dict)
     error: BaseException | None = None
 
-    def with_digests(self) -> dict[str, Any]:
-        """The manifest with the fingerprint of every leaf. Waits for the device."""
-        found = self.layout.leaf_digests(self.digests)
-        leaves = {name: record | {"digest": found[name]} for name, record in self.manifest["leaves"].items()}
-        return self.manifest | {"leaves": leaves, "fingerprint": fingerprint.combine(leaves)}
+    def manifest(self) -> Manifest:
+        """The draft with the fingerprint of every leaf. Waits for the device."""
+        assert self.digests is not None
+        leaves = fingerprint.with_digests(self.shapes, self.layout.leaf_digests(self.digests))
+        return replace(self.draft, leaves=leaves, fingerprint=fingerprint.combine(leaves))
 
     @property
     def directory(self) -> str:
-        return f"{CHECKPOINTS}/{self.manifest['name']}"
+        return f"{CHECKPOINTS}/{self.draft.name}"
 
     @property
     def target(self) -> str:
-        return f"{self.directory}/{self.manifest['arrays']}"
+        return f"{self.directory}/{self.draft.arrays}"
 
-
-@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-def _copy(state: Any, spare: Any) -> Any:
-    """A copy of `state` by all threads of the device, in the memory of `spare`, or in fresh memory if that is None."""
-    return jax.tree.map(jnp.copy, state)
+    @property
+    def seconds(self) -> float:
+        """Since the save began."""
+        return round(time.monotonic() - self.started_seconds, 4)
 
 
 class Saver:
-    """Saves of one attempt, at most one at a time on its way. Made and called on every host."""
+    """Saves of one attempt, at most one at a time on its way. Made and called on every host.
+
+    Attributes:
+        stall_seconds: that the last durable save has blocked its caller; None before the first.
+        durable_seconds: that the last one has taken to be durable.
+    """
 
     def __init__(
         self,
-        place: Place,
+        attempt: Attempt,
         writer: Writer,
+        fast: FastTier | None,
         max_unsaved_seconds: float,
-        before_commit: Callable[[], None],
-        after_commit: Callable[[dict[str, Any]], None],
+        after_commit: Callable[[Manifest], None],
     ):
-        self._place = place
+        self._attempt = attempt
         self._writer = writer
+        self._fast = fast
         self._max_unsaved_seconds = max_unsaved_seconds
-        self._before_commit = before_commit
         self._after_commit = after_commit
-        self._may_leave_out = place.store.root is None
-        self._is_unshared = jax.default_backend() == "cpu"
+        self._buffer = DoubleBuffer()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._pending: Future[bool] | None = None
         self._fast_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fast")
         self._pending_fast: Future[None] | None = None
-        self._spare: Any = None
-        self._spare_reader: Future[bool] | None = None  # the durable save that may still read the spare memory
-        self._reader: Future[bool] | None = None  # the one that reads the state of the last `save`
         self._unsaved_since_seconds: float | None = None
-        self.stall_seconds: float | None = None  # that the last durable save has blocked its caller
-        self.durable_seconds = 0.0  # that the last one has taken to be durable
+        self.stall_seconds: float | None = None
+        self.durable_seconds = 0.0
 
-    def save(
-        self,
-        name: str,
-        state: Any,
-        record: dict[str, Any],
-        *,
-        durable: bool = True,
-        fast: bool = False,
-        companions: dict[str, bytes] | None = None,
-        must: bool = False,
-    ) -> bool:
-        """Begin to save `state` under `name`; whether a durable save began. Only `unshare(state)` may be donated then.
+    def save(self, draft: Manifest, state: Any, payload: Payload, kind: SaveKind) -> tuple[bool, Any]:
+        """Begin to save `state`: whether a durable save began, and the state to go on with.
 
-        Waits for an earlier save that is still being written; in a bucket, unless it `must`, leaves this one out.
-        `record` goes into the manifest, `companions` beside a part in the fast tier.
+        `draft` names the checkpoint, its step and its run. Only the state that is returned may be donated. Waits for an
+        earlier save that is still being written, unless this one is left out for it.
         """
-        place = self._place
-        if durable and self._may_leave_out and not must and self._is_busy():
-            if place.hosts.is_main:
-                place.ledger.append("save_left_out", record["step"], reason="an earlier save is still on its way")
-            durable = False
-        if not (durable or fast):
-            return False
-        if durable:
+        is_fast = self._fast is not None and draft.is_of_a_step
+        is_durable = kind is not SaveKind.FAST and not self._is_left_out(draft.step, kind)
+        if not (is_durable or is_fast):
+            return False, state
+        if is_durable:
             self.wait()
         self._wait_for_fast()
-        if place.hosts.is_main:
-            place.fence.glance()
-        started = time.monotonic()
-        if durable and self._unsaved_since_seconds is None:
-            self._unsaved_since_seconds = started
-        manifest = {"format": FORMAT, "name": name, "attempt": place.fence.attempt, "time": time.time()} | record
-        manifest |= {"arrays": f"arrays.{place.fence.attempt}", "leaves": fingerprint.describe(state)}
+        if self._attempt.hosts.is_main:
+            self._attempt.fence.glance()
+        started_seconds = time.monotonic()
+        if is_durable and self._unsaved_since_seconds is None:
+            self._unsaved_since_seconds = started_seconds
+        reader = self._begin(self._prepare(draft, state, payload, is_fast, started_seconds), state, is_durable, is_fast)
+        stall_seconds = time.monotonic() - started_seconds
+        self.stall_seconds = stall_seconds
+        tier = {} if is_durable else {"tier": "fast"}
+        self._attempt.record("save", draft.step, blocked_seconds=round(stall_seconds, 4), **tier)
+        return is_durable, self._buffer.swap(state, reader)
+
+    def _is_left_out(self, step: int, kind: SaveKind) -> bool:
+        """Whether training is not to wait, in a bucket, for an earlier save: host 0's answer, on every host."""
+        if kind is SaveKind.REQUIRED or self._attempt.store.root is not None:
+            return False
+        if not self._attempt.hosts.agree(self._pending is not None and not self._pending.done()):
+            return False
+        self._attempt.record("save_left_out", step, reason="an earlier save is still on its way")
+        return True
+
+    def _prepare(self, draft: Manifest, state: Any, payload: Payload, is_fast: bool, started_seconds: float) -> _Save:
+        number = self._attempt.number
+        draft = replace(
+            draft,
+            attempt=number,
+            time=time.time(),
+            arrays=f"arrays.{number}",
+            metric=payload.metric,
+            topology=payload.topology,
+        )
+        attachments = payload.attachments() if is_fast and self._attempt.hosts.is_main else {}
+        shapes, layout = fingerprint.describe(state), fingerprint.Layout(state)
+        return _Save(draft, payload.flush, shapes, layout, started_seconds, attachments=attachments)
+
+    def _begin(self, save: _Save, state: Any, is_durable: bool, is_fast: bool) -> Future[bool] | None:
+        """Copy what must be copied, then the digests (step 2), then the background; what still reads the state."""
         leaves = dict(zip(fingerprint.leaf_names(state), jax.tree.leaves(state), strict=True))
-        save = _Save(manifest, fingerprint.Layout(state), jnp.zeros(0), started, None, None, companions or {})
         try:
-            if durable:
-                save.finish = self._begin(save.target, leaves)
-            if fast:
-                save.host = pieces.copy_to_host(leaves, "all")
+            if is_durable:
+                save.finish = self._start_to_write(save.target, leaves)
+            if is_fast:
+                save.blocks = pieces.copy_to_host(leaves, "all")
         except WRITE_ERRORS as caught:
             save.error = caught
         save.digests = fingerprint.dispatch(state)
-        if save.host is not None:
-            self._pending_fast = self._fast_worker.submit(self._keep_fast, save, save.host)
-        if durable:
-            self._pending = self._worker.submit(self._work, save)
-        self._reader = self._pending if durable else None
-        self.stall_seconds = time.monotonic() - started
-        if place.hosts.is_main:
-            blocked_seconds = round(self.stall_seconds, 4)
-            tier = {} if durable else {"tier": "fast"}
-            place.ledger.append("save", record["step"], blocked_seconds=blocked_seconds, **tier)
-        return durable
+        if save.blocks is not None:
+            self._pending_fast = self._fast_worker.submit(self._keep_fast, save, save.blocks)
+        if not is_durable:
+            return None
+        self._pending = self._worker.submit(self._work, save)
+        return self._pending
 
-    def _begin(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], dict[str, Any]]:
+    def _start_to_write(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], Written]:
         """What writes the arrays in the background, once they may be donated or need not be."""
-        if self._is_unshared:
+        if self._buffer.is_needed:
             return lambda deadline_seconds: self._writer.start(target, leaves)(deadline_seconds)
         return self._writer.start(target, leaves)
-
-    def unshare(self, state: Any) -> Any:
-        """The state to go on with after a `save`: the same bits, in memory that no save reads.
-
-        On a CPU a save reads from the very memory of the arrays, and the step to which they are donated next would
-        have to copy them into fresh memory, on one thread. So training goes on with a copy in the memory that the save
-        before has read (in fresh memory while it still reads), and leaves that of this save for the next.
-        """
-        if not self._is_unshared:
-            return state
-        spare = self._spare if self._spare_reader is None or self._spare_reader.done() else None
-        self._spare, self._spare_reader = state, self._reader
-        return _copy(state, spare)
-
-    def _is_busy(self) -> bool:
-        """Whether an earlier save is on its way: host 0's answer, on every host."""
-        return bool(self._place.hosts.agree(self._pending is not None and not self._pending.done()))
 
     def _work(self, save: _Save) -> bool:
         """The background part of a durable save; whether it was committed."""
@@ -208,10 +215,10 @@ class Saver:
                 raise save.error
             assert save.finish is not None
             written = save.finish(self._max_unsaved_seconds)
-            self._before_commit()
-            if self._place.hosts.is_main:
-                seconds = round(time.monotonic() - save.started_seconds, 4)
-                self._commit(save, manifest | written | {"seconds": seconds})
+            save.flush()
+            if self._attempt.hosts.is_main:
+                whole = replace(manifest, files=written.files, shards=written.shards, seconds=save.seconds)
+                self._commit(save, whole)
         except FencedError:
             raise
         except WRITE_ERRORS as failure:
@@ -222,60 +229,57 @@ class Saver:
         self._after_commit(manifest)
         return True
 
-    def _manifest(self, save: _Save) -> dict[str, Any]:
+    def _manifest(self, save: _Save) -> Manifest:
         """The manifest with digests. Raises `ReplicaError` if the state is corrupt on some device."""
         try:
-            return save.with_digests()
+            return save.manifest()
         except fingerprint.ReplicaError as error:
-            step = save.manifest["step"]
-            self._place.ledger.append("corruption", step, reason=str(error))
+            step = save.draft.step
+            self._attempt.events.append("corruption", step, reason=str(error))
             raise fingerprint.ReplicaError(f"step {step} is not saved: {error}; the last commit is intact") from error
 
-    def _keep_fast(self, save: _Save, host: pieces.Host) -> None:
-        assert self._place.fast is not None
+    def _keep_fast(self, save: _Save, blocks: pieces.Blocks) -> None:
+        assert self._fast is not None
         manifest = self._manifest(save)
         try:
-            self._place.fast.write(manifest, host, save.companions)
+            self._fast.write(manifest, blocks, save.attachments)
         except WRITE_ERRORS as failure:
-            warn(f"step {save.manifest['step']} is not in the fast tier: {first_line(failure)}")
-            self._place.ledger.append("save_failed", save.manifest["step"], tier="fast", reason=first_line(failure))
+            warn(f"step {manifest.step} is not in the fast tier: {first_line(failure)}")
+            self._attempt.events.append("save_failed", manifest.step, tier="fast", reason=first_line(failure))
             return
-        if self._place.hosts.is_main:
-            seconds = round(time.monotonic() - save.started_seconds, 4)
-            self._place.ledger.append("commit", save.manifest["step"], tier="fast", seconds_to_durable=seconds)
+        self._attempt.record("commit", manifest.step, tier="fast", seconds_to_durable=save.seconds)
 
-    def _commit(self, save: _Save, manifest: dict[str, Any]) -> None:
+    def _commit(self, save: _Save, manifest: Manifest) -> None:
         """Main host only."""
-        place, attempt = self._place, self._place.fence.attempt
-        assert attempt is not None
-        place.fence.check()
+        attempt = self._attempt
+        attempt.fence.check()
         try:
-            commit(place.store, save.directory, manifest, attempt)
+            commit(attempt.store, save.directory, manifest, attempt.number)
         except (FileExistsError, FileNotFoundError):  # another attempt has decided about this step
-            place.fence.check()
+            attempt.fence.check()
             raise
-        place.ledger.append(
+        attempt.events.append(
             "commit",
-            manifest["step"],
-            fingerprint=manifest["fingerprint"],
-            seconds_to_durable=round(time.monotonic() - save.started_seconds, 4),
-            bytes=sum(size for size, _ in manifest["files"].values()),
+            manifest.step,
+            fingerprint=manifest.fingerprint,
+            seconds_to_durable=save.seconds,
+            bytes=manifest.num_bytes,
         )
 
     def _give_up(self, save: _Save, failure: BaseException) -> None:
         """Say loudly that a save failed, and free its space. Training goes on; the next save is tried."""
-        place = self._place
-        if place.hosts.is_main:
-            place.fence.check()
+        attempt = self._attempt
+        if attempt.hosts.is_main:
+            attempt.fence.check()
         self._writer.discard(save.target)
-        if not place.hosts.is_main:
+        if not attempt.hosts.is_main:
             return
-        if place.store.root is not None:
+        if attempt.store.root is not None:
             with contextlib.suppress(OSError):
-                (place.store.root / save.directory).rmdir()
-        reason, step = first_line(failure), save.manifest["step"]
+                (attempt.store.root / save.directory).rmdir()
+        reason, step = first_line(failure), save.draft.step
         warn(f"SAVE FAILED at step {step}: {reason}; the last commit is intact")
-        place.ledger.append("save_failed", step, reason=reason)
+        attempt.events.append("save_failed", step, reason=reason)
 
     def wait(self) -> bool:
         """Block until the pending save is committed or given up; whether it was committed. True if none is pending.
@@ -290,7 +294,7 @@ class Saver:
         except FencedError as error:
             fenced = str(error)
         self._pending = None
-        committed, fenced = self._place.hosts.agree([committed, fenced])
+        committed, fenced = self._attempt.hosts.agree([committed, fenced])
         if fenced is not None:
             raise FencedError(fenced)
         return committed
@@ -310,7 +314,7 @@ class Saver:
             if isinstance(error, fingerprint.ReplicaError):
                 raise error
         since = self._unsaved_since_seconds
-        if self._place.hosts.is_main and since is not None:
+        if self._attempt.hosts.is_main and since is not None:
             unsaved_seconds = time.monotonic() - since
             if unsaved_seconds > self._max_unsaved_seconds:
                 raise StorageError(
@@ -323,9 +327,3 @@ class Saver:
         self._fast_worker.shutdown()
         self._worker.shutdown()
         self._writer.close()
-
-
-def raise_unless_committed(committed: bool, step: int) -> None:
-    """Raise `StorageError` if the state of a job that ends could not be saved."""
-    if not committed:
-        raise StorageError(f"the state of step {step} could not be saved; run the same command again")

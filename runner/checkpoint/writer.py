@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,20 +18,29 @@ import jax
 import orbax.checkpoint as ocp
 
 from runner.checkpoint import pieces
+from runner.checkpoint.manifest import Files
 from runner.hosts.join import Hosts
 from runner.storage import Store
 
 NUM_UPLOADS = 8
 
 
+@dataclass(frozen=True)
+class Written:
+    """What the manifest must say of the arrays that a writer has written."""
+
+    files: Files = field(default_factory=dict)
+    shards: dict[str, list[pieces.Shard]] | None = None
+
+
 class Writer(Protocol):
     """Writes arrays below one name of a store. Called on every host."""
 
-    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], dict[str, Any]]:
+    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], Written]:
         """Begin to write below `target`; returns as soon as the arrays may be donated. On any thread.
 
-        The function returned blocks until every host's part is durable, at most so many seconds. On the main host it
-        returns what the manifest must say: `files`, and `shards` if there are. It may raise `OSError` or `ValueError`.
+        The function returned blocks until every host's part is durable, at most so many seconds; what it returns counts
+        on the main host. It may raise `OSError` or `ValueError`.
         """
 
     def discard(self, target: str) -> None:
@@ -59,22 +69,20 @@ class OrbaxWriter:
         self._store, self._root, self._hosts = store, store.root, hosts
         self._orbax = _make_checkpointer(hosts)
 
-    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], dict[str, Any]]:
+    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], Written]:
         """See `Writer`."""
         self._orbax.save(self._root / target, args=ocp.args.PyTreeSave(leaves), force=True)
         return lambda _: self._finish(target)
 
-    def _finish(self, target: str) -> dict[str, Any]:
+    def _finish(self, target: str) -> Written:
         self._orbax.wait_until_finished()
         if not self._hosts.is_main:
-            return {}
+            return Written()
         arrays = target.rpartition("/")[2]
         sizes = self._store.sizes(target)
-        return {
-            "files": {
-                f"{arrays}/{name}": [size, self._store.digest(f"{target}/{name}")] for name, size in sizes.items()
-            }
-        }
+        return Written(
+            {f"{arrays}/{name}": [size, self._store.digest(f"{target}/{name}")] for name, size in sizes.items()}
+        )
 
     def discard(self, target: str) -> None:
         """See `Writer`."""
@@ -97,22 +105,22 @@ class PieceWriter:
         self._staging = staging
         self._num_saves = 0
 
-    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], dict[str, Any]]:
+    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], Written]:
         """See `Writer`."""
-        host = pieces.copy_to_host(leaves)
+        blocks = pieces.copy_to_host(leaves)
         self._num_saves += 1
         key = f"runner/pieces/{self._num_saves}"
-        return lambda deadline_seconds: self._finish(target, host, key, deadline_seconds)
+        return lambda deadline_seconds: self._finish(target, blocks, key, deadline_seconds)
 
-    def _finish(self, target: str, host: pieces.Host, key: str, deadline_seconds: float) -> dict[str, Any]:
+    def _finish(self, target: str, blocks: pieces.Blocks, key: str, deadline_seconds: float) -> Written:
         started = time.monotonic()
         directory, _, arrays = target.rpartition("/")
         message: dict[str, Any]
         try:
             self._staging.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._staging) as temporary:
-                table = pieces.write(Path(temporary), f"{arrays}/{self._hosts.process_id}", host)
-                host.clear()
+                table = pieces.write(Path(temporary), f"{arrays}/{self._hosts.process_id}", blocks)
+                blocks.clear()
                 upload(self._store, Path(temporary), directory, table, deadline_seconds)
             message = {"files": table.files, "shards": table.shards}
         except OSError as error:
@@ -126,7 +134,7 @@ class PieceWriter:
             if "error" in part:
                 raise OSError(part["error"])
             whole.add(pieces.Table(part["files"], part["shards"]))
-        return {"files": whole.files, "shards": whole.shards}
+        return Written(whole.files, whole.shards)
 
     def discard(self, target: str) -> None:
         """See `Writer`. What has been uploaded stays until the next attempt or retention deletes it."""

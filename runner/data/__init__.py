@@ -18,19 +18,20 @@ Importing it imports jax and grain (half a second and more): do that when a job 
 """
 
 from runner.data.batch import global_batch
-from runner.data.dataset import Batch, Dataset, check_vocabulary, load_dataset
+from runner.data.dataset import Dataset, Rows, batch_fields, check_vocabulary, load_dataset
 from runner.data.prefetch import Prefetcher
 from runner.data.source import is_available
 from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
 from runner.storage import default_cache_directory
 
 __all__ = [
-    "Batch",
     "ByteTokenizer",
     "CharacterTokenizer",
     "Dataset",
     "Prefetcher",
+    "Rows",
     "Tokenizer",
+    "batch_fields",
     "check_vocabulary",
     "default_cache_directory",
     "global_batch",

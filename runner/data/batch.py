@@ -10,29 +10,29 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from runner.data.dataset import Batch, Dataset, SplitName
+from runner.data.dataset import Dataset, Rows, SplitName
 
 
 def global_batch(
     dataset: Dataset, split: SplitName, step: int, *, accumulate_steps: int, micro_batch: int, sharding: Sharding
 ) -> dict[str, jax.Array]:
-    """Return `{"x", "y", "padding_mask"}`, each (S, B, T), of the step that follows `step` completed ones.
+    """Return the data set's fields, each (S, B, T), of the step that follows `step` completed ones.
 
     Called on every host. Each reads only the rows that its devices hold, and each of them once: devices that
-    replicate a row, and the three arrays, share the read. `sharding` is that of all three.
+    replicate a row, and the arrays of a batch, share the read. `sharding` is that of all of them.
     """
     S, B, T = accumulate_steps, micro_batch, dataset.sequence_length
     first = step * S * B
 
     @functools.cache
-    def read(micro: int, start: int, count: int) -> Batch:
+    def read(micro: int, start: int, count: int) -> Rows:
         return dataset.rows(split, first + micro * B + start, count)
 
     def shard(field: str, index: tuple[slice, ...]) -> np.ndarray:
         micros, rows, positions = range(S)[index[0]], range(B)[index[1]], index[2]
-        return np.stack([getattr(read(micro, rows.start, len(rows)), field)[:, positions] for micro in micros])
+        return np.stack([read(micro, rows.start, len(rows))[field][:, positions] for micro in micros])
 
     return {
         field: jax.make_array_from_callback((S, B, T), sharding, functools.partial(shard, field))
-        for field in Batch._fields
+        for field in dataset.fields
     }

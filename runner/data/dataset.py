@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -18,19 +18,22 @@ from runner.errors import DataError
 from runner.storage import default_cache_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from runner.config import DataConfig
 
 SplitName = Literal["train", "validation"]
 
 
-class Batch(NamedTuple):
-    """Rows of examples, each array (count, T): x and y int32, y the token after x; padding_mask bool, True is real."""
+Rows = dict[str, np.ndarray]
 
-    x: np.ndarray
-    y: np.ndarray
-    padding_mask: np.ndarray
+
+def batch_fields(config: "DataConfig") -> dict[str, type[np.generic]]:
+    """The arrays of a batch by name, with their dtypes; each has one value a token.
+
+    `x` is the input, `y` the token after it, `padding_mask` is True where the target is real.
+    """
+    return {"x": np.int32, "y": np.int32, "padding_mask": np.bool_}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,7 @@ class Dataset:
 
     source: str
     sequence_length: int
+    fields: "Mapping[str, type[np.generic]]"
     fingerprint: str
     tokenizer: Tokenizer | None  # None for token files, whose ids came from elsewhere
     _tokens: Tokens
@@ -77,8 +81,8 @@ class Dataset:
             raise DataError(f"data.source={self.source}: token id {id_range.smallest} at {position} is negative")
         return id_range
 
-    def rows(self, split: SplitName, first: int, count: int) -> Batch:
-        """Return examples `first .. first + count` of a split.
+    def rows(self, split: SplitName, first: int, count: int) -> Rows:
+        """Return examples `first .. first + count` of a split, each field (count, T).
 
         Train is an endless shuffled stream. Validation is in order, and beyond its last window all is padding, so
         that a loss weighted by real tokens counts each validation target exactly once.
@@ -92,7 +96,7 @@ class Dataset:
             window = self._order[first + row] if split == "train" else first + row
             self._tokens.read_into(windows[row], part.window_start(window))
         is_real[:num_real] = True
-        return Batch(windows[:, :-1], windows[:, 1:], is_real)
+        return {"x": windows[:, :-1], "y": windows[:, 1:], "padding_mask": is_real}
 
 
 def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | None = None) -> Dataset:
@@ -128,6 +132,7 @@ def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | Non
     return Dataset(
         source=config.source,
         sequence_length=config.sequence_length,
+        fields=batch_fields(config),
         fingerprint=hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
         tokenizer=tokenizer,
         _tokens=tokens,

@@ -10,5 +10,5 @@ The map, in layers; a module imports only from those above it.
 - `program`   the compiled steps' own figures: memory, collectives
 - `report`    the sections of a plan
 - `search`    meshes x micro-batches x what the job declares, ranked by predicted step time
-- `command`   the command
+- `preflight` the whole of a plan, and of a search
 """

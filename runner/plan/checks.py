@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.checkpoint.manifest import newest_manifest
-from runner.data import Dataset
+from runner.data import Dataset, check_vocabulary
 from runner.errors import RunnerError
 from runner.job import RestoreableJob
 from runner.periodic import tokens_at
@@ -53,20 +53,27 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
     return None
 
 
-def check_data(job: BaseTrainer, findings: Findings) -> Section:
-    """Load the data, as the job would: its tokens against the budget. Sets `job.vocabulary_size` if that is known."""
+@dataclass(frozen=True)
+class DataCheck:
+    """What is known of the data of a job after looking for them."""
+
+    section: Section
+    is_found: bool
+    is_vocabulary_known: bool
+
+
+def check_data(job: BaseTrainer, findings: Findings) -> DataCheck:
+    """Load the data, as the job would: its tokens against the budget."""
     section = Section("data")
     found: Dataset | None = None
     with findings.collect():
-        found = job.load_data()
-    given = getattr(job.config.model, "vocabulary_size", "auto")
+        found = job.dataset
     if found is None:
-        if given != "auto":
-            job.vocabulary_size = int(given)
-        return section
-    job.dataset = found
+        return DataCheck(section, False, getattr(job.config.model, "vocabulary_size", "auto") != "auto")
+    is_vocabulary_known = False
     with findings.collect():
-        job.vocabulary_size = job.check_vocabulary()
+        check_vocabulary(found, job.vocabulary_size)
+        is_vocabulary_known = True
     section.add("source", job.config.data.source, "text", "counted")
     section.add("fingerprint", found.fingerprint, "text", "counted")
     section.add("training windows", found.num_train_windows, "", "counted", "of sequence_length tokens")
@@ -75,29 +82,32 @@ def check_data(job: BaseTrainer, findings: Findings) -> Section:
     budget = tokens_at(job.total_steps, job.config.tokens_per_step)
     section.add("training tokens", tokens, "", "counted")
     section.add("epochs", budget / tokens, "", "counted", f"{budget:,} tokens of the run")
-    return section
+    return DataCheck(section, True, is_vocabulary_known)
 
 
-def check_directory(job: RestoreableJob, findings: Findings) -> Section:
-    """Whose the directory is, whether it can be written, and what a start would resume."""
+def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) -> Section:
+    """Whose the directory is, whether it can be written, and what a start would resume.
+
+    `can_compare` says whether the job knows all that defines its trajectory, its data included.
+    """
     section = Section("directory")
     section.add("url", job.store.url, "text", "counted")
     done: bool | None = None
     with findings.collect():
         if job.store.root is not None:
             _check_writable(job, job.store.root)
-        done = job.probe_and_ask_if_done()
+        done = job.check_directory_and_ask_if_done()
     if done is None:
         return section
     manifest = None
     with findings.collect():
         manifest = newest_manifest(job.store)
-        if manifest is not None and hasattr(job, "dataset") == isinstance(job, BaseTrainer):
-            job.guard_checkpoints()
+        if manifest is not None and can_compare:
+            job.refuse_other_checkpoints()
     if done:
         start = "nothing: the run is done"
     elif manifest is not None:
-        start = f"resumes step {manifest['step']} of {job.total_steps}"
+        start = f"resumes step {manifest.step} of {job.total_steps}"
     else:
         start = "begins at step 0"
     section.add("a start", start, "text", "counted")

@@ -10,7 +10,8 @@ import jax
 from runner.plan.estimate import split_over_domains
 from runner.plan.hlo import Collective, collectives
 from runner.plan.machine import Machine
-from runner.train.compilation import Memory, memory_of
+from runner.train.blueprint import Blueprint
+from runner.train.compilation import CompiledStep
 from runner.train.mesh import AXES, over_slices
 from runner.trainer import MEMORY_SHARE, BaseTrainer
 
@@ -19,31 +20,29 @@ from runner.trainer import MEMORY_SHARE, BaseTrainer
 class Program:
     """The compiled steps of a job on one machine."""
 
-    memory: Memory
+    blueprint: Blueprint
+    step: CompiledStep
     collectives: tuple[Collective, ...]
-    digest: str
     compile_seconds: float
     val_compile_seconds: float | None
     interconnect_bytes: float  # sent by one device in a step
     network_bytes: float
 
 
-def compile_job(job: BaseTrainer, machine: Machine, *, with_val: bool = True) -> Program:
-    """Compile what the job would run, laid out over the machine. Allocates no parameter.
+def compile_job(job: BaseTrainer, blueprint: Blueprint, machine: Machine, *, with_val: bool = True) -> Program:
+    """Compile what the job would run, as its blueprint lies on the machine. Allocates no parameter.
 
     Raises `InvalidError` with the numbers if it does not fit.
     """
     started = time.monotonic()
-    job.compile_train(int(machine.hbm_bytes * MEMORY_SHARE))
+    step = job.compile(blueprint, int(machine.hbm_bytes * MEMORY_SHARE))
     compile_seconds, started = time.monotonic() - started, time.monotonic()
     if with_val:
-        job.compile_val()
-    sizes = {axis: int(size) for axis, size in job.mesh.shape.items()}
-    found = tuple(collectives(job.compiled_train.as_text(), sizes))
-    interconnect, network = sent_bytes(found, sizes, machine)
+        blueprint.compile_val(job.val_step, blueprint.abstract_state.replace(opt_state=()), step.layout)
+    found = tuple(collectives(step.text, blueprint.mesh_sizes))
+    interconnect, network = sent_bytes(found, blueprint.mesh_sizes, machine)
     val_seconds = time.monotonic() - started if with_val else None
-    memory = memory_of(job.compiled_train)
-    return Program(memory, found, job.program, compile_seconds, val_seconds, interconnect, network)
+    return Program(blueprint, step, found, compile_seconds, val_seconds, interconnect, network)
 
 
 def sent_bytes(found: Iterable[Collective], sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:
@@ -61,8 +60,8 @@ def sent_bytes(found: Iterable[Collective], sizes: Mapping[str, int], machine: M
         elif num_domains == 1 or collective.kind == "collective-permute":
             interconnect += collective.count * collective.sent_bytes_per_device
         else:
-            rounds = 2 if collective.kind == "all-reduce" else 1
-            inside, across = split_over_domains(sizes, over_domains, collective.axes, rounds, collective.bytes)
+            axes, payload = collective.axes, collective.bytes
+            inside, across = split_over_domains(sizes, over_domains, axes, collective.rounds, payload)
             interconnect += collective.count * inside
             network += collective.count * across
     return interconnect, network
@@ -80,3 +79,8 @@ def bytes_on_a_device(tree: Any) -> int:
 def bytes_of(tree: Any) -> int:
     """Bytes of abstract arrays, once."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def num_elements(tree: Any) -> int:
+    """Elements of abstract arrays."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))

@@ -1,41 +1,42 @@
 """The sections of a plan: what the job is, what it costs in memory, time and traffic, and what each number rests on."""
 
-import jax
+from typing import Any
+
+from flax.training.train_state import TrainState
 
 from runner.checkpoint.interval import best_interval_seconds
-from runner.job import RestoreableJob
+from runner.config import TrainerConfig
 from runner.periodic import tokens_at
 from runner.plan import estimate
 from runner.plan.estimate import DURABLE_BYTES_PER_SECOND, STALL_BYTES_PER_SECOND, Roofline, Work
 from runner.plan.figure import Section, amount
 from runner.plan.machine import Machine
-from runner.plan.program import Program, bytes_of, bytes_on_a_device
+from runner.plan.program import Program, bytes_of, bytes_on_a_device, num_elements
+from runner.spec import ExecutionSpec
 from runner.train.flops import Flops
 from runner.train.mesh import num_batch_shards
-from runner.trainer import MEMORY_SHARE, BaseTrainer
+from runner.trainer import MEMORY_SHARE
 
 
-def job_section(job: RestoreableJob, machine: Machine) -> Section:
+def job_section(spec: ExecutionSpec, machine: Machine) -> Section:
     """What would run, and where."""
     section = Section("job")
     kind, number, hosts = machine.devices[0].device_kind, len(machine.devices), machine.num_hosts
-    name = job.spec.topology.accelerator if job.spec.topology is not None else "any"
-    section.add("name", job.spec.name, "text", "counted")
-    section.add("job", job.spec.job, "text", "counted")
+    name = spec.topology.accelerator if spec.topology is not None else "any"
+    section.add("name", spec.name, "text", "counted")
+    section.add("job", spec.job, "text", "counted")
     here = f"{number} x {kind}" if not machine.is_faked else f"{number} devices"
     section.add("devices", f"{name}: {here} on {hosts} host{'s' * (hosts > 1)}", "text", "counted")
     section.add("compiler", machine.compiler, "text", "counted")
     return section
 
 
-def state_section(job: RestoreableJob) -> Section:
+def state_section(abstract: Any) -> Section:
     """What the state weighs."""
     section = Section("state")
-    abstract = job.abstract_state()
     parts = {"state": abstract}
-    if isinstance(job, BaseTrainer):
-        number = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
-        section.add("parameters", number, "", "counted")
+    if isinstance(abstract, TrainState):
+        section.add("parameters", num_elements(abstract.params), "", "counted")
         parts = {"parameter": abstract.params, "optimizer": abstract.opt_state}
     for name, part in parts.items():
         section.add(f"{name} bytes", bytes_of(part), "bytes", "counted")
@@ -43,23 +44,23 @@ def state_section(job: RestoreableJob) -> Section:
     return section
 
 
-def batch_section(job: BaseTrainer) -> Section:
+def batch_section(config: TrainerConfig, program: Program) -> Section:
     """How the global batch is split, and how far the run goes."""
-    section, train, layout = Section("batch"), job.config.train, job.layout
-    shards = num_batch_shards(job.mesh)
-    mesh = " x ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items())
+    section, train, layout = Section("batch"), config.train, program.step.layout
+    shards = num_batch_shards(layout.mesh)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in program.blueprint.mesh_sizes.items())
     section.add("mesh", mesh, "text", "counted")
     product = f"{layout.micro_batch_examples} examples x {shards} devices (data x fsdp) x {layout.accumulate_steps}"
     section.add("micro-batch x devices x accumulation", f"{product} = {train.global_batch_examples}", "text", "counted")
-    section.add("tokens in a step", job.config.tokens_per_step, "", "counted")
-    section.add("steps", job.total_steps, "", "counted")
-    section.add("tokens of the run", tokens_at(job.total_steps, job.config.tokens_per_step), "", "counted")
+    section.add("tokens in a step", config.tokens_per_step, "", "counted")
+    section.add("steps", config.total_steps, "", "counted")
+    section.add("tokens of the run", tokens_at(config.total_steps, config.tokens_per_step), "", "counted")
     return section
 
 
 def memory_section(program: Program, machine: Machine) -> Section:
     """What a step needs on each device, against what is there."""
-    section, memory = Section("memory of a device"), program.memory
+    section, memory = Section("memory of a device"), program.step.memory
     section.add(
         "arguments", memory.arguments, "bytes", "compiled", "state, batch, and the key if the model draws from it"
     )
@@ -72,10 +73,10 @@ def memory_section(program: Program, machine: Machine) -> Section:
     return section
 
 
-def flops_section(job: BaseTrainer, flops: Flops) -> Section:
+def flops_section(config: TrainerConfig, flops: Flops) -> Section:
     """FLOPs of the model, by formula."""
     section = Section("FLOPs")
-    tokens = job.config.tokens_per_step
+    tokens = config.tokens_per_step
     section.add("of the model per token", flops.per_token, "FLOP", "counted", flops.formula)
     section.add("of the model per step", flops.per_token * tokens, "FLOP", "counted")
     again = "by remat, and by attention in its backward pass"
@@ -83,7 +84,7 @@ def flops_section(job: BaseTrainer, flops: Flops) -> Section:
     return section
 
 
-def collectives_section(job: BaseTrainer, program: Program) -> Section:
+def collectives_section(program: Program) -> Section:
     """What the devices send each other in a step, by kind and axis."""
     section = Section("collectives of a step")
     rows: dict[tuple[str, str], list[float]] = {}
@@ -98,19 +99,21 @@ def collectives_section(job: BaseTrainer, program: Program) -> Section:
     return section
 
 
-def work_of(job: BaseTrainer, flops: Flops, program: Program) -> Work:
+def work_of(config: TrainerConfig, flops: Flops, program: Program) -> Work:
     """What one device does in a step."""
-    layout, abstract = job.layout, job.abstract_state()
-    executed = (flops.per_token + flops.recomputed_per_token) * job.config.tokens_per_step
-    whole = sum(leaf.size for leaf in jax.tree.leaves(abstract.params)) / int(job.mesh.shape["tensor"])
-    passes = 3 if job.config.memory.remat == "layers" else 2
-    compute_bytes = 2 if job.config.precision.compute == "bfloat16" else 4
-    traffic = estimate.hbm_traffic(bytes_on_a_device(abstract), whole * compute_bytes, passes, layout.accumulate_steps)
-    return Work(executed / job.mesh.size, traffic, program.interconnect_bytes, program.network_bytes)
+    sizes, abstract = program.blueprint.mesh_sizes, program.blueprint.abstract_state
+    executed = (flops.per_token + flops.recomputed_per_token) * config.tokens_per_step
+    whole = num_elements(abstract.params) / sizes["tensor"]
+    passes = 3 if config.memory.remat == "layers" else 2
+    compute_bytes = 2 if config.precision.compute == "bfloat16" else 4
+    accumulate_steps = program.step.layout.accumulate_steps
+    traffic = estimate.hbm_traffic(bytes_on_a_device(abstract), whole * compute_bytes, passes, accumulate_steps)
+    num_devices = program.blueprint.mesh.size
+    return Work(executed / num_devices, traffic, program.interconnect_bytes, program.network_bytes)
 
 
 def roofline_section(
-    job: BaseTrainer, flops: Flops, program: Program, machine: Machine
+    config: TrainerConfig, flops: Flops, program: Program, machine: Machine
 ) -> tuple[Section, Roofline | None]:
     """The least time of a step, and of the run."""
     section = Section("roofline of a step")
@@ -118,7 +121,7 @@ def roofline_section(
     if machine.accelerator is None or speeds is None:
         section.add("times", "no peak figures are known for this device", "text", "assumed")
         return section, None
-    work = work_of(job, flops, program)
+    work = work_of(config, flops, program)
     times = estimate.roofline(work, speeds, machine.accelerator.chip.devices_per_chip)
     peak = f"{speeds.flops_per_second / 1e12:,.0f} TFLOP/s a chip"
     section.add("compute", times.compute, "seconds", "assumed", f"{amount(work.flops, 'FLOP')} a device, {peak}")
@@ -134,10 +137,10 @@ def roofline_section(
         section.add("network", times.network, "seconds", "assumed", f"{across}, {share}")
     step_seconds = times.step_seconds
     section.add("lowest step time", step_seconds, "seconds", "assumed", f"bound by {times.bound}, if all overlap")
-    tokens = job.config.tokens_per_step
+    tokens = config.tokens_per_step
     section.add("tokens/s", tokens / step_seconds, "", "assumed")
-    section.add("time to the end", step_seconds * job.total_steps, "seconds", "assumed", "without restarts")
-    chips = job.mesh.size / machine.accelerator.chip.devices_per_chip
+    section.add("time to the end", step_seconds * config.total_steps, "seconds", "assumed", "without restarts")
+    chips = program.blueprint.mesh.size / machine.accelerator.chip.devices_per_chip
     mfu = flops.per_token * tokens / (step_seconds * chips * speeds.flops_per_second)
     section.add(
         "MFU there", mfu, "share", "assumed", "FLOPs of the model over peak; what is computed again not counted"
@@ -145,13 +148,15 @@ def roofline_section(
     return section, times
 
 
-def checkpoint_section(job: RestoreableJob, machine: Machine, step_seconds: float | None) -> tuple[Section, float]:
+def checkpoint_section(
+    spec: ExecutionSpec, abstract: Any, machine: Machine, step_seconds: float | None
+) -> tuple[Section, float]:
     """What a save weighs and takes, and when to save."""
     section = Section("checkpoint")
-    total = bytes_of(job.abstract_state())
+    total = bytes_of(abstract)
     on_a_host = total / machine.num_hosts
     durable_seconds, stall_seconds = on_a_host / DURABLE_BYTES_PER_SECOND, on_a_host / STALL_BYTES_PER_SECOND
-    hours = job.spec.checkpoint.mean_time_between_failures_hours
+    hours = spec.checkpoint.mean_time_between_failures_hours
     best = best_interval_seconds(stall_seconds, durable_seconds, hours)
     section.add("bytes", total, "bytes", "counted")
     section.add("bytes of a host", int(on_a_host), "bytes", "counted", "each writes its share")
@@ -176,7 +181,7 @@ def checkpoint_section(job: RestoreableJob, machine: Machine, step_seconds: floa
 def compile_section(program: Program) -> Section:
     """What was compiled. Differs from one time to the next."""
     section = Section("compilation")
-    section.add("program", program.digest, "text", "compiled")
+    section.add("program", program.step.digest, "text", "compiled")
     section.add("train step", program.compile_seconds, "seconds", "compiled")
     if program.val_compile_seconds is not None:
         section.add("validation step", program.val_compile_seconds, "seconds", "compiled")

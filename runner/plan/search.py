@@ -7,6 +7,7 @@
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +22,18 @@ from runner.plan import checks, estimate, report
 from runner.plan.checks import Findings
 from runner.plan.estimate import TYPICAL_SHARE, Roofline, Work, split_over_domains
 from runner.plan.machine import Machine
-from runner.plan.program import Program, bytes_on_a_device, compile_job
+from runner.plan.program import Program, bytes_on_a_device, compile_job, num_elements
 from runner.spec import Document, load_document
+from runner.train.blueprint import Blueprint
 from runner.train.flops import Flops
-from runner.train.mesh import AXES, micro_batch_sizes, over_slices
+from runner.train.mesh import AXES, BATCH_AXES, micro_batch_sizes, over_slices
 from runner.trainer import MEMORY_SHARE, BaseTrainer
 
 _NUM_COMPILED, _NUM_TRIED = 3, 16
 _MAX_TENSOR = 16  # beyond a few chips next to each other, tensor parallelism only waits for its network
 
 
+Sizes = tuple[tuple[str, int], ...]  # devices by axis, in the order of AXES
 Choices = tuple[tuple[str, Any], ...]  # values of the job's own knobs by dotted key
 
 
@@ -38,7 +41,7 @@ Choices = tuple[tuple[str, Any], ...]  # values of the job's own knobs by dotted
 class Candidate:
     """One way to run the job, and what arithmetic says of it."""
 
-    mesh: tuple[int, int, int]  # sizes in the order of AXES
+    mesh: Sizes
     micro_batch_examples: int
     choices: Choices
     state_bytes: float  # of a device
@@ -55,9 +58,8 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """By dotted key."""
-        mesh = dict(zip(AXES, self.mesh, strict=True))
         return {
-            "topology.mesh": mesh,
+            "topology.mesh": dict(self.mesh),
             "config.train.micro_batch_examples": self.micro_batch_examples,
             **dict(self.choices),
         }
@@ -104,12 +106,9 @@ class Search:
         """The job, with the vocabulary that its data or its spec gives. Raises `InvalidError` with all problems."""
         findings = Findings()
         job = checks.open_job(self.document(more), findings)
-        if isinstance(job, BaseTrainer):
-            checks.check_data(job, findings)
-        if not isinstance(job, BaseTrainer) or not hasattr(job, "vocabulary_size"):
-            reasons = "\n".join(findings.problems) or "only a trainer has steps to search for"
-            raise InvalidError(reasons)
-        return job
+        if isinstance(job, BaseTrainer) and checks.check_data(job, findings).is_vocabulary_known:
+            return job
+        raise InvalidError("\n".join(findings.problems) or "only a trainer has steps to search for")
 
     def models(self) -> list[Model]:
         """The job under each choice of its knobs."""
@@ -118,9 +117,9 @@ class Search:
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_override(key, value) for key, value in choices])
-            _lay_out_abstractly(job, (1, 1, 1))
+            blueprint = _draw_abstractly(job, tuple((axis, 1) for axis in AXES))
             try:
-                found.append(Model(job, choices, job.flops_per_token()))
+                found.append(Model(job, choices, job.flops_per_token(blueprint)))
             except ValueError as error:
                 raise InvalidError(f"{job.spec.job}: {error}") from error
         return found
@@ -135,22 +134,22 @@ class Search:
         return sorted(found, key=lambda candidate: candidate.rank)
 
     def _on_mesh(
-        self, models: list[Model], mesh: tuple[int, int, int], accelerator: Accelerator, speeds: Speeds, hbm_bytes: int
+        self, models: list[Model], mesh: Sizes, accelerator: Accelerator, speeds: Speeds, hbm_bytes: int
     ) -> Iterator[Candidate]:
-        job = models[0].job
-        sizes = dict(zip(AXES, mesh, strict=True))
+        job, sizes = models[0].job, dict(mesh)
+        global_batch, shards = job.config.train.global_batch_examples, math.prod(sizes[axis] for axis in BATCH_AXES)
         try:
-            micro_batches = micro_batch_sizes(job.config.train.global_batch_examples, "auto", mesh[0] * mesh[1])
+            micro_batches = micro_batch_sizes(global_batch, "auto", shards)
             over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(accelerator)), strict=True))
         except InvalidError:
             return
-        _lay_out_abstractly(job, mesh)
-        state = job.abstract_state()
-        state_bytes, num_parameters = bytes_on_a_device(state), sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        state = _draw_abstractly(job, mesh).abstract_state
+        state_bytes, num_parameters = bytes_on_a_device(state), num_elements(state.params)
         gradient_bytes = bytes_on_a_device(state.params)
         for model, micro_batch in itertools.product(models, micro_batches):
-            tokens, sizing = micro_batch * job.config.data.sequence_length, model.job.sizing(mesh[2])
-            accumulate_steps = job.config.train.global_batch_examples // (micro_batch * mesh[0] * mesh[1])
+            tokens = micro_batch * job.config.data.sequence_length
+            sizing = model.job.sizing(sizes["tensor"])
+            accumulate_steps = global_batch // (micro_batch * shards)
             working_bytes = gradient_bytes * min(accumulate_steps, 2) + tokens * sizing.activation_bytes_per_token
             if state_bytes + working_bytes > hbm_bytes * MEMORY_SHARE:
                 continue
@@ -191,25 +190,24 @@ class Search:
 
     def _compile(self, candidate: Candidate, machine: Machine) -> Compiled:
         job = self.open_job(candidate.overrides)
-        job.lay_out(machine.devices)
-        job.shape_state()
-        program = compile_job(job, machine, with_val=False)
-        _, times = report.roofline_section(job, job.flops_per_token(), program, machine)
+        blueprint = job.draw(machine.devices)
+        program = compile_job(job, blueprint, machine, with_val=False)
+        _, times = report.roofline_section(job.config, job.flops_per_token(blueprint), program, machine)
         return Compiled(candidate, program, times or candidate.times)
 
 
-def _lay_out_abstractly(job: BaseTrainer, mesh: tuple[int, int, int]) -> None:
-    """Give the state its shapes and shardings over a mesh of no devices: no backend is started."""
-    job.mesh = AbstractMesh(mesh, AXES)  # type: ignore[assignment]
-    job.key = jax.eval_shape(lambda: jax.random.key(job.spec.seed))
-    job.shape_state()
+def _draw_abstractly(job: BaseTrainer, mesh: Sizes) -> Blueprint:
+    """The job over a mesh of no devices, which gives its state shapes and shardings: no backend is started."""
+    abstract: Any = AbstractMesh(tuple(size for _, size in mesh), tuple(axis for axis, _ in mesh))
+    return job.draw_on(abstract, jax.eval_shape(lambda: jax.random.key(job.spec.seed)))
 
 
-def _meshes(num_devices: int) -> Iterator[tuple[int, int, int]]:
+def _meshes(num_devices: int) -> Iterator[Sizes]:
     for tensor in (size for size in range(1, _MAX_TENSOR + 1) if num_devices % size == 0):
         left = num_devices // tensor
         for fsdp in (size for size in range(1, left + 1) if left % size == 0):
-            yield left // fsdp, fsdp, tensor
+            found = {"data": left // fsdp, "fsdp": fsdp, "tensor": tensor}
+            yield tuple((axis, found[axis]) for axis in AXES)
 
 
 def _num_domains(accelerator: Accelerator) -> int:
@@ -243,7 +241,7 @@ def _work(
         inside, across = split_over_domains(sizes, over_domains, axes, factor, payload)
         interconnect += accumulate_steps * inside
         network += accumulate_steps * across
-    num_devices = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
+    num_devices = math.prod(sizes.values())
     return Work(executed / num_devices, traffic, interconnect, network)
 
 

@@ -1,11 +1,12 @@
 """Documents: a spec as the user wrote it, overrides applied, every key with its place. Nothing here is validated."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.errors import SpecError
+from runner.errors import InvalidError, SpecError
 from runner.spec.dialect import parse
 from runner.spec.model import ExecutionSpec
 from runner.spec.wording import KeyPath, Place, got
@@ -29,6 +30,16 @@ class Document:
     def error(self, key: str, message: str) -> SpecError:
         """The error that blames a dotted key, for checks that the models cannot make."""
         return SpecError(self.line(tuple(key.split(".")) if key else (), message))
+
+    @contextlib.contextmanager
+    def blaming(self, key: str) -> Iterator[None]:
+        """Inside, what is invalid is the fault of a dotted key, unless it has been blamed on one already."""
+        try:
+            yield
+        except SpecError:
+            raise
+        except InvalidError as error:
+            raise self.error(key, str(error)) from error
 
 
 def load_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:

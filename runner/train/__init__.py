@@ -1,11 +1,16 @@
 """Training, in parts that do no I/O but for the metrics.
 
-- `mesh` spec -> mesh, logical axis rules, batch arithmetic
+- `mesh` spec -> mesh, logical axis rules
+- `batch_layout` how the examples of a step are split over devices and micro-batches
 - `state` the train state and its eval_shape-based sharded init
 - `step` pure train_step and val_step with accumulation
 - `loss` token cross entropy
 - `optimizer` optimizers and schedules by name
+- `compilation` the compiled step, and the micro-batch that fits a device
+- `blueprint` what a job is on certain devices, before anything is allocated
 - `flops` what a train step computes, by formula and counted in a traced program
-- `compilation` the compiled steps, and the micro-batch that fits a device
+- `validation` the loss on a validation set
 - `metrics` the rows of the surviving trajectory, and where people see them
+- `report` the rows of an attempt: collected, evaluated, written, shown
+- `hint` other hardware is refused, with what would make the job run there
 """

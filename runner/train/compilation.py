@@ -13,43 +13,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.errors import InvalidError
-from runner.train.mesh import batch_sharding, num_batch_shards
+from runner.train.batch_layout import BatchLayout
 from runner.train.state import sharding_rules, shardings_of
 from runner.train.step import Batch
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the examples of a step are split: over the devices of a mesh, and over micro-batches in time."""
-
-    mesh: Mesh
-    global_batch_examples: int
-    micro_batch_examples: int  # per device
-    sequence_length: int
-
-    @property
-    def micro_batch(self) -> int:
-        """Examples of one micro-batch over all devices: B."""
-        return self.micro_batch_examples * num_batch_shards(self.mesh)
-
-    @property
-    def accumulate_steps(self) -> int:
-        """Micro-batches in a step: S."""
-        return self.global_batch_examples // self.micro_batch
-
-    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape, dtype and sharding of a (S, B, T) batch."""
-        shape = (self.accumulate_steps, self.micro_batch, self.sequence_length)
-        dtypes = {"x": jnp.int32, "y": jnp.int32, "padding_mask": jnp.bool_}
-        sharding = batch_sharding(self.mesh)
-        return {field: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for field, dtype in dtypes.items()}
-
-
 def lower_train_step(
-    train_step: Callable[..., Any], schedule: optax.Schedule, abstract: TrainState, key: jax.Array, layout: Layout
+    train_step: Callable[..., Any], schedule: optax.Schedule, abstract: TrainState, key: jax.Array, layout: BatchLayout
 ) -> jax.stages.Lowered:
     """Lower `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
@@ -68,7 +41,7 @@ def lower_train_step(
         return jitted.lower(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
 
 
-def lower_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: Layout) -> jax.stages.Lowered:
+def lower_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Lowered:
     """Lower `(state, batch) -> (loss_sum, token_count, last_meta)`."""
     with sharding_rules(layout.mesh):
         return jax.jit(val_step).lower(abstract, layout.abstract_batch())
@@ -105,6 +78,28 @@ def memory_of(compiled: Any) -> Memory:
     )
 
 
+@dataclass(frozen=True)
+class CompiledStep:
+    """A train step that the compiler has accepted, for the layout that fits.
+
+    Attributes:
+        executable: `(state, batch, key) -> (state, loss, meta)`, the state donated.
+        digest: of the StableHLO that the compiler was given.
+    """
+
+    layout: BatchLayout
+    executable: jax.stages.Compiled
+    digest: str
+    memory: Memory
+
+    @property
+    def text(self) -> str:
+        """The compiled program, as HLO."""
+        text = self.executable.as_text()
+        assert text is not None, "every backend can print its programs"
+        return text
+
+
 class DoesNotFitError(InvalidError):
     """A step needs more memory than a device has."""
 
@@ -113,7 +108,7 @@ class DoesNotFitError(InvalidError):
         self.needed_bytes = needed_bytes  # at least
 
 
-def compile_to_fit(compile_step: Callable[[int], Any], sizes: list[int], limit_bytes: int) -> Any:
+def compile_to_fit(compile_step: Callable[[int], CompiledStep], sizes: list[int], limit_bytes: int) -> CompiledStep:
     """Compile with the largest of `sizes` (descending) whose arguments, outputs and temporaries fit, and return that.
 
     After one that does not fit, the next guess is the size whose share of the temporaries would fit. Raises
@@ -128,7 +123,7 @@ def compile_to_fit(compile_step: Callable[[int], Any], sizes: list[int], limit_b
                 raise
             resident_bytes = 0  # a compiler that refuses says only what it was short of
         else:
-            memory = memory_of(compiled)
+            memory = compiled.memory
             if memory.needed <= limit_bytes:
                 return compiled
             temporaries, resident_bytes = memory.temporaries, memory.needed - memory.temporaries

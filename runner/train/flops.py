@@ -5,12 +5,16 @@ and of a backward pass of twice as many. What is computed again because it was n
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from runner.accelerator import chip_of
+from runner.train.blueprint import Blueprint
 
 CALLS = (
     "jit",
@@ -156,3 +160,34 @@ def _rounds(name: str, params: dict[str, Any]) -> int:
     if name in CALLS:
         return 1
     raise ValueError(f"cannot tell how often {name} runs the matmuls inside it; use a formula")
+
+
+def flops_of_forward(
+    forward: Callable[..., Any], blueprint: Blueprint, fields: Mapping[str, Any], length: int
+) -> Flops:
+    """FLOPs of a train step for one token of rows of `length` tokens, counted in the traced `forward`.
+
+    `fields` are the arrays of a batch with their dtypes. Raises `ValueError` for kernels that cannot be counted.
+    """
+    abstract = blueprint.abstract_state
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract.params)
+    batch = {name: jax.ShapeDtypeStruct((1, length), dtype) for name, dtype in fields.items()}
+    batch["example"] = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return forward(abstract.apply_fn, params, batch, None)[0]
+
+    return counted_flops(loss, params, batch, num_tokens=length, platform="cpu")
+
+
+def mfu_of_a_token_per_second(flops_per_token: Callable[[Blueprint], Flops], blueprint: Blueprint) -> float:
+    """What each token a second adds to MFU, the model's FLOPs over the devices' peak; 0 if that is not known."""
+    mesh = blueprint.mesh
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if chip is None or chip.speeds is None:
+        return 0.0
+    num_chips = mesh.size / chip.devices_per_chip
+    try:
+        return flops_per_token(blueprint).per_token / (num_chips * chip.speeds.flops_per_second)
+    except ValueError:  # a kernel that does not say what it computes
+        return 0.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 
-from runner.config import OptimizerConfig, ScheduleConfig
+from runner.config import OptimizerConfig, ScheduleConfig, TrainerConfig
 
 
 def make_schedule(name: str | None, config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
@@ -45,3 +45,21 @@ def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule,
 def clip(optimizer: Any, clip_norm: float | None) -> Any:
     """Clip the gradient to a global norm before `optimizer` sees it."""
     return optimizer if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+
+
+def choose_schedule(own: str | optax.Schedule | None, config: TrainerConfig) -> optax.Schedule:
+    """The schedule that a job brings (`own`), or the one that it or the spec names."""
+    if callable(own):
+        return own
+    return make_schedule(
+        own or config.schedule.name, config.schedule, config.optimizer.learning_rate, config.total_steps
+    )
+
+
+def choose_optimizer(
+    own: str | optax.GradientTransformation | None, config: TrainerConfig, schedule: optax.Schedule, is_matrix: Any
+) -> Any:
+    """The optimizer that a job brings (`own`), or the one that it or the spec names; the gradient is clipped before."""
+    if own is None or isinstance(own, str):
+        own = make_optimizer(own or config.optimizer.name, config.optimizer, schedule, is_matrix)
+    return clip(own, config.optimizer.clip_norm)

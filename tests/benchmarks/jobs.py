@@ -42,12 +42,3 @@ def make_job(
         },
     )
     return job_class(spec)
-
-
-def start(job: PretrainGPT) -> PretrainGPT:
-    """Take `job` to the point where a run would make its first step."""
-    job.setup()
-    job.begin()
-    job.prepare()
-    job.restore_or_init()
-    return job

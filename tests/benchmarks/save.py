@@ -18,7 +18,8 @@ import jax
 
 from experiments.gpt import PretrainGPT
 from runner.storage import read_log
-from tests.benchmarks.jobs import make_job, start
+from tests.benchmarks.jobs import make_job
+from tests.support.attempt import start
 
 
 def steps(job: PretrainGPT, num_steps: int, save: bool) -> tuple[float, float]:
@@ -29,7 +30,7 @@ def steps(job: PretrainGPT, num_steps: int, save: bool) -> tuple[float, float]:
         job.save()
         blocked = time.perf_counter() - started
     for _ in range(num_steps):
-        job.state, loss, _ = job.compiled_train(job.state, job.batch(), job.key)
+        job.state, loss, _ = job.compiled.executable(job.state, job.batch(), job.blueprint.key)
         job.step += 1
     jax.block_until_ready(loss)
     return time.perf_counter() - started, blocked
@@ -40,7 +41,7 @@ def synchronous(job: PretrainGPT) -> float:
     job.step += 1
     started = time.perf_counter()
     job.save()
-    job.checkpoints.saver.wait()
+    job.checkpointer.settle()
     return time.perf_counter() - started
 
 
@@ -65,12 +66,12 @@ def main() -> None:
             steps(job, parsed.steps, save=False)
         unsaved_peak_bytes = peak_bytes()
         steps(job, 2, save=True)
-        job.checkpoints.saver.wait()
+        job.checkpointer.settle()
         rows = []
         for _ in range(parsed.rounds):
             plain, _ = steps(job, parsed.steps, save=False)
             saving, blocked = steps(job, parsed.steps, save=True)
-            job.checkpoints.saver.wait()
+            job.checkpointer.settle()
             alone = synchronous(job)
             rows.append((plain, saving, blocked, alone))
             print(

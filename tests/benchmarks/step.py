@@ -17,7 +17,8 @@ import jax
 
 from experiments.gpt import PretrainGPT
 from tests.benchmarks.hand_loop import SIZES, make_hand_step
-from tests.benchmarks.jobs import make_job, start
+from tests.benchmarks.jobs import make_job
+from tests.support.attempt import start
 
 
 class Sliced(PretrainGPT):
@@ -63,7 +64,7 @@ def main() -> None:
                 assert isinstance(job, Sliced)
                 job.compare_with(hand)
                 job.run()
-                job.checkpoints.saver.wait()
+                job.checkpointer.settle()
             mine, other = zip(*job.seconds[1:], strict=True)
             ratios = [a / b for a, b in job.seconds[1:]]
             print(

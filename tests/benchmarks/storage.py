@@ -26,7 +26,8 @@ from runner.checkpoint.fast import FastTier
 from runner.hosts.join import Hosts
 from runner.spec import Checkpoint
 from runner.storage import Store, open_store
-from tests.benchmarks.jobs import make_job, start
+from tests.benchmarks.jobs import make_job
+from tests.support.attempt import start
 from tests.support.servers import BUCKET, Backend, start_backend
 
 LATENCY_SECONDS = 0.05
@@ -48,7 +49,7 @@ def blocked(backend: Backend, rounds: int) -> None:
         pairs = []
         for _ in range(rounds + 1):
             for job in (local, remote):
-                job.state, loss, _ = job.compiled_train(job.state, job.batch(), job.key)
+                job.state, loss, _ = job.compiled.executable(job.state, job.batch(), job.blueprint.key)
                 job.step += 1
                 jax.block_until_ready(loss)
             pair = []
@@ -56,7 +57,7 @@ def blocked(backend: Backend, rounds: int) -> None:
                 started = time.perf_counter()
                 job.save()
                 pair.append(time.perf_counter() - started)
-                job.checkpoints.saver.wait()
+                job.checkpointer.settle()
             pairs.append(pair)
         ratios = [there / here for here, there in pairs[1:]]
         print(
@@ -69,7 +70,7 @@ def blocked(backend: Backend, rounds: int) -> None:
         steps = []
         for _ in range(rounds):
             started = time.perf_counter()
-            local.state, loss, _ = local.compiled_train(local.state, local.batch(), local.key)
+            local.state, loss, _ = local.compiled.executable(local.state, local.batch(), local.blueprint.key)
             jax.block_until_ready(loss)
             steps.append(time.perf_counter() - started)
         every_steps = Checkpoint().every_steps or 1

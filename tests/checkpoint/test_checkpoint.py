@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.attempt.event_log import EventLog
-from runner.attempt.fence import Fence
+from runner.checkpoint.double_buffer import DoubleBuffer
 from runner.checkpoint.fingerprint import fingerprint
-from runner.checkpoint.manifest import committed
+from runner.checkpoint.manifest import Manifest, committed
 from runner.checkpoint.restore import Restorer
 from runner.checkpoint.retention import delete
-from runner.checkpoint.save import Place, Saver
+from runner.checkpoint.save import Payload, SaveKind, Saver
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter
 from runner.errors import FencedError, ResumeError
-from runner.hosts.join import Hosts
 from runner.spec import hash_of
-from runner.storage import BackgroundWriter, LocalStore, digest_of, open_log, read_log
+from runner.storage import LocalStore, digest_of, read_log
+from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import memory_bucket
 from tests.support.tiny import FACTORISATIONS, leaves_equal, mesh_of
 
@@ -49,29 +48,21 @@ class Attempt:
 
     def __init__(self, store, staging):
         self.store, self.staging = store, staging
-        self.uplink = BackgroundWriter()
-        self.fence = Fence(store)
-        self.fence.claim()
-        self.ledger = EventLog(
-            open_log(store, "events", f"{self.fence.attempt:06}.0", self.uplink), self.fence.attempt, 0
-        )
-        hosts = Hosts(None, 0, 1)
-        self.place = Place(store, hosts, self.fence, self.ledger)
-        on_disk = store.root is not None
-        writer = OrbaxWriter(store, hosts) if on_disk else PieceWriter(store, hosts, staging)
-        self.hook = lambda: None
+        self.attempt = make_attempt(store)
+        self.fence = self.attempt.fence
+        hosts = self.attempt.hosts
+        writer = OrbaxWriter(store, hosts) if store.root is not None else PieceWriter(store, hosts, staging)
         self.after = lambda manifest: None
-        self.saver = Saver(self.place, writer, 60.0, lambda: self.hook(), lambda manifest: self.after(manifest))
-        self.restorer = Restorer(self.place)
+        self.saver = Saver(self.attempt, writer, None, 60.0, lambda manifest: self.after(manifest))
+        self.restorer = Restorer(self.attempt, None)
 
     def again(self):
         """The next attempt."""
         return Attempt(self.store, self.staging)
 
     def save(self, name, state, before_commit=lambda: None):
-        self.hook = before_commit
-        record = {"step": int(name) if name.isdecimal() else 0, "job": "x", "identity": {}}
-        self.saver.save(name, state, record, must=True)
+        draft = Manifest(name=name, step=int(name) if name.isdecimal() else 0, job="x")
+        return self.saver.save(draft, state, Payload(flush=before_commit), SaveKind.REQUIRED)[1]
 
     def save_all(self, *steps):
         for step in steps:
@@ -85,7 +76,7 @@ class Attempt:
         return self.restorer.restore(abstract(make_state()), {})
 
     def events(self, kind):
-        self.uplink.flush()
+        self.attempt.background.flush()
         return [event for event in read_log(self.store, "events") if event["event"] == kind]
 
     # What stands there, and damage to it.
@@ -125,12 +116,13 @@ def test_an_empty_directory_has_nothing_to_restore(first):
 
 def test_a_saved_state_comes_back_bit_for_bit_with_its_manifest(first):
     first.save_all(50)
-    state, manifest = first.restore()
+    found = first.restore()
+    state, manifest = found.state, found.manifest
     assert leaves_equal(state, make_state(50))
-    assert manifest["step"] == 50
-    assert manifest["fingerprint"] == fingerprint(state) == fingerprint(make_state(50))
+    assert manifest.step == 50
+    assert manifest.fingerprint == fingerprint(state) == fingerprint(make_state(50))
     (commit,) = first.events("commit")
-    assert commit["fingerprint"] == manifest["fingerprint"]
+    assert commit["fingerprint"] == manifest.fingerprint
     assert commit["step"] == 50
 
 
@@ -146,25 +138,24 @@ def test_a_state_saved_in_one_sharding_is_restored_in_any_other(first, sizes):
         jax.sharding.SingleDeviceSharding(jax.devices()[3]),
     ]
     for target in targets:
-        restored, _ = first.restorer.restore(abstract(state, target), {})
+        restored = first.restorer.restore(abstract(state, target), {}).state
         assert leaves_equal(restored, state)
         assert all(leaf.sharding == target for leaf in jax.tree.leaves(restored))
 
 
 def test_the_saved_bits_are_those_before_the_next_step_took_the_buffers(first):
-    """The state is donated right after `save` and `unshare` return, as in training, while orbax still writes."""
+    """The state is donated right after `save` returns, as in training, while orbax still writes."""
     mesh = mesh_of(1, 8, 1)
     place = NamedSharding(mesh, PartitionSpec("fsdp"))
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x * 3 + 1, tree), donate_argnums=0)
     state = {"w": jax.device_put(jnp.arange(1 << 20, dtype=jnp.float32).reshape(1024, 1024), place)}
     for step in range(1, 4):
         expected = jax.tree.map(lambda x: np.array(x, copy=True), state)
-        first.save(str(step), state)
-        state = first.saver.unshare(state)
+        state = first.save(str(step), state)
         for _ in range(5):
             state = advance(state)
         assert first.saver.wait()
-        restored, _ = first.restorer.load(str(step), abstract(state))
+        restored = first.restorer.load(str(step), abstract(state)).state
         assert leaves_equal(restored, expected)
 
 
@@ -177,14 +168,14 @@ def test_retention_deletes_the_manifest_first(first, monkeypatch):
 
     monkeypatch.setattr(first.store, "remove_tree", killed)
     with pytest.raises(KeyboardInterrupt):
-        delete(first.place, 1)
+        delete(first.attempt, 1)
     assert first.files("checkpoints/1")
     assert first.steps() == [2]
 
 
 def test_a_deleted_step_leaves_nothing(first):
     first.save_all(1, 2)
-    delete(first.place, 1)
+    delete(first.attempt, 1)
     assert first.store.children("checkpoints") == ["2"]
 
 
@@ -193,7 +184,7 @@ def test_a_half_deleted_directory_is_not_a_checkpoint_and_is_cleared_away(first)
     first.store.remove("checkpoints/2/manifest.json")
     first.store.write("checkpoints/3/arrays.1/x", b"x")
     again = first.again()
-    assert again.restore()[1]["step"] == 1
+    assert again.restore().manifest.step == 1
     assert again.steps() == [1]
     left = {name for step in (2, 3) for name in again.files(f"checkpoints/{step}")}
     assert left <= {"manifest.json"}
@@ -215,7 +206,7 @@ def test_what_a_newer_attempt_has_retired_can_never_be_committed(first):
     assert not first.saver.wait()
     assert newer[0].steps() == [1]
     newer[0].save_all(2)
-    assert leaves_equal(newer[0].again().restore()[0], make_state(2))
+    assert leaves_equal(newer[0].again().restore().state, make_state(2))
 
 
 def test_a_zombie_that_was_first_has_a_checkpoint_that_counts(first):
@@ -223,7 +214,7 @@ def test_a_zombie_that_was_first_has_a_checkpoint_that_counts(first):
     newer = first.again()
     first.fence.check = first.fence.glance = lambda: None
     first.save_all(2)
-    assert newer.restore()[1]["step"] == 2
+    assert newer.restore().manifest.step == 2
 
 
 def damage_bits(attempt):
@@ -261,9 +252,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_restored(first, dam
     first.save_all(1, 2)
     damage(first)
     again = first.again()
-    state, manifest = again.restore()
-    assert manifest["step"] == 1
-    assert leaves_equal(state, make_state(1))
+    found = again.restore()
+    assert found.manifest.step == 1
+    assert leaves_equal(found.state, make_state(1))
     (quarantine,) = again.events("quarantine")
     (fallback,) = again.events("fallback")
     assert reason in quarantine["reason"]
@@ -296,7 +287,7 @@ def test_bits_that_a_piece_has_lost_are_found_by_its_digest_and_else_by_the_fing
     relative = name.removeprefix("checkpoints/2/")
     manifest["files"][relative][1] = digest_of(first.store.read(name))
     first.write_manifest(2, manifest | {"digest": hash_of(manifest)})
-    assert first.again().restore()[1]["step"] == 1
+    assert first.again().restore().manifest.step == 1
 
 
 def test_if_none_can_be_restored_it_is_refused_and_nothing_is_touched(first):
@@ -340,8 +331,7 @@ def test_a_committed_checkpoint_is_never_written_again(first):
     again.save("1", make_state(7))
     assert not again.saver.wait()
     assert {name: first.store.read(f"checkpoints/1/{name}") for name in files} == files
-    state, _ = again.restore()
-    assert leaves_equal(state, make_state(1))
+    assert leaves_equal(again.restore().state, make_state(1))
 
 
 def test_a_zombie_cannot_commit_over_a_newer_attempt(first):
@@ -356,16 +346,15 @@ def test_a_zombie_cannot_commit_over_a_newer_attempt(first):
         first.save("3", make_state(3))
     assert not newer.files("checkpoints/3")
     newer.save_all(2)
-    state, _ = newer.restore()
-    assert leaves_equal(state, make_state(2))
+    assert leaves_equal(newer.restore().state, make_state(2))
     with pytest.raises(FencedError):
-        delete(first.place, 1)
+        delete(first.attempt, 1)
     assert newer.steps() == [1, 2]
 
 
 def test_before_and_after_the_commit_is_what_it_says(first):
     seen = []
-    first.after = lambda manifest: seen.append((manifest["step"], first.steps()))
+    first.after = lambda manifest: seen.append((manifest.step, first.steps()))
     first.save("1", make_state(1), before_commit=lambda: seen.append(first.steps()))
     assert first.saver.wait()
     assert seen == [[], (1, [1])]
@@ -385,8 +374,7 @@ def test_a_save_that_fails_is_loud_and_leaves_the_last_commit_and_the_next_save(
     if first.store.root is not None:
         assert not first.files("checkpoints/2")
     first.save_all(3)
-    _, manifest = first.again().restore()
-    assert manifest["step"] == 3
+    assert first.again().restore().manifest.step == 3
 
 
 def test_a_named_checkpoint_is_not_resumed_from(first):
@@ -395,10 +383,10 @@ def test_a_named_checkpoint_is_not_resumed_from(first):
     assert first.saver.wait()
     assert first.steps() == [1]
     again = first.again()
-    assert again.restore()[1]["step"] == 1
-    state, manifest = again.restorer.load("best", abstract(make_state()))
-    assert leaves_equal(state, make_state(9))
-    assert manifest["name"] == "best"
+    assert again.restore().manifest.step == 1
+    found = again.restorer.load("best", abstract(make_state()))
+    assert leaves_equal(found.state, make_state(9))
+    assert found.manifest.name == "best"
 
 
 def test_a_name_that_is_not_there_is_refused(first):
@@ -406,21 +394,20 @@ def test_a_name_that_is_not_there_is_refused(first):
         first.restorer.load("none", abstract(make_state()))
 
 
-def test_on_a_cpu_training_goes_on_in_the_memory_of_the_save_before(tmp_path):
+def test_on_a_cpu_training_goes_on_in_the_memory_of_the_save_before():
     def places(state):
         return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
 
-    saver = Attempt(LocalStore(tmp_path), tmp_path).saver
+    buffer = DoubleBuffer()
     first = {"a": jnp.arange(5000.0), "b": jnp.ones((70, 90), jnp.int32)}
     expected = jax.tree.map(np.array, first)
     first_places = places(first)
-    second = saver.unshare(first)
+    second = buffer.swap(first, None)
     assert not set(places(second)) & set(first_places)
-    third = saver.unshare(second)
+    third = buffer.swap(second, None)
     assert places(third) == first_places
     jax.tree.map(np.testing.assert_array_equal, third, expected)
     jax.tree.map(np.testing.assert_array_equal, second, expected)
-    saver.close()
 
 
 def test_memory_that_a_save_still_reads_is_taken_by_nobody(tmp_path, monkeypatch):
@@ -432,10 +419,8 @@ def test_memory_that_a_save_still_reads_is_taken_by_nobody(tmp_path, monkeypatch
         return start(*arguments)
 
     monkeypatch.setattr(OrbaxWriter, "start", start_late)
-    state = {"a": jnp.arange(5000.0)}
-    attempt.save("1", state)
+    state = attempt.save("1", {"a": jnp.arange(5000.0)})
     for _ in range(3):
-        state = attempt.saver.unshare(state)
+        state = attempt.saver._buffer.swap(state, None)
     may_read.set()
     assert attempt.saver.wait()
-    assert attempt.steps() == [1]

@@ -7,18 +7,17 @@ import jax.numpy as jnp
 import pytest
 
 from runner.checkpoint.manifest import (
-    FORMAT,
     MANIFEST,
+    Manifest,
     NotCommittedError,
     check_leaves,
     committed,
-    encode_manifest,
     file_problems,
     newest_manifest,
     read_manifest,
     steps,
 )
-from runner.checkpoint.tombstone import commit, remove_files, retire, settle, withdraw
+from runner.checkpoint.tombstone import bury, commit, finish_burials, remove_files, uncommit
 from runner.errors import ResumeError
 from runner.storage import LocalStore, digest_of
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
@@ -36,12 +35,13 @@ def disk(tmp_path):
 
 def write_manifest(store, name, **more):
     step = name if isinstance(name, int) else 0
-    store.write(f"checkpoints/{name}/{MANIFEST}", encode_manifest({"format": FORMAT, "step": step} | more))
+    store.write(f"checkpoints/{name}/{MANIFEST}", Manifest(name=str(name), step=step, **more).encode())
 
 
 def test_a_manifest_comes_back_as_it_was_written(store):
-    manifest = {"format": FORMAT, "step": 7, "leaves": {"w": {"shape": [2], "dtype": "int8"}}, "time": 1.5}
-    store.write(f"checkpoints/7/{MANIFEST}", encode_manifest(manifest))
+    leaves = {"w": {"shape": [2], "dtype": "int8", "digest": "0"}}
+    manifest = Manifest(name="7", step=7, leaves=leaves, time=1.5, shards={}, metric=0.0)
+    store.write(f"checkpoints/7/{MANIFEST}", manifest.encode())
     assert read_manifest(store, "checkpoints/7") == manifest
 
 
@@ -65,7 +65,7 @@ def test_only_numbered_directories_with_a_manifest_are_committed_steps_in_order(
     write_manifest(store, "best")
     store.write("checkpoints/2000/arrays.1/x", b"")
     assert list(committed(store)) == [99, 900, 1000]
-    assert committed(store)[900] == {"format": FORMAT, "step": 900}
+    assert committed(store)[900] == Manifest(name="900", step=900)
     assert steps(store) == [99, 900, 1000, 2000]
 
 
@@ -75,7 +75,7 @@ def test_a_file_or_an_empty_directory_with_the_name_of_a_step_is_none(disk):
     assert list(committed(disk)) == [99]
     (disk.root / "checkpoints" / "3000").touch()
     assert list(committed(disk)) == [99]
-    assert newest_manifest(disk)["step"] == 99
+    assert newest_manifest(disk).step == 99
 
 
 def test_where_nothing_was_ever_saved_nothing_is_committed(store):
@@ -89,7 +89,7 @@ def test_the_newest_manifest_is_the_newest_that_can_be_read(store):
     for step in (1, 2, 3):
         write_manifest(store, step)
     store.write(f"checkpoints/3/{MANIFEST}", b"{")
-    assert newest_manifest(store)["step"] == 2
+    assert newest_manifest(store).step == 2
     assert list(committed(store)) == [1, 2]
 
 
@@ -98,10 +98,9 @@ def test_files_are_checked_by_size_and_sum_and_shared_out_over_hosts(store):
     for name in ("a", "b", "deep/c"):
         store.write(f"checkpoints/1/{name}", name.encode() * 10)
         files[name] = [10 * len(name), digest_of(name.encode() * 10)]
-    manifest = {"files": files}
 
     def problems(part=0, num_parts=1):
-        return file_problems(store, "checkpoints/1", manifest, part, num_parts)
+        return file_problems(store, "checkpoints/1", files, part, num_parts)
 
     assert problems() == []
     store.write("checkpoints/1/b", b"x" * 10)
@@ -118,19 +117,19 @@ def test_files_are_checked_by_size_and_sum_and_shared_out_over_hosts(store):
 def test_leaves_that_differ_are_named():
     abstract = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.int32)}
     saved = {"w": {"shape": [2, 3], "dtype": "float32"}, "b": {"shape": [], "dtype": "int32"}}
-    check_leaves({"name": "5", "leaves": saved}, abstract)
+    check_leaves(Manifest(name="5", leaves=saved), abstract)
     more = saved | {"old": {"shape": [1], "dtype": "bool"}, "b": {"shape": [4], "dtype": "int32"}}
     with pytest.raises(ResumeError) as caught:
-        check_leaves({"name": "5", "leaves": more}, abstract)
+        check_leaves(Manifest(name="5", leaves=more), abstract)
     assert str(caught.value).splitlines() == [
         "checkpoint 5 does not fit this job",
         "  b: checkpoint has int32[4], the job int32[]",
         "  old: checkpoint has bool[1], the job nothing",
     ]
-    check_leaves({"name": "5", "leaves": saved | {"old": more["old"]}}, abstract, may_hold_more=True)
+    check_leaves(Manifest(name="5", leaves=saved | {"old": more["old"]}), abstract, may_hold_more=True)
 
 
-# Commit and retire: of one step only one attempt decides.
+# Commit and bury: of one step only one attempt decides.
 
 STEP = "checkpoints/5"
 
@@ -140,7 +139,7 @@ def upload_arrays(store, attempt):
 
 
 def try_commit(store, attempt):
-    manifest = {"format": FORMAT, "name": "5", "step": 5, "attempt": attempt, "arrays": f"arrays.{attempt}"}
+    manifest = Manifest(name="5", step=5, attempt=attempt, arrays=f"arrays.{attempt}")
     commit(store, STEP, manifest, attempt)
 
 
@@ -151,7 +150,8 @@ def save(store, attempt):
 
 def committer(store):
     """The attempt whose checkpoint of the step counts, None if there is none."""
-    return committed(store).get(5, {}).get("attempt")
+    found = committed(store).get(5)
+    return None if found is None else found.attempt
 
 
 class KilledError(BaseException):
@@ -169,7 +169,7 @@ def test_what_is_committed_can_be_committed_by_nobody_else(store):
 
 def test_what_was_retired_can_not_be_committed_by_the_older_attempt(store):
     upload_arrays(store, 1)
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     assert set(store.sizes("checkpoints")) <= {f"5/{MANIFEST}"}
     with pytest.raises((FileExistsError, FileNotFoundError)):
         try_commit(store, 1)
@@ -181,7 +181,7 @@ def test_what_was_retired_can_not_be_committed_by_the_older_attempt(store):
 def test_what_was_retired_can_not_be_committed_by_an_older_attempt_that_goes_on_writing(store):
     """Its files come back one by one after they were deleted."""
     upload_arrays(store, 1)
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     save(store, 2)
     upload_arrays(store, 1)
     with pytest.raises(FileExistsError):
@@ -192,14 +192,14 @@ def test_what_was_retired_can_not_be_committed_by_an_older_attempt_that_goes_on_
 def test_what_was_committed_is_left_by_retire(store):
     save(store, 1)
     before = {name: store.read(f"checkpoints/{name}") for name in store.sizes("checkpoints")}
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     assert {name: store.read(f"checkpoints/{name}") for name in store.sizes("checkpoints")} == before
     assert committer(store) == 1
 
 
 def test_a_step_that_was_retired_is_committed_by_the_attempt_that_did_it(store):
     upload_arrays(store, 1)
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     save(store, 2)
     assert committer(store) == 2
     assert set(store.sizes(STEP)) == {MANIFEST, "arrays.2/x"}
@@ -208,9 +208,9 @@ def test_a_step_that_was_retired_is_committed_by_the_attempt_that_did_it(store):
 def test_a_step_may_be_retired_by_one_attempt_after_the_other(store):
     """Attempt 2 retires and is killed in its save, attempt 3 retires and saves."""
     upload_arrays(store, 1)
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     upload_arrays(store, 2)
-    retire(store, 5, 3)
+    bury(store, 5, 3)
     for attempt in (1, 2):
         with pytest.raises((FileExistsError, FileNotFoundError)):
             try_commit(store, attempt)
@@ -222,9 +222,9 @@ def test_a_step_may_be_retired_by_one_attempt_after_the_other(store):
 
 def test_retire_may_be_repeated_by_the_same_attempt(store):
     upload_arrays(store, 1)
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     if steps(store):
-        retire(store, 5, 2)
+        bury(store, 5, 2)
     save(store, 2)
     assert committer(store) == 2
 
@@ -237,7 +237,7 @@ def test_a_step_that_never_began_is_committed_at_once(store):
 def test_a_manifest_that_is_damaged_is_neither_committed_over_nor_retired(store):
     upload_arrays(store, 1)
     store.write(f"{STEP}/{MANIFEST}", b'{"format": 1, "st')
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     upload_arrays(store, 2)
     with pytest.raises(FileExistsError):
         try_commit(store, 2)
@@ -248,7 +248,7 @@ def test_a_manifest_that_is_damaged_is_neither_committed_over_nor_retired(store)
 def test_a_void_step_is_no_checkpoint_and_says_who_found_it_unfinished():
     store = memory_bucket()
     upload_arrays(store, 1)
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     assert store.sizes(STEP).keys() == {MANIFEST}
     with pytest.raises(NotCommittedError, match="attempt 2 found it unfinished"):
         read_manifest(store, STEP)
@@ -268,7 +268,7 @@ def test_in_a_bucket_a_commit_between_the_look_and_the_void_wins():
             try_commit(store, 1)
 
     driver.before = overtake
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     assert committer(store) == 1
     assert store.exists(f"{STEP}/arrays.1/x")
 
@@ -281,7 +281,7 @@ def test_in_a_bucket_a_void_between_the_look_and_the_commit_wins():
     def overtake(verb, key):
         if verb == "put" and key.endswith(MANIFEST):
             driver.before = lambda verb, key: None
-            retire(store, 5, 2)
+            bury(store, 5, 2)
 
     driver.before = overtake
     with pytest.raises(FileExistsError):
@@ -301,17 +301,17 @@ def test_in_a_bucket_a_retire_that_was_killed_is_ended_by_the_next(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(store, "remove_tree", killed)
         with pytest.raises(KilledError):
-            retire(store, 5, 2)
+            bury(store, 5, 2)
     with pytest.raises(FileExistsError):
         try_commit(store, 1)
-    retire(store, 5, 3)
+    bury(store, 5, 3)
     assert store.sizes(STEP).keys() == {MANIFEST}
     save(store, 3)
     assert committer(store) == 3
 
 
 def kill_after_the_rename(store, patch, before=lambda: None):
-    """Have `retire` killed right after it has renamed the directory, `before` which something may happen."""
+    """Have `bury` killed right after it has renamed the directory, `before` which something may happen."""
     move_tree = store.move_tree
 
     def killed(source, target):
@@ -332,7 +332,7 @@ def test_on_a_disk_a_commit_right_before_the_rename_is_renamed_back(disk, monkey
         move_tree(source, target)
 
     monkeypatch.setattr(disk, "move_tree", overtaken)
-    retire(disk, 5, 2)
+    bury(disk, 5, 2)
     assert committer(disk) == 1
     assert disk.children("checkpoints") == ["5"]
     assert disk.read(f"{STEP}/arrays.1/x") == b"x"
@@ -343,9 +343,9 @@ def test_on_a_disk_a_retire_that_was_killed_with_the_manifest_in_its_hands_is_se
     with monkeypatch.context() as patch:
         kill_after_the_rename(disk, patch, before=lambda: try_commit(disk, 1))
         with pytest.raises(KilledError):
-            retire(disk, 5, 2)
+            bury(disk, 5, 2)
     assert committer(disk) is None
-    settle(disk)
+    finish_burials(disk)
     assert committer(disk) == 1
     assert disk.children("checkpoints") == ["5"]
     assert disk.read(f"{STEP}/arrays.1/x") == b"x"
@@ -356,10 +356,10 @@ def test_on_a_disk_a_retire_that_was_killed_without_a_manifest_is_ended(disk, mo
     with monkeypatch.context() as patch:
         kill_after_the_rename(disk, patch)
         with pytest.raises(KilledError):
-            retire(disk, 5, 2)
+            bury(disk, 5, 2)
     with pytest.raises(FileNotFoundError):
         try_commit(disk, 1)
-    settle(disk)
+    finish_burials(disk)
     assert disk.children("checkpoints") == []
     save(disk, 3)
     assert committer(disk) == 3
@@ -369,7 +369,7 @@ def test_settle_leaves_what_no_retire_has_begun(store):
     save(store, 1)
     store.write("checkpoints/6/arrays.1/x", b"")
     before = store.sizes("")
-    settle(store)
+    finish_burials(store)
     assert store.sizes("") == before
 
 
@@ -377,14 +377,14 @@ def test_settle_leaves_what_no_retire_has_begun(store):
 
 
 def delete(store, attempt):
-    withdraw(store, STEP, attempt)
+    uncommit(store, STEP, attempt)
     assert committer(store) is None
     remove_files(store, STEP)
 
 
 def test_what_was_withdrawn_is_no_checkpoint_before_its_files_are_deleted(store):
     save(store, 1)
-    withdraw(store, STEP, 1)
+    uncommit(store, STEP, 1)
     assert committer(store) is None
     assert store.exists(f"{STEP}/arrays.1/x")
     remove_files(store, STEP)
@@ -394,7 +394,7 @@ def test_what_was_withdrawn_is_no_checkpoint_before_its_files_are_deleted(store)
 def test_what_was_retired_before_it_was_committed_can_not_be_committed_again_after_it_was_deleted(store):
     """The zombie of attempt 1 is still about to commit the step that attempt 2 has saved and retained away."""
     upload_arrays(store, 1)
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     save(store, 2)
     delete(store, 2)
     assert set(store.sizes(STEP)) <= {MANIFEST}
@@ -407,11 +407,11 @@ def test_what_was_retired_before_it_was_committed_can_not_be_committed_again_aft
 
 def test_a_step_that_was_deleted_may_be_saved_again(store):
     upload_arrays(store, 1)
-    retire(store, 5, 2)
+    bury(store, 5, 2)
     save(store, 2)
     delete(store, 2)
     if steps(store):
-        retire(store, 5, 3)
+        bury(store, 5, 3)
     save(store, 3)
     assert committer(store) == 3
     delete(store, 3)

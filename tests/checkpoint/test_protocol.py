@@ -17,16 +17,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.attempt.event_log import EventLog
-from runner.attempt.fence import Fence
 from runner.checkpoint import inspection, manifest, pieces, writer
+from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.restore import Restorer
 from runner.checkpoint.retention import Retention
-from runner.checkpoint.save import Place, Saver
+from runner.checkpoint.save import Payload, SaveKind, Saver
 from runner.checkpoint.writer import PieceWriter
 from runner.errors import FencedError
-from runner.hosts.join import Hosts
 from runner.storage import TransientError, bucket, retry
+from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import MemoryDriver, MemoryLog, memory_bucket
 
 KEEP_LAST = 2
@@ -88,24 +87,22 @@ class Process:
     def __init__(self, world: "World"):
         self.mortal = Mortal(world.driver)
         self.world = world
-        store, hosts = memory_bucket(self.mortal), Hosts(None, 0, 1)  # type: ignore[arg-type]
-        fence = Fence(store)
-        number = fence.claim()
-        self.place = Place(store, hosts, fence, EventLog(MemoryLog(world.rows), number, 0))
-        self.retention = Retention(self.place, KEEP_LAST)
-        self.saver = Saver(
-            self.place, PieceWriter(store, hosts, world.staging), 60.0, lambda: None, self.retention.apply
-        )
-        found = Restorer(self.place).restore(jax.eval_shape(lambda: state_of(0)) | abstract(), {})
-        self.step = 0 if found is None else int(found[1]["step"])
+        store = memory_bucket(self.mortal)  # type: ignore[arg-type]
+        self.attempt = make_attempt(store, MemoryLog(world.rows))
+        self.retention = Retention(self.attempt, KEEP_LAST)
+        writer = PieceWriter(store, self.attempt.hosts, world.staging)
+        self.saver = Saver(self.attempt, writer, None, 60.0, self.retention.apply)
+        found = Restorer(self.attempt, None).restore(jax.eval_shape(lambda: state_of(0)) | abstract(), {})
+        self.step = 0 if found is None else found.manifest.step
         if found is not None:
-            assert_right(found[0], self.step)
+            assert_right(found.state, self.step)
         self.retention.look()
 
     def save(self) -> None:
         """Save the next step."""
         self.step += 1
-        self.saver.save(str(self.step), state_of(self.step), {"step": self.step, "identity": {}}, must=True)
+        draft = Manifest(name=str(self.step), step=self.step)
+        self.saver.save(draft, state_of(self.step), Payload(), SaveKind.REQUIRED)
         if self.saver.wait():
             self.world.durable = max(self.world.durable, self.step)
 

@@ -6,14 +6,11 @@ import math
 
 import pytest
 
-from runner.attempt.event_log import EventLog
-from runner.attempt.fence import Fence
-from runner.checkpoint.manifest import FORMAT, committed
+from runner.checkpoint.manifest import Manifest, committed
 from runner.checkpoint.retention import Retention, superfluous
-from runner.checkpoint.save import Place
 from runner.checkpoint.tombstone import commit
-from runner.hosts.join import Hosts
 from runner.storage import digest_of, open_store
+from tests.support.attempt import make_attempt
 from tests.support.cloud import free_name
 from tests.support.harness import Job
 from tests.support.memory_bucket import MemoryDriver, MemoryLog, memory_bucket
@@ -121,8 +118,7 @@ def commit_step(store, step):
     directory = f"checkpoints/{step}"
     store.write(f"{directory}/arrays.1/piece", b"bits")
     files = {"arrays.1/piece": [4, digest_of(b"bits")]}
-    manifest = {"format": FORMAT, "name": str(step), "step": step, "arrays": "arrays.1", "files": files}
-    commit(store, directory, manifest | {"attempt": 1, "leaves": {}, "fingerprint": "0"}, 1)
+    commit(store, directory, Manifest(name=str(step), step=step, arrays="arrays.1", files=files, attempt=1), 1)
 
 
 def assert_only(store, steps):
@@ -141,9 +137,7 @@ def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
     kind, order, killed_before, tmp_path, monkeypatch
 ):
     with open_somewhere(kind, order, tmp_path, monkeypatch) as store:
-        fence = Fence(store)
-        fence.claim()
-        retention = Retention(Place(store, Hosts(None, 0, 1), fence, EventLog(MemoryLog(), 1, 0)), keep_last=2)
+        retention = Retention(make_attempt(store, MemoryLog()), keep_last=2)
         for step in order:
             commit_step(store, step)
             if not killed_before:

@@ -71,7 +71,7 @@ def test_every_row_is_read_once_however_often_it_is_replicated(
 def test_any_step_is_reached_at_once(dataset: Dataset) -> None:
     sharding = make_sharding(1, 1, 1)
     batch = global_batch(dataset, "train", 10**9, accumulate_steps=1, micro_batch=4, sharding=sharding)
-    np.testing.assert_array_equal(batch["x"][0], dataset.rows("train", 4 * 10**9, 4).x)
+    np.testing.assert_array_equal(batch["x"][0], dataset.rows("train", 4 * 10**9, 4)["x"])
 
 
 HOST_PROGRAM = """
@@ -117,7 +117,7 @@ def test_each_host_reads_the_rows_of_its_own_devices_and_no_others(dataset: Data
         for process_id in range(2)
     ]
     outputs = [host.communicate(timeout=120)[0].splitlines()[-1] for host in hosts]
-    first_tokens = dataset.rows("train", 40, 8).x[:, 0].tolist()
+    first_tokens = dataset.rows("train", 40, 8)["x"][:, 0].tolist()
     for process_id, output in enumerate(outputs):
         own = [[2 * process_id + device, 4 + 2 * process_id + device] for device in range(2)]
         expected_rows = sorted(40 + row for rows in own for row in rows)

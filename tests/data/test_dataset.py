@@ -25,7 +25,7 @@ def test_an_epoch_trains_each_target_of_the_split_exactly_once(tmp_path: Path) -
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     assert (dataset.num_train_tokens, dataset.num_train_windows) == (800, 99)
     for epoch in range(2):
-        y = dataset.rows("train", epoch * 99, 99).y
+        y = dataset.rows("train", epoch * 99, 99)["y"]
         assert sorted(y.ravel()) == list(range(1, 793))
 
 
@@ -33,7 +33,7 @@ def test_the_splits_share_no_token(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     train = dataset.rows("train", 0, dataset.num_train_windows)
     validation = dataset.rows("validation", 0, dataset.num_validation_windows)
-    assert max(train.x.max(), train.y.max()) < 800 <= min(validation.x.min(), validation.y.min())
+    assert max(train["x"].max(), train["y"].max()) < 800 <= min(validation["x"].min(), validation["y"].min())
 
 
 def test_rows_are_a_function_of_their_number_alone_however_far(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_rows_are_a_function_of_their_number_alone_however_far(tmp_path: Path) -
     together = dataset.rows("train", first, 6)
     again = load(tmp_path / "a.bin", cache=tmp_path)
     for row in range(6):
-        np.testing.assert_array_equal(again.rows("train", first + row, 1).x[0], together.x[row])
+        np.testing.assert_array_equal(again.rows("train", first + row, 1)["x"][0], together["x"][row])
 
 
 def test_validation_is_in_order_and_beyond_its_end_all_is_padding(tmp_path: Path) -> None:
@@ -54,13 +54,13 @@ def test_validation_is_in_order_and_beyond_its_end_all_is_padding(tmp_path: Path
     assert not padding_mask[4:].any()
     assert not x[4:].any()
     assert not y[4:].any()
-    assert not dataset.rows("validation", 1000, 2).padding_mask.any()
+    assert not dataset.rows("validation", 1000, 2)["padding_mask"].any()
 
 
 def test_without_a_validation_fraction_there_is_no_validation(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(17)), cache=tmp_path, validation_fraction=0.0)
     assert (dataset.num_train_windows, dataset.num_validation_windows) == (2, 0)
-    assert not dataset.rows("validation", 0, 3).padding_mask.any()
+    assert not dataset.rows("validation", 0, 3)["padding_mask"].any()
 
 
 def test_the_fingerprint_depends_on_content_and_never_on_place_or_time(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_standard_library_trains_with_no_file_of_one_s_own(tmp_path: Path) -
     dataset = load("python-stdlib", cache=tmp_path, sequence_length=256, validation_fraction=0.05)
     assert dataset.num_train_tokens > 5_000_000
     assert dataset.tokenizer is not None
-    text = dataset.tokenizer.decode(dataset.rows("train", 0, 64).x.ravel())
+    text = dataset.tokenizer.decode(dataset.rows("train", 0, 64)["x"].ravel())
     assert "self" in text
 
 

@@ -16,7 +16,7 @@ def test_prefetched_batches_equal_direct_ones(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     with Prefetcher(lambda step: dataset.rows("train", step * 4, 4), first_step=17) as batches:
         for step, batch in enumerate(islice(batches, 50), start=17):
-            np.testing.assert_array_equal(batch.x, dataset.rows("train", step * 4, 4).x)
+            np.testing.assert_array_equal(batch["x"], dataset.rows("train", step * 4, 4)["x"])
 
 
 def test_it_works_two_batches_ahead_and_no_further() -> None:

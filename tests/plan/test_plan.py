@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from runner.train.compilation import memory_of
+from tests.support.attempt import start
 from tests.support.harness import ROOT, Job, command, environment
 from tests.support.tiny import gpt
 
@@ -98,10 +98,7 @@ def test_the_program_that_is_planned_is_the_one_that_several_processes_run(tmp_p
 @pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_arguments_are_to_the_byte_what_the_run_holds_on_a_device(mesh: dict[str, int], tmp_path: Path) -> None:
     job = gpt(tmp_path / "run", **{"topology.mesh": mesh})
-    job.setup()
-    job.begin()
-    job.prepare()
-    job.state = job.init_state()
+    start(job)
     device = jax.devices()[3]
     held = [
         shard.data.nbytes
@@ -109,15 +106,14 @@ def test_arguments_are_to_the_byte_what_the_run_holds_on_a_device(mesh: dict[str
         for shard in array.addressable_shards
         if shard.device == device
     ]
-    assert memory_of(job.compiled_train).arguments == sum(held)  # no dropout: the key is no argument
-    job.checkpoints.saver.close()
+    assert job.compiled.memory.arguments == sum(held)  # no dropout: the key is no argument
+    job.checkpointer.close()
 
 
 PEAK = """
 import ctypes, sys
 from pathlib import Path
 import jax
-from runner.train.compilation import memory_of
 from runner.plan.machine import open_machine
 from runner.accelerator import parse_accelerator
 from runner.spec import load_document, validate_spec
@@ -128,11 +124,8 @@ options = ["config.model={layers: 4, heads: 4, width: 256}", "config.data.sequen
            "config.train.global_batch_examples=64", "config.train.micro_batch_examples=32", "topology.accelerator=any"]
 document = load_document("specs/gpt_nano.yaml", options)
 job = PretrainGPT(validate_spec(document), document)
-job.lay_out(machine.devices)
-job.dataset = job.load_data()
-job.vocabulary_size = job.check_vocabulary()
-job.shape_state()
-job.compile_train(machine.hbm_bytes)
+job.blueprint = job.draw(machine.devices)
+job.compiled = job.compile(job.blueprint, machine.hbm_bytes)
 
 
 def resident(name):
@@ -146,9 +139,9 @@ Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
 state = job.init_state()
 for step in range(2):
-    state, loss, _ = job.compiled_train(state, job.batch("train", step), job.key)
+    state, loss, _ = job.compiled.executable(state, job.batch("train", step), job.blueprint.key)
     jax.block_until_ready(loss)
-print(resident("VmHWM") - before, memory_of(job.compiled_train).needed * 2)
+print(resident("VmHWM") - before, job.compiled.memory.needed * 2)
 """
 
 

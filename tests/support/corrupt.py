@@ -13,7 +13,7 @@ class CorruptCounter(Counter):
 
     def save_or_stop(self) -> None:
         """As ever, with the bit flipped before."""
-        if self.step == BAD_STEP and self.fence.attempt == 1:
+        if self.step == BAD_STEP and self.attempt.number == 1:
             leaf = self.state["values"]
             copies = []
             for number, shard in enumerate(leaf.addressable_shards):

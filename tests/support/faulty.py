@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.counter import Counter, advance
+from runner.checkpoint.save import Payload
 from runner.errors import DivergedError
 
 
@@ -64,7 +65,7 @@ class Hangs(Stepwise):
     def one_step(self) -> None:
         """Count, and sleep."""
         super().one_step()
-        if (self.step + 1, self.fence.attempt) == (20, 1):
+        if (self.step + 1, self.attempt.number) == (20, 1):
             time.sleep(10_000)
 
 
@@ -74,14 +75,15 @@ class HasABug(Stepwise):
     def one_step(self) -> None:
         """Count, and fail."""
         super().one_step()
-        if self.step + 1 == 30 and not self.hosts.is_main:
+        if self.step + 1 == 30 and not self.attempt.hosts.is_main:
             raise ZeroDivisionError("a bug")
 
 
 class Diverges(Counter):
     """What it has counted is not finite at step 30."""
 
-    def check_state(self) -> None:
+    def payload(self) -> Payload:
         """Refuse to save it."""
         if self.step >= 30:
             raise DivergedError(f"step {self.step} is not finite")
+        return super().payload()

@@ -101,7 +101,7 @@ class RecordingGPT(PretrainGPT):
                 for (m, micro), (e, example) in itertools.product(enumerate(micros), enumerate(examples)):
                     content = b"".join(field[m, e].tobytes() for field in fields)
                     rows[micro * B + example] = hashlib.sha256(content).hexdigest()
-            path = self.store.root / "rows" / f"{step}.{self.hosts.process_id}"
+            path = self.store.root / "rows" / f"{step}.{self.attempt.hosts.process_id}"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(rows))
         return batch

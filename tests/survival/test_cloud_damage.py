@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.attempt.event_log import EventLog
-from runner.attempt.fence import Fence
 from runner.checkpoint import inspection
-from runner.checkpoint.manifest import committed
+from runner.checkpoint.manifest import Manifest, committed
 from runner.checkpoint.restore import Restorer
-from runner.checkpoint.save import Place, Saver
+from runner.checkpoint.save import Payload, SaveKind, Saver
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter
-from runner.hosts.join import Hosts
 from runner.storage import LocalStore, Store, open_store
+from tests.support.attempt import make_attempt
 from tests.support.cloud import (
     CloudAttempt,
     CloudJob,
@@ -93,20 +91,13 @@ def abstract_state() -> dict[str, jax.ShapeDtypeStruct]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_state(0))
 
 
-def claim(store: Store) -> tuple[Place, MemoryLog]:
-    """A new attempt on a directory, and its ledger."""
-    fence, records = Fence(store), MemoryLog()
-    number = fence.claim()
-    return Place(store, Hosts(None, 0, 1), fence, EventLog(records, number, 0)), records
-
-
 def save_both(store: Store, staging: Path) -> None:
     """Commit the two steps."""
-    place, _ = claim(store)
-    writer = PieceWriter(store, place.hosts, staging) if store.root is None else OrbaxWriter(store, place.hosts)
-    saver = Saver(place, writer, 60.0, lambda: None, lambda manifest: None)
+    attempt = make_attempt(store, MemoryLog())
+    writer = PieceWriter(store, attempt.hosts, staging) if store.root is None else OrbaxWriter(store, attempt.hosts)
+    saver = Saver(attempt, writer, None, 60.0, lambda manifest: None)
     for step in (OLDER, NEWEST):
-        saver.save(str(step), make_state(step), {"step": step, "job": "x", "identity": {}}, must=True)
+        saver.save(Manifest(name=str(step), step=step), make_state(step), Payload(), SaveKind.REQUIRED)
         assert saver.wait()
     saver.close()
 
@@ -127,14 +118,14 @@ def check_case(store: Store, name: str, damage: Damage, content: bytes, chance: 
     assert name in problem
     assert is_good == never_committed
 
-    place, records = claim(store)
-    found = Restorer(place).restore(abstract_state(), {})
+    records = MemoryLog()
+    attempt = make_attempt(store, records)
+    found = Restorer(attempt, None).restore(abstract_state(), {})
     assert found is not None
-    state, manifest = found
-    assert manifest["step"] == OLDER
-    assert leaves_equal(state, make_state(OLDER))
+    assert found.manifest.step == OLDER
+    assert leaves_equal(found.state, make_state(OLDER))
     assert list(committed(store)) == [OLDER]
-    quarantined = store.sizes(f"quarantine/{NEWEST}.{place.fence.attempt}")
+    quarantined = store.sizes(f"quarantine/{NEWEST}.{attempt.number}")
     events = [(row["event"], row["step"]) for row in records.rows]
     if never_committed:
         assert events == [("fallback", OLDER)]

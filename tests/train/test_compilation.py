@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from runner.errors import InvalidError
-from runner.train.compilation import Layout, compile_to_fit
+from runner.train.batch_layout import BatchLayout
+from runner.train.compilation import compile_to_fit, memory_of
 from tests.support.tiny import mesh_of
 
 GIB = 2**30
@@ -28,7 +30,8 @@ class Compiler:
             temp_size_in_bytes=size * PER_EXAMPLE,
             generated_code_size_in_bytes=0,
         )
-        return SimpleNamespace(size=size, memory_analysis=lambda: figures)
+        program = SimpleNamespace(memory_analysis=lambda: figures)
+        return SimpleNamespace(size=size, memory=memory_of(program))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,8 @@ def test_where_one_example_does_not_fit_the_numbers_are_given(limit_gib):
 
 
 def test_a_layout_splits_the_global_batch_over_devices_and_micro_batches():
-    layout = Layout(mesh_of(2, 2, 2), global_batch_examples=96, micro_batch_examples=3, sequence_length=16)
+    fields = {"x": jnp.int32, "weight": jnp.float32}
+    layout = BatchLayout(mesh_of(2, 2, 2), 96, micro_batch_examples=3, sequence_length=16, fields=fields)
     assert (layout.micro_batch, layout.accumulate_steps) == (12, 8)
     assert {leaf.shape for leaf in layout.abstract_batch().values()} == {(8, 12, 16)}
+    assert {name: leaf.dtype for name, leaf in layout.abstract_batch().items()} == fields

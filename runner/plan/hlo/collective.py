@@ -29,14 +29,18 @@ class Collective:
     is_between_slices: bool = False  # over the network of hosts, not the interconnect of chips
 
     @property
+    def rounds(self) -> int:
+        """How often a ring passes the payload on: an all-reduce is a reduce-scatter and an all-gather."""
+        return 2 if self.kind == "all-reduce" else 1
+
+    @property
     def sent_bytes_per_device(self) -> int:
         """Bytes that one device sends in one of the `count` runs, on a bandwidth-optimal ring."""
         if self.group_size == 1:
             return 0
         if self.kind == "collective-permute":
             return self.bytes
-        rounds = 2 if self.kind == "all-reduce" else 1
-        return rounds * self.bytes * (self.group_size - 1) // self.group_size
+        return self.rounds * self.bytes * (self.group_size - 1) // self.group_size
 
 
 def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:

@@ -1,11 +1,15 @@
 """Where people see the rows while the job runs: a live line on a terminal, plain lines in a log. Main host only."""
 
+import importlib
 import sys
+from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from runner.config import TrainerConfig
+from runner.spec import ExecutionSpec
 from runner.terminal import say
 from runner.train.metrics.row import Row
 
@@ -77,3 +81,14 @@ def make_progress(name: str, total_steps: int, step: int, tokens_per_step: int) 
     if sys.stdout.isatty():
         return LiveProgress(name, total_steps, step, Console())
     return PlainProgress(tokens_per_step, total_steps)
+
+
+def open_sinks(
+    spec: ExecutionSpec, config: TrainerConfig, run_id: str, directory: Path | None, step: int
+) -> list[Sink]:
+    """All places that the spec names, for a run that stands at `step`; `directory` is None for one in a bucket."""
+    sinks: list[Sink] = [make_progress(spec.name, config.total_steps, step, config.tokens_per_step)]
+    if spec.logging.wandb != "disabled":  # wandb takes a second to import
+        tracking = importlib.import_module("runner.train.metrics.tracking")
+        sinks.append(tracking.Tracking(spec, run_id, directory))
+    return sinks

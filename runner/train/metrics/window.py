@@ -17,7 +17,7 @@ class Window:
         self._pending: list[tuple[int, jax.Array, dict[str, jax.Array]]] = []
         self._last: tuple[int, float, dict[str, float]] | None = None
         self._since_step = step
-        self.restart_clock()
+        self._since_seconds = time.monotonic()
 
     def add(self, step: int, loss: jax.Array, meta: dict[str, jax.Array]) -> None:
         """Take what step `step` returned, without waiting for it."""

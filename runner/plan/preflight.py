@@ -1,4 +1,4 @@
-"""The command: check, compile, report; exit 0 when the job would run, 2 when not."""
+"""The whole of a plan: check, compile, report; exit 0 when the job would run, 2 when not."""
 
 import functools
 import json
@@ -10,6 +10,7 @@ import yaml
 
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
+from runner.hosts.join import Hosts
 from runner.job import RestoreableJob
 from runner.plan import checks, report
 from runner.plan.checks import Findings
@@ -19,6 +20,9 @@ from runner.plan.machine import Machine, open_machine
 from runner.plan.program import Program, compile_job
 from runner.plan.search import Compiled, Search, smallest_slice
 from runner.spec import Document, load_document
+from runner.train.batch_layout import batch_layouts
+from runner.train.blueprint import Blueprint
+from runner.train.compilation import CompiledStep
 from runner.trainer import BaseTrainer
 
 _NUM_LARGEST = 5
@@ -71,77 +75,87 @@ def _open_machine(document: Document, findings: Findings) -> Machine | None:
 
 
 def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) -> list[Section]:
-    sections = []
-    if machine is not None:
-        sections.append(report.job_section(job, machine))
+    sections = [] if machine is None else [report.job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
-        sections.append(checks.check_data(job, findings))
-    else:
-        with findings.collect():
-            job.setup()
-    sections.append(checks.check_directory(job, findings))
+        data = checks.check_data(job, findings)
+        sections += [data.section, checks.check_directory(job, data.is_found, findings)]
+        if machine is None or not data.is_vocabulary_known:
+            return sections
+        return sections + _trainer_sections(job, machine, findings)
+    with findings.collect():
+        job.setup(Hosts(None, 0, 1))
+    sections.append(checks.check_directory(job, True, findings))
     if machine is None:
         return sections
-    step_seconds = program = None
-    if isinstance(job, BaseTrainer):
-        is_laid_out = False
-        with findings.collect():
-            job.lay_out(machine.devices)
-            is_laid_out = hasattr(job, "vocabulary_size")
-        if not is_laid_out:
-            return sections
-        job.shape_state()
-        program = _compile(job, machine, findings, sections)
-        if program is not None:
-            sections += [
-                report.batch_section(job),
-                report.state_section(job),
-                report.memory_section(program, machine),
-                report.collectives_section(job, program),
-            ]
-            try:
-                flops = job.flops_per_token()
-            except ValueError as error:
-                findings.warnings.append(f"{job.spec.job}: no FLOPs and no roofline: {error}")
-            else:
-                roofline, times = report.roofline_section(job, flops, program, machine)
-                sections += [report.flops_section(job, flops), roofline]
-                step_seconds = None if times is None else times.step_seconds
+    abstract = job.abstract_state()
+    return [*sections, report.state_section(abstract), _checkpoint_section(job, abstract, machine, None, findings)]
+
+
+def _trainer_sections(job: BaseTrainer, machine: Machine, findings: Findings) -> list[Section]:
+    blueprint: Blueprint | None = None
+    with findings.collect():
+        blueprint = job.draw(machine.devices)
+    if blueprint is None:
+        return []
+    abstract = blueprint.abstract_state
+    program, sections = _compile(job, blueprint, machine, findings)
+    if program is None:
+        return [*sections, _checkpoint_section(job, abstract, machine, None, findings)]
+    sections = [
+        report.batch_section(job.config, program),
+        report.state_section(abstract),
+        report.memory_section(program, machine),
+        report.collectives_section(program),
+    ]
+    step_seconds = None
+    try:
+        flops = job.flops_per_token(blueprint)
+    except ValueError as error:
+        findings.warnings.append(f"{job.spec.job}: no FLOPs and no roofline: {error}")
     else:
-        sections.append(report.state_section(job))
-    checkpoint, save_seconds = report.checkpoint_section(job, machine, step_seconds)
-    sections.append(checkpoint)
+        roofline, times = report.roofline_section(job.config, flops, program, machine)
+        sections += [report.flops_section(job.config, flops), roofline]
+        step_seconds = None if times is None else times.step_seconds
+    checkpoint = _checkpoint_section(job, abstract, machine, step_seconds, findings)
+    return [*sections, checkpoint, report.compile_section(program)]
+
+
+def _checkpoint_section(
+    job: RestoreableJob, abstract: Any, machine: Machine, step_seconds: float | None, findings: Findings
+) -> Section:
+    section, save_seconds = report.checkpoint_section(job.spec, abstract, machine, step_seconds)
     checks.check_grace(job, save_seconds, "assumed", findings)
-    if program is not None:
-        sections.append(report.compile_section(program))
-    return sections
+    return section
 
 
-def _compile(job: BaseTrainer, machine: Machine, findings: Findings, sections: list[Section]) -> Program | None:
-    """The compiled steps; None if they do not fit, with what would fill the memory."""
+def _compile(
+    job: BaseTrainer, blueprint: Blueprint, machine: Machine, findings: Findings
+) -> tuple[Program | None, list[Section]]:
+    """The compiled steps; if they do not fit, none, and the sections that tell what would fill the memory."""
+    sections: list[Section] = []
     with findings.collect():
         try:
-            return compile_job(job, machine)
+            return compile_job(job, blueprint, machine), sections
         except InvalidError:
-            sections.append(report.state_section(job))
-            sections.append(_largest_section(job, machine))
+            sections = [report.state_section(blueprint.abstract_state), _largest_section(job, blueprint, machine)]
             raise
-    return None
+    return None, sections
 
 
-def _largest_section(job: BaseTrainer, machine: Machine) -> Section:
+def _largest_section(job: BaseTrainer, blueprint: Blueprint, machine: Machine) -> Section:
     """The largest arrays of the smallest step, which does not fit. What libtpu refuses, the stand-ins compile."""
     section = Section("largest arrays of a device")
-    smallest = job.micro_batch_sizes()[-1]
     try:
-        compiled = job.compile_micro_batch(smallest)
+        compiled = _compile_smallest(job, blueprint)
     except jax.errors.JaxRuntimeError:
-        job.lay_out(machine.stand_ins)
-        job.shape_state()
-        compiled = job.compile_micro_batch(smallest)
-    for buffer in largest_arrays(compiled.as_text(), _NUM_LARGEST):
+        compiled = _compile_smallest(job, job.draw(machine.stand_ins))
+    for buffer in largest_arrays(compiled.text, _NUM_LARGEST):
         section.add(buffer.shape, buffer.bytes, "bytes", "compiled", buffer.op_name)
     return section
+
+
+def _compile_smallest(job: BaseTrainer, blueprint: Blueprint) -> CompiledStep:
+    return blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[-1])
 
 
 def _search(request: Request) -> int:
@@ -174,7 +188,7 @@ def _search_lines(
     lines = [f"{accelerator}: {num_candidates} ways fit by arithmetic; compiled by {machine.compiler}:"]
     for number, compiled in enumerate(found, 1):
         step, bound = amount(compiled.times.step_seconds, "seconds"), compiled.times.bound
-        needed = amount(compiled.program.memory.needed, "bytes")
+        needed = amount(compiled.program.step.memory.needed, "bytes")
         settings = " ".join(compiled.candidate.overrides)
         lines.append(f"  {number}. lowest step time {step} ({bound}), {needed} a device: {settings}")
     lines += [f"  does not fit: {line}" for line in dropped]
@@ -192,7 +206,7 @@ def _as_json(compiled: Compiled, accelerator: Accelerator) -> dict[str, Any]:
         "settings": {"topology.accelerator": str(accelerator), **compiled.candidate.settings},
         "lowest_step_seconds": compiled.times.step_seconds,
         "bound": compiled.times.bound,
-        "needed_bytes": compiled.program.memory.needed,
+        "needed_bytes": compiled.program.step.memory.needed,
         "predicted_step_seconds": compiled.candidate.times.step_seconds,
         "predicted_bytes": compiled.candidate.state_bytes + compiled.candidate.working_bytes,
     }

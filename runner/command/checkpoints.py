@@ -1,0 +1,40 @@
+"""`python -m runner checkpoints`: list, verify or copy checkpoints, on a disk or in a bucket. Claims nothing."""
+
+from collections.abc import Sequence
+
+from runner.checkpoint import inspection
+from runner.checkpoint.copy import copy
+from runner.command.arguments import Parser, directory_of
+from runner.errors import EXIT_DONE, EXIT_FAILED, RetryableError
+from runner.storage import open_store, split_checkpoint
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit code is 1 if a committed checkpoint is bad."""
+    try:
+        if arguments and arguments[0] == "copy":
+            return _copy(arguments[1:])
+        return _list(arguments)
+    except OSError as error:
+        raise RetryableError(str(error)) from error
+
+
+def _list(arguments: Sequence[str]) -> int:
+    parser = Parser("runner checkpoints")
+    parser.add_argument("where", metavar="SPEC_OR_DIRECTORY")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare it with its manifest")
+    parsed = parser.parse_args(arguments)
+    lines, is_good = inspection.report(open_store(directory_of(parsed.where)), parsed.verify)
+    print("\n".join(lines))
+    return EXIT_DONE if is_good else EXIT_FAILED
+
+
+def _copy(arguments: Sequence[str]) -> int:
+    parser = Parser("runner checkpoints copy")
+    parser.add_argument("source", help="a run's directory or URL, or DIRECTORY/checkpoints/NAME")
+    parser.add_argument("target", help="the directory or URL of a run")
+    parsed = parser.parse_args(arguments)
+    directory, name = split_checkpoint(parsed.source)
+    copied = copy(open_store(directory), name, open_store(parsed.target))
+    print(f"copied and verified: {parsed.target.rstrip('/')}/checkpoints/{copied}")
+    return EXIT_DONE

@@ -1,0 +1,69 @@
+"""`python -m runner SPEC`: join the other hosts, run the job, end with its exit code.
+
+Imported once the spec's top level is known to be good, since it brings jax.
+"""
+
+import argparse
+import logging
+import sys
+import traceback
+from types import TracebackType
+
+from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError
+from runner.hosts import gcp_preemption
+from runner.hosts.join import start
+from runner.hosts.placement import Cluster, detect
+from runner.hosts.preemption import StopNotice, end_process
+from runner.job import RestoreableJob
+from runner.spec import Document, ExecutionSpec, load_job_class
+from runner.terminal import warn
+
+_CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")  # what they would print is told in one line
+
+
+def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, stop: StopNotice) -> None:
+    """Run the job to its end, and end this process with its exit code.
+
+    Returns only by raising `RunnerError`, where nothing has begun yet. Called on every host.
+    """
+    job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
+    if job_class.needs_topology and spec.topology is None:
+        raise document.error("", f"missing key topology: {job_class.__name__} needs one")
+    job = job_class(spec, document)
+    placement = _placement(parsed, spec.deadlines.start_seconds)
+    if placement is not None:
+        stop.expect_peers()
+    job.compile_cache.open()
+    for library in _CHATTY_LIBRARIES:
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    is_elastic = spec.topology is not None and spec.topology.elastic
+    hosts = start(placement, spec.deadlines, is_elastic)
+    sys.excepthook = _end_on_bug
+    stop.join(hosts if hosts.num_processes > 1 else None)
+    gcp_preemption.watch(stop.ask)
+    code = EXIT_DONE
+    try:
+        job(hosts, stop)
+    except RunnerError as error:
+        warn(str(error))
+        code = error.exit_code
+        if isinstance(error, PeerLostError):
+            end_process(code)
+    hosts.leave(code)
+    end_process(code)
+
+
+def _placement(parsed: argparse.Namespace, deadline_seconds: float) -> Cluster | None:
+    """Where this process stands, as the command line or else the engine says; None if it is alone."""
+    if parsed.coordinator is None:
+        return detect(deadline_seconds)
+    if parsed.num_processes == 1:
+        return None
+    return Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
+
+
+def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End with 1 after the traceback."""
+    traceback.print_exception(kind, error, trace)
+    sys.stderr.flush()
+    end_process(EXIT_FAILED)

@@ -1,0 +1,55 @@
+"""How the examples of a step are split: over the devices of a mesh, and over micro-batches in time. Arithmetic."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from runner.config import TrainerConfig
+from runner.data import batch_fields
+from runner.train.mesh import batch_sharding, micro_batch_sizes, num_batch_shards
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The split of the global batch into accumulation steps (S), each a micro-batch (B) over all devices.
+
+    Attributes:
+        micro_batch_examples: per device.
+        fields: dtype of each array of a batch by its name, as the data declares them; all are (S, B, T).
+    """
+
+    mesh: Mesh
+    global_batch_examples: int
+    micro_batch_examples: int
+    sequence_length: int
+    fields: Mapping[str, DTypeLike]
+
+    @property
+    def micro_batch(self) -> int:
+        """Examples of one micro-batch over all devices: B."""
+        return self.micro_batch_examples * num_batch_shards(self.mesh)
+
+    @property
+    def accumulate_steps(self) -> int:
+        """Micro-batches in a step: S."""
+        return self.global_batch_examples // self.micro_batch
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of a (S, B, T) batch."""
+        shape = (self.accumulate_steps, self.micro_batch, self.sequence_length)
+        sharding = batch_sharding(self.mesh)
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in self.fields.items()}
+
+
+def batch_layouts(config: TrainerConfig, mesh: Mesh) -> list[BatchLayout]:
+    """Every split of the global batch over `mesh` that the config allows, the largest micro-batch first.
+
+    Raises `InvalidError` with the nearest valid numbers if there is none.
+    """
+    train, data = config.train, config.data
+    sizes = micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, num_batch_shards(mesh))
+    fields = batch_fields(data)
+    return [BatchLayout(mesh, train.global_batch_examples, size, data.sequence_length, fields) for size in sizes]

@@ -1,0 +1,102 @@
+"""What a job is on certain devices, before anything is allocated: drawn once, and handed down whole.
+
+`run` draws it over the devices at hand; `plan` draws the very same over faked ones, or over those of a TPU topology.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh
+
+from runner.train import state as train_state
+from runner.train.batch_layout import BatchLayout
+from runner.train.compilation import (
+    CompiledStep,
+    compile_to_fit,
+    lower_train_step,
+    lower_val_step,
+    memory_of,
+    program_digest,
+)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The abstract job on one mesh.
+
+    Attributes:
+        key: the run's random key; that of step k is `fold_in(key, k)`.
+        schedule: learning rate by completed steps.
+        optimizer: the whole optax transformation, clipping included.
+        abstract_state: shape, dtype and sharding of every leaf.
+        make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
+    """
+
+    mesh: Mesh
+    key: jax.Array
+    schedule: optax.Schedule
+    optimizer: optax.GradientTransformation
+    abstract_state: TrainState
+    make_state: Callable[[jax.Array], TrainState]
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Devices by axis."""
+        return {axis: int(size) for axis, size in self.mesh.shape.items()}
+
+    def init_state(self) -> TrainState:
+        """The state at step 0, born sharded. Called on every host."""
+        return train_state.init_state(self.make_state, self.key, self.abstract_state, self.mesh)
+
+    def compile_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> CompiledStep:
+        """Compile `train_step` for one split of the batch."""
+        lowered = lower_train_step(train_step, self.schedule, self.abstract_state, self.key, layout)
+        executable = lowered.compile()
+        return CompiledStep(layout, executable, program_digest(lowered), memory_of(executable))
+
+    def compile_to_fit(
+        self, train_step: Callable[..., Any], layouts: Sequence[BatchLayout], limit_bytes: int
+    ) -> CompiledStep:
+        """Compile with the first of `layouts` (largest micro-batch first) that fits into `limit_bytes` of a device."""
+        by_size = {layout.micro_batch_examples: layout for layout in layouts}
+        return compile_to_fit(lambda size: self.compile_train(train_step, by_size[size]), list(by_size), limit_bytes)
+
+    def compile_val(
+        self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout
+    ) -> jax.stages.Compiled:
+        """Compile `val_step` for the same split; of the state it is shown what `abstract` has."""
+        return lower_val_step(val_step, abstract, layout).compile()
+
+
+def draw(
+    model: nn.Module,
+    example: jax.ShapeDtypeStruct,
+    make_optimizer: Callable[[Any], optax.GradientTransformation],
+    schedule: optax.Schedule,
+    mesh: Mesh,
+    key: jax.Array,
+) -> Blueprint:
+    """The blueprint of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
+
+    `example` is what the model is shown to find its shapes; `make_optimizer` takes a pytree of bools, which parameters
+    are matrices.
+    """
+
+    def init_params(key: jax.Array) -> Any:
+        tokens_BxT = jax.numpy.zeros(example.shape, example.dtype)
+        return model.init(key, tokens_BxT, deterministic=True)["params"]
+
+    boxed = jax.eval_shape(init_params, key)
+    optimizer = make_optimizer(train_state.matrices(boxed))
+
+    def make_state(params: Any) -> TrainState:
+        return train_state.state_of(model, params, optimizer)
+
+    shardings = train_state.variable_shardings(boxed, mesh)
+    abstract = train_state.abstract_state(make_state, nn.unbox(boxed), shardings, mesh)
+    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(nn.unbox(init_params(key))))

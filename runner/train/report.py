@@ -1,0 +1,142 @@
+"""The rows of a run: collected without waiting, evaluated, written on the main host, shown wherever a person looks."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from runner.attempt.claim import Attempt
+from runner.config import TrainerConfig
+from runner.hosts.join import Hosts
+from runner.periodic import is_due
+from runner.spec import ExecutionSpec
+from runner.storage import encode_line
+from runner.train.metrics.file import NAME, open_metrics
+from runner.train.metrics.row import Row
+from runner.train.metrics.sinks import Sink, open_sinks
+from runner.train.metrics.window import Window
+
+
+class Evaluator(Protocol):
+    """Judges weights. Called on every host."""
+
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> dict[str, float] | None:
+        """Figures by their key in a row (`val/loss`); None if it ended early because the job was asked to stop."""
+
+
+class Report:
+    """The rows of one attempt. Made and called on every host; rows stand on the main host alone.
+
+    `mfu_of_a_token_per_second` is what each token a second adds to MFU, 0 where that is not known. `after_row` is
+    called after each row: what may take time, and is not needed for the first steps, can begin there.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        spec: ExecutionSpec,
+        config: TrainerConfig,
+        evaluators: Sequence[Evaluator],
+        mfu_of_a_token_per_second: float,
+        after_row: Callable[[], None],
+    ):
+        self._attempt, self._spec, self._config, self._evaluators = attempt, spec, config, evaluators
+        self._mfu_of_a_token_per_second, self._after_row = mfu_of_a_token_per_second, after_row
+        self._metrics = open_metrics(attempt.store, attempt.background, attempt.fence)
+        self._sinks: list[Sink] = []
+        self._resumed_row: Row | None = None  # of the step that was resumed from
+        self.window = Window(0)
+
+    def resume(self, step: int, attachments: dict[str, bytes]) -> None:
+        """Drop the rows beyond `step`; those that came with the state may be ahead of a bucket's. Called once."""
+        if self._attempt.hosts.is_main:
+            self._resumed_row = self._metrics.rewind(step, attachments.get(NAME))
+        self.window = Window(step)
+
+    @contextlib.contextmanager
+    def showing(self, step: int) -> Iterator[None]:
+        """Inside, rows are shown; however it is left, the sinks are closed."""
+        if self._attempt.hosts.is_main:
+            self._sinks = open_sinks(self._spec, self._config, self._attempt.run_id, self._attempt.store.root, step)
+        self.window.restart_clock()
+        try:
+            yield
+        finally:
+            for sink in self._sinks:
+                sink.close()
+
+    # Rows.
+
+    def is_row_due(self, step: int) -> bool:
+        """Whether `step` has a row of its own: it is logged, or evaluated."""
+        return is_due(step, self._spec.logging.every_steps, self._config.total_steps) or self._is_evaluation_due(step)
+
+    def add_row(self, weights: Any, step: int) -> None:
+        """Write the row of `step`, evaluated if it is time. Waits for the device.
+
+        Raises `DivergedError` if a step was not finite.
+        """
+        row = self.window.close(self._config.tokens_per_step)
+        if self._mfu_of_a_token_per_second:
+            row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_of_a_token_per_second
+        if self._is_evaluation_due(step):
+            row |= self._evaluate(weights, step) or {}
+        if self._attempt.hosts.is_main:
+            self._attempt.fence.glance()
+            self._metrics.append(row)
+            self._show(row)
+        self._after_row()
+
+    def complete_row(self, weights: Any, step: int) -> bool:
+        """A stop may have come before the evaluation of the step that was saved for it: do it now.
+
+        False if the job was asked to stop once more.
+        """
+        row = self._attempt.hosts.agree(self._resumed_row)
+        if row is None or not self._is_evaluation_due(step) or any(key.startswith("val/") for key in row):
+            return True
+        figures = self._evaluate(weights, step)
+        if figures is not None and self._attempt.hosts.is_main:
+            self._metrics.replace_last(row | figures)
+            self._show(row | figures)
+        return figures is not None
+
+    def _is_evaluation_due(self, step: int) -> bool:
+        return bool(self._evaluators) and is_due(step, self._config.eval.every_steps, self._config.total_steps)
+
+    def _evaluate(self, weights: Any, step: int) -> Row | None:
+        """Figures of all evaluators; None if the job was asked to stop meanwhile."""
+        found: Row = {}
+        with self._attempt.progress.during("evaluation"):
+            for evaluator in self._evaluators:
+                figures = evaluator.evaluate(weights, step, self._attempt.hosts)
+                if figures is None:
+                    return None
+                found |= figures
+        self.window.restart_clock()
+        return found
+
+    def _show(self, row: Row) -> None:
+        for sink in self._sinks:
+            sink.show(row)
+
+    # What others ask for.
+
+    def last_row(self) -> Row:
+        """The newest row, on every host; empty if there is none."""
+        rows = self._metrics.rows()[-1:] if self._attempt.hosts.is_main else []
+        row: Row = self._attempt.hosts.agree(rows[0] if rows else {})
+        return row
+
+    def metric(self, name: str, step: int) -> float | None:
+        """The value in the row of `step`, the newest; None if it has none. On other hosts than the main one, None."""
+        rows = self._metrics.rows()[-1:] if self._attempt.hosts.is_main else []
+        value = rows[0].get(name) if rows and rows[0]["step"] == step else None
+        return None if value is None else float(value)
+
+    def attachments(self) -> dict[str, bytes]:
+        """The rows, for the fast tier: in a bucket they may be behind a state that it holds. Main host only."""
+        return {NAME: b"".join(encode_line(row) for row in self._metrics.rows())}
+
+    def sync(self) -> None:
+        """Wait until the rows are durable: they are never behind a checkpoint. Any thread; raises `OSError`."""
+        self._metrics.sync()

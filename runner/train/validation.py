@@ -1,0 +1,67 @@
+"""Validation: the mean loss over the real target tokens of a fixed set of batches."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.training.train_state import TrainState
+
+from runner.hosts.join import Hosts
+from runner.train.step import Batch
+
+
+class Validation:
+    """The loss on one validation set, by a `val_step` that is compiled when it is first needed, or in the background.
+
+    `abstract` is the train state's; `compile_val` compiles for one that has no optimizer state; `batch` makes
+    validation batch number i; `is_stopping` says whether the job was asked to stop, which a whole evaluation must not
+    delay. Made and called on every host.
+    """
+
+    def __init__(
+        self,
+        abstract: TrainState,
+        compile_val: Callable[[TrainState], jax.stages.Compiled],
+        batch: Callable[[int], Batch],
+        num_batches: int,
+        is_stopping: Callable[[], bool],
+        name: str = "val/loss",
+    ):
+        self._abstract = abstract.replace(opt_state=())
+        self._compile_val, self._batch, self._num_batches = compile_val, batch, num_batches
+        self._is_stopping, self._name = is_stopping, name
+        self._step: Future[jax.stages.Compiled] | None = None
+
+    def begin_to_compile(self) -> None:
+        """In the background, and not before a first row is out: tracing would slow down what the first steps need."""
+        if self._step is None:
+            compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
+            self._step = compiler.submit(self._compile_val, self._abstract)
+            compiler.shutdown(wait=False)
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """`(state, batch) -> (loss_sum, token_count, last_meta)`. May wait for the compiler."""
+        self.begin_to_compile()
+        assert self._step is not None
+        return self._step.result()
+
+    def state_of(self, weights: Any, step: int) -> TrainState:
+        """What `val_step` is shown: the weights of `step`, and no optimizer state."""
+        return self._abstract.replace(params=weights["params"], step=np.int32(step))
+
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> dict[str, float] | None:
+        """The mean loss over all tokens of all batches, by its key in a row; None if the job was asked to stop."""
+        state = self.state_of(weights, step)
+        loss_sum, token_count = jnp.float32(0), jnp.float32(0)
+        for index in range(self._num_batches):
+            if self._is_stopping():
+                return None
+            # At most one batch ahead of the device: a stop must not wait for a whole evaluation that is queued.
+            jax.block_until_ready(loss_sum)
+            loss, count, _ = self.compiled(state, self._batch(index))
+            loss_sum, token_count = loss_sum + loss, token_count + count
+        return {self._name: float(loss_sum) / max(float(token_count), 1.0)}

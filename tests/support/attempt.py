@@ -1,0 +1,30 @@
+"""Attempts on a directory without a job, and jobs that stand right before their first step."""
+
+from typing import TypeVar
+
+from runner import RestoreableJob
+from runner.attempt.claim import Attempt
+from runner.attempt.event_log import EventLog
+from runner.attempt.fence import Fence
+from runner.hosts.join import Hosts
+from runner.hosts.preemption import StopNotice
+from runner.hosts.progress import Progress
+from runner.storage import BackgroundWriter, Log, Store, open_log
+
+JobType = TypeVar("JobType", bound=RestoreableJob)
+
+
+def make_attempt(store: Store, log: Log | None = None) -> Attempt:
+    """The next attempt in `store`, alone; its ledger is the store's, or `log`."""
+    fence, background = Fence(store), BackgroundWriter()
+    number = fence.claim()
+    events = EventLog(log or open_log(store, "events", f"{number:06}.0", background), number, 0)
+    hosts = Hosts(None, 0, 1)
+    return Attempt(number, "run", store, hosts, StopNotice(), Progress(), fence, events, background)
+
+
+def start(job: JobType) -> JobType:
+    """Take `job` to the point where a run would make its first step, without a watchdog."""
+    job.claim(Hosts(None, 0, 1), StopNotice(), Progress())
+    job.begin()
+    return job
