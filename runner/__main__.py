@@ -19,7 +19,7 @@ from runner.hosts.preemption import StopNotice, end_process
 from runner.terminal import warn
 
 if TYPE_CHECKING:
-    from runner.hosts.placement import Cluster
+    from runner.hosts.placement import Placement
 
 _USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner plan SPEC [--topology ACCELERATOR] [--search] [--chips auto --hours H] [--json]
@@ -169,14 +169,14 @@ def _run(parsed: argparse.Namespace, notice: StopNotice) -> None:
     end_process(code)
 
 
-def _place(parsed: argparse.Namespace, deadline_seconds: float) -> "Cluster | None":
+def _place(parsed: argparse.Namespace, deadline_seconds: float) -> "Placement | None":
     """Where this process stands, as the command line or else the engine says; None if it is alone."""
     module = importlib.import_module("runner.hosts.placement")
     if parsed.coordinator is None:
         return module.detect(deadline_seconds)
     if parsed.num_processes == 1:
         return None
-    return module.Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
+    return module.Placement(parsed.coordinator, parsed.num_processes, parsed.process_id)
 
 
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

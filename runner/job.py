@@ -24,7 +24,7 @@ from runner.checkpoint.interval import best_interval_seconds
 from runner.checkpoint.manifest import newest_manifest
 from runner.checkpoint.save import raise_unless_committed
 from runner.errors import DivergedError, FencedError, InvalidError, PreemptedError, ResumeError, StorageError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
 from runner.hosts.straggler import Straggling
@@ -58,7 +58,7 @@ class RestoreableJob:
         is_shared = spec.topology is not None and spec.topology.compile_cache == "directory"
         self.compile_cache = CompileCache(self.store if is_shared else None)
         self.background = storage.BackgroundWriter()
-        self.hosts = Hosts(None, 0, 1)
+        self.hosts = Hosts.alone()
         self.notice = StopNotice()
         self.progress = Progress()
         self.state: Any = None

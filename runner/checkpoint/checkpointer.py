@@ -17,7 +17,7 @@ from runner.checkpoint.retention import Retention
 from runner.checkpoint.save import Place, Saver
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter, Writer
 from runner.errors import InvalidError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.spec import Checkpoint
 from runner.storage import Store, default_cache_directory
 

@@ -41,7 +41,7 @@ from runner.checkpoint.manifest import CHECKPOINTS, FORMAT
 from runner.checkpoint.tombstone import commit
 from runner.checkpoint.writer import Writer
 from runner.errors import FencedError, StorageError, first_line
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.storage import Store
 from runner.terminal import warn
 

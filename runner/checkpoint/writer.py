@@ -17,7 +17,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from runner.checkpoint import pieces
-from runner.hosts.join import Hosts
+from runner.hosts import key_value
+from runner.hosts.agreement import Hosts
 from runner.storage import Store
 
 NUM_UPLOADS = 8
@@ -101,7 +102,7 @@ class PieceWriter:
         """See `Writer`."""
         host = pieces.copy_to_host(leaves)
         self._num_saves += 1
-        key = f"runner/pieces/{self._num_saves}"
+        key = key_value.pieces(self._num_saves)
         return lambda deadline_seconds: self._finish(target, host, key, deadline_seconds)
 
     def _finish(self, target: str, host: pieces.Host, key: str, deadline_seconds: float) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from runner.checkpoint.retention import delete
 from runner.checkpoint.save import Place, Saver
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter
 from runner.errors import FencedError, ResumeError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.spec import hash_of
 from runner.storage import BackgroundWriter, LocalStore, digest_of, open_log, read_log
 from tests.support.memory_bucket import memory_bucket
@@ -55,7 +55,7 @@ class Attempt:
         self.ledger = EventLog(
             open_log(store, "events", f"{self.fence.attempt:06}.0", self.uplink), self.fence.attempt, 0
         )
-        hosts = Hosts(None, 0, 1)
+        hosts = Hosts.alone()
         self.place = Place(store, hosts, self.fence, self.ledger)
         on_disk = store.root is not None
         writer = OrbaxWriter(store, hosts) if on_disk else PieceWriter(store, hosts, staging)

@@ -25,7 +25,7 @@ from runner.checkpoint.retention import Retention
 from runner.checkpoint.save import Place, Saver
 from runner.checkpoint.writer import PieceWriter
 from runner.errors import FencedError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.storage import TransientError, bucket, retry
 from tests.support.memory_bucket import MemoryDriver, MemoryLog, memory_bucket
 
@@ -88,7 +88,7 @@ class Process:
     def __init__(self, world: "World"):
         self.mortal = Mortal(world.driver)
         self.world = world
-        store, hosts = memory_bucket(self.mortal), Hosts(None, 0, 1)  # type: ignore[arg-type]
+        store, hosts = memory_bucket(self.mortal), Hosts.alone()  # type: ignore[arg-type]
         fence = Fence(store)
         number = fence.claim()
         self.place = Place(store, hosts, fence, EventLog(MemoryLog(world.rows), number, 0))

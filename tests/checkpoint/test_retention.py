@@ -12,7 +12,7 @@ from runner.checkpoint.manifest import FORMAT, committed
 from runner.checkpoint.retention import Retention, superfluous
 from runner.checkpoint.save import Place
 from runner.checkpoint.tombstone import commit
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.storage import digest_of, open_store
 from tests.support.cloud import free_name
 from tests.support.harness import Job
@@ -143,7 +143,7 @@ def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
     with open_somewhere(kind, order, tmp_path, monkeypatch) as store:
         fence = Fence(store)
         fence.claim()
-        retention = Retention(Place(store, Hosts(None, 0, 1), fence, EventLog(MemoryLog(), 1, 0)), keep_last=2)
+        retention = Retention(Place(store, Hosts.alone(), fence, EventLog(MemoryLog(), 1, 0)), keep_last=2)
         for step in order:
             commit_step(store, step)
             if not killed_before:

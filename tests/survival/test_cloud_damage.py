@@ -22,7 +22,7 @@ from runner.checkpoint.manifest import committed
 from runner.checkpoint.restore import Restorer
 from runner.checkpoint.save import Place, Saver
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.storage import LocalStore, Store, open_store
 from tests.support.cloud import (
     CloudAttempt,
@@ -97,7 +97,7 @@ def claim(store: Store) -> tuple[Place, MemoryLog]:
     """A new attempt on a directory, and its ledger."""
     fence, records = Fence(store), MemoryLog()
     number = fence.claim()
-    return Place(store, Hosts(None, 0, 1), fence, EventLog(records, number, 0)), records
+    return Place(store, Hosts.alone(), fence, EventLog(records, number, 0)), records
 
 
 def save_both(store: Store, staging: Path) -> None:
