@@ -55,7 +55,7 @@ class Rounds:
         """Whether process 0 is listening for arrivals."""
         return self._arrivals_seconds is not None
 
-    def hear(self) -> None:
+    def begin_or_join(self) -> None:
         """Begin a round if it is time (process 0), or take the step of one that has begun."""
         if not self._hosts.is_main:
             number, step = self._hosts.store.peek(key_value.ROUND) or [0, 0]

@@ -34,13 +34,13 @@ from runner.terminal import warn
 
 LOST_SECONDS = 30.0
 SUSPECTED_LOST_SECONDS = 5.0  # once a collective has failed somewhere
-UNREACHABLE_SECONDS = 5.0
+UNREACHABLE_SECONDS = 5.0  # of the coordinator
 _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
-_LAST_WORDS_SECONDS = 5.0
-_HEARD_SECONDS = 3.0
-_VERDICT_SECONDS = 30.0
-_TELL_BEATS = 60
+_LAST_WORDS_SECONDS = 5.0  # for `on_verdict`
+_HEARD_SECONDS = 3.0  # in which every process reads the verdict
+_VERDICT_SECONDS = 30.0  # in which a failed collective is found to be a lost peer
+_MAX_REPORT_BEATS = 60  # between two reports of progress; the first ones come sooner
 
 
 class Watchdog:
@@ -64,7 +64,7 @@ class Watchdog:
         self.progress = Progress()
         self._hosts, self._deadlines = hosts, deadlines
         self._on_verdict, self._on_straggler, self._on_progress = on_verdict, on_straggler, on_progress
-        self._told_step, self._tell_at_beat = 0, 1
+        self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
         self._suspects_peer = False  # a collective has failed here
         self._num_beats = 0
@@ -85,7 +85,7 @@ class Watchdog:
         self._hosts.liveness.call_before_abort(None)
 
     def _await_verdict(self, error: BaseException) -> None:
-        """The error may come from a peer's death: if so the watch ends this process, and names the peer.
+        """Wait: if the error comes from a peer's death, the watchdog's thread ends this process and names the peer.
 
         JAX raises a failed collective as one of several types.
         """
@@ -114,10 +114,10 @@ class Watchdog:
         if is_time and not self._is_over.is_set():
             self._forgive_a_pause()
             beat = self._beat()
-            self._tell(beat.step)
+            self._report_progress(beat.step)
             if self._hosts.num_processes > 1:
                 self._exchange(beat)
-                self._rounds.hear()
+                self._rounds.begin_or_join()
             elif beat.is_overdue:
                 self._end(describe({0: beat}, {}))
         if self._hosts.num_processes > 1:
@@ -126,17 +126,17 @@ class Watchdog:
                 self._on_straggler(straggling)
 
     def _forgive_a_pause(self) -> None:
-        """What is late here because this very process was stopped for a while is not late."""
+        """After this very process was stopped for a while, count neither its phase nor the others' beats as late."""
         now, before = time.monotonic(), self._looked_seconds
         self._looked_seconds = now
         if now - before > UNREACHABLE_SECONDS:
             self._seen.clear()
             self.progress.since_seconds = now
 
-    def _tell(self, step: int) -> None:
-        if self._hosts.is_main and self._num_beats >= self._tell_at_beat and step != self._told_step:
-            self._told_step = step
-            self._tell_at_beat = self._num_beats + min(self._num_beats, _TELL_BEATS)
+    def _report_progress(self, step: int) -> None:
+        if self._hosts.is_main and self._num_beats >= self._next_report_beat and step != self._reported_step:
+            self._reported_step = step
+            self._next_report_beat = self._num_beats + min(self._num_beats, _MAX_REPORT_BEATS)
             self._on_progress(step)
 
     def _beat(self) -> Beat:

@@ -103,7 +103,7 @@ def test_rounds_of_stragglers_leave_one_key_a_process_and_one_for_the_round(monk
         now[0] += 0.5
         for every, progress in rounds:
             progress.arrive(step)
-            every.hear()
+            every.begin_or_join()
             every.advance()
     number, _ = KeyValueStore(coordinator).peek(key_value.ROUND)
     assert number > 100

@@ -39,7 +39,7 @@ def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seco
             if step > every._progress.step:
                 every._progress.arrive(step)
             if tick % 100 == 0:
-                every.hear()
+                every.begin_or_join()
             straggling = every.advance()
             if straggling is not None:
                 found.append(straggling)
