@@ -1,7 +1,9 @@
 """Keys at the coordinator: each is read by all before it is deleted, and their number is bounded for ever."""
 
 import random
+import re
 import threading
+from pathlib import Path
 
 import jax
 import pytest
@@ -12,6 +14,13 @@ from runner.hosts.key_value import MAX_DECISIONS, KeyValueStore
 from runner.hosts.progress import Progress
 from runner.hosts.straggler import Rounds
 from tests.support.coordinator import MemoryCoordinator, play
+
+RUNNER = Path(key_value.__file__).parents[1]
+
+
+def test_no_other_module_reaches_the_store():
+    found = {path.name for path in RUNNER.rglob("*.py") if re.search(r"\.key_value_|wait_at_barrier", path.read_text())}
+    assert found == {"key_value.py"}
 
 
 def test_64_processes_agree_10_000_times_and_leave_no_more_keys_than_after_64():
