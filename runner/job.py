@@ -22,7 +22,7 @@ from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import newest_manifest
 from runner.checkpoint.save import Payload, SaveKind
 from runner.errors import DivergedError, PreemptedError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
 from runner.hosts.watchdog import Watchdog
@@ -119,7 +119,7 @@ class RestoreableJob:
 
     def __call__(self, hosts: Hosts | None = None, stop: StopNotice | None = None) -> None:
         """Done? Then nothing. Else: barrier, restore or init, `run`, final save, `result.json`, barrier."""
-        hosts, stop, incidents = hosts or Hosts(None, 0, 1), stop or StopNotice(), Incidents()
+        hosts, stop, incidents = hosts or Hosts.alone(), stop or StopNotice(), Incidents()
         deadlines = self.spec.deadlines
         with Watchdog(
             hosts, deadlines, incidents.on_verdict, incidents.on_straggler, incidents.on_progress

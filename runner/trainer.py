@@ -20,7 +20,7 @@ from runner.checkpoint.save import Payload
 from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields, check_vocabulary, global_batch, load_dataset
 from runner.errors import DataError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.periodic import tokens_at
 from runner.spec import Document, ExecutionSpec

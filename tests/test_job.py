@@ -13,7 +13,7 @@ from runner.attempt.fence import Fence
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
 from runner.errors import FencedError, InvalidError, PreemptedError, ResumeError, StorageError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.spec import ExecutionSpec, read_spec
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.tiny import StopAfter, counter, leaves_equal
@@ -272,7 +272,7 @@ def test_a_job_needs_neither_topology_nor_net(tmp_path):
         name="x", job="experiments.counter:Counter", directory=str(tmp_path), config={"total_steps": 3}
     )
     job = Counter(spec)
-    job(Hosts(None, 0, 1))
+    job(Hosts.alone())
     assert job.done
 
 

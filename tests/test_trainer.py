@@ -18,7 +18,7 @@ from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
 from runner.errors import DivergedError, PreemptedError, SpecError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.spec import read_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
 from runner.train.hint import options_for_here
@@ -358,7 +358,7 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
             return "linear"
 
     job = gpt(tmp_path / "run", Named, **{"config.optimizer.name": "adafactor"})
-    job.setup(Hosts(None, 0, 1))
+    job.setup(Hosts.alone())
     abstract = job.abstract_state()
     kernels = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (256, 32)]
     assert len(kernels) == moments

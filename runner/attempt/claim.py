@@ -10,7 +10,7 @@ from runner import terminal
 from runner.attempt.event_log import EventLog
 from runner.attempt.fence import Fence
 from runner.errors import StorageError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
 from runner.spec import Document, ExecutionSpec

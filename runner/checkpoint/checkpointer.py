@@ -20,7 +20,7 @@ from runner.checkpoint.retention import Retention
 from runner.checkpoint.save import Payload, SaveKind, Saver
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter, Writer
 from runner.errors import InvalidError, StorageError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.spec import Checkpoint, ExecutionSpec
 from runner.storage import default_cache_directory, open_store, split_checkpoint
 

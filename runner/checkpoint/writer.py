@@ -19,7 +19,8 @@ import orbax.checkpoint as ocp
 
 from runner.checkpoint import pieces
 from runner.checkpoint.manifest import Files
-from runner.hosts.join import Hosts
+from runner.hosts import key_value
+from runner.hosts.agreement import Hosts
 from runner.storage import Store
 
 NUM_UPLOADS = 8
@@ -109,7 +110,7 @@ class PieceWriter:
         """See `Writer`."""
         blocks = pieces.copy_to_host(leaves)
         self._num_saves += 1
-        key = f"runner/pieces/{self._num_saves}"
+        key = key_value.pieces(self._num_saves)
         return lambda deadline_seconds: self._finish(target, blocks, key, deadline_seconds)
 
     def _finish(self, target: str, blocks: pieces.Blocks, key: str, deadline_seconds: float) -> Written:

@@ -12,7 +12,7 @@ from types import TracebackType
 from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError
 from runner.hosts import gcp_preemption
 from runner.hosts.join import start
-from runner.hosts.placement import Cluster, detect
+from runner.hosts.placement import Placement, detect
 from runner.hosts.preemption import StopNotice, end_process
 from runner.job import RestoreableJob
 from runner.spec import Document, ExecutionSpec, load_job_class
@@ -53,13 +53,13 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     end_process(code)
 
 
-def _placement(parsed: argparse.Namespace, deadline_seconds: float) -> Cluster | None:
+def _placement(parsed: argparse.Namespace, deadline_seconds: float) -> Placement | None:
     """Where this process stands, as the command line or else the engine says; None if it is alone."""
     if parsed.coordinator is None:
         return detect(deadline_seconds)
     if parsed.num_processes == 1:
         return None
-    return Cluster(parsed.coordinator, parsed.num_processes, parsed.process_id)
+    return Placement(parsed.coordinator, parsed.num_processes, parsed.process_id)
 
 
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,11 +1,15 @@
 """Many processes as one job. Host 0 decides, everyone hears, everyone acts; no wait is without an end.
 
-- `preemption` SIGTERM on any host becomes one agreed moment on all
-- `gcp_preemption` the notice that a Google Cloud machine gives of its own end
+- `preemption` SIGTERM on any host becomes one agreed stop on all
+- `gcp_preemption` the announced preemption of a Google Cloud machine is a stop too
 - `placement` which of several processes this is, from what the engine has set
 - `rendezvous` how the processes find each other, and who is missing
-- `join` start-up, main host, agreement, loss of a peer
-- `progress` what the training thread is at
+- `key_value` the coordinator's key-value store: every key, who writes it, who deletes it
+- `liveness` who has disconnected, who has crashed, how to leave in order
+- `agreement` `Hosts`: host 0 decides, every host hears
+- `join` start-up: makes `Hosts`
+- `progress` the phase and the last completed step of the training thread
 - `straggler` which hosts come late to a step
-- `watchdog` who has crashed, who stands still
+- `beat` what every process reports each second
+- `watchdog` ends the job when a process has crashed or stands still
 """

@@ -1,7 +1,7 @@
-"""The notice that a Google Cloud VM gives of its own end, some time before SIGTERM comes, if it comes at all.
+"""The preemption of a Google Cloud VM, announced some time before SIGTERM comes, if it comes at all.
 
-Spot VMs say `preempted`, TPU hosts about to be maintained say `maintenanceEvent`, both through the VM's metadata
-server, which holds the answer back until something changes.
+The VM's metadata server has `preempted` for spot VMs and `maintenanceEvent` for TPU hosts that are about to be
+maintained. It holds its answer back until something changes.
 """
 
 import json
@@ -18,13 +18,17 @@ _RETRY_SECONDS = 10.0
 
 
 def watch(ask_to_stop: Callable[[str], None]) -> None:
-    """Call `ask_to_stop` with the reason once this VM is to end. Returns at once; on other machines nothing happens."""
-    host = _metadata_host()
-    if host is not None:
-        threading.Thread(target=_watch, args=(host, ask_to_stop), name="metadata", daemon=True).start()
+    """Call `ask_to_stop` with the reason once this VM is to be preempted. Called on every host; returns at once.
+
+    It is called at most once, from a thread of its own. On other machines nothing happens.
+    """
+    server = _metadata_server()
+    if server is not None:
+        threading.Thread(target=_watch, args=(server, ask_to_stop), name="gcp-preemption", daemon=True).start()
 
 
-def _metadata_host() -> str | None:
+def _metadata_server() -> str | None:
+    """Its address; None if this machine is none of Google Cloud."""
     for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):
         if os.environ.get(name):
             return os.environ[name]
@@ -32,18 +36,18 @@ def _metadata_host() -> str | None:
     return "metadata.google.internal" if is_google else None
 
 
-def _watch(host: str, ask_to_stop: Callable[[str], None]) -> None:
+def _watch(server: str, ask_to_stop: Callable[[str], None]) -> None:
     etag = "0"
     while True:
         query = f"recursive=true&wait_for_change=true&timeout_sec={_HOLD_SECONDS}&last_etag={etag}"
         request = urllib.request.Request(
-            f"http://{host}/computeMetadata/v1/instance/?{query}", headers={"Metadata-Flavor": "Google"}
+            f"http://{server}/computeMetadata/v1/instance/?{query}", headers={"Metadata-Flavor": "Google"}
         )
         try:
             with urllib.request.urlopen(request, timeout=_HOLD_SECONDS + 30) as answer:
                 etag = answer.headers.get("ETag", "0")
-                reason = end_of(json.load(answer))
-        except (OSError, ValueError):  # an hour without metadata is no reason to end a job
+                reason = preemption_of(json.load(answer))
+        except (OSError, ValueError):  # metadata that cannot be read are no reason to end a job
             time.sleep(_RETRY_SECONDS)
             continue
         if reason is not None:
@@ -51,8 +55,8 @@ def _watch(host: str, ask_to_stop: Callable[[str], None]) -> None:
             return
 
 
-def end_of(instance: object) -> str | None:
-    """Why the VM that these metadata describe is to end; None if it is not."""
+def preemption_of(instance: object) -> str | None:
+    """Why the VM that these metadata describe is to be preempted; None if it is not."""
     if not isinstance(instance, dict):
         return None
     if str(instance.get("preempted", "")).upper() == "TRUE":

@@ -23,7 +23,7 @@ _FLAGS = "--coordinator HOST:PORT --num-processes N --process-id K"
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Placement:
     """Where one process stands in its job.
 
     Attributes:
@@ -37,8 +37,8 @@ class Cluster:
     local_devices: tuple[int, ...] | None = None
 
 
-def detect(deadline_seconds: float) -> Cluster | None:
-    """Where this process stands; None if it is alone.
+def detect(deadline_seconds: float) -> Placement | None:
+    """Where this process stands; None if it is alone. Called on every host, before any other use of JAX.
 
     Raises `InvalidError` if the environment names peers but not their place, `RetryableError` if the name of process 0
     cannot be resolved within the deadline.
@@ -56,30 +56,30 @@ def detect(deadline_seconds: float) -> Cluster | None:
     return None
 
 
-def _torchrun(environment: Mapping[str, str]) -> Cluster | None:
+def _torchrun(environment: Mapping[str, str]) -> Placement | None:
     """torchrun keeps MASTER_PORT for itself, so the coordinator listens on the port after it."""
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
     if not all(environment.get(name) for name in names):
         return None
     address, port, size, rank = (environment[name] for name in names)
     coordinator = f"{address}:{environment.get('JAX_COORDINATOR_PORT') or int(port) + 1}"
-    return Cluster(coordinator, int(size), int(rank), _local_devices(environment))
+    return Placement(coordinator, int(size), int(rank), _local_devices(environment))
 
 
-def _by_jax(deadline_seconds: float) -> Cluster | None:
+def _by_jax(deadline_seconds: float) -> Placement | None:
     for name in _JAX_CLUSTERS:
         engine = getattr(clusters, name)
         if not engine.is_env_present():
             continue
         num_processes = engine.get_process_count()
         if num_processes == 1:
-            return Cluster("", 1, 0)
+            return Placement("", 1, 0)
         port = os.environ.get("JAX_COORDINATOR_PORT")
         try:
             coordinator = engine.get_coordinator_address(int(deadline_seconds), port)
         except RuntimeError as error:
             raise RetryableError(f"cannot join the other processes of the job: {error}") from error
-        return Cluster(coordinator, num_processes, engine.get_process_id(), _local_devices(os.environ))
+        return Placement(coordinator, num_processes, engine.get_process_id(), _local_devices(os.environ))
     return None
 
 

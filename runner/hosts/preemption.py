@@ -1,11 +1,11 @@
-"""The notice to stop: SIGTERM or Ctrl-C on any host becomes one agreed moment on all of them.
+"""Preemption: SIGTERM or Ctrl-C on any host becomes one agreed stop on all of them.
 
 The main thread counts ticks: every host calls `poll` at the same places, so tick t is the same place everywhere.
 
 1. A signal on any host wakes a listener thread through a pipe, also while the main thread is inside a long compile.
 2. The listener tells every host through the job's key-value store (a single process skips to 5).
-3. On each host a second thread hears it, takes the lock that `poll` needs, and publishes this host's tick. It is this
-   thread that answers, because the main thread may be waiting for a device that waits for a slower host.
+3. On each host a second thread learns of it, takes the lock that `poll` needs, and publishes this host's tick. It is
+   this thread that answers, because the main thread may be waiting for a device that waits for a slower host.
 4. When all hosts have answered, all know the same largest tick.
 5. `poll` returns True from the tick after it on. Hosts that are behind go on until they reach it.
 
@@ -30,11 +30,11 @@ from runner.terminal import warn
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _JOIN_SECONDS = 15
-_VERDICT_SECONDS = 60  # in which the watchdog says more of a lost peer, and ends the process
+_VERDICT_SECONDS = 60  # in which the watchdog names the lost peer, and ends the process
 
 
 class Peers(Protocol):
-    """What a notice needs of the other processes of the job. Each call may raise `ConnectionError`."""
+    """What a stop needs of the other processes of the job (`agreement.Hosts`). Each may raise `ConnectionError`."""
 
     def announce_stop(self) -> None:
         """Tell every host, this one too, that the job was asked to stop."""
@@ -46,11 +46,11 @@ class Peers(Protocol):
         """Publish this host's tick and return every host's."""
 
     def leave(self, code: int) -> None:
-        """Before an end that all hosts come to, so that the first to end does not look like a lost peer."""
+        """Say that this process ends in order, with `code`, so that its end does not look like a crash."""
 
 
 def end_process(code: int, message: str | None = None) -> None:
-    """Leave at once, past every handler that could wait for a peer. Output is flushed."""
+    """End this process at once, past every handler that could wait for a peer. Output is flushed. Any thread."""
     if message is not None:
         warn(message)
     for stream in (sys.stdout, sys.stderr):
@@ -60,7 +60,10 @@ def end_process(code: int, message: str | None = None) -> None:
 
 
 class StopNotice:
-    """Whether, and from which tick on, the job was asked to stop."""
+    """Whether the job was asked to stop, and at which tick it does. One a process, made by the command.
+
+    `on_idle_exit`, set by the job, is called from a thread of this class before a process ends that has not begun.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,26 +83,29 @@ class StopNotice:
         for number in _SIGNALS:
             signal.signal(number, _leave_to_the_listener)
         self._pipe = (reader, writer)
-        threading.Thread(target=self._hear_signals, name="signals", daemon=True).start()
+        threading.Thread(target=self._await_signals, name="signals", daemon=True).start()
 
     def expect_peers(self) -> None:
-        """Until `join`, hold a stop back for a while, so that the peers can be told of it."""
+        """Until `join`, hold a stop back for a while, so that the peers can be told of it. Main thread only."""
         self._joined.clear()
 
     def join(self, peers: Peers | None) -> None:
-        """From now on a stop is agreed with the other processes of the job; None = there are no others."""
+        """From now on agree on a stop with the other processes of the job; None = there are none. On every host."""
         self._peers = peers
         self._joined.set()
         if peers is not None:
-            threading.Thread(target=self._hear_peers, args=(peers,), name="stop", daemon=True).start()
+            threading.Thread(target=self._await_peers, args=(peers,), name="stop", daemon=True).start()
 
     def poll(self) -> bool:
-        """Count one tick; True once the job is to stop. Called on every host, at the same places."""
+        """Count one tick; True once the job is to stop. Main thread, on every host at the same places.
+
+        Waits only while the hosts agree on the tick of a stop.
+        """
         with self._lock:
             self._tick += 1
             return self._stop_tick is not None and self._tick >= self._stop_tick
 
-    def _hear_signals(self) -> None:
+    def _await_signals(self) -> None:
         reader, _ = self._pipe
         while numbers := reader.recv(16):
             for number in numbers:
@@ -113,7 +119,7 @@ class StopNotice:
         self.ask(name)
 
     def ask(self, reason: str) -> None:
-        """Ask the job to stop, as a first signal does. Any thread; asking again changes nothing."""
+        """Ask the job to stop, as a first signal does. Any host, any thread; asking again changes nothing."""
         warn(f"{reason}: stopping at the next step")
         threading.Thread(target=self._ask_to_stop, name="ask to stop", daemon=True).start()
 
@@ -130,7 +136,7 @@ class StopNotice:
             time.sleep(_VERDICT_SECONDS)
             end_process(EXIT_RETRYABLE, f"peer lost: {error}")
 
-    def _hear_peers(self, peers: Peers) -> None:
+    def _await_peers(self, peers: Peers) -> None:
         try:
             peers.await_stop()
             with self._lock:

@@ -1,10 +1,10 @@
 """How the processes of a job find each other: all report to process 0, which says who is there.
 
 1. Process 0 listens on the coordinator's port, before JAX does. Every other process connects, trying again until the
-   deadline, and says which one it is.
+   deadline, and reports its process id.
 2. When all have come, or the deadline has passed, process 0 tells everyone who came, closes the port and hands it to
-   JAX's coordination service. The connections stay open: the kernel of a process that dies closes its own, which the
-   other end sees at once.
+   JAX's coordination service. The connections stay open as peer sockets: the kernel of a process that ends closes its
+   own, which the other end sees at once (`liveness`).
 3. Who is missing is named, and the job ends with 76 on all hosts that came: a start with fewer would be another job.
    If the spec allows it (`topology.elastic`), it begins with those that came, numbered anew in the same order.
 """
@@ -18,66 +18,67 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.errors import RetryableError
-from runner.hosts.placement import Cluster
+from runner.hosts.placement import Placement
 
 _RETRY_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
 _LINE_BYTES = 1 << 20
 
+Connections = dict[int, socket.socket]  # by process
 
-@dataclass
+
+@dataclass(frozen=True)
 class Meeting:
-    """This process's place among those that came, and its lifelines.
+    """This process's placement among those that came, and its connections to them.
 
     Attributes:
-        lifelines: process -> a connection that ends with it; to every other on process 0, elsewhere to process 0.
+        peer_sockets: process -> a connection that ends with it; to every other on process 0, elsewhere to process 0.
     """
 
-    cluster: Cluster
-    lifelines: dict[int, socket.socket]
+    placement: Placement
+    peer_sockets: dict[int, socket.socket]
 
 
-def meet(cluster: Cluster, deadline_seconds: float, is_elastic: bool) -> Meeting:
-    """Wait for the other processes. Called on every host.
+def meet(placement: Placement, deadline_seconds: float, is_elastic: bool) -> Meeting:
+    """Wait for the other processes. Called on every host, before JAX's own start.
 
-    Raises `RetryableError` naming who did not come within the deadline.
+    Blocks until all have come. Raises `RetryableError` naming who has not after the deadline.
     """
     ends = time.monotonic() + deadline_seconds
-    if cluster.process_id == 0:
-        present, connections = _receive(cluster, ends, deadline_seconds, is_elastic)
+    if placement.process_id == 0:
+        present, connections = _receive(placement, ends, deadline_seconds, is_elastic)
     else:
-        present, connections = _report(cluster, ends, deadline_seconds)
-    place = replace(cluster, num_processes=len(present), process_id=present.index(cluster.process_id))
-    return Meeting(place, {present.index(process): connection for process, connection in connections.items()})
+        present, connections = _report(placement, ends, deadline_seconds)
+    mine = replace(placement, num_processes=len(present), process_id=present.index(placement.process_id))
+    return Meeting(mine, {present.index(process): connection for process, connection in connections.items()})
 
 
-def listening_address(cluster: Cluster) -> str:
+def listening_address(placement: Placement) -> str:
     """HOST:PORT that process 0 listens on: the address itself, or every interface for a name.
 
     On its own host a name may stand for a loopback address that no other host reaches.
     """
-    host, _, port = cluster.coordinator.rpartition(":")
+    host, _, port = placement.coordinator.rpartition(":")
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return f"[::]:{port}"
-    return cluster.coordinator
+    return placement.coordinator
 
 
-Connections = dict[int, socket.socket]
-
-
-def _receive(cluster: Cluster, ends: float, deadline_seconds: float, is_elastic: bool) -> tuple[list[int], Connections]:
+def _receive(
+    placement: Placement, ends: float, deadline_seconds: float, is_elastic: bool
+) -> tuple[list[int], Connections]:
     """Process 0's part: the processes that are there, in order."""
     guests: Connections = {}
-    with _listen(listening_address(cluster)) as listener:
-        while len(guests) < cluster.num_processes - 1 and (left_seconds := ends - time.monotonic()) > 0:
+    with _listen(listening_address(placement)) as listener:
+        while len(guests) < placement.num_processes - 1 and (left_seconds := ends - time.monotonic()) > 0:
             listener.settimeout(left_seconds)
             with contextlib.suppress(TimeoutError):
-                guests |= _welcome(listener, cluster.num_processes)
+                guests |= _welcome(listener, placement.num_processes)
         present = [0, *sorted(guests)]
-        missing = [process for process in range(cluster.num_processes) if process not in present]
-        error = _complaint(missing, cluster.num_processes, deadline_seconds) if missing and not is_elastic else None
+        missing = [process for process in range(placement.num_processes) if process not in present]
+        error = _complaint(missing, placement.num_processes, deadline_seconds) if missing and not is_elastic else None
         for connection in guests.values():
             with contextlib.suppress(OSError):
                 _send(connection, {"present": present, "error": error})
@@ -120,21 +121,21 @@ def _welcome(listener: socket.socket, num_processes: int) -> Connections:
     return {}
 
 
-def _report(cluster: Cluster, ends: float, deadline_seconds: float) -> tuple[list[int], Connections]:
+def _report(placement: Placement, ends: float, deadline_seconds: float) -> tuple[list[int], Connections]:
     """The part of every other process."""
     reason = "no answer"
     while (left_seconds := ends - time.monotonic()) > 0:
         try:
-            connection = socket.create_connection(_split(cluster.coordinator), min(left_seconds, _ANSWER_SECONDS))
+            connection = socket.create_connection(_split(placement.coordinator), min(left_seconds, _ANSWER_SECONDS))
         except OSError as error:  # not up yet
             reason = str(error)
             time.sleep(_RETRY_SECONDS)
             continue
         try:
-            _send(connection, {"process_id": cluster.process_id})
+            _send(connection, {"process_id": placement.process_id})
             connection.settimeout(left_seconds + _ANSWER_SECONDS)
             answer = _receive_line(connection)
-        except (OSError, ValueError) as error:  # gone again
+        except (OSError, ValueError) as error:  # disconnected again
             connection.close()
             reason = str(error)
             continue
@@ -142,7 +143,7 @@ def _report(cluster: Cluster, ends: float, deadline_seconds: float) -> tuple[lis
             raise RetryableError(str(answer["error"]))
         return [int(process) for process in answer["present"]], {0: connection}
     raise RetryableError(
-        f"process 0 of {cluster.num_processes} at {cluster.coordinator} could not be reached within "
+        f"process 0 of {placement.num_processes} at {placement.coordinator} could not be reached within "
         f"{deadline_seconds:g} s ({reason}); run the same command again"
     )
 

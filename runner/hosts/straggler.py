@@ -1,8 +1,10 @@
 """Which hosts come late to a step, though all of them live.
 
-From time to time process 0 names a step that is about two seconds ahead. Every process says when its training thread
-arrives there, and process 0 takes down when it hears of it, by its own clock: collectives make all devices wait for the
-slowest, but not the arrival of its host. Who is later than the others in two rounds, one after the other, is named.
+1. From time to time process 0 begins a round: it publishes a step that is about two seconds ahead.
+2. Every process reports when its training thread has completed that step, under the number of the round.
+3. Process 0 notes when each report comes, by its own clock. Collectives make all devices wait for the slowest, but not
+   the report of its host.
+4. Who is later than the others in two rounds, one after the other, is named.
 """
 
 import statistics
@@ -10,7 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runner.hosts.join import Hosts
+from runner.hosts import key_value
+from runner.hosts.agreement import Hosts
 from runner.hosts.progress import Progress
 
 _ROUND_SECONDS = 10.0
@@ -32,27 +35,30 @@ class Straggling:
 
 
 class Rounds:
-    """The rounds in which every process tells of its arrival at one step."""
+    """The rounds in which every process reports its arrival at one step. Used by the watchdog's thread, on every host.
+
+    Never waits for a host. Each call may raise `PeerLostError`.
+    """
 
     def __init__(self, hosts: Hosts, progress: Progress):
         self._hosts, self._progress = hosts, progress
         self._number = 0
         self._step = 0
         self._next_seconds = time.monotonic() + _ROUND_SECONDS
-        self._is_told = True
+        self._has_reported = True
         self._arrivals_seconds: dict[int, float] | None = None  # process -> clock of process 0
         self._last_late: set[int] = set()
-        self._reported: list[int] = []
+        self._named: list[int] = []
 
     @property
     def is_open(self) -> bool:
         """Whether process 0 is listening for arrivals."""
         return self._arrivals_seconds is not None
 
-    def hear(self) -> None:
+    def begin_or_join(self) -> None:
         """Begin a round if it is time (process 0), or take the step of one that has begun."""
         if not self._hosts.is_main:
-            number, step = self._hosts.peek("runner/round") or [0, 0]
+            number, step = self._hosts.store.peek(key_value.ROUND) or [0, 0]
             if number > self._number:
                 self._await(number, step)
             return
@@ -63,22 +69,23 @@ class Rounds:
         num_ahead = 1 + int(_AHEAD_SECONDS / max(statistics.median(gaps_seconds), 1e-4))
         self._arrivals_seconds = {}
         self._await(self._number + 1, self._progress.step + num_ahead)
-        self._hosts.publish("runner/round", [self._number, self._step])
+        self._hosts.store.set(key_value.ROUND, [self._number, self._step])
 
     def _await(self, number: int, step: int) -> None:
-        self._number, self._step, self._is_told = number, step, False
+        self._number, self._step, self._has_reported = number, step, False
         self._progress.awaited_step = step
 
     def advance(self) -> Straggling | None:
-        """Tell of the arrival here; on process 0 take down the others', and say if others are late than before."""
-        if not self._is_told and self._progress.step >= self._step:
-            self._is_told = True
-            self._hosts.publish(f"runner/arrived/{self._number}/{self._hosts.process_id}", 1)
+        """Report the arrival here; on process 0 note the others', and return who is late if others are than before."""
+        if not self._has_reported and self._progress.step >= self._step:
+            self._has_reported = True
+            self._hosts.store.set(key_value.of_process(key_value.ARRIVALS, self._hosts.process_id), self._number)
         if self._arrivals_seconds is None:
             return None
         now, arrivals_seconds = time.monotonic(), self._arrivals_seconds
-        for key in self._hosts.peek_all(f"runner/arrived/{self._number}"):
-            arrivals_seconds.setdefault(int(key), now)
+        for process, number in self._hosts.store.peek_all(key_value.ARRIVALS).items():
+            if number == self._number:  # else what it reported in an earlier round
+                arrivals_seconds.setdefault(process, now)
         first_seconds = min(arrivals_seconds.values(), default=now)
         num_processes = self._hosts.num_processes
         if len(arrivals_seconds) < num_processes and now - first_seconds < _ROUND_SECONDS:
@@ -89,9 +96,9 @@ class Rounds:
         ]
         late = late_processes(after_seconds, statistics.median(self._progress.gaps() or [0.0]))
         again, self._last_late = [process for process in late if process in self._last_late], set(late)
-        if again == self._reported:
+        if again == self._named:
             return None
-        self._reported = again
+        self._named = again
         return Straggling(self._step, again, after_seconds)
 
 

@@ -1,30 +1,31 @@
-"""Notices that a job does not go on: a process that is gone, one that stands still, one that is late.
+"""Notices that a job does not go on: a process has crashed, one stands still, one is late.
 
-Driven by the training thread's own progress: it says what it is at (`during`) and which step it has come to
-(`arrive`). The thread here only looks and tells; it never speaks for a training thread that hangs.
+The training thread reports its phase and its last completed step (`progress`). The watchdog's thread only reads them
+and passes them on: it never speaks for a training thread that hangs.
 
-1. Each second every process publishes a row through the job's key-value store: what its training thread is at, since
-   when, and whether that is overdue. It reads the verdict, if there is one.
-2. Process 0 reads all rows. One that stays the same for LOST_SECONDS is that of a process that is frozen or cut off. A
-   process that has died is known at once, by its lifeline (`rendezvous`).
-3. If a process is lost or overdue, process 0 writes the verdict: a line that names the late ones and what they did.
-4. On a verdict every process puts the stacks of its threads where `on_verdict` says, and ends with 76. A process that
-   cannot reach process 0 any more judges for itself.
+1. Each second every process publishes a beat through the job's key-value store: the phase and step of its training
+   thread, since when, and whether that is overdue. It reads the verdict, if there is one.
+2. Process 0 reads all beats. If one stays the same for LOST_SECONDS, its process is frozen or cut off. A process that
+   has crashed is known at once, by its peer socket (`liveness`).
+3. If a process is lost or overdue, process 0 writes the verdict: a line that names it and the phase it was in.
+4. On a verdict every process calls `on_verdict`, which keeps the stacks of its threads, and ends with 76. A process
+   that cannot reach process 0 any more judges for itself.
 """
 
-import collections
 import faulthandler
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict
 
 import jax
 
 from runner.errors import EXIT_RETRYABLE, PeerLostError, RunnerError, first_line
-from runner.hosts.join import Hosts
+from runner.hosts import key_value
+from runner.hosts.agreement import Hosts
+from runner.hosts.beat import Beat, describe
 from runner.hosts.preemption import end_process
 from runner.hosts.progress import Progress
 from runner.hosts.straggler import Rounds, Straggling
@@ -33,24 +34,23 @@ from runner.terminal import warn
 
 LOST_SECONDS = 30.0
 SUSPECTED_LOST_SECONDS = 5.0  # once a collective has failed somewhere
-UNREACHABLE_SECONDS = 5.0
+UNREACHABLE_SECONDS = 5.0  # of the coordinator
 _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
-_LAST_WORDS_SECONDS = 5.0
-_HEARD_SECONDS = 3.0
-_VERDICT_SECONDS = 30.0
-_TELL_BEATS = 60
-
-Row = dict[str, Any]
+_LAST_WORDS_SECONDS = 5.0  # for `on_verdict`
+_HEARD_SECONDS = 3.0  # in which every process reads the verdict
+_VERDICT_SECONDS = 30.0  # in which a failed collective is found to be a lost peer
+_MAX_REPORT_BEATS = 60  # between two reports of progress; the first ones come sooner
 
 
 class Watchdog:
-    """Looks after one process, and on process 0 after all. Made on every host.
+    """Watches one process, and on process 0 all of them. Made on every host; watches between `with` and its end.
 
-    Attributes:
-        on_verdict: called with the verdict's line before the process ends: keep what helps to understand.
-        on_straggler: called on process 0.
-        on_progress: called on process 0 with the step, from time to time if it is another than before.
+    The three functions are called from the watchdog's thread, and must not wait for another host:
+
+    - `on_verdict` with the verdict's line, on every host before it ends: keep what helps to understand.
+    - `on_straggler` on process 0.
+    - `on_progress` with the last completed step on process 0, from time to time if it is another than before.
     """
 
     def __init__(
@@ -64,15 +64,16 @@ class Watchdog:
         self.progress = Progress()
         self._hosts, self._deadlines = hosts, deadlines
         self._on_verdict, self._on_straggler, self._on_progress = on_verdict, on_straggler, on_progress
-        self._told_step, self._tell_at_beat = 0, 1
+        self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
+        self._suspects_peer = False  # a collective has failed here
         self._num_beats = 0
-        self._seen: dict[int, tuple[int, float]] = {}  # process -> (last beat, when it was new)
+        self._seen: dict[int, tuple[int, float]] = {}  # process -> (number of its last beat, when it came)
         self._reached_seconds = self._looked_seconds = time.monotonic()
         self._rounds = Rounds(hosts, self.progress)
 
     def __enter__(self) -> Progress:
-        self._hosts.on_peer_lost = self._judge_alone
+        self._hosts.liveness.call_before_abort(self._judge_alone)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self.progress
 
@@ -81,17 +82,17 @@ class Watchdog:
             self._await_verdict(error)
         self._is_over.set()
         self.progress.has_arrived.set()
-        self._hosts.on_peer_lost = None
+        self._hosts.liveness.call_before_abort(None)
 
     def _await_verdict(self, error: BaseException) -> None:
-        """The error may come from a peer's death: if so the watch ends this process, and names the peer.
+        """Wait: if the error comes from a peer's death, the watchdog's thread ends this process and names the peer.
 
         JAX raises a failed collective as one of several types.
         """
         is_suspect = isinstance(error, (jax.errors.JaxRuntimeError, PeerLostError)) or "Gloo" in str(error)
         if is_suspect or not isinstance(error, RunnerError):
             warn(f"{first_line(error)}; waiting for word of a lost peer")
-            self._hosts.suspects_peer = is_suspect
+            self._suspects_peer = is_suspect
             time.sleep(_VERDICT_SECONDS if is_suspect else 3 * _POLL_SECONDS)
 
     def _watch(self) -> None:
@@ -112,92 +113,93 @@ class Watchdog:
     def _look(self, is_time: bool) -> None:
         if is_time and not self._is_over.is_set():
             self._forgive_a_pause()
-            row = self._row()
-            self._tell(row["step"])
+            beat = self._beat()
+            self._report_progress(beat.step)
             if self._hosts.num_processes > 1:
-                self._exchange(row)
-                self._rounds.hear()
-            elif row["overdue"]:
-                self._end(describe({0: row}, {}))
+                self._exchange(beat)
+                self._rounds.begin_or_join()
+            elif beat.is_overdue:
+                self._end(describe({0: beat}, {}))
         if self._hosts.num_processes > 1:
             straggling = self._rounds.advance()
             if straggling is not None:
                 self._on_straggler(straggling)
 
     def _forgive_a_pause(self) -> None:
-        """What is late here because this very process was stopped for a while is not late."""
+        """After this very process was stopped for a while, count neither its phase nor the others' beats as late."""
         now, before = time.monotonic(), self._looked_seconds
         self._looked_seconds = now
         if now - before > UNREACHABLE_SECONDS:
             self._seen.clear()
             self.progress.since_seconds = now
 
-    def _tell(self, step: int) -> None:
-        if self._hosts.is_main and self._num_beats >= self._tell_at_beat and step != self._told_step:
-            self._told_step = step
-            self._tell_at_beat = self._num_beats + min(self._num_beats, _TELL_BEATS)
+    def _report_progress(self, step: int) -> None:
+        if self._hosts.is_main and self._num_beats >= self._next_report_beat and step != self._reported_step:
+            self._reported_step = step
+            self._next_report_beat = self._num_beats + min(self._num_beats, _MAX_REPORT_BEATS)
             self._on_progress(step)
 
-    def _row(self) -> Row:
+    def _beat(self) -> Beat:
         progress = self.progress
         self._num_beats += 1
         seconds = time.monotonic() - progress.since_seconds
-        return {
-            "host": socket.gethostname(),
-            "doing": progress.doing,
-            "step": progress.step,
-            "seconds": round(seconds, 1),
-            "overdue": seconds > progress.deadline_seconds(self._deadlines),
-            "suspects": self._hosts.suspects_peer,
-            "beat": self._num_beats,
-        }
+        return Beat(
+            number=self._num_beats,
+            host=socket.gethostname(),
+            phase=progress.phase,
+            step=progress.step,
+            seconds=round(seconds, 1),
+            is_overdue=seconds > progress.deadline_seconds(self._deadlines),
+            suspects_peer=self._suspects_peer,
+        )
 
-    def _exchange(self, row: Row) -> None:
-        hosts = self._hosts
-        hosts.publish(f"runner/row/{hosts.process_id}", row)
-        verdict = hosts.peek("runner/verdict")
-        dead = hosts.dead()
+    def _exchange(self, beat: Beat) -> None:
+        """Publish the beat, and end if there is a verdict. Process 0 gives it."""
+        hosts, store = self._hosts, self._hosts.store
+        store.set(key_value.of_process(key_value.BEATS, hosts.process_id), asdict(beat))
+        verdict = store.peek(key_value.VERDICT)
+        crashed = hosts.liveness.crashed()
         self._reached_seconds = time.monotonic()
-        if verdict is None and 0 in dead:
+        if verdict is None and 0 in crashed:
             self._judge_alone()
         if verdict is None and hosts.is_main:
-            rows = {int(key): value for key, value in hosts.peek_all("runner/row").items()}
-            verdict = self._verdict(rows, dead)
+            beats = {process: Beat(**fields) for process, fields in store.peek_all(key_value.BEATS).items()}
+            verdict = self._verdict(beats, crashed)
             if verdict is not None:
-                hosts.publish("runner/verdict", verdict)
+                store.set(key_value.VERDICT, verdict)
         if verdict is not None:
             self._end(verdict)
 
-    def _verdict(self, rows: dict[int, Row], dead: list[int]) -> str | None:
-        """What is wrong, by all rows. Main host only."""
+    def _verdict(self, beats: dict[int, Beat], crashed: list[int]) -> str | None:
+        """What is wrong, by all beats; None if nothing is. Main host only."""
         now = time.monotonic()
         for process in range(self._hosts.num_processes):
-            beat = rows[process]["beat"] if process in rows else 0
-            if process not in self._seen or self._seen[process][0] != beat:
-                self._seen[process] = (beat, now)
-        is_suspected = any(row["suspects"] for row in rows.values())
+            number = beats[process].number if process in beats else 0
+            if process not in self._seen or self._seen[process][0] != number:
+                self._seen[process] = (number, now)
+        is_suspected = any(beat.suspects_peer for beat in beats.values())
         limit_seconds = SUSPECTED_LOST_SECONDS if is_suspected else LOST_SECONDS
         silent = {
             process: f"does not answer for {now - since_seconds:.0f} s"
             for process, (_, since_seconds) in self._seen.items()
             if now - since_seconds > limit_seconds
-        } | dict.fromkeys(dead, "has died")
-        if silent or any(row["overdue"] for row in rows.values()):
-            return describe(rows, silent)
+        } | dict.fromkeys(crashed, "has died")
+        if silent or any(beat.is_overdue for beat in beats.values()):
+            return describe(beats, silent)
         return None
 
     def _judge_alone(self) -> None:
         """Process 0 cannot be reached: end by what is known here."""
         silent_seconds = time.monotonic() - self._reached_seconds
-        how = "has died" if 0 in self._hosts.gone() else f"does not answer for {silent_seconds:.0f} s"
-        self._end(describe({self._hosts.process_id: self._row()}, {} if self._hosts.is_main else {0: how}))
+        how = "has died" if 0 in self._hosts.liveness.disconnected() else f"does not answer for {silent_seconds:.0f} s"
+        self._end(describe({self._hosts.process_id: self._beat()}, {} if self._hosts.is_main else {0: how}))
 
     def _end(self, verdict: str) -> None:
         words = threading.Thread(target=self._on_verdict, args=(verdict,), daemon=True)
         words.start()
         words.join(_LAST_WORDS_SECONDS)  # the directory may be what hangs
         if self._hosts.is_main and self._hosts.num_processes > 1:
-            time.sleep(_HEARD_SECONDS)  # with process 0 the verdict goes
+            time.sleep(_HEARD_SECONDS)  # the store ends with process 0, and the verdict with it
         end_process(EXIT_RETRYABLE, f"{verdict}; run the same command again")
 
 
@@ -207,32 +209,3 @@ def stacks_of_all_threads() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read().decode(errors="replace")
-
-
-def describe(rows: dict[int, Row], silent: dict[int, str]) -> str:
-    """One line: who is silent, who is overdue with what, and what the others are at."""
-    parts = []
-    for process, how in sorted(silent.items()):
-        row = rows.get(process)
-        last = "" if row is None else f", last seen {_at(row)}"
-        parts.append(f"{_name([process], row)} {how}{last}")
-    groups: dict[tuple[bool, str], list[int]] = collections.defaultdict(list)
-    for process, row in sorted(rows.items()):
-        if process not in silent:
-            groups[not row["overdue"], _at(row)].append(process)
-    for (is_in_time, at), processes in sorted(groups.items()):
-        row = rows[processes[0]]
-        name, state = (_name(processes, row), "is") if len(processes) == 1 else (_name(processes, None), "are")
-        late = "" if is_in_time else ", past the deadline"
-        parts.append(f"{name} {state} {at} for {row['seconds']:.0f} s{late}")
-    return "the job does not go on: " + "; ".join(parts)
-
-
-def _name(processes: list[int], row: Row | None) -> str:
-    host = f" ({row['host']})" if row is not None else ""
-    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}{host}"
-
-
-def _at(row: Row) -> str:
-    """What a training thread is at; the step in hand is the one after the last that is complete."""
-    return f"in step {row['step'] + 1}" if row["doing"] == "step" else f"in {row['doing']} at step {row['step']}"

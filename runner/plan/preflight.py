@@ -10,7 +10,7 @@ import yaml
 
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.plan import checks, report
 from runner.plan.checks import Findings
@@ -83,7 +83,7 @@ def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) 
             return sections
         return sections + _trainer_sections(job, machine, findings)
     with findings.collect():
-        job.setup(Hosts(None, 0, 1))
+        job.setup(Hosts.alone())
     sections.append(checks.check_directory(job, True, findings))
     if machine is None:
         return sections

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from runner.attempt.claim import Attempt
 from runner.config import TrainerConfig
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.periodic import is_due
 from runner.spec import ExecutionSpec
 from runner.storage import encode_line

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
 
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.train.step import Batch
 
 

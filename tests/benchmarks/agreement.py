@@ -15,12 +15,12 @@ from tests.support.harness import free_port
 
 PROGRAM = """
 import json, sys, time
-from runner.hosts.placement import Cluster
+from runner.hosts.placement import Placement
 from runner.hosts.join import start
 from runner.spec import Deadlines
 
 coordinator, num_processes, process, calls = sys.argv[1], *map(int, sys.argv[2:])
-hosts = start(Cluster(coordinator, num_processes, process), Deadlines(start_seconds=600))
+hosts = start(Placement(coordinator, num_processes, process), Deadlines(start_seconds=600))
 took = {}
 for name, call in (("barrier", hosts.barrier), ("agree", lambda: hosts.agree(1))):
     call()

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from runner.checkpoint import fingerprint, pieces, reader, writer
 from runner.checkpoint.fast import FastTier
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.spec import Checkpoint
 from runner.storage import Store, open_store
 from tests.benchmarks.jobs import make_job
@@ -128,7 +128,7 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        piece_writer = writer.PieceWriter(store, Hosts(None, 0, 1), directory / "staging")
+        piece_writer = writer.PieceWriter(store, Hosts.alone(), directory / "staging")
         files = []
         for name, leaf in leaves.items():
             files.append(directory / name)
@@ -169,7 +169,7 @@ def tiers(backend: Backend, rounds: int) -> None:
         fast = FastTier(directory / "fast")
         fast.write({"step": 1, "identity": {}}, pieces.copy_to_host(leaves, "all"), {})
         store = open_store(backend.url("tiers"))
-        written = writer.PieceWriter(store, Hosts(None, 0, 1), directory / "staging").start("c/1/arrays", leaves)(600.0)
+        written = writer.PieceWriter(store, Hosts.alone(), directory / "staging").start("c/1/arrays", leaves)(600.0)
         backend.proxy.faults.latency_seconds = LATENCY_SECONDS
         ratios = [
             seconds_of(lambda: fast.read(1, abstract)[0])

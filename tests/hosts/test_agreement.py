@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from runner.errors import InvalidError
-from runner.hosts.join import Hosts, start
+from runner.hosts.join import start
+from runner.hosts.key_value import MAX_DECISIONS
 from runner.spec import Deadlines
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +47,11 @@ def test_other_errors_of_the_main_host_are_not_swallowed(alone):
 PROGRAM = """
 import json, sys, time
 from runner.errors import InvalidError, PeerLostError
-from runner.hosts.placement import Cluster
+from runner.hosts.placement import Placement
 from runner.hosts.join import start
 from runner.spec import Deadlines
 
-hosts = start(Cluster(sys.argv[1], 2, int(sys.argv[2])), Deadlines())
+hosts = start(Placement(sys.argv[1], 2, int(sys.argv[2])), Deadlines())
 me = hosts.process_id
 result = {"me": [me, hosts.num_processes, hosts.is_main]}
 result["agree"] = [hosts.agree({"step": 3 + me}), hosts.agree(f"second {me}")]
@@ -66,6 +67,8 @@ except InvalidError as error:
     result["refused"] = str(error)
 hosts.barrier()
 result["ticks"] = hosts.exchange_ticks(10 + me)
+result["many"] = [hosts.agree(number + me) for number in range(300)] == list(range(300))
+result["num_keys"] = len(hosts.store._client.key_value_dir_get("runner"))
 result["after"] = hosts.agree("still in step")
 if me == 0:
     try:
@@ -110,6 +113,12 @@ def test_gather_brings_every_hosts_value_in_order(two):
         assert host["ticks"] == [10, 11]
 
 
+def test_hundreds_of_agreements_leave_the_keys_of_a_few(two):
+    for host in two:
+        assert host["many"]
+        assert 0 < host["num_keys"] <= MAX_DECISIONS + 3 * 2 + 2, "of decisions, gathers, and the ticks of the stop"
+
+
 def test_what_the_main_host_refuses_is_raised_on_every_host(two):
     assert [host["refused"] for host in two] == ["refused by 0"] * 2
 
@@ -118,7 +127,3 @@ def test_a_deadline_names_the_process_that_is_late(two):
     message, code = two[0]["late"]
     assert message.startswith("process 1 of 2 did not come within 1 s")
     assert code == 76
-
-
-def test_hosts_with_no_client_cannot_have_peers():
-    assert Hosts(None, 0, 1).gather(1) == [1]

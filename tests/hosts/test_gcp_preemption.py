@@ -1,4 +1,4 @@
-"""A cloud machine's notice of its own end is an early SIGTERM."""
+"""The announced preemption of a cloud machine is an early SIGTERM."""
 
 import json
 import signal
@@ -7,14 +7,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from runner.hosts.gcp_preemption import end_of
+from runner.hosts.gcp_preemption import preemption_of
 from tests.support.harness import Job, undisturbed
 
 SPEC = "specs/counter.yaml"
 
 
 @pytest.mark.parametrize(
-    ("instance", "is_end"),
+    ("instance", "is_preempted"),
     [
         ({}, False),
         ([], False),
@@ -24,8 +24,8 @@ SPEC = "specs/counter.yaml"
         ({"maintenanceEvent": "MIGRATE_ON_HOST_MAINTENANCE"}, False),
     ],
 )
-def test_preemption_and_terminating_maintenance_are_ends(instance, is_end):
-    assert (end_of(instance) is not None) == is_end
+def test_maintenance_that_terminates_is_a_preemption_too(instance, is_preempted):
+    assert (preemption_of(instance) is not None) == is_preempted
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_preempted_machine_saves_and_ends_with_75_and_a_later_sigterm_does_not
     attempt = job.start()
     attempt.until(lambda: job.events("progress"), "the first steps")
     is_preempted.set()
-    attempt.until(lambda: "being preempted: stopping at the next step" in attempt.output, "the notice")
+    attempt.until(lambda: "being preempted: stopping at the next step" in attempt.output, "the stop")
     if attempt.process.poll() is None:
         attempt.process.send_signal(signal.SIGTERM)
     attempt.expect(75)

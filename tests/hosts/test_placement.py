@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.errors import InvalidError
-from runner.hosts.placement import Cluster, detect
+from runner.hosts.placement import Placement, detect
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
@@ -51,14 +51,14 @@ def engine(monkeypatch):
     ("variables", "place"),
     [
         ({}, None),
-        (TORCHRUN, Cluster("10.0.0.1:29501", 4, 3)),
-        (TORCHRUN | {"JAX_COORDINATOR_PORT": "1234"}, Cluster("10.0.0.1:1234", 4, 3)),
-        (TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Cluster("10.0.0.1:29501", 4, 3, (1,))),
+        (TORCHRUN, Placement("10.0.0.1:29501", 4, 3)),
+        (TORCHRUN | {"JAX_COORDINATOR_PORT": "1234"}, Placement("10.0.0.1:1234", 4, 3)),
+        (TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Placement("10.0.0.1:29501", 4, 3, (1,))),
         (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, None),
-        (SLURM, Cluster("n0:61447", 2, 1)),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "2"}, Cluster("n0:61447", 2, 1, (2,))),
+        (SLURM, Placement("n0:61447", 2, 1)),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "2"}, Placement("n0:61447", 2, 1, (2,))),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
-        (OPEN_MPI, Cluster("10.96.0.1:62624", 8, 5, (1,))),
+        (OPEN_MPI, Placement("10.96.0.1:62624", 8, 5, (1,))),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
     ],
 )

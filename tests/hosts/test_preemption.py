@@ -1,4 +1,4 @@
-"""The notice to stop: one signal on any host becomes one agreed tick on all."""
+"""Preemption: one signal on any host becomes one agreed tick on all."""
 
 import subprocess
 import sys

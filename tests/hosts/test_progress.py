@@ -36,10 +36,10 @@ def test_what_is_no_step_has_its_own_deadline_and_does_not_count_as_one(clock):
     clock[0] += 1.0
     progress.arrive(1)
     with progress.during("evaluation"):
-        assert progress.doing == "evaluation"
+        assert progress.phase == "evaluation"
         assert progress.deadline_seconds(deadlines) == 500.0
         clock[0] += 100.0
-    assert (progress.doing, progress.since_seconds) == ("step", clock[0])
+    assert (progress.phase, progress.since_seconds) == ("step", clock[0])
     clock[0] += 1.0
     progress.arrive(2)
     assert progress.gaps() == [1.0, 1.0]

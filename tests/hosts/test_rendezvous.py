@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from runner.errors import RetryableError
-from runner.hosts.placement import Cluster
+from runner.hosts.placement import Placement
 from runner.hosts.rendezvous import listening_address, meet
 from tests.support.harness import free_port
 
@@ -19,9 +19,9 @@ def meet_all(present, num_processes, deadline_seconds, is_elastic=False, port=No
 
     def one(process):
         try:
-            meeting = meet(Cluster(coordinator, num_processes, process), deadline_seconds, is_elastic)
-            place = meeting.cluster
-            assert sorted(meeting.lifelines) == ([0] if place.process_id else list(range(1, place.num_processes)))
+            meeting = meet(Placement(coordinator, num_processes, process), deadline_seconds, is_elastic)
+            place = meeting.placement
+            assert sorted(meeting.peer_sockets) == ([0] if place.process_id else list(range(1, place.num_processes)))
         except RetryableError as error:
             return str(error)
         return place.process_id, place.num_processes
@@ -70,12 +70,12 @@ def test_a_stranger_at_the_port_is_no_process():
 
 
 def test_a_name_is_listened_for_on_every_interface():
-    assert listening_address(Cluster("10.0.0.1:80", 2, 0)) == "10.0.0.1:80"
-    assert listening_address(Cluster("[fe80::1]:80", 2, 0)) == "[fe80::1]:80"
-    assert listening_address(Cluster("node-3.cluster:80", 2, 0)) == "[::]:80"
+    assert listening_address(Placement("10.0.0.1:80", 2, 0)) == "10.0.0.1:80"
+    assert listening_address(Placement("[fe80::1]:80", 2, 0)) == "[fe80::1]:80"
+    assert listening_address(Placement("node-3.cluster:80", 2, 0)) == "[::]:80"
     assert meet_all([0, 1], 2, 20) == [(0, 2), (1, 2)]
 
 
 def test_a_port_that_is_taken_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RetryableError, match="cannot listen on"):
-        meet(Cluster(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0), 1, is_elastic=False)
+        meet(Placement(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0), 1, is_elastic=False)

@@ -4,6 +4,7 @@ import pytest
 
 from runner.hosts.progress import Progress
 from runner.hosts.straggler import Rounds, late_processes
+from tests.support.coordinator import MemoryCoordinator
 
 
 @pytest.mark.parametrize(
@@ -23,30 +24,11 @@ def test_late_is_later_than_the_median_by_what_matters(after_seconds, step_secon
     assert late_processes(after_seconds, step_seconds) == late
 
 
-class Board:
-    """The key-value store of a job, in memory."""
-
-    def __init__(self, process_id, num_processes, values):
-        self.process_id, self.num_processes, self.values = process_id, num_processes, values
-        self.is_main = process_id == 0
-
-    def publish(self, key, value):
-        self.values[key] = value
-
-    def peek(self, key):
-        return self.values.get(key)
-
-    def peek_all(self, prefix):
-        return {key.rpartition("/")[2]: value for key, value in self.values.items() if key.startswith(f"{prefix}/")}
-
-
 def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seconds=0.5):
     """Steps at which every process arrives with a delay of its own; what process 0 finds."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    values: dict = {}
-    hosts = [Board(process, len(delays_seconds), values) for process in range(len(delays_seconds))]
-    rounds = [Rounds(host, Progress()) for host in hosts]
+    rounds = [Rounds(host, Progress()) for host in MemoryCoordinator(len(delays_seconds)).hosts()]
     for every in rounds:
         every._progress.arrive(0)
     found = []
@@ -57,7 +39,7 @@ def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seco
             if step > every._progress.step:
                 every._progress.arrive(step)
             if tick % 100 == 0:
-                every.hear()
+                every.begin_or_join()
             straggling = every.advance()
             if straggling is not None:
                 found.append(straggling)

@@ -6,7 +6,7 @@ from runner import RestoreableJob
 from runner.attempt.claim import Attempt
 from runner.attempt.event_log import EventLog
 from runner.attempt.fence import Fence
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
 from runner.storage import BackgroundWriter, Log, Store, open_log
@@ -19,12 +19,12 @@ def make_attempt(store: Store, log: Log | None = None) -> Attempt:
     fence, background = Fence(store), BackgroundWriter()
     number = fence.claim()
     events = EventLog(log or open_log(store, "events", f"{number:06}.0", background), number, 0)
-    hosts = Hosts(None, 0, 1)
+    hosts = Hosts.alone()
     return Attempt(number, "run", store, hosts, StopNotice(), Progress(), fence, events, background)
 
 
 def start(job: JobType) -> JobType:
     """Take `job` to the point where a run would make its first step, without a watchdog."""
-    job.claim(Hosts(None, 0, 1), StopNotice(), Progress())
+    job.claim(Hosts.alone(), StopNotice(), Progress())
     job.begin()
     return job

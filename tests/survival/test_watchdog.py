@@ -4,24 +4,10 @@ import time
 
 import pytest
 
-from runner.hosts.watchdog import describe
 from tests.support.harness import Attempt, Job, undisturbed
 
 SPEC = "specs/counter.yaml"
 SLOW = ("config.step_seconds=0.03", "config.total_steps=600", "config.width=64")
-
-
-def row(step, doing="step", seconds=3.0, overdue=False):
-    return {"host": "n7", "doing": doing, "step": step, "seconds": seconds, "overdue": overdue}
-
-
-def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
-    rows = {0: row(41), 1: row(40), 2: row(41), 3: row(41, "evaluation", 90.0, overdue=True)}
-    assert describe(rows, {1: "does not answer for 16 s"}) == (
-        "the job does not go on: process 1 (n7) does not answer for 16 s, last seen in step 41; "
-        "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
-    )
-    assert describe({}, {5: "has died"}) == "the job does not go on: process 5 has died"
 
 
 def test_a_step_that_hangs_ends_with_76_with_its_stacks_and_the_next_attempt_goes_on(tmp_path):

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner import BaseTrainer
 from runner.config import MemoryConfig
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.train.flops import counted_flops, matmul_flops, transformer_flops
 from tests.support.tiny import gpt, mesh_of
 
@@ -117,7 +117,7 @@ def test_gpt2_small_takes_what_its_published_sizes_say():
 
 def test_a_job_has_a_number_without_a_formula_and_gpts_formula_halves_attention(tmp_path):
     job = gpt(tmp_path / "run", **{"config.memory.remat": "layers", "config.memory.loss_chunk_positions": 4})
-    job.setup(Hosts(None, 0, 1))
+    job.setup(Hosts.alone())
     width, length, layers = 32, 16, 2
     counted, by_formula = BaseTrainer.flops_per_token(job, job.blueprint), job.flops_per_token(job.blueprint)
     matmuls = 6 * (layers * 12 * width**2 + 256 * width)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from runner.config import OptimizerConfig, ScheduleConfig
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.train.optimizer import clip, make_optimizer, make_schedule
 from tests.support.tiny import gpt
 
@@ -143,7 +143,7 @@ def test_biases_and_norms_of_stacked_layers_do_not_decay(name, tmp_path):
     changes = {"config.optimizer.name": name, "config.optimizer.weight_decay": 0.5, "config.schedule.name": "constant"}
     changes |= {"config.schedule.warmup_steps": 0, "config.schedule.final_learning_rate": 0.0}
     job = gpt(tmp_path / "run", **changes)
-    job.setup(Hosts(None, 0, 1))
+    job.setup(Hosts.alone())
     abstract = job.abstract_state()
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), abstract.params)
     zeros = jax.tree.map(jnp.zeros_like, params)

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.gpt import GPT, GPTConfig
 from runner import BaseTrainer
-from runner.hosts.join import Hosts
+from runner.hosts.agreement import Hosts
 from runner.train import state as train_state
 from runner.train.mesh import AXES
 from tests.support.tiny import FACTORISATIONS, gpt, leaves_equal, mesh_of, set_mesh
@@ -45,7 +45,7 @@ def test_sharded_init_equals_the_unsharded_init_bit_for_bit(unsharded, sizes):
 
 def abstract_states(tmp_path, name, sizes):
     job = gpt(tmp_path / "run", **set_mesh(*sizes), **{"config.optimizer.name": name})
-    job.setup(Hosts(None, 0, 1))
+    job.setup(Hosts.alone())
     return job.abstract_state()
 
 
@@ -81,7 +81,7 @@ def test_the_tensor_axis_cuts_every_matrix_of_heads_mlp_and_vocabulary(tmp_path,
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2), (1, 2, 4)])
 def test_every_device_holds_only_its_share(tmp_path, sizes):
     job = gpt(tmp_path / "run", **set_mesh(*sizes))
-    job.setup(Hosts(None, 0, 1))
+    job.setup(Hosts.alone())
     state = job.init_state()
     matrices = [leaf for leaf in jax.tree.leaves(state) if leaf.size >= 256 * 32]
     assert len(matrices) >= 3
@@ -118,7 +118,7 @@ def test_nothing_is_materialised_unsharded(tmp_path, monkeypatch):
     figures = {}
     for sizes in ((8, 1, 1), (1, 8, 1)):
         job = gpt(tmp_path / "run", **set_mesh(*sizes), **wide)
-        job.setup(Hosts(None, 0, 1))
+        job.setup(Hosts.alone())
         full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(job.abstract_state()))
         analysis = compiled_init(monkeypatch, job)
         figures[sizes] = analysis.output_size_in_bytes, analysis.temp_size_in_bytes

@@ -3,6 +3,6 @@
 - `row`       a row of `metrics.jsonl`
 - `window`    the steps since the last row, kept on the device
 - `file`      `metrics.jsonl`, on a disk and in a bucket
-- `sinks`     a terminal, or a log
 - `tracking`  Weights & Biases
+- `sinks`     a terminal, a log, and what the spec names
 """

@@ -1,0 +1,16 @@
+"""The line that says what is wrong."""
+
+from runner.hosts.beat import Beat, describe
+
+
+def beat(step, phase="step", seconds=3.0, is_overdue=False):
+    return Beat(1, "n7", phase, step, seconds, is_overdue, suspects_peer=False)
+
+
+def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
+    beats = {0: beat(41), 1: beat(40), 2: beat(41), 3: beat(41, "evaluation", 90.0, is_overdue=True)}
+    assert describe(beats, {1: "does not answer for 16 s"}) == (
+        "the job does not go on: process 1 (n7) does not answer for 16 s, last seen in step 41; "
+        "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
+    )
+    assert describe({}, {5: "has died"}) == "the job does not go on: process 5 has died"

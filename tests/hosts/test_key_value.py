@@ -1,0 +1,141 @@
+"""Keys at the coordinator: each is read by all before it is deleted, and their number is bounded for ever."""
+
+import random
+import re
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+
+from runner.errors import PeerLostError
+from runner.hosts import key_value
+from runner.hosts.key_value import MAX_DECISIONS, KeyValueStore
+from runner.hosts.progress import Progress
+from runner.hosts.straggler import Rounds
+from tests.support.coordinator import MemoryCoordinator, play
+
+RUNNER = Path(key_value.__file__).parents[1]
+
+
+def test_no_other_module_reaches_the_store():
+    found = {path.name for path in RUNNER.rglob("*.py") if re.search(r"\.key_value_|wait_at_barrier", path.read_text())}
+    assert found == {"key_value.py"}
+
+
+def test_64_processes_agree_10_000_times_and_leave_no_more_keys_than_after_64():
+    coordinator = MemoryCoordinator(64)
+
+    def agree(hosts):
+        return all(hosts.agree(number) == number for number in range(10_000))
+
+    assert all(play(coordinator.hosts(), agree))
+    assert coordinator.most_keys <= MAX_DECISIONS + 3 * 64
+
+
+def test_gathers_leave_the_keys_of_the_last_two_and_the_next():
+    coordinator = MemoryCoordinator(8)
+
+    def gather(hosts):
+        mine = hosts.process_id
+        return all(hosts.gather([mine, number]) == [[p, number] for p in range(8)] for number in range(300))
+
+    assert all(play(coordinator.hosts(), gather))
+    assert coordinator.most_keys <= 3 * 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_calls_brings_the_same_answers_to_every_host(seed):
+    coordinator = MemoryCoordinator(5)
+    calls = random.Random(seed).choices(["agree", "gather", "main_first"], weights=[30, 1, 3], k=1000)
+
+    def call_all(hosts):
+        act = {
+            "agree": lambda number: hosts.agree([number, hosts.process_id]),
+            "gather": lambda number: hosts.gather([number, hosts.process_id]),
+            "main_first": lambda number: hosts.main_first(lambda: [number, hosts.process_id]),
+        }
+        return [act[name](number) for number, name in enumerate(calls)]
+
+    expected = [
+        [[number, process] for process in range(5)] if name == "gather" else [number, 0]
+        for number, name in enumerate(calls)
+    ]
+    assert play(coordinator.hosts(), call_all) == [expected] * 5
+    assert coordinator.most_keys <= MAX_DECISIONS + 3 * 5
+
+
+def test_host_0_waits_for_a_late_host_before_it_deletes_what_that_has_not_read():
+    coordinator = MemoryCoordinator(3)
+    main, prompt, late = coordinator.hosts()
+    heard = {}
+
+    def agree(hosts):
+        heard[hosts.process_id] = [hosts.agree(number) for number in range(3 * MAX_DECISIONS)]
+
+    threads = [threading.Thread(target=agree, args=(hosts,)) for hosts in (main, prompt, late)]
+    for thread in threads[:2]:
+        thread.start()
+    coordinator.until(lambda: coordinator.num_at_barrier() == 2)
+    decisions = [key for key in coordinator.present() if key.startswith(key_value.DECISIONS)]
+    assert len(decisions) == MAX_DECISIONS, "the late host has read none of them"
+    threads[2].start()
+    for thread in threads:
+        thread.join()
+    assert heard == {process: list(range(3 * MAX_DECISIONS)) for process in range(3)}
+
+
+def test_parts_of_saves_are_deleted_when_read_and_late_ones_with_the_next_save():
+    coordinator = MemoryCoordinator(3)
+    main, *others = coordinator.hosts()
+    for save in range(1, 20):
+        folder = key_value.pieces(save)
+        is_one_late = save % 3 == 0
+        for hosts in others[is_one_late:]:
+            assert hosts.collect(folder, f"part {hosts.process_id}", 30) == [f"part {hosts.process_id}"]
+        if is_one_late:
+            with pytest.raises(PeerLostError, match="the part of process 1 did not come within 0 s"):
+                main.collect(folder, "part 0", 0.01)
+            others[0].collect(folder, "late", 30)
+            assert len(coordinator.present()) == 2
+        else:
+            assert main.collect(folder, "part 0", 30) == ["part 0", "part 1", "part 2"]
+            assert coordinator.present() == []
+
+
+def test_rounds_of_stragglers_leave_one_key_a_process_and_one_for_the_round(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    coordinator = MemoryCoordinator(4)
+    rounds = [(Rounds(hosts, progress), progress) for hosts in coordinator.hosts() for progress in [Progress()]]
+    for step in range(3000):
+        now[0] += 0.5
+        for every, progress in rounds:
+            progress.arrive(step)
+            every.begin_or_join()
+            every.advance()
+    number, _ = KeyValueStore(coordinator).peek(key_value.ROUND)
+    assert number > 100
+    assert coordinator.most_keys == 4 + 1
+
+
+def test_a_coordinator_that_is_gone_is_a_lost_peer_in_every_call():
+    class Unreachable:
+        def __getattr__(self, name):
+            def fail(*arguments, **options):
+                raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect\nand more")
+
+            return fail
+
+    store = KeyValueStore(Unreachable())
+    calls = [
+        lambda: store.set("a", 1),
+        lambda: store.get("a", 1.0, "a"),
+        lambda: store.peek("a"),
+        lambda: store.peek_all("a"),
+        lambda: store.delete("a"),
+        lambda: store.meet(1.0),
+    ]
+    for call in calls:
+        with pytest.raises(PeerLostError, match="JaxRuntimeError: UNAVAILABLE: failed to connect"):
+            call()

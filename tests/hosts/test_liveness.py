@@ -1,0 +1,87 @@
+"""Who has disconnected, who has crashed, and what SIGABRT becomes."""
+
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runner.hosts import key_value
+from runner.hosts.key_value import KeyValueStore
+from runner.hosts.liveness import Liveness
+from tests.support.coordinator import MemoryCoordinator
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def three():
+    """Three processes: the coordinator, process 0's view of the others, and the others' ends of their sockets."""
+    coordinator = MemoryCoordinator(3)
+    pairs = {process: socket.socketpair() for process in (1, 2)}
+    mine = {process: pair[0] for process, pair in pairs.items()}
+    yield coordinator, Liveness(KeyValueStore(coordinator), 0, 3, mine), {p: pair[1] for p, pair in pairs.items()}
+    for pair in pairs.values():
+        for end in pair:
+            end.close()
+
+
+def test_who_ends_is_disconnected_at_once_and_has_crashed_unless_it_left_in_order(three):
+    coordinator, main, ends = three
+    assert (main.disconnected(), main.crashed()) == ([], [])
+    ends[2].close()
+    assert (main.disconnected(), main.crashed()) == ([2], [2])
+    Liveness(KeyValueStore(coordinator), 1, 3, {}).leave(0)
+    assert (main.disconnected(), main.crashed()) == ([2], [2])
+    ends[1].close()
+    assert (main.disconnected(), main.crashed()) == ([1, 2], [2])
+
+
+def test_host_0_leaves_last(three):
+    coordinator, main, _ = three
+    leaving = threading.Thread(target=main.leave, args=(0,))
+    leaving.start()
+    coordinator.until(lambda: coordinator.present() == [f"{key_value.DEPARTURES}/0"])
+    for process in (1, 2):
+        assert leaving.is_alive()
+        Liveness(KeyValueStore(coordinator), process, 3, {}).leave(0)
+    leaving.join()
+    assert len(coordinator.present()) == 3
+
+
+def test_who_is_alone_leaves_at_once():
+    Liveness(KeyValueStore(None), 0, 1, {}).leave(0)
+
+
+ABORT = """
+import os, sys
+from runner.hosts.key_value import KeyValueStore
+from runner.hosts.liveness import Liveness, exit_on_abort
+from tests.support.coordinator import MemoryCoordinator
+
+exit_on_abort()
+liveness = Liveness(KeyValueStore(MemoryCoordinator(2)), 1, 2, {})
+if "judge" in sys.argv:
+    liveness.call_before_abort(lambda: print("judged", flush=True))
+if "leave" in sys.argv:
+    liveness.leave(75)
+os.abort()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said", "warned"),
+    [
+        ([], 76, "", "peer lost: another process of the job died"),
+        (["judge"], 76, "judged\n", "peer lost: another process of the job died"),
+        (["leave"], 75, "", ""),
+        (["judge", "leave"], 75, "", ""),
+    ],
+)
+def test_an_abort_is_a_lost_peer_unless_this_process_was_leaving(words, code, said, warned):
+    ended = subprocess.run([sys.executable, "-c", ABORT, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (code, said)
+    assert ended.stderr.startswith(warned)
+    assert bool(ended.stderr) == bool(warned)

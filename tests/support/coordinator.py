@@ -1,0 +1,91 @@
+"""JAX's coordination service in memory, for processes that are threads of one test."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from runner.hosts.agreement import Hosts
+from runner.hosts.key_value import KeyValueStore
+from runner.hosts.liveness import Liveness
+
+DEADLINE_SECONDS = 60.0
+
+
+class MemoryCoordinator:
+    """What `key_value.Client` asks for. It counts the most keys there have been at once."""
+
+    def __init__(self, num_processes: int):
+        self.values: dict[str, str] = {}
+        self.most_keys = 0
+        self._changed = threading.Condition()
+        self._num_waiting: dict[str, int] = {}
+        self._num_processes = num_processes
+
+    def hosts(self) -> list[Hosts]:
+        """One `Hosts` a process."""
+        store = KeyValueStore(self)
+        number = self._num_processes
+        return [
+            Hosts(process, number, store, Liveness(store, process, number, {}), DEADLINE_SECONDS)
+            for process in range(number)
+        ]
+
+    def present(self) -> list[str]:
+        """The keys that there are."""
+        with self._changed:
+            return sorted(self.values)
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
+        assert allow_overwrite
+        with self._changed:
+            self.values[key] = value
+            self.most_keys = max(self.most_keys, len(self.values))
+            self._changed.notify_all()
+
+    def key_value_try_get(self, key: str) -> str:
+        with self._changed:
+            if key not in self.values:
+                raise jax.errors.JaxRuntimeError(f"NOT_FOUND: Config key {key} not found.")
+            return self.values[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        with self._changed:
+            return [(name, value) for name, value in self.values.items() if name.startswith(f"{key}/")]
+
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            for name in [name for name in self.values if name == key or name.startswith(f"{key}/")]:
+                del self.values[name]
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
+            return self.values[key]
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+        with self._changed:
+            arrival = self._num_waiting.get(barrier_id, 0)
+            self._num_waiting[barrier_id] = arrival + 1
+            self._changed.notify_all()
+            needed = (arrival // self._num_processes + 1) * self._num_processes
+            if not self._changed.wait_for(lambda: self._num_waiting[barrier_id] >= needed, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: Barrier timed out. Id: {barrier_id}")
+
+    def until(self, is_true: Callable[[], bool]) -> None:
+        """Block until a change makes `is_true` true."""
+        with self._changed:
+            assert self._changed.wait_for(is_true, DEADLINE_SECONDS), self.values
+
+    def num_at_barrier(self) -> int:
+        """How many processes have come to any barrier so far."""
+        return sum(self._num_waiting.values())
+
+
+def play(hosts: Sequence[Hosts], act: Callable[[Hosts], Any]) -> list[Any]:
+    """`act` on every host at once, each in a thread; the results in order of process."""
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return list(pool.map(act, hosts))
