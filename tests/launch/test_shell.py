@@ -1,6 +1,7 @@
 """Shell programs in files: each is good bash, and values go in quoted or not at all."""
 
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ def test_every_program_is_good_bash_below_a_comment_that_says_what_it_does(path)
     assert all(line.startswith("#") for line in comment.splitlines())
     assert read_program(package_of(path), path.name) == program
     assert not program.startswith(("#", "\n"))
+
+
+def test_every_program_is_installed_with_its_package():
+    settings = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "*.sh" in settings["package-data"]["*"]
+    assert all((path.parent / "__init__.py").exists() for path in PROGRAMS)
 
 
 def test_words_go_in_quoted_one_by_one():
