@@ -4,11 +4,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from launch import jobset, local, slurm, tpu_vm
+from launch import local
+from launch.kubernetes import engine as kubernetes
+from launch.slurm import engine as slurm
+from launch.tpu_vm import engine as tpu_vm
 from runner.errors import RunnerError
 from runner.terminal import warn
 
-ENGINES = {"local": local, "slurm": slurm, "jobset": jobset, "tpu-vm": tpu_vm}
+ENGINES = {"local": local, "slurm": slurm, "jobset": kubernetes, "tpu-vm": tpu_vm}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,9 +6,8 @@ process ends with the job's exit code.
 """
 
 import argparse
-import os
+import io
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,11 +15,13 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
-from launch import summary
-from launch.ledger import newest_step, read_ledger
 from launch.options import add_grace_seconds, grace_seconds, natural, positive, runner_arguments
-from launch.supervisor import Supervisor
-from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE, RunnerError
+from launch.restart import summary
+from launch.restart.exit_code import job_code
+from launch.restart.ledger import newest_step, read_ledger
+from launch.restart.supervisor import Supervisor
+from runner.errors import EXIT_DONE, RunnerError
+from runner.process import make_environment, start_processes
 from runner.spec import Checkpoint, load_document, validate_spec
 from runner.terminal import say
 
@@ -28,36 +29,9 @@ HELP = "run the job as several processes on this machine"
 LINGER_SECONDS = 30.0  # what the others get to end by themselves, once one has not ended well
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _environment(devices_per_process: int | None) -> dict[str, str]:
-    environment = dict(os.environ, PYTHONUNBUFFERED="1")
-    if devices_per_process is not None:
-        flags = environment.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices_per_process}".strip()
-        environment["JAX_PLATFORMS"] = "cpu"
-    return environment
-
-
-def _copy_lines(stream: IO[str], prefix: str) -> None:
-    for line in stream:
+def _copy_lines(stream: IO[bytes], prefix: str) -> None:
+    for line in io.TextIOWrapper(stream, errors="replace"):
         say(f"{prefix}{line.rstrip()}")
-
-
-def job_code(codes: Sequence[int]) -> int:
-    """The job's exit code from those of its processes; a negative one is death by a signal.
-
-    The most telling wins: what a person must see before what a retry mends, and that before success.
-    """
-    known = [code if code in (0, 1, 2, 75) else EXIT_RETRYABLE if code in (-9, -6, -15, 76) else 1 for code in codes]
-    for code in (EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, EXIT_PREEMPTED):
-        if code in known:
-            return code
-    return EXIT_DONE
 
 
 class Processes:
@@ -68,7 +42,7 @@ class Processes:
         self._num_processes = num_processes
         self._environment = environment
         self._grace_seconds = grace_seconds
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._have_started = False
         self._postponed: list[int] = []
         self.is_stopping = False
@@ -92,27 +66,13 @@ class Processes:
 
     def run(self) -> int:
         """Start all, wait for all; the job's exit code."""
-        coordinator = f"127.0.0.1:{_free_port()}"
-        readers = []
-        self._processes = []
-        for process_id in range(self._num_processes):
-            place = ["--coordinator", coordinator, "--num-processes", str(self._num_processes)]
-            place += ["--process-id", str(process_id)]
-            # A session of its own keeps a terminal's Ctrl-C from reaching the process twice.
-            process = subprocess.Popen(
-                [*self._command, *(place if self._num_processes > 1 else [])],
-                env=self._environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-            assert process.stdout is not None
-            reader = threading.Thread(target=_copy_lines, args=(process.stdout, f"[{process_id}] "), daemon=True)
+        self._processes = start_processes(self._command, self._num_processes, self._environment, subprocess.PIPE)
+        readers = [
+            threading.Thread(target=_copy_lines, args=(process.stdout, f"[{process_id}] "), daemon=True)
+            for process_id, process in enumerate(self._processes)
+        ]
+        for reader in readers:
             reader.start()
-            self._processes.append(process)
-            readers.append(reader)
         self._have_started = True
         while self._postponed:
             self._signal_all(self._postponed.pop(0))
@@ -134,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the job as several processes, all again after 75 and 76, and return its exit code."""
     command = [sys.executable, *runner_arguments(parsed.spec, parsed.set)]
-    environment = _environment(parsed.devices_per_process)
+    environment = make_environment(parsed.devices_per_process) | {"PYTHONUNBUFFERED": "1"}
     try:
         checkpoint = validate_spec(load_document(parsed.spec, parsed.set)).checkpoint
     except RunnerError:  # the job says what is wrong with it
@@ -153,12 +113,12 @@ def run(parsed: argparse.Namespace) -> int:
     return code
 
 
-def _wait(processes: Sequence["subprocess.Popen[str]"]) -> list[int]:
+def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
     """Wait for all; once one has not ended well, the others get a while to end too before they are killed."""
     ended = threading.Semaphore(0)
     lost = threading.Event()
 
-    def wait_for(process: "subprocess.Popen[str]") -> None:
+    def wait_for(process: "subprocess.Popen[bytes]") -> None:
         if process.wait() != EXIT_DONE:
             lost.set()
         ended.release()

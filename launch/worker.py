@@ -12,10 +12,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from launch.ledger import newest_step
-from launch.local import job_code
 from launch.options import natural, runner_arguments
-from launch.supervisor import Supervisor
+from launch.restart.exit_code import job_code
+from launch.restart.ledger import newest_step
+from launch.restart.supervisor import Supervisor
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
 
 

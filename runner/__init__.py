@@ -4,6 +4,7 @@ The map, in layers; each imports only from those above it, and the same holds in
 
 errors       what callers catch, and the exit code of each
 terminal     lines for a person
+process      the processes of one job on this machine, on faked devices where asked for
 periodic     is it time?
 spec         frozen models, strict YAML, overrides, errors with file and line; no jax
 config       the config of trainers; no jax

@@ -4,10 +4,8 @@ Both run as real processes in a scratch directory, with the same spec, to the sa
 spec's, which move no bit. Compared are the digest of every leaf at every checkpoint, and every row of the metrics.
 """
 
-import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +24,7 @@ from runner.errors import (
     InvalidError,
     RunnerError,
 )
+from runner.process import make_environment, start_processes
 from runner.storage import LocalStore, parse_lines
 from runner.terminal import say
 
@@ -85,29 +84,10 @@ class Run:
             "logging.wandb": "disabled",
         }
         options = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-        environment = dict(os.environ)
-        if request.devices_per_process is not None:
-            flag = f"--xla_force_host_platform_device_count={request.devices_per_process}"
-            environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {flag}".strip()}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-        self._processes = []
-        for number in range(request.processes):
-            place = ["--coordinator", coordinator, "--num-processes", str(request.processes)]
-            place += ["--process-id", str(number)]
-            command = [sys.executable, "-m", "runner", *request.arguments, *options]
-            with self._log.open("ab") as log:
-                self._processes.append(
-                    subprocess.Popen(
-                        command + (place if request.processes > 1 else []),
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+        command = [sys.executable, "-m", "runner", *request.arguments, *options]
+        environment = make_environment(request.devices_per_process)
+        with self._log.open("ab") as log:
+            self._processes = start_processes(command, request.processes, environment, log)
 
     def kill(self, chance: random.Random) -> int:
         """kill -9 to one process, whose number it returns, and a moment later to the others."""

@@ -16,6 +16,7 @@ import pytest
 from runner.attempt import compile_cache
 from runner.attempt.compile_cache import CompileCache
 from runner.errors import FencedError
+from runner.process import free_port
 from runner.storage import Store
 from tests.support import harness
 from tests.support.cloud import CloudJob, assert_same_outcome, free_name, whole_counter
@@ -391,7 +392,7 @@ def test_two_processes_compile_nothing_again_on_fresh_machines_and_a_bucket(tmp_
         place = ["--coordinator", "127.0.0.1:{}", "--num-processes", "2", "--process-id"]
 
         def start(job: CloudJob, name: str) -> list[Attempt]:
-            words = [word.format(harness.free_port()) for word in place]
+            words = [word.format(free_port()) for word in place]
             return [replace(job, cache=tmp_path / f"{name} {k}").start(*words, str(k)) for k in range(2)]
 
         def names() -> list[str]:
@@ -415,7 +416,7 @@ def test_two_processes_that_share_every_matrix_compile_nothing_again_on_fresh_ma
     place = ["--coordinator", "127.0.0.1:{}", "--num-processes", "2", "--process-id"]
 
     def start(name: str) -> list[Attempt]:
-        words = [word.format(harness.free_port()) for word in place]
+        words = [word.format(free_port()) for word in place]
         arguments = ["runner", *job.arguments, *words]
         return [Attempt(replace(job, cache=tmp_path / f"{name} {k}"), [*arguments, str(k)], 2) for k in range(2)]
 

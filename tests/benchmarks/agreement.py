@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-from tests.support.harness import free_port
+from runner.process import free_port
 
 PROGRAM = """
 import json, sys, time

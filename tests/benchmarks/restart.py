@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from runner.process import free_port, make_placements
 from runner.storage import LocalStore, parse_lines, read_log
-from tests.support.harness import free_port
 
 PHASES = {
     "death to spawn": None,
@@ -36,11 +36,7 @@ def spawn(spec: str, directory: Path, cache: Path, num_processes: int) -> Proces
     """Start the runner on every host, with a row for every step."""
     command = [sys.executable, "-m", "runner", spec]
     command += ["--set", f"directory={directory}", "--set", "logging.every_steps=1"]
-    if num_processes > 1:
-        place = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(num_processes), "--process-id"]
-        commands = [[*command, *place, str(process)] for process in range(num_processes)]
-    else:
-        commands = [command]
+    commands = [[*command, *placement] for placement in make_placements(num_processes)]
     environment = os.environ | {"RUNNER_CACHE": str(cache)}
     quiet = subprocess.DEVNULL
     return [subprocess.Popen(words, env=environment, stdout=quiet, stderr=quiet) for words in commands]

@@ -10,7 +10,7 @@ import pytest
 from runner.errors import RetryableError
 from runner.hosts.placement import Placement
 from runner.hosts.rendezvous import listening_address, meet
-from tests.support.harness import free_port
+from runner.process import free_port
 
 
 def meet_all(present, num_processes, deadline_seconds, is_elastic=False, port=None):

@@ -1,4 +1,4 @@
-"""One job as several local processes: what each is told, and how their exit codes become one."""
+"""One job as several local processes: their output, the signals that they hear, and the code that the job ends with."""
 
 import signal
 import subprocess
@@ -8,50 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import local
 from launch.__main__ import main
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize(
-    ("codes", "code"),
-    [
-        ([0], 0),
-        ([0, 0], 0),
-        ([75, 75], 75),
-        ([0, 75], 75),
-        ([-9, 76], 76),
-        ([76, 76], 76),
-        ([75, 76], 76),
-        ([-9], 76),
-        ([-6, 0], 76),
-        ([-15, 75], 76),
-        ([2, 2], 2),
-        ([2, 76], 2),
-        ([1, 76], 1),
-        ([1, -9], 1),
-        ([1, 2], 1),
-        ([-11, 76], 1),
-        ([3], 1),
-        ([139, 0], 1),
-    ],
-)
-def test_the_most_telling_code_is_the_jobs(codes, code):
-    assert local.job_code(codes) == code
-    assert local.job_code(codes[::-1]) == code
-
-
-def test_faked_devices_are_asked_for_only_where_told(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
-    environment = local._environment(2)
-    flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=2"
-    assert environment["XLA_FLAGS"] == flags
-    assert environment["JAX_PLATFORMS"] == "cpu"
-    monkeypatch.delenv("JAX_PLATFORMS")
-    environment = local._environment(None)
-    assert environment["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
-    assert "JAX_PLATFORMS" not in environment
 
 
 @pytest.mark.parametrize("arguments", [[], ["local"], ["nowhere", "x.yaml"], ["local", "x.yaml", "--processes", "0"]])

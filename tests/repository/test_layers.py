@@ -14,8 +14,11 @@ ROOT = Path(runner.__file__).parents[1]
 ORDER = re.findall(r"^(\w+) {2,}\S", runner.__doc__, re.MULTILINE)
 FILES = sorted((ROOT / "runner").rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES}
-PACKAGES = sorted(path.parent for path in FILES if path.name == "__init__.py" and path.parent != ROOT / "runner")
 EVERYTHING = sorted(path for package in ("runner", "experiments", "launch") for path in (ROOT / package).rglob("*.py"))
+LAUNCH = [path for path in EVERYTHING if path.is_relative_to(ROOT / "launch")]
+PACKAGES = sorted(
+    path.parent for path in [*FILES, *LAUNCH] if path.name == "__init__.py" and path.parent != ROOT / "runner"
+)
 
 
 def layer_of(path: Path) -> str:
@@ -68,7 +71,7 @@ def test_the_modules_of_a_package_import_only_from_those_above_them(directory):
     prefix = list(directory.relative_to(ROOT).parts)
     for module in order:
         files = [
-            path for path in FILES if path.is_relative_to(directory / module) or path == directory / f"{module}.py"
+            path for path in EVERYTHING if path.is_relative_to(directory / module) or path == directory / f"{module}.py"
         ]
         names = [name.split(".") for path in files for name in imports(path)]
         inner = {parts[len(prefix)] for parts in names if parts[: len(prefix)] == prefix and len(parts) > len(prefix)}
@@ -88,11 +91,11 @@ def test_nothing_is_pickled_and_the_runner_never_imports_its_users(path):
         assert not roots & {"experiments", "launch", "tests"}
 
 
-@pytest.mark.parametrize("path", [path for path in EVERYTHING if "launch" in path.parts], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", LAUNCH, ids=lambda path: str(path.relative_to(ROOT)))
 def test_launch_starts_the_runner_and_knows_no_more_of_it_than_exit_codes_specs_and_chips(path):
     roots = {name.split(".")[0] for name in imports(path)}
     assert not roots & {"jax", "flax", "optax", "orbax", "experiments"}
-    assert layers_imported(path) <= {"errors", "terminal", "spec", "config", "accelerator", "storage"}
+    assert layers_imported(path) <= {"errors", "terminal", "process", "spec", "config", "accelerator", "storage"}
 
 
 @pytest.mark.parametrize("module", ["runner", "runner.spec", "runner.config", "runner.errors", "launch.__main__"])

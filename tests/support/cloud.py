@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from runner.process import make_placements
 from tests.support import harness
 from tests.support.harness import WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, Row, parse_lines, without_speed
 from tests.support.servers import BACKENDS, BUCKET, Backend, Faults, start_backend
@@ -67,8 +68,7 @@ class CloudJob:
 
     def start_processes(self, num_processes: int) -> list["CloudAttempt"]:
         """The same command on every host of a job, each with its place; `devices` is per process."""
-        place = ["--coordinator", f"127.0.0.1:{harness.free_port()}", "--num-processes", str(num_processes)]
-        return [self.start(*place, "--process-id", str(process)) for process in range(num_processes)]
+        return [self.start(*placement) for placement in make_placements(num_processes)]
 
     def finish(self) -> "CloudAttempt":
         """Run to the end, which must be good."""

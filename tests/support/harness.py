@@ -15,7 +15,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from runner.process import make_environment, make_placements
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 120.0
@@ -43,8 +44,7 @@ def _leave_no_process() -> None:
 
 def environment(devices: int, cache: Path | None = None) -> dict[str, str]:
     """What a job's process runs under: `devices` faked CPU devices of its own, whatever this process has."""
-    variables = dict(os.environ, PYTHONUNBUFFERED="1", JAX_PLATFORMS="cpu")
-    variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    variables = make_environment(devices) | {"PYTHONUNBUFFERED": "1"}
     return variables if cache is None else variables | {"RUNNER_CACHE": str(cache)}
 
 
@@ -112,11 +112,9 @@ class Job:
 
     def start_processes(self, num_processes: int) -> list["Attempt"]:
         """The same command on every host of a job, each with its place; `devices` is per process."""
-        coordinator = f"127.0.0.1:{free_port()}"
-        place = ["--coordinator", coordinator, "--num-processes", str(num_processes), "--process-id"]
         return [
-            Attempt(self, ["runner", *self.arguments, *place, str(process)], self.devices)
-            for process in range(num_processes)
+            Attempt(self, ["runner", *self.arguments, *placement], self.devices)
+            for placement in make_placements(num_processes)
         ]
 
     def launch(self, num_processes: int, max_restarts: int = 0, grace_seconds: int = 60) -> "Attempt":
@@ -492,13 +490,6 @@ def hash_tree(directory: Path) -> dict[str, str]:
         path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in paths
     }
-
-
-def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def catches(pid: int, number: int) -> bool:

@@ -47,7 +47,7 @@ from google.api_core.exceptions import NotFound
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
-from tests.support.harness import free_port
+from runner.process import free_port
 
 BACKENDS = ("gs", "s3", "az")
 BUCKET = "bkt"

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Attempt, Job, free_port, undisturbed
+from runner.process import free_port
+from tests.support.harness import Attempt, Job, undisturbed
 
 pytestmark = pytest.mark.soak
 SPEC = "specs/counter.yaml"

@@ -3,7 +3,7 @@
 Each host runs its part under a supervisor of its own, detached, which starts it again by exit code; so the job needs
 this command only to be started, and to be given new machines after a preemption. Run again, the command finds what is
 there and goes on from it; it starts nothing twice. This module turns the command line and the spec into what is asked
-for and what is shipped; `launch.tpu_job` sees it through.
+for and what is shipped; `job` sees it through.
 """
 
 import argparse
@@ -14,12 +14,11 @@ import signal
 import tempfile
 from pathlib import Path
 
-from launch import source
-from launch.gcloud import Gcloud, Resource
 from launch.options import natural, set_arguments
-from launch.source import Source
-from launch.tpu_host import Host
-from launch.tpu_job import Job
+from launch.tpu_vm.gcloud import Gcloud, Resource
+from launch.tpu_vm.host import Host
+from launch.tpu_vm.job import Job
+from launch.tpu_vm.source import Commit, checked_out_commit
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
@@ -56,19 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the job to its end on machines of its own; its exit code, or 75 if only this command was stopped."""
-    code = source.committed(parsed.spec)
-    document = parse_document(code.spec_text, parsed.spec, parsed.set)
+    commit = checked_out_commit(parsed.spec)
+    document = parse_document(commit.spec_text, parsed.spec, parsed.set)
     spec = validate_spec(document)
     name = parsed.name or _resource_name(spec.name)
     if _NAME.fullmatch(name) is None:
         raise InvalidError(f"--name {name}: needs a lower case letter, then such letters, digits and hyphens")
     resource = _resource(parsed, _accelerator(document, spec), name)
-    host = _host(parsed, code, document, spec, resource.name)
-    for line in _about(code):
+    host = _host(parsed, commit, document, spec, resource.name)
+    for line in _about(commit):
         warn(line)
     gcloud = Gcloud(resource, parsed.poll_seconds)
     if parsed.dry_run:
-        say(shlex.join(["git", "archive", "--format=tar.gz", f"--output={host.archive}", code.commit]))
+        say(shlex.join(["git", "archive", "--format=tar.gz", f"--output={host.archive}", commit.hash]))
         for command in Job(resource, host, _files(parsed, host, ""), gcloud, parsed.poll_seconds, parsed.keep).plan():
             say(shlex.join(command))
         return EXIT_DONE
@@ -77,7 +76,7 @@ def run(parsed: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="launch-tpu-vm-") as scratch:
-            Path(scratch, host.archive).write_bytes(code.archive)
+            Path(scratch, host.archive).write_bytes(commit.archive)
             files = _files(parsed, host, scratch)
             return Job(resource, host, files, gcloud, parsed.poll_seconds, parsed.keep).run()
     except KeyboardInterrupt:
@@ -92,12 +91,12 @@ def _files(parsed: argparse.Namespace, host: Host, directory: str) -> dict[str, 
     return archive if host.environment is None else {parsed.environment_file: host.environment} | archive
 
 
-def _about(code: Source) -> list[str]:
+def _about(commit: Commit) -> list[str]:
     """Which code is shipped, and which is not."""
-    lines = [f"launch: ships commit {code.short} ({code.subject})"]
-    if code.uncommitted:
-        files = ", ".join(line[3:] for line in code.uncommitted[:3]) + ", ..." * (len(code.uncommitted) > 3)
-        lines.append(f"launch: WARNING: UNCOMMITTED CHANGES ARE NOT SHIPPED ({len(code.uncommitted)}): {files}")
+    lines = [f"launch: ships commit {commit.short} ({commit.subject})"]
+    if commit.uncommitted:
+        files = ", ".join(line[3:] for line in commit.uncommitted[:3]) + ", ..." * (len(commit.uncommitted) > 3)
+        lines.append(f"launch: WARNING: UNCOMMITTED CHANGES ARE NOT SHIPPED ({len(commit.uncommitted)}): {files}")
     return lines
 
 
@@ -134,12 +133,12 @@ def _resource(parsed: argparse.Namespace, accelerator: Accelerator, name: str) -
             request.append(f"--{option.replace('_', '-')}={getattr(parsed, option)}")
     request += [f"--{flag}" for flag in ("spot", "reserved") if getattr(parsed, flag)]
     request += ["--internal-ips"] * parsed.internal_ips
-    place = [f"--zone={parsed.zone}"] + [f"--project={parsed.project}"] * (parsed.project is not None)
+    location = [f"--zone={parsed.zone}"] + [f"--project={parsed.project}"] * (parsed.project is not None)
     ssh_options = ["--internal-ip"] * parsed.internal_ips
-    return Resource(name, accelerator.num_slices, tuple(place), tuple(request), tuple(ssh_options))
+    return Resource(name, accelerator.num_slices, tuple(location), tuple(request), tuple(ssh_options))
 
 
-def _host(parsed: argparse.Namespace, code: Source, document: Document, spec: ExecutionSpec, name: str) -> Host:
+def _host(parsed: argparse.Namespace, commit: Commit, document: Document, spec: ExecutionSpec, name: str) -> Host:
     """What is run on each host. Raises `InvalidError` if its disk, which goes with it, would hold the checkpoints."""
     extra = extra_of(spec.directory)
     if extra is None:
@@ -149,10 +148,10 @@ def _host(parsed: argparse.Namespace, code: Source, document: Document, spec: Ex
         raise InvalidError(f"--environment-file {parsed.environment_file}: no such file")
     return Host(
         name,
-        code.short,
-        f"{name}-{code.short}.tar.gz",
-        code.sha256,
+        commit.short,
+        f"{name}-{commit.short}.tar.gz",
+        commit.sha256,
         ("tpu", extra),
-        (code.spec, *set_arguments(parsed.set), "--max-restarts", str(parsed.max_restarts)),
+        (commit.spec, *set_arguments(parsed.set), "--max-restarts", str(parsed.max_restarts)),
         None if parsed.environment_file is None else f"{name}.environment",
     )

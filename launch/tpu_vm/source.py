@@ -9,11 +9,11 @@ from runner.errors import InvalidError
 
 
 @dataclass(frozen=True)
-class Source:
+class Commit:
     """A commit of the project.
 
     Attributes:
-        commit: its full hash.
+        hash: in full.
         subject: the first line of its message.
         spec: path of the spec inside it, with forward slashes.
         spec_text: the spec as committed.
@@ -21,7 +21,7 @@ class Source:
         uncommitted: what `git status` lists: changed and new files, which are not in it.
     """
 
-    commit: str
+    hash: str
     subject: str
     spec: str
     spec_text: str
@@ -31,7 +31,7 @@ class Source:
     @property
     def short(self) -> str:
         """The hash as people write it."""
-        return self.commit[:12]
+        return self.hash[:12]
 
     @property
     def sha256(self) -> str:
@@ -39,7 +39,7 @@ class Source:
         return hashlib.sha256(self.archive).hexdigest()
 
 
-def committed(spec: str) -> Source:
+def checked_out_commit(spec: str) -> Commit:
     """The checked-out commit of the repository around this directory, which must hold the spec.
 
     Raises `InvalidError` if there is no repository, no commit, or no such spec in it.
@@ -54,7 +54,7 @@ def committed(spec: str) -> Source:
         spec_text = _git(root, "show", f"{commit}:{path}").decode()
     except (ValueError, subprocess.CalledProcessError):
         raise InvalidError(f"{spec} is not in commit {commit[:12]}; only what is committed is shipped") from None
-    return Source(
+    return Commit(
         commit,
         _git(root, "log", "-1", "--format=%s", commit).decode().strip(),
         path,

@@ -30,7 +30,7 @@ _NETWORK = re.compile(
 
 
 @dataclass(frozen=True)
-class State:
+class ResourceState:
     """What `describe` says of a queued resource: its state, and why it failed."""
 
     name: str
@@ -50,14 +50,14 @@ class Resource:
     """The commands of one queued resource, which holds one TPU VM node per slice.
 
     Attributes:
-        place: --zone and --project.
-        request: what `create` asks for beyond names and place.
+        location: --zone and --project.
+        request: what `create` asks for beyond names and location.
         ssh_options: of `ssh` and `scp`.
     """
 
     name: str
     num_slices: int
-    place: tuple[str, ...]
+    location: tuple[str, ...]
     request: tuple[str, ...] = ()
     ssh_options: tuple[str, ...] = ()
 
@@ -73,19 +73,19 @@ class Resource:
         nodes = [f"--node-id={self.name}"]
         if self.num_slices > 1:
             nodes = [f"--node-count={self.num_slices}", f"--node-prefix={self.name}"]
-        return [*_TPUS, "queued-resources", "create", self.name, *nodes, *self.request, *self.place, "--quiet"]
+        return [*_TPUS, "queued-resources", "create", self.name, *nodes, *self.request, *self.location, "--quiet"]
 
     def describe(self) -> list[str]:
         """Its state."""
-        return [*_TPUS, "queued-resources", "describe", self.name, *self.place, "--format=json"]
+        return [*_TPUS, "queued-resources", "describe", self.name, *self.location, "--format=json"]
 
     def describe_node(self, node: str) -> list[str]:
-        """State and workers of one slice."""
-        return [*_TPUS, "tpu-vm", "describe", node, *self.place, "--format=json"]
+        """ResourceState and workers of one slice."""
+        return [*_TPUS, "tpu-vm", "describe", node, *self.location, "--format=json"]
 
     def delete(self) -> list[str]:
         """Take it out of the queue, and its machines with it."""
-        return [*_TPUS, "queued-resources", "delete", self.name, *self.place, "--force", "--quiet"]
+        return [*_TPUS, "queued-resources", "delete", self.name, *self.location, "--force", "--quiet"]
 
     def ssh(self, node: str, worker: str, script: str) -> list[str]:
         """Run a script on one worker of a slice, or on `all`."""
@@ -98,7 +98,7 @@ class Resource:
 
     @property
     def _access(self) -> tuple[str, ...]:
-        return (*self.place, *self.ssh_options, "--quiet")
+        return (*self.location, *self.ssh_options, "--quiet")
 
 
 class Gcloud:
@@ -108,14 +108,14 @@ class Gcloud:
         self._resource = resource
         self._pause_seconds = pause_seconds
 
-    def state(self) -> State | None:
+    def state(self) -> ResourceState | None:
         """Of the queued resource; None if there is none."""
         answer = self._describe(self._resource.describe())
         if answer is None:
             return None
         state = answer.get("state") or {}
         error = (state.get("failedData") or {}).get("error") or {}
-        return State(state.get("state", "UNKNOWN"), error.get("message", ""))
+        return ResourceState(state.get("state", "UNKNOWN"), error.get("message", ""))
 
     def node(self, node: str) -> Node | None:
         """Of one slice; None if there is none."""

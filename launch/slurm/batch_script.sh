@@ -1,14 +1,13 @@
-"""What a batch script of SLURM does below its options: run the command on every node, and act on its exit code.
+# What a batch script does below its options: run the command on every node, and act on its exit code.
+#
+# - The tasks get SIGTERM from SLURM, once: ahead of the time limit, or when it ends the job. srun must never get one
+#   of its own, for it would kill the tasks.
+# - After 75 (preempted) the job is requeued; after 76 (retryable) too, and counted; after all else it ends.
+# - If SLURM itself is ending the job, as its state says, the script waits for the tasks and leaves the rest to SLURM.
+#
+# Given, in variables: name, command, step_options, max_restarts.
 
-- The tasks get SIGTERM from SLURM, once: ahead of the time limit, or when it ends the job. srun must never get one
-  of its own, for it would kill the tasks.
-- After 75 (preempted) the job is requeued; after 76 (retryable) too, and counted; after all else it ends.
-- If SLURM itself is ending the job, as its state says, the script waits for the tasks and leaves the rest to SLURM.
-
-Uses the variables that `slurm.render` writes above it: name, command, step_options, max_restarts.
-"""
-
-BATCH_SCRIPT = r"""export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
 restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76
 [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file"
 
@@ -85,4 +84,3 @@ if [[ $code == 76 ]]; then
 fi
 rm -f -- "$restarts_file"
 exit "$code"
-"""

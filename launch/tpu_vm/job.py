@@ -13,14 +13,14 @@ import shlex
 import time
 from dataclasses import dataclass
 
-from launch.follower import Follower
-from launch.gcloud import MOST_TRIES, Gcloud, Resource, check, execute, first_line
-from launch.local import job_code
-from launch.tpu_host import Answer, Host, answers, lines_of_log, log_begins_at
+from launch.restart.exit_code import job_code
+from launch.tpu_vm.gcloud import MOST_TRIES, Gcloud, Resource, check, execute, first_line
+from launch.tpu_vm.host import Answer, Host, answers, lines_of_log, log_begins_at
+from launch.tpu_vm.log_tail import LogTail
 from runner.errors import EXIT_DONE, PreemptedError, RetryableError
 from runner.terminal import say, warn
 
-Place = tuple[int, int]  # of a host: its slice, and the worker that it is of that slice
+HostIndex = tuple[int, int]  # its slice, and the worker that it is of that slice
 _LOST = ("PREEMPTED", "TERMINATED")  # states of a node that comes back only as another one
 _DRAIN_SECONDS = 60.0
 
@@ -51,7 +51,7 @@ class Job:
         for node in nodes:
             ship = [resource.scp(node, *file) for file in self.files.items()]
             commands += [self._attend(node), *ship, self._attend(node)]
-        commands.append(self._follow(1))
+        commands.append(self._tail(1))
         return commands + ([self._stop(node) for node in nodes] if self.is_kept else [resource.delete()])
 
     def run(self) -> int:
@@ -112,7 +112,7 @@ class Job:
 
     def _await_end(self) -> int | None:
         """Bring every host to a running job and wait for its end; None if the machines were lost."""
-        follower: Follower | None = None
+        log_tail: LogTail | None = None
         num_failures = 0
         try:
             while (sizes := self._sizes()) is not None:
@@ -129,18 +129,18 @@ class Job:
                 num_started = sum(host.state == "started" for host in hosts.values())
                 if num_started:
                     say(f"launch: started on {num_started} of {len(hosts)} hosts")
-                follower = follower or self._make_follower(hosts)
+                log_tail = log_tail or self._make_log_tail(hosts)
                 code = verdict(hosts)
                 if code is not None:
                     if hosts[0, 0].code is not None:
-                        follower.finish(_DRAIN_SECONDS)
+                        log_tail.finish(_DRAIN_SECONDS)
                     self._show_failed(hosts)
                     return code
                 time.sleep(self.poll_seconds)
             return None
         finally:
-            if follower is not None:
-                follower.abandon()
+            if log_tail is not None:
+                log_tail.abandon()
 
     def _sizes(self) -> list[int] | None:
         """Number of hosts of each slice; None if the machines are lost."""
@@ -151,9 +151,9 @@ class Job:
         sizes = [node.num_workers for node in nodes if node is not None and node.state not in _LOST]
         return sizes if state.name == "ACTIVE" and len(sizes) == len(nodes) else None
 
-    def _attend_all(self, sizes: list[int]) -> dict[Place, Answer]:
+    def _attend_all(self, sizes: list[int]) -> dict[HostIndex, Answer]:
         """What every host says; ships the code where it is not. Raises `RetryableError` if one cannot be asked."""
-        hosts: dict[Place, Answer] = {}
+        hosts: dict[HostIndex, Answer] = {}
         for index, (node, size) in enumerate(zip(self.resource.nodes, sizes, strict=True)):
             found = self._answers(node, size)
             if any(answer.state == "empty" for answer in found.values()):
@@ -175,22 +175,22 @@ class Job:
             raise RetryableError(f"{len(found)} of {size} hosts of {node} answer: {first_line(errors)}")
         return found
 
-    def _make_follower(self, hosts: dict[Place, Answer]) -> Follower:
+    def _make_log_tail(self, hosts: dict[HostIndex, Answer]) -> LogTail:
         first = hosts[0, 0]
         if first.state != "started":
             say(f"launch: attached to the job on {self.resource.name}, of commit {first.commit}")
             if first.commit != self.host.commit:
                 warn(f"launch: WARNING: commit {self.host.commit} is shipped only if machines are requested again")
-        return Follower(self._follow, log_begins_at, 1 if first.state == "started" else None, self.poll_seconds)
+        return LogTail(self._tail, log_begins_at, 1 if first.state == "started" else None, self.poll_seconds)
 
-    def _show_failed(self, hosts: dict[Place, Answer]) -> None:
+    def _show_failed(self, hosts: dict[HostIndex, Answer]) -> None:
         """The end of the log of the first host that failed, unless it is the one whose log is shown anyway."""
-        failed = min((place for place, host in hosts.items() if host.code), default=(0, 0))
+        failed = min((index for index, host in hosts.items() if host.code), default=(0, 0))
         if failed == (0, 0):
             return
-        index, worker = failed
-        node = self.resource.nodes[index]
-        _, output, _ = execute(self.resource.ssh(node, str(worker), self.host.follow(None)), _DRAIN_SECONDS)
+        slice_index, worker = failed
+        node = self.resource.nodes[slice_index]
+        _, output, _ = execute(self.resource.ssh(node, str(worker), self.host.tail(None)), _DRAIN_SECONDS)
         say(f"launch: worker {worker} of {node} ended with {hosts[failed].code}; the last lines of its log:")
         for line in lines_of_log(output):
             say(f"[{worker}] {line}")
@@ -204,17 +204,17 @@ class Job:
     def _stop(self, node: str) -> list[str]:
         return self.resource.ssh(node, "all", self.host.stop())
 
-    def _follow(self, first_line: int | None) -> list[str]:
-        return self.resource.ssh(self.resource.nodes[0], "0", self.host.follow(first_line))
+    def _tail(self, first_line: int | None) -> list[str]:
+        return self.resource.ssh(self.resource.nodes[0], "0", self.host.tail(first_line))
 
 
-def verdict(hosts: dict[Place, Answer]) -> int | None:
+def verdict(hosts: dict[HostIndex, Answer]) -> int | None:
     """The exit code of the job, None while it runs.
 
     One host that has given up is the end, since the others wait for it in vain; so is the first host's success, since
     it leaves last.
     """
-    codes = {place: host.code for place, host in hosts.items() if host.code is not None}
+    codes = {index: host.code for index, host in hosts.items() if host.code is not None}
     if any(codes.values()):
         return job_code(list(codes.values()))
     return EXIT_DONE if codes.get((0, 0)) == EXIT_DONE or len(codes) == len(hosts) else None

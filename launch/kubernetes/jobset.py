@@ -15,21 +15,17 @@ A node that is lost without notice is missed by the other hosts before Kubernete
 
 import argparse
 import re
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from launch import pod
-from launch.options import add_grace_seconds, natural, positive
+from launch.kubernetes import pod
+from launch.kubernetes.pod import Pods
 from runner.accelerator import parse_accelerator
-from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, InvalidError
-from runner.spec import ExecutionSpec, load_document, validate_spec
-from runner.terminal import say, warn
+from runner.errors import EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, InvalidError
+from runner.spec import ExecutionSpec
 
-HELP = "run the job as a JobSet on Kubernetes"
 LONGEST_LABEL = 63  # of a DNS name, which a pod's must be
 
 POD_FAILURE_RULES = [
@@ -57,70 +53,23 @@ JOBSET_FAILURE_RULES = [
 ]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this engine."""
-    add = parser.add_argument
-    add("--image", required=True, help="container image with python, the runner and the job's own code")
-    add("--dry-run", action="store_true", help="print the manifest and submit nothing")
-    add("--name", help="of the JobSet; default: the spec's name")
-    add("--namespace", help="default: that of kubectl's context")
-    add("--nodes", type=positive, metavar="N", help="pods on CPUs, where the spec names no chips")
-    add("--cpu", metavar="QUANTITY", help="CPUs that each pod asks for, such as 4")
-    add("--memory", metavar="QUANTITY", help="memory that each pod asks for, such as 16Gi")
-    add("--spot", action="store_true", help="on GKE's spot nodes")
-    add("--node-selector", action="append", default=[], type=_pair, metavar="LABEL=VALUE", help="nodes must have it")
-    add("--max-restarts", type=natural, default=100, metavar="N", help="of those that count; default 100")
-    add_grace_seconds(parser, "from SIGTERM to SIGKILL")
-    add("--workdir", metavar="PATH", help="in the container; default: the image's")
-    add("--env", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="a variable, for all to read")
-    add("--env-from-secret", action="append", default=[], metavar="SECRET", help="all keys of a secret, as variables")
-    add("--volume-claim", action="append", default=[], type=_pair, metavar="CLAIM=PATH", help="mount a claim's volume")
-    add("--service-account", metavar="NAME", help="that the pods act as")
-    add("--priority-class", metavar="NAME", help="of the pods")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{text} needs the form NAME=VALUE")
-    return name, value
-
-
-def run(parsed: argparse.Namespace) -> int:
-    """Submit the job, or print what would be submitted."""
-    spec = validate_spec(load_document(parsed.spec, parsed.set))
-    text = Path(parsed.spec).read_text(encoding="utf-8-sig")
-    manifest = dump(render(spec, text, parsed))
-    if parsed.dry_run:
-        say(manifest.rstrip("\n"))
-        return EXIT_DONE
-    try:
-        result = subprocess.run(["kubectl", "apply", "-f", "-"], input=manifest, text=True)
-    except OSError as error:
-        raise InvalidError(f"cannot run kubectl: {error.strerror}; --dry-run prints what it would be given") from None
-    if result.returncode != 0:
-        warn(f"kubectl apply ended with {result.returncode}")
-        return EXIT_FAILED
-    return EXIT_DONE
-
-
 def render(spec: ExecutionSpec, text: str, parsed: argparse.Namespace) -> dict[str, Any]:
     """The JobSet of a job; `text` is its spec as it was written. Raises `InvalidError` for what cannot run there."""
     accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
-    layout = pod.lay_out(accelerator, parsed.nodes)
-    name = kubernetes_name(parsed.name or spec.name, layout)
+    pods = pod.pods_for(accelerator, parsed.nodes)
+    name = kubernetes_name(parsed.name or spec.name, pods)
     metadata: dict[str, Any] = {"name": name}
     if parsed.namespace:
         metadata["namespace"] = parsed.namespace
-    if layout.is_tpu:  # a slice is one node pool, and all of it
+    if pods.is_tpu:  # a slice is one node pool, and all of it
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     job = {
-        "parallelism": layout.hosts_per_slice,
-        "completions": layout.hosts_per_slice,
+        "parallelism": pods.hosts_per_slice,
+        "completions": pods.hosts_per_slice,
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": POD_FAILURE_RULES},
-        "template": pod.template(spec, text, parsed, layout, name),
+        "template": pod.template(spec, text, parsed, pods, name),
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -134,14 +83,14 @@ def render(spec: ExecutionSpec, text: str, parsed: argparse.Namespace) -> dict[s
                 "restartStrategy": "BlockingRecreate",  # no pod of an attempt meets one of the attempt before it
                 "rules": JOBSET_FAILURE_RULES,
             },
-            "replicatedJobs": [{"name": pod.SLICE, "replicas": layout.num_slices, "template": {"spec": job}}],
+            "replicatedJobs": [{"name": pod.SLICE, "replicas": pods.num_slices, "template": {"spec": job}}],
         },
     }
 
 
-def kubernetes_name(name: str, layout: pod.Layout) -> str:
+def kubernetes_name(name: str, pods: Pods) -> str:
     """A run's name as Kubernetes takes it: pods are called NAME-slice-SLICE-HOST-xxxxx, which must be a DNS label."""
-    suffix = f"-{pod.SLICE}-{layout.num_slices - 1}-{layout.hosts_per_slice - 1}-xxxxx"
+    suffix = f"-{pod.SLICE}-{pods.num_slices - 1}-{pods.hosts_per_slice - 1}-xxxxx"
     longest = LONGEST_LABEL - len(suffix)
     result = re.sub(r"[._]", "-", name.lower())
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", result) or len(result) > longest:

@@ -26,7 +26,7 @@ _SECRET_NAME = r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$"
 
 
 @dataclass(frozen=True)
-class Layout:
+class Pods:
     """How many pods the job has, and on which nodes.
 
     Attributes:
@@ -41,7 +41,7 @@ class Layout:
     is_tpu: bool = False
 
 
-def lay_out(accelerator: Accelerator | None, num_nodes: int | None) -> Layout:
+def pods_for(accelerator: Accelerator | None, num_nodes: int | None) -> Pods:
     """Where a job for this accelerator runs; `num_nodes` are for a job that may run on CPUs.
 
     Raises `InvalidError` for what spec and command line leave open, or what GKE does not have.
@@ -49,7 +49,7 @@ def lay_out(accelerator: Accelerator | None, num_nodes: int | None) -> Layout:
     if accelerator is None or accelerator.name == "cpu":
         if num_nodes is None:
             raise InvalidError("topology.accelerator names no chips to ask for; give --nodes N for N pods on CPUs")
-        return Layout(num_nodes)
+        return Pods(num_nodes)
     name, chip = accelerator.name, accelerator.chip
     if num_nodes is not None:
         raise InvalidError(f"--nodes {num_nodes} is for pods on CPUs, but topology.accelerator names {name}")
@@ -68,14 +68,14 @@ def lay_out(accelerator: Accelerator | None, num_nodes: int | None) -> Layout:
                 f"{accelerator.num_slices} slices of {name}-{accelerator.num_chips}: GKE joins only slices that have "
                 "several hosts; use larger ones"
             )
-        return Layout(hosts, accelerator.num_slices, {"google.com/tpu": chips_on_a_host}, labels, is_tpu=True)
+        return Pods(hosts, accelerator.num_slices, {"google.com/tpu": chips_on_a_host}, labels, is_tpu=True)
     if hosts > 1 and accelerator.num_chips % hosts:
         raise InvalidError(f"{name}-{accelerator.num_chips} does not divide over {hosts} nodes")
     labels = {"cloud.google.com/gke-accelerator": chip.gke_accelerator}
-    return Layout(hosts * accelerator.num_slices, 1, {"nvidia.com/gpu": chips_on_a_host}, labels)
+    return Pods(hosts * accelerator.num_slices, 1, {"nvidia.com/gpu": chips_on_a_host}, labels)
 
 
-def template(spec: ExecutionSpec, text: str, parsed: argparse.Namespace, layout: Layout, name: str) -> dict[str, Any]:
+def template(spec: ExecutionSpec, text: str, parsed: argparse.Namespace, pods: Pods, name: str) -> dict[str, Any]:
     """The template of every pod of the JobSet `name`; `text` is the spec as it was written.
 
     Raises `InvalidError` for what the pods would lose or give away.
@@ -84,18 +84,18 @@ def template(spec: ExecutionSpec, text: str, parsed: argparse.Namespace, layout:
     annotations = {SPEC_ANNOTATION: text}
     if not parsed.spot:  # one pod moved to save a node is a restart of all; GKE does not promise this on spot nodes
         annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] = "false"
-    volumes, mounts = _volumes(spec, parsed, layout)
+    volumes, mounts = _volumes(spec, parsed, pods)
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace_seconds(parsed, spec.checkpoint),
         "serviceAccountName": parsed.service_account,
         "priorityClassName": parsed.priority_class,
-        "nodeSelector": layout.labels | ({_SPOT: "true"} if parsed.spot else {}) | dict(parsed.node_selector),
+        "nodeSelector": pods.labels | ({_SPOT: "true"} if parsed.spot else {}) | dict(parsed.node_selector),
         "tolerations": [
-            *({"key": chip, "operator": "Exists", "effect": "NoSchedule"} for chip in layout.chips),
+            *({"key": chip, "operator": "Exists", "effect": "NoSchedule"} for chip in pods.chips),
             *([{"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}] if parsed.spot else []),
         ],
-        "containers": [_container(parsed, layout, name) | {"volumeMounts": mounts}],
+        "containers": [_container(parsed, pods, name) | {"volumeMounts": mounts}],
         "volumes": volumes,
     }
     return {"metadata": {"annotations": annotations}, "spec": _given(pod)}
@@ -112,7 +112,7 @@ def _check_directory(directory: str, parsed: argparse.Namespace) -> None:
 
 
 def _volumes(
-    spec: ExecutionSpec, parsed: argparse.Namespace, layout: Layout
+    spec: ExecutionSpec, parsed: argparse.Namespace, pods: Pods
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The volumes of a pod, and where its container sees them."""
     spec_file = {"path": SPEC_FILE, "fieldRef": {"fieldPath": f"metadata.annotations['{SPEC_ANNOTATION}']"}}
@@ -127,7 +127,7 @@ def _volumes(
             raise InvalidError(f"checkpoint.local_directory is {fast}; needs an absolute path, on the node")
         # The node's own directory: an emptyDir ends with its pod, and every restart makes new pods.
         volumes.append(("fast-tier", fast, {"hostPath": {"path": fast, "type": "DirectoryOrCreate"}}))
-    if layout.chips and not layout.is_tpu:  # NCCL wants more shared memory than the usual 64 MiB
+    if pods.chips and not pods.is_tpu:  # NCCL wants more shared memory than the usual 64 MiB
         volumes.append(("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}}))
     return (
         [{"name": name, **source} for name, _, source in volumes],
@@ -135,39 +135,39 @@ def _volumes(
     )
 
 
-def _container(parsed: argparse.Namespace, layout: Layout, name: str) -> dict[str, Any]:
+def _container(parsed: argparse.Namespace, pods: Pods, name: str) -> dict[str, Any]:
     """What runs in every pod, but for its volumes."""
     first_host = f"{name}-{SLICE}-0-0.{name}"
     arguments = [literal(word) for word in runner_arguments(str(SPEC_DIRECTORY / SPEC_FILE), parsed.set)]
-    if not layout.is_tpu and layout.hosts_per_slice > 1:  # GKE tells JAX of the hosts of a TPU slice, but of no others
+    if not pods.is_tpu and pods.hosts_per_slice > 1:  # GKE tells JAX of the hosts of a TPU slice, but of no others
         arguments += ["--coordinator", f"{first_host}:{COORDINATOR_PORT}"]
-        arguments += ["--num-processes", str(layout.hosts_per_slice), "--process-id", "$(JOB_COMPLETION_INDEX)"]
+        arguments += ["--num-processes", str(pods.hosts_per_slice), "--process-id", "$(JOB_COMPLETION_INDEX)"]
     container = {
         "name": CONTAINER,
         "image": parsed.image,
         "command": ["python"],
         "args": arguments,
         "workingDir": parsed.workdir,
-        "env": [{"name": key} | value for key, value in _variables(parsed, layout, first_host).items()],
+        "env": [{"name": key} | value for key, value in _variables(parsed, pods, first_host).items()],
         "envFrom": [{"secretRef": {"name": secret}} for secret in parsed.env_from_secret],
         "resources": _given(
             {
-                "requests": _given({"cpu": parsed.cpu, "memory": parsed.memory}) | layout.chips,
-                "limits": layout.chips,
+                "requests": _given({"cpu": parsed.cpu, "memory": parsed.memory}) | pods.chips,
+                "limits": pods.chips,
             }
         ),
     }
     return _given(container)
 
 
-def _variables(parsed: argparse.Namespace, layout: Layout, first_host: str) -> dict[str, dict[str, Any]]:
+def _variables(parsed: argparse.Namespace, pods: Pods, first_host: str) -> dict[str, dict[str, Any]]:
     """The environment of the container; the user's word is the last."""
     variables: dict[str, dict[str, Any]] = {"PYTHONUNBUFFERED": {"value": "1"}}
-    if not layout.chips:
+    if not pods.chips:
         variables["JAX_PLATFORMS"] = {"value": "cpu"}
-    if layout.num_slices > 1:
+    if pods.num_slices > 1:
         slice_index = {"fieldPath": "metadata.annotations['jobset.sigs.k8s.io/job-index']"}
-        variables["MEGASCALE_NUM_SLICES"] = {"value": str(layout.num_slices)}
+        variables["MEGASCALE_NUM_SLICES"] = {"value": str(pods.num_slices)}
         variables["MEGASCALE_SLICE_ID"] = {"valueFrom": {"fieldRef": slice_index}}
         variables["MEGASCALE_COORDINATOR_ADDRESS"] = {"value": first_host}
     for name, value in parsed.env:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import slurm
 from launch.__main__ import main
+from launch.slurm import batch_script
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
 RENDERED = {
     "slurm_gpt_nano.sh": ["specs/gpt_nano.yaml", "--nodes", "2", "--cpus-per-task", "4"],
@@ -115,7 +115,7 @@ def test_what_cannot_be_submitted_is_refused_in_one_line(arguments, line, capsys
     ],
 )
 def test_a_time_limit_reads_as_sbatch_reads_it(text, seconds):
-    assert slurm._time_seconds(text) == seconds
+    assert batch_script._time_seconds(text) == seconds
 
 
 # The script itself, run with commands that record how they were called.

@@ -4,11 +4,11 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 
-from launch.gcloud import kill
+from launch.tpu_vm.gcloud import kill
 from runner.terminal import say
 
 
-class Follower:
+class LogTail:
     """Shows a log until the job has ended.
 
     `connect` makes the command that prints the log from a numbered line on (None: the last few lines) until the job

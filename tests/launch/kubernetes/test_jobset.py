@@ -23,10 +23,10 @@ import pytest
 import yaml
 
 from launch.__main__ import main
-from launch.pod import literal
+from launch.kubernetes.pod import literal
 from runner.accelerator import CHIPS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "tests" / "golden" / "job.yaml"
 CRD = ROOT / "tests" / "data" / "jobset.x-k8s.io_jobsets.yaml"
 GOLDEN = {

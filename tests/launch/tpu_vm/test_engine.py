@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -12,14 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import tpu_vm, worker
 from launch.__main__ import main
-from launch.gcloud import Resource, check, first_line
-from launch.tpu_host import Answer, Host, answers
-from launch.tpu_job import verdict
-from runner.errors import InvalidError
+from launch.tpu_vm import engine
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
 SPEC = """\
 name: tiny_run
@@ -270,7 +265,7 @@ def test_a_permission_that_is_missing_ends_with_2_and_gclouds_own_line(repositor
 
 
 def test_no_gcloud_is_one_line(repository, monkeypatch, capsys):
-    monkeypatch.setattr(tpu_vm.shutil, "which", lambda name: None)
+    monkeypatch.setattr(engine.shutil, "which", lambda name: None)
     assert launch() == 2
     assert "gcloud is not on the PATH" in capsys.readouterr().err.splitlines()[-1]
 
@@ -325,23 +320,6 @@ def test_a_dry_run_prints_every_command_and_runs_none(repository, name, capsys, 
     assert output == (GOLDEN / name).read_text()
 
 
-def test_every_text_that_a_shell_reads_is_a_program_and_takes_no_word_of_the_user_for_code(tmp_path):
-    nasty = ['it\'s $(touch hacked) `touch hacked`; "x"\n&& touch hacked', "a b"]
-    host = Host("tiny", "c0ffee", "tiny.tar.gz", "00", ("tpu", "gcs"), nasty, "tiny.environment")
-    for text in (host.attend(), host.job(), host.follow(None), host.follow(7), host.stop()):
-        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-        printed = shlex.join(Resource("tiny", 1, ()).ssh("tiny", "all", text))
-        subprocess.run(["bash", "-n"], input=printed, text=True, check=True)
-        assert shlex.split(printed)[-1] == f"--command={text}"
-    line = next(line for line in host.job().splitlines() if "launch.worker" in line)
-    program = (
-        host.job()[host.job().index(line) :].partition("\ncode=")[0].replace("../venv/bin/python", "printf '%s\\n'")
-    )
-    output = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert output == "\n".join(["-u", "-m", "launch.worker", *nasty, ""])
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_environment_file_reaches_every_host_of_every_slice_and_no_command(repository, world, tmp_path, capsys):
     secret = tmp_path / "keys"
     secret.write_text("TOKEN='se cret'\n")
@@ -352,87 +330,9 @@ def test_the_environment_file_reaches_every_host_of_every_slice_and_no_command(r
     assert launch("--environment-file", str(tmp_path / "none")) == 2
 
 
-def test_answers_are_found_among_gclouds_own_lines():
-    output = "SSH: Attempting to connect\ntpu-vm: worker 0 running of c0ffee\ntpu-vm: worker 10 ended 76 of c0ffee\nx\n"
-    assert answers(output) == {0: Answer("running", None, "c0ffee"), 10: Answer("ended", 76, "c0ffee")}
-    assert answers("tpu-vm: worker  empty\n") == {}
-
-
-@pytest.mark.parametrize(
-    ("codes", "code"),
-    [
-        ([None, None], None),
-        ([None, 0], None),
-        ([0, None], 0),
-        ([0, 0], 0),
-        ([None, 76], 76),
-        ([76, 1], 1),
-        ([0, 2], 2),
-        ([None, 137], 1),
-    ],
-)
-def test_the_job_has_ended_when_its_first_host_is_done_or_any_has_given_up(codes, code):
-    hosts = {(0, index): Answer("running" if value is None else "ended", value) for index, value in enumerate(codes)}
-    assert verdict(hosts) == code
-
-
-@pytest.mark.parametrize(
-    "errors",
-    [
-        DENIED,
-        "ERROR: (gcloud.compute.tpus.queued-resources.list) You do not currently have an active account selected.",
-        "ERROR: (gcloud.compute.tpus.x) There was a problem refreshing auth tokens: Reauthentication failed.",
-    ],
-)
-def test_errors_that_the_user_must_mend_are_told_from_those_that_pass(errors):
-    with pytest.raises(InvalidError, match=re.escape(errors)):
-        check(f"Warning: x\n{errors}\n")
-    check(errors + " HTTPSConnectionPool: Max retries exceeded")
-    check("me@host: Permission denied (publickey).\nERROR: (gcloud.compute.tpus.tpu-vm.ssh) exited with [255].")
-    assert first_line("") == "no error was given"
-
-
 @pytest.mark.parametrize(
     ("name", "resource"),
     [("gpt2_124m", "gpt2-124m"), ("7B.Run_", "run-7b-run"), ("x" * 99, "x" * 60)],
 )
 def test_the_name_of_a_run_becomes_one_that_google_cloud_accepts(name, resource):
-    assert tpu_vm._resource_name(name) == resource
-
-
-def test_a_hosts_part_is_started_again_by_exit_code(tmp_path, monkeypatch):
-    program = f"""if True:
-        import pathlib, sys
-        path = pathlib.Path({str(tmp_path / "n")!r})
-        path.write_text(path.read_text() + "x" if path.exists() else "x")
-        sys.exit({{1: 75, 2: 76}}.get(len(path.read_text()), 0))
-    """
-    monkeypatch.setattr(worker, "runner_arguments", lambda spec, overrides: ["-c", program])
-    monkeypatch.setattr("launch.supervisor.FIRST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(worker.signal, "signal", lambda number, handler: None)
-    (tmp_path / "s.yaml").write_text(SPEC.replace("gs://bucket/tiny", str(tmp_path / "run")))
-    assert worker.main([str(tmp_path / "s.yaml"), "--max-restarts", "1"]) == 0
-    assert (tmp_path / "n").read_text() == "xxx"
-
-
-@pytest.mark.parametrize("code", [75, 76])  # 76: its peers were gone before it could save
-def test_a_signal_to_all_processes_of_a_host_reaches_the_job_once_and_is_the_end(tmp_path, code):
-    job = f"""if True:
-        import pathlib, signal, sys, time
-        heard = []
-        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
-        pathlib.Path({str(tmp_path / "begun")!r}).touch()
-        while not heard: time.sleep(0.01)
-        time.sleep(0.3)
-        print("heard", len(heard), flush=True)
-        sys.exit(int(sys.argv[1]))
-    """
-    program = "import sys; from launch import worker; worker.runner_arguments = lambda *_: ['-c', *sys.argv[1:]]; "
-    program += "sys.exit(worker.main(['none.yaml']))"
-    command = [sys.executable, "-c", program, job, str(code)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    await_file(tmp_path / "begun")
-    os.killpg(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 75
-    assert output.splitlines() == ["heard 1"]
+    assert engine._resource_name(name) == resource

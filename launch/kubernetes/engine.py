@@ -1,0 +1,63 @@
+"""The job as a JobSet on Kubernetes: one child Job a slice, one pod a host.
+
+Renders a manifest and hands it to kubectl. What follows the end of a pod stands in the manifest, for JobSet to do.
+"""
+
+import argparse
+import subprocess
+from pathlib import Path
+
+from launch.kubernetes.jobset import dump, render
+from launch.options import add_grace_seconds, natural, positive
+from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
+from runner.spec import load_document, validate_spec
+from runner.terminal import say, warn
+
+HELP = "run the job as a JobSet on Kubernetes"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this engine."""
+    add = parser.add_argument
+    add("--image", required=True, help="container image with python, the runner and the job's own code")
+    add("--dry-run", action="store_true", help="print the manifest and submit nothing")
+    add("--name", help="of the JobSet; default: the spec's name")
+    add("--namespace", help="default: that of kubectl's context")
+    add("--nodes", type=positive, metavar="N", help="pods on CPUs, where the spec names no chips")
+    add("--cpu", metavar="QUANTITY", help="CPUs that each pod asks for, such as 4")
+    add("--memory", metavar="QUANTITY", help="memory that each pod asks for, such as 16Gi")
+    add("--spot", action="store_true", help="on GKE's spot nodes")
+    add("--node-selector", action="append", default=[], type=_pair, metavar="LABEL=VALUE", help="nodes must have it")
+    add("--max-restarts", type=natural, default=100, metavar="N", help="of those that count; default 100")
+    add_grace_seconds(parser, "from SIGTERM to SIGKILL")
+    add("--workdir", metavar="PATH", help="in the container; default: the image's")
+    add("--env", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="a variable, for all to read")
+    add("--env-from-secret", action="append", default=[], metavar="SECRET", help="all keys of a secret, as variables")
+    add("--volume-claim", action="append", default=[], type=_pair, metavar="CLAIM=PATH", help="mount a claim's volume")
+    add("--service-account", metavar="NAME", help="that the pods act as")
+    add("--priority-class", metavar="NAME", help="of the pods")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Submit the job, or print what would be submitted."""
+    spec = validate_spec(load_document(parsed.spec, parsed.set))
+    text = Path(parsed.spec).read_text(encoding="utf-8-sig")
+    manifest = dump(render(spec, text, parsed))
+    if parsed.dry_run:
+        say(manifest.rstrip("\n"))
+        return EXIT_DONE
+    try:
+        result = subprocess.run(["kubectl", "apply", "-f", "-"], input=manifest, text=True)
+    except OSError as error:
+        raise InvalidError(f"cannot run kubectl: {error.strerror}; --dry-run prints what it would be given") from None
+    if result.returncode != 0:
+        warn(f"kubectl apply ended with {result.returncode}")
+        return EXIT_FAILED
+    return EXIT_DONE
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text} needs the form NAME=VALUE")
+    return name, value

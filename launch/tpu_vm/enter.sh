@@ -1,0 +1,8 @@
+# Enter the job's directory and learn which worker this host is; attend.sh and stop.sh begin with this.
+# Given: name of the directory.
+
+mkdir -p "$HOME/@{name}" && cd "$HOME/@{name}" || exit
+url=http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number
+worker=$(curl -sf --retry 5 -H "Metadata-Flavor: Google" "$url")
+answer() { echo "tpu-vm: worker $worker $*"; }
+exec 9>>lock

@@ -1,0 +1,108 @@
+"""What is run on the hosts of a TPU VM: the programs beside this file, which know neither gcloud nor each other.
+
+In the directory `~/NAME` of each host:
+
+| file | content |
+|---|---|
+| `code/`, `venv/`, `installed` | the commit, the environment that runs it, and which commit that is |
+| `log` | all that setting up and the job have printed; `log.previous`: that of the job before |
+| `lock` | locked by the job as long as any of its processes lives |
+| `pid` | the job's process group |
+| `exit_code` | how it ended, written once it has |
+
+`attend` is the one step that brings a host from anything to a running job, and may be repeated at any moment: it starts
+the job where it is not running and has not ended. The job outlives the connection that started it, and a host that was
+rebooted is started again by the next look at it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.shell import Value, fill, read_program
+
+SHOWN_AT_FIRST_LINES = 20
+_ANSWER = re.compile(r"^tpu-vm: worker (\d+) (empty|started|running|stopped|ended (\d+))(?: of ([0-9a-f]+))?$", re.M)
+_LOG = re.compile(r"^tpu-vm: log from (\d+)$")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one host says of the job: empty (nothing shipped yet), started, running, ended or stopped."""
+
+    state: str
+    code: int | None = None
+    commit: str = ""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The programs of one job.
+
+    Attributes:
+        name: of its directory: letters, digits and hyphens.
+        commit: what is run, as shipped in `archive` (a file in the home directory) with this `sha256`.
+        extras: of the project's package.
+        arguments: of `python -m launch.worker`.
+        environment: file in the home directory with NAME=value lines for the job, if any.
+    """
+
+    name: str
+    commit: str
+    archive: str
+    sha256: str
+    extras: Sequence[str]
+    arguments: Sequence[str]
+    environment: str | None = None
+
+    def attend(self) -> str:
+        """Start the job unless it runs or has ended; say which. One that was asked to stop (75) is started again."""
+        return self._enter_and(
+            "attend.sh", commit=self.commit, archive=self.archive, sha256=self.sha256, job=[self.job()]
+        )
+
+    def job(self) -> str:
+        """Set up and run the job, and write down how it ended. Runs detached, in the job's directory."""
+        return fill(
+            read_program(__package__, "job.sh"),
+            commit=self.commit,
+            archive=self.archive,
+            extras=",".join(self.extras),
+            environment=self.environment,
+            arguments=self.arguments,
+        )
+
+    def tail(self, first_line: int | None) -> str:
+        """Print the log from a line on (None: the last few) until the job ends."""
+        last_lines = SHOWN_AT_FIRST_LINES if first_line is None else None
+        program = read_program(__package__, "tail.sh")
+        return fill(program, name=self.name, first_line=first_line, last_lines=last_lines)
+
+    def stop(self) -> str:
+        """End the job if it runs, at once if it must be, and forget how it ended: the next look starts it anew."""
+        return self._enter_and("stop.sh")
+
+    def _enter_and(self, name: str, **values: Value) -> str:
+        enter = fill(read_program(__package__, "enter.sh"), name=self.name)
+        return f"{enter}\n{fill(read_program(__package__, name), **values)}"
+
+
+def answers(output: str) -> dict[int, Answer]:
+    """By worker, what `attend` or `stop` has printed on all workers of a slice, among gcloud's own lines."""
+    return {
+        int(worker): Answer(words.split()[0], int(code) if code else None, commit)
+        for worker, words, code, commit in _ANSWER.findall(output)
+    }
+
+
+def log_begins_at(line: str) -> int | None:
+    """The number of the next line of the log, if that is what this line of `tail` says."""
+    match = _LOG.match(line)
+    return None if match is None else int(match[1])
+
+
+def lines_of_log(output: str) -> list[str]:
+    """The lines of the log in what `tail` has printed."""
+    lines = output.splitlines()
+    begins = [number for number, line in enumerate(lines, start=1) if log_begins_at(line) is not None]
+    return lines[begins[0] :] if begins else []

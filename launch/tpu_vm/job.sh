@@ -1,0 +1,32 @@
+# Set up and run the job, and write down how it ended. Runs detached, in the job's directory.
+# Given: commit, archive; extras of the project's package, with commas; arguments of the worker; environment, a file in
+# the home directory with NAME=value lines for the job: without one its line is left out.
+# JAX needs a newer Python than the images of TPU VMs have; uv brings one.
+
+commit=@{commit}
+archive=@{archive}
+extras=@{extras}
+trap : TERM INT
+end() { echo "$1" >exit_code.new && mv exit_code.new exit_code; exit; }
+make_venv() {
+  for python in python3.13 python3.12 python3.11 python3; do
+    "$python" -c "import ensurepip, sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || continue
+    "$python" -m venv venv && return
+    rm -rf venv
+  done
+  python3 -m pip install --quiet --user uv && python3 -m uv venv --seed --python 3.12 venv
+}
+setup() {
+  [ "$(cat installed 2>/dev/null)" != "$commit" ] || return 0
+  rm -rf code && mkdir code && tar -xzf "../$archive" -C code || return
+  [ -x venv/bin/python ] || { rm -rf venv && make_venv; } || return
+  venv/bin/python -m pip install --quiet --editable "./code[$extras]" || return
+  echo "$commit" >installed
+}
+setup || { sleep 10; setup; } || { sleep 60; setup; } || end 76
+chmod 600 ../@{environment} && set -a && . ../@{environment} && set +a || end 2
+cd code
+../venv/bin/python -u -m launch.worker @{arguments}
+code=$?
+cd ..
+end "$code"

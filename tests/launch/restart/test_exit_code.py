@@ -1,0 +1,33 @@
+"""The exit codes of a job's processes become one."""
+
+import pytest
+
+from launch.restart.exit_code import job_code
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([0], 0),
+        ([0, 0], 0),
+        ([75, 75], 75),
+        ([0, 75], 75),
+        ([-9, 76], 76),
+        ([76, 76], 76),
+        ([75, 76], 76),
+        ([-9], 76),
+        ([-6, 0], 76),
+        ([-15, 75], 76),
+        ([2, 2], 2),
+        ([2, 76], 2),
+        ([1, 76], 1),
+        ([1, -9], 1),
+        ([1, 2], 1),
+        ([-11, 76], 1),
+        ([3], 1),
+        ([139, 0], 1),
+    ],
+)
+def test_the_most_telling_code_is_the_jobs(codes, code):
+    assert job_code(codes) == code
+    assert job_code(codes[::-1]) == code

@@ -1,0 +1,64 @@
+"""The processes of a job on this machine: what each is told."""
+
+import subprocess
+import sys
+
+import pytest
+
+from runner import process
+from runner.process import make_environment, make_placements, start_processes
+
+PRINT = "import os, sys; print(sys.argv[1:], os.getsid(0) == os.getpid(), os.environ['PLACE'], file=sys.stderr)"
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """What this process has: flags of the user's, and two CPUs."""
+    monkeypatch.setattr(process, "_num_cpus", lambda: 2)
+    for name in ("JAX_PLATFORMS", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    return monkeypatch
+
+
+def test_faked_devices_are_asked_for_only_where_told(variables):
+    environment = make_environment(2)
+    flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=2"
+    assert environment["XLA_FLAGS"] == flags
+    assert environment["JAX_PLATFORMS"] == "cpu"
+    environment = make_environment(None)
+    assert environment["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert "JAX_PLATFORMS" not in environment
+    assert "NPROC" not in environment
+
+
+def test_the_number_of_faked_devices_replaces_the_one_that_was_set(variables):
+    variables.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=false")
+    flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=2"
+    assert make_environment(2)["XLA_FLAGS"] == flags
+    variables.delenv("XLA_FLAGS")
+    assert make_environment(2)["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"
+
+
+@pytest.mark.parametrize(("num_devices", "threads"), [(1, None), (2, None), (3, "12"), (8, "32")])
+def test_more_devices_than_cpus_get_threads_to_work_while_all_of_them_wait(variables, num_devices, threads):
+    assert make_environment(num_devices).get("NPROC") == threads
+    variables.setenv("NPROC", "5")
+    assert make_environment(num_devices)["NPROC"] == "5"
+
+
+def test_each_process_is_told_its_place_and_a_single_one_needs_none():
+    assert make_placements(1) == [[]]
+    first, second = make_placements(2)
+    assert first[:1] + first[2:] == ["--coordinator", "--num-processes", "2", "--process-id", "0"]
+    assert first[1].startswith("127.0.0.1:")
+    assert second == [*first[:-1], "1"]
+
+
+def test_all_processes_run_the_command_in_sessions_of_their_own():
+    started = start_processes([sys.executable, "-c", PRINT, "a b"], 2, {"PLACE": "here"}, subprocess.PIPE)
+    outputs = [process.communicate(timeout=60)[0].decode() for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    for process_id, output in enumerate(outputs):
+        assert output.startswith("['a b', '--coordinator', '127.0.0.1:")
+        assert output.endswith(f"'--num-processes', '2', '--process-id', '{process_id}'] True here\n")
