@@ -1,5 +1,7 @@
 """One start of a job, on all its hosts, in its directory.
 
+- `event` every name in the ledger, what it means and who writes it
+- `result` the keys of `result.json`
 - `fence` which attempt a directory belongs to
 - `event_log` the ledger `events.jsonl`
 - `compile_cache` compiled programs, on this host's disk and in the run's directory
