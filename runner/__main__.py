@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import importlib
-import json
 import logging
 import os
 import pathlib
@@ -28,7 +27,7 @@ _USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT
        python -m runner checkpoints copy SOURCE TARGET
        python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M]
                                            [--seed S] [--set KEY=VALUE ...]
-       python -m runner schema"""
+       python -m runner schema [SPEC]"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m runner", usage=_USAGE, description="Run the job that a spec describes.")
-    parser.add_argument("spec", metavar="SPEC", help="YAML ExecutionSpec, or the word schema")
+    parser.add_argument("spec", metavar="SPEC", help="YAML ExecutionSpec")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     parser.add_argument("--num-processes", type=int, metavar="N")
@@ -50,11 +49,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if parsed.num_processes is not None and not 0 <= parsed.process_id < parsed.num_processes:
         raise InvalidError(f"--process-id {parsed.process_id} is not in 0 .. {parsed.num_processes - 1}")
     return parsed
-
-
-def _print_schema() -> None:
-    spec, config = importlib.import_module("runner.spec"), importlib.import_module("runner.config")
-    print(json.dumps(spec.json_schema(config.TrainerConfig), indent=2))
 
 
 def _checkpoints(arguments: Sequence[str]) -> int:
@@ -194,9 +188,8 @@ def main(arguments: Sequence[str]) -> int:
         sys.path.remove("")
     sys.path.insert(0, os.getcwd())
     try:
-        if list(arguments) == ["schema"]:
-            _print_schema()
-            return EXIT_DONE
+        if arguments and arguments[0] == "schema":
+            return int(importlib.import_module("runner.command.schema").main(arguments[1:]))
         if arguments and arguments[0] == "checkpoints":
             return _checkpoints(arguments[1:])
         if arguments and arguments[0] == "plan":
