@@ -24,10 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = _Parser(prog="python -m runner schema", description="Print the JSON Schema of a spec.")
     parser.add_argument("spec", nargs="?", metavar="SPEC", help="give `config` the form that the job of SPEC takes")
     parsed = parser.parse_args(arguments)
-    schema = (
-        json_schema(TrainerConfig) if parsed.spec is None else json_schema(_config_of(parsed.spec), any_other=False)
-    )
-    print(json.dumps(schema, indent=2))
+    config = TrainerConfig if parsed.spec is None else _config_of(parsed.spec)
+    print(json.dumps(json_schema(config, any_other=parsed.spec is None), indent=2))
     return EXIT_DONE
 
 
