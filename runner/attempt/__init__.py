@@ -2,6 +2,7 @@
 
 - `event` every name in the ledger, what it means and who writes it
 - `result` the keys of `result.json`
+- `hint` lines for a person at the end of a run
 - `fence` which attempt a directory belongs to
 - `event_log` the ledger `events.jsonl`
 - `compile_cache` compiled programs, on this host's disk and in the run's directory
