@@ -6,6 +6,7 @@ errors       what callers catch, and the exit code of each
 terminal     lines for a person
 process      the processes of one job on this machine, on faked devices where asked for
 periodic     is it time?
+record       the keys of the files that a run leaves
 spec         frozen models, strict YAML, overrides, errors with file and line; no jax
 config       the config of trainers; no jax
 accelerator  the chips known by name, and what engines call them; no jax

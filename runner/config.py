@@ -25,9 +25,11 @@ class DataConfig(Frozen):
     source: str = Field(
         default="python-stdlib",
         min_length=1,
-        description="A name, or a path, glob or URL of text, .bin or .npy token files.",
+        description="python-stdlib (Python's own library, on every machine), or a path or glob of text or token files.",
     )
-    tokenizer: Literal["bytes", "characters"] = Field(default="bytes", description="How text becomes tokens.")
+    tokenizer: Literal["bytes", "characters"] = Field(
+        default="bytes", description="How text becomes tokens; token files have theirs."
+    )
     sequence_length: PositiveInt = Field(description="Tokens in one example.")
     validation_fraction: float = Field(
         default=0.05, ge=0, lt=1, description="Share of the tokens kept out of training."
@@ -59,7 +61,9 @@ class ScheduleConfig(Frozen):
     final_learning_rate: NonNegativeFloat = Field(
         default=0.0, description="Learning rate at the end (not for constant)."
     )
-    decay_steps: PositiveInt | None = Field(default=None, description="Length of the decay at the end (wsd only).")
+    decay_steps: PositiveInt | None = Field(
+        default=None, description="Length of the decay at the end; for wsd only, which needs it."
+    )
 
     @model_validator(mode="after")
     def _decay_belongs_to_wsd(self) -> "ScheduleConfig":
@@ -74,12 +78,15 @@ class TrainConfig(Frozen):
     """How much to train, and in what portions."""
 
     total_steps: PositiveInt | None = Field(
-        default=None, description="Optimizer steps of the run; or give total_tokens."
+        default=None, description="Optimizer steps of the run; this or total_tokens is needed."
     )
-    total_tokens: PositiveInt | None = Field(default=None, description="Tokens of the run, rounded up to whole steps.")
+    total_tokens: PositiveInt | None = Field(
+        default=None, description="Tokens of the run, rounded up to whole steps; this or total_steps is needed."
+    )
     global_batch_examples: PositiveInt = Field(description="Examples in one optimizer step, over all devices.")
     micro_batch_examples: PositiveInt | Auto = Field(
-        default="auto", description="Examples that a device holds at once; auto is what fits its memory."
+        default="auto",
+        description="Examples that a device holds at once; auto: the most that its memory holds, by the compiled step.",
     )
 
     @model_validator(mode="after")
@@ -97,9 +104,12 @@ class EvalConfig(Frozen):
     """Validation during the run; it never changes the weights."""
 
     every_steps: PositiveInt | None = Field(
-        default=None, description="Steps between evaluations; null is at the end only."
+        default=None,
+        description="Steps from one evaluation to the next; the last step is evaluated too. null: that one only.",
     )
-    batches: PositiveInt = Field(default=20, description="Batches in one evaluation.")
+    batches: PositiveInt = Field(
+        default=20, description="Batches of one evaluation; fewer if they hold all that is kept out."
+    )
 
 
 class PrecisionConfig(Frozen):
@@ -114,11 +124,11 @@ class MemoryConfig(Frozen):
 
     remat: Literal["none", "dots", "layers"] = Field(
         default="none",
-        description="What the backward pass finds of a layer: all, the results of its dense matmuls, or its input.",
+        description="What the backward pass finds of a layer: all (none), matmul results (dots), its input (layers).",
     )
     loss_chunk_positions: PositiveInt | None = Field(
         default=None,
-        description="Positions of the sequence whose logits exist at once; divides sequence_length; null is all.",
+        description="Positions of the sequence whose logits exist at once; divides sequence_length; null: all.",
     )
 
 

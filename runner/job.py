@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner import storage
 from runner.attempt.claim import Attempt, claim
 from runner.attempt.compile_cache import CompileCache
+from runner.attempt.hint import lines_at_the_end
 from runner.attempt.identity import check_directory, is_done, refuse_another_trajectory
 from runner.attempt.incident import DRAIN_SECONDS, Incidents
 from runner.checkpoint.checkpointer import Checkpointer
@@ -193,10 +194,11 @@ class RestoreableJob:
             self.state = self.init_state()
             if self.spec.checkpoint.init_from is not None:
                 self._take_weights(self.spec.checkpoint.init_from)
+            event, details = "init", {}
         else:
             self.state, self.step = found.state, found.manifest.step
             attempt.say(f"restored step {self.step} from the {found.tier} tier")
-        event, details = ("init", {}) if found is None else ("restore", {"tier": found.tier})
+            event, details = "restore", {"tier": found.tier}
         digest, seconds = fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
         if attempt.hosts.is_main:
@@ -227,6 +229,8 @@ class RestoreableJob:
         self.attempt.hosts.barrier()
         self.checkpointer.close()
         self.attempt.say(f"{self.spec.name}: done at step {self.step}, fingerprint {result['fingerprint']}")
+        for line in lines_at_the_end(self.store.url, self.step):
+            self.attempt.say(line)
 
     # What a job calls.
 

@@ -1,5 +1,8 @@
 """One start of a job, on all its hosts, in its directory.
 
+- `event` every name in the ledger, what it means and who writes it
+- `result` the keys of `result.json`
+- `hint` lines for a person at the end of a run
 - `fence` which attempt a directory belongs to
 - `event_log` the ledger `events.jsonl`
 - `claim` taking a directory; `Attempt`, which is handed to all parts of a running job

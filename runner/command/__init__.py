@@ -6,5 +6,5 @@
 - `checkpoints` list, verify and copy checkpoints
 - `resume_proof` one undisturbed run and one killed again and again, compared
 - `verify_resume` prove resume on this machine
-- `schema` the JSON Schema of the spec
+- `schema` the JSON Schema of a spec
 """

@@ -13,7 +13,7 @@ USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT 
        python -m runner checkpoints copy SOURCE TARGET
        python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M]
                                            [--seed S] [--set KEY=VALUE ...]
-       python -m runner schema"""
+       python -m runner schema [SPEC]"""
 
 
 class Parser(argparse.ArgumentParser):

@@ -28,11 +28,11 @@ class JobConfig(Frozen):
 class Mesh(Frozen):
     """Axis sizes of the device mesh; at most one is auto, which takes the devices that the others leave."""
 
-    data: PositiveInt | Auto = Field(default="auto", description="Devices over which only the batch is sharded.")
+    data: PositiveInt | Auto = Field(default="auto", description="Devices over which only the batch is cut.")
     fsdp: PositiveInt | Auto = Field(
-        default=1, description="Devices over which batch, parameters and optimizer are sharded."
+        default=1, description="Devices over which batch, parameters and optimizer state are cut."
     )
-    tensor: PositiveInt | Auto = Field(default=1, description="Devices over which single matrices are sharded.")
+    tensor: PositiveInt | Auto = Field(default=1, description="Devices over which single matrices are cut.")
 
     @model_validator(mode="after")
     def _at_most_one_auto(self) -> "Mesh":
@@ -46,12 +46,17 @@ class Topology(Frozen):
     """The hardware that the job is sized for, and the mesh over it."""
 
     accelerator: str = Field(
-        default="any", min_length=1, description="any, or the only hardware to accept: cpu, v5e-16 ..."
+        default="any",
+        min_length=1,
+        description="any, or what the job is sized for (cpu, v5e-16, 2xv5e-256, h200-8); other hardware is refused.",
     )
     mesh: Mesh = Field(default=Mesh(), description="Axis sizes of the device mesh.")
-    elastic: bool = Field(default=False, description="Begin with the hosts that came in time, if some did not.")
+    elastic: bool = Field(
+        default=False, description="Begin with the hosts that came in time, if some did not; else that ends with 76."
+    )
     compile_cache: Literal["host", "directory"] = Field(
-        default="host", description="Compiled programs: on each host's own disk, or in the run's directory too."
+        default="host",
+        description="Where compiled programs are kept: on each host's own disk, or in the run's directory too.",
     )
 
 
@@ -78,23 +83,32 @@ class Checkpoint(Frozen):
     """When to save, what to keep, what to start from."""
 
     every_steps: PositiveInt | None = Field(default=1000, description="Save each time so many steps are complete.")
-    every_minutes: PositiveFloat | None = Field(default=None, description="Save each time so many minutes have passed.")
+    every_minutes: PositiveFloat | None = Field(
+        default=None, description="Save each time so many minutes have passed; asked at logged steps."
+    )
     every: Auto | None = Field(
-        default=None, description="auto: when to save is derived from what a save costs and how often machines fail."
+        default=None,
+        description="auto: the interval that loses the least time (Young and Daly), by the measured stall of a save.",
     )
     mean_time_between_failures_hours: PositiveFloat = Field(
-        default=24.0, description="Of the whole job, for every: auto."
+        default=24.0, description="Of the whole job, for checkpoint.every: auto."
     )
     keep_last: PositiveInt = Field(default=3, description="Number of newest checkpoints kept.")
     keep_every_steps: PositiveInt | None = Field(
         default=None, description="Checkpoints at multiples of this stay for good."
     )
-    keep_best: Best | None = Field(default=None, description="The best checkpoint by a metric stays too.")
+    keep_best: Best | None = Field(
+        default=None, description="The best checkpoint by a metric stays too; null: none does."
+    )
     init_from: str | None = Field(
-        default=None, min_length=1, description="Warm start: the weights of this other run, once."
+        default=None,
+        min_length=1,
+        description="Begin with the weights of this run (or RUN/checkpoints/STEP), where there is no own checkpoint.",
     )
     local_directory: str | None = Field(
-        default=None, min_length=1, description="Fast tier on each host's own disk or RAM disk, lost with the machine."
+        default=None,
+        min_length=1,
+        description="Fast tier on each host's own disk or RAM disk, lost with the machine; null: none.",
     )
     local_every_steps: PositiveInt | None = Field(
         default=None, description="Save to local_directory each time so many steps are complete."
@@ -129,19 +143,31 @@ class Checkpoint(Frozen):
 class Logging(Frozen):
     """What is reported, and how often."""
 
-    every_steps: PositiveInt = Field(default=10, description="Steps from one logged step to the next.")
-    wandb: Literal["disabled", "offline", "online"] = Field(default="disabled", description="Weights & Biases mode.")
+    every_steps: PositiveInt = Field(
+        default=10, description="Steps from one row of metrics to the next; the last step has one too."
+    )
+    wandb: Literal["disabled", "offline", "online"] = Field(
+        default="disabled", description="Weights & Biases mode; without a key online becomes offline."
+    )
 
 
 class ExecutionSpec(Frozen):
     """One job: what runs, where it writes, on which devices, and the job's own config."""
 
-    name: str = Field(pattern=NAME_PATTERN, max_length=128, description="Run name, usable as a file name.")
-    project: str = Field(default="general", min_length=1, description="Project that the run is filed under.")
-    group: str = Field(default="default", min_length=1, description="Group of runs within the project.")
-    job: str = Field(pattern=JOB_PATTERN, description="module.path:Class of a RestoreableJob.")
-    directory: str = Field(min_length=1, description="All that the run writes: local path, gs://, s3:// or az://.")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of every random number of the job.")
+    name: str = Field(
+        pattern=NAME_PATTERN,
+        max_length=128,
+        description="Run name, usable as a file name; in W&B too. A directory belongs to one name.",
+    )
+    project: str = Field(default="general", min_length=1, description="W&B project that the run is filed under.")
+    group: str = Field(default="default", min_length=1, description="Group of runs within the project, in W&B.")
+    job: str = Field(pattern=JOB_PATTERN, description="module.path:Class, any RestoreableJob.")
+    directory: str = Field(
+        min_length=1, description="All that the run writes: a local path shared by all hosts, gs://, s3:// or az://."
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="Seed of every random number: initialisation, data order, dropout."
+    )
     topology: Topology | None = Field(default=None, description="Devices and mesh; a trainer needs it.")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="When to save and what to keep.")
     deadlines: Deadlines = Field(default=Deadlines(), description="When a wait is a failure.")

@@ -1,41 +1,87 @@
-"""The README's commands, run as they stand there."""
+"""The commands of every README.md, run as they stand there.
 
+A ```bash block is run; what needs a cluster, libtpu or hours is a ```text block. Blocks of a page run in their order,
+the pages in one checkout, README.md first.
+"""
+
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from runner.storage import parse_lines
+
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-SETUP = [block for block in BLOCKS if "-m venv" in block]
-COMMANDS = [block for block in BLOCKS if "-m venv" not in block]
+PAGES = sorted(
+    (
+        path
+        for path in ROOT.rglob("README.md")
+        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    ),
+    key=lambda path: (len(path.parts), path),
+)
+DEADLINE_SECONDS = 900.0  # for a hang
+LANGUAGES = {"bash", "text", "python", "yaml", "json"}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path) -> list[str]:
+    """The blocks to run."""
+    return [text for language, text in FENCE.findall(page.read_text()) if language == "bash"]
+
+
+SETUP = [block for block in blocks(ROOT / "README.md") if "-m venv" in block]
+(DEMONSTRATION,) = [block for block in blocks(ROOT / "README.md") if "kill -9" in block]
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project whose `.venv` is the environment that the tests run in."""
+    """A copy of the project, under git, whose `.venv` is the environment that the tests run in."""
     directory = tmp_path_factory.mktemp("readme") / "checkout"
     shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
     python = directory / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *words], cwd=directory, check=True)
     return directory
 
 
+@pytest.fixture(scope="module")
+def demonstration(checkout: Path) -> str:
+    """What the demonstration of kill and resume prints."""
+    return run_block(DEMONSTRATION, checkout)
+
+
 def run_block(block: str, checkout: Path) -> str:
-    """Run one code block in `checkout` and return its output."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    done = subprocess.run(
-        ["bash", "-c", block], cwd=checkout, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """Run one block in `checkout` and return its output. No process that it has started is left."""
+    variables = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    variables["PATH"] = f"{checkout / '.venv' / 'bin'}:{variables['PATH']}"
+    with subprocess.Popen(
+        ["bash", "-e", "-c", block],
+        cwd=checkout,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, f"{block}\n{output}"
+    return output
 
 
 def test_the_two_setup_commands_are_what_ci_runs_and_what_a_stranger_types() -> None:
@@ -45,20 +91,36 @@ def test_the_two_setup_commands_are_what_ci_runs_and_what_a_stranger_types() -> 
     assert "'.[test]'" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_kill_and_resume_demonstration_prints_the_same_fingerprint_twice(checkout: Path) -> None:
-    (block,) = [block for block in COMMANDS if "kill -9" in block]
-    output = run_block(block, checkout)
-    fingerprints = re.findall(r'result\.json: *"fingerprint": "([0-9a-f]{32})"', output)
+def test_readme_is_short_enough_to_be_read() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT).parent))
+def test_every_block_says_its_language_and_every_link_leads_to_a_file(page: Path) -> None:
+    text = page.read_text()
+    found = FENCE.findall(text)
+    assert len(found) * 2 == len(re.findall(r"^ *```", text, re.MULTILINE)), "a block is not closed, or indented"
+    assert {language for language, _ in found} <= LANGUAGES
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).is_file(), target
+
+
+def test_the_kill_and_resume_demonstration_prints_the_same_fingerprint_twice(
+    demonstration: str, checkout: Path
+) -> None:
+    fingerprints = re.findall(r'result\.json: *"fingerprint": "([0-9a-f]{32})"', demonstration)
     assert len(fingerprints) == 2
     assert len(set(fingerprints)) == 1
-    events = (checkout / "runs/killed/events.jsonl").read_text().splitlines()
-    starts = [event for event in map(json.loads, events) if event["event"] == "start"]
+    events = parse_lines((checkout / "runs/killed/events.jsonl").read_bytes())
+    starts = [event for event in events if event["event"] == "start"]
     assert len(starts) == 2, "the first run was killed before its end"
+    assert json.loads((checkout / "runs/killed/result.json").read_text())["step"] == 200
 
 
-def test_every_other_command_runs(checkout: Path) -> None:
-    others = [block for block in COMMANDS if "kill -9" not in block]
-    assert others
-    for block in others:
-        run_block(block, checkout)
-    assert json.loads((checkout / "runs/pod/result.json").read_text())["step"] == 200
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT).parent))
+def test_every_other_command_of_a_page_runs(page: Path, checkout: Path, request: pytest.FixtureRequest) -> None:
+    if page == ROOT / "README.md":
+        request.getfixturevalue("demonstration")  # which its later commands look at
+    for block in blocks(page):
+        if block not in (*SETUP, DEMONSTRATION):
+            run_block(block, checkout)

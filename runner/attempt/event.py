@@ -1,0 +1,158 @@
+"""The events of the ledger `events.jsonl`: every name that is ever written, with its details and its writer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runner.record import Key
+
+Writer = Literal["main host", "any host"]
+
+EVENT_KEYS = (
+    Key("time", float, "When, by the clock of the host that writes.", "Unix seconds"),
+    Key("attempt", int, "Number of the start, from 1; all hosts of one start have the same."),
+    Key("process", int, "Number of the process that writes; 0 is the main host."),
+    Key("event", str, "Name of the event, see below."),
+    Key("step", int | None, "Optimizer steps completed; null where there is no state yet."),
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one name in the ledger means, who writes it, and its keys besides `EVENT_KEYS`."""
+
+    name: str
+    meaning: str
+    writer: Writer
+    details: tuple[Key, ...] = ()
+
+
+_SECONDS = Key("seconds", float, "How long it took.", "s")
+_FINGERPRINT = Key("fingerprint", str, "Digest of the whole state's bits, 32 hexadecimal digits.")
+_REASON = Key("reason", str, "Why, in a line for people.")
+
+EVENTS = (
+    Event(
+        "start",
+        "An attempt has claimed the directory.",
+        "main host",
+        (
+            Key("processes", int, "Processes of the job."),
+            Key("devices", int, "Devices of the job, over all processes."),
+            Key("device_kind", str, "What JAX calls the devices."),
+        ),
+    ),
+    Event(
+        "compile",
+        "The train step is compiled; trainers only.",
+        "main host",
+        (
+            Key("program", str, "Digest of the program (StableHLO); `plan` prints the same on the same mesh."),
+            Key("micro_batch_examples", int, "Examples that a device holds at once."),
+        ),
+    ),
+    Event(
+        "prepare",
+        "All is compiled that is needed before a state.",
+        "main host",
+        (
+            _SECONDS,
+            Key("compiled", int, "Programs compiled so far; absent where JAX_COMPILATION_CACHE_DIR is set."),
+            Key("from_cache", int, "Programs found in a cache so far; absent likewise."),
+        ),
+    ),
+    Event(
+        "restore",
+        "The state is that of a checkpoint, and its bits were checked.",
+        "main host",
+        (
+            _SECONDS,
+            _FINGERPRINT,
+            Key("tier", str, "Where it was restored from: `durable`, or `fast` (`checkpoint.local_directory`)."),
+        ),
+    ),
+    Event("init", "The state is a new one, at step 0.", "main host", (_SECONDS, _FINGERPRINT)),
+    Event(
+        "save",
+        "A save has begun.",
+        "main host",
+        (
+            Key("blocked_seconds", float, "How long training stood still for it.", "s"),
+            Key("tier", str, "`fast` if only the fast tier saves; else absent."),
+        ),
+    ),
+    Event(
+        "commit",
+        "The save is durable: from here on a restart resumes at this step or a later one.",
+        "main host",
+        (
+            _FINGERPRINT,
+            Key("seconds_to_durable", float, "From the begin of the save.", "s"),
+            Key("bytes", int, "Of all files of the checkpoint.", "bytes"),
+            Key("tier", str, "`fast` in the fast tier, and then neither fingerprint nor bytes; else absent."),
+        ),
+    ),
+    Event(
+        "save_failed",
+        "The save could not be made durable. Training goes on, and the next save is tried.",
+        "any host",
+        (_REASON, Key("tier", str, "`fast` in the fast tier; else absent, and the main host writes.")),
+    ),
+    Event(
+        "save_left_out",
+        "In a bucket: no save was begun, since an earlier one is still on its way.",
+        "main host",
+        (_REASON,),
+    ),
+    Event(
+        "fallback",
+        "A checkpoint was not restored; `step` is the one that was, null if none.",
+        "main host",
+        (
+            Key("rejected", int, "Step of the checkpoint that was not good."),
+            _REASON,
+            Key("tier", str, "`durable` or `fast`."),
+        ),
+    ),
+    Event(
+        "quarantine",
+        "A committed checkpoint failed its check and was moved away.",
+        "main host",
+        (_REASON, Key("moved_to", str, "Where it is now.")),
+    ),
+    Event(
+        "corruption",
+        "Devices that hold copies of the same shard do not agree; the save is refused, the run ends with 76.",
+        "any host",
+        (_REASON,),
+    ),
+    Event(
+        "cadence",
+        "With `checkpoint.every: auto`: the interval chosen, when first known and whenever it has changed twofold.",
+        "main host",
+        (
+            Key("seconds", float, "The interval between saves.", "s"),
+            Key("stall_seconds", float, "How long the last save stopped training.", "s"),
+        ),
+    ),
+    Event("grace", "A save takes longer than `checkpoint.grace_seconds`; once an attempt.", "main host", (_REASON,)),
+    Event(
+        "progress", "How far this attempt has come, from time to time: what a kill has cost is told by it.", "main host"
+    ),
+    Event(
+        "straggler",
+        "Other processes than before come late to their steps, twice in a row.",
+        "main host",
+        (
+            Key("late", list, "Their numbers; none if all are in time again."),
+            Key("after_seconds", list, "Arrival of every process at `step`, after the first.", "s"),
+        ),
+    ),
+    Event("stuck", "The job does not go on, and ends with 76; the stacks are in `stacks/`.", "any host", (_REASON,)),
+    Event(
+        "preempt",
+        "The job stops as asked.",
+        "any host",
+        (Key("saved", bool, "True if `step` is committed (the main host writes); false before the first step."),),
+    ),
+    Event("done", "The job has reached its end, and `result.json` is written.", "main host", (_FINGERPRINT,)),
+)

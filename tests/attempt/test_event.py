@@ -1,0 +1,72 @@
+"""Every event that the code can write is in the table of events, with every detail that is named there."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import runner
+from runner.attempt.event import EVENT_KEYS, EVENTS
+
+ROOT = Path(runner.__file__).parents[1]
+FILES = sorted(path for package in ("runner", "experiments", "launch") for path in (ROOT / package).rglob("*.py"))
+DETAILS = {event.name: {key.name for key in event.details} for event in EVENTS}
+
+
+def texts_given_to(name: str, tree: ast.AST) -> set[str]:
+    """Every text that is assigned to a variable anywhere in a file, alone or as part of a tuple."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else node.targets
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            for target, value in zip(targets, values, strict=False):
+                if isinstance(target, ast.Name) and target.id == name and isinstance(value, ast.Constant):
+                    found.add(str(value.value))
+    return found
+
+
+def events_written(source: str) -> Iterator[tuple[str, set[str]]]:
+    """Name and keyword details of every `events.append(event, step, ...)` and `attempt.record(event, step, ...)`.
+
+    No other `append` takes two arguments. A function that only hands on the event that it is given writes none.
+    """
+    tree = ast.parse(source)
+    given = {argument for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for argument in node.args.args}
+    handed_on = {argument.arg for argument in given}
+    for node in ast.walk(tree):
+        verb = getattr(node.func, "attr", None) if isinstance(node, ast.Call) else None
+        if not (isinstance(node, ast.Call) and verb in ("append", "record") and len(node.args) > 1):
+            continue
+        first, details = node.args[0], {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+        if isinstance(first, ast.Name) and first.id in handed_on:
+            continue
+        names = texts_given_to(first.id, tree) if isinstance(first, ast.Name) else {getattr(first, "value", None)}
+        assert names, f"line {node.lineno}: which event is this?"
+        for name in names:
+            assert isinstance(name, str), f"line {node.lineno}: an event's name is a text, or a variable that holds one"
+            yield name, details
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_an_event_that_is_written_is_in_the_table(path: Path) -> None:
+    for name, details in events_written(path.read_text()):
+        assert name in DETAILS, f"{name} is not in runner/attempt/event.py"
+        assert details <= DETAILS[name], f"{name}: {details - DETAILS[name]} not in runner/attempt/event.py"
+
+
+def test_an_event_of_the_table_is_written_somewhere() -> None:
+    assert {name for path in FILES for name, _ in events_written(path.read_text())} == set(DETAILS)
+
+
+def test_the_table_names_each_event_once_and_no_key_twice() -> None:
+    assert len(DETAILS) == len(EVENTS)
+    assert not {key.name for key in EVENT_KEYS} & {name for details in DETAILS.values() for name in details}
+
+
+def test_a_scan_sees_names_and_details_wherever_they_stand() -> None:
+    source = "event, more = 'init', {}\nevent = 'restore'\na.ledger.append(event, 1, seconds=2, **more)\nx.append(3)"
+    assert sorted(events_written(source)) == [("init", {"seconds"}), ("restore", {"seconds"})]
+    source = "def record(self, event):\n    self.events.append(event, 1)\nattempt.record('grace', 2, reason='')"
+    assert list(events_written(source)) == [("grace", {"reason"})]

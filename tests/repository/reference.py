@@ -1,0 +1,208 @@
+"""The reference in `specs/README.md`: every key of a spec and of the files of a run, generated from the code.
+
+    python -m tests.repository.reference     writes it anew
+
+Types, defaults and meanings come from the models' own JSON Schema. Whether a key may change when a run goes on is asked
+of `trajectory`, with a shipped spec as it stands and with every choice that its keys offer.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+from runner import RestoreableJob
+from runner.attempt.event import EVENT_KEYS, EVENTS, Event
+from runner.attempt.result import RESULT_KEYS
+from runner.checkpoint.manifest_key import MANIFEST_KEYS
+from runner.errors import SpecError
+from runner.record import Key
+from runner.spec import (
+    ExecutionSpec,
+    JobConfig,
+    load_document,
+    load_job_class,
+    trajectory,
+    validate_config,
+    validate_spec,
+)
+from runner.train.metrics.row import ROW_KEYS
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "specs" / "README.md"
+BEGIN = "<!-- From here on generated: python -m tests.repository.reference writes it anew. -->\n"
+TRAINER, OTHER = ROOT / "specs" / "gpt_nano.yaml", ROOT / "specs" / "counter.yaml"
+OWNER_KEY = "name"  # in no trajectory: job.json holds it, and another one is refused before any key is compared
+
+WORDS = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping", "null": "`null`"}
+WORDS |= {"int": "whole number", "float": "number", "str": "text", "dict": "mapping", "list": "list"}
+WORDS |= {"boolean": "`true`, `false`", "bool": "`true`, `false`", "NoneType": "`null`"}
+SIGNS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SpecKey:
+    """One key of a spec. A section that may be null is a key too."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+    choices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """The keys that stand side by side in one mapping."""
+
+    name: str
+    meaning: str
+    keys: list[SpecKey]
+
+
+# The keys of a spec.
+
+
+def sections_of(schema: Schema, name: str = "", meaning: str = "", definitions: Schema | None = None) -> list[Section]:
+    """A model's mapping, and all the mappings inside it."""
+    definitions = schema.get("$defs", {}) if definitions is None else definitions
+    keys: list[SpecKey] = []
+    inner: list[Section] = []
+    for own, given in schema["properties"].items():
+        dotted, forms = f"{name}.{own}".removeprefix("."), given.get("anyOf", [given])
+        models = [definitions[form["$ref"].rpartition("/")[2]] for form in forms if "$ref" in form]
+        described = given.get("description") or models[0]["description"]
+        for model in models:
+            inner += sections_of(model, dotted, described, definitions)
+        if not models or len(forms) > 1:
+            default = "needed" if own in schema.get("required", ()) else f"`{literal(given['default'])}`"
+            choices = tuple(literal(choice) for form in forms for choice in choices_of(form))
+            keys.append(SpecKey(dotted, " or ".join(map(type_of, forms)), default, described, choices))
+    return [Section(name, meaning, keys), *inner]
+
+
+def choices_of(form: Schema) -> list[Any]:
+    """The values of a form that has few."""
+    return list(form["enum"]) if "enum" in form else [form["const"]] if "const" in form else []
+
+
+def type_of(form: Schema) -> str:
+    """One form of a value, in words."""
+    if "$ref" in form:
+        return "section"
+    if choices_of(form):
+        return ", ".join(f"`{literal(choice)}`" for choice in choices_of(form))
+    bounds = [f"{sign} {form[bound]:,}" for bound, sign in SIGNS.items() if bound in form]
+    return " ".join([WORDS[form["type"]], ", ".join(bounds)]).strip()
+
+
+def literal(value: Any) -> str:
+    """A value as it stands in a spec."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+class Verdict:
+    """What becomes of a key that has changed when the job of a shipped spec goes on."""
+
+    def __init__(self, path: Path, config: type[JobConfig], keys: Sequence[SpecKey]):
+        self._path, self._config = path, config
+        self._usual = self._trajectory() or set()
+        choices = [(key.name, choice) for key in keys for choice in key.choices]
+        tried = {f"{name}: {choice}": self._trajectory(f"{name}={choice}") for name, choice in choices}
+        self._others = {choice: keys for choice, keys in tried.items() if keys is not None}
+
+    def _trajectory(self, *overrides: str) -> set[str] | None:
+        """The keys of the trajectory; None where the choice does not fit the spec."""
+        document = load_document(self._path, overrides)
+        try:
+            return set(trajectory(validate_spec(document), validate_config(document, self._config)))
+        except SpecError:
+            return None
+
+    def __call__(self, name: str) -> str:
+        """`free`, `trajectory`, or one of them but for some choices."""
+        if name == OWNER_KEY:
+            return "stays"
+        if any(key.startswith(f"{name}.") for key in self._usual):
+            return "by key"
+        words = {True: "trajectory", False: "free"}
+        usual = self._is_in(self._usual, name)
+        odd = [f"`{choice}`" for choice, keys in self._others.items() if self._is_in(keys, name) != usual]
+        return words[usual] + (f"; {words[not usual]} with {', '.join(odd)}" if odd else "")
+
+    @staticmethod
+    def _is_in(trajectory: set[str], name: str) -> bool:
+        return any(f"{name}.".startswith(f"{key}.") for key in trajectory)
+
+
+def spec_lines() -> Iterator[str]:
+    """The tables of all the spec's keys, those of the shipped jobs' `config` too."""
+    top = sections_of(ExecutionSpec.model_json_schema(), meaning="What every job has.")
+    for path, own in ((TRAINER, "config.model"), (OTHER, "config")):
+        document = load_document(path)
+        job, config = document.data["job"], load_job_class(document, RestoreableJob).Config  # type: ignore[attr-defined]
+        schema = config.model_json_schema()
+        sections = sections_of(schema, "config", schema.get("description", ""))
+        verdict = Verdict(path, config, [key for section in sections for key in section.keys])
+        for section in (*(top if path == TRAINER else ()), *sections):
+            if section.keys:
+                title = f"`{section.name}`" if section.name else "Top level"
+                of = f" of `{job}`" if section.name == own else ""
+                yield from (f"### {title}{of}", "", section.meaning, "")
+                yield from spec_table(section.keys, verdict)
+
+
+def spec_table(keys: Sequence[SpecKey], verdict: Verdict) -> Iterator[str]:
+    """A table of spec keys."""
+    rows = [(f"`{key.name}`", key.type, key.default, key.meaning, verdict(key.name)) for key in keys]
+    return table(("key", "type", "default", "meaning", "going on"), rows)
+
+
+# The keys of files.
+
+
+def key_table(keys: Sequence[Key]) -> Iterator[str]:
+    """A table of the keys of a file."""
+    rows = [(f"`{key.name}`", kind_of(key), key.unit, key.meaning) for key in keys]
+    return table(("key", "type", "unit", "meaning"), rows)
+
+
+def kind_of(key: Key) -> str:
+    """The type of a value, in words."""
+    kinds = get_args(key.type) if isinstance(key.type, UnionType) else (key.type,)
+    return " or ".join(WORDS[kind.__name__] for kind in kinds)
+
+
+def event_row(event: Event) -> tuple[str, str, str, str]:
+    """One event, its details in one cell."""
+    types = [", ".join(filter(None, (kind_of(key), key.unit))) for key in event.details]
+    details = [f"`{key.name}` ({kind}): {key.meaning}" for key, kind in zip(event.details, types, strict=True)]
+    return f"`{event.name}`", event.writer, event.meaning, " ".join(details)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A Markdown table, and an empty line."""
+    for row in (heads, ["---"] * len(heads), *rows):
+        assert not any("|" in cell for cell in row), row
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def reference() -> str:
+    """All of it."""
+    lines = ["## Reference: the keys of a spec", "", *spec_lines()]
+    lines += ["## Reference: `metrics.jsonl`", "", "One object a row.", "", *key_table(ROW_KEYS)]
+    lines += ["## Reference: `events.jsonl`", "", "One object an event. Each has:", "", *key_table(EVENT_KEYS)]
+    lines += [*table(("event", "written by", "meaning", "details"), [event_row(event) for event in EVENTS])]
+    lines += ["## Reference: `checkpoints/<step>/manifest.json`", "", *key_table(MANIFEST_KEYS)]
+    lines += ["## Reference: `result.json`", "", *key_table(RESULT_KEYS)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(PAGE.read_text().partition(BEGIN)[0] + BEGIN + "\n" + reference())
+    print(PAGE.relative_to(ROOT))

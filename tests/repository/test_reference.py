@@ -1,0 +1,32 @@
+"""The reference in `specs/README.md` is the one that the code generates, and is right about what may change."""
+
+from pathlib import Path
+
+import pytest
+
+from runner.errors import InvalidError
+from runner.spec import ExecutionSpec
+from tests.repository.reference import BEGIN, PAGE, reference, sections_of
+from tests.support.tiny import counter
+
+
+def test_the_page_holds_what_is_generated() -> None:
+    _, marker, kept = PAGE.read_text().partition(BEGIN)
+    assert marker, f"{PAGE}: the marker is gone"
+    assert kept.strip() == reference().strip(), "python -m tests.repository.reference writes it anew"
+
+
+def test_every_key_has_a_line_of_its_own() -> None:
+    lines = PAGE.read_text().partition("## Reference: `metrics.jsonl`")[0].splitlines()
+    keys = [key for section in sections_of(ExecutionSpec.model_json_schema()) for key in section.keys]
+    assert {"name", "checkpoint.keep_best.mode", "topology.mesh.fsdp", "config"} <= {key.name for key in keys}
+    for key in keys:
+        assert sum(line.startswith(f"| `{key.name}` |") for line in lines) == 1
+
+
+def test_the_name_is_in_no_trajectory_and_stays(tmp_path: Path) -> None:
+    (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith("| `name` | text | needed")]
+    assert line.endswith("| stays |")
+    counter(tmp_path / "run", **{"config.total_steps": 2})()
+    with pytest.raises(InvalidError, match="belongs to the job 'count'"):
+        counter(tmp_path / "run", name="other", **{"config.total_steps": 3})()
