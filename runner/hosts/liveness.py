@@ -83,12 +83,12 @@ class _Abort:
     def __init__(self) -> None:
         self.code = EXIT_RETRYABLE
         self.act: Callable[[], None] | None = None
+        self._prototype = ctypes.CFUNCTYPE(None, ctypes.c_int)
+        self._handler = self._prototype(self._handle)
 
     def install(self) -> None:
-        prototype = ctypes.CFUNCTYPE(None, ctypes.c_int)
-        self._handler = prototype(self._handle)
         libc = ctypes.CDLL(None)
-        libc.signal.argtypes = (ctypes.c_int, prototype)
+        libc.signal.argtypes = (ctypes.c_int, self._prototype)
         libc.signal(signal.SIGABRT, self._handler)
 
     def _handle(self, number: int) -> None:

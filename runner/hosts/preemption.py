@@ -82,8 +82,7 @@ class StopNotice:
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in _SIGNALS:
             signal.signal(number, _leave_to_the_listener)
-        self._pipe = (reader, writer)
-        threading.Thread(target=self._await_signals, name="signals", daemon=True).start()
+        threading.Thread(target=self._await_signals, args=(reader, writer), name="signals", daemon=True).start()
 
     def expect_peers(self) -> None:
         """Until `join`, hold a stop back for a while, so that the peers can be told of it. Main thread only."""
@@ -105,8 +104,8 @@ class StopNotice:
             self._tick += 1
             return self._stop_tick is not None and self._tick >= self._stop_tick
 
-    def _await_signals(self) -> None:
-        reader, _ = self._pipe
+    def _await_signals(self, reader: socket.socket, writer: socket.socket) -> None:
+        """`writer` is held here alone: Python knows only its number."""
         while numbers := reader.recv(16):
             for number in numbers:
                 if number in _SIGNALS:

@@ -19,7 +19,7 @@ from tests.support.tiny import StopAfter, gpt
 from pathlib import Path
 job = gpt(Path(sys.argv[1]), **{"logging.wandb": "offline", "config.model.layers": 1})
 try:
-    job(notice=StopAfter(job, 4))
+    job(stop=StopAfter(job, 4))
 except PreemptedError:
     os._exit(0)
 """
