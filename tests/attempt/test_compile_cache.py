@@ -18,8 +18,16 @@ from runner.attempt.compile_cache import CompileCache
 from runner.errors import FencedError
 from runner.storage import Store
 from tests.support import harness
-from tests.support.cloud import CloudJob, assert_same_outcome, free_name, whole_counter
-from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, kill_all_when, undisturbed
+from tests.support.cloud import CloudJob, assert_same_outcome, free_name
+from tests.support.harness import (
+    ROOT,
+    WHOLE_RUN_DEADLINE_SECONDS,
+    Attempt,
+    Job,
+    kill_all_when,
+    undisturbed,
+    whole_counter,
+)
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.support.servers import start_backend
 
