@@ -80,7 +80,7 @@ def compile_once(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[s
         env=variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -18,6 +18,7 @@ from launch.gcloud import Resource, check, first_line
 from launch.tpu_host import Answer, Host, answers
 from launch.tpu_job import verdict
 from runner.errors import InvalidError
+from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -190,7 +191,7 @@ def start_in_background(world, *options):
 
 
 def await_file(path):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not path.exists():
         assert time.monotonic() < deadline, f"no {path}"
         time.sleep(0.02)
@@ -204,7 +205,7 @@ def test_a_launch_that_is_left_leaves_the_job_running_and_the_next_one_attaches(
     while "before" not in process.stdout.readline():
         pass
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 75
     assert "goes on" in output
     assert "gcloud compute tpus queued-resources delete tiny-run --zone=z --force --quiet" in output
@@ -433,6 +434,6 @@ def test_a_signal_to_all_processes_of_a_host_reaches_the_job_once_and_is_the_end
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     await_file(tmp_path / "begun")
     os.killpg(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 75
     assert output.splitlines() == ["heard 1"]

@@ -32,7 +32,7 @@ def run_block(block: str, checkout: Path) -> str:
     """Run one code block in `checkout` and return its output."""
     environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(
-        ["bash", "-c", block], cwd=checkout, env=environment, capture_output=True, text=True, timeout=300, check=False
+        ["bash", "-c", block], cwd=checkout, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
