@@ -112,12 +112,10 @@ class Job:
         """`python -m runner`, as one process."""
         return Attempt(self, ["runner", *self.arguments], self.devices)
 
-    def start_held(self, place: object, until: Path | None = None) -> "Attempt":
-        """Start a process that waits in a place of `tests.support.held`, until a file appears."""
-        kind = "HeldCounter" if self.spec == "specs/counter.yaml" else "HeldGPT"
-        variables = {"HELD_IN": str(place)} | ({"HELD_UNTIL": str(until)} if until else {})
-        held = self.with_options(f"job=tests.support.held:{kind}")
-        return Attempt(held, ["runner", *held.arguments], held.devices, **variables)
+    def start_held(self, place: str, until: Path | None = None) -> "Attempt":
+        """`python -m runner`, which waits in a place that `tests.support.held` knows, until a file appears."""
+        variables = {"HELD_IN": place} | ({"HELD_UNTIL": str(until)} if until else {})
+        return Attempt(self, ["tests.support.held", *self.arguments], self.devices, **variables)
 
     def start_processes(self, num_processes: int) -> list["Attempt"]:
         """The same command on every host of a job, each with its place; `devices` is per process."""
@@ -503,7 +501,7 @@ def killed_after(step: int, spec: str, options: tuple[str, ...] = ()) -> Job:
     """The job killed when `step` was committed and the one after the next not made; tests work on copies of it."""
 
     def make(job: Job) -> None:
-        attempt = job.start_held(step + 2)
+        attempt = job.start_held(f"step {step + 2}")
         attempt.until(lambda: job.newest() >= step, f"the commit of step {step}")
         attempt.kill()
         assert job.newest() == step, attempt.report(f"does not stand at step {step}")

@@ -1,52 +1,44 @@
-"""Jobs that stand still where a test says, so that it strikes there however slow the machine is.
+"""`python -m tests.support.held` is `python -m runner`, but the job stands still where a test wants to strike.
 
-HELD_IN says where: the index of a step, or `result` for what comes between the last commit and the word that the job is
-done. HELD_UNTIL names a file that ends the waiting when it appears; without it the process is there to be killed.
+So it is struck there however slow the machine is. HELD_IN says where: `step N`, once N steps are completed; `data N`,
+where a GPT makes the batch of step N; `result`, between the last commit and the word that the job is done. HELD_UNTIL
+names a file that ends the waiting when it appears; without it the process is there to be killed.
 """
 
 import os
+import runpy
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from experiments.counter import Counter
 from experiments.gpt import PretrainGPT
-from runner.train.step import Batch
-from tests.support.faulty import Stepwise
 
 POLL_SECONDS = 0.01
 
 
-def wait_in(place: object) -> None:
+def wait_in(place: str) -> None:
     """Return at once in every place but the one to be held in."""
     end = os.environ.get("HELD_UNTIL")
-    while str(place) == os.environ.get("HELD_IN") and not (end and Path(end).exists()):
+    while place == os.environ["HELD_IN"] and not (end and Path(end).exists()):
         time.sleep(POLL_SECONDS)
 
 
-class HeldCounter(Stepwise):
-    """A counter that waits before it counts."""
+def hold(kind: type, method: str, place_of: Callable[..., str]) -> None:
+    """Wait before a method of a job, in the place that its arguments say."""
+    original = getattr(kind, method)
 
-    def one_step(self) -> None:
-        """Count, later."""
-        wait_in(self.step)
-        super().one_step()
+    def held(self: Any, *arguments: Any, **named: Any) -> Any:
+        wait_in(place_of(self, *arguments, **named))
+        return original(self, *arguments, **named)
 
-    def result(self) -> dict[str, Any]:
-        """The result of the parent, later."""
-        wait_in("result")
-        return super().result()
+    setattr(kind, method, held)
 
 
-class HeldGPT(PretrainGPT):
-    """A GPT that waits for the data of a step."""
-
-    def batch(self, slice: Literal["train", "validation"] = "train", step: int | None = None) -> Batch:
-        """The batch of the parent, later."""
-        if slice == "train" and step is not None:
-            wait_in(step)
-        return super().batch(slice, step)
-
-    def result(self) -> dict[str, Any]:
-        """The result of the parent, later."""
-        wait_in("result")
-        return super().result()
+if __name__ == "__main__":
+    for kind in (Counter, PretrainGPT):
+        hold(kind, "save_or_stop", lambda job: f"step {job.step}")
+        hold(kind, "result", lambda job: "result")
+    hold(PretrainGPT, "batch", lambda job, slice="train", step=None: f"data {step}" if slice == "train" else "")
+    runpy.run_module("runner", run_name="__main__", alter_sys=True)

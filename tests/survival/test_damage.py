@@ -79,14 +79,31 @@ def make_empty_directory_after(job: Job) -> None:
 
 def assert_ends_like_undisturbed(job: Job, attempt: Attempt) -> None:
     attempt.expect(0)
-    assert job.outcome() == undisturbed(NANO_SPEC, NANO).outcome()
-    assert job.committed()[-1] == 30
+    whole = whole_counter(COUNTER) if job.spec == COUNTER_SPEC else undisturbed(NANO_SPEC, NANO)
+    assert job.outcome() == whole.outcome()
+    assert job.committed()[-1] == whole.result()["step"]
     assert not job.uncommitted()
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return killed_after(NEWEST, NANO_SPEC, NANO).copy_to(tmp_path / "run")
+def counter_at_newest(directory: Path) -> Job:
+    return killed_after(NEWEST, COUNTER_SPEC, COUNTER).copy_to(directory).with_options(PACELESS)
+
+
+def nano_at_newest(directory: Path) -> Job:
+    return killed_after(NEWEST, NANO_SPEC, NANO).copy_to(directory)
+
+
+@pytest.fixture(params=[counter_at_newest, pytest.param(nano_at_newest, marks=pytest.mark.soak)])
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Job:
+    return request.param(tmp_path / "run")
+
+
+def test_a_trainer_falls_back_with_each_row_once(tmp_path: Path) -> None:
+    job = nano_at_newest(tmp_path / "run")
+    flip_bit_in_largest_file(job)
+    attempt = job.start()
+    assert_ends_like_undisturbed(job, attempt)
+    assert [event["step"] for event in attempt.events("restore")] == [OLDER]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
     text.write_bytes(b"to be or not to be " * 1000)
     options = (*NANO, f"config.data.source={text}", "config.train.total_steps=400")
     job = Job(NANO_SPEC, tmp_path / "run", options)
-    attempt = job.start_held(8)
+    attempt = job.start_held("step 8")
     attempt.until(lambda: job.newest() >= 5, "the first commit")
     attempt.kill()
     text.write_bytes(b"to be or not to bee " * 1000)

@@ -170,7 +170,7 @@ def test_sigterm_while_saving_saves_the_step_after_it_too(tmp_path: Path) -> Non
 
 def test_sigterm_while_waiting_for_data_stops_after_the_step_that_waits(tmp_path: Path) -> None:
     job = Job(NANO_SPEC, tmp_path / "run", NANO)
-    attempt = job.start_held(WAIT_STEP - 1, until=tmp_path / "gate")
+    attempt = job.start_held(f"data {WAIT_STEP - 1}", until=tmp_path / "gate")
     signal_while_held(attempt, after_row(WAIT_STEP - 1), signal.SIGTERM, tmp_path / "gate")
     assert assert_stopped(attempt, saved=True) == WAIT_STEP
     finish_like(undisturbed(NANO_SPEC, NANO), job, WAIT_STEP)
