@@ -1,4 +1,4 @@
-"""What every test runs under: eight faked CPU devices in this process, and a cache of the session's own."""
+"""What every test runs under: eight faked CPU devices, one cache for the session, and no process left behind."""
 
 import os
 import shutil
@@ -7,18 +7,35 @@ from collections.abc import Iterator
 
 import pytest
 
-_CACHE = tempfile.mkdtemp(prefix="runner-tests-")
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["RUNNER_CACHE"] = _CACHE
+from tests.support import leftover
 
+# The workers of pytest-xdist inherit the variable from the process that starts them, which makes the directory.
+SESSION_VARIABLE = "RUNNER_TESTS_SESSION"
+_is_session_mine = SESSION_VARIABLE not in os.environ
+if _is_session_mine:
+    os.environ[SESSION_VARIABLE] = tempfile.mkdtemp(prefix="runner-tests-")
+os.environ["RUNNER_CACHE"] = os.path.join(os.environ[SESSION_VARIABLE], "cache")
+os.environ["JAX_PLATFORMS"] = "cpu"
+# Compiling is most of what these tests cost, and half of that is LLVM's optimiser; a job in a process of its own, as
+# in tests/survival, is compiled as users compile it.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+
+pytest_plugins = ("pytester",)
 ALLOWED_SKIP = "needs an accelerator"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cache_is_removed() -> Iterator[None]:
+def pytest_unconfigure() -> None:
+    """Called at the end of the session, in each process of pytest; the one that made the directory is the last."""
+    if _is_session_mine:
+        shutil.rmtree(os.environ.pop(SESSION_VARIABLE, ""), ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_survives_its_test() -> Iterator[None]:
+    """However a test ends, what it has started ends with it; fixtures of a wider scope end their own."""
+    before = leftover.find()
     yield
-    shutil.rmtree(_CACHE, ignore_errors=True)
+    leftover.end_all_but(before)
 
 
 @pytest.hookimpl(wrapper=True)

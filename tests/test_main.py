@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 def run(*arguments):
     command = [sys.executable, "-m", "runner", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_a_command_line_is_parsed():
@@ -112,6 +112,6 @@ def test_a_bug_in_a_job_ends_with_1_and_its_traceback(tmp_path):
         f"name: x\njob: broken:Broken\ndirectory: {tmp_path}/run\nconfig: {{total_steps: 3}}\n"
     )
     command = [sys.executable, "-m", "runner", "x.yaml"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=None)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=None)
     assert result.returncode == 1
     assert "KeyError: 'here'" in result.stderr

@@ -19,8 +19,16 @@ from runner.errors import FencedError
 from runner.process import free_port
 from runner.storage import Store
 from tests.support import harness
-from tests.support.cloud import CloudJob, assert_same_outcome, free_name, whole_counter
-from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, kill_all_when, undisturbed
+from tests.support.cloud import CloudJob, assert_same_outcome, free_name
+from tests.support.harness import (
+    ROOT,
+    WHOLE_RUN_DEADLINE_SECONDS,
+    Attempt,
+    Job,
+    kill_all_when,
+    undisturbed,
+    whole_counter,
+)
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.support.servers import start_backend
 
@@ -73,7 +81,7 @@ def compile_once(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[s
         env=variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

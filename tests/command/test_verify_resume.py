@@ -10,7 +10,9 @@ COUNTER = ("specs/counter.yaml", "--set", "config.step_seconds=0.02", "--set", "
 
 
 def verify(*arguments: str, devices: int = 1) -> tuple[int, str]:
-    code, output = harness.command(harness.environment(devices), "verify-resume", *arguments, deadline_seconds=300.0)
+    code, output = harness.command(
+        harness.environment(devices), "verify-resume", *arguments, deadline_seconds=harness.WHOLE_RUN_DEADLINE_SECONDS
+    )
     assert "Traceback" not in output, output
     return code, output
 
@@ -42,8 +44,8 @@ def test_two_processes_pass() -> None:
     ("job", "leaf", "hint"),
     [
         ("KeepsStateOutside", "total", "state outside its pytree"),
-        ("DependsOnTheClock", "total", "two undisturbed runs would differ too"),
-        ("SplitsItsKey", "values", "state outside its pytree"),
+        pytest.param("DependsOnTheClock", "total", "two undisturbed runs would differ too", marks=pytest.mark.soak),
+        pytest.param("SplitsItsKey", "values", "state outside its pytree", marks=pytest.mark.soak),
     ],
 )
 def test_a_job_that_cannot_be_resumed_is_found_with_the_step_and_the_leaf(job: str, leaf: str, hint: str) -> None:
@@ -59,8 +61,8 @@ def test_a_job_that_cannot_be_resumed_is_found_with_the_step_and_the_leaf(job: s
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("specs/none.yaml",), "specs/none.yaml"),
-        ((*COUNTER, "--set", "config.widht=3"), "did you mean config.width?"),
+        pytest.param(("specs/none.yaml",), "specs/none.yaml", marks=pytest.mark.soak),
+        pytest.param((*COUNTER, "--set", "config.widht=3"), "did you mean config.width?", marks=pytest.mark.soak),
         ((*COUNTER, "--steps", "4"), "3 steps more than kills"),
         ((*COUNTER, "--set", "config.total_steps=20"), "the job ends at step 20"),
     ],

@@ -116,7 +116,7 @@ def test_each_host_reads_the_rows_of_its_own_devices_and_no_others(dataset: Data
         )
         for process_id in range(2)
     ]
-    outputs = [host.communicate(timeout=120)[0].splitlines()[-1] for host in hosts]
+    outputs = [host.communicate(timeout=600)[0].splitlines()[-1] for host in hosts]
     first_tokens = dataset.rows("train", 40, 8)["x"][:, 0].tolist()
     for process_id, output in enumerate(outputs):
         own = [[2 * process_id + device, 4 + 2 * process_id + device] for device in range(2)]

@@ -31,7 +31,7 @@ def test_it_works_two_batches_ahead_and_no_further() -> None:
     with Prefetcher(make_batch, first_step=0) as batches:
         for step in range(5):
             while len(made) < step + 2:
-                assert two_ahead.acquire(timeout=10)
+                assert two_ahead.acquire(timeout=600)
             assert made == list(range(step + 2))
             assert next(batches) == step
 
@@ -63,7 +63,7 @@ def test_closing_ends_the_thread_and_the_iteration() -> None:
 
 def test_closing_wakes_a_consumer_that_waits() -> None:
     release = threading.Event()
-    with Prefetcher(lambda step: release.wait(60), first_step=0) as batches:
+    with Prefetcher(lambda step: release.wait(600), first_step=0) as batches:
         seen: list[list[bool]] = []
         consumer = threading.Thread(target=lambda: seen.append(list(batches)))
         consumer.start()
@@ -82,4 +82,4 @@ def test_a_read_that_hangs_does_not_keep_a_dying_process_alive() -> None:
         "Prefetcher(lambda step: threading.Event().wait(), first_step=0)\n"
         "raise SystemExit(7)"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 7
+    assert subprocess.run([sys.executable, "-c", program], timeout=600, check=False).returncode == 7

@@ -95,7 +95,7 @@ def two():
         )
         for process in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 

@@ -38,7 +38,7 @@ def machine(monkeypatch):
         def do_GET(self):
             requests.append((self.path, self.headers.get("Metadata-Flavor")))
             if "last_etag=0" not in self.path:  # a change is waited for
-                is_preempted.wait(60)
+                is_preempted.wait(600)
             answer = {"preempted": "TRUE" if is_preempted.is_set() else "FALSE", "maintenanceEvent": "NONE"}
             self.send_response(200)
             self.send_header("ETag", "abc" if is_preempted.is_set() else "first")

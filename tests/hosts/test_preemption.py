@@ -26,7 +26,7 @@ class FakePeers:
 
     def exchange_ticks(self, tick):
         self._board.ticks[self._process] = tick
-        self._board.barrier.wait(timeout=30)
+        self._board.barrier.wait(timeout=600)
         return self._board.ticks
 
     def leave(self, code):
@@ -51,7 +51,7 @@ def stop_ticks(ticks):
     notices[-1]._ask_to_stop()
     for thread in threading.enumerate():
         if thread.name == "stop":
-            thread.join(timeout=30)
+            thread.join(timeout=600)
     heard = []
     for notice, tick in zip(notices, ticks, strict=True):
         heard.append(next(number for number in range(tick + 1, max(ticks) + 10) if notice.poll()))
@@ -98,7 +98,7 @@ if sys.argv[2:]:
 
 def run(program, *arguments):
     return subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
 
 

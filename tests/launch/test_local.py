@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.__main__ import main
+from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +29,7 @@ def launch(*arguments):
 
 def test_the_invalid_code_of_a_job_comes_through_with_a_prefix_on_every_line():
     process = launch("specs/none.yaml", "--processes", "2")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 2
     lines = output.splitlines()
     assert sorted(line[:4] for line in lines) == ["[0] ", "[1] "]
@@ -39,12 +40,12 @@ def test_a_signal_reaches_every_process_and_the_job_ends_with_75(tmp_path):
     settings = [f"directory={tmp_path}/run", "config.train.total_steps=100000", "config.data.sequence_length=16"]
     options = [word for setting in settings for word in ("--set", setting)]
     process = launch("specs/gpt_nano.yaml", "--processes", "2", "--devices-per-process", "1", *options)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not list(tmp_path.glob("run/checkpoints/*/manifest.json")) and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 75, output
     assert "[0] " in output
     assert "[1] " in output

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch import worker
+from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 SPEC = """\
@@ -52,12 +53,12 @@ def test_a_signal_to_all_processes_of_a_host_reaches_the_job_once_and_is_the_end
     command = [sys.executable, "-c", program, job, str(code)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while not (tmp_path / "begun").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import ROOT, command, environment
+from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, command, environment
 
 NANO = "specs/gpt_nano.yaml"
 PLANS = ROOT / "tests" / "golden" / "plans"
@@ -31,7 +31,9 @@ PODS = [
 def plan(spec: str, topology: str, directory: Path) -> list[str]:
     """What the command prints, without the sections that differ between machines."""
     options = ["--topology", topology, "--set", f"directory={directory}"]
-    code, output = command(environment(1), "plan", f"specs/{spec}.yaml", *options, deadline_seconds=600)
+    code, output = command(
+        environment(1), "plan", f"specs/{spec}.yaml", *options, deadline_seconds=WHOLE_RUN_DEADLINE_SECONDS
+    )
     sections = [section.splitlines() for section in output.strip().split("\n\n")]
     kept = [lines for lines in sections if lines[0] not in ("data", "directory", "compilation")]
     assert code == (2 if "problem: " in output else 0), output
@@ -95,7 +97,7 @@ def test_a_libtpu_that_does_not_work_is_one_line(module: str, message: str, tmp_
 def test_a_libtpu_that_another_process_holds_is_one_line() -> None:
     holder = (
         "import time; from runner.accelerator import parse_accelerator; from runner.plan.machine import open_machine\n"
-        "open_machine(parse_accelerator('v5e-4')); print('held', flush=True); time.sleep(60)"
+        "open_machine(parse_accelerator('v5e-4')); print('held', flush=True); time.sleep(10_000)"
     )
     process = subprocess.Popen([sys.executable, "-c", holder], cwd=ROOT, stdout=subprocess.PIPE, env=environment(1))
     try:

@@ -382,7 +382,7 @@ def test_lines_of_several_processes_never_mix(disk):
         "for n in range(200): log.append({'process': sys.argv[2], 'n': n, 'pad': 'x' * 300})"
     )
     writers = [subprocess.Popen([sys.executable, "-c", program, str(disk.root), str(process)]) for process in range(3)]
-    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(timeout=600) for writer in writers] == [0, 0, 0]
     rows = read_log(disk, "events")
     assert len([line for line in path.read_bytes().split(b"\n") if line]) == len(rows) == 600
     for process in "012":
@@ -592,7 +592,7 @@ def test_a_row_reaches_the_bucket_by_itself(bucket):
 
     bucket.write = seen
     open_log(bucket, "events", "000001.0", BackgroundWriter()).append({"n": 1})
-    assert arrived.wait(60)
+    assert arrived.wait(600)
     assert read_log(bucket, "events") == [{"n": 1}]
 
 
@@ -620,7 +620,7 @@ def test_no_row_is_lost_when_two_threads_append_at_once(bucket):
     log = open_log(bucket, "events", "000001.0", background)
     first = threading.Thread(target=log.append, args=({"n": 1},))
     first.start()
-    background.first_is_in.wait(60)
+    background.first_is_in.wait(600)
     log.append({"n": 2})
     first.join()
     background.flush()
@@ -656,11 +656,11 @@ def test_content_that_is_overtaken_is_never_sent():
 
     def send_slowly():
         busy.set()
-        go_on.wait(60)
+        go_on.wait(600)
         sent.append("first")
 
     background.mark("x", send_slowly)
-    assert busy.wait(60)
+    assert busy.wait(600)
     for content in ("second", "third", "fourth"):
         background.mark("x", lambda content=content: sent.append(content))
     background.mark("y", lambda: sent.append("another"))
@@ -693,7 +693,7 @@ def test_a_failure_is_raised_by_flush_said_once_and_sent_later(capsys):
 
     background.mark("x", send)
     background.mark("y", lambda: sent.append("y"))
-    assert tried_often.wait(60)
+    assert tried_often.wait(600)
     with pytest.raises(OSError, match="the bucket is down"):
         background.flush()
     assert sent == ["y"]
@@ -709,11 +709,11 @@ def test_what_has_failed_does_not_come_back_over_newer_content():
 
     def fail_slowly():
         busy.set()
-        go_on.wait(60)
+        go_on.wait(600)
         raise OSError("the bucket is down")
 
     background.mark("x", fail_slowly)
-    assert busy.wait(60)
+    assert busy.wait(600)
     background.mark("x", lambda: sent.append("newer"))
     go_on.set()
     background.flush()

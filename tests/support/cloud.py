@@ -254,13 +254,6 @@ def assert_same_outcome(job: CloudJob, whole: Job) -> None:
     assert job.manifests()[last_step]["fingerprint"] == job.result()["fingerprint"]
 
 
-def whole_counter(options: tuple[str, ...]) -> Job:
-    """The undisturbed run of a counter on a disk, in one go: without its pauses and saves, which move no bit."""
-    return harness.undisturbed(
-        "specs/counter.yaml", (*options, "config.step_seconds=0", "checkpoint.every_steps=1000000")
-    )
-
-
 def no_traceback(attempt: CloudAttempt) -> list[str]:
     """The lines of an attempt's output, none of which is a traceback."""
     assert "Traceback" not in attempt.output, attempt.report("printed a traceback")

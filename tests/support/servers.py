@@ -48,13 +48,14 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
 from runner.process import free_port
+from tests.support.leftover import outliving
 
 BACKENDS = ("gs", "s3", "az")
 BUCKET = "bkt"
 AZURITE_VERSION = "~3.35.0"
-START_SECONDS = 60.0
-INSTALL_SECONDS = 400.0
-UPSTREAM_SECONDS = 120.0
+START_SECONDS = 600.0
+INSTALL_SECONDS = 1200.0
+UPSTREAM_SECONDS = 600.0
 UPSTREAM_CONNECTIONS = 4  # one emulator has a thread and a backlog of 5: what overflows it costs a second each
 _POLL_SECONDS = 0.05
 _HEAD_BYTES = 1 << 16
@@ -465,6 +466,7 @@ def _start_kept(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Binary
     keeper = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _KEEPER, *command],
         cwd="/",
+        env=outliving(os.environ),
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 from jax.sharding import Mesh
 
 from experiments.counter import Counter
@@ -26,6 +27,9 @@ TEXT = "".join(f"{number} squared is {number * number}.\n" for number in range(1
 
 # Every way to lay 8 devices out as data x fsdp x tensor.
 FACTORISATIONS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if sizes[0] * sizes[1] * sizes[2] == 8]
+# One axis, another axis, and all three at once daily; every other way in the soak.
+_DAILY = ((1, 1, 8), (1, 8, 1), (2, 2, 2))
+MESHES = [sizes if sizes in _DAILY else pytest.param(sizes, marks=pytest.mark.soak) for sizes in FACTORISATIONS]
 
 
 def mesh_of(data: int, fsdp: int, tensor: int) -> Mesh:
@@ -146,7 +150,7 @@ def start_python(*arguments: str, devices: int | None = None, **changes: str) ->
     )
 
 
-def finish(process: "subprocess.Popen[str]", timeout: float = 180) -> str:
+def finish(process: "subprocess.Popen[str]", timeout: float = 600) -> str:
     """Wait for a process and return its output; it must end with 0."""
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, output

@@ -30,8 +30,8 @@ from tests.support.cloud import (
     free_name,
     no_traceback,
     play_on,
-    whole_counter,
 )
+from tests.support.harness import whole_counter
 from tests.support.memory_bucket import MemoryLog
 from tests.support.servers import Backend, lead, start_backend
 from tests.support.tiny import leaves_equal, mesh_of

@@ -18,12 +18,12 @@ from tests.support.cloud import (
     free_name,
     no_traceback,
     play_on,
-    whole_counter,
 )
+from tests.support.harness import whole_counter
 from tests.support.servers import BACKENDS, Backend, Faults, start_backend
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
-SHORT = ("config.total_steps=40", "config.step_seconds=0.05", "config.width=100000", "checkpoint.every_steps=10")
+SHORT = ("config.total_steps=40", "config.step_seconds=0.1", "config.width=100000", "checkpoint.every_steps=10")
 FEW = ("config.total_steps=4", "config.width=1000", "checkpoint.every_steps=2")
 LONG = ("config.total_steps=400", "config.step_seconds=0.07", "config.width=1000", "checkpoint.every_steps=5")
 SHORT_OUTAGE_SECONDS = 20.0
@@ -36,7 +36,7 @@ def _what_all_are_compared_with() -> None:
     whole_counter(SHORT)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with start_backend(request.param) as backend:
         yield backend
@@ -218,6 +218,7 @@ def assert_refused(job: CloudJob, *words: str) -> None:
     assert not job.files()
 
 
+@pytest.mark.parametrize("backend", daily_on("gs"), indirect=True)
 def test_a_bucket_that_forbids_everything_is_refused_before_compiling(backend: Backend) -> None:
     backend.proxy.faults = Faults(forbidden=True)
     job = CloudJob(backend, free_name("forbidden"), NANO_SPEC)
@@ -226,6 +227,7 @@ def test_a_bucket_that_forbids_everything_is_refused_before_compiling(backend: B
     assert all("/.probe." in path for _, path in backend.proxy.requests), backend.proxy.requests
 
 
+@pytest.mark.parametrize("backend", daily_on("s3"), indirect=True)
 def test_a_bucket_that_forbids_writing_is_refused_before_compiling(backend: Backend) -> None:
     backend.proxy.faults = Faults(forbidden_writes=True)
     job = CloudJob(backend, free_name("read-only"), NANO_SPEC)
@@ -233,6 +235,7 @@ def test_a_bucket_that_forbids_writing_is_refused_before_compiling(backend: Back
     assert backend.proxy.fired["forbidden_writes"] > 0
 
 
+@pytest.mark.parametrize("backend", daily_on("az"), indirect=True)
 def test_a_bucket_that_does_not_exist_is_refused(backend: Backend) -> None:
     url = f"{backend.name}://no-such-bucket/run"
     assert_refused(CloudJob(backend, free_name("none"), COUNTER_SPEC, (f"directory={url}",)), "directory", url)
@@ -241,7 +244,10 @@ def test_a_bucket_that_does_not_exist_is_refused(backend: Backend) -> None:
 
 @pytest.mark.parametrize(
     ("directory", "words"),
-    [("ftp://bkt/run", ["ftp://", "gs://", "s3://", "az://"]), ("s3://", ["names no bucket"])],
+    [
+        ("ftp://bkt/run", ["ftp://", "gs://", "s3://", "az://"]),
+        pytest.param("s3://", ["names no bucket"], marks=pytest.mark.soak),
+    ],
 )
 def test_a_url_that_cannot_be_a_directory_is_refused(directory: str, words: list[str]) -> None:
     with start_backend("s3") as backend:

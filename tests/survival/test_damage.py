@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.checkpoint.manifest import encode_manifest
+from runner.checkpoint.manifest import seal
 from runner.storage import digest_of
-from tests.support.harness import Attempt, Job, has_state, hash_tree, killed_after, undisturbed
+from tests.support.harness import Attempt, Job, has_state, hash_tree, killed_after, undisturbed, whole_counter
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 NANO = (
@@ -19,7 +19,8 @@ NANO = (
     "logging.every_steps=4",
     "config.eval.every_steps=10",
 )
-COUNTER = ("config.total_steps=60", "config.step_seconds=0.02", "config.width=1000000", "checkpoint.every_steps=5")
+COUNTER = ("config.total_steps=60", "config.step_seconds=0.1", "config.width=1000000", "checkpoint.every_steps=5")
+PACELESS = "config.step_seconds=0"
 NEWEST, OLDER = 20, 15
 # Between the largest file that is no array and the smallest write of the counter's array.
 FILE_LIMIT_BYTES = 200_000
@@ -61,7 +62,7 @@ def flip_bit_and_forge_file_digests(job: Job) -> None:
     manifest = json.loads((directory / "manifest.json").read_bytes())
     del manifest["digest"]
     manifest["files"][damaged.relative_to(directory).as_posix()][1] = digest_of(damaged.read_bytes())
-    (directory / "manifest.json").write_bytes(encode_manifest(manifest))
+    (directory / "manifest.json").write_bytes(seal(manifest))
 
 
 def delete_manifest(job: Job) -> None:
@@ -78,24 +79,41 @@ def make_empty_directory_after(job: Job) -> None:
 
 def assert_ends_like_undisturbed(job: Job, attempt: Attempt) -> None:
     attempt.expect(0)
-    assert job.outcome() == undisturbed(NANO_SPEC, NANO).outcome()
-    assert job.committed()[-1] == 30
+    whole = whole_counter(COUNTER) if job.spec == COUNTER_SPEC else undisturbed(NANO_SPEC, NANO)
+    assert job.outcome() == whole.outcome()
+    assert job.committed()[-1] == whole.result()["step"]
     assert not job.uncommitted()
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return killed_after(NEWEST, NANO_SPEC, NANO).copy_to(tmp_path / "run")
+def counter_at_newest(directory: Path) -> Job:
+    return killed_after(NEWEST, COUNTER_SPEC, COUNTER).copy_to(directory).with_options(PACELESS)
+
+
+def nano_at_newest(directory: Path) -> Job:
+    return killed_after(NEWEST, NANO_SPEC, NANO).copy_to(directory)
+
+
+@pytest.fixture(params=[counter_at_newest, pytest.param(nano_at_newest, marks=pytest.mark.soak)])
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Job:
+    return request.param(tmp_path / "run")
+
+
+def test_a_trainer_falls_back_with_each_row_once(tmp_path: Path) -> None:
+    job = nano_at_newest(tmp_path / "run")
+    flip_bit_in_largest_file(job)
+    attempt = job.start()
+    assert_ends_like_undisturbed(job, attempt)
+    assert [event["step"] for event in attempt.events("restore")] == [OLDER]
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         flip_bit_in_largest_file,
-        truncate_largest_file,
-        remove_largest_file,
+        pytest.param(truncate_largest_file, marks=pytest.mark.soak),
+        pytest.param(remove_largest_file, marks=pytest.mark.soak),
         flip_bit_in_manifest,
-        empty_manifest,
+        pytest.param(empty_manifest, marks=pytest.mark.soak),
         flip_bit_and_forge_file_digests,
     ],
     ids=lambda damage: damage.__name__,
@@ -120,8 +138,8 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(job: Job, damag
     ("damage", "rejected", "restored"),
     [
         (delete_manifest, NEWEST, OLDER),
-        (make_empty_step, 1000, NEWEST),
-        (make_empty_directory_after, NEWEST + 5, NEWEST),
+        pytest.param(make_empty_step, 1000, NEWEST, marks=pytest.mark.soak),
+        pytest.param(make_empty_directory_after, NEWEST + 5, NEWEST, marks=pytest.mark.soak),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -146,7 +164,9 @@ def test_several_damaged_checkpoints_fall_back_to_the_last_good_one(job: Job) ->
     assert_ends_like_undisturbed(job, attempt)
 
 
-@pytest.mark.parametrize("part", ["arrays", "manifest.json", "everything"])
+@pytest.mark.parametrize(
+    "part", ["arrays", *(pytest.param(part, marks=pytest.mark.soak) for part in ("manifest.json", "everything"))]
+)
 def test_if_no_checkpoint_is_good_the_job_refuses_and_touches_nothing(job: Job, part: str) -> None:
     for step in job.committed():
         if part == "everything":
@@ -180,7 +200,7 @@ def test_a_save_on_a_full_disk_fails_loudly_and_training_goes_on_to_the_next(tmp
     attempt.expect(0)
     assert attempt.output.count("SAVE FAILED") == len(attempt.events("save_failed"))
     assert f"SAVE FAILED at step {failed[0]}" in attempt.output
-    assert job.outcome() == undisturbed(COUNTER_SPEC, COUNTER).outcome()
+    assert job.outcome() == whole_counter(COUNTER).outcome()
     for step in job.uncommitted():
         assert not any(path.is_file() for path in (job.checkpoints / str(step)).rglob("*")), "space was not freed"
 
@@ -193,9 +213,9 @@ def test_a_kill_after_failed_saves_goes_back_to_the_last_good_checkpoint(tmp_pat
     attempt.until(lambda: attempt.events("save_failed"), "a failed save")
     attempt.kill()
     last_good = job.newest()
-    again = job.finish()
+    again = job.with_options(PACELESS).finish()
     assert [event["step"] for event in again.events("restore")] == [last_good]
-    assert job.outcome() == undisturbed(COUNTER_SPEC, COUNTER).outcome()
+    assert job.outcome() == whole_counter(COUNTER).outcome()
 
 
 def test_a_final_save_that_fails_ends_with_76_and_the_next_attempt_completes(tmp_path: Path) -> None:
@@ -208,6 +228,6 @@ def test_a_final_save_that_fails_ends_with_76_and_the_next_attempt_completes(tmp
     assert not (job.directory / "result.json").exists()
     last_good = job.newest()
     assert 5 <= last_good < 60
-    again = job.finish()
+    again = job.with_options(PACELESS).finish()
     assert [event["step"] for event in again.events("restore")] == [last_good]
-    assert job.outcome() == undisturbed(COUNTER_SPEC, COUNTER).outcome()
+    assert job.outcome() == whole_counter(COUNTER).outcome()

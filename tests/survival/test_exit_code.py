@@ -9,7 +9,7 @@ from tests.support.harness import Job, undisturbed
 
 SPEC = "specs/counter.yaml"
 OPTIONS = ("config.width=64", "checkpoint.every_steps=10")
-SLOW = "config.step_seconds=0.02"
+SLOW = "config.step_seconds=0.05"
 
 
 def test_done_is_0_now_and_again_and_another_job_is_2(tmp_path):

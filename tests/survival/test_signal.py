@@ -3,14 +3,10 @@
 import json
 import random
 import signal
-import time
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from experiments.gpt import PretrainGPT
-from runner.train.step import Batch
 from tests.support.harness import (
     Attempt,
     Job,
@@ -25,10 +21,11 @@ from tests.support.harness import (
     retaining,
     saving,
     undisturbed,
+    whole_counter,
 )
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
-COUNTER = ("config.total_steps=100", "config.step_seconds=0.002", "config.width=1000000", "checkpoint.every_steps=4")
+COUNTER = ("config.total_steps=100", "config.step_seconds=0.05", "config.width=1000000", "checkpoint.every_steps=4")
 NANO = (
     "config.train.total_steps=24",
     "checkpoint.every_steps=6",
@@ -40,18 +37,8 @@ SIGTERM_AND_IN_THE_SOAK_SIGINT = (
     pytest.param(signal.SIGTERM, id="SIGTERM"),
     pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.soak),
 )
+PACELESS = "config.step_seconds=0"
 WAIT_STEP = 9
-WAIT_SECONDS = 3.0
-
-
-class SlowData(PretrainGPT):
-    """Waits for the data of one step; the batches are the same."""
-
-    def batch(self, slice: Literal["train", "validation"] = "train", step: int | None = None) -> Batch:
-        """The batch of the parent, later."""
-        if slice == "train" and step == WAIT_STEP - 1:
-            time.sleep(WAIT_SECONDS)
-        return super().batch(slice, step)
 
 
 def after_row(step: int) -> Phase:
@@ -88,6 +75,13 @@ def assert_stopped(attempt: Attempt, saved: bool) -> int:
     return attempt.job.newest()
 
 
+def signal_while_held(attempt: Attempt, phase: Phase, number: int, gate: Path) -> None:
+    """Send a signal in a phase that lasts until `gate` is there, and open it when the signal has been heard."""
+    attempt.signal_in(phase, number)
+    attempt.until(lambda: "stopping" in attempt.output, "the answer to the signal")
+    gate.touch()
+
+
 def assert_restores(attempt: Attempt, step: int) -> None:
     """The attempt goes on from `step`, and from the newest checkpoint without a detour."""
     attempt.until(lambda: has_state(attempt), "restored")
@@ -97,7 +91,7 @@ def assert_restores(attempt: Attempt, step: int) -> None:
 
 def finish_like(whole: Job, job: Job, step: int) -> None:
     """Run to the end from `step`, and compare with the undisturbed run."""
-    attempt = job.start()
+    attempt = (job.with_options(PACELESS) if job.spec == COUNTER_SPEC else job).start()
     if step:
         assert_restores(attempt, step)
     attempt.expect(0)
@@ -129,7 +123,7 @@ def test_sigterm_at_start_up_leaves_at_once(tmp_path: Path) -> None:
 def test_a_signal_while_compiling_does_not_wait_for_the_compiler(tmp_path: Path, number: int) -> None:
     job = Job(NANO_SPEC, tmp_path / "run", NANO, cache=tmp_path / "cold cache")
     attempt = job.start()
-    attempt.signal_in(compiling, number, delay_seconds=0.5)
+    attempt.signal_in(compiling, number, delay_seconds=0.2)
     assert_stopped(attempt, saved=False)
     assert not attempt.events("init"), "the compiler was waited for"
     finish_like(undisturbed(NANO_SPEC, NANO), Job(NANO_SPEC, tmp_path / "run", NANO), 0)
@@ -143,13 +137,20 @@ def test_sigterm_while_restoring_leaves_the_checkpoint_for_the_next_attempt(tmp_
     finish_like(undisturbed(NANO_SPEC, NANO), job, 6)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT], ids=["SIGTERM", "SIGINT"]
+)
 def test_a_signal_between_steps_saves_the_step_that_was_running(tmp_path: Path, number: int) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
-    attempt.signal_in(after_row(10), number)
+    assert attempt.freeze_in(lambda attempt: has_state(attempt) and job.rows()[-1]["step"] >= 8), attempt.report(
+        "ended"
+    )
+    row = job.rows()[-1]["step"]
+    attempt.process.send_signal(number)
+    attempt.thaw()
     step = assert_stopped(attempt, saved=True)
-    assert step in (11, 12)
+    assert step in (row + 1, row + 2)
     assert job.rows()[-1]["step"] == step
     finish_like(undisturbed(NANO_SPEC, NANO), job, step)
 
@@ -157,17 +158,20 @@ def test_a_signal_between_steps_saves_the_step_that_was_running(tmp_path: Path, 
 def test_sigterm_while_saving_saves_the_step_after_it_too(tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
-    attempt.signal_in(saving, signal.SIGTERM)
+    assert attempt.freeze_in(saving), attempt.report("ended without a save")
+    saved = job.uncommitted()[-1]
+    attempt.process.send_signal(signal.SIGTERM)
+    attempt.thaw()
     step = assert_stopped(attempt, saved=True)
-    assert step in (12, 13, 14)
-    assert {6, 12} <= set(job.committed())
+    assert step in (saved, saved + 1, saved + 2)
+    assert saved in job.committed()
     finish_like(undisturbed(NANO_SPEC, NANO), job, step)
 
 
 def test_sigterm_while_waiting_for_data_stops_after_the_step_that_waits(tmp_path: Path) -> None:
-    job = Job(NANO_SPEC, tmp_path / "run", (*NANO, "job=tests.survival.test_signal:SlowData"))
-    attempt = job.start()
-    attempt.signal_in(after_row(WAIT_STEP - 1), signal.SIGTERM, delay_seconds=0.5)
+    job = Job(NANO_SPEC, tmp_path / "run", NANO)
+    attempt = job.start_held(f"data {WAIT_STEP - 1}", until=tmp_path / "gate")
+    signal_while_held(attempt, after_row(WAIT_STEP - 1), signal.SIGTERM, tmp_path / "gate")
     assert assert_stopped(attempt, saved=True) == WAIT_STEP
     finish_like(undisturbed(NANO_SPEC, NANO), job, WAIT_STEP)
 
@@ -217,7 +221,7 @@ def test_a_counter_stopped_in_every_phase_ends_with_the_same_bits(tmp_path: Path
             # Before its first step an attempt has nothing to save.
             assert [(event["step"], event["saved"]) for event in preempts] == [(step, step > before)]
             assert step > before or phase is has_state, attempt.report(f"lost what it did {phase.__name__}")
-    finish_like(undisturbed(COUNTER_SPEC, COUNTER), job, step)
+    finish_like(whole_counter(COUNTER), job, step)
 
 
 def test_a_second_sigterm_exits_at_once_and_leaves_the_last_commit(tmp_path: Path) -> None:
@@ -229,10 +233,16 @@ def test_a_second_sigterm_exits_at_once_and_leaves_the_last_commit(tmp_path: Pat
     attempt.process.send_signal(signal.SIGTERM)
     attempt.expect(75)
     assert hash_tree(job.checkpoints) == before
-    finish_like(undisturbed(COUNTER_SPEC, COUNTER), job, 8)
+    finish_like(whole_counter(COUNTER), job, 8)
 
 
-@pytest.mark.parametrize(("spec", "options"), [(COUNTER_SPEC, COUNTER), (NANO_SPEC, NANO)], ids=["counter", "gpt_nano"])
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        pytest.param(COUNTER_SPEC, COUNTER, marks=pytest.mark.soak, id="counter"),
+        pytest.param(NANO_SPEC, NANO, id="gpt_nano"),
+    ],
+)
 def test_a_finished_job_run_again_exits_0_and_changes_no_file(
     tmp_path: Path, spec: str, options: tuple[str, ...]
 ) -> None:

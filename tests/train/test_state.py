@@ -13,7 +13,7 @@ from runner import BaseTrainer
 from runner.hosts.agreement import Hosts
 from runner.train import state as train_state
 from runner.train.mesh import AXES
-from tests.support.tiny import FACTORISATIONS, gpt, leaves_equal, mesh_of, set_mesh
+from tests.support.tiny import FACTORISATIONS, MESHES, gpt, leaves_equal, mesh_of, set_mesh
 
 KEY = jax.random.key(3)
 MODEL = GPT(GPTConfig(layers=2, heads=4, width=32), 256, 16)
@@ -33,7 +33,7 @@ def axes_of(sharding):
     return {axis for axes in cuts for axis in axes if sharding.mesh.shape[axis] > 1}
 
 
-@pytest.mark.parametrize("sizes", FACTORISATIONS)
+@pytest.mark.parametrize("sizes", MESHES)
 def test_sharded_init_equals_the_unsharded_init_bit_for_bit(unsharded, sizes):
     mesh = mesh_of(*sizes)
     variables, shardings = BaseTrainer.sharded_init(MODEL, KEY, TOKENS_BxT, mesh=mesh, deterministic=True)
@@ -78,7 +78,9 @@ def test_the_tensor_axis_cuts_every_matrix_of_heads_mlp_and_vocabulary(tmp_path,
             assert "tensor" in axes_of(leaf.sharding), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2), (1, 2, 4)])
+@pytest.mark.parametrize(
+    "sizes", [*(pytest.param(sizes, marks=pytest.mark.soak) for sizes in ((1, 8, 1), (1, 2, 4))), (2, 2, 2)]
+)
 def test_every_device_holds_only_its_share(tmp_path, sizes):
     job = gpt(tmp_path / "run", **set_mesh(*sizes))
     job.setup(Hosts.alone())

@@ -76,7 +76,7 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("S", SPLITS)
+@pytest.mark.parametrize("S", [2, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_loss_and_gradients_do_not_depend_on_the_split_into_micro_batches(state, train, whole, S):
     actual = run(train, state, split(rows(ragged_lengths()), S), S)
     assert_close(actual, whole)
@@ -114,7 +114,14 @@ def test_a_batch_of_nothing_but_padding_has_no_loss_and_moves_nothing(state, tra
 
 
 @pytest.mark.parametrize(
-    ("sizes", "S"), [((8, 1, 1), 1), ((8, 1, 1), 2), ((1, 8, 1), 2), ((2, 2, 2), 2), ((1, 2, 4), 2)]
+    ("sizes", "S"),
+    [
+        pytest.param((8, 1, 1), 1, marks=pytest.mark.soak),
+        pytest.param((8, 1, 1), 2, marks=pytest.mark.soak),
+        pytest.param((1, 8, 1), 2, marks=pytest.mark.soak),
+        ((2, 2, 2), 2),
+        pytest.param((1, 2, 4), 2, marks=pytest.mark.soak),
+    ],
 )
 def test_loss_and_gradients_do_not_depend_on_the_devices(state, whole, sizes, S):
     assert_close(run_on(mesh_of(*sizes), state, S), whole)
@@ -138,10 +145,10 @@ def sparing(model, remat, chunk_positions=None):
 @pytest.mark.parametrize(
     ("remat", "chunk_positions", "layer_loop"),
     [
-        ("none", 4, "scan"),
+        pytest.param("none", 4, "scan", marks=pytest.mark.soak),
         ("dots", None, "scan"),
-        ("layers", None, "scan"),
-        ("dots", None, "unroll"),
+        pytest.param("layers", None, "scan", marks=pytest.mark.soak),
+        pytest.param("dots", None, "unroll", marks=pytest.mark.soak),
         ("layers", 4, "unroll"),
     ],
 )
@@ -152,7 +159,7 @@ def test_loss_and_gradients_do_not_depend_on_what_is_kept(state, train, whole, r
     assert_close(actual, whole)
 
 
-@pytest.mark.parametrize("remat", ["dots", "layers"])
+@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.soak), "layers"])
 def test_a_layer_that_is_computed_again_draws_the_same_dropout(state, train, remat):
     noisy = MODEL.clone(config=MODEL.config.model_copy(update={"dropout": 0.5}))
     batch = split(rows(ragged_lengths()), 2)
@@ -162,7 +169,9 @@ def test_a_layer_that_is_computed_again_draws_the_same_dropout(state, train, rem
     assert_close(again, kept)
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "sizes", [*(pytest.param(sizes, marks=pytest.mark.soak) for sizes in ((8, 1, 1), (2, 2, 2))), (1, 8, 1)]
+)
 def test_a_step_that_keeps_little_does_not_depend_on_the_devices(state, whole, sizes):
     actual = run_on(mesh_of(*sizes), state.replace(apply_fn=sparing(MODEL, "layers", 4).apply), 2)
     assert_close(actual, whole)

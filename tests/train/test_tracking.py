@@ -10,14 +10,14 @@ from tests.support.tiny import finish, gpt, gpt_document, start_python
 
 NO_KEY = {"WANDB_API_KEY": "", "NETRC": "/nonexistent"}
 DEAD_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
-SMALL = {"config.model.layers": 1}
+SMALL = {}
 
 STOPPED_AT_4 = """
 import os, sys
 from runner.errors import PreemptedError
 from tests.support.tiny import StopAfter, gpt
 from pathlib import Path
-job = gpt(Path(sys.argv[1]), **{"logging.wandb": "offline", "config.model.layers": 1})
+job = gpt(Path(sys.argv[1]), **{"logging.wandb": "offline"})
 try:
     job(stop=StopAfter(job, 4))
 except PreemptedError:

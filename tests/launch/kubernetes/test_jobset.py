@@ -25,6 +25,7 @@ import yaml
 from launch.__main__ import main
 from launch.kubernetes.pod import literal
 from runner.accelerator import CHIPS
+from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "tests" / "golden" / "job.yaml"
@@ -509,5 +510,5 @@ def test_the_pods_on_cpus_do_the_job_as_a_kubelet_would_start_them(rendered, tmp
         replaced = {"/etc/runner/spec.yaml": str(file), f"{name}-slice-0-0.{name}:8476": address}
         command = [sys.executable, *(replaced.get(word, word) for word in words)]
         pods.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | variables_of(manifest)))
-    assert [pod.wait(timeout=60) for pod in pods] == [0, 0]
+    assert [pod.wait(timeout=DEADLINE_SECONDS) for pod in pods] == [0, 0]
     assert (directory / "result.json").exists()

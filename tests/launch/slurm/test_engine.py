@@ -14,6 +14,7 @@ import pytest
 
 from launch.__main__ import main
 from launch.slurm import batch_script
+from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -189,7 +190,7 @@ class Play:
     def run(self, code: int, num_restarts: int = 0) -> tuple[int, str]:
         """The script's exit code and output."""
         process = self.start(code, num_restarts)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=DEADLINE_SECONDS)
         return process.returncode, output
 
     def start_waiting(self, code: int) -> subprocess.Popen[str]:
@@ -201,7 +202,7 @@ class Play:
 
     def until(self, happens: Callable[[], object]) -> None:
         """Wait for what the commands do."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while not happens():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -209,7 +210,7 @@ class Play:
     def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
         """Let the command end; the script's exit code and output."""
         self.say("may_end", "")
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=DEADLINE_SECONDS)
         return process.returncode, output
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from launch.__main__ import main
 from launch.tpu_vm import engine
+from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -185,7 +186,7 @@ def start_in_background(world, *options):
 
 
 def await_file(path):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not path.exists():
         assert time.monotonic() < deadline, f"no {path}"
         time.sleep(0.02)
@@ -199,7 +200,7 @@ def test_a_launch_that_is_left_leaves_the_job_running_and_the_next_one_attaches(
     while "before" not in process.stdout.readline():
         pass
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 75
     assert "goes on" in output
     assert "gcloud compute tpus queued-resources delete tiny-run --zone=z --force --quiet" in output
