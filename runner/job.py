@@ -27,7 +27,16 @@ from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
 from runner.hosts.watchdog import Watchdog
-from runner.spec import Document, ExecutionSpec, JobConfig, document_of, dump_spec, trajectory, validate_config
+from runner.spec import (
+    Document,
+    ExecutionSpec,
+    JobConfig,
+    Trajectory,
+    document_of,
+    dump_spec,
+    trajectory,
+    validate_config,
+)
 from runner.terminal import say
 
 
@@ -92,7 +101,7 @@ class RestoreableJob:
         """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`."""
         raise NotImplementedError
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Trajectory:
         """What defines the trajectory, by dotted key: a resumed job must have the same. Needs `setup`."""
         return trajectory(self.spec, self.config)
 
@@ -107,7 +116,7 @@ class RestoreableJob:
         """
         return Payload()
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> storage.JsonObject:
         """The content of `result.json`. Called at the end."""
         return {"step": self.step, "fingerprint": fingerprint(self.state)}
 

@@ -23,7 +23,8 @@ from runner.errors import DataError
 from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.periodic import tokens_at
-from runner.spec import Document, ExecutionSpec
+from runner.spec import Document, ExecutionSpec, Trajectory
+from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train import step as pure
 from runner.train.batch_layout import batch_layouts
@@ -244,7 +245,7 @@ class BaseTrainer(RestoreableJob):
             return None
         return int(record["micro_batch_examples"])
 
-    def _hardware(self) -> dict[str, Any]:
+    def _hardware(self) -> JsonObject:
         return {
             "mesh": self.blueprint.mesh_sizes,
             "device_kind": self.blueprint.mesh.devices.flat[0].device_kind,
@@ -273,14 +274,14 @@ class BaseTrainer(RestoreableJob):
         """Drop the rows beyond the restored step."""
         self.report.resume(self.step, attachments)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Trajectory:
         """The trajectory's keys and the data set's fingerprint."""
         return super().identity() | {"config.data": self.dataset.fingerprint}
 
     def resolved_spec(self) -> ExecutionSpec:
         """The spec with mesh, vocabulary and micro-batch filled in."""
         spec = super().resolved_spec()
-        config: dict[str, Any] = dict(spec.config)
+        config = dict(spec.config)
         config["train"] = config["train"] | {"micro_batch_examples": self.compiled.layout.micro_batch_examples}
         if "vocabulary_size" in config["model"]:
             config["model"] = config["model"] | {"vocabulary_size": self.vocabulary_size}
@@ -299,7 +300,7 @@ class BaseTrainer(RestoreableJob):
             self.report.sync,
         )
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> JsonObject:
         """Step, tokens, losses and fingerprint."""
         row = self.report.last_row()
         return {

@@ -1,14 +1,13 @@
 """What the job has written down of itself, read from outside."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from runner.errors import RunnerError
 from runner.spec import load_document, validate_spec
-from runner.storage import open_store, read_log
+from runner.storage import JsonObject, open_store, read_log
 
 
-def read_ledger(spec: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
+def read_ledger(spec: str, overrides: Sequence[str]) -> list[JsonObject]:
     """The events of the job in its directory; none if the spec is wrong or the directory cannot be read.
 
     The job itself says what is wrong with it.

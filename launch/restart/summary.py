@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from launch.restart.supervisor import Attempt
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE
+from runner.storage import JsonObject
 
 _NAMES = {
     EXIT_DONE: "done",
@@ -18,7 +18,7 @@ _AT_A_STEP = ("init", "restore", "save")
 PHASES = ("start-up", "compile", "restore", "train", "saves blocked", "lost", "between attempts")
 
 
-def phases(attempts: Sequence[Attempt], ledger: Sequence[dict[str, Any]]) -> dict[str, float]:
+def phases(attempts: Sequence[Attempt], ledger: Sequence[JsonObject]) -> dict[str, float]:
     """Seconds by phase, which sum to the time from the first attempt's begin to the last one's end.
 
     `lost` is from the save that the next attempt went on from to the end of an attempt: what had to be done again.
@@ -45,7 +45,7 @@ def phases(attempts: Sequence[Attempt], ledger: Sequence[dict[str, Any]]) -> dic
     return seconds
 
 
-def lost_steps(attempts: Sequence[Attempt], ledger: Sequence[dict[str, Any]]) -> int:
+def lost_steps(attempts: Sequence[Attempt], ledger: Sequence[JsonObject]) -> int:
     """Steps that were done again, as far as the ledger knows how far each attempt had come."""
     lost = 0
     resumed_step: int | None = None
@@ -58,12 +58,12 @@ def lost_steps(attempts: Sequence[Attempt], ledger: Sequence[dict[str, Any]]) ->
     return lost
 
 
-def _last_time_at(step: int, rows: Sequence[dict[str, Any]], otherwise: float) -> float:
+def _last_time_at(step: int, rows: Sequence[JsonObject], otherwise: float) -> float:
     """When an attempt had saved this step, or taken it up."""
     return max((row["time"] for row in rows if row["step"] == step and row["event"] in _AT_A_STEP), default=otherwise)
 
 
-def lines(attempts: Sequence[Attempt], ledger: Sequence[dict[str, Any]]) -> list[str]:
+def lines(attempts: Sequence[Attempt], ledger: Sequence[JsonObject]) -> list[str]:
     """For a person."""
     codes = Counter(_NAMES.get(attempt.code, str(attempt.code)) for attempt in attempts)
     total_seconds = attempts[-1].ended - attempts[0].began

@@ -13,7 +13,7 @@ from runner.errors import StorageError
 from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
-from runner.spec import Document, ExecutionSpec
+from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import BackgroundWriter, Store, create, encode_json, open_log, read_json
 
 OWNER = "job.json"
@@ -57,7 +57,7 @@ def claim(
     store: Store,
     document: Document,
     spec: ExecutionSpec,
-    identity: dict[str, Any],
+    identity: Trajectory,
     hosts: Hosts,
     stop: StopNotice,
     progress: Progress,

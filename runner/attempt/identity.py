@@ -1,16 +1,14 @@
 """Whose directory this is, and whether a spec would continue what is there: the wrong run is refused."""
 
-from typing import Any
-
 from runner.attempt.claim import OWNER
 from runner.errors import InvalidError, ResumeError, StorageError
-from runner.spec import Document
-from runner.storage import Store, probe, read_json
+from runner.spec import Document, Trajectory
+from runner.storage import JsonObject, Store, probe, read_json
 
 _MISSING = object()
 
 
-def check_directory(store: Store, document: Document, name: str, identity: dict[str, Any]) -> None:
+def check_directory(store: Store, document: Document, name: str, identity: Trajectory) -> None:
     """Refuse a directory that cannot be written, or is another job's. Main host only; claims and changes nothing.
 
     Raises `InvalidError`, or `StorageError` if it cannot be reached.
@@ -32,7 +30,7 @@ def check_directory(store: Store, document: Document, name: str, identity: dict[
         raise StorageError(f"{store.url} cannot be reached: {error}") from error
 
 
-def _owner(store: Store) -> dict[str, Any] | None:
+def _owner(store: Store) -> JsonObject | None:
     try:
         return read_json(store, OWNER)
     except FileNotFoundError:
@@ -41,9 +39,7 @@ def _owner(store: Store) -> dict[str, Any] | None:
         raise ResumeError(f"{store.url}/{OWNER} is damaged ({error}): cannot tell whose directory this is") from error
 
 
-def refuse_another_trajectory(
-    saved: dict[str, Any], present: dict[str, Any], owner: str, document: Document, url: str
-) -> None:
+def refuse_another_trajectory(saved: Trajectory, present: Trajectory, owner: str, document: Document, url: str) -> None:
     """Raise `ResumeError` with a line for each key that would change the trajectory."""
     keys = [key for key in saved | present if saved.get(key, _MISSING) != present.get(key, _MISSING)]
     if not keys:

@@ -21,7 +21,7 @@ from runner.checkpoint.save import Payload, SaveKind, Saver
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter, Writer
 from runner.errors import InvalidError, StorageError
 from runner.hosts.agreement import Hosts
-from runner.spec import Checkpoint, ExecutionSpec
+from runner.spec import Checkpoint, ExecutionSpec, Trajectory
 from runner.storage import default_cache_directory, open_store, split_checkpoint
 
 
@@ -32,7 +32,7 @@ class Checkpointer:
     Raises `InvalidError` on every host if the fast tier of one cannot hold its parts.
     """
 
-    def __init__(self, attempt: Attempt, spec: ExecutionSpec, identity: dict[str, Any], abstract: Any):
+    def __init__(self, attempt: Attempt, spec: ExecutionSpec, identity: Trajectory, abstract: Any):
         rule = spec.checkpoint
         self._attempt, self._rule, self._identity, self._abstract = attempt, rule, identity, abstract
         fast = _open_fast_tier(rule, attempt.hosts, attempt.run_id, abstract)

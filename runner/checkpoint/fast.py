@@ -17,6 +17,7 @@ import jax
 
 from runner.checkpoint import pieces
 from runner.checkpoint.manifest import Manifest
+from runner.spec import Trajectory
 from runner.storage import LocalStore, encode_json, read_json
 
 PART = "part.json"
@@ -31,7 +32,7 @@ class FastTier:
         self.directory = directory
         self._store = LocalStore(directory)
 
-    def steps(self, identity: dict[str, Any]) -> list[int]:
+    def steps(self, identity: Trajectory) -> list[int]:
         """Steps of which this process has a whole part that was written for this job, ascending."""
         found = []
         for name in self._store.children(""):

@@ -7,12 +7,12 @@ committed and whoever may still be writing it has lost the right to.
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from runner.checkpoint.fingerprint import LeafRecord, LeafShape, describe
 from runner.errors import ResumeError
-from runner.spec import hash_of
-from runner.storage import Store, encode_json, read_json
+from runner.spec import Trajectory, hash_of
+from runner.storage import JsonObject, Store, encode_json, read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -21,7 +21,14 @@ TOMBSTONE = "void"  # the key of a tombstone: the attempt that has put it
 _NUM_READERS = 8
 
 Files = dict[str, list[Any]]  # name -> [bytes, CRC-32C]
-Json = dict[str, Any]
+
+
+class Shard(TypedDict):
+    """One block of a leaf, as JSON: where it begins, its extent, and the files that hold it, in order."""
+
+    start: list[int]
+    shape: list[int]
+    pieces: list[str]
 
 
 class NotCommittedError(FileNotFoundError):
@@ -53,14 +60,14 @@ class Manifest:
     time: float = 0.0
     step: int = 0
     job: str = ""
-    identity: Json = field(default_factory=dict)
+    identity: Trajectory = field(default_factory=dict)
     arrays: str = ""
     leaves: dict[str, LeafRecord] = field(default_factory=dict)
     fingerprint: str = ""
     metric: float | None = None
-    topology: Json | None = None
+    topology: JsonObject | None = None
     files: Files = field(default_factory=dict)
-    shards: dict[str, list[Json]] | None = None
+    shards: dict[str, list[Shard]] | None = None
     seconds: float = 0.0
     contested: bool = False
 
@@ -78,7 +85,7 @@ class Manifest:
         """The content of `manifest.json`."""
         return seal(self.to_json())
 
-    def to_json(self) -> Json:
+    def to_json(self) -> JsonObject:
         """As JSON; what is absent is left out."""
         present = {each.name: getattr(self, each.name) for each in fields(self)}
         return {"format": FORMAT} | {
@@ -86,12 +93,12 @@ class Manifest:
         }
 
     @classmethod
-    def from_json(cls, record: Json) -> Self:
+    def from_json(cls, record: JsonObject) -> Self:
         """The inverse of `to_json`; keys that are not known are passed over."""
         return cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
 
 
-def seal(record: Json) -> bytes:
+def seal(record: JsonObject) -> bytes:
     """`record` with its own digest, as the content of a file."""
     return encode_json(record | {"digest": hash_of(record)})
 

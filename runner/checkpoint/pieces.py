@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from runner.checkpoint.manifest import Files, Shard
 from runner.storage import digest_of
 
 PIECE_BYTES = 64 << 20
 NUM_READERS = 8
 
-Blocks = dict[str, list[tuple[list[int], np.ndarray]]]  # leaf -> (start, block) of each shard, in this host's memory
-Shard = dict[str, Any]  # {"start": [...], "shape": [...], "pieces": [file names]}
 Index = tuple[slice, ...]
+Blocks = dict[str, list[tuple[list[int], np.ndarray]]]  # leaf -> (start, block) of each shard, in this host's memory
 
 
 class DamagedError(ValueError):
@@ -59,7 +59,7 @@ def _start(index: Index, shape: tuple[int, ...]) -> list[int]:
 class Table:
     """What one process has written: its files with size and CRC-32C, and its shards by leaf."""
 
-    def __init__(self, files: dict[str, list[Any]] | None = None, shards: dict[str, list[Shard]] | None = None):
+    def __init__(self, files: Files | None = None, shards: dict[str, list[Shard]] | None = None):
         self.files = files or {}
         self.shards = shards or {}
 
@@ -85,7 +85,7 @@ def write(directory: Path, prefix: str, blocks: Blocks) -> Table:
                         raise OSError(f"{name}: the disk is full")
                 table.files[name] = [len(piece), digest_of(piece)]
                 pieces.append(name)
-            record = {"start": start, "shape": list(block.shape), "pieces": pieces}
+            record = Shard(start=start, shape=list(block.shape), pieces=pieces)
             table.shards.setdefault(leaf, []).append(record)
     return table
 
@@ -98,7 +98,7 @@ def _pieces(block: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def read(
-    fetch: Callable[[str], bytes], files: dict[str, list[Any]], shards: dict[str, list[Shard]], leaves: dict[str, Any]
+    fetch: Callable[[str], bytes], files: Files, shards: dict[str, list[Shard]], leaves: dict[str, Any]
 ) -> dict[str, jax.Array]:
     """The arrays that `leaves` describe (shape, dtype and sharding), from the pieces that this process needs.
 

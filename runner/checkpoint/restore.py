@@ -29,6 +29,7 @@ from runner.checkpoint.manifest import (
 )
 from runner.checkpoint.tombstone import bury, finish_burials
 from runner.errors import ResumeError, StorageError
+from runner.spec import Trajectory
 from runner.storage import Store, read_log
 from runner.terminal import warn
 
@@ -65,7 +66,7 @@ class Restorer:
     def __init__(self, attempt: Attempt, fast: FastTier | None):
         self._attempt, self._fast = attempt, fast
 
-    def restore(self, abstract: Any, identity: dict[str, Any]) -> Restored | None:
+    def restore(self, abstract: Any, identity: Trajectory) -> Restored | None:
         """The newest state that passes every check; None if nothing was ever committed.
 
         `abstract` has the shape, dtype and sharding of every leaf: the checkpoint may have been written on any other
@@ -123,7 +124,7 @@ class Restorer:
         reasons = "; ".join(f"{other.step}: {other.reason}" for other in rejected)
         raise ResumeError(f"checkpoint.init_from: {source.url}: {reasons or 'no checkpoint is here'}")
 
-    def _common(self, identity: dict[str, Any]) -> list[int]:
+    def _common(self, identity: Trajectory) -> list[int]:
         """Steps of which every host has its part in the fast tier."""
         present = self._attempt.hosts.gather([] if self._fast is None else self._fast.steps(identity))
         return sorted(set.intersection(*(set(own) for own in present)))

@@ -40,6 +40,7 @@ from runner.checkpoint.manifest import CHECKPOINTS, Manifest
 from runner.checkpoint.tombstone import commit
 from runner.checkpoint.writer import Writer, Written
 from runner.errors import FencedError, StorageError, first_line
+from runner.storage import JsonObject
 from runner.terminal import warn
 
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
@@ -65,7 +66,7 @@ class Payload:
     """
 
     metric: float | None = None
-    topology: dict[str, Any] | None = None
+    topology: JsonObject | None = None
     attachments: Callable[[], dict[str, bytes]] = dict
     flush: Callable[[], None] = lambda: None
 

@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from runner.checkpoint import pieces
-from runner.checkpoint.manifest import Files
+from runner.checkpoint.manifest import Files, Shard
 from runner.hosts import key_value
 from runner.hosts.agreement import Hosts
 from runner.storage import Store
@@ -31,7 +31,7 @@ class Written:
     """What the manifest must say of the arrays that a writer has written."""
 
     files: Files = field(default_factory=dict)
-    shards: dict[str, list[pieces.Shard]] | None = None
+    shards: dict[str, list[Shard]] | None = None
 
 
 class Writer(Protocol):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from runner.checkpoint.manifest import CHECKPOINTS, MANIFEST, committed, steps
 from runner.errors import (
@@ -25,7 +24,7 @@ from runner.errors import (
     RunnerError,
 )
 from runner.process import make_environment, start_processes
-from runner.storage import LocalStore, parse_lines
+from runner.storage import JsonObject, LocalStore, parse_lines
 from runner.terminal import say
 
 PLACES = ("between two saves", "in a save", "while starting")
@@ -151,7 +150,7 @@ class Run:
         newest = self.newest()
         return any(step > newest for step in steps(LocalStore(self.directory)))
 
-    def rows(self) -> dict[int, dict[str, Any]]:
+    def rows(self) -> dict[int, JsonObject]:
         """Metrics by step, without those of speed."""
         path = self.directory / "metrics.jsonl"
         rows = parse_lines(path.read_bytes()) if path.exists() else []

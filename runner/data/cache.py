@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.data.source import SourceFile
+from runner.storage import JsonObject
 
 FORMAT = 1  # raise it when the meaning of a record or of a tokenizer changes
 
@@ -31,7 +32,7 @@ def cache_key(kind: str, files: Sequence[SourceFile]) -> str:
     return f"{kind}-{_digest(json.dumps([FORMAT, kind, identity]).encode())[:32]}"
 
 
-def read_record(directory: Path, key: str) -> dict[str, Any] | None:
+def read_record(directory: Path, key: str) -> JsonObject | None:
     """Return the record, or None if there is none that is whole."""
     try:
         record = json.loads((directory / f"{key}.json").read_bytes())
@@ -42,7 +43,7 @@ def read_record(directory: Path, key: str) -> dict[str, Any] | None:
     return record["content"]
 
 
-def write_record(directory: Path, key: str, content: dict[str, Any]) -> None:
+def write_record(directory: Path, key: str, content: JsonObject) -> None:
     """Publish a record. Raises OSError."""
     record = {"sha256": _digest(_canonical_json(content)), "content": content}
     publish(directory / f"{key}.json", [json.dumps(record, indent=1).encode()])

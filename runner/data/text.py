@@ -9,13 +9,14 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from runner.data.cache import cache_key, publish, read_record, warn_unwritable, write_record
 from runner.data.source import Source, read_source_file
 from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
+from runner.storage import JsonObject
 
 # An array up to this size is hashed whole each time it is opened (0.1 s); of a larger one the size alone is checked.
 VERIFIED_BYTES_MAX = 1 << 27
@@ -84,7 +85,7 @@ def _write_cached(directory: Path, key: str, text: TokenisedText) -> None:
     )
 
 
-def _open_cached(directory: Path, record: dict[str, Any]) -> TokenisedText | None:
+def _open_cached(directory: Path, record: JsonObject) -> TokenisedText | None:
     """Map the array that the record points to, or return None if it is gone, cut or altered."""
     characters = record["characters"]
     tokenizer: Tokenizer = ByteTokenizer() if characters is None else CharacterTokenizer(characters)

@@ -24,7 +24,7 @@ Later stages blame a key in the same words through `Document.error`.
 """
 
 from runner.spec.document import Document, document_of, load_document, parse_document
-from runner.spec.identity import hash_of, trajectory
+from runner.spec.identity import Trajectory, hash_of, trajectory
 from runner.spec.job_class import load_job_class
 from runner.spec.model import (
     JOB_PATTERN,
@@ -59,6 +59,7 @@ __all__ = [
     "Place",
     "SpecModel",
     "Topology",
+    "Trajectory",
     "document_of",
     "dump_spec",
     "hash_of",

@@ -20,6 +20,7 @@ from runner.storage.log import Log, open_log, read_log
 from runner.storage.retry import DeadlineError, DeniedError, TransientError
 from runner.storage.store import (
     ABSENT,
+    JsonObject,
     Store,
     Version,
     create,
@@ -37,6 +38,7 @@ __all__ = [
     "BackgroundWriter",
     "DeadlineError",
     "DeniedError",
+    "JsonObject",
     "LocalStore",
     "Log",
     "Store",

@@ -1,11 +1,11 @@
 """Lines that are only ever appended: one file on a disk, parts of one writer each in a bucket."""
 
 import threading
-from typing import Any, Protocol
+from typing import Protocol
 
 from runner.storage.background_writer import BackgroundWriter
 from runner.storage.local import append_line
-from runner.storage.store import Store, encode_line, parse_lines
+from runner.storage.store import JsonObject, Store, encode_line, parse_lines
 
 PART_BYTES = 1 << 20
 
@@ -13,7 +13,7 @@ PART_BYTES = 1 << 20
 class Log(Protocol):
     """JSON objects in the order of their appending, by any number of writers."""
 
-    def append(self, row: dict[str, Any]) -> None:
+    def append(self, row: JsonObject) -> None:
         """Add one row. On a disk it is there on return, in a bucket soon. Raises `OSError`."""
 
 
@@ -24,7 +24,7 @@ class LocalLog:
         assert store.root is not None, "a local log needs a disk"
         self._path = store.root / f"{name}.jsonl"
 
-    def append(self, row: dict[str, Any]) -> None:
+    def append(self, row: JsonObject) -> None:
         """See `Log`."""
         append_line(self._path, encode_line(row))
 
@@ -39,7 +39,7 @@ class BucketLog:
         self._part = 0
         self._content = b""
 
-    def append(self, row: dict[str, Any]) -> None:
+    def append(self, row: JsonObject) -> None:
         """See `Log`."""
         with self._lock:
             if len(self._content) > PART_BYTES:
@@ -55,7 +55,7 @@ def open_log(store: Store, name: str, writer: str, background: BackgroundWriter)
     return BucketLog(store, name, writer, background) if store.root is None else LocalLog(store, name)
 
 
-def read_log(store: Store, name: str) -> list[dict[str, Any]]:
+def read_log(store: Store, name: str) -> list[JsonObject]:
     """All rows of all writers; of several writers by their `time`."""
     try:
         rows = parse_lines(store.read(f"{name}.jsonl"))

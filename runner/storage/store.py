@@ -15,6 +15,7 @@ import google_crc32c
 
 from runner.errors import InvalidError
 
+JsonObject = dict[str, Any]
 Version = str
 ABSENT: Version = ""  # the version of what is not there
 
@@ -99,7 +100,7 @@ def encode_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def read_json(store: Store, name: str) -> dict[str, Any]:
+def read_json(store: Store, name: str) -> JsonObject:
     """The JSON object in `name`. Raises `FileNotFoundError`, or `ValueError` if it is not a whole JSON object."""
     value = json.loads(store.read(name))
     if not isinstance(value, dict):
@@ -107,12 +108,12 @@ def read_json(store: Store, name: str) -> dict[str, Any]:
     return value
 
 
-def encode_line(row: dict[str, Any]) -> bytes:
+def encode_line(row: JsonObject) -> bytes:
     """One JSON object as a line."""
     return (json.dumps(row) + "\n").encode()
 
 
-def parse_lines(content: bytes) -> list[dict[str, Any]]:
+def parse_lines(content: bytes) -> list[JsonObject]:
     """The JSON objects of a file of lines. A torn line is left out."""
     rows = []
     for line in content.split(b"\n"):

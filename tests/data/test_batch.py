@@ -49,7 +49,7 @@ def test_a_step_holds_the_same_examples_on_every_mesh_and_split(
     assert list(batch) == ["x", "y", "padding_mask"]
     for field, array in batch.items():
         assert array.shape == (S, B, T)
-        np.testing.assert_array_equal(np.asarray(array).reshape(16, T), getattr(expected, field))
+        np.testing.assert_array_equal(np.asarray(array).reshape(16, T), expected[field])
     assert (batch["x"].dtype, batch["padding_mask"].dtype) == (np.int32, np.bool_)
 
 

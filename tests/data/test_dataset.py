@@ -13,7 +13,7 @@ from tests.data.corpus import load, write_bin, write_npy
 
 def test_y_is_the_token_after_x_and_all_of_train_is_real(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    x, y, padding_mask = dataset.rows("train", 0, 5)
+    x, y, padding_mask = dataset.rows("train", 0, 5).values()
     assert x.shape == y.shape == padding_mask.shape == (5, 8)
     assert (x.dtype, y.dtype, padding_mask.dtype) == (np.int32, np.int32, np.bool_)
     assert (y == x + 1).all()
@@ -48,7 +48,7 @@ def test_rows_are_a_function_of_their_number_alone_however_far(tmp_path: Path) -
 def test_validation_is_in_order_and_beyond_its_end_all_is_padding(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     assert (dataset.num_validation_tokens, dataset.num_validation_windows) == (200, 24)
-    x, y, padding_mask = dataset.rows("validation", 20, 10)
+    x, y, padding_mask = dataset.rows("validation", 20, 10).values()
     assert x[:4, 0].tolist() == [960, 968, 976, 984]
     assert padding_mask[:4].all()
     assert not padding_mask[4:].any()

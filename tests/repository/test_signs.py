@@ -44,7 +44,7 @@ def test_no_function_is_long(signs: Signs) -> None:
 
 
 def test_dictionaries_of_anything_become_fewer(signs: Signs) -> None:
-    assert signs.any_dictionaries <= 79
+    assert signs.any_dictionaries <= 41
 
 
 def test_an_attribute_that_a_base_class_has_made_is_not_late() -> None:
