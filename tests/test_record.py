@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     job = gpt(directory, **changes)
     with pytest.raises(PreemptedError):
-        job(notice=StopAfter(job, 5))
+        job(stop=StopAfter(job, 5))
     files = [path for path in (directory / "checkpoints/5").rglob("*") if path.is_file()]
     max(files, key=lambda path: path.stat().st_size).write_bytes(b"damaged")
     gpt(directory, **changes)()

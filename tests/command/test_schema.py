@@ -92,4 +92,4 @@ def test_the_command_ends_with_2_and_the_line() -> None:
     assert (code, output) == (2, "specs/none.yaml: cannot read the spec: No such file or directory\n")
     code, output = command(environment(1), "schema", "specs/gpt_nano.yaml", "more")
     assert code == 2
-    assert "usage: python -m runner schema [-h] [SPEC]" in output
+    assert "python -m runner schema [SPEC]" in output
