@@ -37,22 +37,9 @@ class NotCommittedError(FileNotFoundError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint says of itself. The step's directory is `checkpoints/<name>`.
+    """What one checkpoint says of itself: the keys of `manifest.json`, which `manifest_key` explains one by one.
 
-    Attributes:
-        attempt: that has written it.
-        time: of the beginning of the save, seconds since the epoch.
-        job: the run's id.
-        identity: what defines the trajectory, by dotted key, and the fingerprint of the data.
-        arrays: the directory of the arrays, below the checkpoint's.
-        leaves: `{shape, dtype, digest}` by the leaf's dotted name.
-        fingerprint: of the whole state.
-        metric: that `checkpoint.keep_best` compares, where the step has it.
-        topology: of a trainer: mesh, device kind, processes and micro-batch.
-        files: size and CRC-32C by name, relative to the checkpoint's directory.
-        shards: of each leaf, where the arrays are pieces and not orbax's.
-        seconds: from the beginning of the save to its commit.
-        contested: a tombstone stood here before: an earlier attempt may still be about to commit this step.
+    The checkpoint's directory is `checkpoints/<name>`. `format` and `digest` are of the file alone.
     """
 
     name: str = ""

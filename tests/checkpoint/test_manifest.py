@@ -1,5 +1,6 @@
 """What makes a directory a checkpoint, what is wrong with one, and who decides that it never becomes one."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 from runner.checkpoint.manifest import (
     MANIFEST,
+    TOMBSTONE,
     Manifest,
     NotCommittedError,
     check_leaves,
@@ -17,6 +19,7 @@ from runner.checkpoint.manifest import (
     read_manifest,
     steps,
 )
+from runner.checkpoint.manifest_key import MANIFEST_KEYS
 from runner.checkpoint.tombstone import bury, commit, finish_burials, remove_files, uncommit
 from runner.errors import ResumeError
 from runner.storage import LocalStore, digest_of
@@ -43,6 +46,11 @@ def test_a_manifest_comes_back_as_it_was_written(store):
     manifest = Manifest(name="7", step=7, leaves=leaves, time=1.5, shards={}, metric=0.0)
     store.write(f"checkpoints/7/{MANIFEST}", manifest.encode())
     assert read_manifest(store, "checkpoints/7") == manifest
+
+
+def test_the_record_has_the_keys_that_are_explained():
+    explained = {key.name for key in MANIFEST_KEYS if "." not in key.name}
+    assert {each.name for each in dataclasses.fields(Manifest)} == explained - {"format", "digest", TOMBSTONE}
 
 
 def test_any_change_of_a_manifest_is_seen(store):
