@@ -486,12 +486,9 @@ def undisturbed(spec: str, options: tuple[str, ...] = (), devices: int = 1, num_
 
 def whole_counter(options: tuple[str, ...]) -> Job:
     """The undisturbed run of a counter on a disk: without its pauses and saves, which move no bit."""
-    what_moves_bits = tuple(
-        sorted(option for option in options if option.startswith(("config.total_", "config.width")))
-    )
-    return undisturbed(
-        "specs/counter.yaml", (*what_moves_bits, "config.step_seconds=0", "checkpoint.every_steps=1000000")
-    )
+    settings = dict(option.split("=", 1) for option in options)  # of two with one key the last one counts
+    moving = tuple(f"{key}={settings[key]}" for key in ("config.total_steps", "config.width") if key in settings)
+    return undisturbed("specs/counter.yaml", (*moving, "config.step_seconds=0", "checkpoint.every_steps=1000000"))
 
 
 @functools.cache

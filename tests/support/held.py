@@ -1,8 +1,9 @@
 """`python -m tests.support.held` is `python -m runner`, but the job stands still where a test wants to strike.
 
 So it is struck there however slow the machine is. HELD_IN says where: `step N`, once N steps are completed; `data N`,
-where a GPT makes the batch of step N; `result`, between the last commit and the word that the job is done. HELD_UNTIL
-names a file that ends the waiting when it appears; without it the process is there to be killed.
+where a GPT makes the batch of index N; `evaluation N I`, where it makes batch I of the evaluation after step N;
+`result`, between the last commit and the word that the job is done. HELD_UNTIL names a file that ends the waiting when
+it appears; without it the process is there to be killed.
 """
 
 import os
@@ -25,6 +26,11 @@ def wait_in(place: str) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def place_of_batch(job: PretrainGPT, slice: str = "train", step: int | None = None) -> str:
+    """`step` is the index of the batch."""
+    return f"data {step}" if slice == "train" else f"evaluation {job.step} {step}"
+
+
 def hold(kind: type, method: str, place_of: Callable[..., str]) -> None:
     """Wait before a method of a job, in the place that its arguments say."""
     original = getattr(kind, method)
@@ -40,5 +46,5 @@ if __name__ == "__main__":
     for kind in (Counter, PretrainGPT):
         hold(kind, "save_or_stop", lambda job: f"step {job.step}")
         hold(kind, "result", lambda job: "result")
-    hold(PretrainGPT, "batch", lambda job, slice="train", step=None: f"data {step}" if slice == "train" else "")
+    hold(PretrainGPT, "batch", place_of_batch)
     runpy.run_module("runner", run_name="__main__", alter_sys=True)

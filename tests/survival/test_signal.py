@@ -27,11 +27,11 @@ from tests.support.harness import (
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 COUNTER = ("config.total_steps=100", "config.step_seconds=0.05", "config.width=1000000", "checkpoint.every_steps=4")
 NANO = (
-    "config.train.total_steps=24",
+    "config.train.total_steps=30",
     "checkpoint.every_steps=6",
     "logging.every_steps=1",
     "config.eval.every_steps=8",
-    "config.eval.batches=80",
+    "config.eval.batches=4",
 )
 SIGTERM_AND_IN_THE_SOAK_SIGINT = (
     pytest.param(signal.SIGTERM, id="SIGTERM"),
@@ -178,18 +178,19 @@ def test_sigterm_while_waiting_for_data_stops_after_the_step_that_waits(tmp_path
 
 @pytest.mark.parametrize(
     "step",
-    [pytest.param(8, id="first evaluation", marks=pytest.mark.soak), pytest.param(24, id="last evaluation")],
+    [pytest.param(8, id="first evaluation", marks=pytest.mark.soak), pytest.param(30, id="last evaluation")],
 )
 def test_an_evaluation_cut_short_twice_is_made_up(tmp_path: Path, step: int) -> None:
     job = nano_at_six(tmp_path / "run")
-    attempt = job.start()
-    attempt.signal_in(after_row(step - 1), signal.SIGTERM, delay_seconds=0.2)
+    gates = tmp_path / "first gate", tmp_path / "second gate"
+    attempt = job.start_held(f"evaluation {step} 1", until=gates[0])
+    signal_while_held(attempt, after_row(step - 1), signal.SIGTERM, gates[0])
     assert assert_stopped(attempt, saved=True) == step
     assert job.rows()[-1]["step"] == step
     assert "val/loss" not in job.rows()[-1], "the evaluation was not cut short"
 
-    again = job.start()
-    again.signal_in(make_up_evaluation, signal.SIGTERM, delay_seconds=0.1)
+    again = job.start_held(f"evaluation {step} 1", until=gates[1])
+    signal_while_held(again, make_up_evaluation, signal.SIGTERM, gates[1])
     again.expect(75)
     assert job.newest() == step
     assert "val/loss" not in job.rows()[-1], "the evaluation was not cut short again"
@@ -218,8 +219,9 @@ def test_a_counter_stopped_in_every_phase_ends_with_the_same_bits(tmp_path: Path
             assert step == before
             assert not any(event["saved"] for event in preempts)
         else:
-            # Before its first step an attempt has nothing to save.
-            assert [(event["step"], event["saved"]) for event in preempts] == [(step, step > before)]
+            # An attempt that has not completed its first step has nothing to save.
+            assert [event["saved"] for event in preempts] == [step > before]
+            assert not preempts[0]["saved"] or preempts[0]["step"] == step
             assert step > before or phase is has_state, attempt.report(f"lost what it did {phase.__name__}")
     finish_like(whole_counter(COUNTER), job, step)
 
