@@ -161,7 +161,7 @@ def _replicas(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
     return np.array(list(rows.values()))
 
 
-class Layout:
+class LeafLayout:
     """How a tree's leaves lie on devices: what is left to know of it when its arrays have been donated."""
 
     def __init__(self, tree: Any):
@@ -206,7 +206,7 @@ def leaf_digests(tree: Any) -> dict[str, str]:
 
     Raises `ReplicaError` if the copies of a shard differ.
     """
-    return Layout(tree).leaf_digests(dispatch(tree))
+    return LeafLayout(tree).leaf_digests(dispatch(tree))
 
 
 def combine(leaves: Mapping[str, LeafRecord]) -> str:

@@ -78,7 +78,7 @@ class _Save:
     draft: Manifest  # without digests and files
     flush: Callable[[], None]
     shapes: dict[str, fingerprint.LeafShape]
-    layout: fingerprint.Layout
+    layout: fingerprint.LeafLayout
     started_seconds: float
     digests: jax.Array | None = None
     finish: Callable[[float], Written] | None = None
@@ -181,7 +181,7 @@ class Saver:
             topology=payload.topology,
         )
         attachments = payload.attachments() if is_fast and self._attempt.hosts.is_main else {}
-        shapes, layout = fingerprint.describe(state), fingerprint.Layout(state)
+        shapes, layout = fingerprint.describe(state), fingerprint.LeafLayout(state)
         return _Save(draft, payload.flush, shapes, layout, started_seconds, attachments=attachments)
 
     def _begin(self, save: _Save, state: Any, is_durable: bool, is_fast: bool) -> Future[bool] | None:

@@ -33,7 +33,7 @@ _LONGEST_SURVIVAL_SECONDS = 2.0  # of the others after the first death
 
 
 @dataclass(frozen=True)
-class Request:
+class Trial:
     """What to verify.
 
     Attributes:
@@ -61,21 +61,21 @@ class Request:
 class Run:
     """One run of the job in a directory of its own."""
 
-    def __init__(self, request: Request, directory: Path):
-        self._request = request
+    def __init__(self, trial: Trial, directory: Path):
+        self._trial = trial
         self.directory = directory
         self._log = directory.with_suffix(".log")
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
         """All processes of one attempt."""
-        request = self._request
+        trial = self._trial
         overrides = {
             "directory": self.directory,
-            "checkpoint.every_steps": request.every_steps,
+            "checkpoint.every_steps": trial.every_steps,
             "checkpoint.every_minutes": "null",
             "checkpoint.every": "null",
-            "checkpoint.keep_last": request.steps + 1,
+            "checkpoint.keep_last": trial.steps + 1,
             "checkpoint.keep_best": "null",
             "checkpoint.local_directory": "null",
             "checkpoint.local_every_steps": "null",
@@ -83,10 +83,10 @@ class Run:
             "logging.wandb": "disabled",
         }
         options = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-m", "runner", *request.arguments, *options]
-        environment = make_environment(request.devices_per_process)
+        command = [sys.executable, "-m", "runner", *trial.arguments, *options]
+        environment = make_environment(trial.devices_per_process)
         with self._log.open("ab") as log:
-            self._processes = start_processes(command, request.processes, environment, log)
+            self._processes = start_processes(command, trial.processes, environment, log)
 
     def kill(self, chance: random.Random) -> int:
         """kill -9 to one process, whose number it returns, and a moment later to the others."""
@@ -105,7 +105,7 @@ class Run:
 
     def run_on(self) -> None:
         """To the commit of the last step, and then to a clean stop. Raises `FailedError` if the job ends otherwise."""
-        self.until(lambda: self.newest() >= self._request.steps)
+        self.until(lambda: self.newest() >= self._trial.steps)
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -157,31 +157,29 @@ class Run:
         return {row["step"]: {key: row[key] for key in row if not key.startswith("perf/")} for row in rows}
 
 
-def verify(request: Request, scratch: Path) -> int:
+def verify(trial: Trial, scratch: Path) -> int:
     """Run both, say what was found, and return the exit code: 0 for the same bits, 1 for a difference."""
-    chance = random.Random(request.seed)
-    whole, killed = Run(request, scratch / "undisturbed"), Run(request, scratch / "killed")
+    chance = random.Random(trial.seed)
+    whole, killed = Run(trial, scratch / "undisturbed"), Run(trial, scratch / "killed")
     try:
         began = time.monotonic()
         whole.start()
         whole.until(lambda: whole.newest() > 0)
         first_commit_seconds = time.monotonic() - began
         whole.run_on()
-        if whole.newest() < request.steps:
-            raise InvalidError(
-                f"the job ends at step {whole.newest()}; --steps {request.steps} needs to be at most that"
-            )
-        interval_seconds = (time.monotonic() - began - first_commit_seconds) / (request.kills + 3)
+        if whole.newest() < trial.steps:
+            raise InvalidError(f"the job ends at step {whole.newest()}; --steps {trial.steps} needs to be at most that")
+        interval_seconds = (time.monotonic() - began - first_commit_seconds) / (trial.kills + 3)
         say(f"verify-resume: undisturbed: {len(whole.leaves())} checkpoints, {len(whole.rows())} rows of metrics")
-        first_kill = _kill_again_and_again(killed, request, chance, first_commit_seconds, interval_seconds)
+        first_kill = _kill_again_and_again(killed, trial, chance, first_commit_seconds, interval_seconds)
     finally:
         whole.end()
         killed.end()
-    problem = compare(whole, killed, request.steps, first_kill)
+    problem = compare(whole, killed, trial.steps, first_kill)
     if problem is None:
-        compared = [step for step in killed.leaves() if step <= request.steps]
+        compared = [step for step in killed.leaves() if step <= trial.steps]
         say(
-            f"verify-resume: SAME BITS after {request.kills} kills: every leaf at steps "
+            f"verify-resume: SAME BITS after {trial.kills} kills: every leaf at steps "
             f"{', '.join(map(str, compared))}, and every row of metrics"
         )
         return EXIT_DONE
@@ -190,11 +188,11 @@ def verify(request: Request, scratch: Path) -> int:
 
 
 def _kill_again_and_again(
-    run: Run, request: Request, chance: random.Random, first_commit_seconds: float, interval_seconds: float
+    run: Run, trial: Trial, chance: random.Random, first_commit_seconds: float, interval_seconds: float
 ) -> int:
     """The run with its kills, to its end; the step that was the newest at the first kill after a commit."""
-    first_kill = 0 if request.kills else request.steps
-    for number in range(request.kills):
+    first_kill = 0 if trial.kills else trial.steps
+    for number in range(trial.kills):
         place = PLACES[number % len(PLACES)]
         before = run.newest()
         run.start()
@@ -209,10 +207,10 @@ def _kill_again_and_again(
         victim = run.kill(chance)
         first_kill = first_kill or run.newest()
         say(
-            f"verify-resume: kill {number + 1} of {request.kills}: -9 to process {victim} {place}, "
+            f"verify-resume: kill {number + 1} of {trial.kills}: -9 to process {victim} {place}, "
             f"step {run.newest()} the newest committed"
         )
-    if run.newest() < request.steps:
+    if run.newest() < trial.steps:
         run.start()
         run.run_on()
     return first_kill

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.command.arguments import Parser
-from runner.command.resume_proof import Request, verify
+from runner.command.resume_proof import Trial, verify
 from runner.errors import InvalidError
 
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
         given = f"--steps {parsed.steps} --kills {parsed.kills} --processes {parsed.processes}"
         raise InvalidError(f"{given}: needs a process, no negative number of kills, and 3 steps more than kills")
     options = [word for override in parsed.set for word in ("--set", override)]
-    request = Request(
+    trial = Trial(
         (parsed.spec, *options),
         parsed.steps,
         parsed.kills,
@@ -33,4 +33,4 @@ def main(arguments: Sequence[str]) -> int:
         parsed.seed,
     )
     with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
-        return verify(request, Path(scratch))
+        return verify(trial, Path(scratch))
