@@ -21,6 +21,15 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 pytest_plugins = ("pytester",)
+LONGEST_FILES = (
+    "tests/test_trainer.py",
+    "tests/repository/test_readme.py",
+    "tests/plan/test_plan.py",
+    "tests/experiments/test_gpt.py",
+    "tests/survival/test_refusal.py",
+    "tests/survival/test_signal.py",
+    "tests/survival/test_kill.py",
+)
 ALLOWED_SKIP = "needs an accelerator"
 
 
@@ -28,6 +37,11 @@ def pytest_unconfigure() -> None:
     """Called at the end of the session, in each process of pytest; the one that made the directory is the last."""
     if _is_session_mine:
         shutil.rmtree(os.environ.pop(SESSION_VARIABLE, ""), ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest come first, so that no worker is left alone with one of them at the end."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST_FILES))
 
 
 @pytest.fixture(autouse=True)

@@ -37,9 +37,9 @@ def test_the_invalid_code_of_a_job_comes_through_with_a_prefix_on_every_line():
 
 
 def test_a_signal_reaches_every_process_and_the_job_ends_with_75(tmp_path):
-    settings = [f"directory={tmp_path}/run", "config.train.total_steps=100000", "config.data.sequence_length=16"]
+    settings = [f"directory={tmp_path}/run", "config.total_steps=100000", "config.step_seconds=0.05"]
     options = [word for setting in settings for word in ("--set", setting)]
-    process = launch("specs/gpt_nano.yaml", "--processes", "2", "--devices-per-process", "1", *options)
+    process = launch("specs/counter.yaml", "--processes", "2", "--devices-per-process", "1", *options)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not list(tmp_path.glob("run/checkpoints/*/manifest.json")) and process.poll() is None:
         assert time.monotonic() < deadline

@@ -6,9 +6,12 @@ Left out is what differs between machines: data and directory, and how long the 
 compared where it is the one that the kept text names.
 """
 
+import fcntl
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,14 @@ PODS = [
     ("gpt_7b", "v5p-512"),
     ("gpt3_175b", "v5p-4096"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libtpu_is_ours() -> Iterator[None]:
+    """Wait until no other suite on this machine is here."""
+    with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def plan(spec: str, topology: str, directory: Path) -> list[str]:

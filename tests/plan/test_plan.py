@@ -157,12 +157,12 @@ def test_the_peak_of_a_step_is_what_was_planned() -> None:
 
 SMALL_CHIPS = """
 import dataclasses, sys
-from runner import accelerators
+from runner import accelerator
 from runner.plan import machine
 
-chip = accelerators.CHIPS["v5e"]
+chip = accelerator.CHIPS["v5e"]
 speeds = dataclasses.replace(chip.speeds, hbm_bytes=int(sys.argv.pop(1)))
-accelerators.CHIPS["v5e"] = dataclasses.replace(chip, speeds=speeds)
+accelerator.CHIPS["v5e"] = dataclasses.replace(chip, speeds=speeds)
 machine.is_libtpu_here = lambda: False
 from runner.__main__ import main
 sys.exit(main(["plan", *sys.argv[1:]]))

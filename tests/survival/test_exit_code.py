@@ -49,11 +49,13 @@ def test_asked_to_stop_is_75_and_a_lost_peer_is_76(target, tmp_path):
     attempts[target].process.send_signal(signal.SIGTERM)
     for attempt in attempts:
         attempt.expect(75)
-    attempts = job.start_processes(2)
     newest = job.newest()
+    assert [(event["step"], event["saved"]) for event in job.events("preempt")] == [(newest, True)]
+    attempts = job.start_processes(2)
     attempts[0].until(lambda: job.newest() >= newest + 20, "20 more steps")
     attempts[target].kill()
     attempts[1 - target].expect(76)
+    assert job.events("restore")[0]["step"] == newest
     assert f"the job does not go on: process {target} " in attempts[1 - target].output
     assert "has died" in attempts[1 - target].output
 

@@ -70,10 +70,10 @@ def test_a_launcher_that_may_not_restart_ends_with_76_when_a_process_is_killed(j
     assert_ends_like_undisturbed(job)
 
 
-@pytest.mark.parametrize("targets", [(1,), pytest.param((0, 1), marks=pytest.mark.soak)], ids=str)
-def test_sigterm_to_any_one_process_stops_all_at_one_step_and_loses_none(job: Job, targets: tuple[int, ...]) -> None:
+@pytest.mark.soak  # daily with a counter, in test_exit_code.py and tests/launch/test_local.py
+def test_sigterm_to_any_one_process_stops_all_at_one_step_and_loses_none(job: Job) -> None:
     stopped_at = 0
-    for target in targets:
+    for target in range(NUM_PROCESSES):
         attempts = job.start_processes(NUM_PROCESSES)
         main = attempts[0]
         main.until(lambda main=main: row_beyond_the_newest_commit(main), "the step after a commit")  # type: ignore[misc]

@@ -83,7 +83,7 @@ def test_another_trajectory_is_refused_with_a_line_naming_each_key(nano: Job, op
 def test_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be or not to be " * 1000)
-    options = (*NANO, f"config.data.source={text}", "config.train.total_steps=400")
+    options = (*NANO, f"config.data.source={text}")
     job = Job(NANO_SPEC, tmp_path / "run", options)
     attempt = job.start_held("step 8")
     attempt.until(lambda: job.newest() >= 5, "the first commit")
@@ -92,12 +92,19 @@ def test_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
     refuse(job, "config.data")
 
 
-def test_logging_mesh_and_cadence_may_change_without_moving_a_bit(nano: Job) -> None:
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param((), id="same mesh"),
+        in_the_soak(("topology.mesh={data: 1, fsdp: auto, tensor: 1}",), id="another mesh"),
+    ],
+)
+def test_logging_mesh_and_cadence_may_change_without_moving_a_bit(nano: Job, mesh: tuple[str, ...]) -> None:
     changed = nano.with_options(
         "logging.every_steps=5",
         "checkpoint.every_steps=7",
         "checkpoint.keep_last=2",
-        "topology.mesh={data: 1, fsdp: auto, tensor: 1}",
+        *mesh,
     )
     changed.finish()
     assert changed.result() == undisturbed(NANO_SPEC, NANO).result()
@@ -164,6 +171,7 @@ def assert_older_committed_nothing_after_newer(job: Job) -> None:
 # Training that went wrong, and data that cannot serve.
 
 
+@pytest.mark.soak  # daily in tests/test_trainer.py, and with a counter in test_exit_code.py
 def test_a_loss_that_is_not_finite_fails_naming_the_step_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     options = (
         "config.optimizer={name: sgd, learning_rate: 1.0e+30, clip_norm: null}",
