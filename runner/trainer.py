@@ -202,13 +202,17 @@ class BaseTrainer(RestoreableJob):
         if different:
             raise DataError(f"{self.config.data.source}: processes {different} read other data than process 0")
 
-    def draw(self, devices: Sequence[jax.Device]) -> Blueprint:
-        """The job laid out over these devices: mesh, optimizer, and the abstract state. Allocates nothing."""
+    def lay_out(self, devices: Sequence[jax.Device]) -> Mesh:
+        """The mesh over these devices, over which the batch must divide. Reads no data."""
         with self.document.blaming("topology.mesh"):
             mesh = make_mesh(mesh_sizes(self.topology.mesh, len(devices)), devices)
         with self.document.blaming("config.train"):
             batch_layouts(self.config, mesh)
-        return self.draw_on(mesh, jax.random.key(self.spec.seed))
+        return mesh
+
+    def draw(self, devices: Sequence[jax.Device]) -> Blueprint:
+        """The job on these devices: mesh, optimizer, and the abstract state. Allocates nothing."""
+        return self.draw_on(self.lay_out(devices), jax.random.key(self.spec.seed))
 
     def draw_on(self, mesh: Mesh, key: jax.Array) -> Blueprint:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import yaml
+from jax.sharding import Mesh
 
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
@@ -79,9 +80,13 @@ def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) 
     if isinstance(job, BaseTrainer):
         data = checks.check_data(job, findings)
         sections += [data.section, checks.check_directory(job, data.is_found, findings)]
-        if machine is None or not data.is_vocabulary_known:
+        mesh: Mesh | None = None
+        if machine is not None:
+            with findings.collect():
+                mesh = job.lay_out(machine.devices)
+        if machine is None or mesh is None or not data.is_vocabulary_known:
             return sections
-        return sections + _trainer_sections(job, machine, findings)
+        return sections + _trainer_sections(job, mesh, machine, findings)
     with findings.collect():
         job.setup(Hosts.alone())
     sections.append(checks.check_directory(job, True, findings))
@@ -91,12 +96,8 @@ def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) 
     return [*sections, report.state_section(abstract), _checkpoint_section(job, abstract, machine, None, findings)]
 
 
-def _trainer_sections(job: BaseTrainer, machine: Machine, findings: Findings) -> list[Section]:
-    blueprint: Blueprint | None = None
-    with findings.collect():
-        blueprint = job.draw(machine.devices)
-    if blueprint is None:
-        return []
+def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: Findings) -> list[Section]:
+    blueprint = job.draw_on(mesh, jax.random.key(job.spec.seed))
     abstract = blueprint.abstract_state
     program, sections = _compile(job, blueprint, machine, findings)
     if program is None:
