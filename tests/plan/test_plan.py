@@ -10,14 +10,14 @@ import jax
 import pytest
 
 from tests.support.attempt import start
-from tests.support.harness import ROOT, Job, command, environment
+from tests.support.harness import ROOT, Job, command, environment, unoptimized
 from tests.support.tiny import gpt
 
 NANO = "specs/gpt_nano.yaml"
 
 
 def plan(*arguments: str, expected: int = 0) -> str:
-    code, output = command(environment(1), "plan", *arguments)
+    code, output = command(unoptimized(environment(1)), "plan", *arguments)
     assert code == expected, output
     assert "Traceback" not in output
     return output
@@ -146,7 +146,9 @@ print(resident("VmHWM") - before, job.compiled.memory.needed * 2)
 
 
 def test_the_peak_of_a_step_is_what_was_planned() -> None:
-    result = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, env=environment(1), capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK], cwd=ROOT, env=unoptimized(environment(1)), capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     measured, planned = map(int, result.stdout.split())
     assert planned > 500e6
@@ -172,7 +174,7 @@ sys.exit(main(["plan", *sys.argv[1:]]))
 def plan_small(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
     """The plan where a v5e has little memory, on faked CPU devices."""
     words = [sys.executable, "-c", SMALL_CHIPS, str(int(hbm_bytes)), *arguments]
-    result = subprocess.run(words, cwd=ROOT, env=environment(1), capture_output=True, text=True)
+    result = subprocess.run(words, cwd=ROOT, env=unoptimized(environment(1)), capture_output=True, text=True)
     assert result.returncode == expected, result.stdout + result.stderr
     return result.stdout
 
@@ -202,7 +204,7 @@ def test_the_smallest_slice_that_ends_in_time() -> None:
     output = subprocess.run(
         [sys.executable, "-c", SMALL_CHIPS, "16000000000", *auto, "1e-12"],
         cwd=ROOT,
-        env=environment(1),
+        env=unoptimized(environment(1)),
         capture_output=True,
         text=True,
     )

@@ -50,6 +50,11 @@ def environment(devices: int, cache: Path | None = None) -> dict[str, str]:
     return variables if cache is None else variables | {"RUNNER_CACHE": str(cache)}
 
 
+def unoptimized(variables: dict[str, str]) -> dict[str, str]:
+    """The same without LLVM's optimiser: for who compiles to look at the program, and hardly runs it."""
+    return variables | {"XLA_FLAGS": f"{variables['XLA_FLAGS']} --xla_backend_optimization_level=0"}
+
+
 def read_lines(path: Path, offset_bytes: int = 0) -> list[Row]:
     """The whole JSON lines of a file from an offset on."""
     if not path.exists():

@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 600.0
+_NUM_LOOKS = 1000
 _VARIABLE = "RUNNER_TESTS_STARTED_BY"
 _VALUE = uuid.uuid4().hex
 _MARK = f"{_VARIABLE}={_VALUE}".encode()
@@ -35,17 +36,35 @@ def find() -> set[int]:
 
 
 def _is_marked(process: int) -> bool:
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
-        return _MARK in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    """Ask the environment that the process was started with: not there yet while it is being started."""
+    directory = Path(f"/proc/{process}")
+    with contextlib.suppress(OSError):  # it has ended, is the kernel's, or is another user's
+        for _ in range(_NUM_LOOKS):
+            os.readlink(directory / "exe")
+            has_started = bool((directory / "cmdline").read_bytes())
+            environment = (directory / "environ").read_bytes()
+            if has_started or environment:
+                return _MARK in environment.split(b"\0")
+            time.sleep(0.001)
     return False
 
 
 def end_all_but(spared: set[int]) -> None:
-    """kill -9, again for what they start while they die, until none is left."""
+    """kill -9, again for what they start while they die, until all of them are dead."""
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while left := find() - spared:
+    dying: set[int] = set()
+    while left := (find() - spared) | {process for process in dying if not _is_dead(process)}:
         assert time.monotonic() < deadline, f"processes {sorted(left)} do not die"
-        for process in left:
+        for process in left - dying:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+        dying |= left
         time.sleep(0.001)
+
+
+def _is_dead(process: int) -> bool:
+    """Whether it is gone, or waits for its parent to take note."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
