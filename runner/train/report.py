@@ -20,7 +20,7 @@ class Evaluator(Protocol):
     """Judges weights. Called on every host."""
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> dict[str, float] | None:
-        """Figures by their key in a row (`val/loss`); None if it ended early because the job was asked to stop."""
+        """Figures by their key in a row (`val/...`); None if it ended early because the job was asked to stop."""
 
 
 class Report:

@@ -1,0 +1,93 @@
+"""When to save: a table of rules and clocks, and the interval that loses the least time."""
+
+import math
+
+import pytest
+
+from runner.checkpoint.interval import SavePolicy, best_interval_seconds
+from runner.checkpoint.save import SaveKind
+from runner.spec import Checkpoint
+
+FAST, DURABLE, REQUIRED = SaveKind.FAST, SaveKind.DURABLE, SaveKind.REQUIRED
+LAST_STEP = 12
+
+
+class Clock:
+    """Shows what it is told."""
+
+    def __init__(self):
+        self.seconds = 1000.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def saves(rule, *, seconds_a_step=0.0, interval_seconds=0.0, logging_every_steps=1):
+    """The saves of a run of `LAST_STEP` steps, by step, where each that is due begins at once."""
+    clock = Clock()
+    policy = SavePolicy(Checkpoint(**rule), logging_every_steps, lambda answer: answer, clock)
+    found = {}
+    for step in range(1, LAST_STEP + 1):
+        clock.seconds += seconds_a_step
+        kind = policy.due(step, LAST_STEP, interval_seconds)
+        if kind is not None:
+            found[step] = kind
+        if kind in (DURABLE, REQUIRED):
+            policy.saved()
+    return found
+
+
+LOCAL = {"local_directory": "/fast", "local_every_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "expected"),
+    [
+        ({"every_steps": 5}, {}, {5: DURABLE, 10: DURABLE, 12: REQUIRED}),
+        ({"every_steps": 6}, {}, {6: DURABLE, 12: REQUIRED}),
+        ({"every_steps": 5} | LOCAL, {}, {2: FAST, 4: FAST, 5: DURABLE, 6: FAST, 8: FAST, 10: DURABLE, 12: REQUIRED}),
+        ({"every_steps": None, "every_minutes": 1.0}, {}, {12: REQUIRED}),
+        (
+            {"every_steps": None, "every_minutes": 1.0},
+            {"seconds_a_step": 20.0},
+            {3: DURABLE, 6: DURABLE, 9: DURABLE, 12: REQUIRED},
+        ),
+        (
+            {"every_steps": None, "every_minutes": 1.0},
+            {"seconds_a_step": 20.0, "logging_every_steps": 4},
+            {4: DURABLE, 8: DURABLE, 12: REQUIRED},
+        ),
+        (
+            {"every_steps": 5, "every_minutes": 1.0},
+            {"seconds_a_step": 20.0},
+            {3: DURABLE, 5: DURABLE, 8: DURABLE, 10: DURABLE, 12: REQUIRED},
+        ),
+        (
+            {"every": "auto"},
+            {"seconds_a_step": 20.0, "interval_seconds": 80.0},
+            {4: DURABLE, 8: DURABLE, 12: REQUIRED},
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_due_at_each_step(rule, options, expected):
+    assert saves(rule, **options) == expected
+
+
+def test_by_the_clock_only_host_0_decides():
+    clock, asked = Clock(), []
+
+    def decide(answer):
+        asked.append(answer)
+        return False
+
+    policy = SavePolicy(Checkpoint(every_steps=None, every_minutes=1.0), 2, decide, clock)
+    clock.seconds += 3600
+    assert [policy.due(step, LAST_STEP, 0.0) for step in (1, 2, 3, 4)] == [None] * 4
+    assert asked == [True, True], "asked at logged steps, on every host"
+
+
+def test_the_best_interval_is_youngs_and_never_less_than_a_save_takes():
+    assert best_interval_seconds(0.5, 3.0, 24.0) == pytest.approx(math.sqrt(2 * 0.5 * 86400))
+    assert best_interval_seconds(0.5, 900.0, 24.0) == 900.0
+    assert best_interval_seconds(0.0, 0.0, 24.0) == 1.0
