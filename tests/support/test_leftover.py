@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -41,7 +42,8 @@ def test_a_process_is_found_however_deep_and_ended(kept: int) -> None:
     os.kill(kept, 0)
 
 
-def test_what_a_test_leaves_is_ended_after_it(pytester: pytest.Pytester) -> None:
+def test_what_a_test_leaves_is_ended_after_it(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     pytester.makeconftest("from tests.conftest import _no_process_survives_its_test")
     pytester.makepyfile(f"""
         import subprocess, sys
