@@ -73,7 +73,8 @@ def run(parsed: argparse.Namespace) -> int:
         return EXIT_DONE
     if shutil.which("gcloud") is None:
         raise InvalidError("gcloud is not on the PATH; install the Google Cloud CLI and run gcloud auth login")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background commands begin with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="launch-tpu-vm-") as scratch:
             Path(scratch, host.archive).write_bytes(commit.archive)

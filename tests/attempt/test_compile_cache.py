@@ -393,6 +393,7 @@ def test_a_job_goes_on_where_no_program_can_be_read_or_published(tmp_path: Path)
     assert job.outcome() == whole_counter(COUNTER).outcome()
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("explained", "keeps_all")
 def test_two_processes_compile_nothing_again_on_fresh_machines_and_a_bucket(tmp_path: Path) -> None:
     with start_backend("s3") as backend:

@@ -145,6 +145,7 @@ print(resident("VmHWM") - before, job.compiled.memory.needed * 2)
 """
 
 
+@pytest.mark.soak
 def test_the_peak_of_a_step_is_what_was_planned() -> None:
     result = subprocess.run(
         [sys.executable, "-c", PEAK], cwd=ROOT, env=unoptimized(environment(1)), capture_output=True, text=True

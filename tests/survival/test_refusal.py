@@ -132,8 +132,8 @@ def test_the_older_of_two_living_attempts_is_fenced_and_the_bits_are_right(tmp_p
     ("spec", "options", "phase"),
     [
         pytest.param(COUNTER_SPEC, COUNTER, has_state, marks=pytest.mark.soak, id="counter between steps"),
-        pytest.param(COUNTER_SPEC, COUNTER, saving, marks=pytest.mark.soak, id="counter saving"),
-        pytest.param(NANO_SPEC, NANO, saving, id="gpt_nano saving"),
+        pytest.param(COUNTER_SPEC, COUNTER, saving, id="counter saving"),
+        pytest.param(NANO_SPEC, NANO, saving, marks=pytest.mark.soak, id="gpt_nano saving"),
     ],
 )
 def test_an_attempt_that_wakes_up_after_another_finished_changes_nothing(
