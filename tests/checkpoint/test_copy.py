@@ -74,7 +74,7 @@ def test_a_run_in_a_bucket_goes_on_from_a_step_that_was_copied_there(backends: d
 @pytest.mark.parametrize(
     ("source", "target", "place"),
     [
-        ("gs", "s3", "/checkpoints/12"),
+        pytest.param("gs", "s3", "/checkpoints/12", marks=pytest.mark.soak),
         pytest.param("s3", "az", "", marks=pytest.mark.soak),
         pytest.param("az", "gs", "", marks=pytest.mark.soak),
     ],

@@ -95,7 +95,7 @@ def test_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param((), id="same mesh"),
+        pytest.param((), id="same mesh", marks=pytest.mark.soak),
         in_the_soak(("topology.mesh={data: 1, fsdp: auto, tensor: 1}",), id="another mesh"),
     ],
 )
