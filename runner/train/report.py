@@ -123,15 +123,19 @@ class Report:
 
     def last_row(self) -> Row:
         """The newest row, on every host; empty if there is none."""
-        rows = self._metrics.rows()[-1:] if self._attempt.hosts.is_main else []
-        row: Row = self._attempt.hosts.agree(rows[0] if rows else {})
+        row: Row = self._attempt.hosts.agree(self._newest_row())
         return row
 
     def metric(self, name: str, step: int) -> float | None:
         """The value in the row of `step`, the newest; None if it has none. On other hosts than the main one, None."""
-        rows = self._metrics.rows()[-1:] if self._attempt.hosts.is_main else []
-        value = rows[0].get(name) if rows and rows[0]["step"] == step else None
+        row = self._newest_row()
+        value = row.get(name) if row.get("step") == step else None
         return None if value is None else float(value)
+
+    def _newest_row(self) -> Row:
+        """Empty if there is none, and on other hosts than the main one."""
+        rows = self._metrics.rows()[-1:] if self._attempt.hosts.is_main else []
+        return rows[0] if rows else {}
 
     def attachments(self) -> dict[str, bytes]:
         """The rows, for the fast tier: in a bucket they may be behind a state that it holds. Main host only."""
