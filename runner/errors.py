@@ -25,6 +25,10 @@ class DivergedError(FailedError, ArithmeticError):
     """The loss or the gradient is no longer finite."""
 
 
+class StateError(FailedError):
+    """The state has come into a form that could not be restored."""
+
+
 class FencedError(FailedError):
     """A newer attempt owns the directory: this one may not write any more."""
 

@@ -20,9 +20,10 @@ from runner.attempt.identity import check_directory, is_done, refuse_another_tra
 from runner.attempt.incident import DRAIN_SECONDS, Incidents
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.fingerprint import fingerprint
+from runner.checkpoint.leaves import refuse_what_cannot_be_kept, strong
 from runner.checkpoint.manifest import newest_manifest
 from runner.checkpoint.save import Payload, SaveKind
-from runner.errors import DivergedError, PreemptedError
+from runner.errors import DivergedError, PreemptedError, StateError
 from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
@@ -93,9 +94,9 @@ class RestoreableJob:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=copies), shapes)
 
     def init_state(self) -> Any:
-        """`init`, each leaf born with the sharding that `abstract_state` gives it."""
+        """`init`, each leaf strongly typed and born with the sharding that `abstract_state` gives it."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
-        return jax.jit(self.init, out_shardings=shardings)()
+        return jax.jit(lambda: strong(self.init()), out_shardings=shardings)()
 
     def run(self) -> None:
         """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`."""
@@ -145,7 +146,7 @@ class RestoreableJob:
                 self.run()
                 with progress.during("the end"):
                     self._finish()
-            except DivergedError:
+            except (DivergedError, StateError):
                 self.checkpointer.settle()  # what was good may still be on its way to the disk
                 raise
             finally:
@@ -156,12 +157,13 @@ class RestoreableJob:
         """Check all that can be checked, and take the next attempt: from here on every earlier one is fenced."""
         self.setup(hosts)
         hosts.main_first(self.refuse_other_checkpoints)
-        identity = trajectory(self.spec, self.config)
+        identity, abstract = trajectory(self.spec, self.config), self.abstract_state()
+        refuse_what_cannot_be_kept(abstract)
         attempt = claim(self.store, self.document, self.spec, identity, hosts, stop, progress)
         self.attempt = attempt
         stop.on_idle_exit = self._record_idle_exit
         with self.document.blaming("checkpoint.local_directory"):
-            self.checkpointer = Checkpointer(attempt, self.spec, self.identity(), self.abstract_state())
+            self.checkpointer = Checkpointer(attempt, self.spec, self.identity(), abstract)
         devices, kind = jax.device_count(), jax.devices()[0].device_kind
         attempt.record("start", None, processes=hosts.num_processes, devices=devices, device_kind=kind)
         self.compile_cache.publish(attempt.fence.check, hosts.process_id)
@@ -212,7 +214,7 @@ class RestoreableJob:
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
         if attempt.hosts.is_main:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
-        self.checkpointer.begin()
+        self.checkpointer.begin(self.state, self.step)
         self.resumed(found.attachments if found is not None else {})
 
     def resumed(self, attachments: dict[str, bytes]) -> None:

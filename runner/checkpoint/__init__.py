@@ -1,6 +1,7 @@
 """Checkpoints that can be trusted: saved in one instant, restored only if every bit is right.
 
 - `fingerprint` topology-free digest of a pytree, computed on device
+- `leaves` what a leaf of the state may be, and the form in which it is stored
 - `manifest_key` the keys of `manifest.json`
 - `manifest` what makes a directory a checkpoint
 - `tombstone` who decides about a step: its commit, or the mark that it will never be one

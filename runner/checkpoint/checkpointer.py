@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from runner import terminal
 from runner.attempt.claim import Attempt
 from runner.checkpoint.fast import FastTier
 from runner.checkpoint.interval import SavePolicy, best_interval_seconds
+from runner.checkpoint.leaves import abstract_stored, named, refuse_another_form
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.restore import Restored, Restorer
 from runner.checkpoint.retention import Retention
@@ -55,8 +55,12 @@ class Checkpointer:
                 self._saved_step = found.manifest.step
         return found
 
-    def begin(self) -> None:
-        """Before the first step: delete what a killed attempt has left undeleted, and start the clock."""
+    def begin(self, state: Any, step: int) -> None:
+        """Before the first step: delete what a killed attempt has left undeleted, and start the clock.
+
+        Raises `StateError` if `state` has another form than `abstract`: it could not be restored.
+        """
+        refuse_another_form(state, self._abstract, step)
         if self._attempt.hosts.is_main:
             self._retention.look()
         self._policy.saved()
@@ -78,10 +82,12 @@ class Checkpointer:
     def save(self, state: Any, step: int, payload: Payload, kind: SaveKind, name: str | None = None) -> Any:
         """Begin to save `state` as `checkpoints/<name>`, by default the step; returns the state to go on with.
 
-        Only what is returned may be donated. A step that is saved already is not saved again.
+        Only what is returned may be donated. A step that is saved already is not saved again. Raises `StateError`, with
+        nothing written, if a restore would refuse this state.
         """
         if name is None and kind is not SaveKind.FAST and self._saved_step == step:
             return state
+        refuse_another_form(state, self._abstract, step)
         draft = Manifest(name=name or str(step), step=step, job=self._attempt.run_id, identity=self._identity)
         with self._attempt.progress.during("save"):
             is_durable, state = self._saver.save(draft, state, payload, kind)
@@ -159,7 +165,7 @@ def _open_fast_tier(rule: Checkpoint, hosts: Hosts, run_id: str, abstract: Any) 
         return None
     fast = FastTier(Path(rule.local_directory).expanduser().absolute() / run_id / str(hosts.process_id))
     try:
-        problem = fast.room(sum(_own_bytes(leaf) for leaf in jax.tree.leaves(abstract)))
+        problem = fast.room(sum(_own_bytes(leaf) for leaf in abstract_stored(named(abstract)).values()))
     except OSError as error:
         problem = f"cannot be written: {error}"
     problem = next((text for text in hosts.gather(problem) if text is not None), None)

@@ -16,6 +16,7 @@ import jax
 from runner.attempt.claim import Attempt
 from runner.checkpoint import fingerprint, reader
 from runner.checkpoint.fast import FastTier
+from runner.checkpoint.leaves import abstract_stored, from_stored, named
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -134,7 +135,7 @@ class Restorer:
         problem, part = None, None
         arrays: dict[str, jax.Array] = {}
         try:
-            arrays, part = self._fast.read(step, _flatten(abstract))
+            arrays, part = self._fast.read(step, abstract_stored(named(abstract)))
             check_leaves(part, abstract)
         except (ValueError, OSError, KeyError) as error:
             problem = f"process {self._attempt.hosts.process_id}: {error}"
@@ -155,7 +156,7 @@ class Restorer:
         check_leaves(manifest, abstract, weights_only)
         arrays: dict[str, jax.Array] = {}
         try:
-            arrays = reader.read(store, directory, manifest, _flatten(abstract))
+            arrays = reader.read(store, directory, manifest, abstract_stored(named(abstract)))
         except StorageError:
             raise
         except (OSError, ValueError) as error:
@@ -216,12 +217,10 @@ class Restorer:
         attempt.events.append("quarantine", rejected.step, reason=rejected.reason, moved_to=f"{store.url}/{target}")
 
 
-def _flatten(tree: Any) -> dict[str, Any]:
-    return dict(zip(fingerprint.leaf_names(tree), jax.tree.leaves(tree), strict=True))
-
-
 def _unflatten(abstract: Any, arrays: dict[str, jax.Array]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in _flatten(abstract)])
+    """The state from what a reader has read."""
+    leaves = from_stored(arrays, named(abstract))
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves.values())
 
 
 def _bits_problem(state: Any, manifest: Manifest) -> str | None:

@@ -36,6 +36,7 @@ from runner.attempt.claim import Attempt
 from runner.checkpoint import fingerprint, pieces
 from runner.checkpoint.double_buffer import DoubleBuffer
 from runner.checkpoint.fast import FastTier
+from runner.checkpoint.leaves import named, stored
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest
 from runner.checkpoint.tombstone import commit
 from runner.checkpoint.writer import Writer, Written
@@ -186,7 +187,7 @@ class Saver:
 
     def _begin(self, save: _Save, state: Any, is_durable: bool, is_fast: bool) -> Future[bool] | None:
         """Copy what must be copied, then the digests (step 2), then the background; what still reads the state."""
-        leaves = dict(zip(fingerprint.leaf_names(state), jax.tree.leaves(state), strict=True))
+        leaves = stored(named(state))
         try:
             if is_durable:
                 save.finish = self._start_to_write(save.target, leaves)

@@ -127,4 +127,4 @@ def shardings_of(abstract: Any) -> Any:
 def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> TrainState:
     """The state at step 0, every leaf born as `abstract` says. Called on every host."""
     with sharding_rules(mesh):
-        return jax.jit(make, out_shardings=shardings_of(abstract))(key)
+        return jax.jit(lambda key: strong(make(key)), out_shardings=shardings_of(abstract))(key)

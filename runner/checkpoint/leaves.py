@@ -1,0 +1,162 @@
+"""What a leaf of the state may be, and the form in which it is stored. A leaf that could not come back is refused.
+
+A leaf must come back with its shape, its element type and its bits. Three kinds need care:
+- a weakly typed one (`jnp.asarray(1.1)`) comes back strongly typed, and the next product would have another type: the
+  state begins strong (`strong`), and one that becomes weak on the way is refused;
+- a random key is stored as its words;
+- a leaf without elements has no bytes: nothing is stored, and it is made anew.
+"""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tensorstore
+from jax import lax
+
+from runner.checkpoint.fingerprint import leaf_names
+from runner.errors import InvalidError, StateError
+
+_MAX_NAMED = 8  # leaves in one message
+_MAX_NAME_BYTES = 200  # of a leaf's dotted path, which becomes part of file names
+
+Leaves = dict[str, Any]  # by dotted path, in the order of `jax.tree.leaves`: arrays, or their shape, dtype and sharding
+
+
+def named(tree: Any) -> Leaves:
+    """The leaves of a tree by dotted path."""
+    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+
+
+def strong(tree: Any) -> Any:
+    """`tree` with every weakly typed leaf made strong: the same dtype, the same bits. To be traced or run."""
+    return jax.tree.map(
+        lambda leaf: leaf if _is_key(leaf) else lax.convert_element_type(leaf, jnp.result_type(leaf)), tree
+    )
+
+
+def refuse_what_cannot_be_kept(abstract: Any) -> None:
+    """Raise `InvalidError` naming the leaves of a state, given by shape and dtype, that could not come back."""
+    names = leaf_names(abstract)
+    if not names:
+        raise InvalidError("the state has no leaf: `init` returns nothing that could be saved")
+    counts = collections.Counter(names)
+    problems = [f"{name}: {count} leaves have this dotted path" for name, count in counts.items() if count > 1]
+    for name, leaf in zip(names, jax.tree.leaves(abstract), strict=True):
+        problem = _type_problem(leaf)
+        if len(name.encode()) > _MAX_NAME_BYTES:
+            problem = f"its dotted path has {len(name.encode())} bytes, at most {_MAX_NAME_BYTES} can be kept"
+        if problem is not None:
+            problems.append(f"{name[:_MAX_NAME_BYTES]}: {problem}")
+    if problems:
+        raise InvalidError("the state cannot be saved\n  " + _list(problems))
+
+
+def _type_problem(leaf: Any) -> str | None:
+    """What is wrong with the element type of an abstract leaf."""
+    if _is_key(leaf):
+        return None
+    try:
+        is_known = tensorstore.dtype(leaf.dtype.name) is not None
+    except (TypeError, ValueError):
+        is_known = False
+    if is_known and not _is_narrow(leaf.dtype):
+        return None
+    return f"{leaf.dtype.name} cannot be saved; keep it in a type of 8 bits or more, and convert it where it is used"
+
+
+def _is_narrow(dtype: Any) -> bool:
+    """Whether several elements share a byte."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits < 8
+    return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8)
+
+
+def refuse_another_form(state: Any, abstract: Any, step: int) -> None:
+    """Raise `StateError` naming the leaves of `state` that a restore into `abstract` would refuse, or would change."""
+    if (found := jax.tree.structure(state)) != (expected := jax.tree.structure(abstract)):
+        own, other = set(leaf_names(state)), set(leaf_names(abstract))
+        problems = [f"{name}: was not there at the start" for name in sorted(own - other)]
+        problems += [f"{name}: was there at the start and is gone" for name in sorted(other - own)]
+        problems = problems or [f"the tree was {str(expected)[:200]} and is {str(found)[:200]}"]
+    else:
+        pairs = zip(leaf_names(state), jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
+        found_problems = ((name, _form_problem(leaf, expected)) for name, leaf, expected in pairs)
+        problems = [f"{name}: {problem}" for name, problem in found_problems if problem is not None]
+    if problems:
+        raise StateError(
+            f"step {step} is not saved: the state has another form than at the start, and would never be restored\n  "
+            + _list(problems)
+        )
+
+
+def _form_problem(leaf: Any, expected: Any) -> str | None:
+    if not isinstance(leaf, jax.Array):
+        return f"is a {type(leaf).__name__}, not a jax array"
+    if leaf.is_deleted():
+        return "was donated to a computation, and is gone"
+    if leaf.dtype != expected.dtype or leaf.shape != expected.shape:
+        return f"was {_form(expected)}, is {_form(leaf)}"
+    if leaf.aval.weak_type:
+        return (
+            f"is weakly typed and would come back strong: the next step would compute in another type; "
+            f"give it one, as in jnp.asarray(x, jnp.{leaf.dtype.name})"
+        )
+    return None
+
+
+def _form(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _list(problems: list[str]) -> str:
+    more = [f"and {len(problems) - _MAX_NAMED} more"] if len(problems) > _MAX_NAMED else []
+    return "\n  ".join([*problems[:_MAX_NAMED], *more])
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key))
+
+
+# The form in which leaves are stored.
+
+
+def stored(leaves: Leaves) -> Leaves:
+    """The arrays that a writer is given for the leaves of a state."""
+    return {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items() if leaf.size}
+
+
+def abstract_stored(leaves: Leaves) -> Leaves:
+    """The arrays, by shape, dtype and sharding, that a reader is asked for to get the leaves of an abstract state."""
+    return {name: _words_of_key(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items() if leaf.size}
+
+
+def _words_of_key(leaf: Any) -> jax.ShapeDtypeStruct:
+    words = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)  # no key is ever cut
+
+
+def from_stored(arrays: Leaves, abstract: Leaves) -> Leaves:
+    """The leaves of `abstract` from what a reader has read. (Early versions stored keys of one axis or more as keys.)"""
+    return {name: _from_stored(arrays.get(name), leaf) for name, leaf in abstract.items()}
+
+
+def _from_stored(array: Any, leaf: Any) -> jax.Array:
+    if leaf.size == 0:
+        return _nothing(leaf)
+    if _is_key(leaf) and not _is_key(array):
+        return jax.random.wrap_key_data(array, impl=_implementation(leaf))
+    return array
+
+
+def _implementation(leaf: Any) -> Any:
+    """The generator that a key, given by shape and dtype, belongs to."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+    return found[0]
+
+
+def _nothing(leaf: Any) -> jax.Array:
+    """An array without elements, like `leaf`. Called on every host."""
+    return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()

@@ -1,0 +1,236 @@
+"""Every kind of leaf that a state can have comes back with the same bits, or is refused before anything is committed.
+
+The kinds are found: every element type that jax has, in every shape, strong and weak. A run that is stopped and resumed
+is compared with an undisturbed one, on a disk and in a bucket.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from runner import ExecutionSpec, RestoreableJob
+from runner.checkpoint.fingerprint import describe, fingerprint, leaf_digests
+from runner.checkpoint.leaves import strong
+from runner.checkpoint.manifest import committed
+from runner.errors import InvalidError, PreemptedError, StateError
+from runner.storage import LocalStore, read_log
+from tests.support.memory_bucket import memory_bucket
+from tests.support.tiny import StopAfter
+
+DTYPES = sorted(
+    {found.dtype.name for found in vars(jnp).values() if isinstance(getattr(found, "dtype", None), np.dtype)}
+)
+WIDE = {"int64", "uint64", "float64", "complex128"}  # only with x64
+REFUSED = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}
+REFUSED |= {"float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"}
+SHAPES = ((), (5,), (4, 6), (0,), (3, 0))
+
+
+def values(dtype: str, shape: tuple[int, ...]) -> jax.Array:
+    """Different bits in every element."""
+    number = int(np.prod(shape))
+    return (jnp.arange(number) % 7 + 1).astype(dtype).reshape(shape)
+
+
+def keys(implementation: str, shape: tuple[int, ...]) -> jax.Array:
+    key = jax.random.key(3, impl=implementation)
+    return jax.random.split(key, shape) if shape else key
+
+
+LEAVES = {f"{dtype}{list(shape)}": (values, dtype, shape) for dtype, shape in itertools.product(DTYPES, SHAPES)}
+LEAVES |= {
+    f"key-{implementation}{list(shape)}": (keys, implementation, shape)
+    for implementation, shape in itertools.product(("threefry2x32", "rbg", "unsafe_rbg"), ((), (3,), (2, 2), (0,)))
+}
+# Weakly typed: what a literal in `init` becomes.
+LEAVES |= {f"weak-{value!r}": (lambda value: value, value) for value in (1.1, 3, True, 1.1 + 2j)}
+LEAVES |= {f"weak-array-{value!r}": (jnp.asarray, value) for value in (1.1, 3, 1.1 + 2j)}
+LEAVES |= {f"numpy-{dtype}": (np.ones, (3,), dtype) for dtype in ("float32", "int32", "bool")}
+LEAVES |= {"none": (lambda: None,), "numpy-scalar": (np.float32, 1.1)}
+
+
+def is_refused(kind: str) -> bool:
+    return kind.split("[")[0] in REFUSED
+
+
+class Keeper(RestoreableJob):
+    """Carries leaves from step to step; products with bfloat16 numbers show whether they are still of the same type."""
+
+    make: Any = None
+    total_steps = 4
+
+    def init(self) -> Any:
+        leaves = self.make()
+        products = {name: jnp.bfloat16(1) for name, leaf in leaves.items() if leaf is not None}
+        return {"count": jnp.int32(0), "product": products, "leaf": leaves}
+
+    def advance(self, state: Any) -> Any:
+        products = {name: multiply(product, state["leaf"][name]) for name, product in state["product"].items()}
+        return state | {"count": state["count"] + 1, "product": products}
+
+    def run(self) -> None:
+        while self.step < self.total_steps:
+            self.state = self.advance(self.state)
+            self.step += 1
+            self.save_or_stop()
+
+
+def multiply(product: jax.Array, leaf: jax.Array) -> jax.Array:
+    if leaf.shape == () and leaf.dtype in (jnp.float32, jnp.complex64):
+        return (product * leaf).real.astype(jnp.bfloat16)
+    return product
+
+
+def keeper(store: Any, make: Any, job_class: type[Keeper] = Keeper, **checkpoint: Any) -> Keeper:
+    spec = ExecutionSpec(
+        name="keeper",
+        job="tests.checkpoint.test_leaves:Keeper",
+        directory=str(store.root or "unused"),
+        checkpoint={"every_steps": 100, **checkpoint},
+    )
+    job = job_class(spec)
+    job.store, job.make = store, make
+    return job
+
+
+def stop_after(job: Keeper, step: int) -> None:
+    with pytest.raises(PreemptedError):
+        job(stop=StopAfter(job, step))
+
+
+def forms(state: Any) -> Any:
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.aval.weak_type), state)
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def make_store(request, tmp_path):
+    return lambda name: LocalStore(tmp_path / name) if request.param == "disk" else memory_bucket()
+
+
+def make_leaves(kinds: Any) -> dict[str, Any]:
+    return {kind: LEAVES[kind][0](*LEAVES[kind][1:]) for kind in kinds}
+
+
+ACCEPTED = [kind for kind in LEAVES if not is_refused(kind)]
+NARROW = [kind for kind in ACCEPTED if kind.split("[")[0] not in WIDE]
+
+
+def stop_resume_and_compare(make_store: Any, kinds: list[str]) -> None:
+    whole, struck = (keeper(make_store(name), lambda: make_leaves(kinds)) for name in ("whole", "struck"))
+    whole()
+    stop_after(struck, 2)
+    resumed = keeper(struck.store, struck.make)
+    resumed()
+    assert [event["step"] for event in read_log(struck.store, "events") if event["event"] == "restore"] == [2]
+    assert forms(resumed.state) == forms(whole.state)
+    assert leaf_digests(resumed.state) == leaf_digests(whole.state)
+
+
+def test_leaves_of_all_kinds_at_once_come_back_with_their_types_and_bits(make_store):
+    stop_resume_and_compare(make_store, NARROW)
+
+
+def test_wide_leaves_come_back_where_jax_has_64_bits(make_store):
+    with jax.enable_x64(True):
+        stop_resume_and_compare(make_store, ACCEPTED)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", NARROW)
+def test_a_leaf_of_each_kind_comes_back_alone(make_store, kind):
+    stop_resume_and_compare(make_store, [kind])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LEAVES if is_refused(kind)])
+def test_a_leaf_that_cannot_come_back_is_refused_with_nothing_claimed(tmp_path, kind):
+    job = keeper(LocalStore(tmp_path), lambda: make_leaves([kind]))
+    with pytest.raises(InvalidError, match=rf"leaf\..*: {kind.split('[')[0]} cannot be saved"):
+        job()
+    assert not list(tmp_path.iterdir())
+
+
+# The tree.
+
+TREES = {
+    "one array": lambda: jnp.arange(4),
+    "nested": lambda: {"a": [jnp.zeros(3), (jnp.ones(2), None)], "b": {"c": jnp.float32(1)}},
+    "odd names": lambda: {name: jnp.float32(1) for name in ("a/b", "..", "a b", "ü", ".zarray", "%2F", "0", "\\", "'")},
+    "long names": lambda: {"n" * 200: jnp.float32(1)},
+}
+REFUSED_TREES = {
+    "no leaf": (dict, "no leaf"),
+    "nothing": (lambda: None, "no leaf"),
+    "one dotted path": (
+        lambda: {"a.b": jnp.zeros(2), "a": {"b": jnp.ones(2)}},
+        r"a\.b: 2 leaves have this dotted path",
+    ),
+    "a very long name": (lambda: {"n" * 201: jnp.float32(1)}, "its dotted path has 201 bytes"),
+}
+
+
+class Whole(Keeper):
+    """The whole state is what `make` makes."""
+
+    def init(self) -> Any:
+        return self.make()
+
+    def advance(self, state: Any) -> Any:
+        return state
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_a_tree_comes_back(make_store, kind):
+    struck = keeper(make_store("struck"), TREES[kind], Whole)
+    stop_after(struck, 2)
+    resumed = keeper(struck.store, struck.make, Whole)
+    resumed()
+    assert jax.tree.structure(resumed.state) == jax.tree.structure(struck.state)
+    assert fingerprint(resumed.state) == fingerprint(struck.state)
+
+
+@pytest.mark.parametrize("kind", REFUSED_TREES)
+def test_a_tree_that_cannot_be_kept_is_refused_with_nothing_claimed(make_store, kind):
+    make, message = REFUSED_TREES[kind]
+    job = keeper(make_store("refused"), make, Whole)
+    with pytest.raises(InvalidError, match=message):
+        job()
+    assert not job.store.children("")
+
+
+# On the way.
+
+CHANGES = {
+    "dtype": (lambda leaf: leaf.astype(jnp.float16), r"leaf: was float32\[3\], is float16\[3\]"),
+    "shape": (lambda leaf: jnp.zeros((3, 1)), r"leaf: was float32\[3\], is float32\[3,1\]"),
+    "structure": (lambda leaf: {"inner": leaf}, r"leaf\.inner: was not there at the start"),
+    "gone": (lambda leaf: None, "leaf: was there at the start and is gone"),
+    "number": (lambda leaf: 1.5, "leaf: is a float, not a jax array"),
+    "numpy": (lambda leaf: np.zeros(3, np.float32), "leaf: is a ndarray, not a jax array"),
+    "weak": (lambda leaf: jnp.full(3, 1.1), "leaf: is weakly typed"),
+    "donated": (lambda leaf: leaf.delete() or leaf, "leaf: was donated"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_that_changes_its_form_ends_the_run_before_it_is_committed(make_store, change):
+    alter, message = CHANGES[change]
+
+    class Changing(Whole):
+        def advance(self, state):
+            return {"leaf": alter(state["leaf"])} if self.step == 2 else state
+
+    job = keeper(make_store("changing"), lambda: {"leaf": jnp.zeros(3)}, Changing, every_steps=1, keep_last=1)
+    with pytest.raises(StateError, match=message):
+        job()
+    assert set(committed(job.store)) in ({1}, {2})  # in a bucket a save is left out while another is on its way
+
+
+def test_strong_keeps_bits_and_dtypes():
+    tree = {"weak": jnp.asarray(1.1), "strong": jnp.float32(2), "flag": True, "key": jax.random.key(0)}
+    made = jax.jit(lambda: strong(tree))()
+    assert describe(made) == describe({name: jnp.asarray(leaf) for name, leaf in tree.items()})
+    assert not any(leaf.aval.weak_type for leaf in jax.tree.leaves(made))
