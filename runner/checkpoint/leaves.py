@@ -31,9 +31,11 @@ def named(tree: Any) -> Leaves:
 
 def strong(tree: Any) -> Any:
     """`tree` with every weakly typed leaf made strong: the same dtype, the same bits. To be traced or run."""
-    return jax.tree.map(
-        lambda leaf: leaf if _is_key(leaf) else lax.convert_element_type(leaf, jnp.result_type(leaf)), tree
-    )
+    return jax.tree.map(_strong, tree)
+
+
+def _strong(leaf: Any) -> Any:
+    return leaf if _is_key(leaf) else lax.convert_element_type(leaf, jnp.result_type(leaf))
 
 
 def refuse_what_cannot_be_kept(abstract: Any) -> None:
@@ -138,7 +140,7 @@ def _words_of_key(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def from_stored(arrays: Leaves, abstract: Leaves) -> Leaves:
-    """The leaves of `abstract` from what a reader has read. (Early versions stored keys of one axis or more as keys.)"""
+    """The leaves of `abstract` from what a reader has read: orbax gives a key back as one if it was stored as one."""
     return {name: _from_stored(arrays.get(name), leaf) for name, leaf in abstract.items()}
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from runner.checkpoint.leaves import strong
 from runner.train.mesh import LOGICAL_AXIS_RULES
 
 
