@@ -1,5 +1,6 @@
 """Checkpoints that can be trusted: saved in one instant, restored only if every bit is right.
 
+- `chunk` many leaves, few programs
 - `fingerprint` topology-free digest of a pytree, computed on device
 - `leaves` what a leaf of the state may be, and the form in which it is stored
 - `manifest_key` the keys of `manifest.json`

@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from runner.checkpoint.chunk import chunks
+
 
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-def _copy(state: Any, spare: Any) -> Any:
-    """A copy of `state` by all threads of the device, in the memory of `spare`, or in fresh memory if that is None."""
-    return jax.tree.map(jnp.copy, state)
+def _copy(leaves: list[jax.Array], spare: list[jax.Array] | None) -> list[jax.Array]:
+    """A copy of `leaves` by all threads of the device, in the memory of `spare`, or in fresh memory if that is None."""
+    return [jnp.copy(leaf) for leaf in leaves]
 
 
 class DoubleBuffer:
@@ -25,7 +27,7 @@ class DoubleBuffer:
 
     def __init__(self) -> None:
         self.is_needed = jax.default_backend() == "cpu"
-        self._spare: Any = None
+        self._spare: list[jax.Array] | None = None
         self._reader: Future[Any] | None = None  # the save that may still read the spare memory
 
     def swap(self, state: Any, reader: Future[Any] | None) -> Any:
@@ -33,5 +35,11 @@ class DoubleBuffer:
         if not self.is_needed:
             return state
         spare = self._spare if self._reader is None or self._reader.done() else None
-        self._spare, self._reader = state, reader
-        return _copy(state, spare)
+        leaves, structure = jax.tree.flatten(state)
+        copies = list(leaves)
+        for places in chunks(leaves):
+            memory = None if spare is None else [spare[place] for place in places]
+            for place, leaf in zip(places, _copy([leaves[place] for place in places], memory), strict=True):
+                copies[place] = leaf
+        self._spare, self._reader = leaves, reader
+        return jax.tree.unflatten(structure, copies)

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from runner.checkpoint.chunk import chunks
 from runner.errors import RetryableError
 
 
@@ -139,13 +140,18 @@ def _mesh_of(leaves: list[jax.Array]) -> Mesh | None:
     return mesh if isinstance(mesh, Mesh) and not meshes else None
 
 
-def dispatch(tree: Any) -> jax.Array:
-    """Start digesting every leaf of `tree`, on every device: uint32[devices, leaves, 2], replicated, not waited for.
+def dispatch(tree: Any) -> list[jax.Array]:
+    """Start digesting every leaf of `tree` on every device, without waiting: what `LeafLayout.leaf_digests` takes.
 
-    Called on every host. The arrays may be donated to a later computation as soon as this returns.
+    For each chunk of leaves uint32[devices, leaves, 2], replicated. Called on every host. The arrays may be donated to
+    a later computation as soon as this returns.
     """
     leaves = jax.tree.leaves(tree)
     mesh = _mesh_of(leaves)
+    return [_digest_chunk([leaves[place] for place in places], mesh) for places in chunks(leaves)]
+
+
+def _digest_chunk(leaves: list[jax.Array], mesh: Mesh | None) -> jax.Array:
     if mesh is None:
         return _digest_plainly(leaves)
     return _digest_shards(leaves, mesh, tuple(leaf.sharding.spec for leaf in leaves))
@@ -169,13 +175,14 @@ class LeafLayout:
         self.names = leaf_names(tree)
         self._mesh = _mesh_of(leaves)
         self._shapes = [(leaf.sharding, leaf.shape) for leaf in leaves]
+        self._chunks = chunks(leaves)
 
-    def leaf_digests(self, digests: jax.Array) -> dict[str, str]:
+    def leaf_digests(self, digests: list[jax.Array]) -> dict[str, str]:
         """Hexadecimal digest of every leaf by name, from what `dispatch` returned. Waits for the device.
 
         Raises `ReplicaError` naming leaf and devices if the copies of a shard differ.
         """
-        values = np.asarray(digests)
+        values = self._in_order(digests)
         found = {}
         for number, (name, (sharding, shape)) in enumerate(zip(self.names, self._shapes, strict=True)):
             copies = np.zeros((1, 1), int) if self._mesh is None else _replicas(sharding, shape)
@@ -185,6 +192,14 @@ class LeafLayout:
             high, low = lanes[:, 0].astype(np.uint64).sum(axis=0) % 2**32
             found[name] = f"{high:08x}{low:08x}"
         return found
+
+    def _in_order(self, digests: list[jax.Array]) -> np.ndarray:
+        """Digests of all leaves, in the order of their names: uint32[devices, leaves, 2]."""
+        rows = np.concatenate(jax.device_get(digests), axis=1)
+        places = np.concatenate(self._chunks)
+        values = np.empty_like(rows)
+        values[:, places] = rows
+        return values
 
     def _odd_ones_out(self, copies: np.ndarray, lanes: np.ndarray) -> str:
         """Which devices have another copy than most; all of them if there is no majority."""

@@ -81,7 +81,7 @@ class _Save:
     shapes: dict[str, fingerprint.LeafShape]
     layout: fingerprint.LeafLayout
     started_seconds: float
-    digests: jax.Array | None = None
+    digests: list[jax.Array] | None = None
     finish: Callable[[float], Written] | None = None
     blocks: pieces.Blocks | None = None
     attachments: dict[str, bytes] = field(default_factory=dict)

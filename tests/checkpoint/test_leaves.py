@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from runner import ExecutionSpec, RestoreableJob
-from runner.checkpoint.fingerprint import describe, fingerprint, leaf_digests
+from runner.checkpoint.chunk import CHUNK_LEAVES, chunks
+from runner.checkpoint.double_buffer import _copy
+from runner.checkpoint.fingerprint import _digest_shards, describe, fingerprint, leaf_digests
 from runner.checkpoint.leaves import strong
 from runner.checkpoint.manifest import committed
 from runner.errors import InvalidError, PreemptedError, StateError
@@ -115,8 +117,11 @@ def make_leaves(kinds: Any) -> dict[str, Any]:
     return {kind: LEAVES[kind][0](*LEAVES[kind][1:]) for kind in kinds}
 
 
-ACCEPTED = [kind for kind in LEAVES if not is_refused(kind)]
-NARROW = [kind for kind in ACCEPTED if kind.split("[")[0] not in WIDE]
+def is_wide(kind: str) -> bool:
+    return kind.split("[")[0] in WIDE
+
+
+NARROW = [kind for kind in LEAVES if not is_refused(kind) and not is_wide(kind)]
 
 
 def stop_resume_and_compare(make_store: Any, kinds: list[str]) -> None:
@@ -136,7 +141,7 @@ def test_leaves_of_all_kinds_at_once_come_back_with_their_types_and_bits(make_st
 
 def test_wide_leaves_come_back_where_jax_has_64_bits(make_store):
     with jax.enable_x64(True):
-        stop_resume_and_compare(make_store, ACCEPTED)
+        stop_resume_and_compare(make_store, [kind for kind in LEAVES if is_wide(kind)])
 
 
 @pytest.mark.soak
@@ -234,3 +239,47 @@ def test_strong_keeps_bits_and_dtypes():
     made = jax.jit(lambda: strong(tree))()
     assert describe(made) == describe({name: jnp.asarray(leaf) for name, leaf in tree.items()})
     assert not any(leaf.aval.weak_type for leaf in jax.tree.leaves(made))
+
+
+# Many, and large.
+
+
+def test_the_programs_that_a_save_compiles_do_not_grow_with_the_number_of_leaves(tmp_path):
+    """A program over n leaves takes longer to compile, a leaf, the more there are."""
+
+    def sizes(number: int) -> tuple[int, int]:
+        job = keeper(LocalStore(tmp_path / str(number)), lambda: {str(n): jnp.full(7, n) for n in range(number)}, Whole)
+        stop_after(job, 1)
+        return _digest_shards._cache_size(), _copy._cache_size()
+
+    assert sizes(2 * CHUNK_LEAVES) == sizes(5 * CHUNK_LEAVES)
+
+
+def test_every_leaf_stands_in_one_chunk_whatever_their_kinds():
+    leaves = [jnp.zeros(1 + n % 5, jnp.int8 if n % 3 else jnp.int16) for n in range(1000)]
+    found = chunks(leaves)
+    assert sorted(place for places in found for place in places) == list(range(1000))
+    assert max(map(len, found)) == CHUNK_LEAVES
+    assert len(found) == -(-1000 // CHUNK_LEAVES)
+    assert chunks([]) == []
+
+
+@pytest.mark.soak
+def test_a_state_of_20_000_leaves_comes_back(tmp_path):
+    def make() -> dict[str, jax.Array]:
+        return {str(n): jnp.full(1 + n % 3, n, jnp.float32) for n in range(20_000)}
+
+    stop_after(keeper(LocalStore(tmp_path), make, Whole), 1)
+    resumed = keeper(LocalStore(tmp_path), make, Whole)
+    resumed()
+    assert fingerprint(resumed.state) == fingerprint(make())
+
+
+@pytest.mark.soak
+def test_a_leaf_of_3_gigabytes_comes_back(make_store):
+    struck = keeper(make_store("struck"), lambda: {"huge": jnp.arange(750_000_000, dtype=jnp.uint32)}, Whole)
+    stop_after(struck, 1)
+    struck.state = None
+    resumed = keeper(struck.store, struck.make, Whole)
+    resumed()
+    assert bool((resumed.state["huge"] == jnp.arange(750_000_000, dtype=jnp.uint32)).all())
