@@ -5,6 +5,7 @@ base is the life of a job: is it done? claim the directory, restore or begin, ru
 called on every host; what only the main host does says so.
 """
 
+import os
 import time
 from typing import Any, ClassVar
 
@@ -260,14 +261,16 @@ class RestoreableJob:
         if kind is not None:
             self.state = self.checkpointer.save(self.state, self.step, self.payload(), kind)
 
-    def save(self, suffix: str | None = None) -> None:
+    def save(self, suffix: str | os.PathLike[str] | None = None) -> None:
         """Begin to save the state as `checkpoints/<suffix>`, by default the step; durable once committed.
 
         Only steps are resumed from and retained by count; a checkpoint of another name is kept until deleted by hand.
+        Raises `InvalidError` if `suffix` cannot be the name of a checkpoint.
         """
-        self.state = self.checkpointer.save(self.state, self.step, self.payload(), SaveKind.REQUIRED, suffix)
+        name = None if suffix is None else os.fspath(suffix)
+        self.state = self.checkpointer.save(self.state, self.step, self.payload(), SaveKind.REQUIRED, name)
 
-    def load(self, suffix: str) -> None:
+    def load(self, suffix: str | os.PathLike[str]) -> None:
         """Replace the state and the step by those of `checkpoints/<suffix>`. Raises `ResumeError` if it is not good."""
-        found = self.checkpointer.load(suffix)
+        found = self.checkpointer.load(os.fspath(suffix))
         self.state, self.step = found.state, found.manifest.step

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -211,6 +213,46 @@ def test_a_named_checkpoint_round_trips(tmp_path, undisturbed):
     assert leaves_equal(state, job.kept)
     assert result(tmp_path)["fingerprint"] == undisturbed["fingerprint"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["40", "before-the-change"]
+
+
+NAMES = (
+    "best",
+    Path("best"),
+    "12",
+    "a.b-c_D",
+    "x" * 100,
+    "٣",
+    "",
+    ".",
+    "..",
+    "../x",
+    "a/b",
+    Path("a/b"),
+    "/",
+    "7",
+    "012",
+)
+NAMES += ("x" * 101, "best.retired", "a b", "a\nb", "a\0b", "-x", "é")
+
+
+@pytest.mark.parametrize("name", NAMES, ids=repr)
+def test_a_name_is_saved_under_and_loaded_or_refused_with_nothing_written(tmp_path, name):
+    class Saving(Counter):
+        def run(self):
+            self.step = 12
+            self.save(name)
+            self.checkpointer.wait(12)
+            self.load(name)
+            raise PreemptedError("enough")
+
+    if os.fspath(name) in ("best", "12", "a.b-c_D", "x" * 100):
+        with pytest.raises(PreemptedError):
+            counter(tmp_path, Saving)()
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [os.fspath(name)]
+    else:
+        with pytest.raises(InvalidError, match=r"cannot be (called|saved as)"):
+            counter(tmp_path, Saving)()
+        assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_named_checkpoint_is_not_resumed_from(tmp_path, undisturbed):

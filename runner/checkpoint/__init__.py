@@ -9,6 +9,7 @@
 - `pieces` arrays as pieces, written by each process and read by any
 - `writer` how arrays reach a directory: through orbax, or piece by piece
 - `reader` how they come back
+- `read_back` the first save of a run, read back before it is committed
 - `fast` the tier on a host's own disk
 - `double_buffer` the state's memory held twice, on CPUs
 - `save` saving, and the protocol that makes it one instant

@@ -3,6 +3,7 @@
 Composes what the spec asks for: where arrays are written, the fast tier, when to save, what stays.
 """
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.restore import Restored, Restorer
 from runner.checkpoint.retention import Retention
 from runner.checkpoint.save import Payload, SaveKind, Saver
+from runner.checkpoint.tombstone import BURIED
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter, Writer
 from runner.errors import InvalidError, StorageError
 from runner.hosts.agreement import Hosts
 from runner.spec import Checkpoint, ExecutionSpec, Trajectory
 from runner.storage import default_cache_directory, open_store, split_checkpoint
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Checkpointer:
@@ -49,6 +53,7 @@ class Checkpointer:
     def restore(self) -> Restored | None:
         """The newest good state, in whichever tier; None if nothing was ever committed. See `Restorer.restore`."""
         found = self._restorer.restore(self._abstract, self._identity)
+        self._saver.reads_back = found is None
         if found is not None:
             self._warn_of_grace(found.manifest.seconds, found.manifest.step)
             if found.tier == "durable":
@@ -83,10 +88,11 @@ class Checkpointer:
         """Begin to save `state` as `checkpoints/<name>`, by default the step; returns the state to go on with.
 
         Only what is returned may be donated. A step that is saved already is not saved again. Raises `StateError`, with
-        nothing written, if a restore would refuse this state.
+        nothing written, if a restore would refuse this state, and `InvalidError` if `name` cannot be a checkpoint's.
         """
         if name is None and kind is not SaveKind.FAST and self._saved_step == step:
             return state
+        _check_name(name, step)
         refuse_another_form(state, self._abstract, step)
         draft = Manifest(name=name or str(step), step=step, job=self._attempt.run_id, identity=self._identity)
         with self._attempt.progress.during("save"):
@@ -150,6 +156,19 @@ class Checkpointer:
         if self._attempt.hosts.is_main:
             terminal.warn(reason)
         self._attempt.record("grace", step, reason=reason)
+
+
+def _check_name(name: str | None, step: int) -> None:
+    """Raise `InvalidError` unless `name` is one, and no other step's."""
+    if name is None or name == str(step):
+        return
+    if not _NAME.fullmatch(name) or name.endswith(BURIED):
+        raise InvalidError(
+            f"a checkpoint cannot be called {name!r}: a name is 1 to 100 letters, digits, `._-`, begins with a letter "
+            f"or a digit, and does not end in {BURIED}"
+        )
+    if name.isdecimal():
+        raise InvalidError(f"step {step} cannot be saved as {name!r}: numbers are names of steps")
 
 
 def _open_writer(attempt: Attempt) -> Writer:

@@ -13,7 +13,7 @@ the digest of the leaf.
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -24,6 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.chunk import chunks
 from runner.errors import RetryableError
+
+_LANES = ((0x85EBCA6B, 15), (0x27D4EB2F, 13))  # of the digest: multiplier and shift
+_PART_BYTES = 16 << 20  # that a host digests at a time
 
 
 class ReplicaError(RetryableError):
@@ -86,8 +89,8 @@ def leaf_digest(block: jax.Array, whole: tuple[int, ...] | None = None, start: A
     position = _position(words.shape, (*(block.shape if whole is None else whole), *finer), starts)
     placed = words ^ (position * jnp.uint32(0x9E3779B1))
     # A product carries bits upwards only: without this fold a changed sign bit could take few values, and two cancel.
-    first = _mix(placed ^ (placed >> 16), 0x85EBCA6B, 15)
-    lanes = (first, _mix(first, 0x27D4EB2F, 13))
+    first = _mix(placed ^ (placed >> 16), *_LANES[0])
+    lanes = (first, _mix(first, *_LANES[1]))
     zeros = (jnp.uint32(0), jnp.uint32(0))
     return jnp.stack(lax.reduce(lanes, zeros, _add_lanes, tuple(range(words.ndim))))
 
@@ -100,6 +103,32 @@ def _mix(words: jax.Array, odd_multiplier: int, shift: int) -> jax.Array:
 
 def _add_lanes(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return tuple(a + b for a, b in zip(left, right, strict=True))
+
+
+def block_digest(block: np.ndarray, whole: tuple[int, ...], start: Sequence[int]) -> np.ndarray:
+    """What `leaf_digest` says of a block, computed by this host, in parts that are small beside it: uint32[2]."""
+    if block.nbytes > _PART_BYTES:
+        axis = int(np.argmax(block.shape))
+        halves = np.array_split(block, 2, axis)
+        second = [first + (halves[0].shape[axis] if axis == number else 0) for number, first in enumerate(start)]
+        return block_digest(halves[0], whole, start) + block_digest(halves[1], whole, second)
+    itemsize = block.dtype.itemsize
+    words = np.ascontiguousarray(block).reshape(-1)
+    words = words.view(np.uint32) if itemsize >= 4 else words.view(f"u{itemsize}").astype(np.uint32)
+    num_words = max(itemsize // 4, 1)
+    position = np.zeros((1,), np.uint32)
+    for axis, (size, first) in enumerate(zip((*block.shape, num_words), (*start, 0), strict=True)):
+        stride = math.prod((*whole, num_words)[axis + 1 :]) % 2**32
+        index = (np.arange(size, dtype=np.uint32) + np.uint32(first)) * np.uint32(stride)
+        position = (position[:, None] + index).reshape(-1)
+    placed = words ^ (position * np.uint32(0x9E3779B1))
+    placed ^= placed >> 16
+    lanes = []
+    for odd_multiplier, shift in _LANES:
+        placed = placed * np.uint32(odd_multiplier)
+        placed ^= placed >> shift
+        lanes.append(placed.sum(dtype=np.uint32))
+    return np.array(lanes)
 
 
 @jax.jit
@@ -151,7 +180,7 @@ def dispatch(tree: Any) -> list[jax.Array]:
     return [_digest_chunk([leaves[place] for place in places], mesh) for places in chunks(leaves)]
 
 
-def _digest_chunk(leaves: list[jax.Array], mesh: Mesh | None) -> jax.Array:
+def _digest_chunk(leaves: list[Any], mesh: Mesh | None) -> jax.Array:
     if mesh is None:
         return _digest_plainly(leaves)
     return _digest_shards(leaves, mesh, tuple(leaf.sharding.spec for leaf in leaves))
@@ -192,6 +221,11 @@ class LeafLayout:
             high, low = lanes[:, 0].astype(np.uint64).sum(axis=0) % 2**32
             found[name] = f"{high:08x}{low:08x}"
         return found
+
+    def digests_on(self, device: jax.Device, digests: list[jax.Array]) -> dict[str, np.ndarray]:
+        """Digest of the shard of every leaf on one device: uint32[2] by name. Waits for the device."""
+        row = 0 if self._mesh is None else list(self._mesh.devices.flat).index(device)
+        return dict(zip(self.names, self._in_order(digests)[row], strict=True))
 
     def _in_order(self, digests: list[jax.Array]) -> np.ndarray:
         """Digests of all leaves, in the order of their names: uint32[devices, leaves, 2]."""

@@ -77,15 +77,17 @@ def _is_narrow(dtype: Any) -> bool:
 
 def refuse_another_form(state: Any, abstract: Any, step: int) -> None:
     """Raise `StateError` naming the leaves of `state` that a restore into `abstract` would refuse, or would change."""
-    if (found := jax.tree.structure(state)) != (expected := jax.tree.structure(abstract)):
+    found: Any = jax.tree.structure(state)
+    expected: Any = jax.tree.structure(abstract)
+    if found != expected:
         own, other = set(leaf_names(state)), set(leaf_names(abstract))
         problems = [f"{name}: was not there at the start" for name in sorted(own - other)]
         problems += [f"{name}: was there at the start and is gone" for name in sorted(other - own)]
         problems = problems or [f"the tree was {str(expected)[:200]} and is {str(found)[:200]}"]
     else:
         pairs = zip(leaf_names(state), jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
-        found_problems = ((name, _form_problem(leaf, expected)) for name, leaf, expected in pairs)
-        problems = [f"{name}: {problem}" for name, problem in found_problems if problem is not None]
+        by_name = {name: _form_problem(leaf, abstract_leaf) for name, leaf, abstract_leaf in pairs}
+        problems = [f"{name}: {problem}" for name, problem in by_name.items() if problem is not None]
     if problems:
         raise StateError(
             f"step {step} is not saved: the state has another form than at the start, and would never be restored\n  "

@@ -105,23 +105,11 @@ def read(
     `fetch` reads a file by its name. Raises `DamagedError` naming the piece whose bytes are wrong.
     """
 
-    def checked(name: str) -> bytes:
-        try:
-            content = fetch(name)
-        except FileNotFoundError as error:
-            raise DamagedError(f"{name} is missing") from error
-        size, digest = files[name]
-        if len(content) != size:
-            raise DamagedError(f"{name} has {len(content)} bytes, the manifest says {size}")
-        if digest_of(content) != digest:
-            raise DamagedError(f"{name} does not match its CRC-32C")
-        return content
-
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as pool:
         try:
             needed = {name: _needed(leaf, shards[name]) for name, leaf in leaves.items()}
             futures = {
-                piece: pool.submit(checked, piece)
+                piece: pool.submit(_fetch_checked, fetch, files, piece)
                 for records in needed.values()
                 for record in records
                 for piece in record["pieces"]
@@ -129,6 +117,35 @@ def read(
             return {name: _assemble(leaf, needed[name], futures) for name, leaf in leaves.items()}
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def read_block(
+    fetch: Callable[[str], bytes], files: Files, records: list[Shard], dtype: Any, index: Index, shape: tuple[int, ...]
+) -> np.ndarray:
+    """One block of one array of this `shape`, from the `records` of its shards, in this host's memory.
+
+    Raises `DamagedError` like `read`.
+    """
+    start, extent = _start(index, shape), _extent(index, shape)
+    blocks = []
+    for record in records:
+        if _overlap(record, start, extent) is not None:
+            content = b"".join(_fetch_checked(fetch, files, name) for name in record["pieces"])
+            blocks.append((record, _block(record, dtype, content)))
+    return _fill(blocks, dtype, start, extent)
+
+
+def _fetch_checked(fetch: Callable[[str], bytes], files: Files, name: str) -> bytes:
+    try:
+        content = fetch(name)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{name} is missing") from error
+    size, digest = files[name]
+    if len(content) != size:
+        raise DamagedError(f"{name} has {len(content)} bytes, the manifest says {size}")
+    if digest_of(content) != digest:
+        raise DamagedError(f"{name} does not match its CRC-32C")
+    return content
 
 
 def _needed(leaf: Any, records: list[Shard]) -> list[Shard]:
@@ -154,29 +171,36 @@ def _overlap(record: Shard, start: list[int], extent: list[int]) -> list[tuple[s
 
 
 def _assemble(leaf: Any, records: list[Shard], futures: dict[str, Future[bytes]]) -> jax.Array:
-    blocks = [(record, _block(record, leaf.dtype, futures)) for record in records]
+    blocks = [(record, _block(record, leaf.dtype, _content(record, futures))) for record in records]
 
     def block_at(index: Index | None) -> np.ndarray:
         assert index is not None, "every device has an index"
-        start, extent = _start(index, leaf.shape), _extent(index, leaf.shape)
-        for record, block in blocks:
-            if record["start"] == start and record["shape"] == extent:
-                return block
-        whole = np.empty(extent, leaf.dtype)
-        num_filled = 0
-        for record, block in blocks:
-            meeting = _overlap(record, start, extent)
-            if meeting is not None:
-                whole[tuple(there for _, there in meeting)] = block[tuple(here for here, _ in meeting)]
-                num_filled += int(np.prod([here.stop - here.start for here, _ in meeting]))
-        if num_filled != whole.size:
-            raise DamagedError(f"the manifest's shards hold {num_filled} of {whole.size} elements of a block")
-        return whole
+        return _fill(blocks, leaf.dtype, _start(index, leaf.shape), _extent(index, leaf.shape))
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, block_at)
 
 
-def _block(record: Shard, dtype: Any, futures: dict[str, Future[bytes]]) -> np.ndarray:
+def _content(record: Shard, futures: dict[str, Future[bytes]]) -> bytes:
     pieces = [futures[name].result() for name in record["pieces"]]
-    content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _block(record: Shard, dtype: Any, content: bytes) -> np.ndarray:
     return np.frombuffer(content, jnp.dtype(dtype)).reshape(record["shape"])
+
+
+def _fill(blocks: list[tuple[Shard, np.ndarray]], dtype: Any, start: list[int], extent: list[int]) -> np.ndarray:
+    """The block of this extent that begins at `start`, from the shards that meet it."""
+    for record, block in blocks:
+        if record["start"] == start and record["shape"] == extent:
+            return block
+    whole = np.empty(extent, dtype)
+    num_filled = 0
+    for record, block in blocks:
+        meeting = _overlap(record, start, extent)
+        if meeting is not None:
+            whole[tuple(there for _, there in meeting)] = block[tuple(here for here, _ in meeting)]
+            num_filled += int(np.prod([here.stop - here.start for here, _ in meeting]))
+    if num_filled != whole.size:
+        raise DamagedError(f"the manifest's shards hold {num_filled} of {whole.size} elements of a block")
+    return whole

@@ -1,12 +1,15 @@
 """How the arrays of a checkpoint come back from its directory, whatever wrote them."""
 
 import tempfile
+import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from runner.checkpoint import pieces
 from runner.checkpoint.manifest import Files, Manifest
@@ -27,6 +30,28 @@ def read(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> di
     with tempfile.TemporaryDirectory() as temporary:
         download(store, directory, manifest.files, Path(temporary))
         return _read_orbax(Path(temporary) / manifest.arrays, leaves)
+
+
+def read_block(
+    store: Store, directory: str, manifest: Manifest, name: str, leaf: Any, index: pieces.Index
+) -> np.ndarray:
+    """One block of the array `name`, which `leaf` describes, in this host's memory. From any thread of one host.
+
+    Raises `ValueError` or `OSError` if the bytes are not there or not good.
+    """
+    if manifest.shards is not None:
+        records = manifest.shards[name]
+        return pieces.read_block(
+            lambda file: store.read(f"{directory}/{file}"), manifest.files, records, leaf.dtype, index, leaf.shape
+        )
+    assert store.root is not None, "what was just written without pieces was written by orbax, on a disk"
+    base = f"file://{urllib.parse.quote(str(store.root / directory / manifest.arrays))}"
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    array = tensorstore.open(spec, open=True, read=True).result()
+    if array.shape != leaf.shape:
+        raise ValueError(f"{name} has the shape {list(array.shape)}, not {list(leaf.shape)}")
+    block: np.ndarray = array[index].read().result()
+    return block
 
 
 def download(store: Store, directory: str, files: Files, target: Path) -> None:

@@ -9,8 +9,9 @@ Save, called on every host with the same step:
    background: training goes on in other memory, see `double_buffer`.)
 2. The fingerprint of every leaf is dispatched on the device, from the very arrays that are saved. (After 1, because on
    a CPU the two would contend while the training thread waits.)
-3. When every host's part is durable, host 0 notes size and CRC-32C of each file, checks that its attempt is still the
-   newest, and creates `manifest.json`, which can be created only once. That instant is the commit.
+3. When every host's part is durable, host 0 notes size and CRC-32C of each file, reads its own part back if it is the
+   first save of the run, checks that its attempt is still the newest, and creates `manifest.json`, which can be created
+   only once. That instant is the commit.
 4. Only then does retention delete: first the manifest, then the files, so that a kill in between leaves no directory
    that looks whole. Never the newest.
 
@@ -38,6 +39,7 @@ from runner.checkpoint.double_buffer import DoubleBuffer
 from runner.checkpoint.fast import FastTier
 from runner.checkpoint.leaves import named, stored
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest
+from runner.checkpoint.read_back import ReadBack, forms
 from runner.checkpoint.tombstone import commit
 from runner.checkpoint.writer import Writer, Written
 from runner.errors import FencedError, StorageError, first_line
@@ -84,6 +86,7 @@ class _Save:
     digests: list[jax.Array] | None = None
     finish: Callable[[float], Written] | None = None
     blocks: pieces.Blocks | None = None
+    read_back: ReadBack | None = None
     attachments: dict[str, bytes] = field(default_factory=dict)
     error: BaseException | None = None
 
@@ -111,6 +114,7 @@ class Saver:
     """Saves of one attempt, at most one at a time on its way. Made and called on every host.
 
     Attributes:
+        reads_back: whether nothing of this run was ever committed: then a save is read back first.
         stall_seconds: that the last durable save has blocked its caller; None before the first.
         durable_seconds: that the last one has taken to be durable.
     """
@@ -134,6 +138,7 @@ class Saver:
         self._fast_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fast")
         self._pending_fast: Future[None] | None = None
         self._unsaved_since_seconds: float | None = None
+        self.reads_back = False
         self.stall_seconds: float | None = None
         self.durable_seconds = 0.0
 
@@ -191,6 +196,7 @@ class Saver:
         try:
             if is_durable:
                 save.finish = self._start_to_write(save.target, leaves)
+                save.read_back = ReadBack(forms(leaves), save.layout) if self.reads_back else None
             if is_fast:
                 save.blocks = pieces.copy_to_host(leaves, "all")
         except WRITE_ERRORS as caught:
@@ -226,6 +232,7 @@ class Saver:
         except WRITE_ERRORS as failure:
             self._give_up(save, failure)
             return False
+        self.reads_back = False
         self._unsaved_since_seconds = None
         self.durable_seconds = time.monotonic() - save.started_seconds
         self._after_commit(manifest)
@@ -254,6 +261,8 @@ class Saver:
     def _commit(self, save: _Save, manifest: Manifest) -> None:
         """Main host only."""
         attempt = self._attempt
+        if save.read_back is not None and save.digests is not None:
+            save.read_back.check(attempt.store, save.directory, manifest, save.digests)
         attempt.fence.check()
         try:
             commit(attempt.store, save.directory, manifest, attempt.number)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from runner.checkpoint.manifest import CHECKPOINTS, FORMAT, MANIFEST, TOMBSTONE, Manifest, seal
 from runner.storage import ABSENT, LocalStore, Store
 
-_BURIED = ".retired"  # the directory of a step whose files are being deleted
+BURIED = ".retired"  # the directory of a step whose files are being deleted
 
 
 def commit(store: Store, directory: str, manifest: Manifest, attempt: int) -> None:
@@ -53,17 +53,17 @@ def bury(store: Store, step: int, attempt: int) -> None:
             remove_files(store, directory)
         return
     if not store.exists(f"{directory}/{MANIFEST}"):
-        store.move_tree(directory, f"{directory}{_BURIED}")
+        store.move_tree(directory, f"{directory}{BURIED}")
         finish_burials(store)
 
 
 def finish_burials(store: Store) -> None:
     """End what a killed `bury` has begun on a disk: delete the renamed directory, or give a committed one its name."""
     for name in store.children(CHECKPOINTS) if store.root is not None else []:
-        if name.endswith(_BURIED):
+        if name.endswith(BURIED):
             directory = f"{CHECKPOINTS}/{name}"
             if store.exists(f"{directory}/{MANIFEST}"):
-                store.move_tree(directory, directory.removesuffix(_BURIED))
+                store.move_tree(directory, directory.removesuffix(BURIED))
             else:
                 store.remove_tree(directory)
 

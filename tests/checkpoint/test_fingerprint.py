@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from runner.checkpoint.fingerprint import (
     ReplicaError,
+    block_digest,
     combine,
     describe,
     dispatch,
@@ -56,6 +57,19 @@ def reference(array):
             mixed ^= mixed >> shift
             lanes[lane] = (lanes[lane] + mixed) % 2**32
     return lanes
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, np.float64, np.complex64])
+@pytest.mark.parametrize("part_bytes", [16, 1 << 20])
+def test_a_host_comes_to_the_digest_that_a_device_comes_to_for_every_block(monkeypatch, dtype, part_bytes):
+    monkeypatch.setattr("runner.checkpoint.fingerprint._PART_BYTES", part_bytes)
+    array = random_bits(dtype, (8, 6))
+    with jax.enable_x64(True):
+        on_device = jax.jit(leaf_digest, static_argnums=1)
+        for start, block in (((0, 0), array), ((4, 0), array[4:]), ((2, 3), array[2:4, 3:]), ((0, 0), array[:0])):
+            assert block_digest(block, array.shape, start).tolist() == on_device(block, array.shape, start).tolist()
+        scalar = array[0, 0].reshape(())
+        assert block_digest(scalar, (), ()).tolist() == on_device(scalar, ()).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner import ExecutionSpec, RestoreableJob
+from runner.checkpoint import reader
 from runner.checkpoint.chunk import CHUNK_LEAVES, chunks
 from runner.checkpoint.double_buffer import _copy
 from runner.checkpoint.fingerprint import _digest_shards, describe, fingerprint, leaf_digests
@@ -239,6 +241,55 @@ def test_strong_keeps_bits_and_dtypes():
     made = jax.jit(lambda: strong(tree))()
     assert describe(made) == describe({name: jnp.asarray(leaf) for name, leaf in tree.items()})
     assert not any(leaf.aval.weak_type for leaf in jax.tree.leaves(made))
+
+
+# The first save of a run.
+
+
+class Losing:
+    """A writer that loses the bits of the first save once they are durable: the bytes are whole, and others."""
+
+    def __init__(self, writer):
+        self.writer, self.num_saves = writer, 0
+
+    def start(self, target, leaves):
+        self.num_saves += 1
+        lost = {name: leaf + 1 if name == "leaf" and self.num_saves == 1 else leaf for name, leaf in leaves.items()}
+        return self.writer.start(target, lost)
+
+    def __getattr__(self, name):
+        return getattr(self.writer, name)
+
+
+class FirstSaveIsLost(Keeper):
+    def _restore_or_init(self):
+        self.checkpointer._saver._writer = Losing(self.checkpointer._saver._writer)
+        super()._restore_or_init()
+
+    def init(self):
+        return {"leaf": self.make(), "count": jnp.int32(0)}
+
+    def advance(self, state):
+        self.checkpointer.settle()
+        return state | {"count": state["count"] + 1}
+
+
+def test_the_first_save_of_a_run_is_read_back_before_it_is_committed(make_store, capsys, monkeypatch):
+    read = []
+    real = reader.read_block
+    monkeypatch.setattr(reader, "read_block", lambda *args: read.append(args[1]) or real(*args))
+    mesh = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), PartitionSpec("d"))
+    job = keeper(make_store("lost"), lambda: jnp.arange(64.0), FirstSaveIsLost, every_steps=1, keep_last=9)
+    job.abstract_state = lambda: {
+        "leaf": jax.ShapeDtypeStruct((64,), jnp.float32, sharding=mesh),
+        "count": jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh.mesh, PartitionSpec())),
+    }
+    job()
+    assert list(committed(job.store)) == [2, 3, 4]
+    assert (
+        "SAVE FAILED at step 1: ValueError: what was read back of leaf is not what was saved" in capsys.readouterr().err
+    )
+    assert read == ["checkpoints/1"] * 2 + ["checkpoints/2"] * 2
 
 
 # Many, and large.
