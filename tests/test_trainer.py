@@ -17,7 +17,7 @@ from runner import BaseTrainer, ExecutionSpec, trainer
 from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
-from runner.errors import DivergedError, PreemptedError, SpecError
+from runner.errors import DivergedError, InvalidError, PreemptedError, SpecError
 from runner.hosts.agreement import Hosts
 from runner.spec import read_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
@@ -468,3 +468,26 @@ def test_a_spec_of_a_trainer_is_made_whole_from_its_defaults(tmp_path):
     spec = gpt_spec(tmp_path / "run")
     assert spec.topology is not None
     assert PretrainGPT(spec).total_steps == STEPS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda leaf: leaf.astype(jnp.bfloat16), r"params\.embedding\S*: was float32\[.*\], is bfloat16"),
+        (lambda leaf: leaf[None], r"params\.embedding\S*: was float32\[.*\], is float32\[1,"),
+        (lambda leaf: {"inner": leaf}, r"params\.embedding\S*\.inner: was not there at the start"),
+    ],
+    ids=["dtype", "shape", "structure"],
+)
+def test_a_train_step_that_gives_the_state_another_form_is_refused_before_anything_is_compiled(
+    tmp_path, change, message
+):
+    class Changing(PretrainGPT):
+        @classmethod
+        def train_step(cls, state, batch, key, accumulate_steps):
+            state, loss, meta = super().train_step(state, batch, key, accumulate_steps)
+            return state.replace(params=state.params | {"embedding": change(state.params["embedding"])}), loss, meta
+
+    with pytest.raises(InvalidError, match=message):
+        gpt(tmp_path / "run", Changing)()
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -52,7 +52,7 @@ def refuse_what_cannot_be_kept(abstract: Any) -> None:
         if problem is not None:
             problems.append(f"{name[:_MAX_NAME_BYTES]}: {problem}")
     if problems:
-        raise InvalidError("the state cannot be saved\n  " + _list(problems))
+        raise InvalidError("the state cannot be saved" + _list(problems))
 
 
 def _type_problem(leaf: Any) -> str | None:
@@ -77,6 +77,15 @@ def _is_narrow(dtype: Any) -> bool:
 
 def refuse_another_form(state: Any, abstract: Any, step: int) -> None:
     """Raise `StateError` naming the leaves of `state` that a restore into `abstract` would refuse, or would change."""
+    problems = form_problems(state, abstract)
+    if problems:
+        raise StateError(
+            f"step {step} is not saved: the state could not be restored in the form that it has now{problems}"
+        )
+
+
+def form_problems(state: Any, abstract: Any) -> str:
+    """A line for each leaf of `state`, which may be traced, that has another form than in `abstract`; empty if none."""
     found: Any = jax.tree.structure(state)
     expected: Any = jax.tree.structure(abstract)
     if found != expected:
@@ -88,17 +97,13 @@ def refuse_another_form(state: Any, abstract: Any, step: int) -> None:
         pairs = zip(leaf_names(state), jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
         by_name = {name: _form_problem(leaf, abstract_leaf) for name, leaf, abstract_leaf in pairs}
         problems = [f"{name}: {problem}" for name, problem in by_name.items() if problem is not None]
-    if problems:
-        raise StateError(
-            f"step {step} is not saved: the state has another form than at the start, and would never be restored\n  "
-            + _list(problems)
-        )
+    return _list(problems)
 
 
 def _form_problem(leaf: Any, expected: Any) -> str | None:
     if not isinstance(leaf, jax.Array):
         return f"is a {type(leaf).__name__}, not a jax array"
-    if leaf.is_deleted():
+    if not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
         return "was donated to a computation, and is gone"
     if leaf.dtype != expected.dtype or leaf.shape != expected.shape:
         return f"was {_form(expected)}, is {_form(leaf)}"
@@ -116,7 +121,7 @@ def _form(leaf: Any) -> str:
 
 def _list(problems: list[str]) -> str:
     more = [f"and {len(problems) - _MAX_NAMED} more"] if len(problems) > _MAX_NAMED else []
-    return "\n  ".join([*problems[:_MAX_NAMED], *more])
+    return "".join(f"\n  {problem}" for problem in [*problems[:_MAX_NAMED], *more])
 
 
 def _is_key(leaf: Any) -> bool:

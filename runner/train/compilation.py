@@ -15,6 +15,7 @@ import optax
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
+from runner.checkpoint.leaves import form_problems, strong
 from runner.errors import InvalidError
 from runner.train.batch_layout import BatchLayout
 from runner.train.state import sharding_rules, shardings_of
@@ -26,13 +27,17 @@ def lower_train_step(
 ) -> jax.stages.Lowered:
     """Lower `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
-    `key` is the run's: the random key of step k is `fold_in(key, k)`.
+    `key` is the run's: the random key of step k is `fold_in(key, k)`. Raises `InvalidError` naming the leaves that
+    `train_step` returns in another form than it takes them.
     """
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
         step_key = jax.random.fold_in(key, state.step)
         learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
         state, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
+        state = strong(state)
+        if problems := form_problems(state, abstract):
+            raise InvalidError(f"train_step returns the state in another form than it takes it{problems}")
         return state, loss, meta | {"learning_rate": learning_rate}
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
