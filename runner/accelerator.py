@@ -10,7 +10,9 @@ of "Plan TPUs in GKE", "TPU software versions" (same documentation) and libtpu.
 """
 
 import re
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from runner.errors import InvalidError
 
@@ -166,6 +168,32 @@ CHIPS = {
         gke_accelerator="nvidia-b200",
     ),
 }
+
+
+# XLA's flags with which a program gives the same bits at every start, by platform of JAX. On a GPU XLA chooses kernels
+# by timing them, anew at each compilation, and adds up in scatters and in the gradient of fused attention in the order
+# in which threads come; `xla_gpu_deterministic_ops` excludes both ("Guarantees run-to-run determinism", openxla/xla,
+# xla.proto and docs/determinism.md). CPUs and TPUs have no such choice.
+DETERMINISTIC_FLAGS: dict[str, tuple[str, ...]] = {"cpu": (), "tpu": (), "gpu": ("--xla_gpu_deterministic_ops=true",)}
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of the drivers of NVIDIA, of AMD, and of either under WSL
+
+
+def has_gpu(variables: Mapping[str, str]) -> bool:
+    """Whether JAX could run on a GPU here, as far as can be known without starting it."""
+    platforms = variables.get("JAX_PLATFORMS", "")
+    if platforms and not {"gpu", "cuda", "rocm"} & set(platforms.split(",")):
+        return False
+    return any(Path(file).exists() for file in _GPU_FILES)
+
+
+def set_deterministic(variables: MutableMapping[str, str]) -> None:
+    """Put `DETERMINISTIC_FLAGS` into `XLA_FLAGS`; one that stands there already is left. Before JAX is started."""
+    present = variables.get("XLA_FLAGS", "").split()
+    names = {flag.partition("=")[0] for flag in present}
+    wanted = DETERMINISTIC_FLAGS["gpu" if has_gpu(variables) else "cpu"]
+    missing = [flag for flag in wanted if flag.partition("=")[0] not in names]
+    if missing:
+        variables["XLA_FLAGS"] = " ".join([*present, *missing])
 
 
 @dataclass(frozen=True)

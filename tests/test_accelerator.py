@@ -2,10 +2,14 @@
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 
-from runner.accelerator import CHIPS, Accelerator, parse_accelerator
+from runner import accelerator
+from runner.accelerator import CHIPS, DETERMINISTIC_FLAGS, Accelerator, parse_accelerator, set_deterministic
 from runner.errors import InvalidError
 
 
@@ -91,3 +95,38 @@ def test_every_chip_but_the_cpu_has_its_peak_figures_and_every_tpu_its_names():
 @pytest.mark.parametrize("text", ["v5e-16", "2xv5e-256", "h200-8", "cpu"])
 def test_an_accelerator_is_written_as_it_is_read(text):
     assert str(parse_accelerator(text)) == text
+
+
+FLAG = "--xla_gpu_deterministic_ops"
+
+
+@pytest.mark.parametrize(
+    ("platforms", "flags", "expected"),
+    [
+        (None, None, f"{FLAG}=true"),
+        ("cuda,cpu", "--xla_dump_to=x", f"--xla_dump_to=x {FLAG}=true"),
+        ("cpu", None, None),
+        ("tpu,cpu", "--xla_dump_to=x", "--xla_dump_to=x"),
+        ("gpu", f"{FLAG}=false", f"{FLAG}=false"),
+        ("gpu", FLAG, FLAG),
+    ],
+)
+def test_what_makes_programs_deterministic_is_set_where_there_is_a_choice_and_the_environment_has_the_last_word(
+    monkeypatch, tmp_path, platforms, flags, expected
+):
+    driver = tmp_path / "nvidiactl"
+    given = {"JAX_PLATFORMS": platforms, "XLA_FLAGS": flags}
+    variables = {name: value for name, value in given.items() if value is not None}
+    monkeypatch.setattr(accelerator, "_GPU_FILES", (str(driver),))
+    set_deterministic(without := dict(variables))
+    assert without == variables
+    driver.touch()
+    set_deterministic(variables)
+    assert variables.get("XLA_FLAGS") == expected
+
+
+@pytest.mark.parametrize("flag", [flag for flags in DETERMINISTIC_FLAGS.values() for flag in flags])
+def test_the_compiler_knows_each_flag(flag):
+    """It ends the process at one that it does not know."""
+    variables = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=variables, check=True)

@@ -5,10 +5,12 @@ Imported once the spec's top level is known to be good, since it brings jax.
 
 import argparse
 import logging
+import os
 import sys
 import traceback
 from types import TracebackType
 
+from runner.accelerator import set_deterministic
 from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError
 from runner.hosts import gcp_preemption
 from runner.hosts.join import start
@@ -33,6 +35,8 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     placement = _placement(parsed, spec.deadlines.start_seconds)
     if placement is not None:
         stop.expect_peers()
+    if spec.topology is None or spec.topology.deterministic:
+        set_deterministic(os.environ)
     job.compile_cache.open()
     for library in _CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)

@@ -54,6 +54,10 @@ class Topology(Frozen):
     elastic: bool = Field(
         default=False, description="Begin with the hosts that came in time, if some did not; else that ends with 76."
     )
+    deterministic: bool = Field(
+        default=True,
+        description="Compile programs that give the same bits at every start, also where others are faster (GPUs).",
+    )
     compile_cache: Literal["host", "directory"] = Field(
         default="host",
         description="Where compiled programs are kept: on each host's own disk, or in the run's directory too.",
