@@ -17,6 +17,8 @@ from runner.storage import Store
 
 Leaves = dict[str, Any]
 
+_CACHE_BYTES = 64 << 20  # without it, the table of contents is read anew for every block
+
 
 def read(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> dict[str, jax.Array]:
     """The arrays that `leaves` describe (shape, dtype, sharding) from one checkpoint. Called on every host.
@@ -32,26 +34,30 @@ def read(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> di
         return _read_orbax(Path(temporary) / manifest.arrays, leaves)
 
 
-def read_block(
-    store: Store, directory: str, manifest: Manifest, name: str, leaf: Any, index: pieces.Index
-) -> np.ndarray:
-    """One block of the array `name`, which `leaf` describes, in this host's memory. From any thread of one host.
+class BlockReader:
+    """Blocks of the arrays of one checkpoint, into this host's memory. From any thread of one host."""
 
-    Raises `ValueError` or `OSError` if the bytes are not there or not good.
-    """
-    if manifest.shards is not None:
-        records = manifest.shards[name]
-        return pieces.read_block(
-            lambda file: store.read(f"{directory}/{file}"), manifest.files, records, leaf.dtype, index, leaf.shape
-        )
-    assert store.root is not None, "what was just written without pieces was written by orbax, on a disk"
-    base = f"file://{urllib.parse.quote(str(store.root / directory / manifest.arrays))}"
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-    array = tensorstore.open(spec, open=True, read=True).result()
-    if array.shape != leaf.shape:
-        raise ValueError(f"{name} has the shape {list(array.shape)}, not {list(leaf.shape)}")
-    block: np.ndarray = array[index].read().result()
-    return block
+    def __init__(self, store: Store, directory: str, manifest: Manifest):
+        self._store, self._directory, self._manifest = store, directory, manifest
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+
+    def read(self, name: str, leaf: Any, index: pieces.Index) -> np.ndarray:
+        """One block of the array `name`, which `leaf` describes. Raises `ValueError` or `OSError` if it is not good."""
+        if self._manifest.shards is not None:
+            records = self._manifest.shards[name]
+            return pieces.read_block(self._fetch, self._manifest.files, records, leaf.dtype, index, leaf.shape)
+        root = self._store.root
+        assert root is not None, "orbax wrote it, on a disk"
+        base = f"file://{urllib.parse.quote(str(root / self._directory / self._manifest.arrays))}"
+        spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+        array = tensorstore.open(spec, open=True, read=True, context=self._context).result()
+        if array.shape != leaf.shape:
+            raise ValueError(f"{name} has the shape {list(array.shape)}, not {list(leaf.shape)}")
+        block: np.ndarray = array[index].read().result()
+        return block
+
+    def _fetch(self, name: str) -> bytes:
+        return self._store.read(f"{self._directory}/{name}")
 
 
 def download(store: Store, directory: str, files: Files, target: Path) -> None:

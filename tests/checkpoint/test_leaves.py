@@ -14,12 +14,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner import ExecutionSpec, RestoreableJob
-from runner.checkpoint import reader
 from runner.checkpoint.chunk import CHUNK_LEAVES, chunks
 from runner.checkpoint.double_buffer import _copy
 from runner.checkpoint.fingerprint import _digest_shards, describe, fingerprint, leaf_digests
 from runner.checkpoint.leaves import strong
 from runner.checkpoint.manifest import committed
+from runner.checkpoint.reader import BlockReader
 from runner.errors import InvalidError, PreemptedError, StateError
 from runner.storage import LocalStore, read_log
 from tests.support.memory_bucket import memory_bucket
@@ -276,8 +276,8 @@ class FirstSaveIsLost(Keeper):
 
 def test_the_first_save_of_a_run_is_read_back_before_it_is_committed(make_store, capsys, monkeypatch):
     read = []
-    real = reader.read_block
-    monkeypatch.setattr(reader, "read_block", lambda *args: read.append(args[1]) or real(*args))
+    real = BlockReader.read
+    monkeypatch.setattr(BlockReader, "read", lambda self, *args: read.append(self._directory) or real(self, *args))
     mesh = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), PartitionSpec("d"))
     job = keeper(make_store("lost"), lambda: jnp.arange(64.0), FirstSaveIsLost, every_steps=1, keep_last=9)
     job.abstract_state = lambda: {
