@@ -37,6 +37,15 @@ class KeepsStateOutside(Stepwise):
         self.state = self.state | {"total": self.state["total"] + jnp.uint32(self.seen)}
 
 
+class BecomesWeak(Stepwise):
+    """A leaf that is made anew from a Python number: restored, the next product with it would have another type."""
+
+    def one_step(self) -> None:
+        """Count in Python."""
+        super().one_step()
+        self.state = self.state | {"count": jnp.asarray(int(self.state["count"]))}
+
+
 class DependsOnTheClock(Stepwise):
     """Another value each time."""
 
