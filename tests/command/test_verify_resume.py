@@ -62,7 +62,7 @@ def test_a_job_that_cannot_be_resumed_is_found_with_the_step_and_the_leaf(job: s
 def test_a_leaf_that_becomes_weakly_typed_is_named_with_the_reason() -> None:
     code, output = verify(*COUNTER, "--set", "job=tests.support.faulty:BecomesWeak")
     assert code == 1, output
-    assert "count: is weakly typed and would come back strong" in output
+    assert "scale: is weakly typed and would come back strong" in output
 
 
 @pytest.mark.parametrize(

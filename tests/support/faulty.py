@@ -1,6 +1,7 @@
 """Counters that break the rules of a restorable job, each in one way, and some that hang or fail."""
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +41,14 @@ class KeepsStateOutside(Stepwise):
 class BecomesWeak(Stepwise):
     """A leaf that is made anew from a Python number: restored, the next product with it would have another type."""
 
+    def init(self) -> Any:
+        """With one leaf more."""
+        return super().init() | {"scale": jnp.float32(1.5)}
+
     def one_step(self) -> None:
-        """Count in Python."""
+        """Take the number anew."""
         super().one_step()
-        self.state = self.state | {"count": jnp.asarray(int(self.state["count"]))}
+        self.state = self.state | {"scale": jnp.asarray(1.5)}
 
 
 class DependsOnTheClock(Stepwise):
