@@ -88,6 +88,7 @@ def test_a_save_that_does_not_fit_into_the_grace_is_a_warning(tmp_path: Path) ->
 
 def test_the_program_that_is_planned_is_the_one_that_several_processes_run(tmp_path: Path) -> None:
     options = ("config.train.total_steps=4", "config.schedule.warmup_steps=2", "config.eval.every_steps=null")
+    options += ("config.model.layers=2",)
     job = Job(NANO, tmp_path / "run", options, devices=2)
     planned = plan_json(*job.arguments, "--topology", "cpu-4")["plan"]
     job.launch(2).expect(0)
@@ -181,7 +182,7 @@ def plan_small(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
 
 
 def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits(tmp_path: Path) -> None:
-    options = ("config.model.width=128", f"directory={tmp_path}")
+    options = ("config.model.width=128", "config.model.layers=2", f"directory={tmp_path}")
     spec = (NANO, "--topology", "v5e-4", *(word for option in options for word in ("--set", option)))
     hbm_bytes = 4e6
     output = plan_small(hbm_bytes, *spec, expected=2)
@@ -200,7 +201,8 @@ def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits(tm
 
 
 def test_the_smallest_slice_that_ends_in_time() -> None:
-    auto = (NANO, "--topology", "v5e-256", "--set", "config.precision.compute=bfloat16", "--chips", "auto", "--hours")
+    small = ("--set", "config.precision.compute=bfloat16", "--set", "config.model.layers=2")
+    auto = (NANO, "--topology", "v5e-256", *small, "--chips", "auto", "--hours")
     assert "v5e-1:" in plan_small(16e9, *auto, "1")
     output = subprocess.run(
         [sys.executable, "-c", SMALL_CHIPS, "16000000000", *auto, "1e-12"],
