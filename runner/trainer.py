@@ -294,8 +294,9 @@ class BaseTrainer(RestoreableJob):
         return spec.model_copy(update={"config": config, "topology": topology})
 
     def payload(self) -> Payload:
-        """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`."""
+        """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
         self.report.window.fetch()
+        _refuse_changed_data(self.dataset, self.attempt.hosts)
         best = self.spec.checkpoint.keep_best
         return Payload(
             None if best is None else self.report.metric(best.metric, self.step),
@@ -314,6 +315,18 @@ class BaseTrainer(RestoreableJob):
             "val_loss": row.get("val/loss"),
             "fingerprint": super().result()["fingerprint"],
         }
+
+
+def _refuse_changed_data(dataset: Dataset, hosts: Hosts) -> None:
+    """Before a state is saved: raise `DataError` on every host if one sees other token files than at the start."""
+    problem = None
+    try:
+        dataset.check_files()
+    except DataError as error:
+        problem = str(error)
+    problem = next(filter(None, hosts.gather(problem)), None)
+    if problem is not None:
+        raise DataError(f"{problem}; what was trained since the last commit is not saved")
 
 
 def _known_micro_batch(hosts: Hosts, store: Store, hardware: JsonObject) -> int | None:
