@@ -24,7 +24,7 @@ from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.periodic import tokens_at
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import JsonObject
+from runner.storage import JsonObject, Store
 from runner.train import state as train_state
 from runner.train import step as pure
 from runner.train.batch_layout import batch_layouts
@@ -175,7 +175,7 @@ class BaseTrainer(RestoreableJob):
         evaluators = [] if found is None else found if isinstance(found, list) else [found]
         mfu = mfu_of_a_token_per_second(self.flops_per_token, self.blueprint)
         compile_validation = self.validation.begin_to_compile if self.validation in evaluators else lambda: None
-        return Report(self.attempt, self.spec, self.config, evaluators, mfu, compile_validation)
+        return Report(self.attempt, self.resolved_spec(), self.config, evaluators, mfu, compile_validation)
 
     @functools.cached_property
     def validation(self) -> Validation:
@@ -201,6 +201,8 @@ class BaseTrainer(RestoreableJob):
         different = [process for process, other in enumerate(fingerprints) if other != fingerprints[0]]
         if different:
             raise DataError(f"{self.config.data.source}: processes {different} read other data than process 0")
+        known = _known_micro_batch(hosts, self.store, self._hardware(hosts))
+        self.blueprint.trace_train(self.train_step, batch_layouts(self.config, self.blueprint.mesh, known)[0])
 
     def lay_out(self, devices: Sequence[jax.Device]) -> Mesh:
         """The mesh over these devices, over which the batch must divide. Reads no data."""
@@ -229,31 +231,25 @@ class BaseTrainer(RestoreableJob):
 
         With `micro_batch` only that size is tried, if the spec allows it.
         """
-        layouts = batch_layouts(self.config, blueprint.mesh)
+        layouts = batch_layouts(self.config, blueprint.mesh, micro_batch)
+        blueprint.trace_train(self.train_step, layouts[0])  # what is wrong with the step is not the topology's fault
         with self.document.blaming("topology"):
-            chosen = [layout for layout in layouts if layout.micro_batch_examples == micro_batch]
-            return blueprint.compile_to_fit(self.train_step, chosen or layouts, limit_bytes)
+            return blueprint.compile_to_fit(self.train_step, layouts, limit_bytes)
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""
-        limit_bytes = self.attempt.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
-        self.compiled = self.compile(self.blueprint, limit_bytes, self._known_micro_batch())
+        hosts = self.attempt.hosts
+        limit_bytes = hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
+        known = _known_micro_batch(hosts, self.store, self._hardware(hosts))
+        self.compiled = self.compile(self.blueprint, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples)
 
-    def _known_micro_batch(self) -> int | None:
-        """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
-        manifest = newest_manifest(self.store) if self.attempt.hosts.is_main else None
-        record = self.attempt.hosts.agree(manifest and manifest.topology)
-        if not record or {key: record.get(key) for key in self._hardware()} != self._hardware():
-            return None
-        return int(record["micro_batch_examples"])
-
-    def _hardware(self) -> JsonObject:
+    def _hardware(self, hosts: Hosts) -> JsonObject:
         return {
             "mesh": self.blueprint.mesh_sizes,
             "device_kind": self.blueprint.mesh.devices.flat[0].device_kind,
-            "processes": self.attempt.hosts.num_processes,
+            "processes": hosts.num_processes,
         }
 
     # What the base asks for.
@@ -273,6 +269,10 @@ class BaseTrainer(RestoreableJob):
     def with_weights(self, state: TrainState, weights: Any) -> TrainState:
         """`state` with these parameters."""
         return state.replace(params=weights["params"])
+
+    def problem_with(self, attachments: dict[str, bytes]) -> str | None:
+        """Whether the rows that were kept beside a state follow those that are there."""
+        return self.report.problem_with(attachments)
 
     def resumed(self, attachments: dict[str, bytes]) -> None:
         """Drop the rows beyond the restored step."""
@@ -294,12 +294,13 @@ class BaseTrainer(RestoreableJob):
         return spec.model_copy(update={"config": config, "topology": topology})
 
     def payload(self) -> Payload:
-        """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`."""
+        """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
         self.report.window.fetch()
+        _refuse_changed_data(self.dataset, self.attempt.hosts)
         best = self.spec.checkpoint.keep_best
         return Payload(
             None if best is None else self.report.metric(best.metric, self.step),
-            self._hardware() | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
+            self._hardware(self.attempt.hosts) | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
             self.report.attachments,
             self.report.sync,
         )
@@ -314,3 +315,24 @@ class BaseTrainer(RestoreableJob):
             "val_loss": row.get("val/loss"),
             "fingerprint": super().result()["fingerprint"],
         }
+
+
+def _refuse_changed_data(dataset: Dataset, hosts: Hosts) -> None:
+    """Before a state is saved: raise `DataError` on every host if one sees other token files than at the start."""
+    problem = None
+    try:
+        dataset.check_files()
+    except DataError as error:
+        problem = str(error)
+    problem = next(filter(None, hosts.gather(problem)), None)
+    if problem is not None:
+        raise DataError(f"{problem}; what was trained since the last commit is not saved")
+
+
+def _known_micro_batch(hosts: Hosts, store: Store, hardware: JsonObject) -> int | None:
+    """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
+    manifest = newest_manifest(store) if hosts.is_main else None
+    record = hosts.agree(manifest and manifest.topology)
+    if not record or {key: record.get(key) for key in hardware} != hardware:
+        return None
+    return int(record["micro_batch_examples"])

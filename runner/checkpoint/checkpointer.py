@@ -16,7 +16,7 @@ from runner.checkpoint.fast import FastTier
 from runner.checkpoint.interval import SavePolicy, best_interval_seconds
 from runner.checkpoint.leaves import abstract_stored, named, refuse_another_form
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.restore import Restored, Restorer
+from runner.checkpoint.restore import Problem, Restored, Restorer
 from runner.checkpoint.retention import Retention
 from runner.checkpoint.save import Payload, SaveKind, Saver
 from runner.checkpoint.tombstone import BURIED
@@ -50,9 +50,9 @@ class Checkpointer:
         self._said_interval_seconds = 1e-9
         self._has_warned_of_grace = False
 
-    def restore(self) -> Restored | None:
+    def restore(self, problem_with: Problem) -> Restored | None:
         """The newest good state, in whichever tier; None if nothing was ever committed. See `Restorer.restore`."""
-        found = self._restorer.restore(self._abstract, self._identity)
+        found = self._restorer.restore(self._abstract, self._identity, problem_with)
         self._saver.reads_back = found is None
         if found is not None:
             self._warn_of_grace(found.manifest.seconds, found.manifest.step)
@@ -94,7 +94,9 @@ class Checkpointer:
             return state
         _check_name(name, step)
         refuse_another_form(state, self._abstract, step)
-        draft = Manifest(name=name or str(step), step=step, job=self._attempt.run_id, identity=self._identity)
+        here = self._attempt.environment or None
+        job, identity = self._attempt.run_id, self._identity
+        draft = Manifest(name=name or str(step), step=step, job=job, identity=identity, environment=here)
         with self._attempt.progress.during("save"):
             is_durable, state = self._saver.save(draft, state, payload, kind)
         self._warn_of_grace(self._saver.durable_seconds, step)

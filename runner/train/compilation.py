@@ -19,16 +19,16 @@ from runner.checkpoint.leaves import form_problems, strong
 from runner.errors import InvalidError
 from runner.train.batch_layout import BatchLayout
 from runner.train.state import sharding_rules, shardings_of
-from runner.train.step import Batch
+from runner.train.step import Batch, refuse_meta
 
 
-def lower_train_step(
+def trace_train_step(
     train_step: Callable[..., Any], schedule: optax.Schedule, abstract: TrainState, key: jax.Array, layout: BatchLayout
-) -> jax.stages.Lowered:
-    """Lower `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
+) -> jax.stages.Traced:
+    """Trace `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
     `key` is the run's: the random key of step k is `fold_in(key, k)`. Raises `InvalidError` naming the leaves that
-    `train_step` returns in another form than it takes them.
+    `train_step` returns in another form than it takes them, or the `meta` that no row can hold.
     """
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
@@ -38,12 +38,19 @@ def lower_train_step(
         state = strong(state)
         if problems := form_problems(state, abstract):
             raise InvalidError(f"train_step returns the state in another form than it takes it{problems}")
+        refuse_meta(meta)
         return state, loss, meta | {"learning_rate": learning_rate}
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))
     with sharding_rules(layout.mesh):
-        return jitted.lower(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
+        return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
+
+
+def lower_train_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stages.Lowered:
+    """Lower what `trace_train_step` has traced for this layout."""
+    with sharding_rules(layout.mesh):
+        return traced.lower()
 
 
 def lower_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Lowered:

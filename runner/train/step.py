@@ -7,19 +7,25 @@ means would weigh a short micro-batch like a long one. Gradients are added up in
 Shape legend: S accumulation steps, B examples, T sequence length.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.training.train_state import TrainState
 from jax import lax
+
+from runner.errors import InvalidError
 
 Batch = dict[str, jax.Array]
 # (apply_fn, params, micro-batch, key of the step or None) -> (loss_sum, meta); no key = deterministic.
 # A micro-batch holds x, y and padding_mask (B, T), and example (B): the place of each example in the step.
 Forward = Callable[[Callable[..., Any], Any, Batch, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
+GRAD_NORM = "grad_norm"
+_NAMES_OF_THE_RUNNER = ("loss", "learning_rate", "tokens")  # in a row, below `train/`
 
 
 def _numbered(batch: Batch) -> Batch:
@@ -65,8 +71,9 @@ def train_step(
     """
     assert batch["x"].shape[0] == accumulate_steps, f"batch has S={batch['x'].shape[0]}, not {accumulate_steps}"
     loss, grads, meta = _gradients(forward, state, batch, key, accumulate_steps)
-    grad_norm = optax.tree.norm(grads)
-    return state.apply_gradients(grads=grads), loss, meta | {"grad_norm": grad_norm}
+    if GRAD_NORM in meta:
+        raise InvalidError(f"forward returns {GRAD_NORM!r} as meta, a name of the runner's own; use another")
+    return state.apply_gradients(grads=grads), loss, meta | {GRAD_NORM: optax.tree.norm(grads)}
 
 
 def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -78,3 +85,34 @@ def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Arr
 
     (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), _numbered(batch))
     return loss_sum, token_count, jax.tree.map(lambda leaf: leaf[-1], metas)
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a row can hold this value of meta, which may be a tracer: a real number, or a bool."""
+    if not isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array):
+        return False
+    return jnp.shape(value) == () and any(
+        jnp.issubdtype(jnp.result_type(value), kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)
+    )
+
+
+def finite(value: Any) -> float | None:
+    """A scalar of meta as a row holds it: JSON has no NaN."""
+    return float(value) if math.isfinite(value) else None
+
+
+def refuse_meta(meta: Mapping[str, Any]) -> None:
+    """Raise `InvalidError` if the row of a step cannot hold its meta. Called where the step is traced."""
+    if not isinstance(meta, Mapping):
+        raise InvalidError(f"a step's meta is a {type(meta).__name__}, needs a dictionary of scalars by name")
+    for name, value in meta.items():
+        if name in _NAMES_OF_THE_RUNNER:
+            raise InvalidError(f"a step returns {name!r} as meta, a name of the runner's own; use another")
+        if not is_scalar(value):
+            raise InvalidError(f"a step returns {name!r} as meta, {_kind(value)}; a row needs a scalar, such as a mean")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"{value.dtype} of shape {value.shape}"
+    return f"a {type(value).__name__}"
