@@ -34,7 +34,7 @@ from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_p
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import batch_sharding, device_memory_bytes, make_mesh, mesh_sizes
-from runner.train.optimizer import choose_optimizer, choose_schedule
+from runner.train.optimizer import SPEC, Recipe, choose_recipe
 from runner.train.report import Evaluator, Report
 from runner.train.validation import Validation
 
@@ -78,14 +78,14 @@ class BaseTrainer(RestoreableJob):
         return loss_sum, {}
 
     @classmethod
-    def optimizer(cls) -> str | optax.GradientTransformation | None:
-        """A library name, an optax transformation, or None for the one that the spec names."""
-        return None
+    def optimizer(cls) -> str | optax.GradientTransformation:
+        """A library name (`SPEC`, the default: the one in the spec), or an optax object, to which nothing is added."""
+        return SPEC
 
     @classmethod
     def schedule(cls) -> str | optax.Schedule | None:
-        """A library name, an optax schedule, or None for the one that the spec names (a constant if it names none)."""
-        return None
+        """A library name (`SPEC`, the default: the one in the spec), an optax schedule, or None for a constant."""
+        return SPEC
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
         """What evaluates the weights: by default the loss on the validation split, if there is one. Called once."""
@@ -157,10 +157,21 @@ class BaseTrainer(RestoreableJob):
     # Parts, each made whole when it is first asked for.
 
     @functools.cached_property
+    def recipe(self) -> Recipe:
+        """Optimizer and schedule. Raises `SpecError` with a line for each key that nothing reads or that is missing."""
+        with self.document.blaming("job"):
+            recipe = choose_recipe(self.optimizer(), self.schedule(), self.config)
+        self.document.refuse({f"config.{key}": why for key, why in recipe.problems(self.config).items()})
+        return recipe
+
+    @functools.cached_property
     def dataset(self) -> Dataset:
         """The tokens that the spec names. Reads the data on this host."""
         with self.document.blaming("config.data.source"):
-            return load_dataset(self.config.data, seed=self.spec.seed)
+            dataset = load_dataset(self.config.data, seed=self.spec.seed)
+        if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
+            raise self.document.error("config.data.tokenizer", "nothing reads it: token files have a tokenizer already")
+        return dataset
 
     @functools.cached_property
     def vocabulary_size(self) -> int:
@@ -216,12 +227,10 @@ class BaseTrainer(RestoreableJob):
 
     def draw_on(self, mesh: Mesh, key: jax.Array) -> Blueprint:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started."""
-        config, schedule = self.config, choose_schedule(self.schedule(), self.config)
+        recipe, config = self.recipe, self.config
+        schedule = recipe.schedule_of(config)
         example = jax.ShapeDtypeStruct((1, config.data.sequence_length), jnp.int32)
-
-        def make_optimizer(is_matrix: Any) -> Any:
-            return choose_optimizer(self.optimizer(), config, schedule, is_matrix)
-
+        make_optimizer = functools.partial(recipe.optimizer_of, config, schedule)
         return draw(self.model(), example, make_optimizer, schedule, mesh, key)
 
     def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
@@ -245,16 +254,10 @@ class BaseTrainer(RestoreableJob):
         """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
         manifest = newest_manifest(self.store) if self.attempt.hosts.is_main else None
         record = self.attempt.hosts.agree(manifest and manifest.topology)
-        if not record or {key: record.get(key) for key in self._hardware()} != self._hardware():
+        hardware = self.blueprint.hardware(self.attempt.hosts.num_processes)
+        if not record or {key: record.get(key) for key in hardware} != hardware:
             return None
         return int(record["micro_batch_examples"])
-
-    def _hardware(self) -> JsonObject:
-        return {
-            "mesh": self.blueprint.mesh_sizes,
-            "device_kind": self.blueprint.mesh.devices.flat[0].device_kind,
-            "processes": self.attempt.hosts.num_processes,
-        }
 
     # What the base asks for.
 
@@ -299,7 +302,8 @@ class BaseTrainer(RestoreableJob):
         best = self.spec.checkpoint.keep_best
         return Payload(
             None if best is None else self.report.metric(best.metric, self.step),
-            self._hardware() | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
+            self.blueprint.hardware(self.attempt.hosts.num_processes)
+            | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
             self.report.attachments,
             self.report.sync,
         )

@@ -17,12 +17,11 @@ from runner import BaseTrainer, ExecutionSpec, trainer
 from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
-from runner.errors import DivergedError, PreemptedError, SpecError
+from runner.errors import DivergedError, FailedError, PreemptedError, SpecError
 from runner.hosts.agreement import Hosts
 from runner.spec import read_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
 from runner.train.hint import options_for_here
-from runner.train.optimizer import choose_optimizer, choose_schedule
 from tests.support.tiny import (
     RecordingGPT,
     StopAfter,
@@ -359,14 +358,13 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
         def schedule(cls):
             return "linear"
 
-    job = gpt(tmp_path / "run", Named, **{"config.optimizer.name": "adafactor"})
+    job = gpt(tmp_path / "run", Named)
     job.setup(Hosts.alone())
     abstract = job.abstract_state()
     kernels = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (256, 32)]
     assert len(kernels) == moments
     params = {"w": jnp.ones(3)}
-    schedule = choose_schedule(job.schedule(), job.config)
-    tx = choose_optimizer(job.optimizer(), job.config, schedule, {"w": False})
+    tx = job.recipe.optimizer_of(job.config, job.recipe.schedule_of(job.config), {"w": False})
     state, sizes = tx.init(params), []
     for _ in range(STEPS):
         updates, state = tx.update({"w": jnp.full(3, 1e-3)}, state, params)
@@ -374,6 +372,36 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
     assert sizes[0] == 0.0
     if name != "sgd":
         assert sizes[2:] == pytest.approx(np.linspace(1e-3, 1e-4, 7)[:6], rel=1e-3)
+
+
+# A step that changes the kind of a leaf.
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.replace(opt_state=jnp.float16(0)), " is float32[] before a step and float16[] after"),
+        (lambda state: state.replace(opt_state=jnp.zeros(2)), " is float32[] before a step and float32[2] after"),
+        (lambda state: state.replace(opt_state=(jnp.zeros(()),)), "not there"),
+    ],
+)
+def test_a_step_that_changes_the_kind_of_a_leaf_is_refused_by_its_name_before_it_is_compiled(tmp_path, change, words):
+    class Changing(PretrainGPT):
+        @classmethod
+        def optimizer(cls):
+            return optax.GradientTransformation(lambda params: jnp.zeros(()), lambda g, state, params: (g, state))
+
+        @classmethod
+        def train_step(cls, state, batch, key, accumulate_steps):
+            state, loss, meta = super().train_step(state, batch, key, accumulate_steps)
+            return change(state), loss, meta
+
+    job = gpt(tmp_path / "run", Changing, **{"config.model.layers": 1})
+    with pytest.raises(FailedError) as caught:
+        job()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not committed(job.store)
 
 
 # Saved, loaded, lost.

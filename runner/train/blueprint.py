@@ -13,6 +13,7 @@ import optax
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
+from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train.batch_layout import BatchLayout
 from runner.train.compilation import (
@@ -23,6 +24,7 @@ from runner.train.compilation import (
     memory_of,
     program_digest,
 )
+from runner.train.optimizer import in_float32
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,15 @@ class Blueprint:
 
     Attributes:
         key: the run's random key; that of step k is `fold_in(key, k)`.
-        schedule: learning rate by completed steps.
-        optimizer: the whole optax transformation, clipping included.
+        schedule: learning rate by completed steps; None where the job's own optimizer keeps it to itself.
+        optimizer: the whole optax transformation, clipping included; it works in float32.
         abstract_state: shape, dtype and sharding of every leaf.
         make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
     """
 
     mesh: Mesh
     key: jax.Array
-    schedule: optax.Schedule
+    schedule: optax.Schedule | None
     optimizer: optax.GradientTransformation
     abstract_state: TrainState
     make_state: Callable[[jax.Array], TrainState]
@@ -48,6 +50,11 @@ class Blueprint:
     def mesh_sizes(self) -> dict[str, int]:
         """Devices by axis."""
         return {axis: int(size) for axis, size in self.mesh.shape.items()}
+
+    def hardware(self, num_processes: int) -> JsonObject:
+        """What the micro-batch was chosen for."""
+        kind = self.mesh.devices.flat[0].device_kind
+        return {"mesh": self.mesh_sizes, "device_kind": kind, "processes": num_processes}
 
     def init_state(self) -> TrainState:
         """The state at step 0, born sharded. Called on every host."""
@@ -77,7 +84,7 @@ def draw(
     model: nn.Module,
     example: jax.ShapeDtypeStruct,
     make_optimizer: Callable[[Any], optax.GradientTransformation],
-    schedule: optax.Schedule,
+    schedule: optax.Schedule | None,
     mesh: Mesh,
     key: jax.Array,
 ) -> Blueprint:
@@ -92,7 +99,7 @@ def draw(
         return model.init(key, tokens_BxT, deterministic=True)["params"]
 
     boxed = jax.eval_shape(init_params, key)
-    optimizer = make_optimizer(train_state.matrices(boxed))
+    optimizer = in_float32(make_optimizer(train_state.matrices(boxed)))
 
     def make_state(params: Any) -> TrainState:
         return train_state.state_of(model, params, optimizer)

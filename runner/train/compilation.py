@@ -15,30 +15,57 @@ import optax
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.errors import InvalidError
+from runner.errors import FailedError, InvalidError
 from runner.train.batch_layout import BatchLayout
 from runner.train.state import sharding_rules, shardings_of
 from runner.train.step import Batch
 
 
 def lower_train_step(
-    train_step: Callable[..., Any], schedule: optax.Schedule, abstract: TrainState, key: jax.Array, layout: BatchLayout
+    train_step: Callable[..., Any],
+    schedule: optax.Schedule | None,
+    abstract: TrainState,
+    key: jax.Array,
+    layout: BatchLayout,
 ) -> jax.stages.Lowered:
     """Lower `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
-    `key` is the run's: the random key of step k is `fold_in(key, k)`.
+    `key` is the run's: the random key of step k is `fold_in(key, k)`. `meta` has the step's `learning_rate` where there
+    is a schedule. Raises `FailedError` if a step changes the type or the shape of a leaf.
     """
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
         step_key = jax.random.fold_in(key, state.step)
-        learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
-        state, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
-        return state, loss, meta | {"learning_rate": learning_rate}
+        rate = {} if schedule is None else {"learning_rate": jnp.asarray(schedule(state.step), jnp.float32)}
+        after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
+        _refuse_another_kind_of_state(state, after)
+        return after, loss, meta | rate
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))
     with sharding_rules(layout.mesh):
         return jitted.lower(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
+
+
+def _refuse_another_kind_of_state(before: TrainState, after: TrainState) -> None:
+    """Raise `FailedError` if a step changes what the compiled step and every checkpoint rely on. Called in a trace."""
+    kinds, others = _kinds(before), _kinds(after)
+    changed = sorted(name for name in kinds | others if kinds.get(name) != others.get(name))
+    if changed:
+        was, became = kinds.get(changed[0], "not there"), others.get(changed[0], "not there")
+        raise FailedError(
+            f"train_step changes {len(changed)} leaves of the state: {changed[0]} is {was} before a step and {became} "
+            "after it; each must keep its type and shape"
+        )
+
+
+def _kinds(state: TrainState) -> dict[str, str]:
+    """Type and shape of each leaf, by its name."""
+    kinds = [(path, jax.typeof(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): f"{kind.dtype}{list(kind.shape)}"
+        for path, kind in kinds
+    }
 
 
 def lower_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Lowered:
