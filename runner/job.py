@@ -198,7 +198,7 @@ class RestoreableJob:
     def _restore_or_init(self) -> None:
         """Take up the newest good checkpoint, or begin at step 0, and save the resolved spec."""
         attempt, started = self.attempt, time.monotonic()
-        found = self.checkpointer.restore()
+        found = self.checkpointer.restore(self.problem_with)
         if found is None:
             self.state = self.init_state()
             if self.spec.checkpoint.init_from is not None:
@@ -214,6 +214,13 @@ class RestoreableJob:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin()
         self.resumed(found.attachments if found is not None else {})
+
+    def problem_with(self, attachments: dict[str, bytes]) -> str | None:
+        """Why the job cannot go on from a state of the fast tier that has these beside it; None if it can.
+
+        Main host only, while an older state can still be taken.
+        """
+        return None
 
     def resumed(self, attachments: dict[str, bytes]) -> None:
         """The state is there, new or restored; `attachments` came with it from the fast tier. Nothing by default."""

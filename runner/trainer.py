@@ -2,6 +2,9 @@
 
 An experiment says which model (`model`), and may replace the loss (`forward`), the optimizer, the schedule or the
 evaluation. Everything is called on every host. `run` is the training loop.
+
+What a step is made of is called on the class, and so cannot read what changes; of a job it sees `cls.config` alone,
+since each job has a class of its own that holds it.
 """
 
 import functools
@@ -24,7 +27,7 @@ from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.periodic import tokens_at
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import JsonObject
+from runner.storage import JsonObject, Store
 from runner.train import state as train_state
 from runner.train import step as pure
 from runner.train.batch_layout import batch_layouts
@@ -56,6 +59,7 @@ class BaseTrainer(RestoreableJob):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
         self.topology = spec.topology
+        self.__class__ = _bound_to(type(self), self.config)
 
     # What an experiment says.
 
@@ -67,10 +71,11 @@ class BaseTrainer(RestoreableJob):
     def forward(
         cls, apply_fn: Any, params: Any, batch: pure.Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Loss summed over the real target tokens of a micro-batch, and meta. No key: deterministic.
+        """Loss summed over the real target tokens of a micro-batch, and meta. No key: deterministic. Pure.
 
         `batch` holds `x`, `y` and `padding_mask` (B, T), and `example` (B): the place of each example in the step. What
-        is random should depend on that and on the step's `key`; this default draws by micro-batch.
+        is random should depend on that and the step's `key`; this default draws by micro-batch. A forward that masks
+        targets itself returns as meta `token_count` how many it has counted.
         """
         rngs = None if key is None else {"dropout": jax.random.fold_in(key, batch["example"][0])}
         logits_BxTxV = apply_fn({"params": params}, batch["x"], deterministic=key is None, rngs=rngs)
@@ -159,9 +164,8 @@ class BaseTrainer(RestoreableJob):
     @functools.cached_property
     def recipe(self) -> Recipe:
         """Optimizer and schedule. Raises `SpecError` with a line for each key that nothing reads or that is missing."""
-        with self.document.blaming("job"):
-            recipe = choose_recipe(self.optimizer(), self.schedule(), self.config)
-        self.document.refuse({f"config.{key}": why for key, why in recipe.problems(self.config).items()})
+        recipe = choose_recipe(self.optimizer(), self.schedule(), self.config)
+        self.document.refuse(recipe.problems(self.config), "config.")
         return recipe
 
     @functools.cached_property
@@ -170,7 +174,7 @@ class BaseTrainer(RestoreableJob):
         with self.document.blaming("config.data.source"):
             dataset = load_dataset(self.config.data, seed=self.spec.seed)
         if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
-            raise self.document.error("config.data.tokenizer", "nothing reads it: token files have a tokenizer already")
+            raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
         return dataset
 
     @functools.cached_property
@@ -186,7 +190,7 @@ class BaseTrainer(RestoreableJob):
         evaluators = [] if found is None else found if isinstance(found, list) else [found]
         mfu = mfu_of_a_token_per_second(self.flops_per_token, self.blueprint)
         compile_validation = self.validation.begin_to_compile if self.validation in evaluators else lambda: None
-        return Report(self.attempt, self.spec, self.config, evaluators, mfu, compile_validation)
+        return Report(self.attempt, self.resolved_spec(), self.config, evaluators, mfu, compile_validation)
 
     @functools.cached_property
     def validation(self) -> Validation:
@@ -212,6 +216,8 @@ class BaseTrainer(RestoreableJob):
         different = [process for process, other in enumerate(fingerprints) if other != fingerprints[0]]
         if different:
             raise DataError(f"{self.config.data.source}: processes {different} read other data than process 0")
+        known = _known_micro_batch(hosts, self.store, self.blueprint)
+        self.blueprint.trace_train(self.train_step, batch_layouts(self.config, self.blueprint.mesh, known)[0])
 
     def lay_out(self, devices: Sequence[jax.Device]) -> Mesh:
         """The mesh over these devices, over which the batch must divide. Reads no data."""
@@ -227,10 +233,9 @@ class BaseTrainer(RestoreableJob):
 
     def draw_on(self, mesh: Mesh, key: jax.Array) -> Blueprint:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started."""
-        recipe, config = self.recipe, self.config
-        schedule = recipe.schedule_of(config)
-        example = jax.ShapeDtypeStruct((1, config.data.sequence_length), jnp.int32)
-        make_optimizer = functools.partial(recipe.optimizer_of, config, schedule)
+        schedule = self.recipe.schedule_of(self.config)
+        example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
+        make_optimizer = functools.partial(self.recipe.optimizer_of, self.config, schedule)
         return draw(self.model(), example, make_optimizer, schedule, mesh, key)
 
     def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
@@ -238,26 +243,18 @@ class BaseTrainer(RestoreableJob):
 
         With `micro_batch` only that size is tried, if the spec allows it.
         """
-        layouts = batch_layouts(self.config, blueprint.mesh)
+        layouts = batch_layouts(self.config, blueprint.mesh, micro_batch)
+        blueprint.trace_train(self.train_step, layouts[0])  # what is wrong with the step is not the topology's fault
         with self.document.blaming("topology"):
-            chosen = [layout for layout in layouts if layout.micro_batch_examples == micro_batch]
-            return blueprint.compile_to_fit(self.train_step, chosen or layouts, limit_bytes)
+            return blueprint.compile_to_fit(self.train_step, layouts, limit_bytes)
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""
         limit_bytes = self.attempt.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
-        self.compiled = self.compile(self.blueprint, limit_bytes, self._known_micro_batch())
+        known = _known_micro_batch(self.attempt.hosts, self.store, self.blueprint)
+        self.compiled = self.compile(self.blueprint, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples)
-
-    def _known_micro_batch(self) -> int | None:
-        """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
-        manifest = newest_manifest(self.store) if self.attempt.hosts.is_main else None
-        record = self.attempt.hosts.agree(manifest and manifest.topology)
-        hardware = self.blueprint.hardware(self.attempt.hosts.num_processes)
-        if not record or {key: record.get(key) for key in hardware} != hardware:
-            return None
-        return int(record["micro_batch_examples"])
 
     # What the base asks for.
 
@@ -276,6 +273,10 @@ class BaseTrainer(RestoreableJob):
     def with_weights(self, state: TrainState, weights: Any) -> TrainState:
         """`state` with these parameters."""
         return state.replace(params=weights["params"])
+
+    def problem_with(self, attachments: dict[str, bytes]) -> str | None:
+        """Whether the rows that were kept beside a state follow those that are there."""
+        return self.report.problem_with(attachments)
 
     def resumed(self, attachments: dict[str, bytes]) -> None:
         """Drop the rows beyond the restored step."""
@@ -299,11 +300,11 @@ class BaseTrainer(RestoreableJob):
     def payload(self) -> Payload:
         """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`."""
         self.report.window.fetch()
-        best = self.spec.checkpoint.keep_best
+        best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
+        chosen = {"micro_batch_examples": self.compiled.layout.micro_batch_examples}
         return Payload(
             None if best is None else self.report.metric(best.metric, self.step),
-            self.blueprint.hardware(self.attempt.hosts.num_processes)
-            | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
+            self.blueprint.hardware(hosts.num_processes) | chosen,
             self.report.attachments,
             self.report.sync,
         )
@@ -318,3 +319,19 @@ class BaseTrainer(RestoreableJob):
             "val_loss": row.get("val/loss"),
             "fingerprint": super().result()["fingerprint"],
         }
+
+
+def _bound_to(job_class: type[BaseTrainer], config: TrainerConfig[Any]) -> type[BaseTrainer]:
+    """A subclass that is the same, but for `config`: the class of one job."""
+    names = {"__module__": job_class.__module__, "__qualname__": job_class.__qualname__, "__doc__": job_class.__doc__}
+    return type(job_class.__name__, (job_class,), {"config": config, **names})
+
+
+def _known_micro_batch(hosts: Hosts, store: Store, blueprint: Blueprint) -> int | None:
+    """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
+    hardware = blueprint.hardware(hosts.num_processes)
+    manifest = newest_manifest(store) if hosts.is_main else None
+    record = hosts.agree(manifest and manifest.topology)
+    if not record or {key: record.get(key) for key in hardware} != hardware:
+        return None
+    return int(record["micro_batch_examples"])

@@ -12,14 +12,15 @@ import optax
 import pytest
 import yaml
 
-from experiments.gpt import PretrainGPT
+from experiments.gpt import GPTConfig, PretrainGPT
 from runner import BaseTrainer, ExecutionSpec, trainer
 from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
+from runner.config import TrainerConfig
 from runner.errors import DivergedError, FailedError, PreemptedError, SpecError
 from runner.hosts.agreement import Hosts
-from runner.spec import read_spec
+from runner.spec import parse_document, read_spec, validate_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
 from runner.train.hint import options_for_here
 from tests.support.tiny import (
@@ -372,6 +373,89 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
     assert sizes[0] == 0.0
     if name != "sgd":
         assert sizes[2:] == pytest.approx(np.linspace(1e-3, 1e-4, 7)[:6], rel=1e-3)
+
+
+class WithCoefficient(PretrainGPT):
+    """An auxiliary loss, with a coefficient that the spec gives."""
+
+    class Config(TrainerConfig[GPTConfig]):
+        auxiliary: float = 0.0
+        rate: float = 0.0
+
+    @classmethod
+    def forward(cls, apply_fn, params, batch, key):
+        loss_sum, meta = super().forward(apply_fn, params, batch, key)
+        return loss_sum + cls.config.auxiliary * jnp.sum(batch["padding_mask"]), meta
+
+    @classmethod
+    def optimizer(cls):
+        return optax.sgd(cls.config.rate)
+
+    @classmethod
+    def schedule(cls):
+        return optax.constant_schedule(cls.config.rate)
+
+
+def test_what_is_called_on_the_class_sees_the_config_of_its_job_and_of_no_other(tmp_path):
+    changes = {"config.train.total_steps": 1, "config.schedule.warmup_steps": 0, "config.model.layers": 1}
+    changes |= {"config.optimizer": {}}
+    jobs = {
+        auxiliary: gpt(tmp_path / str(auxiliary), WithCoefficient, **changes, **{"config.auxiliary": auxiliary})
+        for auxiliary in (0.0, 2.0)
+    }
+    for job in jobs.values():
+        job()
+    (plain,), (more,) = (rows(job.store.root) for job in jobs.values())
+    assert more["train/loss"] == pytest.approx(plain["train/loss"] + 2.0, rel=1e-6)
+    assert more["val/loss"] == pytest.approx(plain["val/loss"] + 2.0, rel=1e-6)
+    other = gpt(tmp_path / "rate", WithCoefficient, **changes, **{"config.rate": 0.5})
+    assert (jobs[0.0].schedule()(0), other.schedule()(0)) == (0.0, 0.5)
+    assert [type(job).__name__ for job in (*jobs.values(), other)] == ["WithCoefficient"] * 3
+    assert isinstance(other, WithCoefficient)
+    assert WithCoefficient.train_step.__self__ is WithCoefficient
+
+
+REFUSED = """\
+name: x
+job: experiments.gpt:PretrainGPT
+directory: {directory}
+topology: {{mesh: {{data: auto}}}}
+config:
+  model: {{layers: 1, heads: 1, width: 8}}
+  data:
+    source: {source}
+    sequence_length: 8
+    tokenizer: {tokenizer}
+  optimizer:
+    learning_rate: 1.0e-3
+    momentum: 0.5
+  schedule:
+    name: constant
+    final_learning_rate: 1.0e-4
+  train: {{total_steps: 2, global_batch_examples: 8}}
+"""
+
+
+def test_what_nothing_reads_is_refused_with_its_line_and_who_would_read_it(tmp_path):
+    tokens = tmp_path / "tokens.bin"
+    tokens.write_bytes(bytes(2000))
+    text = REFUSED.format(directory=tmp_path / "run", source=tokens, tokenizer="characters")
+
+    def refused(*overrides):
+        document = parse_document(text, "x.yaml", overrides)
+        job = PretrainGPT(validate_spec(document), document)
+        with pytest.raises(SpecError) as caught:
+            job()
+        assert not (tmp_path / "run").exists()
+        return str(caught.value).splitlines()
+
+    assert refused() == [
+        "x.yaml:13: config.optimizer.momentum: adamw does not read it, sgd would",
+        "x.yaml:16: config.schedule.final_learning_rate: constant does not read it, linear or cosine or wsd would",
+    ]
+    read = ("config.optimizer.name=sgd", "config.schedule.name=cosine")
+    assert refused(*read) == ["x.yaml:10: config.data.tokenizer: nothing reads it, token files hold tokens"]
+    assert refused(*read, "config.optimizer={}")[0] == "--set config.optimizer={}: missing key learning_rate"
 
 
 # A step that changes the kind of a leaf.

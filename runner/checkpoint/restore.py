@@ -8,6 +8,7 @@ fingerprint, computed again on the device from the restored arrays), and all hos
 What fails in the durable tier is quarantined, but only after an older one has passed: if none does nothing is touched.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from runner.storage import Store, read_log
 from runner.terminal import warn
 
 Tier = Literal["durable", "fast"]
+Problem = Callable[[dict[str, bytes]], str | None]  # why a job cannot go on with these attachments
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,10 @@ class Restorer:
     def __init__(self, attempt: Attempt, fast: FastTier | None):
         self._attempt, self._fast = attempt, fast
 
-    def restore(self, abstract: Any, identity: Trajectory) -> Restored | None:
+    def restore(self, abstract: Any, identity: Trajectory, problem_with: Problem = lambda _: None) -> Restored | None:
         """The newest state that passes every check; None if nothing was ever committed.
+
+        `problem_with` is asked on the main host about what the fast tier has kept beside a state.
 
         `abstract` has the shape, dtype and sharding of every leaf: the checkpoint may have been written on any other
         mesh. Raises `ResumeError`, with nothing touched, if checkpoints exist and none can be restored.
@@ -79,7 +83,7 @@ class Restorer:
         candidates = [(step, 0) for step in durable] + [(step, 1) for step in self._common(identity)]
         rejected: list[Rejected] = []
         for step, is_fast in sorted(candidates, reverse=True):
-            found = self._try_fast(step, abstract) if is_fast else self._try(store, str(step), abstract)
+            found = self._try_fast(step, abstract, problem_with) if is_fast else self._try(store, str(step), abstract)
             if isinstance(found, Restored):
                 self._set_aside(rejected, step)
                 return found
@@ -129,13 +133,16 @@ class Restorer:
         present = self._attempt.hosts.gather([] if self._fast is None else self._fast.steps(identity))
         return sorted(set.intersection(*(set(own) for own in present)))
 
-    def _try_fast(self, step: int, abstract: Any) -> Restored | Rejected:
+    def _try_fast(self, step: int, abstract: Any, problem_with: Problem) -> Restored | Rejected:
         assert self._fast is not None, "only a fast tier has such a step"
         problem, part = None, None
         arrays: dict[str, jax.Array] = {}
+        attachments: dict[str, bytes] = {}
         try:
             arrays, part = self._fast.read(step, _flatten(abstract))
             check_leaves(part, abstract)
+            attachments = self._fast.attachments(step)
+            problem = problem_with(attachments) if self._attempt.hosts.is_main else None
         except (ValueError, OSError, KeyError) as error:
             problem = f"process {self._attempt.hosts.process_id}: {error}"
         problem = self._first(problem)
@@ -143,7 +150,7 @@ class Restorer:
             state = _unflatten(abstract, arrays)
             problem = _bits_problem(state, part)
             if problem is None:
-                return Restored(state, part, "fast", self._fast.attachments(step))
+                return Restored(state, part, "fast", attachments)
         return Rejected(step, problem or "no part", "fast")
 
     def _try(self, store: Store, name: str, abstract: Any, weights_only: bool = False) -> Restored | Rejected:

@@ -31,10 +31,10 @@ class Document:
         """The error that blames a dotted key, for checks that the models cannot make."""
         return SpecError(self.line(tuple(key.split(".")) if key else (), message))
 
-    def refuse(self, problems: Mapping[str, str]) -> None:
-        """Raise one error for all problems, by dotted key; nothing if there is none."""
+    def refuse(self, problems: Mapping[str, str], prefix: str = "") -> None:
+        """Raise one error with a line for each problem, by dotted key below `prefix`; nothing if there is none."""
         if problems:
-            raise SpecError("\n".join(str(self.error(key, message)) for key, message in problems.items()))
+            raise SpecError("\n".join(str(self.error(prefix + key, message)) for key, message in problems.items()))
 
     @contextlib.contextmanager
     def blaming(self, key: str) -> Iterator[None]:

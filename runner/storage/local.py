@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import google_crc32c
@@ -41,9 +41,13 @@ class LocalStore:
 
     def write(self, name: str, content: bytes) -> None:
         """See `Store`."""
+        self.write_chunks(name, [content])
+
+    def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
+        """Like `write`, for content that need not be in memory at once."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = _write_aside(path, content)
+        aside = _write_aside(path, chunks)
         os.replace(aside, path)
         _sync_directory(path.parent)
 
@@ -51,7 +55,7 @@ class LocalStore:
         """See `Store`."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = _write_aside(path, content)
+        aside = _write_aside(path, [content])
         new = _version(aside.stat())
         with contextlib.ExitStack() as stack:
             stack.callback(aside.unlink, missing_ok=True)
@@ -70,7 +74,7 @@ class LocalStore:
 
         Raises `FileNotFoundError` if `directory` is gone, `FileExistsError` if `name` is there.
         """
-        aside = _write_aside(self.root / directory / Path(name).name, content)
+        aside = _write_aside(self.root / directory / Path(name).name, [content])
         try:
             os.link(aside, self.root / name)
         finally:
@@ -137,11 +141,11 @@ def _version(status: os.stat_result) -> Version:
     return f"{status.st_ino}.{status.st_mtime_ns}"
 
 
-def _write_aside(path: Path, content: bytes) -> Path:
+def _write_aside(path: Path, chunks: Iterable[bytes]) -> Path:
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with aside.open("wb") as file:
-            file.write(content)
+            file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
     except OSError:  # a disk that is full must not fill up with parts

@@ -44,12 +44,14 @@ class BatchLayout:
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in self.fields.items()}
 
 
-def batch_layouts(config: TrainerConfig, mesh: Mesh) -> list[BatchLayout]:
+def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = None) -> list[BatchLayout]:
     """Every split of the global batch over `mesh` that the config allows, the largest micro-batch first.
 
-    Raises `InvalidError` with the nearest valid numbers if there is none.
+    With `micro_batch` the one of so many examples a device alone, if the config allows it. Raises `InvalidError` with
+    the nearest valid numbers if there is none.
     """
     train, data = config.train, config.data
     sizes = micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, num_batch_shards(mesh))
     fields = batch_fields(data)
+    sizes = [micro_batch] if micro_batch in sizes else sizes
     return [BatchLayout(mesh, train.global_batch_examples, size, data.sequence_length, fields) for size in sizes]

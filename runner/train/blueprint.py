@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +23,7 @@ from runner.train.compilation import (
     lower_val_step,
     memory_of,
     program_digest,
+    trace_train_step,
 )
 from runner.train.optimizer import in_float32
 
@@ -37,6 +38,7 @@ class Blueprint:
         optimizer: the whole optax transformation, clipping included; it works in float32.
         abstract_state: shape, dtype and sharding of every leaf.
         make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
+        traced: train steps that were traced and not compiled yet, by micro-batch: nothing is traced twice.
     """
 
     mesh: Mesh
@@ -45,6 +47,7 @@ class Blueprint:
     optimizer: optax.GradientTransformation
     abstract_state: TrainState
     make_state: Callable[[jax.Array], TrainState]
+    traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
@@ -60,9 +63,16 @@ class Blueprint:
         """The state at step 0, born sharded. Called on every host."""
         return train_state.init_state(self.make_state, self.key, self.abstract_state, self.mesh)
 
+    def trace_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> None:
+        """Trace `train_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""
+        if layout.micro_batch_examples not in self.traced:
+            traced = trace_train_step(train_step, self.schedule, self.abstract_state, self.key, layout)
+            self.traced[layout.micro_batch_examples] = traced
+
     def compile_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> CompiledStep:
         """Compile `train_step` for one split of the batch."""
-        lowered = lower_train_step(train_step, self.schedule, self.abstract_state, self.key, layout)
+        self.trace_train(train_step, layout)
+        lowered = lower_train_step(self.traced.pop(layout.micro_batch_examples), layout)
         executable = lowered.compile()
         return CompiledStep(layout, executable, program_digest(lowered), memory_of(executable))
 

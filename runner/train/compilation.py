@@ -18,20 +18,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from runner.errors import FailedError, InvalidError
 from runner.train.batch_layout import BatchLayout
 from runner.train.state import sharding_rules, shardings_of
-from runner.train.step import Batch
+from runner.train.step import Batch, refuse_meta
 
 
-def lower_train_step(
+def trace_train_step(
     train_step: Callable[..., Any],
     schedule: optax.Schedule | None,
     abstract: TrainState,
     key: jax.Array,
     layout: BatchLayout,
-) -> jax.stages.Lowered:
-    """Lower `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
+) -> jax.stages.Traced:
+    """Trace `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
     `key` is the run's: the random key of step k is `fold_in(key, k)`. `meta` has the step's `learning_rate` where there
-    is a schedule. Raises `FailedError` if a step changes the type or the shape of a leaf.
+    is a schedule. Raises `InvalidError` if no row can hold `meta`, and `FailedError` if a step changes the type or the
+    shape of a leaf.
     """
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
@@ -39,12 +40,19 @@ def lower_train_step(
         rate = {} if schedule is None else {"learning_rate": jnp.asarray(schedule(state.step), jnp.float32)}
         after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
         _refuse_another_kind_of_state(state, after)
+        refuse_meta(meta)
         return after, loss, meta | rate
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))
     with sharding_rules(layout.mesh):
-        return jitted.lower(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
+        return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
+
+
+def lower_train_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stages.Lowered:
+    """Lower what `trace_train_step` has traced for this layout."""
+    with sharding_rules(layout.mesh):
+        return traced.lower()
 
 
 def _refuse_another_kind_of_state(before: TrainState, after: TrainState) -> None:

@@ -123,7 +123,7 @@ class Recipe:
         for key, readers in READERS.items():
             name = self.optimizer if key.startswith("optimizer.") else self.schedule
             if isinstance(self.optimizer, str) and isinstance(name, str) and name not in readers:
-                found[key] = f"{name} does not read it, {' and '.join(readers)} would"
+                found[key] = f"{name} does not read it, {' or '.join(readers)} would"
         return found
 
     def problems(self, config: TrainerConfig) -> dict[str, str]:

@@ -9,17 +9,19 @@ from runner.config import TrainerConfig
 from runner.hosts.agreement import Hosts
 from runner.periodic import is_due
 from runner.spec import ExecutionSpec
-from runner.storage import encode_line
-from runner.train.metrics.file import NAME, open_metrics
+from runner.train.metrics.disk import NAME
+from runner.train.metrics.file import open_metrics
+from runner.train.metrics.line import Tail
 from runner.train.metrics.row import Row
 from runner.train.metrics.sinks import Sink, open_sinks
 from runner.train.metrics.window import Window
+from runner.train.validation import Figures
 
 
 class Evaluator(Protocol):
     """Judges weights. Called on every host."""
 
-    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> dict[str, float] | None:
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
         """Figures by their key in a row (`val/...`); None if it ended early because the job was asked to stop."""
 
 
@@ -46,10 +48,25 @@ class Report:
         self._resumed_row: Row | None = None  # of the step that was resumed from
         self.window = Window(0)
 
+    def problem_with(self, attachments: dict[str, bytes]) -> str | None:
+        """Why the rows that were kept beside a state cannot follow those of the file; None if they can.
+
+        They cannot where a later attempt, on other machines, went back behind them. Main host only.
+        """
+        if NAME not in attachments:
+            return None
+        try:
+            after = Tail.decode(attachments[NAME]).after
+        except ValueError as error:
+            return str(error)
+        is_gap = after is not None and not self._metrics.reaches(after)
+        return f"a later attempt went back behind step {after}, which its rows follow" if is_gap else None
+
     def resume(self, step: int, attachments: dict[str, bytes]) -> None:
-        """Drop the rows beyond `step`; those that came with the state may be ahead of a bucket's. Called once."""
+        """Drop the rows beyond `step`; those that came with the state may be ahead of the file. Called once."""
         if self._attempt.hosts.is_main:
-            self._resumed_row = self._metrics.rewind(step, attachments.get(NAME))
+            tail = Tail.decode(attachments[NAME]) if NAME in attachments else None
+            self._resumed_row = self._metrics.rewind(step, tail)
         self.window = Window(step)
 
     @contextlib.contextmanager
@@ -134,12 +151,11 @@ class Report:
 
     def _newest_row(self) -> Row:
         """Empty if there is none, and on other hosts than the main one."""
-        rows = self._metrics.rows()[-1:] if self._attempt.hosts.is_main else []
-        return rows[0] if rows else {}
+        return self._metrics.newest() if self._attempt.hosts.is_main else {}
 
     def attachments(self) -> dict[str, bytes]:
-        """The rows, for the fast tier: in a bucket they may be behind a state that it holds. Main host only."""
-        return {NAME: b"".join(encode_line(row) for row in self._metrics.rows())}
+        """The rows that may be behind a state in the fast tier, since they are not durable yet. Main host only."""
+        return {NAME: self._metrics.tail().encode()}
 
     def sync(self) -> None:
         """Wait until the rows are durable: they are never behind a checkpoint. Any thread; raises `OSError`."""

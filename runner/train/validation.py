@@ -10,7 +10,9 @@ import numpy as np
 from flax.training.train_state import TrainState
 
 from runner.hosts.agreement import Hosts
-from runner.train.step import Batch
+from runner.train.step import Batch, finite, is_scalar
+
+Figures = dict[str, float | None]
 
 
 class Validation:
@@ -53,15 +55,20 @@ class Validation:
         """What `val_step` is shown: the weights of `step`, and no optimizer state."""
         return self._abstract.replace(params=weights["params"], step=np.int32(step))
 
-    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> dict[str, float] | None:
-        """The mean loss over all tokens of all batches, by its key in a row; None if the job was asked to stop."""
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
+        """The mean loss over all tokens of all batches, by its key in a row; None if the job was asked to stop.
+
+        Beside it the scalars that `val_step` returns as meta, of the last batch.
+        """
         state = self.state_of(weights, step)
-        loss_sum, token_count = jnp.float32(0), jnp.float32(0)
+        loss_sum, token_count, meta = jnp.float32(0), jnp.float32(0), {}
         for index in range(self._num_batches):
             if self._is_stopping():
                 return None
             # At most one batch ahead of the device: a stop must not wait for a whole evaluation that is queued.
             jax.block_until_ready(loss_sum)
-            loss, count, _ = self.compiled(state, self._batch(index))
+            loss, count, meta = self.compiled(state, self._batch(index))
             loss_sum, token_count = loss_sum + loss, token_count + count
-        return {self._name: float(loss_sum) / max(float(token_count), 1.0)}
+        prefix = self._name.rpartition("/")[0]
+        figures = {f"{prefix}/{name}": finite(value) for name, value in meta.items() if is_scalar(value)}
+        return figures | {self._name: float(loss_sum) / max(float(token_count), 1.0)}

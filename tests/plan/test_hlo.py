@@ -11,7 +11,7 @@ import pytest
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner.plan.hlo import Buffer, Collective, collectives, largest_arrays, sent_bytes_by_axes
 from runner.train.batch_layout import BatchLayout
-from runner.train.compilation import lower_train_step
+from runner.train.compilation import lower_train_step, trace_train_step
 from runner.train.mesh import AXES
 from runner.train.state import abstract_state, make_state, variable_shardings
 from tests.support.tiny import mesh_of
@@ -531,7 +531,8 @@ def step_text(data, fsdp, tensor, accumulate_steps=1):
     fields = {"x": jnp.int32, "y": jnp.int32, "padding_mask": jnp.bool_}
     layout = BatchLayout(mesh, data * fsdp * B * accumulate_steps, B, T, fields)
     schedule = optax.constant_schedule(1.0)
-    return lower_train_step(PretrainGPT.train_step, schedule, abstract, key, layout).compile().as_text()
+    traced = trace_train_step(PretrainGPT.train_step, schedule, abstract, key, layout)
+    return lower_train_step(traced, layout).compile().as_text()
 
 
 def numbers(text, sizes, kind):

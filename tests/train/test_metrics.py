@@ -14,9 +14,12 @@ from rich.console import Console
 
 from runner.attempt.fence import Fence
 from runner.errors import DivergedError, FencedError
-from runner.storage import ABSENT, BackgroundWriter, DeniedError, LocalStore, encode_line, parse_lines
-from runner.train.metrics import sinks
-from runner.train.metrics.file import BucketMetrics, MetricsFile, open_metrics
+from runner.storage import ABSENT, BackgroundWriter, DeniedError, LocalStore, encode_line
+from runner.train.metrics import bucket, disk, sinks
+from runner.train.metrics.bucket import BucketMetrics
+from runner.train.metrics.disk import MetricsFile
+from runner.train.metrics.file import open_metrics, read_rows
+from runner.train.metrics.line import Line, Tail
 from runner.train.metrics.sinks import LiveProgress, PlainProgress
 from runner.train.metrics.window import Window
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
@@ -62,7 +65,7 @@ def write(store, *steps):
 
 
 def rows_in(store):
-    return parse_lines(store.read("metrics.jsonl"))
+    return read_rows(store)
 
 
 def steps_in(store):
@@ -79,16 +82,17 @@ def test_rows_come_back_as_they_were_written(store):
     file = open_file(store)
     assert file.rewind(0) is None
     file.append(row(1, **{"train/loss": loss}))
-    assert file.rows()[-1] == row(1, **{"train/loss": loss})
+    assert file.newest() == row(1, **{"train/loss": loss})
     file.sync()
-    assert open_file(store).rows() == rows_in(store) == [row(1, **{"train/loss": loss})]
+    assert rows_in(store) == [row(1, **{"train/loss": loss})]
 
 
 def test_where_nothing_was_written_there_are_no_rows(store):
-    assert open_file(store).rows() == []
+    assert rows_in(store) == []
     file = open_file(store)
     assert file.rewind(0) is None
-    assert file.rows() == rows_in(store) == []
+    assert file.newest() == {}
+    assert rows_in(store) == []
 
 
 def test_rewind_drops_the_rows_beyond_the_restored_step(store):
@@ -99,7 +103,7 @@ def test_rewind_drops_the_rows_beyond_the_restored_step(store):
     file.append(row(30))
     file.sync()
     assert steps_in(store) == [10, 20, 30]
-    assert file.rows() == [row(10), row(20), row(30)]
+    assert file.newest() == row(30)
 
 
 def test_on_a_disk_a_row_is_there_as_soon_as_it_is_appended(tmp_path):
@@ -133,11 +137,11 @@ def test_rewind_drops_torn_and_duplicate_and_foreign_rows(store):
         assert kept.count(b"\n") == 3
 
 
-def test_rewind_takes_the_rows_that_were_kept_with_the_restored_state_before_those_of_the_file(store):
+def test_rewind_takes_the_rows_that_an_earlier_version_kept_with_the_restored_state_all_of_them(store):
     write(store, 10, 99)
     kept = b"".join(encode_line(row(step)) for step in (10, 20, 30))
     file = open_file(store)
-    assert file.rewind(20, kept=kept) == row(20)
+    assert file.rewind(20, Tail.decode(kept)) == row(20)
     assert steps_in(store) == [10, 20]
     file.append(row(25))
     file.sync()
@@ -156,13 +160,14 @@ def test_rewind_may_be_repeated(store):
 
 def test_on_a_disk_a_zombie_that_still_holds_the_file_writes_where_nobody_reads(tmp_path):
     store = LocalStore(tmp_path)
-    zombie = MetricsFile(tmp_path)
+    zombie = open_file(store)
     zombie.rewind(0)
     zombie.append(row(10))
-    file = MetricsFile(tmp_path)
+    file = open_file(store)
     file.rewind(10)
     zombie.append(row(999))
-    zombie.sync()
+    with pytest.raises(FencedError):
+        zombie.sync()
     file.append(row(20))
     assert steps_in(store) == [10, 20]
 
@@ -333,7 +338,7 @@ def test_in_a_bucket_rows_arrive_by_themselves():
     for step in (10, 20, 30):
         file.append(row(step))
     background.flush()
-    assert rows_in(store) == file.rows() == [row(10), row(20), row(30)]
+    assert rows_in(store) == [row(10), row(20), row(30)]
 
 
 def test_in_a_bucket_that_refuses_rows_are_kept_and_sync_says_why():
@@ -350,10 +355,295 @@ def test_in_a_bucket_that_refuses_rows_are_kept_and_sync_says_why():
     file.append(row(20))
     with pytest.raises(DeniedError):
         file.sync()
-    assert file.rows() == [row(10), row(20)]
+    assert file.newest() == row(20)
     driver.before = lambda verb, key: None
     file.sync()
     assert steps_in(store) == [10, 20]
+
+
+# Rows that never fit into one object: parts of some rows each, in a bucket.
+
+
+class KilledError(Exception):
+    """The process is dead: nothing after it happens."""
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Parts of about six rows, of which three are named in one object."""
+    monkeypatch.setattr(bucket, "PART_BYTES", 1000)
+    monkeypatch.setattr(bucket, "PARTS_MAX", 3)
+
+
+def strike(driver, verb, number, act):
+    """Before the `number`-th call of this kind from here on, `act`, once."""
+    calls = [0]
+
+    def look(present, key):
+        calls[0] += present == verb
+        if calls[0] == number:
+            driver.before = lambda verb, key: None
+            act()
+
+    driver.before = look
+
+
+def play(file, steps, synced):
+    """Append and sync rows; the newest step of which `sync` has returned stands last in `synced`."""
+    for step in steps:
+        file.append(row(step))
+        file.sync()
+        synced.append(step)
+
+
+def assert_a_later_attempt_keeps(store, step):
+    """A new attempt that restores `step` has each row up to it once, and goes on over many parts."""
+    file = open_file(store)
+    file.rewind(step)
+    assert rows_in(store) == [row(number) for number in range(1, step + 1)]
+    play(file, range(step + 1, step + 30), [])
+    assert rows_in(store) == [row(number) for number in range(1, step + 30)]
+
+
+def test_in_a_bucket_neither_a_row_nor_memory_grows_with_the_run_and_each_row_stands_once(small_parts):
+    driver, sizes = MemoryDriver(), []
+    store = memory_bucket(driver)
+    file = open_file(store)
+    file.rewind(0)
+    put = driver.put
+    driver.put = lambda key, content, version: sizes.append(len(content)) or put(key, content, version)
+    play(file, range(1, 1001), [])
+    assert max(sizes) < 1000 + 300, "a part, and the names of three"
+    assert len(sizes) < 1000 + 200
+    assert len(file.tail().lines) == 0
+    assert len(file._lines) < 10
+    assert len(driver.objects) < 1000 / 5
+    assert rows_in(store) == [row(step) for step in range(1, 1001)]
+    assert open_file(store).rewind(500) == row(500)
+    assert rows_in(store) == [row(step) for step in range(1, 501)]
+
+
+def test_in_a_bucket_parts_that_were_gone_back_behind_are_deleted(small_parts):
+    driver = MemoryDriver()
+    store = memory_bucket(driver)
+    write(store, *range(1, 101))
+    num_objects = len(driver.objects)
+    file = open_file(store)
+    file.rewind(7)
+    play(file, range(8, 101), [])
+    assert len(driver.objects) <= num_objects + 2
+    assert rows_in(store) == [row(step) for step in range(1, 101)]
+
+
+def test_in_a_bucket_a_run_that_an_earlier_version_wrote_as_one_large_object_goes_on(small_parts):
+    store = memory_bucket()
+    store.write("metrics.jsonl", b"".join(encode_line(row(step)) for step in range(1, 201)))
+    assert_a_later_attempt_keeps(store, 150)
+    assert len(store.read("metrics.jsonl")) < 1300
+
+
+@pytest.mark.parametrize("is_answer_lost", [False, True])
+@pytest.mark.parametrize("number", range(1, 14))
+def test_in_a_bucket_a_kill_in_any_write_costs_no_row_that_was_synced(small_parts, number, is_answer_lost):
+    driver, synced = MemoryDriver(), [0]
+    store = memory_bucket(driver)
+    write(store, *range(1, 21))
+    file = open_file(store)
+    file.rewind(20)
+
+    def die():
+        raise KilledError
+
+    put = driver.put
+
+    def put_and_die(key, content, version):
+        driver.put = put
+        put(key, content, version)
+        raise KilledError
+
+    if is_answer_lost:
+        strike(driver, "put", number, lambda: setattr(driver, "put", put_and_die))
+    else:
+        strike(driver, "put", number, die)
+    with contextlib.suppress(KilledError):
+        play(file, range(21, 60), synced)
+    assert 20 < synced[-1] < 59 or number == 1
+    for restored in (max(synced[-1], 20), 20, 13, 7, 1, 0):
+        assert_a_later_attempt_keeps(memory_bucket(copied(driver)), restored)
+
+
+def copied(driver):
+    """The bucket as it stands, so that one test can go on from it in several ways."""
+    other = type(driver)()
+    other.objects = dict(driver.objects)
+    other._versions = driver._versions
+    return other
+
+
+@pytest.mark.parametrize("driver_class", [MemoryDriver, ContentVersions])
+@pytest.mark.parametrize("num_rows", [0, 1, 25])
+@pytest.mark.parametrize("number", range(1, 9))
+def test_in_a_bucket_a_zombie_that_wakes_in_any_write_harms_no_row(small_parts, driver_class, num_rows, number):
+    driver = driver_class()
+    store = memory_bucket(driver)
+    write(store, *range(1, 21))
+    zombie, owner, synced = open_file(store), [], [15]
+    zombie.rewind(20)
+
+    def overtake():
+        file = open_file(store)
+        file.rewind(15)
+        play(file, range(16, 16 + num_rows), synced)
+        owner.append(file)
+
+    strike(driver, "put", number, overtake)
+    with contextlib.suppress(FencedError):
+        play(zombie, range(21, 60), [])
+    for restored in (synced[-1], 15, 8):
+        assert_a_later_attempt_keeps(memory_bucket(copied(driver)), restored)
+    play(owner[0], range(synced[-1] + 1, 60), [])
+    zombie.append(row(1000))
+    with pytest.raises(FencedError):
+        zombie.sync()
+    assert rows_in(store) == [row(step) for step in range(1, 60)]
+
+
+def test_in_a_bucket_a_reader_beside_a_writer_sees_each_row_once(small_parts):
+    driver = MemoryDriver()
+    store = memory_bucket(driver)
+    write(store, *range(1, 101))
+
+    def go_back():
+        file = open_file(store)
+        file.rewind(50)
+        play(file, range(51, 80), [])
+
+    strike(driver, "get", 2, go_back)
+    assert rows_in(store) == [row(step) for step in range(1, 80)]
+
+
+# What the fast tier keeps beside a state.
+
+
+def reopened(store, tail):
+    """A new attempt that begins with what the fast tier has kept of the one before."""
+    file = open_file(store)
+    kept = Tail.decode(tail)
+    assert kept.after is None or file.reaches(kept.after)
+    return file, kept
+
+
+@pytest.mark.parametrize("num_synced", [0, 1, 2, 3, 20])
+def test_the_fast_tier_keeps_the_rows_since_the_last_sync_and_they_follow_those_of_the_file(
+    small_parts, store, num_synced
+):
+    file = open_file(store)
+    file.rewind(0)
+    play(file, range(1, num_synced + 1), [])
+    for step in range(num_synced + 1, num_synced + 4):
+        file.append(row(step))
+    tail = file.tail().encode()
+    assert tail.count(b"\n") == 4
+    for restored in (num_synced + 3, num_synced + 2):
+        again, kept = reopened(store, tail)
+        assert again.rewind(restored, kept) == row(restored)
+        assert rows_in(store) == [row(step) for step in range(1, restored + 1)]
+
+
+def test_a_row_that_was_completed_after_it_was_sent_is_kept_again(store):
+    file = open_file(store)
+    file.rewind(0)
+    play(file, [1, 2], [])
+    file.replace_last(row(2, **{"val/loss": 2.0}))
+    again, kept = reopened(store, file.tail().encode())
+    assert again.rewind(2, kept) == row(2, **{"val/loss": 2.0})
+    assert rows_in(store) == [row(1), row(2, **{"val/loss": 2.0})]
+
+
+def test_rows_do_not_follow_those_of_a_file_that_a_later_attempt_has_gone_back_behind(small_parts, store):
+    file = open_file(store)
+    file.rewind(0)
+    play(file, range(1, 31), [])
+    assert file.tail().after == 30
+    later = open_file(store)
+    later.rewind(20)
+    play(later, range(21, 25), [])
+    assert [open_file(store).reaches(step) for step in (1, 20, 24, 25, 30)] == [True, True, True, False, False]
+
+
+def test_rows_that_were_kept_torn_are_refused():
+    whole = Tail(4, [Line.of(row(5)), Line.of(row(6))]).encode()
+    assert Tail.decode(whole).lines[-1].row == row(6)
+    for size in range(1, len(whole) - 1):
+        with pytest.raises(ValueError, match="not whole"):
+            Tail.decode(whole[:size])
+
+
+def test_on_a_disk_what_a_save_needs_of_the_rows_is_in_memory_and_does_not_grow(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "UNSYNCED_BYTES_MAX", 1000)
+    file = open_file(LocalStore(tmp_path))
+    file.rewind(0)
+    for step in range(1, 1001):
+        file.append(row(step))
+        assert len(file.tail().encode()) < 1300
+        assert len(file._written) + len(file._unwritten) < 10
+    (tmp_path / "metrics.jsonl").unlink()
+    assert file.newest() == row(1000)
+    assert file.tail().lines[-1].step == 1000
+
+
+# Somebody takes the file away.
+
+
+def delete(path):
+    path.unlink()
+
+
+def replace(path):
+    path.with_name("other").write_text('{"step": 999}\n')
+    path.with_name("other").rename(path)
+
+
+@pytest.mark.parametrize("strike_at", [delete, replace])
+def test_on_a_disk_a_file_that_somebody_takes_away_is_told_once_and_made_anew(tmp_path, capsys, strike_at):
+    store = LocalStore(tmp_path)
+    write(store, 10, 20)
+    file = open_file(store)
+    file.rewind(20)
+    file.append(row(30))
+    strike_at(tmp_path / "metrics.jsonl")
+    file.append(row(40))
+    for _ in range(2):
+        file.sync()
+    assert steps_in(store) == [10, 20, 30, 40]
+    assert capsys.readouterr().err.count("metrics.jsonl was deleted or replaced while the job runs") == 1
+    file.append(row(50))
+    file.sync()
+    assert steps_in(store) == [10, 20, 30, 40, 50]
+
+
+def test_on_a_disk_a_file_that_somebody_cuts_is_told_once_and_goes_on(tmp_path, capsys):
+    store = LocalStore(tmp_path)
+    file = open_file(store)
+    file.rewind(0)
+    file.append(row(10))
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    for _ in range(2):
+        file.sync()
+    file.append(row(20))
+    assert steps_in(store) == [20]
+    assert capsys.readouterr().err.count("metrics.jsonl was cut from ") == 1
+
+
+def test_on_a_disk_a_zombie_does_not_take_the_file_of_a_newer_attempt_for_a_lost_one(tmp_path):
+    store = LocalStore(tmp_path)
+    zombie = open_file(store)
+    zombie.rewind(0)
+    zombie.append(row(10))
+    open_file(store).rewind(0)
+    with pytest.raises(FencedError):
+        zombie.sync()
+    assert steps_in(store) == []
 
 
 def meta(grad_norm=1.0):

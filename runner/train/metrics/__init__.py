@@ -2,7 +2,10 @@
 
 - `row`       a row of `metrics.jsonl`
 - `window`    the steps since the last row, kept on the device
-- `file`      `metrics.jsonl`, on a disk and in a bucket
+- `line`      rows as lines: which survive a restart
+- `disk`      `metrics.jsonl` on a disk
+- `bucket`    `metrics.jsonl` in a bucket, in parts
+- `file`      `metrics.jsonl`, wherever it is
 - `tracking`  Weights & Biases
 - `sinks`     a terminal, a log, and what the spec names
 """

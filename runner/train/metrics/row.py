@@ -8,8 +8,18 @@ Row = dict[str, Any]
 
 ROW_KEYS = (
     Key("step", int, "Optimizer steps completed."),
-    Key("train/loss", float, "Mean cross entropy over the real target tokens of this step's global batch.", "nats"),
-    Key("train/grad_norm", float, "Global norm of the gradient before clipping."),
+    Key(
+        "train/loss",
+        float,
+        "Mean cross entropy over the real target tokens of the global batch of this step alone: not a mean over the "
+        "steps since the row before.",
+        "nats",
+    ),
+    Key(
+        "train/grad_norm",
+        float,
+        "Global norm of the gradient of this step, before clipping; absent if a job's own `train_step` returns none.",
+    ),
     Key("train/learning_rate", float, "Learning rate of this step."),
     Key("train/tokens", int, "Tokens consumed since step 0: step x global batch x sequence length.", "tokens"),
     Key("perf/tokens_per_second", float, "Over the steps since the row before, evaluation left out.", "tokens / s"),
@@ -20,4 +30,15 @@ ROW_KEYS = (
         "share",
     ),
     Key("val/loss", float, "Mean cross entropy over the validation batches; only at evaluated steps.", "nats"),
+    Key(
+        "train/<name>",
+        float | None,
+        "What `forward` returned as meta under this name, a scalar, of the last micro-batch of this step; null if it "
+        "was not finite.",
+    ),
+    Key(
+        "val/<name>",
+        float | None,
+        "Likewise of the last validation batch; only at evaluated steps.",
+    ),
 )

@@ -8,6 +8,7 @@ import jax
 from runner.errors import DivergedError
 from runner.periodic import tokens_at
 from runner.train.metrics.row import Row
+from runner.train.step import GRAD_NORM, finite
 
 
 class Window:
@@ -27,9 +28,10 @@ class Window:
         """Wait for the device. Raises `DivergedError` naming the first step that is not finite."""
         for step, loss, meta in jax.device_get(self._pending):
             figures = {key: float(value) for key, value in meta.items()}
-            if not (math.isfinite(loss) and math.isfinite(figures["grad_norm"])):
+            grad_norm = figures.get(GRAD_NORM, 0.0)
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise DivergedError(
-                    f"step {step}: training diverged: loss {float(loss)}, gradient norm {figures['grad_norm']}; "
+                    f"step {step}: training diverged: loss {float(loss)}, gradient norm {grad_norm}; "
                     "the last good checkpoint is kept"
                 )
             self._last = (step, float(loss), figures)
@@ -44,13 +46,15 @@ class Window:
         tokens = tokens_at(step - self._since_step, tokens_per_step)
         self._since_step = step
         self.restart_clock()
+        order = [name for name in (GRAD_NORM, "learning_rate") if name in figures]
+        first = {f"train/{name}": figures.pop(name) for name in order}
         return {
             "step": step,
             "train/loss": loss,
-            "train/grad_norm": figures["grad_norm"],
-            "train/learning_rate": figures["learning_rate"],
+            **first,
             "train/tokens": tokens_at(step, tokens_per_step),
             "perf/tokens_per_second": tokens / max(seconds, 1e-9),
+            **{f"train/{name}": finite(value) for name, value in figures.items()},
         }
 
     def restart_clock(self) -> None:

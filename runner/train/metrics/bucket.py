@@ -1,0 +1,217 @@
+"""`metrics.jsonl` in a bucket, where no object can be appended to: sealed parts, and one object that grows.
+
+`metrics.jsonl` holds the newest rows. It is written anew, in the background, whenever a row has come. When it would be
+larger than `PART_BYTES` its older rows are first put into a part of their own, `metrics/<attempt>.<number>.jsonl`,
+which is never written again with other content. Then `metrics.jsonl` begins with a line that names the parts in order,
+`{"parts": [[name, last step], ...]}`. After `PARTS_MAX` of them the next part takes over that line, and is named alone.
+A run whose rows fit into one object has no parts and no such line. So all runs in buckets were once, and they go on.
+
+1. `metrics.jsonl` alone says which parts count. A kill between a part and the line that names it leaves an object that
+   nobody reads.
+2. Each write of `metrics.jsonl` looks whether a newer attempt owns the run, and names the version that it replaces. A
+   zombie that was stopped between the two may win once, where versions are digests of the content and the newer
+   attempt has not changed it yet; the owner then writes over it, and has lost nothing: what is in no part it holds.
+3. A part has the number of its attempt in its name, so a zombie cannot write into another's.
+4. Parts that a new attempt drops, since they go beyond the step that it restored, are deleted once `metrics.jsonl` does
+   not name them. A zombie that does can replace nothing but a content that names them too, and that is gone for good.
+
+What bounds it: a row costs one object of at most `PART_BYTES` and `PARTS_MAX` names, however long the run, and memory
+holds the same. There is one object for each `PART_BYTES` of rows, besides at most one for each start that was killed
+while it sealed or dropped.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from runner.attempt.fence import Fence
+from runner.errors import FencedError
+from runner.storage import ABSENT, BackgroundWriter, Store, Version, encode_line
+from runner.terminal import warn
+from runner.train.metrics.disk import NAME
+from runner.train.metrics.line import Line, Tail, decode, surviving, up_to
+from runner.train.metrics.row import Row
+
+PART_BYTES = 1 << 18
+PARTS_MAX = 64
+_READ_TRIES = 3
+_PARTS = "parts"
+
+
+class Part(NamedTuple):
+    """A sealed object, and the step of its last row."""
+
+    name: str
+    last_step: int
+
+
+def encode_parts(parts: list[Part]) -> bytes:
+    """The line that names parts; nothing if there are none."""
+    return encode_line({_PARTS: parts}) if parts else b""
+
+
+def decode_parts(content: bytes) -> list[Part]:
+    """The parts that an object names, which come before its own rows."""
+    first = decode(content.partition(b"\n")[0])
+    return [Part(*part) for part in first[_PARTS]] if first and _PARTS in first else []
+
+
+def read_texts(store: Store) -> list[bytes]:
+    """All rows as lines of text, parts first. For readers, who may meet a writer at work."""
+    for _ in range(_READ_TRIES):
+        with contextlib.suppress(FileNotFoundError):  # a part that a newer attempt has dropped, and names no more
+            return list(_texts_below(store, store.read_versioned(NAME)[0]))
+    return list(_texts_below(store, store.read_versioned(NAME)[0]))
+
+
+def _texts_below(store: Store, content: bytes) -> Iterator[bytes]:
+    before: list[bytes] = []
+    parts = decode_parts(content)
+    while parts:  # only the first of them can name others
+        contents = [store.read(part.name) for part in parts]
+        before[:0] = contents
+        parts = decode_parts(contents[0])
+    for each in (*before, content):
+        yield from each.splitlines()
+
+
+class BucketMetrics:
+    """See `Metrics`."""
+
+    def __init__(self, store: Store, background: BackgroundWriter, fence: Fence):
+        self._store, self._background, self._fence = store, background, fence
+        self._sending = threading.Lock()  # held while one thread sends
+        self._lock = threading.Lock()  # of what follows; never held over the network
+        self._parts: list[Part] = []
+        self._lines: list[Line] = []  # that are in no part; if there is any row, the newest is here
+        self._num_sent = 0  # of them, from the first on
+        self._revision = self._revision_sent = 0
+        self._version: Version = ABSENT
+        self._num_sealed = 0
+        self._dropped: list[Part] = []
+
+    def rewind(self, step: int, tail: Tail | None = None) -> Row | None:
+        """See `Metrics`."""
+        content, self._version = self._store.read_versioned(NAME)
+        self._parts, self._lines = self._rows_up_to(up_to(step, tail), content)
+        self._lines += [] if tail is None else [line for line in tail.lines if line.step <= step]
+        self._num_sent = 0
+        self._revision += 1
+        self.sync()
+        self._delete_dropped()
+        return self._lines[-1].row if self._lines and self._lines[-1].step == step else None
+
+    def _rows_up_to(self, step: int, content: bytes) -> tuple[list[Part], list[Line]]:
+        """The parts that are wholly up to `step`, and the rows after them, at least one if there is any."""
+        parts = decode_parts(content)
+        lines = list(surviving(content.splitlines(), step, beyond=parts[-1].last_step if parts else -1))
+        while parts and not lines:
+            part = parts.pop()
+            self._dropped.append(part)
+            try:
+                content = self._store.read(part.name)
+            except FileNotFoundError:
+                warn(f"{self._store.url}/{part.name} is missing: its rows are lost")
+                continue
+            parts = [*decode_parts(content), *parts]
+            lines = list(surviving(content.splitlines(), step))
+        return parts, lines
+
+    def reaches(self, step: int) -> bool:
+        """See `Metrics`."""
+        content, _ = self._store.read_versioned(NAME)
+        _, lines = self._rows_up_to(step, content)
+        self._dropped.clear()
+        return bool(lines) and lines[-1].step == step
+
+    def append(self, row: Row) -> None:
+        """See `Metrics`."""
+        self._change(Line.of(row), replaced=0)
+
+    def replace_last(self, row: Row) -> None:
+        """See `Metrics`."""
+        self._change(Line.of(row), replaced=1)
+
+    def _change(self, line: Line, replaced: int) -> None:
+        with self._lock:
+            del self._lines[len(self._lines) - replaced :]
+            self._num_sent = min(self._num_sent, len(self._lines))
+            self._lines.append(line)
+            self._revision += 1
+        self._background.mark(NAME, self._send_unless_fenced)
+
+    def newest(self) -> Row:
+        """See `Metrics`."""
+        with self._lock:
+            return self._lines[-1].row if self._lines else {}
+
+    def tail(self) -> Tail:
+        """See `Metrics`."""
+        with self._lock:
+            before = [*(part.last_step for part in self._parts[-1:]), *(line.step for line in self._lines)]
+            index = len(self._parts[-1:]) + self._num_sent - 1
+            return Tail(before[index] if index >= 0 else None, self._lines[self._num_sent :])
+
+    def _send_unless_fenced(self) -> None:
+        with contextlib.suppress(FencedError):  # the next `sync` says so to somebody who can stop the run
+            self.sync()
+
+    def sync(self) -> None:
+        """See `Metrics`."""
+        with self._sending:
+            with self._lock:
+                revision, parts, lines = self._revision, list(self._parts), list(self._lines)
+            if revision == self._revision_sent:
+                return
+            self._fence.check()
+            start = 0
+            while num_lines := _num_lines_to_seal(lines, start):
+                parts = self._seal(parts, lines[start : start + num_lines], self._num_sealed + start)
+                start += num_lines
+            self._write(encode_parts(parts) + b"".join(line.text for line in lines[start:]))
+            with self._lock:
+                is_last_replaced = bool(lines) and self._lines[len(lines) - 1] is not lines[-1]
+                self._parts = parts
+                self._num_sent = len(lines) - start - is_last_replaced
+                del self._lines[:start]
+            self._num_sealed += start
+            self._revision_sent = revision
+
+    def _seal(self, parts: list[Part], lines: list[Line], number: int) -> list[Part]:
+        """Put these lines into a part; the parts that are to be named then. Tried again it is the same part.
+
+        `number` counts the lines that this attempt has sealed before.
+        """
+        part = Part(f"metrics/{self._fence.attempt:06}.{number:08}.jsonl", lines[-1].step)
+        named = parts if len(parts) >= PARTS_MAX else []
+        self._store.write(part.name, encode_parts(named) + b"".join(line.text for line in lines))
+        return [part] if named else [*parts, part]
+
+    def _write(self, content: bytes) -> None:
+        while True:
+            try:
+                self._version = self._store.write_if(NAME, content, self._version)
+                return
+            except FileExistsError:  # a last write of an attempt that is fenced; each has only one
+                self._version = self._store.read_versioned(NAME)[1]
+                self._fence.check()
+
+    def _delete_dropped(self) -> None:
+        with contextlib.suppress(OSError):  # what stays is named nowhere
+            while self._dropped:
+                self._store.remove(self._dropped[-1].name)
+                self._dropped.pop()
+
+    def close(self) -> None:
+        """See `Metrics`."""
+
+
+def _num_lines_to_seal(lines: list[Line], start: int) -> int:
+    """How many lines from `start` on make the next part, never the last one: none if all fit into one object."""
+    size = 0
+    for index in range(start, len(lines)):
+        size += len(lines[index].text)
+        if size > PART_BYTES:
+            return min(max(index - start, 1), len(lines) - 1 - start)
+    return 0
