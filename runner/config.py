@@ -30,6 +30,10 @@ class DataConfig(Frozen):
     tokenizer: Literal["bytes", "characters"] = Field(
         default="bytes", description="How text becomes tokens; token files have theirs."
     )
+    document_separator: Literal["none", "newline", "nul"] = Field(
+        default="none",
+        description="Between two text files: nothing, so that one runs into the next, a line's end, or a zero byte.",
+    )
     sequence_length: PositiveInt = Field(description="Tokens in one example.")
     validation_fraction: float = Field(
         default=0.05, ge=0, lt=1, description="Share of the tokens kept out of training."

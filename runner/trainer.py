@@ -298,9 +298,10 @@ class BaseTrainer(RestoreableJob):
         return spec.model_copy(update={"config": config, "topology": topology})
 
     def payload(self) -> Payload:
-        """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`."""
+        """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
         self.report.window.fetch()
         best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
+        _refuse_changed_data(self.dataset, hosts)
         chosen = {"micro_batch_examples": self.compiled.layout.micro_batch_examples}
         return Payload(
             None if best is None else self.report.metric(best.metric, self.step),
@@ -325,6 +326,18 @@ def _bound_to(job_class: type[BaseTrainer], config: TrainerConfig[Any]) -> type[
     """A subclass that is the same, but for `config`: the class of one job."""
     names = {"__module__": job_class.__module__, "__qualname__": job_class.__qualname__, "__doc__": job_class.__doc__}
     return type(job_class.__name__, (job_class,), {"config": config, **names})
+
+
+def _refuse_changed_data(dataset: Dataset, hosts: Hosts) -> None:
+    """Before a state is saved: raise `DataError` on every host if one sees other token files than at the start."""
+    problem = None
+    try:
+        dataset.check_files()
+    except DataError as error:
+        problem = str(error)
+    problem = next(filter(None, hosts.gather(problem)), None)
+    if problem is not None:
+        raise DataError(f"{problem}; what was trained since the last commit is not saved")
 
 
 def _known_micro_batch(hosts: Hosts, store: Store, blueprint: Blueprint) -> int | None:

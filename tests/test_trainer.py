@@ -3,7 +3,9 @@
 import dataclasses
 import inspect
 import math
+import os
 import shutil
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
 from runner.config import TrainerConfig
-from runner.errors import DivergedError, FailedError, PreemptedError, SpecError
+from runner.errors import DataError, DivergedError, FailedError, InvalidError, PreemptedError, SpecError
 from runner.hosts.agreement import Hosts
 from runner.spec import parse_document, read_spec, validate_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
@@ -486,6 +488,86 @@ def test_a_step_that_changes_the_kind_of_a_leaf_is_refused_by_its_name_before_it
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not committed(job.store)
+
+
+class WithMeta(PretrainGPT):
+    """Returns `extra` beside its loss."""
+
+    extra: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def forward(cls, apply_fn, params, batch, key):
+        loss_sum, meta = super().forward(apply_fn, params, batch, key)
+        return loss_sum, meta | {name: make(loss_sum) for name, make in cls.extra.items()}
+
+
+def test_rows_carry_the_scalars_that_a_step_returns_and_need_no_norm_of_the_gradient(tmp_path):
+    class Told(WithMeta):
+        extra: ClassVar = {
+            "share": lambda loss: loss * 0 + 0.5,
+            "count": lambda _: jnp.int32(3),
+            "odd": lambda _: jnp.inf,
+        }
+
+        @classmethod
+        def train_step(cls, state, batch, key, accumulate_steps):
+            state, loss, meta = super().train_step(state, batch, key, accumulate_steps)
+            return state, loss, meta | {"mine": meta.pop("grad_norm")}
+
+    job = gpt(
+        tmp_path / "run", Told, **{"config.train.total_steps": 2, "config.model.layers": 1, "config.schedule": {}}
+    )
+    job()
+    for row in rows(job.store.root):
+        assert (row["train/share"], row["train/count"], row["train/odd"]) == (0.5, 3, None)
+        assert "train/grad_norm" not in row
+        assert row["train/mine"] > 0
+    assert (row["val/share"], row["val/count"], row["val/odd"]) == (0.5, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("heads", lambda loss: jnp.ones((2, 3)), r"'heads' as meta, float32 of shape \(2, 3\); a row needs a scalar"),
+        ("empty", lambda loss: jnp.ones(0), r"'empty' as meta, float32 of shape \(0,\)"),
+        ("inner", lambda loss: {"a": loss}, "'inner' as meta, a dict; a row needs a scalar"),
+        ("nothing", lambda loss: None, "'nothing' as meta, a NoneType"),
+        ("wave", lambda loss: loss + 1j, "'wave' as meta, complex64"),
+        ("key", lambda loss: jax.random.key(0), "'key' as meta, key<fry>"),
+        ("loss", lambda loss: loss, "'loss' as meta, a name of the runner's own"),
+        ("tokens", lambda loss: loss, "'tokens' as meta, a name of the runner's own"),
+        ("learning_rate", lambda loss: loss, "'learning_rate' as meta, a name of the runner's own"),
+        ("grad_norm", lambda loss: loss, "'grad_norm' as meta, a name of the runner's own"),
+    ],
+)
+def test_meta_that_no_row_can_hold_is_refused_before_the_directory_is_claimed(tmp_path, name, make, message):
+    class Refused(WithMeta):
+        extra: ClassVar = {name: make}
+
+    with pytest.raises(InvalidError, match=message) as caught:
+        gpt(tmp_path / "run", Refused, **{"config.model.layers": 1})()
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.arange(4000, dtype="<u2").__mod__(200).tofile(path)
+
+    class Overwritten(PretrainGPT):
+        def save_or_stop(self):
+            if self.step == 3:
+                os.utime(path, (1, 1))
+            super().save_or_stop()
+
+    changes = {"config.data.source": str(path), "config.model.layers": 1, "checkpoint.every_steps": 2}
+    job = gpt(tmp_path / "run", Overwritten, **changes)
+    with pytest.raises(DataError, match=r"tokens\.bin: changed since the job started") as caught:
+        job()
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+    job.checkpointer.settle()
+    assert list(committed(job.store)) == [2]
 
 
 # Saved, loaded, lost.

@@ -24,8 +24,9 @@ from runner.errors import (
     RunnerError,
 )
 from runner.process import make_environment, start_processes
-from runner.storage import JsonObject, LocalStore, parse_lines
+from runner.storage import JsonObject, LocalStore
 from runner.terminal import say
+from runner.train.metrics.file import read_rows
 
 PLACES = ("between two saves", "in a save", "while starting")
 _POLL_SECONDS = 0.005
@@ -152,8 +153,7 @@ class Run:
 
     def rows(self) -> dict[int, JsonObject]:
         """Metrics by step, without those of speed."""
-        path = self.directory / "metrics.jsonl"
-        rows = parse_lines(path.read_bytes()) if path.exists() else []
+        rows = read_rows(LocalStore(self.directory))
         return {row["step"]: {key: row[key] for key in row if not key.startswith("perf/")} for row in rows}
 
 

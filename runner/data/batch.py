@@ -19,8 +19,10 @@ def global_batch(
     """Return the data set's fields, each (S, B, T), of the step that follows `step` completed ones.
 
     Called on every host. Each reads only the rows that its devices hold, and each of them once: devices that
-    replicate a row, and the arrays of a batch, share the read. `sharding` is that of all of them.
+    replicate a row, and the arrays of a batch, share the read. `sharding` is that of all of them. Raises ValueError if
+    there is no such split.
     """
+    dataset.split(split)
     S, B, T = accumulate_steps, micro_batch, dataset.sequence_length
     first = step * S * B
 

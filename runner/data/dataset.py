@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from runner.config import DataConfig
 
 SplitName = Literal["train", "validation"]
-
+_SEPARATORS = {"none": b"", "newline": b"\n", "nul": b"\0"}
 
 Rows = dict[str, np.ndarray]
 
@@ -81,6 +81,20 @@ class Dataset:
             raise DataError(f"data.source={self.source}: token id {id_range.smallest} at {position} is negative")
         return id_range
 
+    def check_files(self) -> None:
+        """Raise DataError if a token file is no longer what it was when the job began. Looks at sizes and times only.
+
+        Text is read once, at the start, so its files may change.
+        """
+        self._tokens.check_files()
+
+    def split(self, name: SplitName) -> Split:
+        """Return the part of the tokens that has this name. Raises ValueError for any other."""
+        splits = {"train": self._train, "validation": self._validation}
+        if name not in splits:
+            raise ValueError(f"got {name!r}, needs 'train' or 'validation'")
+        return splits[name]
+
     def rows(self, split: SplitName, first: int, count: int) -> Rows:
         """Return examples `first .. first + count` of a split, each field (count, T).
 
@@ -90,7 +104,7 @@ class Dataset:
         assert first >= 0
         windows = np.zeros((count, self.sequence_length + 1), np.int32)
         is_real = np.zeros((count, self.sequence_length), np.bool_)
-        part = self._train if split == "train" else self._validation
+        part = self.split(split)
         num_real = count if split == "train" else min(count, max(0, part.num_windows - first))
         for row in range(num_real):
             window = self._order[first + row] if split == "train" else first + row
@@ -107,10 +121,16 @@ def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | Non
     cache_directory = default_cache_directory() if cache_directory is None else cache_directory
     source = find_source(config.source)
     tokenizer: Tokenizer | None = None
+    separator = _SEPARATORS[config.document_separator]
     if source.holds_tokens:
+        if separator:
+            raise DataError(
+                f"data.document_separator={config.document_separator} is for text files, data.source={config.source} "
+                "names token files; leave it out"
+            )
         tokens = open_token_files(source)
     else:
-        text = load_text(source, config.tokenizer, cache_directory)
+        text = load_text(source, config.tokenizer, cache_directory, separator)
         tokens, tokenizer = Tokens([text.ids]), text.tokenizer
     if not len(tokens):
         raise DataError(f"data.source={config.source}: is empty: {len(source.files)} files hold 0 tokens")

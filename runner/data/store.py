@@ -1,12 +1,18 @@
-"""Token ids at rest: arrays and memory-mapped files, read as one long sequence. Knows no text and no windows."""
+"""Token ids at rest: arrays and files, read as one long sequence. Knows no text and no windows.
+
+Files are read with `pread` and never through a mapping: one that is cut under a running job would end the process with
+SIGBUS, without a word.
+"""
 
 import bisect
 import functools
 import hashlib
 import itertools
+import os
 import tokenize
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +21,7 @@ from runner.data.cache import cache_key, read_record, warn_unwritable, write_rec
 from runner.data.source import Source, SourceFile, describe_file
 from runner.errors import DataError
 
-MAPPED_FILES_MAX = 128  # each mapping holds a file descriptor, and a corpus may have thousands of files
+OPEN_FILES_MAX = 128  # a process may hold only so many, and a corpus may have thousands of files
 SCAN_CHUNK_TOKENS = 1 << 22
 PROBE_BLOCKS = 1024
 PROBE_BLOCK_BYTES = 4096
@@ -23,17 +29,30 @@ PROBE_BLOCK_BYTES = 4096
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One `.bin` or `.npy` file, mapped while it is in use."""
+    """One `.bin` or `.npy` file, whose ids begin at `offset_bytes`; open while it is in use."""
 
     file: SourceFile
     dtype: np.dtype
     num_tokens: int
+    offset_bytes: int
 
     def __len__(self) -> int:
         return self.num_tokens
 
     def __getitem__(self, piece: slice) -> np.ndarray:
-        return _map_file(self.file)[piece]
+        """Read a range of ids. Raises DataError if the file is no longer the one that was opened."""
+        start, stop, _ = piece.indices(self.num_tokens)
+        size, offset = max(stop - start, 0) * self.dtype.itemsize, self.offset_bytes + start * self.dtype.itemsize
+        file = _open_file(self.file)  # held here: the cache may drop it meanwhile
+        try:
+            content = os.pread(file.fileno(), size, offset)
+            while len(content) < size and (more := os.pread(file.fileno(), size - len(content), offset + len(content))):
+                content += more
+        except OSError as error:
+            raise DataError(f"data.source: cannot read {self.file.path}: {error.strerror or error}") from error
+        if len(content) < size:
+            raise _changed(self.file)
+        return np.frombuffer(content, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -67,6 +86,12 @@ class Tokens:
             piece = self.parts[part][offset : offset + len(out) - done]
             out[done : done + len(piece)] = piece
             done, part, offset = done + len(piece), part + 1, 0
+
+    def check_files(self) -> None:
+        """Raise DataError if a file has another size or time than when the job began, or is gone. Reads no content."""
+        for part in self.parts:
+            if isinstance(part, TokenFile) and describe_file(part.file.path) != part.file:
+                raise _changed(part.file)
 
     def describe_position(self, position: int) -> str:
         """Return where a position is, for a message: 'position 7 of corpus.bin'."""
@@ -107,6 +132,10 @@ class Tokens:
         return IdRange(*smallest, *largest)
 
 
+def _changed(file: SourceFile) -> DataError:
+    return DataError(f"{file.path}: changed since the job started; a running job needs its token files unchanged")
+
+
 def open_token_files(source: Source) -> Tokens:
     """Open `.bin` (little-endian uint16) and `.npy` (1-D integers) files. Raises DataError on any other content."""
     return Tokens([_open_token_file(file) for file in source.files])
@@ -131,26 +160,35 @@ def _open_token_file(file: SourceFile) -> TokenFile:
         dtype = np.dtype("<u2")
         if file.size_bytes % dtype.itemsize:
             raise DataError(f"{file.path}: {file.size_bytes} bytes are no whole number of 2-byte (uint16) token ids")
-        return TokenFile(file, dtype, file.size_bytes // dtype.itemsize)
-    array = _map_file(file)
+        return TokenFile(file, dtype, file.size_bytes // dtype.itemsize, 0)
+    array = _map_npy(file)
     if not isinstance(array, np.ndarray):  # numpy opens a zip archive of arrays under any name
         raise DataError(f"{file.path}: needs a 1-D array of integers, holds an archive of arrays")
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(f"{file.path}: needs a 1-D array of integers, holds {array.dtype} of shape {array.shape}")
-    return TokenFile(file, array.dtype, len(array))
+    return TokenFile(file, array.dtype, len(array), array.offset)
 
 
-@functools.lru_cache(maxsize=MAPPED_FILES_MAX)
-def _map_file(file: SourceFile) -> np.ndarray:
-    """Map the file; keyed by its size and time too, so that a replaced file is never read through an old mapping."""
+@functools.lru_cache(maxsize=OPEN_FILES_MAX)
+def _open_file(file: SourceFile) -> FileIO:
+    """Open the file; keyed by its size and time too, so that a replaced file is never read as the one before."""
     if describe_file(file.path) != file:
-        raise DataError(f"{file.path}: changed since the job started; a running job needs its token files unchanged")
+        raise _changed(file)
     try:
-        if file.path.suffix == ".bin":
-            return np.memmap(file.path, "<u2", mode="r")
-        return np.load(file.path, mmap_mode="r", allow_pickle=False)
+        return file.path.open("rb", buffering=0)
+    except OSError as error:
+        raise DataError(f"data.source: cannot read {file.path}: {error.strerror or error}") from error
+
+
+def _map_npy(file: SourceFile) -> np.memmap:
+    """What numpy makes of the file: its header is read, nothing of its ids."""
+    if describe_file(file.path) != file:
+        raise _changed(file)
+    try:
+        array: np.memmap = np.load(file.path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise DataError(f"data.source: cannot read {file.path}: {error.strerror or error}") from error
     except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # what numpy's header parser lets out
         reason = (str(error).splitlines() or [""])[0]
         raise DataError(f"{file.path}: is no whole .npy file of numbers ({reason})") from error
+    return array

@@ -31,14 +31,16 @@ class TokenisedText:
     sha256: str
 
 
-def load_text(source: Source, tokenizer_name: Literal["bytes", "characters"], cache_directory: Path) -> TokenisedText:
-    """Return the tokens of all files in order, from the cache if these files were tokenised before."""
-    key = cache_key(tokenizer_name, source.files)
+def load_text(
+    source: Source, tokenizer_name: Literal["bytes", "characters"], cache_directory: Path, separator: bytes = b""
+) -> TokenisedText:
+    """Return the tokens of all files in order, `separator` between them, from the cache if they are there already."""
+    key = cache_key(f"{tokenizer_name}{separator.hex()}", source.files)
     record = read_record(cache_directory, key)
     text = _open_cached(cache_directory, record) if record is not None else None
     if text is not None:
         return text
-    text = tokenise(source, tokenizer_name)
+    text = tokenise(source, tokenizer_name, separator)
     try:
         _write_cached(cache_directory, key, text)
     except OSError as error:
@@ -46,17 +48,19 @@ def load_text(source: Source, tokenizer_name: Literal["bytes", "characters"], ca
     return text
 
 
-def tokenise(source: Source, tokenizer_name: Literal["bytes", "characters"]) -> TokenisedText:
+def tokenise(source: Source, tokenizer_name: Literal["bytes", "characters"], separator: bytes) -> TokenisedText:
     """Tokenise file by file into one array: memory holds the tokens and one file."""
     tokenizer: Tokenizer
     if tokenizer_name == "bytes":
-        tokenizer, num_tokens = ByteTokenizer(), sum(file.size_bytes for file in source.files)
+        num_separators = max(len(source.files) - 1, 0)
+        num_tokens = sum(file.size_bytes for file in source.files) + num_separators * len(separator)
+        tokenizer = ByteTokenizer()
     else:
-        characters, num_tokens = collect_characters(_read_files(source))
+        characters, num_tokens = collect_characters(_read_files(source, separator))
         tokenizer = CharacterTokenizer(characters)
     ids = np.empty(num_tokens, tokenizer.dtype)
     start = 0
-    for raw in _read_files(source):
+    for raw in _read_files(source, separator):
         piece = tokenizer.encode_file(raw)
         ids[start : start + len(piece)] = piece
         start += len(piece)
@@ -64,8 +68,12 @@ def tokenise(source: Source, tokenizer_name: Literal["bytes", "characters"]) -> 
     return TokenisedText(ids, tokenizer, hashlib.sha256(ids.data).hexdigest())
 
 
-def _read_files(source: Source) -> Iterator[bytes]:
-    return (read_source_file(file) for file in source.files)
+def _read_files(source: Source, separator: bytes) -> Iterator[bytes]:
+    """The files, and what stands between them."""
+    for index, file in enumerate(source.files):
+        if index and separator:
+            yield separator
+        yield read_source_file(file)
 
 
 def _write_cached(directory: Path, key: str, text: TokenisedText) -> None:

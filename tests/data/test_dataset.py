@@ -1,12 +1,15 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
-from runner.data import check_vocabulary
+from runner.config import DataConfig
+from runner.data import check_vocabulary, global_batch
 from runner.errors import DataError
 from tests.data.corpus import load, write_bin, write_npy
 
@@ -92,6 +95,35 @@ def test_the_fingerprint_covers_all_that_shapes_the_batches(tmp_path: Path, chan
     plain = load(tmp_path / "a.txt", cache=tmp_path / "cache")
     assert load(tmp_path / "a.txt", cache=tmp_path / "cache", **change).fingerprint != plain.fingerprint
     int(plain.fingerprint, 16)
+
+
+@pytest.mark.parametrize("separator", get_args(DataConfig.model_fields["document_separator"].annotation))
+def test_without_a_separator_files_are_joined_as_ever_and_each_separator_is_other_data(
+    tmp_path: Path, separator: str
+) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("some text " * 50)
+    joined = load(f"{tmp_path}/?.txt", cache=tmp_path / "cache")
+    (tmp_path / "all").write_text("some text " * 100)
+    assert joined.fingerprint == load(tmp_path / "all", cache=tmp_path / "cache").fingerprint
+    found = load(f"{tmp_path}/?.txt", cache=tmp_path / "cache", document_separator=separator)
+    assert (found.fingerprint == joined.fingerprint) == (separator == "none")
+
+
+def test_a_separator_for_token_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"document_separator=nul is for text files, data\.source=.* names token files"):
+        load(write_bin(tmp_path / "a.bin", range(500)), cache=tmp_path, document_separator="nul")
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "test", "Train", "", None])
+def test_a_split_of_another_name_is_refused_and_never_validation(tmp_path: Path, name: Any) -> None:
+    dataset = load(write_bin(tmp_path / "a.bin", range(500)), cache=tmp_path)
+    with pytest.raises(ValueError, match=f"got {name!r}, needs 'train' or 'validation'"):
+        dataset.rows(name, 0, 1)
+    with pytest.raises(ValueError, match=f"got {name!r}, needs 'train' or 'validation'"):
+        global_batch(
+            dataset, name, 0, accumulate_steps=1, micro_batch=1, sharding=SingleDeviceSharding(jax.devices()[0])
+        )
 
 
 def test_the_standard_library_trains_with_no_file_of_one_s_own(tmp_path: Path) -> None:

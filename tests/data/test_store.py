@@ -1,4 +1,6 @@
 import contextlib
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +98,43 @@ def test_a_file_replaced_under_a_running_job_is_refused(tmp_path: Path) -> None:
     write_bin(path, range(6))
     with pytest.raises(DataError, match=r"a\.bin: changed since the job started"):
         read(tokens, 0, 5)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 130)
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\0")
+
+
+def touch(path: Path) -> None:
+    os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize("write", [write_bin, write_npy], ids=["bin", "npy"])
+@pytest.mark.parametrize("change", [cut, overwrite, touch, Path.unlink], ids=lambda change: change.__name__)
+def test_a_file_that_changes_in_place_is_seen_and_one_that_is_cut_kills_nobody(
+    tmp_path: Path, write: Callable[..., Path], change: Callable[[Path], None]
+) -> None:
+    path = write(tmp_path / f"a.{write.__name__[-3:]}", range(5000))
+    tokens = open_token_files(find_source(str(path)))
+    assert read(tokens, 0, 5000) == list(range(5000))
+    tokens.check_files()
+    change(path)
+    with pytest.raises(DataError, match=r"changed since the job started|cannot read"):
+        tokens.check_files()
+    if change is cut:
+        with pytest.raises(DataError, match="changed since the job started"):
+            read(tokens, 0, 5000)
+
+
+def test_ids_of_every_width_and_order_are_read(tmp_path: Path) -> None:
+    for dtype in ("u1", "<u2", ">u2", "<i4", ">i4", "<u4", "<i8", ">i8", "<u8"):
+        tokens = open_token_files(find_source(str(write_npy(tmp_path / "a.npy", range(200), dtype))))
+        assert read(tokens, 3, 200) == list(range(3, 200)), dtype
 
 
 def test_the_probe_of_a_small_data_set_sees_every_token() -> None:

@@ -2,6 +2,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -23,6 +24,21 @@ def test_files_are_concatenated_in_order_and_undecodable_ones_kept(tmp_path: Pat
     assert text.ids.tobytes() == b"one\xfftwo"
     text = load_text(source, "characters", tmp_path / "cache")
     assert text.tokenizer.decode(text.ids) == "one\ufffdtwo"
+
+
+@pytest.mark.parametrize("name", ["bytes", "characters"])
+def test_a_separator_stands_between_two_files_and_nowhere_else(
+    tmp_path: Path, name: Literal["bytes", "characters"]
+) -> None:
+    for number, content in enumerate((b"one", b"", b"two")):
+        (tmp_path / f"{number}.txt").write_bytes(content)
+    source = find_source(f"{tmp_path}/*.txt")
+    for separator in (b"", b"\n", b"\0"):
+        for _ in ("tokenised", "from the cache"):
+            text = load_text(source, name, tmp_path / "cache", separator)
+            assert text.tokenizer.decode(text.ids) == (b"one" + separator * 2 + b"two").decode()
+    one = load_text(find_source(f"{tmp_path}/0.txt"), name, tmp_path / "cache", b"\n")
+    assert one.tokenizer.decode(one.ids) == "one"
 
 
 def test_the_second_start_reads_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

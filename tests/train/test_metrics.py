@@ -472,6 +472,24 @@ def test_in_a_bucket_a_kill_in_any_write_costs_no_row_that_was_synced(small_part
         assert_a_later_attempt_keeps(memory_bucket(copied(driver)), restored)
 
 
+@pytest.mark.parametrize(("verb", "number"), [("put", 1), ("put", 2), ("delete", 1), ("delete", 2)])
+def test_in_a_bucket_a_kill_while_rows_are_dropped_costs_none_of_the_others(small_parts, verb, number):
+    driver = MemoryDriver()
+    store = memory_bucket(driver)
+    write(store, *range(1, 101))
+    file = open_file(store)
+
+    def die():
+        raise KilledError
+
+    strike(driver, verb, number, die)
+    with contextlib.suppress(KilledError):
+        file.rewind(9)
+    driver.before = lambda verb, key: None
+    for restored in (9, 5, 0):
+        assert_a_later_attempt_keeps(memory_bucket(copied(driver)), restored)
+
+
 def copied(driver):
     """The bucket as it stands, so that one test can go on from it in several ways."""
     other = type(driver)()
@@ -673,6 +691,23 @@ def test_speed_is_the_tokens_of_the_window_over_its_seconds(monkeypatch):
     now[0] = 156.0
     window.add(14, jnp.float32(1), meta())
     assert window.close(tokens_per_step=64)["perf/tokens_per_second"] == pytest.approx(64 / 4)
+
+
+def test_what_else_a_step_returns_is_in_the_row_and_what_is_not_finite_is_null():
+    window = Window()
+    window.add(1, jnp.float32(1), meta() | {"balance": jnp.float32(0.25), "dropped": jnp.int32(3), "odd": jnp.nan})
+    closed = window.close(tokens_per_step=64)
+    assert (closed["train/balance"], closed["train/dropped"], closed["train/odd"]) == (0.25, 3, None)
+    assert "NaN" not in json.dumps(closed)
+
+
+def test_a_step_need_not_return_the_norm_of_its_gradient():
+    window = Window()
+    window.add(1, jnp.float32(1), {"learning_rate": jnp.float32(0.25)})
+    assert "train/grad_norm" not in window.close(tokens_per_step=64)
+    window.add(2, jnp.float32(math.nan), {})
+    with pytest.raises(DivergedError, match="step 2"):
+        window.fetch()
 
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
