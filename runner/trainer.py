@@ -139,11 +139,6 @@ class BaseTrainer(RestoreableJob):
             sharding=batch_sharding(layout.mesh),
         )
 
-    @property
-    def total_steps(self) -> int:
-        """The step at which training is done."""
-        return int(self.config.total_steps)
-
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
         train_step, key, report = self.compiled.executable, self.blueprint.key, self.report
@@ -163,10 +158,8 @@ class BaseTrainer(RestoreableJob):
 
     @functools.cached_property
     def recipe(self) -> Recipe:
-        """Optimizer and schedule. Raises `SpecError` with a line for each key that nothing reads or that is missing."""
-        recipe = choose_recipe(self.optimizer(), self.schedule(), self.config)
-        self.document.refuse(recipe.problems(self.config), "config.")
-        return recipe
+        """Optimizer and schedule: of the library, or the job's own."""
+        return choose_recipe(self.optimizer(), self.schedule(), self.config)
 
     @functools.cached_property
     def dataset(self) -> Dataset:
@@ -233,6 +226,7 @@ class BaseTrainer(RestoreableJob):
 
     def draw_on(self, mesh: Mesh, key: jax.Array) -> Blueprint:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started."""
+        self.document.refuse(self.recipe.problems(self.config), "config.")
         schedule = self.recipe.schedule_of(self.config)
         example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
         make_optimizer = functools.partial(self.recipe.optimizer_of, self.config, schedule)
@@ -281,6 +275,11 @@ class BaseTrainer(RestoreableJob):
     def resumed(self, attachments: dict[str, bytes]) -> None:
         """Drop the rows beyond the restored step."""
         self.report.resume(self.step, attachments)
+
+    @property
+    def unread_keys(self) -> frozenset[str]:
+        """Those of other optimizers and schedules than the chosen ones."""
+        return frozenset(f"config.{key}" for key in self.recipe.unread())
 
     def identity(self) -> Trajectory:
         """The trajectory's keys and the data set's fingerprint."""

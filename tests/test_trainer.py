@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import math
 import os
 import shutil
@@ -22,7 +23,7 @@ from runner.checkpoint.manifest import committed
 from runner.config import TrainerConfig
 from runner.errors import DataError, DivergedError, FailedError, InvalidError, PreemptedError, SpecError
 from runner.hosts.agreement import Hosts
-from runner.spec import parse_document, read_spec, validate_spec
+from runner.spec import hash_of, parse_document, read_spec, validate_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
 from runner.train.hint import options_for_here
 from tests.support.tiny import (
@@ -458,6 +459,22 @@ def test_what_nothing_reads_is_refused_with_its_line_and_who_would_read_it(tmp_p
     read = ("config.optimizer.name=sgd", "config.schedule.name=cosine")
     assert refused(*read) == ["x.yaml:10: config.data.tokenizer: nothing reads it, token files hold tokens"]
     assert refused(*read, "config.optimizer={}")[0] == "--set config.optimizer={}: missing key learning_rate"
+
+
+def test_a_run_that_was_begun_with_keys_that_nothing_reads_goes_on_without_them(directory, interrupted, undisturbed):
+    again = shutil.copytree(interrupted, directory / "unread")
+    for path in (again / "job.json", *again.glob("checkpoints/*/manifest.json")):
+        content = json.loads(path.read_text())
+        assert content["identity"]["config.optimizer.momentum"] == 0.9
+        content["identity"]["config.optimizer.momentum"] = 0.5
+        if content.pop("digest", None) is not None:
+            content["digest"] = hash_of(content)
+        path.write_text(json.dumps(content))
+    with pytest.raises(InvalidError, match=r"config\.optimizer\.b1"):
+        gpt(again, RecordingGPT, **JOB, **{"config.optimizer.b1": 0.5})()
+    job = gpt(again, RecordingGPT, **JOB)
+    job()
+    assert read_json(job.store, "result.json") == read_json(undisturbed.store, "result.json")
 
 
 # A step that changes the kind of a leaf.

@@ -51,7 +51,7 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
     with findings.collect():
         job = job_class(spec, document)
         if isinstance(job, BaseTrainer):
-            job.recipe  # noqa: B018 - raises what the class and the spec together have wrong
+            document.refuse(job.recipe.problems(job.config), "config.")
         return job
     return None
 
