@@ -53,7 +53,7 @@ class OptimizerConfig(Frozen):
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum (sgd).")
     weight_decay: NonNegativeFloat = Field(
         default=0.1,
-        description="What a step takes off a matrix, over the learning rate; of sgd it goes through the momentum too.",
+        description="A step takes this share, times the learning rate, off every matrix; sgd's goes through momentum.",
     )
     clip_norm: PositiveFloat | None = Field(
         default=1.0, description="Global gradient norm to clip to; null does not clip."
@@ -138,7 +138,7 @@ class PrecisionConfig(Frozen):
     params: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="Type of the stored parameters. Of bfloat16 too the moments and the update are float32; their sum "
-        "becomes the nearest bfloat16, so what is less than 1/512 of a parameter may change nothing.",
+        "becomes the nearest bfloat16, so an update below 1/512 of its parameter changes nothing.",
     )
     compute: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of activations and matmuls.")
 

@@ -230,7 +230,7 @@ class BaseTrainer(RestoreableJob):
         schedule = self.recipe.schedule_of(self.config)
         example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
         make_optimizer = functools.partial(self.recipe.optimizer_of, self.config, schedule)
-        return draw(self.model(), example, make_optimizer, schedule, mesh, key)
+        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key)
 
     def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """The train step with the largest micro-batch that fits into `limit_bytes` of each device.

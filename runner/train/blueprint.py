@@ -3,6 +3,7 @@
 `run` draws it over the devices at hand; `plan` draws the very same over faked ones, or over those of a TPU topology.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import optax
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
+from runner.errors import InvalidError
 from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train.batch_layout import BatchLayout
@@ -92,6 +94,7 @@ class Blueprint:
 
 def draw(
     model: nn.Module,
+    sharded_init: Callable[..., tuple[Any, Any]],
     example: jax.ShapeDtypeStruct,
     make_optimizer: Callable[[Any], optax.GradientTransformation],
     schedule: optax.Schedule | None,
@@ -100,20 +103,42 @@ def draw(
 ) -> Blueprint:
     """The blueprint of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
+    `sharded_init(model, key, tokens, mesh=..., deterministic=...)` makes the parameters, and says how they lie;
     `example` is what the model is shown to find its shapes; `make_optimizer` takes a pytree of bools, which parameters
     are matrices.
     """
 
-    def init_params(key: jax.Array) -> Any:
-        tokens_BxT = jax.numpy.zeros(example.shape, example.dtype)
-        return model.init(key, tokens_BxT, deterministic=True)["params"]
+    def variables(key: jax.Array, init: Callable[..., Any], **options: Any) -> Any:
+        return init(key, jax.numpy.zeros(example.shape, example.dtype), deterministic=True, **options)
 
-    boxed = jax.eval_shape(init_params, key)
+    born = functools.partial(variables, init=functools.partial(sharded_init, model), mesh=mesh)
+    boxed = jax.eval_shape(functools.partial(variables, init=model.init), key)["params"]
     optimizer = in_float32(make_optimizer(train_state.matrices(boxed)))
+    params, shardings = nn.unbox(boxed), train_state.variable_shardings(boxed, mesh)
+    if sharded_init is not train_state.sharded_init:  # whose parameters are known without tracing it
+        params, shardings = _params_of(born, key, mesh)
+        if _names(params) != _names(nn.unbox(boxed)):
+            raise InvalidError("sharded_init returns other parameters than those of the model, by their names")
 
     def make_state(params: Any) -> TrainState:
         return train_state.state_of(model, params, optimizer)
 
-    shardings = train_state.variable_shardings(boxed, mesh)
-    abstract = train_state.abstract_state(make_state, nn.unbox(boxed), shardings, mesh)
-    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(nn.unbox(init_params(key))))
+    abstract = train_state.abstract_state(make_state, params, shardings, mesh)
+    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(born(key)[0]["params"]))
+
+
+def _params_of(born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh) -> tuple[Any, Any]:
+    """Shapes and shardings of the parameters that `born` makes, which is traced and not run."""
+    found: list[Any] = []
+
+    def params(key: jax.Array) -> Any:
+        variables, shardings = born(key)
+        found.append(shardings["params"])
+        return variables["params"]
+
+    with train_state.sharding_rules(mesh):
+        return jax.eval_shape(params, key), found[0]
+
+
+def _names(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

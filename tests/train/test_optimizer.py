@@ -129,6 +129,15 @@ def test_a_bfloat16_parameter_becomes_the_nearest_to_a_sum_of_float32_and_its_mo
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
 
 
+@pytest.mark.parametrize("param", [1.0, -1.0, 1.2578125, 1.9921875, 3e-5])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_update_below_1_512_of_a_bfloat16_parameter_changes_nothing_and_one_above_1_256_does(param, sign):
+    param = jnp.bfloat16(param)
+    for share, is_lost in ((1 / 513, True), (1 / 255, False)):
+        update = jnp.float32(sign * share) * param.astype(jnp.float32)
+        assert bool(optax.apply_updates(param, update) == param) == is_lost
+
+
 def kinds_of(tree):
     return [(path, leaf.shape, leaf.dtype) for path, leaf in leaves(tree)]
 
