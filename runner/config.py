@@ -44,12 +44,17 @@ class OptimizerConfig(Frozen):
     """The optimizer, by library name."""
 
     name: Literal["adamw", "sgd", "lion", "adafactor"] = Field(default="adamw", description="Library name.")
-    learning_rate: PositiveFloat = Field(description="Peak learning rate.")
+    learning_rate: PositiveFloat | None = Field(
+        default=None, description="Peak learning rate; needed, but for a job that brings its own optimizer or schedule."
+    )
     b1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment (adamw, lion).")
     b2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment (adamw, lion).")
     eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment (adamw).")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum (sgd).")
-    weight_decay: NonNegativeFloat = Field(default=0.1, description="Decoupled decay, of matrices only.")
+    weight_decay: NonNegativeFloat = Field(
+        default=0.1,
+        description="A step takes this share, times the learning rate, off every matrix; sgd's goes through momentum.",
+    )
     clip_norm: PositiveFloat | None = Field(
         default=1.0, description="Global gradient norm to clip to; null does not clip."
     )
@@ -63,10 +68,10 @@ class ScheduleConfig(Frozen):
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up from 0.")
     final_learning_rate: NonNegativeFloat = Field(
-        default=0.0, description="Learning rate at the end (not for constant)."
+        default=0.0, description="Learning rate at the end (linear, cosine, wsd)."
     )
     decay_steps: PositiveInt | None = Field(
-        default=None, description="Length of the decay at the end; for wsd only, which needs it."
+        default=None, description="Length of the decay at the end, which wsd needs (wsd)."
     )
 
     @model_validator(mode="after")
@@ -76,6 +81,17 @@ class ScheduleConfig(Frozen):
         if self.name != "wsd" and self.decay_steps is not None:
             raise ValueError(f"decay_steps={self.decay_steps} is for wsd only, and the schedule is {self.name}")
         return self
+
+
+# The names of its section that read a key. A key that is not here is read by all of them.
+READERS = {
+    "optimizer.b1": ("adamw", "lion"),
+    "optimizer.b2": ("adamw", "lion"),
+    "optimizer.eps": ("adamw",),
+    "optimizer.momentum": ("sgd",),
+    "schedule.final_learning_rate": ("linear", "cosine", "wsd"),
+    "schedule.decay_steps": ("wsd",),
+}
 
 
 class TrainConfig(Frozen):
@@ -119,7 +135,11 @@ class EvalConfig(Frozen):
 class PrecisionConfig(Frozen):
     """Floating-point types."""
 
-    params: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of the stored parameters.")
+    params: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Type of the stored parameters. Of bfloat16 too the moments and the update are float32; their sum "
+        "becomes the nearest bfloat16, so an update below 1/512 of its parameter changes nothing.",
+    )
     compute: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of activations and matmuls.")
 
 
@@ -141,7 +161,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     model: ModelConfigType = Field(description="The experiment's architecture.")
     data: DataConfig = Field(description="The tokens to train on.")
-    optimizer: OptimizerConfig = Field(description="The optimizer.")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="The learning rate over the run.")
     train: TrainConfig = Field(description="How much to train, and in what portions.")
     eval: EvalConfig = Field(default=EvalConfig(), description="Validation during the run.")
@@ -159,6 +179,12 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             return self.train.total_steps
         assert self.train.total_tokens is not None, "TrainConfig holds exactly one total"
         return -(-self.train.total_tokens // self.tokens_per_step)
+
+    def is_default(self, key: str) -> bool:
+        """Whether a key, dotted below `config`, has its default value."""
+        section_name, _, name = key.partition(".")
+        section = getattr(self, section_name)
+        return bool(getattr(section, name) == type(section).model_fields[name].default)
 
     @property
     def free_keys(self) -> frozenset[str]:
@@ -178,7 +204,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             raise ValueError(f"train.total_tokens={tokens} is less than one step of {step}")
         if schedule.warmup_steps >= total:
             raise ValueError(f"schedule.warmup_steps={schedule.warmup_steps} is not below the total of {total} steps")
-        if schedule.name != "constant" and schedule.final_learning_rate > peak:
+        if schedule.name != "constant" and peak is not None and schedule.final_learning_rate > peak:
             final = schedule.final_learning_rate
             raise ValueError(f"schedule.final_learning_rate={final} is above optimizer.learning_rate={peak}")
         if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > total:

@@ -68,8 +68,8 @@ class RestoreableJob:
 
     @property
     def total_steps(self) -> int:
-        """The step at which the job is done."""
-        raise NotImplementedError
+        """The step at which the job is done, by default the config's."""
+        return int(self.config.total_steps)
 
     def setup(self, hosts: Hosts) -> None:
         """Check and prepare what `init` and `run` need, before anything is written. Nothing by default."""
@@ -107,6 +107,11 @@ class RestoreableJob:
     def identity(self) -> Trajectory:
         """What defines the trajectory, by dotted key: a resumed job must have the same. Needs `setup`."""
         return trajectory(self.spec, self.config)
+
+    @property
+    def unread_keys(self) -> frozenset[str]:
+        """Dotted keys that nothing reads as the spec stands: whatever a run was begun with, it goes on."""
+        return frozenset()
 
     def resolved_spec(self) -> ExecutionSpec:
         """The spec with every default and `auto` filled in, as it is saved. Needs `prepare`."""
@@ -186,15 +191,16 @@ class RestoreableJob:
 
     def check_directory_and_ask_if_done(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
-        check_directory(self.store, self.document, self.spec.name, trajectory(self.spec, self.config))
+        identity = trajectory(self.spec, self.config)
+        check_directory(self.store, self.document, self.spec.name, identity, self.unread_keys)
         return self.done
 
     def refuse_other_checkpoints(self) -> None:
         """Refuse to continue checkpoints of another trajectory. Main host only. Needs `setup`."""
         manifest = newest_manifest(self.store)
         if manifest is not None:
-            owner = f"checkpoint {manifest.name}"
-            refuse_another_trajectory(manifest.identity, self.identity(), owner, self.document, self.store.url)
+            owner, url = f"checkpoint {manifest.name}", self.store.url
+            refuse_another_trajectory(manifest.identity, self.identity(), self.unread_keys, owner, self.document, url)
 
     def _record_idle_exit(self) -> None:
         self.attempt.events.append("preempt", self.step, saved=False)

@@ -2,6 +2,9 @@
 
 An experiment says which model (`model`), and may replace the loss (`forward`), the optimizer, the schedule or the
 evaluation. Everything is called on every host. `run` is the training loop.
+
+What a step is made of is called on the class, and so cannot read what changes; of a job it sees `cls.config` alone,
+since each job has a class of its own that holds it.
 """
 
 import functools
@@ -34,7 +37,7 @@ from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_p
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import batch_sharding, device_memory_bytes, make_mesh, mesh_sizes
-from runner.train.optimizer import choose_optimizer, choose_schedule
+from runner.train.optimizer import SPEC, Recipe, choose_recipe
 from runner.train.report import Evaluator, Report
 from runner.train.validation import Validation
 
@@ -56,6 +59,7 @@ class BaseTrainer(RestoreableJob):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
         self.topology = spec.topology
+        self.__class__ = _bound_to(type(self), self.config)
 
     # What an experiment says.
 
@@ -67,10 +71,11 @@ class BaseTrainer(RestoreableJob):
     def forward(
         cls, apply_fn: Any, params: Any, batch: pure.Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Loss summed over the real target tokens of a micro-batch, and meta. No key: deterministic.
+        """Loss summed over the real target tokens of a micro-batch, and meta. No key: deterministic. Pure.
 
         `batch` holds `x`, `y` and `padding_mask` (B, T), and `example` (B): the place of each example in the step. What
-        is random should depend on that and on the step's `key`; this default draws by micro-batch.
+        is random should depend on that and the step's `key`; this default draws by micro-batch. A forward that masks
+        targets itself returns as meta `token_count` how many it has counted.
         """
         rngs = None if key is None else {"dropout": jax.random.fold_in(key, batch["example"][0])}
         logits_BxTxV = apply_fn({"params": params}, batch["x"], deterministic=key is None, rngs=rngs)
@@ -78,14 +83,14 @@ class BaseTrainer(RestoreableJob):
         return loss_sum, {}
 
     @classmethod
-    def optimizer(cls) -> str | optax.GradientTransformation | None:
-        """A library name, an optax transformation, or None for the one that the spec names."""
-        return None
+    def optimizer(cls) -> str | optax.GradientTransformation:
+        """A library name (`SPEC`, the default: the one in the spec), or an optax object, to which nothing is added."""
+        return SPEC
 
     @classmethod
     def schedule(cls) -> str | optax.Schedule | None:
-        """A library name, an optax schedule, or None for the one that the spec names (a constant if it names none)."""
-        return None
+        """A library name (`SPEC`, the default: the one in the spec), an optax schedule, or None for a constant."""
+        return SPEC
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
         """What evaluates the weights: by default the loss on the validation split, if there is one. Called once."""
@@ -134,11 +139,6 @@ class BaseTrainer(RestoreableJob):
             sharding=batch_sharding(layout.mesh),
         )
 
-    @property
-    def total_steps(self) -> int:
-        """The step at which training is done."""
-        return int(self.config.total_steps)
-
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
         train_step, key, report = self.compiled.executable, self.blueprint.key, self.report
@@ -157,10 +157,18 @@ class BaseTrainer(RestoreableJob):
     # Parts, each made whole when it is first asked for.
 
     @functools.cached_property
+    def recipe(self) -> Recipe:
+        """Optimizer and schedule: of the library, or the job's own."""
+        return choose_recipe(self.optimizer(), self.schedule(), self.config)
+
+    @functools.cached_property
     def dataset(self) -> Dataset:
         """The tokens that the spec names. Reads the data on this host."""
         with self.document.blaming("config.data.source"):
-            return load_dataset(self.config.data, seed=self.spec.seed)
+            dataset = load_dataset(self.config.data, seed=self.spec.seed)
+        if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
+            raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
+        return dataset
 
     @functools.cached_property
     def vocabulary_size(self) -> int:
@@ -201,7 +209,7 @@ class BaseTrainer(RestoreableJob):
         different = [process for process, other in enumerate(fingerprints) if other != fingerprints[0]]
         if different:
             raise DataError(f"{self.config.data.source}: processes {different} read other data than process 0")
-        known = _known_micro_batch(hosts, self.store, self._hardware(hosts))
+        known = _known_micro_batch(hosts, self.store, self.blueprint)
         self.blueprint.trace_train(self.train_step, batch_layouts(self.config, self.blueprint.mesh, known)[0])
 
     def lay_out(self, devices: Sequence[jax.Device]) -> Mesh:
@@ -218,13 +226,11 @@ class BaseTrainer(RestoreableJob):
 
     def draw_on(self, mesh: Mesh, key: jax.Array) -> Blueprint:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started."""
-        config, schedule = self.config, choose_schedule(self.schedule(), self.config)
-        example = jax.ShapeDtypeStruct((1, config.data.sequence_length), jnp.int32)
-
-        def make_optimizer(is_matrix: Any) -> Any:
-            return choose_optimizer(self.optimizer(), config, schedule, is_matrix)
-
-        return draw(self.model(), example, make_optimizer, schedule, mesh, key)
+        self.document.refuse(self.recipe.problems(self.config), "config.")
+        schedule = self.recipe.schedule_of(self.config)
+        example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
+        make_optimizer = functools.partial(self.recipe.optimizer_of, self.config, schedule)
+        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key)
 
     def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """The train step with the largest micro-batch that fits into `limit_bytes` of each device.
@@ -238,19 +244,11 @@ class BaseTrainer(RestoreableJob):
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""
-        hosts = self.attempt.hosts
-        limit_bytes = hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
-        known = _known_micro_batch(hosts, self.store, self._hardware(hosts))
+        limit_bytes = self.attempt.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
+        known = _known_micro_batch(self.attempt.hosts, self.store, self.blueprint)
         self.compiled = self.compile(self.blueprint, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples)
-
-    def _hardware(self, hosts: Hosts) -> JsonObject:
-        return {
-            "mesh": self.blueprint.mesh_sizes,
-            "device_kind": self.blueprint.mesh.devices.flat[0].device_kind,
-            "processes": hosts.num_processes,
-        }
 
     # What the base asks for.
 
@@ -278,6 +276,11 @@ class BaseTrainer(RestoreableJob):
         """Drop the rows beyond the restored step."""
         self.report.resume(self.step, attachments)
 
+    @property
+    def unread_keys(self) -> frozenset[str]:
+        """Those of other optimizers and schedules than the chosen ones."""
+        return frozenset(f"config.{key}" for key in self.recipe.unread())
+
     def identity(self) -> Trajectory:
         """The trajectory's keys and the data set's fingerprint."""
         return super().identity() | {"config.data": self.dataset.fingerprint}
@@ -296,11 +299,12 @@ class BaseTrainer(RestoreableJob):
     def payload(self) -> Payload:
         """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
         self.report.window.fetch()
-        _refuse_changed_data(self.dataset, self.attempt.hosts)
-        best = self.spec.checkpoint.keep_best
+        best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
+        _refuse_changed_data(self.dataset, hosts)
+        chosen = {"micro_batch_examples": self.compiled.layout.micro_batch_examples}
         return Payload(
             None if best is None else self.report.metric(best.metric, self.step),
-            self._hardware(self.attempt.hosts) | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
+            self.blueprint.hardware(hosts.num_processes) | chosen,
             self.report.attachments,
             self.report.sync,
         )
@@ -317,6 +321,12 @@ class BaseTrainer(RestoreableJob):
         }
 
 
+def _bound_to(job_class: type[BaseTrainer], config: TrainerConfig[Any]) -> type[BaseTrainer]:
+    """A subclass that is the same, but for `config`: the class of one job."""
+    names = {"__module__": job_class.__module__, "__qualname__": job_class.__qualname__, "__doc__": job_class.__doc__}
+    return type(job_class.__name__, (job_class,), {"config": config, **names})
+
+
 def _refuse_changed_data(dataset: Dataset, hosts: Hosts) -> None:
     """Before a state is saved: raise `DataError` on every host if one sees other token files than at the start."""
     problem = None
@@ -329,8 +339,9 @@ def _refuse_changed_data(dataset: Dataset, hosts: Hosts) -> None:
         raise DataError(f"{problem}; what was trained since the last commit is not saved")
 
 
-def _known_micro_batch(hosts: Hosts, store: Store, hardware: JsonObject) -> int | None:
+def _known_micro_batch(hosts: Hosts, store: Store, blueprint: Blueprint) -> int | None:
     """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
+    hardware = blueprint.hardware(hosts.num_processes)
     manifest = newest_manifest(store) if hosts.is_main else None
     record = hosts.agree(manifest and manifest.topology)
     if not record or {key: record.get(key) for key in hardware} != hardware:

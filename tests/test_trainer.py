@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import math
 import os
 import shutil
@@ -14,17 +15,17 @@ import optax
 import pytest
 import yaml
 
-from experiments.gpt import PretrainGPT
+from experiments.gpt import GPTConfig, PretrainGPT
 from runner import BaseTrainer, ExecutionSpec, trainer
 from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
-from runner.errors import DataError, DivergedError, InvalidError, PreemptedError, SpecError
+from runner.config import TrainerConfig
+from runner.errors import DataError, DivergedError, FailedError, InvalidError, PreemptedError, SpecError
 from runner.hosts.agreement import Hosts
-from runner.spec import read_spec
+from runner.spec import hash_of, parse_document, read_spec, validate_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
 from runner.train.hint import options_for_here
-from runner.train.optimizer import choose_optimizer, choose_schedule
 from tests.support.tiny import (
     RecordingGPT,
     StopAfter,
@@ -361,14 +362,13 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
         def schedule(cls):
             return "linear"
 
-    job = gpt(tmp_path / "run", Named, **{"config.optimizer.name": "adafactor"})
+    job = gpt(tmp_path / "run", Named)
     job.setup(Hosts.alone())
     abstract = job.abstract_state()
     kernels = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (256, 32)]
     assert len(kernels) == moments
     params = {"w": jnp.ones(3)}
-    schedule = choose_schedule(job.schedule(), job.config)
-    tx = choose_optimizer(job.optimizer(), job.config, schedule, {"w": False})
+    tx = job.recipe.optimizer_of(job.config, job.recipe.schedule_of(job.config), {"w": False})
     state, sizes = tx.init(params), []
     for _ in range(STEPS):
         updates, state = tx.update({"w": jnp.full(3, 1e-3)}, state, params)
@@ -376,6 +376,135 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
     assert sizes[0] == 0.0
     if name != "sgd":
         assert sizes[2:] == pytest.approx(np.linspace(1e-3, 1e-4, 7)[:6], rel=1e-3)
+
+
+class WithCoefficient(PretrainGPT):
+    """An auxiliary loss, with a coefficient that the spec gives."""
+
+    class Config(TrainerConfig[GPTConfig]):
+        auxiliary: float = 0.0
+        rate: float = 0.0
+
+    @classmethod
+    def forward(cls, apply_fn, params, batch, key):
+        loss_sum, meta = super().forward(apply_fn, params, batch, key)
+        return loss_sum + cls.config.auxiliary * jnp.sum(batch["padding_mask"]), meta
+
+    @classmethod
+    def optimizer(cls):
+        return optax.sgd(cls.config.rate)
+
+    @classmethod
+    def schedule(cls):
+        return optax.constant_schedule(cls.config.rate)
+
+
+def test_what_is_called_on_the_class_sees_the_config_of_its_job_and_of_no_other(tmp_path):
+    changes = {"config.train.total_steps": 1, "config.schedule.warmup_steps": 0, "config.model.layers": 1}
+    changes |= {"config.optimizer": {}}
+    jobs = {
+        auxiliary: gpt(tmp_path / str(auxiliary), WithCoefficient, **changes, **{"config.auxiliary": auxiliary})
+        for auxiliary in (0.0, 2.0)
+    }
+    for job in jobs.values():
+        job()
+    (plain,), (more,) = (rows(job.store.root) for job in jobs.values())
+    assert more["train/loss"] == pytest.approx(plain["train/loss"] + 2.0, rel=1e-6)
+    assert more["val/loss"] == pytest.approx(plain["val/loss"] + 2.0, rel=1e-6)
+    other = gpt(tmp_path / "rate", WithCoefficient, **changes, **{"config.rate": 0.5})
+    assert (jobs[0.0].schedule()(0), other.schedule()(0)) == (0.0, 0.5)
+    assert [type(job).__name__ for job in (*jobs.values(), other)] == ["WithCoefficient"] * 3
+    assert isinstance(other, WithCoefficient)
+    assert WithCoefficient.train_step.__self__ is WithCoefficient
+
+
+REFUSED = """\
+name: x
+job: experiments.gpt:PretrainGPT
+directory: {directory}
+topology: {{mesh: {{data: auto}}}}
+config:
+  model: {{layers: 1, heads: 1, width: 8}}
+  data:
+    source: {source}
+    sequence_length: 8
+    tokenizer: {tokenizer}
+  optimizer:
+    learning_rate: 1.0e-3
+    momentum: 0.5
+  schedule:
+    name: constant
+    final_learning_rate: 1.0e-4
+  train: {{total_steps: 2, global_batch_examples: 8}}
+"""
+
+
+def test_what_nothing_reads_is_refused_with_its_line_and_who_would_read_it(tmp_path):
+    tokens = tmp_path / "tokens.bin"
+    tokens.write_bytes(bytes(2000))
+    text = REFUSED.format(directory=tmp_path / "run", source=tokens, tokenizer="characters")
+
+    def refused(*overrides):
+        document = parse_document(text, "x.yaml", overrides)
+        job = PretrainGPT(validate_spec(document), document)
+        with pytest.raises(SpecError) as caught:
+            job()
+        assert not (tmp_path / "run").exists()
+        return str(caught.value).splitlines()
+
+    assert refused() == [
+        "x.yaml:13: config.optimizer.momentum: adamw does not read it, sgd would",
+        "x.yaml:16: config.schedule.final_learning_rate: constant does not read it, linear or cosine or wsd would",
+    ]
+    read = ("config.optimizer.name=sgd", "config.schedule.name=cosine")
+    assert refused(*read) == ["x.yaml:10: config.data.tokenizer: nothing reads it, token files hold tokens"]
+    assert refused(*read, "config.optimizer={}")[0] == "--set config.optimizer={}: missing key learning_rate"
+
+
+def test_a_run_that_was_begun_with_keys_that_nothing_reads_goes_on_without_them(directory, interrupted, undisturbed):
+    again = shutil.copytree(interrupted, directory / "unread")
+    for path in (again / "job.json", *again.glob("checkpoints/*/manifest.json")):
+        content = json.loads(path.read_text())
+        assert content["identity"]["config.optimizer.momentum"] == 0.9
+        content["identity"]["config.optimizer.momentum"] = 0.5
+        if content.pop("digest", None) is not None:
+            content["digest"] = hash_of(content)
+        path.write_text(json.dumps(content))
+    with pytest.raises(InvalidError, match=r"config\.optimizer\.b1"):
+        gpt(again, RecordingGPT, **JOB, **{"config.optimizer.b1": 0.5})()
+    job = gpt(again, RecordingGPT, **JOB)
+    job()
+    assert read_json(job.store, "result.json") == read_json(undisturbed.store, "result.json")
+
+
+# A step that changes the kind of a leaf.
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.replace(opt_state=jnp.float16(0)), " is float32[] before a step and float16[] after"),
+        (lambda state: state.replace(opt_state=jnp.zeros(2)), " is float32[] before a step and float32[2] after"),
+        (lambda state: state.replace(opt_state=(jnp.zeros(()),)), "not there"),
+    ],
+)
+def test_a_step_that_changes_the_kind_of_a_leaf_is_refused_by_its_name_before_it_is_compiled(tmp_path, change, words):
+    class Changing(PretrainGPT):
+        @classmethod
+        def optimizer(cls):
+            return optax.GradientTransformation(lambda params: jnp.zeros(()), lambda g, state, params: (g, state))
+
+        @classmethod
+        def train_step(cls, state, batch, key, accumulate_steps):
+            state, loss, meta = super().train_step(state, batch, key, accumulate_steps)
+            return change(state), loss, meta
+
+    job = gpt(tmp_path / "run", Changing, **{"config.model.layers": 1})
+    with pytest.raises(FailedError) as caught:
+        job()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not committed(job.store)
 
 
 class WithMeta(PretrainGPT):

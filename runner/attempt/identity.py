@@ -1,5 +1,7 @@
 """Whose directory this is, and whether a spec would continue what is there: the wrong run is refused."""
 
+from collections.abc import Container
+
 from runner.attempt.claim import OWNER
 from runner.errors import InvalidError, ResumeError, StorageError
 from runner.spec import Document, Trajectory
@@ -8,7 +10,7 @@ from runner.storage import JsonObject, Store, probe, read_json
 _MISSING = object()
 
 
-def check_directory(store: Store, document: Document, name: str, identity: Trajectory) -> None:
+def check_directory(store: Store, document: Document, name: str, identity: Trajectory, unread: Container[str]) -> None:
     """Refuse a directory that cannot be written, or is another job's. Main host only; claims and changes nothing.
 
     Raises `InvalidError`, or `StorageError` if it cannot be reached.
@@ -23,7 +25,8 @@ def check_directory(store: Store, document: Document, name: str, identity: Traje
             raise ResumeError(
                 f"{store.url} belongs to the job {owner.get('name')!r}, this one is {name!r}; use another directory"
             )
-        refuse_another_trajectory(owner.get("identity", {}), identity, "this directory's job", document, store.url)
+        saved = owner.get("identity", {})
+        refuse_another_trajectory(saved, identity, unread, "this directory's job", document, store.url)
     except InvalidError as error:
         raise error if isinstance(error, ResumeError) else document.error("directory", str(error)) from error
     except OSError as error:
@@ -39,9 +42,12 @@ def _owner(store: Store) -> JsonObject | None:
         raise ResumeError(f"{store.url}/{OWNER} is damaged ({error}): cannot tell whose directory this is") from error
 
 
-def refuse_another_trajectory(saved: Trajectory, present: Trajectory, owner: str, document: Document, url: str) -> None:
-    """Raise `ResumeError` with a line for each key that would change the trajectory."""
-    keys = [key for key in saved | present if saved.get(key, _MISSING) != present.get(key, _MISSING)]
+def refuse_another_trajectory(
+    saved: Trajectory, present: Trajectory, unread: Container[str], owner: str, document: Document, url: str
+) -> None:
+    """Raise `ResumeError` with a line for each key that would change the trajectory; those in `unread` do not."""
+    compared = [key for key in saved | present if key not in unread]
+    keys = [key for key in compared if saved.get(key, _MISSING) != present.get(key, _MISSING)]
     if not keys:
         return
     lines = [

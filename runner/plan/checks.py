@@ -49,7 +49,10 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
     if spec is None or job_class is None or config is None or findings.problems:
         return None
     with findings.collect():
-        return job_class(spec, document)
+        job = job_class(spec, document)
+        if isinstance(job, BaseTrainer):
+            document.refuse(job.recipe.problems(job.config), "config.")
+        return job
     return None
 
 

@@ -1,7 +1,7 @@
 """Documents: a spec as the user wrote it, overrides applied, every key with its place. Nothing here is validated."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,11 @@ class Document:
     def error(self, key: str, message: str) -> SpecError:
         """The error that blames a dotted key, for checks that the models cannot make."""
         return SpecError(self.line(tuple(key.split(".")) if key else (), message))
+
+    def refuse(self, problems: Mapping[str, str], prefix: str = "") -> None:
+        """Raise one error with a line for each problem, by dotted key below `prefix`; nothing if there is none."""
+        if problems:
+            raise SpecError("\n".join(str(self.error(prefix + key, message)) for key, message in problems.items()))
 
     @contextlib.contextmanager
     def blaming(self, key: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 `run` draws it over the devices at hand; `plan` draws the very same over faked ones, or over those of a TPU topology.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ import optax
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
+from runner.errors import InvalidError
+from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train.batch_layout import BatchLayout
 from runner.train.compilation import (
@@ -24,6 +27,7 @@ from runner.train.compilation import (
     program_digest,
     trace_train_step,
 )
+from runner.train.optimizer import in_float32
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class Blueprint:
 
     Attributes:
         key: the run's random key; that of step k is `fold_in(key, k)`.
-        schedule: learning rate by completed steps.
-        optimizer: the whole optax transformation, clipping included.
+        schedule: learning rate by completed steps; None where the job's own optimizer keeps it to itself.
+        optimizer: the whole optax transformation, clipping included; it works in float32.
         abstract_state: shape, dtype and sharding of every leaf.
         make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
         traced: train steps that were traced and not compiled yet, by micro-batch: nothing is traced twice.
@@ -41,7 +45,7 @@ class Blueprint:
 
     mesh: Mesh
     key: jax.Array
-    schedule: optax.Schedule
+    schedule: optax.Schedule | None
     optimizer: optax.GradientTransformation
     abstract_state: TrainState
     make_state: Callable[[jax.Array], TrainState]
@@ -51,6 +55,11 @@ class Blueprint:
     def mesh_sizes(self) -> dict[str, int]:
         """Devices by axis."""
         return {axis: int(size) for axis, size in self.mesh.shape.items()}
+
+    def hardware(self, num_processes: int) -> JsonObject:
+        """What the micro-batch was chosen for."""
+        kind = self.mesh.devices.flat[0].device_kind
+        return {"mesh": self.mesh_sizes, "device_kind": kind, "processes": num_processes}
 
     def init_state(self) -> TrainState:
         """The state at step 0, born sharded. Called on every host."""
@@ -85,28 +94,51 @@ class Blueprint:
 
 def draw(
     model: nn.Module,
+    sharded_init: Callable[..., tuple[Any, Any]],
     example: jax.ShapeDtypeStruct,
     make_optimizer: Callable[[Any], optax.GradientTransformation],
-    schedule: optax.Schedule,
+    schedule: optax.Schedule | None,
     mesh: Mesh,
     key: jax.Array,
 ) -> Blueprint:
     """The blueprint of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
+    `sharded_init(model, key, tokens, mesh=..., deterministic=...)` makes the parameters, and says how they lie;
     `example` is what the model is shown to find its shapes; `make_optimizer` takes a pytree of bools, which parameters
     are matrices.
     """
 
-    def init_params(key: jax.Array) -> Any:
-        tokens_BxT = jax.numpy.zeros(example.shape, example.dtype)
-        return model.init(key, tokens_BxT, deterministic=True)["params"]
+    def variables(key: jax.Array, init: Callable[..., Any], **options: Any) -> Any:
+        return init(key, jax.numpy.zeros(example.shape, example.dtype), deterministic=True, **options)
 
-    boxed = jax.eval_shape(init_params, key)
-    optimizer = make_optimizer(train_state.matrices(boxed))
+    born = functools.partial(variables, init=functools.partial(sharded_init, model), mesh=mesh)
+    boxed = jax.eval_shape(functools.partial(variables, init=model.init), key)["params"]
+    optimizer = in_float32(make_optimizer(train_state.matrices(boxed)))
+    params, shardings = nn.unbox(boxed), train_state.variable_shardings(boxed, mesh)
+    if sharded_init is not train_state.sharded_init:  # whose parameters are known without tracing it
+        params, shardings = _params_of(born, key, mesh)
+        if _names(params) != _names(nn.unbox(boxed)):
+            raise InvalidError("sharded_init returns other parameters than those of the model, by their names")
 
     def make_state(params: Any) -> TrainState:
         return train_state.state_of(model, params, optimizer)
 
-    shardings = train_state.variable_shardings(boxed, mesh)
-    abstract = train_state.abstract_state(make_state, nn.unbox(boxed), shardings, mesh)
-    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(nn.unbox(init_params(key))))
+    abstract = train_state.abstract_state(make_state, params, shardings, mesh)
+    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(born(key)[0]["params"]))
+
+
+def _params_of(born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh) -> tuple[Any, Any]:
+    """Shapes and shardings of the parameters that `born` makes, which is traced and not run."""
+    found: list[Any] = []
+
+    def params(key: jax.Array) -> Any:
+        variables, shardings = born(key)
+        found.append(shardings["params"])
+        return variables["params"]
+
+    with train_state.sharding_rules(mesh):
+        return jax.eval_shape(params, key), found[0]
+
+
+def _names(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -23,23 +23,28 @@ from runner.train.step import Batch, refuse_meta
 
 
 def trace_train_step(
-    train_step: Callable[..., Any], schedule: optax.Schedule, abstract: TrainState, key: jax.Array, layout: BatchLayout
+    train_step: Callable[..., Any],
+    schedule: optax.Schedule | None,
+    abstract: TrainState,
+    key: jax.Array,
+    layout: BatchLayout,
 ) -> jax.stages.Traced:
     """Trace `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
-    `key` is the run's: the random key of step k is `fold_in(key, k)`. Raises `InvalidError` naming the leaves that
-    `train_step` returns in another form than it takes them, or the `meta` that no row can hold.
+    `key` is the run's: the random key of step k is `fold_in(key, k)`. `meta` has the step's `learning_rate` where there
+    is a schedule. Raises `InvalidError` naming the leaves that `train_step` returns in another form than it takes them,
+    or the `meta` that no row can hold.
     """
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
         step_key = jax.random.fold_in(key, state.step)
-        learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
-        state, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
-        state = strong(state)
-        if problems := form_problems(state, abstract):
+        rate = {} if schedule is None else {"learning_rate": jnp.asarray(schedule(state.step), jnp.float32)}
+        after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
+        after = strong(after)
+        if problems := form_problems(after, abstract):
             raise InvalidError(f"train_step returns the state in another form than it takes it{problems}")
         refuse_meta(meta)
-        return state, loss, meta | {"learning_rate": learning_rate}
+        return after, loss, meta | rate
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))

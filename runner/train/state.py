@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.leaves import strong
 from runner.train.mesh import LOGICAL_AXIS_RULES
@@ -20,9 +20,14 @@ from runner.train.mesh import LOGICAL_AXIS_RULES
 
 @contextlib.contextmanager
 def sharding_rules(mesh: Mesh) -> Iterator[None]:
-    """Inside, logical axis names in a model mean axes of `mesh`."""
-    with jax.set_mesh(mesh), nn.logical_axis_rules(LOGICAL_AXIS_RULES):
+    """Inside, logical axis names in a model mean axes of `mesh`; in a trace it can only be the mesh of that trace."""
+    is_set = jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+    with contextlib.nullcontext() if is_set else _context(mesh), nn.logical_axis_rules(LOGICAL_AXIS_RULES):
         yield
+
+
+def _context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
 
 
 def _fit(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
@@ -74,7 +79,8 @@ def matrices(boxed: Any) -> Any:
 def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwargs: Any) -> tuple[Any, Any]:
     """Initialise a model's variables already cut over `mesh`; nothing is ever whole on one device.
 
-    Returns (variables, shardings), without logical axis boxes. Called on every host.
+    Returns (variables, shardings), without logical axis boxes. Called on every host; it may be traced, as it is for the
+    state at step 0, of which parameters and moments come from one program.
     """
     shardings = variable_shardings(jax.eval_shape(lambda key: model.init(key, *args, **kwargs), key), mesh)
     with sharding_rules(mesh):

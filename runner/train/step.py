@@ -4,6 +4,9 @@ The loss of a step is the mean over the real target tokens of its whole global b
 sum divided by that one count, so the split into micro-batches, devices and hosts moves it by rounding alone; a mean of
 means would weigh a short micro-batch like a long one. Gradients are added up in float32 whatever the parameters are.
 
+What is a real token `padding_mask` says, before `forward` is called: each share of the loss is divided by all of them
+at once. A forward that counts others returns as meta `token_count` how many; then the sum is divided at the end.
+
 Shape legend: S accumulation steps, B examples, T sequence length.
 """
 
@@ -24,7 +27,7 @@ Batch = dict[str, jax.Array]
 # (apply_fn, params, micro-batch, key of the step or None) -> (loss_sum, meta); no key = deterministic.
 # A micro-batch holds x, y and padding_mask (B, T), and example (B): the place of each example in the step.
 Forward = Callable[[Callable[..., Any], Any, Batch, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
-GRAD_NORM = "grad_norm"
+GRAD_NORM, TOKEN_COUNT = "grad_norm", "token_count"
 _NAMES_OF_THE_RUNNER = ("loss", "learning_rate", "tokens")  # in a row, below `train/`
 
 
@@ -35,13 +38,13 @@ def _numbered(batch: Batch) -> Batch:
 
 
 def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int) -> tuple[Any, ...]:
-    """Loss, float32 gradients and the last micro-batch's meta, over a batch of (S, B, T)."""
+    """Loss, float32 gradients and the last micro-batch's meta, over a batch of (S, B, T); `token_count` is of all."""
     num_tokens = jnp.maximum(jnp.sum(batch["padding_mask"], dtype=jnp.float32), 1.0)
     batch = _numbered(batch)
 
     def share_of_loss(params: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         loss_sum, meta = forward(state.apply_fn, params, micro, key)
-        return loss_sum / num_tokens, meta
+        return (loss_sum if TOKEN_COUNT in meta else loss_sum / num_tokens), meta
 
     value_and_grad = jax.value_and_grad(share_of_loss, has_aux=True)
 
@@ -50,7 +53,7 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
 
     if num_steps == 1:
         (loss, meta), grads = value_and_grad(state.params, jax.tree.map(lambda leaf: leaf[0], batch))
-        return loss, to_float32(grads), meta
+        return _divided(loss, to_float32(grads), meta, meta)
 
     def accumulate(carry: tuple[jax.Array, Any], micro: Batch) -> tuple[tuple[jax.Array, Any], Any]:
         (loss, meta), grads = value_and_grad(state.params, micro)
@@ -58,7 +61,16 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
 
     zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), state.params)
     (loss, grads), metas = lax.scan(accumulate, (jnp.float32(0), zeros), batch)
-    return loss, grads, jax.tree.map(lambda leaf: leaf[-1], metas)
+    return _divided(loss, grads, metas, jax.tree.map(lambda leaf: leaf[-1], metas))
+
+
+def _divided(loss: jax.Array, grads: Any, metas: Any, last_meta: Any) -> tuple[Any, ...]:
+    """Sums over their own `token_count` as means, with that of all micro-batches in the meta; else all as it is."""
+    if TOKEN_COUNT not in last_meta:
+        return loss, grads, last_meta
+    count = jnp.sum(metas[TOKEN_COUNT], dtype=jnp.float32)
+    divisor = jnp.maximum(count, 1.0)
+    return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), last_meta | {TOKEN_COUNT: count}
 
 
 def train_step(
@@ -67,7 +79,7 @@ def train_step(
     """One optimizer step over a global batch of (S, B, T) arrays: (state, loss, meta).
 
     `loss` is the mean over the real target tokens of the whole batch; `meta` holds `grad_norm` (before clipping) and
-    what the last micro-batch's forward returned.
+    what the last micro-batch's forward returned, but for `token_count`, which is of all.
     """
     assert batch["x"].shape[0] == accumulate_steps, f"batch has S={batch['x'].shape[0]}, not {accumulate_steps}"
     loss, grads, meta = _gradients(forward, state, batch, key, accumulate_steps)
@@ -77,11 +89,15 @@ def train_step(
 
 
 def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Validation over (S, B, T): (loss_sum, token_count, last_meta); sums, so that every token weighs the same."""
+    """Validation over (S, B, T): (loss_sum, token_count, last_meta); sums, so that every token weighs the same.
+
+    The tokens are those of `padding_mask`, or those that `forward` has counted.
+    """
 
     def add(carry: tuple[jax.Array, jax.Array], micro: Batch) -> tuple[tuple[jax.Array, jax.Array], Any]:
         loss_sum, meta = forward(state.apply_fn, state.params, micro, None)
-        return (carry[0] + loss_sum, carry[1] + jnp.sum(micro["padding_mask"], dtype=jnp.float32)), meta
+        count = meta[TOKEN_COUNT] if TOKEN_COUNT in meta else jnp.sum(micro["padding_mask"], dtype=jnp.float32)
+        return (carry[0] + loss_sum, carry[1] + count), meta
 
     (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), _numbered(batch))
     return loss_sum, token_count, jax.tree.map(lambda leaf: leaf[-1], metas)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from experiments.counter import Counter
 from experiments.gpt import PretrainGPT
-from runner import ExecutionSpec, RestoreableJob
+from runner import BaseTrainer, ExecutionSpec, RestoreableJob
 from runner.attempt.compile_cache import CompileCache
 from runner.hosts.preemption import StopNotice
 from runner.train.mesh import make_mesh
@@ -76,7 +76,7 @@ def gpt_spec(directory: Path, **changes: Any) -> ExecutionSpec:
     return ExecutionSpec.model_validate(gpt_document(directory, **changes))
 
 
-def gpt(directory: Path, job_class: type[PretrainGPT] = PretrainGPT, **changes: Any) -> PretrainGPT:
+def gpt(directory: Path, job_class: type[BaseTrainer] = PretrainGPT, **changes: Any) -> BaseTrainer:
     return job_class(gpt_spec(directory, **changes))
 
 

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from experiments.gpt import GPT, GPTConfig
+from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner import BaseTrainer
+from runner.errors import InvalidError
 from runner.hosts.agreement import Hosts
 from runner.train import state as train_state
 from runner.train.mesh import AXES
@@ -101,6 +103,8 @@ def compiled_init(monkeypatch, job):
         jitted = real_jit(function, **options)
 
         def call(*arguments):
+            if isinstance(arguments[0], jax.core.Tracer):  # `sharded_init`, inside it
+                return jitted(*arguments)
             compiled.append(jitted.lower(*arguments).compile())
             return compiled[-1](*arguments)
 
@@ -157,3 +161,51 @@ def test_weights_of_another_seed_are_other_weights(unsharded):
     other, _ = BaseTrainer.sharded_init(MODEL, jax.random.key(4), TOKENS_BxT, mesh=mesh_of(8, 1, 1), deterministic=True)
     assert not leaves_equal(other, unsharded)
     assert np.isfinite(jax.device_get(other["params"]["embedding"])).all()
+
+
+class Halved(PretrainGPT):
+    """Parameters half as large as the model's own, each whole on every device."""
+
+    @staticmethod
+    def sharded_init(model, key, *args, mesh, **kwargs):
+        variables, shardings = BaseTrainer.sharded_init(model, key, *args, mesh=mesh, **kwargs)
+        whole = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: leaf / 2, variables), jax.tree.map(lambda _: whole, shardings)
+
+
+def test_parameters_are_born_by_sharded_init_and_lie_as_it_says(tmp_path, monkeypatch):
+    usual, halved = (gpt(tmp_path / "run", job, **set_mesh(1, 8, 1)) for job in (PretrainGPT, Halved))
+    for job in (usual, halved):
+        job.setup(Hosts.alone())
+    state = halved.init_state()
+    assert leaves_equal(state.params, jax.tree.map(lambda leaf: leaf / 2, usual.init_state().params))
+    assert all(axes_of(leaf.sharding) == set() for leaf in jax.tree.leaves(state.params))
+    for leaf, abstract in zip(jax.tree.leaves(state), jax.tree.leaves(halved.abstract_state()), strict=True):
+        assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
+    compiled_init(monkeypatch, halved)
+
+
+def test_the_state_at_step_0_has_the_bits_of_sharded_init(tmp_path):
+    job = gpt(tmp_path / "run", **set_mesh(2, 2, 2))
+    job.setup(Hosts.alone())
+    key, mesh = job.blueprint.key, job.blueprint.mesh
+    variables, _ = job.sharded_init(job.model(), key, TOKENS_BxT, mesh=mesh, deterministic=True)
+    assert leaves_equal(job.init_state().params, variables["params"])
+
+
+def test_other_parameters_than_the_models_are_refused(tmp_path):
+    class Others(PretrainGPT):
+        @staticmethod
+        def sharded_init(model, key, *args, mesh, **kwargs):
+            variables, shardings = BaseTrainer.sharded_init(model, key, *args, mesh=mesh, **kwargs)
+            return {"params": {"all": variables["params"]}}, {"params": {"all": shardings["params"]}}
+
+    with pytest.raises(InvalidError, match="sharded_init returns other parameters"):
+        gpt(tmp_path / "run", Others).setup(Hosts.alone())
+
+
+def test_sharded_init_may_be_replaced_where_the_mesh_is_abstract(tmp_path):
+    job = gpt(tmp_path / "run", Halved)
+    mesh = AbstractMesh((1, 8, 1), AXES)
+    blueprint = job.draw_on(mesh, jax.eval_shape(lambda: KEY))
+    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(blueprint.abstract_state)} == {mesh}

@@ -236,3 +236,32 @@ def test_the_meta_of_the_last_micro_batch_is_handed_on():
     assert set(meta) == {"grad_norm", "first_token"}
     assert meta["first_token"] == batch["x"][-1, 0, 0]
     assert WithMeta.val_step(state, batch)[2]["first_token"] == batch["x"][-1, 0, 0]
+
+
+class Masking(PretrainGPT):
+    """Leaves odd targets out of the loss by itself, and says how many are left."""
+
+    @classmethod
+    def forward(cls, apply_fn, params, batch, key):
+        mask = batch["padding_mask"] & (batch["y"] % 2 == 0)
+        loss_sum, meta = super().forward(apply_fn, params, batch | {"padding_mask": mask}, key)
+        return loss_sum, meta | {"token_count": jnp.sum(mask)}
+
+
+@pytest.mark.parametrize("S", [1, 4])
+def test_a_forward_that_masks_by_itself_says_how_many_tokens_are_left(state, train, val, S):
+    """So it is the same as a batch that comes masked."""
+    batch = rows(ragged_lengths())
+    masked = batch | {"padding_mask": batch["padding_mask"] & (batch["y"] % 2 == 0)}
+    expected = run(train, state, split(masked, S), S)
+    own_train = jax.jit(Masking.train_step, static_argnums=3)
+    assert_close(run(own_train, state, split(batch, S), S), expected)
+    _, _, meta = own_train(state, split(batch, S), KEY, S)
+    assert float(meta["token_count"]) == masked["padding_mask"].sum()
+    assert_close(Masking.val_step(state, split(batch, S))[:2], val(state, split(masked, S))[:2])
+
+
+def test_a_forward_that_counts_no_token_has_no_loss(state):
+    batch = rows(ragged_lengths())
+    loss, grad_norm, _ = run(Masking.train_step, state, split(batch | {"y": batch["y"] * 0 + 1}, 2), 2)
+    assert loss == grad_norm == 0

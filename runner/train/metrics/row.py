@@ -20,7 +20,11 @@ ROW_KEYS = (
         float,
         "Global norm of the gradient of this step, before clipping; absent if a job's own `train_step` returns none.",
     ),
-    Key("train/learning_rate", float, "Learning rate of this step."),
+    Key(
+        "train/learning_rate",
+        float,
+        "Learning rate of this step; absent where an optimizer of the job's own keeps it to itself.",
+    ),
     Key("train/tokens", int, "Tokens consumed since step 0: step x global batch x sequence length.", "tokens"),
     Key("perf/tokens_per_second", float, "Over the steps since the row before, evaluation left out.", "tokens / s"),
     Key(

@@ -1,0 +1,284 @@
+"""Every value of every key that has few of them: three steps and a resume end with the bits of an undisturbed run.
+
+The keys are found in the models of a spec: a Literal, true or false, null, `auto`; what else a key may be is OPEN, and
+SOME says what to take for it. A new key or value joins by itself, and fails where it needs companions that WITH lacks.
+Daily, values that do not get in each other's way share a run: one of a GPT, the others of a model that compiles in no
+time. The soak tries each value by itself.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import flax.linen as nn
+import jax
+import optax
+import pytest
+from pydantic import BaseModel
+
+from experiments.gpt import PretrainGPT
+from runner import BaseTrainer, ExecutionSpec, RestoreableJob
+from runner.config import PrecisionConfig
+from runner.errors import PreemptedError
+from runner.storage import LocalStore, parse_lines, read_json
+from tests.support.tiny import StopAfter, counter, gpt
+
+OPEN = "another"  # any value that is not one of a few
+STOP, STEPS, TOKENS = 2, 3, 3 * 16 * 16
+
+BASE: dict[str, Any] = {
+    "config.model": {"layers": 1, "heads": 2, "width": 16},
+    "config.schedule": {"warmup_steps": 1},
+    "config.train": {"total_steps": STEPS, "global_batch_examples": 16},
+    "config.eval.batches": 1,
+}
+SOME: dict[str, Any] = {
+    "topology.mesh.data": 8,
+    "topology.mesh.fsdp": 2,
+    "topology.mesh.tensor": 2,
+    "checkpoint.every_steps": 1,
+    "checkpoint.every_minutes": 1.0,
+    "checkpoint.keep_every_steps": 1,
+    "checkpoint.init_from": "WARM",  # the directory of a finished run
+    "checkpoint.local_directory": "LOCAL",  # a directory on this host
+    "checkpoint.local_every_steps": 1,
+    "checkpoint.grace_seconds": 30.0,
+    "deadlines.step_seconds": 600.0,
+    "config.model.vocabulary_size": 300,
+    "config.optimizer.learning_rate": 0.01,
+    "config.optimizer.clip_norm": 0.01,
+    "config.schedule.decay_steps": 1,
+    "config.train.total_steps": STEPS,
+    "config.train.total_tokens": TOKENS,
+    "config.train.micro_batch_examples": 1,
+    "config.eval.every_steps": 2,
+    "config.memory.loss_chunk_positions": 8,
+}
+WITH: dict[tuple[str, Any], dict[str, Any]] = {
+    ("topology.mesh.data", OPEN): {"topology.mesh.fsdp": 1, "topology.mesh.tensor": 1},
+    ("topology.mesh.fsdp", OPEN): {"topology.mesh.data": "auto"},
+    ("topology.mesh.tensor", OPEN): {"topology.mesh.data": "auto"},
+    ("topology.mesh.fsdp", "auto"): {"topology.mesh.data": 2},
+    ("topology.mesh.tensor", "auto"): {"topology.mesh.data": 4},
+    ("checkpoint.every_steps", None): {"checkpoint.every_minutes": 1.0},
+    ("checkpoint.every", "auto"): {"checkpoint.every_steps": None, "checkpoint.every_minutes": None},
+    ("checkpoint.keep_best.mode", "min"): {"checkpoint.keep_best.metric": "train/loss"},
+    ("checkpoint.keep_best.mode", "max"): {"checkpoint.keep_best.metric": "train/loss"},
+    ("checkpoint.local_directory", OPEN): {"checkpoint.local_every_steps": 1},
+    ("checkpoint.local_every_steps", OPEN): {"checkpoint.local_directory": "LOCAL"},
+    ("config.schedule.name", "wsd"): {"config.schedule.decay_steps": 1},
+    ("config.schedule.decay_steps", OPEN): {"config.schedule.name": "wsd"},
+    ("config.train.total_steps", None): {"config.train.total_tokens": TOKENS},
+    ("config.train.total_tokens", OPEN): {"config.train.total_steps": None},
+}
+BY_ITSELF = [("topology", None), ("config.optimizer.learning_rate", None)]  # of another job: tests of their own
+
+
+class Lookup(nn.Module):
+    """Logits by token: one matrix."""
+
+    vocabulary_size: int
+    precision: PrecisionConfig
+
+    @nn.compact
+    def __call__(self, x_BxT: jax.Array, *, deterministic: bool) -> jax.Array:
+        size, precision = self.vocabulary_size, self.precision
+        return nn.Embed(size, size, dtype=precision.compute, param_dtype=precision.params)(x_BxT)
+
+
+class TrainLookup(BaseTrainer):
+    """A trainer with every key of a GPT's."""
+
+    Config = PretrainGPT.Config
+
+    def model(self) -> Lookup:
+        return Lookup(self.vocabulary_size, self.config.precision)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One value of one key, and what it needs of others."""
+
+    key: str
+    value: Any
+    changes: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
+
+def values_of(annotation: Any) -> list[Any]:
+    """The values that an annotation names, and OPEN if it allows others; a section has keys of its own for that."""
+    origin = get_origin(annotation)
+    if annotation is bool:
+        return [True, False]
+    if annotation is type(None):
+        return [None]
+    if origin is Literal:
+        return list(get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return []
+    if origin in (Union, types.UnionType):
+        return [value for part in get_args(annotation) for value in values_of(part)]
+    return [OPEN]
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
+
+
+def choices(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Dotted key and values of every key below `model` that names some."""
+    for name, field in model.model_fields.items():
+        key, values = f"{prefix}{name}", values_of(field.annotation)
+        if values != [OPEN]:
+            yield key, values
+        for inner in models_in(field.annotation):
+            yield from choices(inner, f"{key}.")
+
+
+def cases() -> list[Case]:
+    found = []
+    for key, values in [*choices(ExecutionSpec), *choices(PretrainGPT.Config, "config.")]:
+        for value in values:
+            taken = SOME[key] if value == OPEN else value
+            found.append(Case(key, value, {key: taken} | WITH.get((key, value), {})))
+    return found
+
+
+CASES = cases()
+TRAINERS = [case for case in CASES if (case.key, case.value) not in BY_ITSELF]
+
+
+def do_agree(some: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether both can be asked for at once: they touch no common key, or say the same of it."""
+    pairs = [(key, name) for key in some for name in others if is_inside(key, name) or is_inside(name, key)]
+    return all(key == name and some[key] == others[name] for key, name in pairs)
+
+
+def is_inside(key: str, section: str) -> bool:
+    return f"{key}.".startswith(f"{section}.")
+
+
+def packed() -> list[list[Case]]:
+    """Every case once, in as few runs as first fit finds."""
+    rows: list[list[Case]] = []
+    for case in TRAINERS:
+        fits = (row for row in rows if all(do_agree(case.changes, other.changes) for other in row))
+        row = next(fits, None)
+        if row is None:
+            rows.append(row := [])
+        row.append(case)
+    return rows
+
+
+class SilentTracking:
+    """Takes the place of W&B, which would take seconds; tests/train/test_tracking.py has the real one."""
+
+    def __init__(self, *arguments: object):
+        pass
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Nowhere."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.fixture(autouse=True)
+def _no_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.SimpleNamespace(Tracking=SilentTracking)
+    monkeypatch.setitem(sys.modules, "runner.train.metrics.tracking", module)
+
+
+def trajectory(directory: Path) -> Any:
+    """The rows without their speed, and the result."""
+    rows = parse_lines((directory / "metrics.jsonl").read_bytes())
+    rows = [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+    return rows, read_json(LocalStore(directory), "result.json")
+
+
+def value_in(job: RestoreableJob, key: str) -> Any:
+    found: Any = {"config": job.config, **dict(job.spec)}
+    for part in key.split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    return found
+
+
+def check(row: list[Case], directory: Path, job_class: type[BaseTrainer]) -> None:
+    """The values of a row, together."""
+    together = {key: value for case in row for key, value in case.changes.items()}
+
+    def make(name: str, **changes: Any) -> BaseTrainer:
+        places = {"WARM": str(directory / "warm"), "LOCAL": str(directory / f"{name}.local")}
+        placed = {key: places.get(str(value), value) for key, value in together.items()}
+        return gpt(directory / name, job_class, **BASE | placed | changes)
+
+    if "checkpoint.init_from" in together:
+        make("warm", **{"checkpoint.init_from": None})()
+    for case in row:
+        assert case.value == OPEN or value_in(make("whole"), case.key) == case.value
+    resume(make)
+    assert trajectory(directory / "resumed") == trajectory(directory / "whole")
+
+
+def resume(make: Callable[[str], RestoreableJob]) -> None:
+    """Three steps undisturbed; stopped after two and resumed; the same bits."""
+    make("whole")()
+    stopped = make("resumed")
+    with pytest.raises(PreemptedError):
+        stopped(stop=StopAfter(stopped, STOP))
+    make("resumed")()
+    assert read_json(make("resumed").store, "result.json") == read_json(make("whole").store, "result.json")
+
+
+def test_the_models_name_the_keys_that_are_known_to_have_few_values() -> None:
+    found = {(case.key, case.value) for case in CASES}
+    known = {
+        ("topology.mesh.fsdp", "auto"),
+        ("topology.elastic", True),
+        ("topology", None),
+        ("checkpoint.keep_best.mode", "max"),
+        ("logging.wandb", "offline"),
+        ("config.precision.params", "bfloat16"),
+        ("config.model.layer_loop", "unroll"),
+        ("config.train.total_tokens", OPEN),
+        ("config.optimizer.name", "adafactor"),
+    }
+    assert known <= found
+
+
+@pytest.mark.parametrize("row", packed(), ids=lambda row: f"{len(row)} values")
+def test_values_together_resume_to_the_bits_of_an_undisturbed_run(row: list[Case], tmp_path: Path) -> None:
+    check(row, tmp_path, PretrainGPT if "config.precision.params=bfloat16" in map(str, row) else TrainLookup)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", TRAINERS, ids=str)
+def test_each_value_alone_resumes_to_the_bits_of_an_undisturbed_run(case: Case, tmp_path: Path) -> None:
+    check([case], tmp_path, PretrainGPT)
+
+
+def test_a_job_without_a_topology_resumes_to_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    resume(lambda name: counter(tmp_path / name, **{"topology": None, "config.total_steps": STEPS}))
+
+
+class OwnOptimizer(TrainLookup):
+    @classmethod
+    def optimizer(cls) -> optax.GradientTransformation:
+        return optax.adam(0.1)
+
+
+def test_an_optimizer_of_the_jobs_own_needs_no_learning_rate_and_none_is_logged(tmp_path: Path) -> None:
+    assert [(case.key, case.value) for case in CASES if case not in TRAINERS] == BY_ITSELF
+    changes = BASE | {"config.optimizer": {}}
+    resume(lambda name: gpt(tmp_path / name, OwnOptimizer, **changes))
+    rows, result = trajectory(tmp_path / "whole")
+    assert "train/learning_rate" not in rows[-1]
+    assert rows[-1]["train/loss"] == result["train_loss"]
