@@ -247,7 +247,7 @@ class BaseTrainer(RestoreableJob):
         record = self.attempt.hosts.agree(manifest and manifest.topology)
         if not record or {key: record.get(key) for key in self._hardware()} != self._hardware():
             return None
-        return int(record["micro_batch_examples"])
+        return record.get("micro_batch_examples")
 
     def _hardware(self) -> JsonObject:
         return {

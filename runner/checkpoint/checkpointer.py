@@ -4,7 +4,6 @@ Composes what the spec asks for: where arrays are written, the fast tier, when t
 """
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from runner.checkpoint.writer import OrbaxWriter, PieceWriter, Writer
 from runner.errors import InvalidError, StorageError
 from runner.hosts.agreement import Hosts
 from runner.spec import Checkpoint, ExecutionSpec, Trajectory
-from runner.storage import default_cache_directory, open_store, split_checkpoint
+from runner.storage import default_cache_directory, local_directory, open_store, split_checkpoint
 
 
 class Checkpointer:
@@ -157,7 +156,7 @@ def _open_writer(attempt: Attempt) -> Writer:
 def _open_fast_tier(rule: Checkpoint, hosts: Hosts, run_id: str, abstract: Any) -> FastTier | None:
     if rule.local_directory is None:
         return None
-    fast = FastTier(Path(rule.local_directory).expanduser().absolute() / run_id / str(hosts.process_id))
+    fast = FastTier(local_directory(rule.local_directory) / run_id / str(hosts.process_id))
     try:
         problem = fast.room(sum(_own_bytes(leaf) for leaf in jax.tree.leaves(abstract)))
     except OSError as error:

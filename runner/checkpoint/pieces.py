@@ -119,7 +119,7 @@ def read(
 
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as pool:
         try:
-            needed = {name: _needed(leaf, shards[name]) for name, leaf in leaves.items()}
+            needed = {name: _needed(leaf, shards.get(name, [])) for name, leaf in leaves.items()}
             futures = {
                 piece: pool.submit(checked, piece)
                 for records in needed.values()

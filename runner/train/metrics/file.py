@@ -50,12 +50,17 @@ def open_metrics(store: Store, background: BackgroundWriter, fence: Fence) -> Me
 
 
 def _up_to(step: int, rows: list[Row]) -> list[Row]:
-    """The rows up to `step`, each step once, in order."""
+    """The rows up to `step`, each step once, in order; what is no row is left out."""
     kept: list[Row] = []
-    for row in rows:
-        if isinstance(row.get("step"), int) and row["step"] <= step and (not kept or row["step"] > kept[-1]["step"]):
+    for row in filter(_is_row, rows):
+        if row["step"] <= step and (not kept or row["step"] > kept[-1]["step"]):
             kept.append(row)
     return kept
+
+
+def _is_row(row: Row) -> bool:
+    """Whether a JSON object is a row: damage may have left another."""
+    return type(row.get("step")) is int and isinstance(row.get("train/loss"), int | float)
 
 
 def _row_of(step: int, rows: list[Row]) -> Row | None:
@@ -170,7 +175,10 @@ class MetricsFile:
 
     def rows(self) -> list[Row]:
         """See `Metrics`."""
-        return parse_lines(self._path.read_bytes()) if self._path.exists() else []
+        try:
+            return parse_lines(LocalStore(self._path.parent).read(NAME))
+        except FileNotFoundError:
+            return []
 
     def sync(self) -> None:
         """See `Metrics`."""
