@@ -18,10 +18,13 @@ import pytest
 from experiments.counter import Counter
 from runner.attempt.incident import Incidents
 from runner.attempt.layout import EXPENDABLE, LAYOUT
-from runner.errors import EXIT_INVALID, EXIT_RETRYABLE, PreemptedError, RunnerError
-from runner.storage import LocalStore, read_json
+from runner.checkpoint.inspection import Depth, report
+from runner.checkpoint.manifest import committed
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, PreemptedError, RunnerError
+from runner.storage import LocalStore, read_json, read_log
 from tests.support.attempt import start
 from tests.support.damage import ERRORS, damages_of, give_errors
+from tests.support.harness import killed_after, whole_counter
 from tests.support.tiny import StopAfter, counter
 
 STEPS, NEWEST = 8, 6
@@ -42,6 +45,10 @@ def make(base: Path, **more: object) -> Counter:
 
 def with_fast_tier(base: Path) -> Counter:
     return make(base, **{"checkpoint.local_directory": str(base / "fast"), "checkpoint.local_every_steps": 1})
+
+
+def events(base: Path, kind: str) -> list[dict[str, object]]:
+    return [event for event in read_log(LocalStore(base / "run"), "events") if event["event"] == kind]
 
 
 def stop_at(job: Counter, step: int) -> None:
@@ -212,3 +219,124 @@ def test_a_damage_ends_in_the_same_bits_or_is_refused(
     assert not problems, "\n".join(f"{case}: {problem}" for case, problem in problems.items())
     assert all(outcomes[case] == "same bits" for case in outcomes if case[1] == "link to it"), outcomes
     assert all(outcomes[case] == "2" for case in outcomes if case[1] == "newer format" and case[0].parts[0] == "run")
+
+
+def test_every_name_in_a_directory_has_its_kind() -> None:
+    names = {path.name for kind in RUNS for path in (template(kind) / "run").iterdir()}
+    assert names == {*LAYOUT, *EXPENDABLE}
+
+
+# Names that no run gives.
+
+
+def copy(source: str, target: str) -> Act:
+    return lambda run: shutil.copytree(run / source, run / target) and None
+
+
+def rename(source: str, target: str) -> Act:
+    return lambda run: (run / source).rename(run / target) and None
+
+
+def half_buried(run: Path) -> None:
+    """A killed attempt has renamed a step; it had been committed, and one that writes on has made it anew."""
+    rename("checkpoints/6", "checkpoints/6.retired")(run)
+    (run / "checkpoints/6/arrays.2").mkdir(parents=True)
+
+
+def lost_count(run: Path) -> None:
+    """Attempts count from 1 again, and meet what they have put into quarantine before."""
+    shutil.rmtree(run / "attempts")
+    copy("quarantine/5.2", "quarantine/6.1")(run)
+    (run / "checkpoints/6/manifest.json").write_bytes(b"")
+
+
+LEFT_ALONE: dict[str, Act] = {
+    "checkpoints/007": copy("checkpoints/6", "checkpoints/007"),
+    "checkpoints/\u0663": copy("checkpoints/3", "checkpoints/\u0663"),
+    "checkpoints/best.retired": copy("checkpoints/3", "checkpoints/best.retired"),
+    "checkpoints/6.retired": copy("checkpoints/6", "checkpoints/6.retired"),
+    "checkpoints/9.retired": lambda run: (run / "checkpoints/9.retired").write_bytes(b"") and None,
+    "checkpoints/2": lambda run: (run / "checkpoints/2").symlink_to(run / "nowhere"),
+    "attempts/007": copy("attempts", "attempts/007"),
+    "attempts/\u0663": lambda run: (run / "attempts/\u0663").mkdir(),
+}
+SET_ASIDE: dict[str, Act] = {
+    "50": copy("checkpoints/3", "checkpoints/50"),
+    "7": lambda run: (run / "checkpoints/7").symlink_to(run / "nowhere"),
+    "8": lambda run: os.mkfifo(run / "checkpoints/8"),
+    "60": lambda run: (run / "checkpoints/60").write_bytes(b"no directory") and None,
+}
+
+
+def act_and_start(base: Path, act: Act) -> None:
+    shutil.copytree(template("unfinished"), base, symlinks=True)
+    act(base / "run")
+    before = files_of(base)
+    assert check(start_again("unfinished", base), before, base) == "same bits"
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_no_run_has_named_is_left_alone(name: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    act_and_start(base, LEFT_ALONE[name])
+    assert os.path.lexists(base / "run" / name)
+    assert (base / "run/attempts/4").is_file()
+    assert {path.name for path in (base / "run/quarantine").iterdir()} == {"5.2"}
+
+
+@pytest.mark.parametrize("name", SET_ASIDE)
+def test_what_is_not_the_step_that_its_name_says_is_damage_and_set_aside(name: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    act_and_start(base, SET_ASIDE[name])
+    assert os.path.lexists(base / f"run/quarantine/{name}.4")
+    manifests = committed(LocalStore(base / "run"))
+    assert list(manifests) == [3, 6, 8]
+    assert all(manifest.attempt == 4 for step, manifest in manifests.items() if step > NEWEST)
+
+
+def test_a_copy_under_the_name_of_another_step_is_told_by_its_name(tmp_path: Path) -> None:
+    shutil.copytree(template("unfinished") / "run", tmp_path / "run")
+    copy("checkpoints/3", "checkpoints/50")(tmp_path / "run")
+    lines, code = report(LocalStore(tmp_path / "run"), Depth.MANIFEST)
+    assert code == EXIT_FAILED
+    assert "50  DAMAGED" in lines[2]
+    assert "it is of checkpoint 3, step 3, and stands in 50" in lines[3]
+
+
+def test_a_committed_step_that_was_renamed_gets_its_name_back(tmp_path: Path) -> None:
+    for number, act in enumerate((rename("checkpoints/6", "checkpoints/6.retired"), half_buried)):
+        base = tmp_path / str(number)
+        act_and_start(base, act)
+        assert [event["step"] for event in events(base, "restore")][-1] == NEWEST
+        assert committed(LocalStore(base / "run"))[6].attempt == 2
+
+
+def test_quarantine_is_never_written_over(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    act_and_start(base, lost_count)
+    assert {path.name for path in (base / "run/quarantine").iterdir()} == {"5.2", "6.1", "6.1.1"}
+
+
+# The same with whole processes.
+
+SPEC = "specs/counter.yaml"
+PROCESS = ("config.total_steps=8", "config.width=8", "checkpoint.every_steps=2", "config.step_seconds=0")
+STRUCK = ("checkpoints/4/manifest.json", "checkpoints/4", "job.json", "attempts", "events.jsonl", "spec.yaml")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("place", STRUCK)
+def test_a_process_meets_every_damage_with_the_same_bits_or_a_line(place: str, tmp_path: Path) -> None:
+    begun = killed_after(4, SPEC, PROCESS)
+    for number, name in enumerate(damages_of(begun.directory / place)):
+        (tmp_path / str(number) / BESIDE).mkdir(parents=True)
+        job = begun.copy_to(tmp_path / str(number) / "run")
+        damages_of(job.directory / place)[name](job.directory / place)
+        attempt = job.start()
+        code = attempt.wait()
+        assert "Traceback" not in attempt.output, attempt.report(name)
+        assert code in (EXIT_DONE, EXIT_INVALID, EXIT_RETRYABLE), attempt.report(f"{name}: ended with {code}")
+        if code == EXIT_DONE:
+            assert job.result() == whole_counter(PROCESS).result(), name
+        else:
+            assert attempt.output.strip(), f"{name}: says nothing"
