@@ -27,6 +27,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from runner.checkpoint.weights import open_checkpoint
     from runner.job import RestoreableJob
     from runner.spec import ExecutionSpec, Topology
     from runner.trainer import BaseTrainer
@@ -36,13 +37,14 @@ _HOMES = {
     "Topology": "runner.spec",
     "RestoreableJob": "runner.job",
     "BaseTrainer": "runner.trainer",
+    "open_checkpoint": "runner.checkpoint.weights",
 }
 
-__all__ = ["BaseTrainer", "ExecutionSpec", "RestoreableJob", "Topology"]
+__all__ = ["BaseTrainer", "ExecutionSpec", "RestoreableJob", "Topology", "open_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public class when it is first asked for, so that checking a spec does not wait for jax."""
+    """Import a public name when it is first asked for, so that checking a spec does not wait for jax."""
     if name not in _HOMES:
         raise AttributeError(f"module 'runner' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -51,6 +51,10 @@ class ResumeError(InvalidError):
     """The directory holds something that this spec must not continue."""
 
 
+class NewerFormatError(ResumeError):
+    """A newer runner has written this, in a format that is not known here: nothing of it may be touched."""
+
+
 class PreemptedError(RunnerError):
     """The job was asked to stop; its state is saved and committed."""
 

@@ -20,10 +20,12 @@ from runner.attempt.environment import changes
 from runner.attempt.hint import lines_at_the_end
 from runner.attempt.identity import check_directory, is_done, refuse_another_trajectory
 from runner.attempt.incident import DRAIN_SECONDS, Incidents
+from runner.attempt.result import RESULT
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.leaves import refuse_what_cannot_be_kept, strong
 from runner.checkpoint.manifest import newest_manifest
+from runner.checkpoint.restore import check_source
 from runner.checkpoint.save import Payload, SaveKind
 from runner.errors import DivergedError, PreemptedError, StateError
 from runner.hosts.agreement import Hosts
@@ -37,6 +39,7 @@ from runner.spec import (
     Trajectory,
     document_of,
     dump_spec,
+    filled_in,
     trajectory,
     validate_config,
 )
@@ -59,10 +62,21 @@ class RestoreableJob:
         self.config: Any = validate_config(self.document, self.Config)
         with self.document.blaming("directory"):
             self.store = storage.open_store(spec.directory)
+        self._check_other_paths()
         is_shared = spec.topology is not None and spec.topology.compile_cache == "directory"
         self.compile_cache = CompileCache(self.store if is_shared else None)
         self.state: Any = None
         self.step = 0  # completed
+
+    def _check_other_paths(self) -> None:
+        """Refuse what no path can be. Whether another run is at `init_from` matters only where it is read."""
+        rule = self.spec.checkpoint
+        with self.document.blaming("checkpoint.local_directory"):
+            if rule.local_directory is not None:
+                storage.local_directory(rule.local_directory)
+        with self.document.blaming("checkpoint.init_from"):
+            if rule.init_from is not None:
+                storage.check_url(rule.init_from)
 
     # What a job says of itself.
 
@@ -192,15 +206,22 @@ class RestoreableJob:
     def check_directory_and_ask_if_done(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
         identity = trajectory(self.spec, self.config)
-        check_directory(self.store, self.document, self.spec.name, identity, self.unread_keys)
+        check_directory(self.store, self.document, self.spec.name, identity, self.config, self.unread_keys)
         return self.done
 
     def refuse_other_checkpoints(self) -> None:
-        """Refuse to continue checkpoints of another trajectory. Main host only. Needs `setup`."""
-        manifest = newest_manifest(self.store)
+        """Refuse to continue checkpoints of another trajectory, or to begin with weights that are not there.
+
+        Main host only. Needs `setup`.
+        """
+        manifest, source = newest_manifest(self.store), self.spec.checkpoint.init_from
         if manifest is not None:
-            owner, url = f"checkpoint {manifest.name}", self.store.url
-            refuse_another_trajectory(manifest.identity, self.identity(), self.unread_keys, owner, self.document, url)
+            owner, present, url = f"checkpoint {manifest.name}", self.identity(), self.store.url
+            saved = filled_in(manifest.identity, present, self.config)
+            refuse_another_trajectory(saved, present, self.unread_keys, owner, self.document, url)
+        elif source is not None:
+            with self.document.blaming("checkpoint.init_from"):
+                check_source(source)
 
     def _record_idle_exit(self) -> None:
         self.attempt.events.append("preempt", self.step, saved=False)
@@ -260,7 +281,7 @@ class RestoreableJob:
         result = self.result()
         if self.attempt.hosts.is_main:
             self.attempt.fence.check()
-            self.store.write("result.json", storage.encode_json(result))
+            self.store.write(RESULT, storage.encode_json(result))
         self.attempt.record("done", self.step, fingerprint=result["fingerprint"])
         self.attempt.hosts.barrier()
         self.checkpointer.close()

@@ -346,4 +346,4 @@ def _known_micro_batch(hosts: Hosts, store: Store, blueprint: Blueprint) -> int 
     record = hosts.agree(manifest and manifest.topology)
     if not record or {key: record.get(key) for key in hardware} != hardware:
         return None
-    return int(record["micro_batch_examples"])
+    return record.get("micro_batch_examples")

@@ -3,6 +3,8 @@
 - `event` every name in the ledger, what it means and who writes it
 - `result` the keys of `result.json`
 - `hint` lines for a person at the end of a run
+- `layout` the names in a directory, and what kind of thing each must be
+- `owner` `job.json`: whose directory it is
 - `fence` which attempt a directory belongs to
 - `environment` versions, the commit of the code and the hosts, and what a resume finds changed
 - `event_log` the ledger `events.jsonl`

@@ -2,8 +2,6 @@
 
 import contextlib
 import socket
-import time
-import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +9,13 @@ from runner import terminal
 from runner.attempt.environment import describe
 from runner.attempt.event_log import EventLog
 from runner.attempt.fence import Fence
-from runner.errors import StorageError
+from runner.attempt.owner import Owner, read_owner, write_owner
+from runner.errors import InvalidError, StorageError
 from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import BackgroundWriter, JsonObject, Store, create, encode_json, open_log, read_json
-
-OWNER = "job.json"
+from runner.storage import BackgroundWriter, JsonObject, Store, open_log
 
 
 @dataclass(frozen=True)
@@ -75,12 +72,16 @@ def claim(
     fence, background = Fence(store), BackgroundWriter()
 
     def take() -> list[Any]:
-        owner = {"id": uuid.uuid4().hex[:12], "name": spec.name, "time": time.time(), "identity": identity}
         try:
             with contextlib.suppress(FileExistsError):
-                create(store, OWNER, encode_json(owner))
-            return [read_json(store, OWNER)["id"], fence.claim()]
-        except (PermissionError, NotADirectoryError) as error:
+                write_owner(store, Owner.now(spec.name, identity))
+            owner = read_owner(store)
+            if owner is None:
+                raise StorageError(f"{store.url} does not give back what was written")
+            return [owner.id, fence.claim()]
+        except InvalidError as error:
+            raise document.error("directory", str(error)) from error
+        except PermissionError as error:
             raise document.error("directory", f"cannot be written: {error}") from error
         except OSError as error:
             raise StorageError(f"{store.url} cannot be written: {error}") from error

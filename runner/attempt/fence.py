@@ -11,7 +11,7 @@ import time
 import uuid
 
 from runner.errors import FencedError
-from runner.storage import Store, create, encode_json
+from runner.storage import Store, create, encode_json, number_in
 
 _ATTEMPTS = "attempts"
 
@@ -27,7 +27,7 @@ class Fence:
     def newest(self) -> int:
         """The highest attempt that has claimed the directory, 0 if none has."""
         names = self._store.children(_ATTEMPTS)
-        self._newest_seen = max((int(name) for name in names if name.isdecimal()), default=0)
+        self._newest_seen = max((number for number in map(number_in, names) if number is not None), default=0)
         return self._newest_seen
 
     def claim(self) -> int:

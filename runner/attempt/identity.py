@@ -2,30 +2,33 @@
 
 from collections.abc import Container
 
-from runner.attempt.claim import OWNER
+from runner.attempt.layout import refuse_other_kinds
+from runner.attempt.owner import read_owner
+from runner.attempt.result import read_result
 from runner.errors import InvalidError, ResumeError, StorageError
-from runner.spec import Document, Trajectory
-from runner.storage import JsonObject, Store, probe, read_json
-
-_MISSING = object()
+from runner.spec import Document, JobConfig, Trajectory, filled_in
+from runner.storage import Store, probe
 
 
-def check_directory(store: Store, document: Document, name: str, identity: Trajectory, unread: Container[str]) -> None:
+def check_directory(
+    store: Store, document: Document, name: str, identity: Trajectory, config: JobConfig, unread: Container[str]
+) -> None:
     """Refuse a directory that cannot be written, or is another job's. Main host only; claims and changes nothing.
 
     Raises `InvalidError`, or `StorageError` if it cannot be reached.
     """
     try:
+        refuse_other_kinds(store)
         if store.root is None:
             probe(store)
-        owner = _owner(store)
+        owner = read_owner(store)
         if owner is None:
             return
-        if owner.get("name") != name:
+        if owner.name != name:
             raise ResumeError(
-                f"{store.url} belongs to the job {owner.get('name')!r}, this one is {name!r}; use another directory"
+                f"{store.url} belongs to the job {owner.name!r}, this one is {name!r}; use another directory"
             )
-        saved = owner.get("identity", {})
+        saved = filled_in(owner.identity, identity, config)
         refuse_another_trajectory(saved, identity, unread, "this directory's job", document, store.url)
     except InvalidError as error:
         raise error if isinstance(error, ResumeError) else document.error("directory", str(error)) from error
@@ -33,33 +36,30 @@ def check_directory(store: Store, document: Document, name: str, identity: Traje
         raise StorageError(f"{store.url} cannot be reached: {error}") from error
 
 
-def _owner(store: Store) -> JsonObject | None:
-    try:
-        return read_json(store, OWNER)
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ResumeError(f"{store.url}/{OWNER} is damaged ({error}): cannot tell whose directory this is") from error
-
-
 def refuse_another_trajectory(
     saved: Trajectory, present: Trajectory, unread: Container[str], owner: str, document: Document, url: str
 ) -> None:
-    """Raise `ResumeError` with a line for each key that would change the trajectory; those in `unread` do not."""
-    compared = [key for key in saved | present if key not in unread]
-    keys = [key for key in compared if saved.get(key, _MISSING) != present.get(key, _MISSING)]
-    if not keys:
-        return
+    """Raise `ResumeError` with a line for each key that would change the trajectory; those in `unread` do not.
+
+    `saved` is `filled_in`.
+    """
     lines = [
-        document.line(tuple(key.split(".")), f"{owner} has {saved.get(key)!r}, the spec {present.get(key)!r}")
-        for key in keys
+        document.line(tuple(key.split(".")), f"{owner} has {_value(saved, key)}, the spec {_value(present, key)}")
+        for key in saved | present
+        if key not in unread and _value(saved, key) != _value(present, key)
     ]
-    raise ResumeError("\n".join(lines) + f"\n{url}: this would be another trajectory; use another directory")
+    if lines:
+        raise ResumeError("\n".join(lines) + f"\n{url}: this would be another trajectory; use another directory")
+
+
+def _value(identity: Trajectory, key: str) -> str:
+    return repr(identity[key]) if key in identity else "nothing"
 
 
 def is_done(store: Store, total_steps: int) -> bool:
-    """Whether the job of this directory reached its end, now or in an earlier attempt."""
-    try:
-        return bool(read_json(store, "result.json")["step"] >= total_steps)
-    except (FileNotFoundError, ValueError, KeyError):
-        return False
+    """Whether the job of this directory reached its end, now or in an earlier attempt.
+
+    A damaged `result.json` says nothing: the run then ends once more, from its last checkpoint.
+    """
+    result = read_result(store)
+    return result is not None and result.step >= total_steps

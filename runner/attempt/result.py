@@ -1,6 +1,13 @@
 """`result.json`: what is left of a run that reached its end. Main host only."""
 
-from runner.record import Key
+from dataclasses import dataclass
+
+from runner.errors import NewerFormatError
+from runner.record import Key, check
+from runner.storage import OtherKindError, Store, read_json
+
+RESULT = "result.json"
+FORMAT = 1  # of a file that does not say
 
 RESULT_KEYS = (
     Key("step", int, "Optimizer steps completed."),
@@ -18,3 +25,27 @@ RESULT_KEYS = (
         "nats",
     ),
 )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What every job's result has."""
+
+    step: int
+    fingerprint: str
+
+
+def read_result(store: Store) -> Result | None:
+    """The result of a run, None if there is no whole one. Raises `NewerFormatError`, else as the store does."""
+    try:
+        record = read_json(store, RESULT)
+        if record.get("format", FORMAT) != FORMAT:
+            raise NewerFormatError(f"{store.url}/{RESULT}: written by a newer runner, in format {record['format']}")
+        check(record, RESULT_KEYS, ["step", "fingerprint"])
+    except FileNotFoundError:
+        return None
+    except (NewerFormatError, OtherKindError):
+        raise
+    except ValueError:
+        return None
+    return Result(record["step"], record["fingerprint"])

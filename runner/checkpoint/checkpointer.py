@@ -5,7 +5,6 @@ Composes what the spec asks for: where arrays are written, the fast tier, when t
 
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from runner.checkpoint.fast import FastTier
 from runner.checkpoint.interval import SavePolicy, best_interval_seconds
 from runner.checkpoint.leaves import abstract_stored, named, refuse_another_form
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.restore import Problem, Restored, Restorer
+from runner.checkpoint.restore import Judge, Restored, Restorer
 from runner.checkpoint.retention import Retention
 from runner.checkpoint.save import Payload, SaveKind, Saver
 from runner.checkpoint.tombstone import BURIED
@@ -24,7 +23,7 @@ from runner.checkpoint.writer import OrbaxWriter, PieceWriter, Writer
 from runner.errors import InvalidError, StorageError
 from runner.hosts.agreement import Hosts
 from runner.spec import Checkpoint, ExecutionSpec, Trajectory
-from runner.storage import default_cache_directory, open_store, split_checkpoint
+from runner.storage import default_cache_directory, local_directory, open_store, split_checkpoint
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -50,7 +49,7 @@ class Checkpointer:
         self._said_interval_seconds = 1e-9
         self._has_warned_of_grace = False
 
-    def restore(self, problem_with: Problem) -> Restored | None:
+    def restore(self, problem_with: Judge) -> Restored | None:
         """The newest good state, in whichever tier; None if nothing was ever committed. See `Restorer.restore`."""
         found = self._restorer.restore(self._abstract, self._identity, problem_with)
         self._saver.reads_back = found is None
@@ -184,7 +183,7 @@ def _open_writer(attempt: Attempt) -> Writer:
 def _open_fast_tier(rule: Checkpoint, hosts: Hosts, run_id: str, abstract: Any) -> FastTier | None:
     if rule.local_directory is None:
         return None
-    fast = FastTier(Path(rule.local_directory).expanduser().absolute() / run_id / str(hosts.process_id))
+    fast = FastTier(local_directory(rule.local_directory) / run_id / str(hosts.process_id))
     try:
         problem = fast.room(sum(_own_bytes(leaf) for leaf in abstract_stored(named(abstract)).values()))
     except OSError as error:

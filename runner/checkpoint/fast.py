@@ -17,12 +17,15 @@ import jax
 
 from runner.checkpoint import pieces
 from runner.checkpoint.manifest import Manifest
+from runner.record import Key, check
 from runner.spec import Trajectory
-from runner.storage import LocalStore, encode_json, read_json
+from runner.storage import JsonObject, LocalStore, digest_of, encode_json, number_in, read_json
 
 PART = "part.json"
 KEPT_STEPS = 2
 _ATTACHMENTS = "companions"  # the key of their names in a part
+_DIGESTS = "companion_digests"  # their CRC-32C, by name; parts of earlier versions have none
+_PART_KEYS = (Key(_ATTACHMENTS, list, "Names."), Key(f"{_DIGESTS}.*", str, "CRC-32C."))
 
 
 class FastTier:
@@ -35,11 +38,23 @@ class FastTier:
     def steps(self, identity: Trajectory) -> list[int]:
         """Steps of which this process has a whole part that was written for this job, ascending."""
         found = []
-        for name in self._store.children(""):
+        for step in self._present():
             with contextlib.suppress(OSError, ValueError):
-                if name.isdecimal() and read_json(self._store, f"{name}/{PART}")["identity"] == identity:
-                    found.append(int(name))
-        return sorted(found)
+                if self._part(step)[0].identity == identity:
+                    found.append(step)
+        return found
+
+    def _present(self) -> list[int]:
+        return sorted(step for step in map(number_in, self._store.children("")) if step is not None)
+
+    def _part(self, step: int) -> tuple[Manifest, JsonObject]:
+        """What a part says of itself. Raises `ValueError` if it is damaged, or `OSError`."""
+        record = read_json(self._store, f"{step}/{PART}")
+        check(record, _PART_KEYS, [_ATTACHMENTS])
+        part = Manifest.from_json(record)
+        if part.step != step or part.shards is None:
+            raise ValueError(f"{PART} is of step {part.step} and stands in {step}, or names no shards")
+        return part, record
 
     def write(self, manifest: Manifest, blocks: pieces.Blocks, attachments: dict[str, bytes]) -> None:
         """Keep this process's part of a step, and delete what is older than the step before it."""
@@ -50,22 +65,26 @@ class FastTier:
         for name, content in attachments.items():
             (aside / name).write_bytes(content)
         part = replace(manifest, files=table.files, shards=table.shards)
-        (aside / PART).write_bytes(encode_json(part.to_json() | {_ATTACHMENTS: sorted(attachments)}))
-        shutil.rmtree(self.directory / step, ignore_errors=True)
+        digests = {name: digest_of(content) for name, content in attachments.items()}
+        record = part.to_json() | {_ATTACHMENTS: sorted(attachments), _DIGESTS: digests}
+        (aside / PART).write_bytes(encode_json(record))
+        self._store.remove_tree(step)
         os.rename(aside, self.directory / step)
         self._forget(lambda present: present[:-KEPT_STEPS])
 
     def read(self, step: int, leaves: dict[str, Any]) -> tuple[dict[str, jax.Array], Manifest]:
         """The leaves of this process and the part's manifest. Raises `ValueError` or `OSError` if they are not good."""
-        part = Manifest.from_json(read_json(self._store, f"{step}/{PART}"))
-        if part.shards is None:
-            raise ValueError(f"{PART} names no shards")
-        return pieces.read(lambda name: self._store.read(f"{step}/{name}"), part.files, part.shards, leaves), part
+        part, _ = self._part(step)
+        return pieces.read(lambda name: self._store.read(f"{step}/{name}"), part.files, part.shards or {}, leaves), part
 
     def attachments(self, step: int) -> dict[str, bytes]:
-        """The small files that were kept with a step."""
-        names = read_json(self._store, f"{step}/{PART}")[_ATTACHMENTS]
-        return {name: self._store.read(f"{step}/{name}") for name in names}
+        """The small files that were kept with a step. Raises as `read` does."""
+        _, record = self._part(step)
+        found = {name: self._store.read(f"{step}/{name}") for name in map(str, record[_ATTACHMENTS])}
+        for name, digest in record.get(_DIGESTS, {}).items():
+            if name not in found or digest_of(found[name]) != digest:
+                raise ValueError(f"{name} does not match its CRC-32C")
+        return found
 
     def forget_after(self, step: int) -> None:
         """Delete every step beyond `step`, and what was never whole."""
@@ -75,9 +94,9 @@ class FastTier:
         self._forget(lambda present: [other for other in present if other > step])
 
     def _forget(self, choose: Any) -> None:
-        present = sorted(int(name) for name in self._store.children("") if name.isdecimal())
-        for step in choose(present):
-            shutil.rmtree(self.directory / str(step), ignore_errors=True)
+        for step in choose(self._present()):
+            with contextlib.suppress(OSError):
+                self._store.remove_tree(str(step))
 
     def room(self, part_bytes: int) -> str | None:
         """What is wrong if the disk cannot hold two parts, beside what is here already; None if it can."""

@@ -1,13 +1,23 @@
-"""Look at checkpoints from outside, on any store: list them, check every byte. Restores nothing."""
+"""Look at checkpoints from outside, on any store: list them, check every byte, or every bit. Changes nothing."""
 
 import datetime
+import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from runner.checkpoint import fingerprint
+from runner.checkpoint.look import read_leaves
 from runner.checkpoint.manifest import CHECKPOINTS, MANIFEST, Manifest, NotCommittedError, file_problems, read_manifest
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, NewerFormatError, StorageError
 from runner.storage import Store
 
-_NUM_COPIERS = 4
+
+class Depth(enum.Enum):
+    """How far a checkpoint is checked."""
+
+    MANIFEST = "manifest"  # that alone
+    FILES = "files"  # size and CRC-32C of every file; of a bucket, as the store itself reports them
+    BITS = "bits"  # every byte is read back, and the fingerprint of every leaf computed anew
 
 
 @dataclass(frozen=True)
@@ -18,10 +28,11 @@ class Entry:
     manifest: Manifest | None
     problems: tuple[str, ...] = ()
     is_committed: bool = True
+    is_newer: bool = False
 
 
-def entries(store: Store, verify: bool = False) -> Iterator[Entry]:
-    """Every checkpoint, steps in order and then names; with `verify`, every file of it checked against the manifest."""
+def entries(store: Store, depth: Depth = Depth.MANIFEST) -> Iterator[Entry]:
+    """Every checkpoint, steps in order and then names. Raises `StorageError` if the store cannot be read now."""
     names = sorted(store.children(CHECKPOINTS), key=lambda name: (not name.isdecimal(), name.zfill(20)))
     for name in names:
         directory = f"{CHECKPOINTS}/{name}"
@@ -29,27 +40,54 @@ def entries(store: Store, verify: bool = False) -> Iterator[Entry]:
             manifest = read_manifest(store, directory)
         except NotCommittedError as error:
             yield Entry(name, None, (str(error),), is_committed=False)
-        except (ValueError, KeyError) as error:
+        except NewerFormatError as error:
+            yield Entry(name, None, (str(error),), is_newer=True)
+        except StorageError:
+            raise
+        except (ValueError, OSError) as error:
             yield Entry(name, None, (f"{MANIFEST}: {error}",))
         else:
-            yield Entry(name, manifest, tuple(file_problems(store, directory, manifest.files)) if verify else ())
+            yield Entry(name, manifest, tuple(_problems(store, directory, manifest, depth)))
 
 
-def report(store: Store, verify: bool) -> tuple[list[str], bool]:
-    """Lines for a person, and whether all that is committed is good as far as it was checked."""
-    lines, is_good = [], True
-    for entry in entries(store, verify):
+def _problems(store: Store, directory: str, manifest: Manifest, depth: Depth) -> list[str]:
+    if depth is Depth.MANIFEST:
+        return []
+    found = file_problems(store, directory, manifest.files, trust_store=depth is not Depth.BITS)
+    return found if found or depth is not Depth.BITS else _bit_problems(store, directory, manifest)
+
+
+def _bit_problems(store: Store, directory: str, manifest: Manifest) -> list[str]:
+    if fingerprint.combine(manifest.leaves) != manifest.fingerprint:
+        return ["the fingerprint is not that of the leaves"]
+    try:
+        leaves = read_leaves(store, directory, manifest, manifest.leaves)
+        return [leaf.problem for leaf in leaves if leaf.problem is not None]
+    except StorageError:
+        raise
+    except (ValueError, OSError) as error:
+        return [str(error)]
+
+
+def report(store: Store, depth: Depth) -> tuple[list[str], int]:
+    """Lines for a person, and the exit code.
+
+    0 if all that is committed is good as far as it was checked, 1 if not, 2 if a newer runner has written some of it.
+    """
+    lines, code = [], EXIT_DONE
+    for entry in entries(store, depth):
+        is_bad = bool(entry.problems and entry.is_committed)
         if entry.manifest is None:
-            state = "DAMAGED" if entry.is_committed else "not committed"
+            state = "of a newer runner" if entry.is_newer else "DAMAGED" if is_bad else "not committed"
             lines.append(f"{entry.name:>10}  {state}")
         else:
             manifest = entry.manifest
             moment = datetime.datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
-            state = "DAMAGED" if entry.problems else "good" if verify else "committed"
+            state = "DAMAGED" if is_bad else "committed" if depth is Depth.MANIFEST else "good"
             lines.append(
                 f"{entry.name:>10}  {state}  {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files  "
                 f"{moment}  attempt {manifest.attempt}  fingerprint {manifest.fingerprint}"
             )
         lines += [f"{'':>10}  {problem}" for problem in entry.problems]
-        is_good = is_good and not (entry.problems and entry.is_committed)
-    return lines or [f"{store.url}: no checkpoints"], is_good
+        code = max(code, EXIT_INVALID if entry.is_newer else EXIT_FAILED if is_bad else EXIT_DONE)
+    return lines or [f"{store.url}: no checkpoints"], code

@@ -8,6 +8,7 @@ A leaf must come back with its shape, its element type and its bits. Three kinds
 """
 
 import collections
+import functools
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from runner.errors import InvalidError, StateError
 
 _MAX_NAMED = 8  # leaves in one message
 _MAX_NAME_BYTES = 200  # of a leaf's dotted path, which becomes part of file names
+
+_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 Leaves = dict[str, Any]  # by dotted path, in the order of `jax.tree.leaves`: arrays, or their shape, dtype and sharding
 
@@ -126,6 +129,15 @@ def _list(problems: list[str]) -> str:
 
 def _is_key(leaf: Any) -> bool:
     return bool(jax.dtypes.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key))
+
+
+def dtype_called(name: str) -> Any:
+    """The element type that `str` writes so, a random key's too. Raises `TypeError` if there is none."""
+    for implementation in _KEY_IMPLEMENTATIONS:
+        key = jax.eval_shape(functools.partial(jax.random.key, 0, impl=implementation))
+        if str(key.dtype) == name:
+            return key.dtype
+    return jnp.dtype(name)
 
 
 # The form in which leaves are stored.

@@ -10,15 +10,28 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypedDict
 
 from runner.checkpoint.fingerprint import LeafRecord, LeafShape, describe
-from runner.errors import ResumeError
+from runner.checkpoint.manifest_key import MANIFEST_KEYS
+from runner.errors import NewerFormatError, ResumeError
+from runner.record import check
 from runner.spec import Trajectory, hash_of
-from runner.storage import JsonObject, Store, encode_json, read_json
+from runner.storage import (
+    DiskError,
+    ForbiddenError,
+    JsonObject,
+    OtherKindError,
+    Store,
+    digest_of,
+    encode_json,
+    number_in,
+    parse_json,
+)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 TOMBSTONE = "void"  # the key of a tombstone: the attempt that has put it
 _NUM_READERS = 8
+_NEEDED = ("name", "step", "arrays", "leaves", "fingerprint", "identity", "files")
 
 Files = dict[str, list[Any]]  # name -> [bytes, CRC-32C]
 
@@ -82,8 +95,24 @@ class Manifest:
 
     @classmethod
     def from_json(cls, record: JsonObject) -> Self:
-        """The inverse of `to_json`; keys that are not known are passed over."""
-        return cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
+        """The inverse of `to_json`; keys that are not known are passed over. Raises `ValueError` for other types."""
+        check(record, MANIFEST_KEYS, _NEEDED)
+        manifest = cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
+        manifest.check_parts()
+        return manifest
+
+    def check_parts(self) -> None:
+        """Raise `ValueError` if the parts of lists have other types, or parts name others that are not there."""
+        for name, entry in self.files.items():
+            if not (isinstance(entry, list) and list(map(type, entry)) == [int, str]):
+                raise ValueError(f"files.{name} is not [bytes, CRC-32C]")
+        shapes = [leaf["shape"] for leaf in self.leaves.values()]
+        for shard in (shard for shards in (self.shards or {}).values() for shard in shards):
+            shapes += [shard["start"], shard["shape"]]
+            if not all(isinstance(piece, str) and piece in self.files for piece in shard["pieces"]):
+                raise ValueError("a shard names a piece that is none of the files")
+        if not all(type(size) is int for shape in shapes for size in shape):
+            raise ValueError("a shape is not a list of whole numbers")
 
 
 def seal(record: JsonObject) -> bytes:
@@ -91,23 +120,48 @@ def seal(record: JsonObject) -> bytes:
     return encode_json(record | {"digest": hash_of(record)})
 
 
+def parse_manifest(content: bytes) -> JsonObject:
+    """The content of a `manifest.json`, checked against its digest.
+
+    Raises `NewerFormatError`, or `ValueError` if it is damaged.
+    """
+    record = parse_json(content)
+    written = record.get("format")
+    if isinstance(written, int) and written > FORMAT:
+        raise NewerFormatError(f"written by a newer runner, in format {written}; this one reads {FORMAT}")
+    digest, tombstone = record.pop("digest", None), record.get(TOMBSTONE, 0)
+    if digest != hash_of(record) or written != FORMAT or not isinstance(tombstone, int):
+        raise ValueError("damaged: it does not match its own digest")
+    return record
+
+
 def read_manifest(store: Store, directory: str) -> Manifest:
-    """The manifest of one checkpoint. Raises `NotCommittedError`, or `ValueError` if it is damaged."""
+    """The manifest of one checkpoint, whose directory has its name.
+
+    Raises `NotCommittedError`, `NewerFormatError`, `ValueError` if it is damaged, else as the store does.
+    """
     try:
-        record = read_json(store, f"{directory}/{MANIFEST}")
+        record = parse_manifest(store.read(f"{directory}/{MANIFEST}"))
     except FileNotFoundError as error:
         raise NotCommittedError("no manifest.json: it was never committed") from error
-    digest = record.pop("digest", None)
-    if digest != hash_of(record) or record.get("format") != FORMAT:
-        raise ValueError("damaged: it does not match its own digest")
+    except NewerFormatError as error:
+        raise NewerFormatError(f"{store.url}/{directory}: {error}") from error
     if TOMBSTONE in record:
         raise NotCommittedError(f"attempt {record[TOMBSTONE]} found it unfinished")
-    return Manifest.from_json(record)
+    manifest = Manifest.from_json(record)
+    name = directory.rpartition("/")[2]
+    if manifest.name != name or number_in(name) not in (None, manifest.step):
+        raise ValueError(f"it is of checkpoint {manifest.name}, step {manifest.step}, and stands in {name}")
+    return manifest
+
+
+# A checkpoint that cannot be read now, or is bad: others may be good. What a bucket raises says nothing of either.
+UNREADABLE = (FileNotFoundError, ValueError, DiskError, ForbiddenError, OtherKindError)
 
 
 def steps(store: Store) -> list[int]:
     """Every step that has a directory, committed or not, ascending by number."""
-    return sorted(int(name) for name in store.children(CHECKPOINTS) if name.isdecimal())
+    return sorted(step for step in map(number_in, store.children(CHECKPOINTS)) if step is not None)
 
 
 def committed(store: Store) -> dict[int, Manifest]:
@@ -116,7 +170,7 @@ def committed(store: Store) -> dict[int, Manifest]:
     def read(step: int) -> Manifest | None:
         try:
             return read_manifest(store, f"{CHECKPOINTS}/{step}")
-        except (FileNotFoundError, ValueError):
+        except UNREADABLE:
             return None
 
     numbers = steps(store)
@@ -126,19 +180,23 @@ def committed(store: Store) -> dict[int, Manifest]:
 
 
 def newest_manifest(store: Store) -> Manifest | None:
-    """The newest manifest that can be read, None if there is none."""
+    """The newest manifest that can be read, None if there is none. Raises `NewerFormatError` if it meets one before."""
     for step in reversed(steps(store)):
         try:
             return read_manifest(store, f"{CHECKPOINTS}/{step}")
-        except (FileNotFoundError, ValueError):
+        except NewerFormatError:
+            raise
+        except UNREADABLE:
             continue
     return None
 
 
-def file_problems(store: Store, directory: str, files: Files, part: int = 0, num_parts: int = 1) -> list[str]:
+def file_problems(
+    store: Store, directory: str, files: Files, part: int = 0, num_parts: int = 1, trust_store: bool = True
+) -> list[str]:
     """What is wrong with the bytes of a checkpoint, a line a bad file. Checks every `num_parts`-th file.
 
-    Reads every byte, except where the store reports digests of its own.
+    Reads every byte, except where the store reports digests of its own and is trusted.
     """
     sizes = store.sizes(directory)
 
@@ -148,12 +206,12 @@ def file_problems(store: Store, directory: str, files: Files, part: int = 0, num
             return f"{name} is missing"
         if sizes[name] != size:
             return f"{name} has {sizes[name]} bytes, the manifest says {size}"
+        path = f"{directory}/{name}"
         try:
-            if store.digest(f"{directory}/{name}") != digest:
-                return f"{name} does not match its CRC-32C"
+            found = store.digest(path) if trust_store or store.root is not None else digest_of(store.read(path))
         except FileNotFoundError:
             return f"{name} is missing"
-        return None
+        return None if found == digest else f"{name} does not match its CRC-32C"
 
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         found = pool.map(problem, sorted(files)[part::num_parts])

@@ -107,7 +107,7 @@ def read(
 
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as pool:
         try:
-            needed = {name: _needed(leaf, shards[name]) for name, leaf in leaves.items()}
+            needed = {name: _needed(leaf, shards.get(name, [])) for name, leaf in leaves.items()}
             futures = {
                 piece: pool.submit(_fetch_checked, fetch, files, piece)
                 for records in needed.values()

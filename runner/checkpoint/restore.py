@@ -10,7 +10,7 @@ What fails in the durable tier is quarantined, but only after an older one has p
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -24,19 +24,20 @@ from runner.checkpoint.manifest import (
     Manifest,
     NotCommittedError,
     check_leaves,
-    committed,
     file_problems,
+    newest_manifest,
     read_manifest,
     steps,
 )
 from runner.checkpoint.tombstone import bury, finish_burials
-from runner.errors import ResumeError, StorageError
+from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError
 from runner.spec import Trajectory
-from runner.storage import Store, read_log
+from runner.storage import DiskError, Store, number_in, open_store, read_log, split_checkpoint
 from runner.terminal import warn
 
 Tier = Literal["durable", "fast"]
-Problem = Callable[[dict[str, bytes]], str | None]  # why a job cannot go on with these attachments
+Judge = Callable[[dict[str, bytes]], str | None]  # why a job cannot go on with these attachments
+QUARANTINE = "quarantine"
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,24 @@ class Restored:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A checkpoint that was not restored, and why."""
+    """A checkpoint that was not restored, and why.
+
+    Attributes:
+        may_be_good: it could not be read now; that says nothing of what it holds.
+    """
 
     step: int
     reason: str
     tier: Tier
     was_committed: bool = True
+    may_be_good: bool = False
+
+
+class Problem(NamedTuple):
+    """Why a host cannot restore a checkpoint."""
+
+    reason: str
+    may_be_good: bool = False
 
 
 class Restorer:
@@ -69,13 +82,14 @@ class Restorer:
     def __init__(self, attempt: Attempt, fast: FastTier | None):
         self._attempt, self._fast = attempt, fast
 
-    def restore(self, abstract: Any, identity: Trajectory, problem_with: Problem = lambda _: None) -> Restored | None:
+    def restore(self, abstract: Any, identity: Trajectory, problem_with: Judge = lambda _: None) -> Restored | None:
         """The newest state that passes every check; None if nothing was ever committed.
 
         `problem_with` is asked on the main host about what the fast tier has kept beside a state.
 
         `abstract` has the shape, dtype and sharding of every leaf: the checkpoint may have been written on any other
-        mesh. Raises `ResumeError`, with nothing touched, if checkpoints exist and none can be restored.
+        mesh. Raises with nothing touched, if checkpoints exist and none can be restored: `ResumeError`, or
+        `StorageError` where the disk failed, or `NewerFormatError` as soon as one is met.
         """
         store, hosts = self._attempt.store, self._attempt.hosts
         if hosts.is_main:
@@ -99,6 +113,8 @@ class Restorer:
         was_committed = hosts.agree(any(event.get("event") == "commit" for event in events))
         if was_committed or any(other.was_committed for other in rejected):
             reasons = "".join(f"\n  step {other.step}: {other.reason}" for other in rejected)
+            if any(other.may_be_good for other in rejected):
+                raise StorageError(f"{store.url}: no checkpoint can be read now; nothing was touched{reasons}")
             raise ResumeError(
                 f"{store.url}: checkpoints were committed here and none can be restored; nothing was touched. "
                 f"Repair one, or use another directory to start over{reasons or chr(10) + '  all are missing'}"
@@ -119,14 +135,17 @@ class Restorer:
         hosts = self._attempt.hosts
         names = [] if name is None else [name]
         if name is None and hosts.is_main:
-            names = [str(step) for step in sorted(committed(source), reverse=True)]
+            names = [str(step) for step in reversed(steps(source))]
         rejected: list[Rejected] = []
         for candidate in hosts.agree(names):
             found = self._try(source, candidate, abstract, weights_only=True)
             if isinstance(found, Restored):
                 return found
             rejected.append(found)
-        reasons = "; ".join(f"{other.step}: {other.reason}" for other in rejected)
+        told = [other for other in rejected if other.was_committed or name is not None]
+        reasons = "; ".join(f"{other.step}: {other.reason}" for other in told)
+        if any(other.may_be_good for other in rejected):
+            raise StorageError(f"checkpoint.init_from: {source.url}: no checkpoint can be read now: {reasons}")
         raise ResumeError(f"checkpoint.init_from: {source.url}: {reasons or 'no checkpoint is here'}")
 
     def _common(self, identity: Trajectory) -> list[int]:
@@ -134,7 +153,7 @@ class Restorer:
         present = self._attempt.hosts.gather([] if self._fast is None else self._fast.steps(identity))
         return sorted(set.intersection(*(set(own) for own in present)))
 
-    def _try_fast(self, step: int, abstract: Any, problem_with: Problem) -> Restored | Rejected:
+    def _try_fast(self, step: int, abstract: Any, problem_with: Judge) -> Restored | Rejected:
         assert self._fast is not None, "only a fast tier has such a step"
         problem, part = None, None
         arrays: dict[str, jax.Array] = {}
@@ -143,40 +162,45 @@ class Restorer:
             arrays, part = self._fast.read(step, abstract_stored(named(abstract)))
             check_leaves(part, abstract)
             attachments = self._fast.attachments(step)
-            problem = problem_with(attachments) if self._attempt.hosts.is_main else None
+            reason = problem_with(attachments) if self._attempt.hosts.is_main else None
+            problem = None if reason is None else Problem(reason)
         except (ValueError, OSError, KeyError) as error:
-            problem = f"process {self._attempt.hosts.process_id}: {error}"
+            problem = Problem(f"process {self._attempt.hosts.process_id}: {error}")
         problem = self._first(problem)
         if problem is None and part is not None:
             state = _unflatten(abstract, arrays)
-            problem = _bits_problem(state, part)
-            if problem is None:
+            different = _bits_problem(state, part)
+            if different is None:
                 return Restored(state, part, "fast", attachments)
-        return Rejected(step, problem or "no part", "fast")
+            problem = Problem(different)
+        return Rejected(step, problem.reason if problem else "no part", "fast")
 
     def _try(self, store: Store, name: str, abstract: Any, weights_only: bool = False) -> Restored | Rejected:
-        directory, step = f"{CHECKPOINTS}/{name}", int(name) if name.isdecimal() else -1
+        directory, step = f"{CHECKPOINTS}/{name}", number_in(name)
+        step = -1 if step is None else step
         manifest, problem, was_committed = self._read_manifest(store, directory)
         problem = self._first(problem)
         if problem is not None or manifest is None:
-            return Rejected(step, problem or "no manifest", "durable", was_committed)
+            problem = problem or Problem("no manifest")
+            return Rejected(step, problem.reason, "durable", was_committed, problem.may_be_good)
         check_leaves(manifest, abstract, weights_only)
         arrays: dict[str, jax.Array] = {}
         try:
             arrays = reader.read(store, directory, manifest, abstract_stored(named(abstract)))
+        except DiskError as error:
+            problem = Problem(str(error), may_be_good=True)
         except StorageError:
             raise
         except (OSError, ValueError) as error:
-            problem = str(error)
+            problem = Problem(str(error))
         problem = self._first(problem)
-        if problem is None:
-            state = _unflatten(abstract, arrays)
-            problem = _bits_problem(state, manifest)
-            if problem is None:
-                return Restored(state, manifest)
-        return Rejected(step, problem, "durable")
+        if problem is not None:
+            return Rejected(step, problem.reason, "durable", may_be_good=problem.may_be_good)
+        state = _unflatten(abstract, arrays)
+        different = _bits_problem(state, manifest)
+        return Restored(state, manifest) if different is None else Rejected(step, different, "durable")
 
-    def _read_manifest(self, store: Store, directory: str) -> tuple[Manifest | None, str | None, bool]:
+    def _read_manifest(self, store: Store, directory: str) -> tuple[Manifest | None, Problem | None, bool]:
         """The manifest, what is wrong with it or its files on this host, and whether the step was committed at all."""
         hosts = self._attempt.hosts
         try:
@@ -184,17 +208,22 @@ class Restorer:
             if manifest.shards is not None:  # each piece is checked when it is read
                 return manifest, None, True
             found = file_problems(store, directory, manifest.files, hosts.process_id, hosts.num_processes)
-            return manifest, next(iter(found), None), True
+            return manifest, Problem(found[0]) if found else None, True
         except NotCommittedError as error:
-            return None, str(error), False
+            return None, Problem(str(error)), False
+        except NewerFormatError:
+            raise
+        except DiskError as error:
+            return None, Problem(f"{MANIFEST} or a file: {error}", may_be_good=True), True
         except StorageError:
             raise  # that the store is down says nothing of the checkpoint
         except (ValueError, OSError) as error:
-            return None, f"{MANIFEST}: {error}", True
+            return None, Problem(f"{MANIFEST}: {error}"), True
 
-    def _first(self, problem: str | None) -> str | None:
+    def _first(self, problem: Problem | None) -> Problem | None:
         """The first problem that any host has, on every host."""
-        return next((text for text in self._attempt.hosts.gather(problem) if text is not None), None)
+        found = (other for other in self._attempt.hosts.gather(problem) if other is not None)
+        return next((Problem(*other) for other in found), None)
 
     def _set_aside(self, rejected: list[Rejected], restored: int | None) -> None:
         """Quarantine what was committed and is bad, delete what was never committed, and record both."""
@@ -216,12 +245,33 @@ class Restorer:
     def _quarantine(self, rejected: Rejected) -> None:
         """Move a bad checkpoint away as evidence, its manifest first, so that it is never picked again."""
         attempt, store, source = self._attempt, self._attempt.store, f"{CHECKPOINTS}/{rejected.step}"
-        target = f"quarantine/{rejected.step}.{attempt.number}"
+        target = self._free_place(f"{QUARANTINE}/{rejected.step}.{attempt.number}")
         if store.root is None and store.exists(f"{source}/{MANIFEST}"):
             store.write(f"{target}/{MANIFEST}", store.read(f"{source}/{MANIFEST}"))
             store.remove(f"{source}/{MANIFEST}")
         store.move_tree(source, target)
         attempt.events.append("quarantine", rejected.step, reason=rejected.reason, moved_to=f"{store.url}/{target}")
+
+    def _free_place(self, name: str) -> str:
+        """`name`, or the next that nothing has: attempts count from 1 again where their numbers were lost."""
+        taken = set(self._attempt.store.children(QUARANTINE))
+        places = (name, *(f"{name}.{number}" for number in range(1, len(taken) + 1)))
+        return next(place for place in places if place.removeprefix(f"{QUARANTINE}/") not in taken)
+
+
+def check_source(text: str) -> None:
+    """Raise `InvalidError` if `text`, another run or one of its checkpoints, has nothing that could be restored."""
+    directory, name = split_checkpoint(text)
+    store = open_store(directory)
+    try:
+        if name is not None:
+            read_manifest(store, f"{CHECKPOINTS}/{name}")
+        elif newest_manifest(store) is None:
+            raise ResumeError(f"{store.url}: no checkpoint is here")
+    except InvalidError:
+        raise
+    except (FileNotFoundError, ValueError) as error:
+        raise ResumeError(f"{store.url}/{CHECKPOINTS}/{name}: {error}") from error
 
 
 def _unflatten(abstract: Any, arrays: dict[str, jax.Array]) -> Any:

@@ -4,11 +4,10 @@ A process of an earlier attempt may still be about to commit a step that its suc
 the two is an act of which only one can win, on a disk and in a bucket.
 """
 
-import json
 from dataclasses import replace
 
-from runner.checkpoint.manifest import CHECKPOINTS, FORMAT, MANIFEST, TOMBSTONE, Manifest, seal
-from runner.storage import ABSENT, LocalStore, Store
+from runner.checkpoint.manifest import CHECKPOINTS, FORMAT, MANIFEST, TOMBSTONE, Manifest, parse_manifest, seal
+from runner.storage import ABSENT, JsonObject, LocalStore, OtherKindError, Store, kind_of, number_in
 
 BURIED = ".retired"  # the directory of a step whose files are being deleted
 
@@ -34,8 +33,8 @@ def uncommit(store: Store, directory: str, attempt: int) -> None:
 
     Where an earlier attempt may still be about to commit the same step, a tombstone stays in its place.
     """
-    content, version = store.read_versioned(f"{directory}/{MANIFEST}")
-    if store.root is None and _says(content, "contested"):
+    content, version = store.read_versioned(f"{directory}/{MANIFEST}") if store.root is None else (b"", ABSENT)
+    if "contested" in _whole(content):
         store.write_if(f"{directory}/{MANIFEST}", _tombstone(attempt), version)
     else:
         store.remove(f"{directory}/{MANIFEST}")
@@ -52,20 +51,34 @@ def bury(store: Store, step: int, attempt: int) -> None:
         if _put_tombstone(store, directory, attempt):
             remove_files(store, directory)
         return
-    if not store.exists(f"{directory}/{MANIFEST}"):
+    if _is_directory(store, directory) and not store.exists(f"{directory}/{MANIFEST}"):
         store.move_tree(directory, f"{directory}{BURIED}")
         finish_burials(store)
 
 
 def finish_burials(store: Store) -> None:
-    """End what a killed `bury` has begun on a disk: delete the renamed directory, or give a committed one its name."""
+    """End what a killed `bury` has begun on a disk: delete the renamed directory, or give a committed one its name.
+
+    Where that name is taken by another that is committed too, both stay. What is no directory was not put there by a
+    run, and stays.
+    """
     for name in store.children(CHECKPOINTS) if store.root is not None else []:
-        if name.endswith(BURIED):
-            directory = f"{CHECKPOINTS}/{name}"
-            if store.exists(f"{directory}/{MANIFEST}"):
-                store.move_tree(directory, directory.removesuffix(BURIED))
-            else:
-                store.remove_tree(directory)
+        buried, source = f"{CHECKPOINTS}/{name}", f"{CHECKPOINTS}/{name.removesuffix(BURIED)}"
+        if buried == source or number_in(name.removesuffix(BURIED)) is None or not _is_directory(store, buried):
+            continue
+        if not store.exists(f"{buried}/{MANIFEST}"):
+            store.remove_tree(buried)
+        elif not store.exists(f"{source}/{MANIFEST}"):
+            store.remove_tree(source)
+            store.move_tree(buried, source)
+
+
+def _is_directory(store: Store, name: str) -> bool:
+    """Whether a directory of a disk stands there."""
+    try:
+        return store.root is not None and kind_of(store.root / name) == "a directory"
+    except OtherKindError:
+        return False
 
 
 def remove_files(store: Store, directory: str) -> None:
@@ -80,7 +93,7 @@ def remove_files(store: Store, directory: str) -> None:
 def _put_tombstone(store: Store, directory: str, attempt: int) -> bool:
     """Whether a tombstone stands there now; False if the step is committed, or a newer attempt has put its own."""
     content, version = store.read_versioned(f"{directory}/{MANIFEST}")
-    if version != ABSENT and not (_says(content, TOMBSTONE) and json.loads(content)[TOMBSTONE] <= attempt):
+    if version != ABSENT and not 0 < _whole(content).get(TOMBSTONE, 0) <= attempt:
         return False
     try:
         store.write_if(f"{directory}/{MANIFEST}", _tombstone(attempt), version)
@@ -93,8 +106,9 @@ def _tombstone(attempt: int) -> bytes:
     return seal({"format": FORMAT, TOMBSTONE: attempt})
 
 
-def _says(content: bytes, key: str) -> bool:
+def _whole(content: bytes) -> JsonObject:
+    """What a manifest or tombstone says; nothing if it is damaged, or of a newer runner."""
     try:
-        return key in json.loads(content)
-    except (ValueError, TypeError):
-        return False
+        return parse_manifest(content)
+    except ValueError:
+        return {}

@@ -5,6 +5,7 @@ share a disk. For a bucket each process stages its pieces on its own disk and th
 checkpoint was written with stands in its manifest: those with `shards` hold pieces.
 """
 
+import contextlib
 import shutil
 import tempfile
 import time
@@ -90,8 +91,9 @@ class OrbaxWriter:
         self._orbax = _make_checkpointer(self._hosts)  # the old one would report this failure again
         if self._hosts.is_main:
             path = self._root / target
-            for leftover in path.parent.glob(f"{path.name}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            with contextlib.suppress(OSError):  # then it stays until the next attempt
+                for leftover in path.parent.glob(f"{path.name}*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
 
     def close(self) -> None:
         """See `Writer`."""

@@ -9,7 +9,7 @@ from runner.spec import load_document, validate_spec
 USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner plan SPEC [--topology ACCELERATOR] [--search] [--chips auto --hours H] [--json]
                                   [--set KEY=VALUE ...]
-       python -m runner checkpoints SPEC_OR_DIRECTORY [--verify]
+       python -m runner checkpoints SPEC_OR_DIRECTORY [--verify] [--deep]
        python -m runner checkpoints copy SOURCE TARGET
        python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M]
                                            [--seed S] [--set KEY=VALUE ...]

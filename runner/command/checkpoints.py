@@ -2,19 +2,21 @@
 
 from collections.abc import Sequence
 
-from runner.checkpoint import inspection
 from runner.checkpoint.copy import copy
+from runner.checkpoint.inspection import Depth, report
 from runner.command.arguments import Parser, directory_of
-from runner.errors import EXIT_DONE, EXIT_FAILED, RetryableError
+from runner.errors import EXIT_DONE, RetryableError, RunnerError
 from runner.storage import open_store, split_checkpoint
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit code is 1 if a committed checkpoint is bad."""
+    """Run the command; its exit code is 1 if a committed checkpoint is bad, 2 if a newer runner has written one."""
     try:
         if arguments and arguments[0] == "copy":
             return _copy(arguments[1:])
         return _list(arguments)
+    except RunnerError:
+        raise
     except OSError as error:
         raise RetryableError(str(error)) from error
 
@@ -22,11 +24,13 @@ def main(arguments: Sequence[str]) -> int:
 def _list(arguments: Sequence[str]) -> int:
     parser = Parser("runner checkpoints")
     parser.add_argument("where", metavar="SPEC_OR_DIRECTORY")
-    parser.add_argument("--verify", action="store_true", help="read every file and compare it with its manifest")
+    parser.add_argument("--verify", action="store_true", help="compare every file with its manifest")
+    parser.add_argument("--deep", action="store_true", help="read every byte back, compute each fingerprint anew")
     parsed = parser.parse_args(arguments)
-    lines, is_good = inspection.report(open_store(directory_of(parsed.where)), parsed.verify)
+    depth = Depth.BITS if parsed.deep else Depth.FILES if parsed.verify else Depth.MANIFEST
+    lines, code = report(open_store(directory_of(parsed.where)), depth)
     print("\n".join(lines))
-    return EXIT_DONE if is_good else EXIT_FAILED
+    return code
 
 
 def _copy(arguments: Sequence[str]) -> int:

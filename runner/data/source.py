@@ -8,7 +8,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.errors import DataError
+from runner.errors import DataError, InvalidError
+from runner.storage import check_url
 
 PYTHON_STDLIB = "python-stdlib"
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
@@ -38,6 +39,10 @@ class Source:
 
 def find_source(name: str) -> Source:
     """Resolve `python-stdlib`, a path or a glob (`~` and `**` work). Raises DataError if it names no readable file."""
+    try:
+        check_url(name.partition("://")[0])
+    except InvalidError as error:
+        raise DataError(f"data.source={name[:60]}: {error}") from error
     if "://" in name:
         raise DataError(f"data.source={name}: only local sources are read so far; copy it to a local path")
     paths = _stdlib_paths() if name == PYTHON_STDLIB else _matching_paths(name)

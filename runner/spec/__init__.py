@@ -24,7 +24,7 @@ Later stages blame a key in the same words through `Document.error`.
 """
 
 from runner.spec.document import Document, document_of, load_document, parse_document
-from runner.spec.identity import Trajectory, hash_of, trajectory
+from runner.spec.identity import Trajectory, filled_in, hash_of, trajectory
 from runner.spec.job_class import load_job_class
 from runner.spec.model import (
     JOB_PATTERN,
@@ -62,6 +62,7 @@ __all__ = [
     "Trajectory",
     "document_of",
     "dump_spec",
+    "filled_in",
     "hash_of",
     "json_schema",
     "load_document",

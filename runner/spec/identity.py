@@ -4,6 +4,8 @@ import hashlib
 import json
 from typing import Any
 
+from pydantic import BaseModel
+
 from runner.spec.model import ExecutionSpec, JobConfig
 
 Trajectory = dict[str, Any]  # dotted key -> value, as JSON
@@ -14,6 +16,29 @@ def trajectory(spec: ExecutionSpec, config: JobConfig) -> Trajectory:
     free = tuple(f"config.{key}." for key in config.free_keys)
     flat = {"job": spec.job, "seed": spec.seed, **_flatten(config.model_dump(mode="json"), "config.")}
     return {key: value for key, value in flat.items() if not f"{key}.".startswith(free)}
+
+
+def filled_in(saved: Trajectory, present: Trajectory, config: JobConfig) -> Trajectory:
+    """`saved`, which an older version of the job may have written, with today's default of each key that it lacks.
+
+    A later version that adds a key gives it the default that keeps every older trajectory. `present` are the keys that
+    define one today; `config` is what they come from, and tells which defaults its choices lead to.
+    """
+    defaults = _defaults_beside(saved, config, "config")
+    return {key: value for key, value in defaults.items() if key in present} | saved
+
+
+def _defaults_beside(saved: Trajectory, model: BaseModel, prefix: str) -> Trajectory:
+    """Defaults of the keys of `model` of which `saved` has nothing, neither the key nor one below it."""
+    found: Trajectory = {}
+    for name, field in type(model).model_fields.items():
+        key, value = f"{prefix}.{name}", getattr(model, name)
+        if any(f"{other}.".startswith(f"{key}.") for other in saved):
+            found |= _defaults_beside(saved, value, key) if isinstance(value, BaseModel) else {}
+        elif not field.is_required():
+            default = type(model).model_construct(**{name: field.get_default(call_default_factory=True)})
+            found |= _flatten(default.model_dump(mode="json", include={name}), f"{prefix}.")
+    return found
 
 
 def hash_of(record: dict[str, Any]) -> str:

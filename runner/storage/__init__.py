@@ -1,6 +1,7 @@
 """Where a run's files are: one interface over a disk and the buckets of three clouds.
 
 - `store` the interface, and what is built on it alone
+- `failure` what the errors of a disk mean
 - `local` a directory on a disk
 - `retry` try again what is transient, until a deadline
 - `bucket` a prefix of a bucket, over one of three drivers
@@ -15,6 +16,7 @@
 
 from runner.storage.background_writer import BackgroundWriter
 from runner.storage.cache_directory import default_cache_directory
+from runner.storage.failure import DiskError, ForbiddenError, OtherKindError, kind_of
 from runner.storage.local import LocalStore
 from runner.storage.log import Log, open_log, read_log
 from runner.storage.retry import DeadlineError, DeniedError, TransientError
@@ -27,20 +29,25 @@ from runner.storage.store import (
     digest_of,
     encode_json,
     encode_line,
+    number_in,
+    parse_json,
     parse_lines,
     probe,
     read_json,
 )
-from runner.storage.url import check_url, extra_of, open_store, split_checkpoint
+from runner.storage.url import check_url, extra_of, local_directory, open_store, split_checkpoint
 
 __all__ = [
     "ABSENT",
     "BackgroundWriter",
     "DeadlineError",
     "DeniedError",
+    "DiskError",
+    "ForbiddenError",
     "JsonObject",
     "LocalStore",
     "Log",
+    "OtherKindError",
     "Store",
     "TransientError",
     "Version",
@@ -51,8 +58,12 @@ __all__ = [
     "encode_json",
     "encode_line",
     "extra_of",
+    "kind_of",
+    "local_directory",
+    "number_in",
     "open_log",
     "open_store",
+    "parse_json",
     "parse_lines",
     "probe",
     "read_json",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import google_crc32c
 
+from runner.storage.failure import OtherKindError, make_directory, open_file, translating
 from runner.storage.store import ABSENT, Version
 
 _CHUNK_BYTES = 1 << 18
@@ -26,17 +27,17 @@ class LocalStore:
 
     def read(self, name: str) -> bytes:
         """See `Store`."""
-        try:
-            return (self.root / name).read_bytes()
-        except NotADirectoryError as error:
-            raise FileNotFoundError(str(error)) from error
+        path = self.root / name
+        with translating(path), open_file(path) as file:
+            return file.read()
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
         """See `Store`."""
+        path = self.root / name
         try:
-            with (self.root / name).open("rb") as file:
+            with translating(path), open_file(path) as file:
                 return file.read(), _version(os.fstat(file.fileno()))
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return b"", ABSENT
 
     def write(self, name: str, content: bytes) -> None:
@@ -46,19 +47,15 @@ class LocalStore:
     def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
         """Like `write`, for content that need not be in memory at once."""
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = _write_aside(path, chunks)
-        os.replace(aside, path)
-        _sync_directory(path.parent)
+        with translating(path), _written_aside(path, chunks) as aside:
+            os.replace(aside, path)
+            _sync_directory(path.parent)
 
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
         """See `Store`."""
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = _write_aside(path, [content])
-        new = _version(aside.stat())
-        with contextlib.ExitStack() as stack:
-            stack.callback(aside.unlink, missing_ok=True)
+        with translating(path), _written_aside(path, [content]) as aside, contextlib.ExitStack() as stack:
+            new = _version(aside.stat())
             if version == ABSENT:
                 os.link(aside, path)
             else:
@@ -66,42 +63,50 @@ class LocalStore:
                 if self.read_versioned(name)[1] != version:
                     raise FileExistsError(f"{path} has changed")
                 os.replace(aside, path)
-        _sync_directory(path.parent)
-        return new
+            _sync_directory(path.parent)
+            return new
 
     def create_from(self, directory: str, name: str, content: bytes) -> None:
         """Create `name` by way of a file in `directory`, which must be there until it is done.
 
         Raises `FileNotFoundError` if `directory` is gone, `FileExistsError` if `name` is there.
         """
-        aside = _write_aside(self.root / directory / Path(name).name, [content])
-        try:
-            os.link(aside, self.root / name)
-        finally:
-            aside.unlink(missing_ok=True)
-        _sync_directory((self.root / name).parent)
+        path, beside = self.root / name, self.root / directory / Path(name).name
+        with translating(beside), _written_aside(beside, [content], make_parents=False) as aside:
+            os.link(aside, path)
+            _sync_directory(path.parent)
 
     def exists(self, name: str) -> bool:
         """See `Store`."""
-        return (self.root / name).exists()
+        path = self.root / name
+        try:
+            with translating(path):
+                path.lstat()
+        except (FileNotFoundError, OtherKindError):
+            return False
+        return True
 
     def children(self, prefix: str) -> list[str]:
         """See `Store`."""
+        path = self.root / prefix
         try:
-            return os.listdir(self.root / prefix)
+            with translating(path):
+                return os.listdir(path)
         except FileNotFoundError:
             return []
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """See `Store`."""
         top = self.root / prefix
-        files = ((path.relative_to(top).as_posix(), path) for path in top.rglob("*") if path.is_file())
-        return {name: path.stat().st_size for name, path in sorted(files)}
+        with translating(top):
+            paths = (Path(directory) / name for directory, _, names in os.walk(top, onerror=_raise) for name in names)
+            files = ((path.relative_to(top).as_posix(), path) for path in paths if path.is_file())
+            return {name: path.stat().st_size for name, path in sorted(files)}
 
     def digest(self, name: str) -> str:
         """See `Store`."""
-        checksum = google_crc32c.Checksum()
-        with (self.root / name).open("rb") as file:
+        checksum, path = google_crc32c.Checksum(), self.root / name
+        with translating(path), open_file(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 checksum.update(chunk)
         return checksum.hexdigest().decode()
@@ -109,49 +114,64 @@ class LocalStore:
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
         """See `Store`."""
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        with translating(path):
+            make_directory(path.parent)
+            shutil.copyfile(source, path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
     def move_tree(self, source: str, target: str) -> None:
         """See `Store`."""
         path = self.root / target
-        path.parent.mkdir(parents=True, exist_ok=True)
-        (self.root / source).rename(path)
+        with translating(path):
+            make_directory(path.parent)
+            (self.root / source).rename(path)
 
     def remove(self, name: str) -> None:
         """See `Store`."""
-        (self.root / name).unlink(missing_ok=True)
+        path = self.root / name
+        with translating(path):
+            path.unlink(missing_ok=True)
 
     def remove_tree(self, prefix: str) -> None:
         """See `Store`. A dying attempt may still be writing into it, so what appears meanwhile is deleted too."""
         directory = self.root / prefix
-        if directory.is_file():
-            directory.unlink()
-        for _ in range(_REMOVE_TRIES):
-            shutil.rmtree(directory, ignore_errors=True)
-            if not directory.exists():
+        with translating(directory):
+            if directory.is_symlink() or not directory.is_dir():
+                directory.unlink(missing_ok=True)
                 return
-            time.sleep(0.1)
-        shutil.rmtree(directory)
+            for _ in range(_REMOVE_TRIES):
+                shutil.rmtree(directory, ignore_errors=True)
+                if not directory.exists():
+                    return
+                time.sleep(0.1)
+            shutil.rmtree(directory)
+
+
+def _raise(error: OSError) -> None:
+    """What has gone while a tree is walked is not there; nothing else is passed over."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _version(status: os.stat_result) -> Version:
     return f"{status.st_ino}.{status.st_mtime_ns}"
 
 
-def _write_aside(path: Path, chunks: Iterable[bytes]) -> Path:
+@contextlib.contextmanager
+def _written_aside(path: Path, chunks: Iterable[bytes], make_parents: bool = True) -> Iterator[Path]:
+    """A file beside `path` that holds `chunks`, flushed; whatever happens it does not stay under its own name."""
+    if make_parents:
+        make_directory(path.parent)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    try:  # a disk that is full must not fill up with parts
         with aside.open("wb") as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:  # a disk that is full must not fill up with parts
+        yield aside
+    finally:
         aside.unlink(missing_ok=True)
-        raise
-    return aside
 
 
 def _sync_directory(path: Path) -> None:

@@ -64,4 +64,10 @@ def read_log(store: Store, name: str) -> list[JsonObject]:
     parts = sorted(store.children(name)) if store.root is None else []
     for part in parts:
         rows += parse_lines(store.read(f"{name}/{part}"))
-    return sorted(rows, key=lambda row: row.get("time", 0)) if parts else rows
+    return sorted(rows, key=_time) if parts else rows
+
+
+def _time(row: JsonObject) -> float:
+    """When a row was written; 0 where it does not say."""
+    moment = row.get("time")
+    return moment if isinstance(moment, int | float) else 0.0

@@ -2,10 +2,11 @@
 
 Names are relative to the run's directory, parts joined by `/`. Errors are those of the operating system, wherever it
 is: `FileNotFoundError`, `FileExistsError`, `PermissionError`, and `TimeoutError` once a call's deadline is over. A
-caller handles a full disk and a bucket that is down in one `except OSError`; what nobody handles of the last two is a
-`StorageError` besides, and ends the run with 76.
+caller handles a full disk and a bucket that is down in one `except OSError`. What nobody handles ends the run with one
+line: with 76, since it is a `StorageError` besides, or, of a disk, with 2, if only a person can mend it (`failure`).
 """
 
+import contextlib
 import json
 import uuid
 from pathlib import Path
@@ -45,7 +46,7 @@ class Store(Protocol):
         """
 
     def exists(self, name: str) -> bool:
-        """Whether `name` is there."""
+        """Whether anything is there under `name`."""
 
     def children(self, prefix: str) -> list[str]:
         """Names of what stands directly below `prefix`, files and directories, in no order."""
@@ -102,10 +103,23 @@ def encode_json(value: Any) -> bytes:
 
 def read_json(store: Store, name: str) -> JsonObject:
     """The JSON object in `name`. Raises `FileNotFoundError`, or `ValueError` if it is not a whole JSON object."""
-    value = json.loads(store.read(name))
+    return parse_json(store.read(name))
+
+
+def parse_json(content: bytes) -> JsonObject:
+    """The JSON object in `content`. Raises `ValueError` if that is anything else."""
+    try:
+        value = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{name}: not a JSON object")
+        raise ValueError("not a JSON object")
     return value
+
+
+def number_in(name: str) -> int | None:
+    """The number that a name is, as it was written by the runner: `7`, but neither `007` nor the digits of others."""
+    return int(name) if name.isascii() and name.isdecimal() and (name == "0" or name[0] != "0") else None
 
 
 def encode_line(row: JsonObject) -> bytes:
@@ -114,13 +128,9 @@ def encode_line(row: JsonObject) -> bytes:
 
 
 def parse_lines(content: bytes) -> list[JsonObject]:
-    """The JSON objects of a file of lines. A torn line is left out."""
+    """The JSON objects of a file of lines. A line that is none, such as a torn one, is left out."""
     rows = []
     for line in content.split(b"\n"):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
+        with contextlib.suppress(ValueError):
+            rows.append(parse_json(line))
     return rows

@@ -1,10 +1,13 @@
 """From what a spec says, a path or a URL, to a store."""
 
 import importlib
+import os
+import re
 from pathlib import Path
 
 from runner.errors import InvalidError
 from runner.storage.bucket import BucketStore
+from runner.storage.failure import kind_of
 from runner.storage.local import LocalStore
 from runner.storage.store import Store
 
@@ -15,16 +18,60 @@ _DRIVERS = {  # scheme: module, class, extra of this package that brings the cli
 }
 
 
+_MOST_NAME_BYTES = 255  # of one name, on the disks of Linux
+_MOST_PATH_BYTES = 4095
+_VARIABLE = re.compile(r"\$[A-Za-z_{]")
+
+
 def check_url(text: str) -> None:
-    """Raise `InvalidError` if `text` cannot name a directory, without touching it."""
+    """Raise `InvalidError` if `text` cannot name a directory, or files, on any machine, without touching it."""
+    try:
+        path = os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise InvalidError(f"{text[:60]!r} is not text that a file can be named by") from error
+    if b"\0" in path:
+        raise InvalidError(f"{text[:60]!r} holds a NUL, which no path can")
     scheme, separator, rest = text.partition("://")
     if not separator:
+        _check_path(text, path)
         return
     if scheme not in _DRIVERS:
         choices = ", ".join(f"{known}://" for known in _DRIVERS)
         raise InvalidError(f"{scheme}:// is not known; got {text}, needs a local path or one of {choices}")
     if not rest.partition("/")[0]:
         raise InvalidError(f"{text} names no bucket; needs {scheme}://BUCKET/PREFIX")
+
+
+def _check_path(text: str, path: bytes) -> None:
+    longest = max(map(len, path.split(b"/")))
+    if longest > _MOST_NAME_BYTES:
+        raise InvalidError(f"{text[:60]}... has a name of {longest} bytes; a name has at most {_MOST_NAME_BYTES}")
+    if len(path) > _MOST_PATH_BYTES:
+        raise InvalidError(f"{text[:60]}... has {len(path)} bytes; a path has at most {_MOST_PATH_BYTES}")
+    if variable := _VARIABLE.search(text):
+        raise InvalidError(
+            f"{text} has {variable[0]}...: variables are not expanded; write the path, or ~ for the home directory"
+        )
+
+
+def local_directory(text: str) -> Path:
+    """The absolute path of a directory on this machine, which may be yet to be made; `~` is the home directory.
+
+    Raises `InvalidError` if it can never be one: a name too long, a user who is not known, something else than a
+    directory on the way.
+    """
+    check_url(text)
+    try:
+        path = Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise InvalidError(f"{text}: no home directory is known of {text.partition('/')[0]}") from error
+    for place in (*reversed(path.parents), path):
+        kind = kind_of(place)
+        if kind is None:
+            break
+        if kind != "a directory":
+            raise InvalidError(f"{place} is {kind}, needs a directory")
+    return path
 
 
 def extra_of(text: str) -> str | None:
@@ -40,10 +87,7 @@ def open_store(text: str) -> Store:
     scheme, separator, _ = text.partition("://")
     if separator:
         return _open_bucket(text, *_DRIVERS[scheme])
-    path = Path(text).expanduser().absolute()
-    if path.exists() and not path.is_dir():
-        raise InvalidError(f"{path} is a file, needs a directory")
-    return LocalStore(path)
+    return LocalStore(local_directory(text))
 
 
 def split_checkpoint(text: str) -> tuple[str, str | None]:

@@ -18,6 +18,7 @@ from runner.checkpoint.chunk import CHUNK_LEAVES, chunks
 from runner.checkpoint.double_buffer import _copy
 from runner.checkpoint.fingerprint import _digest_shards, describe, fingerprint, leaf_digests
 from runner.checkpoint.leaves import strong
+from runner.checkpoint.look import read_leaves
 from runner.checkpoint.manifest import committed
 from runner.checkpoint.reader import BlockReader
 from runner.errors import InvalidError, PreemptedError, StateError
@@ -135,6 +136,10 @@ def stop_resume_and_compare(make_store: Any, kinds: list[str]) -> None:
     assert [event["step"] for event in read_log(struck.store, "events") if event["event"] == "restore"] == [2]
     assert forms(resumed.state) == forms(whole.state)
     assert leaf_digests(resumed.state) == leaf_digests(whole.state)
+    manifest = committed(struck.store)[4]
+    looked_at = {leaf.name: leaf for leaf in read_leaves(struck.store, "checkpoints/4", manifest, manifest.leaves)}
+    assert [leaf.problem for leaf in looked_at.values() if leaf.problem is not None] == []
+    assert describe(resumed.state) == {name: describe([leaf.array])["0"] for name, leaf in looked_at.items()}
 
 
 def test_leaves_of_all_kinds_at_once_come_back_with_their_types_and_bits(make_store):

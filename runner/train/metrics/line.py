@@ -63,12 +63,17 @@ def decode(text: bytes) -> Row | None:
     return value if isinstance(value, dict) else None
 
 
+def _step_of(row: Row) -> int | None:
+    """The step of a row, None for a JSON object that is none: damage may have left another."""
+    step = row.get("step")
+    return step if type(step) is int and isinstance(row.get("train/loss"), int | float) else None
+
+
 def surviving(texts: Iterable[bytes], step: int | None = None, beyond: int = -1) -> Iterator[Line]:
     """The rows among lines of text that are up to `step` (None: all) and beyond `beyond`, each step once, in order."""
     for text in texts:
-        row = decode(text)
-        found = None if row is None else row.get("step")
-        if isinstance(found, int) and found > beyond and (step is None or found <= step):
+        found = _step_of(decode(text) or {})
+        if found is not None and found > beyond and (step is None or found <= step):
             beyond = found
             yield Line(found, text.strip() + b"\n")
 

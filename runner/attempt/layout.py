@@ -1,0 +1,28 @@
+"""The names in a run's directory, and what kind of thing each must be. In a bucket there are no kinds."""
+
+from runner.errors import InvalidError
+from runner.storage import Store, kind_of
+
+LAYOUT = {
+    "job.json": "a file",
+    "attempts": "a directory",
+    "spec.yaml": "a file",
+    "events.jsonl": "a file",
+    "metrics.jsonl": "a file",
+    "checkpoints": "a directory",
+    "quarantine": "a directory",
+    "stacks": "a directory",
+    "wandb": "a directory",
+    "result.json": "a file",
+}
+EXPENDABLE = ("compiled",)  # where something else stands under these names the run does without them, and says so
+
+
+def refuse_other_kinds(store: Store) -> None:
+    """Raise `InvalidError` if something of another kind stands where the run would read or write."""
+    if store.root is None:
+        return
+    for name, needed in LAYOUT.items():
+        kind = kind_of(store.root / name)
+        if kind not in (None, needed):
+            raise InvalidError(f"{store.root / name} is {kind}, needs {needed}; move it away")

@@ -1,0 +1,120 @@
+"""What no path can be is refused with one line, and nothing is made: for every key and command that takes a path."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.counter import Counter
+from runner import open_checkpoint
+from runner.command import checkpoints
+from runner.data.source import find_source
+from runner.errors import EXIT_INVALID, InvalidError
+from runner.spec import Checkpoint, parse_document, validate_spec
+from runner.storage import local_directory
+from tests.support.tiny import merge
+
+RUN = Path(__file__).parent / "data/format_1/counter"
+BAD = {
+    "a long name": "{here}/" + "x" * 256,
+    "a name that is long in bytes": "{here}/" + "é" * 128,
+    "a long path": "{here}" + "/xxxxxxxxx" * 500,
+    "nobody's home": "~nosuchuser/x",
+    "a file": "{here}/file",
+    "below a file": "{here}/file/x",
+    "far below a file": "{here}/file/x/y",
+    "a NUL": "{here}/a\0b",
+    "no text": "{here}/\ud800",
+    "a link that leads nowhere": "{here}/dangling",
+    "below a link that leads nowhere": "{here}/dangling/x",
+    "a loop of links": "{here}/loop",
+    "below a loop of links": "{here}/loop/x",
+    "a pipe": "{here}/pipe",
+    "a variable": "$HOME/x",
+    "a variable in braces": "{here}/${{HOME}}/x",
+}
+
+
+def count(here: Path, **changes: Any) -> None:
+    """Run a counter whose spec is read as the command reads it."""
+    base = {
+        "name": "count",
+        "job": "experiments.counter:Counter",
+        "directory": str(here / "run"),
+        "config": {"total_steps": 3, "width": 8},
+    }
+    document = parse_document(json.dumps(merge(base, changes)), "spec.yaml")
+    Counter(validate_spec(document), document)()
+
+
+TAKERS: dict[str, Callable[[Path, str], Any]] = {
+    "directory": lambda here, path: count(here, directory=path),
+    "checkpoint.local_directory": lambda here, path: count(
+        here, checkpoint={"local_directory": path, "local_every_steps": 1}
+    ),
+    "checkpoint.init_from": lambda here, path: count(here, checkpoint={"init_from": path}),
+    "a checkpoint in checkpoint.init_from": lambda here, path: count(
+        here, checkpoint={"init_from": f"{path}/checkpoints/4"}
+    ),
+    "config.data.source": lambda here, path: find_source(path),
+    "checkpoints": lambda here, path: checkpoints.main([path]),
+    "checkpoints --verify": lambda here, path: checkpoints.main([path, "--verify"]),
+    "checkpoints copy from": lambda here, path: checkpoints.main(["copy", path, str(here / "copy")]),
+    "checkpoints copy to": lambda here, path: checkpoints.main(["copy", str(RUN), path]),
+    "open_checkpoint": lambda here, path: open_checkpoint(path),
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "text.txt").write_text("text of its own")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def everything(here: Path) -> list[Path]:
+    return sorted(here.rglob("*"))
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_what_no_path_can_be_is_refused_and_nothing_is_made(taker: str, here: Path) -> None:
+    before, problems = everything(here), []
+    for name, form in BAD.items():
+        if (taker, name) == ("config.data.source", "a file"):
+            continue  # that is what it takes
+        try:
+            TAKERS[taker](here, form.format(here=here))
+        except InvalidError as error:
+            if error.exit_code != EXIT_INVALID or "\n" in str(error):
+                problems.append(f"{name}: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever comes out is what this test looks for
+            problems.append(f"{name}: {type(error).__name__}: {error}"[:200])
+        else:
+            problems.append(f"{name}: was taken")
+        if everything(here) != before:
+            problems.append(f"{name}: made {sorted(set(everything(here)) - set(before))}")
+            before = everything(here)
+    assert not problems, "\n".join(problems)
+
+
+def test_every_key_that_names_a_path_is_in_the_table() -> None:
+    keys = {"directory", *(f"checkpoint.{key}" for key in Checkpoint.model_fields)}
+    named = {key for key in keys if key.endswith(("directory", "init_from"))}
+    assert named <= set(TAKERS)
+
+
+def test_a_home_directory_is_found_and_a_directory_may_be_yet_to_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_directory("~/runs/new") == tmp_path / "runs/new"
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert local_directory(f"{tmp_path}/link/new") == tmp_path / "link/new"
+    assert local_directory("costs 5$ or $5") == Path.cwd() / "costs 5$ or $5"
