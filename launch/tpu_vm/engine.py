@@ -21,6 +21,7 @@ from launch.tpu_vm.job import Job
 from launch.tpu_vm.source import Commit, checked_out_commit
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError
+from runner.process import stop_signals
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
 from runner.storage import extra_of
 from runner.terminal import say, warn
@@ -73,7 +74,7 @@ def run(parsed: argparse.Namespace) -> int:
         return EXIT_DONE
     if shutil.which("gcloud") is None:
         raise InvalidError("gcloud is not on the PATH; install the Google Cloud CLI and run gcloud auth login")
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background commands begin with SIGINT ignored
+    for number in stop_signals():  # a terminal that closes is one
         signal.signal(number, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="launch-tpu-vm-") as scratch:

@@ -2,6 +2,7 @@
 
 - `event` every name in the ledger, what it means and who writes it
 - `result` the keys of `result.json`
+- `count` how a job counts its steps, checked before anything is committed
 - `hint` lines for a person at the end of a run
 - `fence` which attempt a directory belongs to
 - `event_log` the ledger `events.jsonl`

@@ -9,7 +9,7 @@ import sys
 import traceback
 from types import TracebackType
 
-from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError
+from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, of_exit
 from runner.hosts import gcp_preemption
 from runner.hosts.join import start
 from runner.hosts.placement import Placement, detect
@@ -49,6 +49,8 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
         code = error.exit_code
         if isinstance(error, PeerLostError):
             end_process(code)
+    except SystemExit as error:
+        end_process(EXIT_FAILED, str(of_exit(error)))
     hosts.leave(code)
     end_process(code)
 
