@@ -6,7 +6,6 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from experiments.counter import Counter, advance
@@ -298,50 +297,23 @@ def test_a_save_that_does_not_fit_into_the_grace_period_is_said_once_and_at_the_
     assert not events(tmp_path / "enough", "grace")
 
 
-class CountsBadly(Counter):
-    """After 12 steps its step is what `next_step` makes of it."""
+@pytest.mark.parametrize("report", ["save_or_stop", "save"])
+def test_a_step_that_is_no_count_ends_the_job_before_it_is_committed(tmp_path, report):
+    class CountsBadly(Counter):
+        def run(self):
+            while self.step < self.total_steps:
+                self.state = advance(self.state)
+                self.step += 1 if self.step < 10 else 1.0
+                getattr(self, report if self.step > 10 else "save_or_stop")()
 
-    next_step = staticmethod(lambda step: step + 1)
-    report = "save_or_stop"
-
-    def run(self):
-        while self.step < self.total_steps:
-            self.state = advance(self.state)
-            self.step = self.step + 1 if self.step < 12 else self.next_step(self.step)
-            getattr(self, self.report)()
-
-
-@pytest.mark.parametrize(
-    ("next_step", "found"),
-    [
-        (lambda step: step + 1.0, "13.0, of type float"),
-        (lambda step: np.int64(step + 1), r"np.int64\(13\), of type int64"),
-        (lambda step: np.float32(step + 1), r"np.float32\(13.0\), of type float32"),
-        (lambda step: np.array(step + 1), r"array\(13\), of type ndarray"),
-        (lambda step: jnp.int32(step + 1), "Array.13, dtype=int32.*, of type ArrayImpl"),
-        (lambda step: jnp.full((100, 100), step + 1), "Array.*, of type ArrayImpl"),
-        (lambda step: step > 0, "True, of type bool"),
-        (lambda step: str(step + 1), "'13', of type str"),
-        (lambda step: None, "None, of type NoneType"),
-        (lambda step: step - 1, "11; only load"),
-        (lambda step: -1, "-1; only load"),
-        (lambda step: 41, "41, beyond the end"),
-    ],
-)
-@pytest.mark.parametrize("by", ["save_or_stop", "save"])
-def test_a_step_that_is_not_counted_as_steps_are_ends_the_job_before_it_is_committed(tmp_path, next_step, found, by):
-    Bad = type("Bad", (CountsBadly,), {"next_step": staticmethod(next_step), "report": by})
-    words = rf"^experiments.counter:Counter: step .*{found}.*\(last step \d+, total_steps 40\)"
-    with pytest.raises(MiscountError, match=words) as caught:
-        counter(tmp_path, Bad)()
-    assert len(str(caught.value).splitlines()) == 1
-    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == ({"10"} if by == "save_or_stop" else {"10", "11", "12"})
-    assert committed_steps(tmp_path) == sorted(map(int, names))
+    with pytest.raises(MiscountError, match=r"^experiments.counter:Counter: step is 11.0, of type float"):
+        counter(tmp_path, CountsBadly)()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["10"]
+    assert committed_steps(tmp_path) == [10]
     assert not (tmp_path / "result.json").exists()
 
 
-@pytest.mark.parametrize("last_step", [0, 3, 10, 39])
+@pytest.mark.parametrize("last_step", [0, 13])
 def test_a_run_that_returns_before_its_end_has_failed_and_keeps_what_was_good(tmp_path, undisturbed, last_step):
     class Lazy(Counter):
         def run(self):
@@ -367,16 +339,11 @@ def test_a_checkpoint_beyond_an_end_that_was_lowered_is_still_the_end(tmp_path):
 
 
 def remove(directory):
-    shutil.rmtree(directory)
+    directory.rename(directory.with_name("elsewhere"))  # at once, whatever is being written in it
 
 
 def remove_the_attempts(directory):
     shutil.rmtree(directory / "attempts")
-
-
-def empty(directory):
-    remove(directory)
-    directory.mkdir()
 
 
 def begin_another_run(directory):
@@ -384,12 +351,7 @@ def begin_another_run(directory):
     counter(directory, **{"config.total_steps": 5})()
 
 
-def make_a_file_of_it(directory):
-    remove(directory)
-    directory.write_text("")
-
-
-@pytest.mark.parametrize("strike", [remove, remove_the_attempts, empty, begin_another_run])
+@pytest.mark.parametrize("strike", [remove, remove_the_attempts, begin_another_run])
 def test_a_directory_that_is_removed_under_a_job_is_named_and_is_the_users(tmp_path, strike):
     class Struck(Counter):
         def save_or_stop(self):
