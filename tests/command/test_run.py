@@ -1,4 +1,4 @@
-"""What a job's own `sys.exit` is to whoever started it: no end."""
+"""What a job's own `sys.exit` is to whoever started it: no end. What is printed of errors that nobody can catch."""
 
 import sys
 
@@ -27,6 +27,7 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setattr(run.gcp_preemption, "watch", lambda ask: None)
     monkeypatch.setattr(__main__.StopNotice, "listen", lambda notice: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def call(*words):
@@ -58,6 +59,26 @@ def test_sys_exit_before_the_job_has_begun_is_1_and_one_line(words, command, mon
     monkeypatch.setattr(job.RestoreableJob, "__init__", lambda *_: sys.exit(0))
     assert command(*words)[0] == 1
     assert capsys.readouterr().err.startswith("the job called sys.exit(0), which is no end")
+
+
+class Raises:
+    """Raises where nobody can catch it."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def __del__(self):
+        raise self.error
+
+
+def test_only_what_a_failed_save_has_told_already_is_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", run._leave_out_late_writes)
+    for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), ValueError("Event loop is closed")):
+        Raises(error)
+    assert [line for line in capsys.readouterr().err.splitlines() if "Error" in line] == [
+        "RuntimeError: another",
+        "ValueError: Event loop is closed",
+    ]
 
 
 def test_help_is_no_failure(capsys):
