@@ -10,7 +10,7 @@ import yaml
 from launch.__main__ import ENGINES, main
 from launch.kubernetes import admission
 from tests.support.harness import ROOT
-from tests.support.hostile import TEXTS, UNPRINTABLE, Engine, commit_of, given_to
+from tests.support.hostile import OVERRIDE_OF_LINES, TEXTS, UNPRINTABLE, Engine, commit_of, given_to
 
 COUNTER = str(ROOT / "specs" / "counter.yaml")
 ENGINE_OPTIONS = {
@@ -95,14 +95,17 @@ def test_a_value_that_is_no_text_is_refused(engine, render):
     assert "is not UTF-8" in errors[0]
 
 
+@pytest.mark.parametrize("engine", ENGINE_OPTIONS)
+def test_a_value_of_several_lines_arrives_as_it_was_given(engine, render, tmp_path):
+    code, output, errors = render(engine, "--set", OVERRIDE_OF_LINES)
+    assert (code, errors) == (0, [])
+    assert OVERRIDE_OF_LINES in given_to(Engine(engine), output, tmp_path)
+
+
 def test_a_script_for_sbatch_has_no_line_that_a_value_has_made(render):
-    text = "x\r\n#SBATCH --nodes=7\n#SBATCH --qos=y\x00".replace("\x00", "")
-    plain, hostile = (
-        render("slurm", "--set", f"group={json.dumps(value, ensure_ascii=False)}")[1] for value in ("x", text)
-    )
+    plain, hostile = (render("slurm", "--set", override)[1] for override in ("seed=1", OVERRIDE_OF_LINES))
     assert len(plain.split("\n")) == len(hostile.split("\n"))
-    assert "\r" not in hostile
-    assert hostile.count("#SBATCH") == plain.count("#SBATCH") + 2  # inside of one word, in one line
+    assert "\r" not in hostile  # sbatch refuses it
 
 
 # What an API server refuses.

@@ -30,6 +30,8 @@ TEXTS = (
     "1e3",
     "# no comment",
 )
+# A value of YAML whose comments are lines of their own.
+OVERRIDE_OF_LINES = 'seed=1\n#SBATCH --nodes=7\r\n# it\'s "raw" $HOME \\\n#SBATCH --qos=none\n'
 UNPRINTABLE = ("", " ", " a", "a ", "a\nb", "a\tb", "a\rb", "\x1b[31m", "\x7f", "\udcff")
 _SPEC = "specs/counter.yaml"
 
