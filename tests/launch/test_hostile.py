@@ -20,10 +20,16 @@ ENGINE_OPTIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """TPU VMs ship a commit, so there is one."""
+    return commit_of(tmp_path_factory.mktemp("hostile") / "project")
+
+
 @pytest.fixture
-def render(tmp_path, monkeypatch, capsys):
-    """What `--dry-run` prints: exit code, output, lines of errors. TPU VMs ship a commit, so there is one."""
-    monkeypatch.chdir(commit_of(tmp_path / "project"))
+def render(project, monkeypatch, capsys):
+    """What `--dry-run` prints: exit code, output, lines of errors."""
+    monkeypatch.chdir(project)
 
     def call(engine, *options, spec="specs/counter.yaml"):
         try:
