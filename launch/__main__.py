@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from launch import local
 from launch.kubernetes import engine as kubernetes
+from launch.options import check_texts
 from launch.slurm import engine as slurm
 from launch.tpu_vm import engine as tpu_vm
 from runner.errors import RunnerError
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         module.add_arguments(engine)
     parsed = parser.parse_args(arguments)
     try:
+        check_texts(parsed)
         return ENGINES[parsed.engine].run(parsed)
     except RunnerError as error:
         warn(str(error))

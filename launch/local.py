@@ -1,8 +1,8 @@
 """The job as N processes on this machine: a pod in miniature, on faked CPU devices where asked for.
 
 Every process gets the same command that a pod's hosts get. Their output is joined line by line with a prefix each. A
-signal to this process is forwarded to every one of them. All are started again together after 75 and 76, and this
-process ends with the job's exit code.
+signal to this process is forwarded to every one of them, and its death is one (`runner.process`). All are started again
+together after 75 and 76, and this process ends with the job's exit code.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from launch.restart.exit_code import job_code
 from launch.restart.ledger import newest_step, read_ledger
 from launch.restart.supervisor import Supervisor
 from runner.errors import EXIT_DONE, RunnerError
-from runner.process import make_environment, start_processes
+from runner.process import make_environment, start_processes, stop_signals
 from runner.spec import Checkpoint, load_document, validate_spec
 from runner.terminal import say
 
@@ -47,8 +47,13 @@ class Processes:
         self._postponed: list[int] = []
         self.is_stopping = False
 
+    def show_stacks(self, number: int, frame: FrameType | None) -> None:
+        """Handler of SIGQUIT, on which each prints the stacks of its threads and goes on."""
+        if self._have_started:
+            self._signal_all(number)
+
     def forward(self, number: int, frame: FrameType | None) -> None:
-        """Handler of a signal: pass it on; who has not ended after the grace period is killed."""
+        """Handler of what asks for a stop: pass it on; who has not ended after the grace period is killed."""
         if not self.is_stopping:
             killer = threading.Timer(self._grace_seconds, self._signal_all, [signal.SIGKILL])
             killer.daemon = True
@@ -100,8 +105,9 @@ def run(parsed: argparse.Namespace) -> int:
     except RunnerError:  # the job says what is wrong with it
         checkpoint = Checkpoint()
     processes = Processes(command, parsed.processes, environment, grace_seconds(parsed, checkpoint))
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, processes.forward)
+    signal.signal(signal.SIGQUIT, processes.show_stacks)
 
     supervisor = Supervisor(
         processes.run, lambda: newest_step(parsed.spec, parsed.set), lambda: processes.is_stopping, parsed.max_restarts

@@ -4,9 +4,12 @@ import argparse
 import math
 from collections.abc import Sequence
 
+from runner.errors import InvalidError
 from runner.spec import Checkpoint
 
 GRACE_SECONDS = 300
+_LARGEST = 2**31 - 1
+_ANY_TEXT = ("spec", "set", "sbatch_option")  # a path, YAML, and what is checked by its own engine
 
 
 def positive(text: str) -> int:
@@ -14,7 +17,7 @@ def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
+    return _checked_size(number)
 
 
 def natural(text: str) -> int:
@@ -22,6 +25,13 @@ def natural(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
+    return _checked_size(number)
+
+
+def _checked_size(number: int) -> int:
+    """The number, if engines can hold it."""
+    if number > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{number} is more than {_LARGEST}")
     return number
 
 
@@ -48,3 +58,23 @@ def runner_arguments(spec: str, overrides: Sequence[str]) -> list[str]:
 def set_arguments(overrides: Sequence[str]) -> list[str]:
     """`--set` once for each override."""
     return [word for override in overrides for word in ("--set", override)]
+
+
+def check_texts(parsed: argparse.Namespace) -> None:
+    """Raise `InvalidError` for an option that no engine can mean: empty, blank, or with what cannot be printed."""
+    for name, value in vars(parsed).items():
+        for text in _texts(value):
+            option = name if name == "spec" else f"--{name.replace('_', '-')}"
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise InvalidError(f"{option} {text!r:.100}: is not UTF-8")
+            if name not in _ANY_TEXT and (not text.isprintable() or text != text.strip() or not text):
+                raise InvalidError(f"{option} {text!r:.100}: needs text, printable, without blanks around it")
+
+
+def _texts(value: object) -> list[str]:
+    """The texts that an option was given; of NAME=VALUE only the name, since a value may be any text."""
+    if isinstance(value, tuple):
+        return [value[0]]
+    if isinstance(value, list):
+        return [text for each in value for text in _texts(each)]
+    return [value] if isinstance(value, str) else []

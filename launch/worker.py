@@ -17,6 +17,7 @@ from launch.restart.exit_code import job_code
 from launch.restart.ledger import newest_step
 from launch.restart.supervisor import Supervisor
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
+from runner.process import bind_to_parent, stop_signals
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,12 +29,12 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     command = [sys.executable, *runner_arguments(parsed.spec, parsed.set)]
     signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, lambda number, frame: signals.append(number))
 
     def start() -> int:
         # What holds a lock through an open file, as the engine's script does, holds it until the job itself is gone.
-        return job_code([subprocess.run(command, close_fds=False, check=False).returncode])
+        return job_code([subprocess.run(bind_to_parent(command), close_fds=False, check=False).returncode])
 
     code, _ = Supervisor(
         start, lambda: newest_step(parsed.spec, parsed.set), lambda: bool(signals), parsed.max_restarts

@@ -11,8 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from runner.command.arguments import Parser
-from runner.errors import EXIT_DONE, InvalidError, RunnerError
+from runner.command.arguments import Helped, Parser
+from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError, RunnerError, of_exit
 from runner.hosts.preemption import StopNotice
 from runner.spec import load_document, validate_spec
 from runner.terminal import warn
@@ -60,6 +60,11 @@ def main(arguments: Sequence[str]) -> int:
     except RunnerError as error:
         warn(str(error))
         return error.exit_code
+    except Helped:
+        return EXIT_DONE
+    except SystemExit as error:
+        warn(str(of_exit(error)))
+        return EXIT_FAILED
     return EXIT_DONE
 
 

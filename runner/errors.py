@@ -29,8 +29,18 @@ class StateError(FailedError):
     """The state has come into a form that could not be restored."""
 
 
+class MiscountError(FailedError):
+    """The job has counted its steps wrong, or ended before the last of them."""
+
+
 class FencedError(FailedError):
     """A newer attempt owns the directory: this one may not write any more."""
+
+
+class RemovedError(FencedError):
+    """The directory is not the one that this attempt has claimed: removed or unmounted under the running job."""
+
+    exit_code = EXIT_INVALID
 
 
 class InvalidError(RunnerError, ValueError):
@@ -73,6 +83,13 @@ class PeerLostError(RetryableError, ConnectionError):
 
 class StorageError(RetryableError, OSError):
     """The directory could not be read or written."""
+
+
+def of_exit(error: SystemExit) -> FailedError:
+    """What a `sys.exit` in a job's own code is, whatever code it names: a scheduler must not take it for the end."""
+    return FailedError(
+        f"the job called sys.exit({error.code!r}), which is no end: run returns at the last step, or raises an error"
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner import storage
 from runner.attempt.claim import Attempt, claim
 from runner.attempt.compile_cache import CompileCache
+from runner.attempt.count import check_end, check_step
 from runner.attempt.environment import changes
 from runner.attempt.hint import lines_at_the_end
 from runner.attempt.identity import check_directory, is_done, refuse_another_trajectory
@@ -27,7 +28,7 @@ from runner.checkpoint.leaves import refuse_what_cannot_be_kept, strong
 from runner.checkpoint.manifest import newest_manifest
 from runner.checkpoint.restore import check_source
 from runner.checkpoint.save import Payload, SaveKind
-from runner.errors import DivergedError, PreemptedError, StateError
+from runner.errors import DivergedError, MiscountError, PreemptedError, StateError
 from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
@@ -115,7 +116,10 @@ class RestoreableJob:
         return jax.jit(lambda: strong(self.init()), out_shardings=shardings)()
 
     def run(self) -> None:
-        """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`."""
+        """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`.
+
+        To return before that is an error, and so is `sys.exit`.
+        """
         raise NotImplementedError
 
     def identity(self) -> Trajectory:
@@ -167,7 +171,7 @@ class RestoreableJob:
                 self.run()
                 with progress.during("the end"):
                     self._finish()
-            except (DivergedError, StateError):
+            except (DivergedError, MiscountError, StateError):
                 self.checkpointer.settle()  # what was good may still be on its way to the disk
                 raise
             finally:
@@ -276,6 +280,8 @@ class RestoreableJob:
         self.attempt.say(f"weights of step {found.manifest.step} taken from {source}")
 
     def _finish(self) -> None:
+        self._check_step()
+        check_end(self.spec.job, self.step, self.total_steps)
         self.save()
         self.checkpointer.wait(self.step)
         result = self.result()
@@ -293,6 +299,7 @@ class RestoreableJob:
 
     def save_or_stop(self) -> None:
         """After a step: save if it is time, and if the job was asked to stop, save and raise `PreemptedError`."""
+        self._check_step()
         self.attempt.progress.arrive(self.step)
         is_stopping = self.attempt.stop.poll()
         self.checkpointer.raise_if_hopeless()
@@ -312,6 +319,7 @@ class RestoreableJob:
         Only steps are resumed from and retained by count; a checkpoint of another name is kept until deleted by hand.
         Raises `InvalidError` if `suffix` cannot be the name of a checkpoint.
         """
+        self._check_step()
         name = None if suffix is None else os.fspath(suffix)
         self.state = self.checkpointer.save(self.state, self.step, self.payload(), SaveKind.REQUIRED, name)
 
@@ -319,3 +327,8 @@ class RestoreableJob:
         """Replace the state and the step by those of `checkpoints/<suffix>`. Raises `ResumeError` if it is not good."""
         found = self.checkpointer.load(os.fspath(suffix))
         self.state, self.step = found.state, found.manifest.step
+        self.attempt.progress.arrive(self.step)
+
+    def _check_step(self) -> None:
+        """Raise `MiscountError` if the job has counted wrong since it last reported a step."""
+        check_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)

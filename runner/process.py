@@ -1,22 +1,44 @@
 """The processes of one job on this machine: the same command in each, a coordinator, faked devices where asked for.
 
-A pod in miniature. What the processes print and how they end is the business of whoever started them.
+A pod in miniature. What the processes print and how they end is the business of whoever started them. None is left
+alone: on Linux each gets SIGTERM when whoever started it dies, of kill -9 too. Run as a program, this file is what sees
+to that (`bind_to_parent`); it imports nothing of the project.
 """
 
+import ctypes
 import os
 import re
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, NoReturn
 
+# What asks a job to stop. SIGHUP is a terminal that closes, SIGUSR1 and SIGUSR2 are what batch systems can be told to
+# send. The first two insist: who sends one twice wants the end now.
+INSISTENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (*INSISTENT_SIGNALS, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1
 _NUM_FAKED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 _THREADS_PER_FAKED_DEVICE = 4
 
 
-def make_environment(num_devices: int | None) -> dict[str, str]:
-    """This process's variables, with `num_devices` faked CPU devices for the process to start; None = fake none."""
-    variables = dict(os.environ)
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals by which this process can be asked to stop: what `nohup` has set to be ignored stays ignored.
+
+    SIGTERM and SIGINT never are: a shell that starts a command in the background has it ignore SIGINT.
+    """
+    return tuple(
+        number
+        for number in STOP_SIGNALS
+        if number in INSISTENT_SIGNALS or signal.getsignal(number) is not signal.SIG_IGN
+    )
+
+
+def make_environment(num_devices: int | None, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables `given`, with `num_devices` faked CPU devices for the process to start; None = fake none."""
+    variables = dict(given)
     if num_devices is None:
         return variables
     flags = _NUM_FAKED.sub("", variables.get("XLA_FLAGS", "")).split()
@@ -56,11 +78,11 @@ def start_processes(
     """Start the command in every process of a job; what each prints goes to `output` (`subprocess.PIPE`, or a file).
 
     Each has a session of its own: a Ctrl-C on the terminal reaches only the caller, who passes on what they are to
-    hear. They outlive a caller that is killed.
+    hear. To be called from a thread that lives as long as they may: they end with it (see `bind_to_parent`).
     """
     return [
         subprocess.Popen(
-            [*command, *placement],
+            bind_to_parent([*command, *placement]),
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -69,3 +91,29 @@ def start_processes(
         )
         for placement in make_placements(num_processes)
     ]
+
+
+def bind_to_parent(command: Sequence[str]) -> list[str]:
+    """The command as this process is to start it, so that it is asked to stop when this process dies.
+
+    On Linux the kernel sends it SIGTERM as soon as the thread that started it has ended. It is set by a program that
+    then becomes the command, with the same process id: no code runs between fork and exec. Elsewhere the command as it
+    is: what it runs outlives a parent that is killed.
+    """
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def _become(command: Sequence[str], parent: int) -> NoReturn:
+    """Ask for SIGTERM at the death of the parent, and become the command."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before its death was asked for
+        sys.exit(128 + signal.SIGTERM)
+    os.execvp(command[0], list(command))
+
+
+if __name__ == "__main__":
+    _become(sys.argv[2:], int(sys.argv[1]))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import leftover
+from tests.support import faked, leftover
 
 # The workers of pytest-xdist inherit the variable from the process that starts them, which makes the directory.
 SESSION_VARIABLE = "RUNNER_TESTS_SESSION"
@@ -15,10 +15,7 @@ _is_session_mine = SESSION_VARIABLE not in os.environ
 if _is_session_mine:
     os.environ[SESSION_VARIABLE] = tempfile.mkdtemp(prefix="runner-tests-")
 os.environ["RUNNER_CACHE"] = os.path.join(os.environ[SESSION_VARIABLE], "cache")
-os.environ["JAX_PLATFORMS"] = "cpu"
-# Compiling is most of what these tests cost, and half of that is LLVM's optimiser; a job in a process of its own, as
-# in tests/survival, is compiled as users compile it.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+faked.fake_here(8)
 
 pytest_plugins = ("pytester",)
 LONGEST_FILES = (

@@ -3,18 +3,27 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.counter import Counter
+from experiments.counter import Counter, advance
 from runner import RestoreableJob
 from runner.attempt.fence import Fence
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
-from runner.errors import FencedError, InvalidError, PreemptedError, ResumeError, StorageError
+from runner.errors import (
+    FencedError,
+    InvalidError,
+    MiscountError,
+    PreemptedError,
+    RemovedError,
+    ResumeError,
+    StorageError,
+)
 from runner.hosts.agreement import Hosts
 from runner.spec import ExecutionSpec, read_spec
 from runner.storage import LocalStore, read_json, read_log
@@ -328,3 +337,71 @@ def test_a_save_that_does_not_fit_into_the_grace_period_is_said_once_and_at_the_
     assert [row["event"] for row in events(tmp_path) if row["attempt"] == 2][2:4] == ["grace", "restore"]
     counter(tmp_path / "enough", checkpoint={"every_steps": 10, "grace_seconds": 60.0})()
     assert not events(tmp_path / "enough", "grace")
+
+
+@pytest.mark.parametrize("report", ["save_or_stop", "save"])
+def test_a_step_that_is_no_count_ends_the_job_before_it_is_committed(tmp_path, report):
+    class CountsBadly(Counter):
+        def run(self):
+            while self.step < self.total_steps:
+                self.state = advance(self.state)
+                self.step += 1 if self.step < 10 else 1.0
+                getattr(self, report if self.step > 10 else "save_or_stop")()
+
+    with pytest.raises(MiscountError, match=r"^experiments.counter:Counter: step is 11.0, of type float"):
+        counter(tmp_path, CountsBadly)()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["10"]
+    assert committed_steps(tmp_path) == [10]
+    assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize("last_step", [0, 13])
+def test_a_run_that_returns_before_its_end_has_failed_and_keeps_what_was_good(tmp_path, undisturbed, last_step):
+    class Lazy(Counter):
+        def run(self):
+            while self.step < last_step:
+                self.state = advance(self.state)
+                self.step += 1
+                self.save_or_stop()
+
+    words = f"^experiments.counter:Counter: run returned at step {last_step} of 40: "
+    with pytest.raises(MiscountError, match=words) as caught:
+        counter(tmp_path, Lazy)()
+    assert len(str(caught.value).splitlines()) == 1
+    assert not counter(tmp_path).done
+    assert committed_steps(tmp_path) == list(range(10, last_step + 1, 10))
+    counter(tmp_path)()
+    assert result(tmp_path) == undisturbed
+
+
+def test_a_checkpoint_beyond_an_end_that_was_lowered_is_still_the_end(tmp_path):
+    stop_after(counter(tmp_path), 30)
+    counter(tmp_path, **{"config.total_steps": 20})()
+    assert result(tmp_path)["step"] == 30
+
+
+def remove(directory):
+    directory.rename(directory.with_name("elsewhere"))  # at once, whatever is being written in it
+
+
+def remove_the_attempts(directory):
+    shutil.rmtree(directory / "attempts")
+
+
+def begin_another_run(directory):
+    remove(directory)
+    counter(directory, **{"config.total_steps": 5})()
+
+
+@pytest.mark.parametrize("strike", [remove, remove_the_attempts, begin_another_run])
+def test_a_directory_that_is_removed_under_a_job_is_named_and_is_the_users(tmp_path, strike):
+    class Struck(Counter):
+        def save_or_stop(self):
+            if self.step == 15:
+                strike(self.store.root)
+            super().save_or_stop()
+
+    with pytest.raises(RemovedError, match="attempts/1, this attempt's claim, is gone: somebody has removed") as caught:
+        counter(tmp_path / "run", Struck)()
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run" / "checkpoints" / "20" / "manifest.json").exists()

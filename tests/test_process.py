@@ -1,12 +1,15 @@
-"""The processes of a job on this machine: what each is told."""
+"""The processes of a job on this machine: what each is told, and that it does not outlive whoever started it."""
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from runner import process
-from runner.process import make_environment, make_placements, start_processes
+from runner.process import bind_to_parent, make_environment, make_placements, start_processes
 
 PRINT = "import os, sys; print(sys.argv[1:], os.getsid(0) == os.getpid(), os.environ['PLACE'], file=sys.stderr)"
 
@@ -62,3 +65,44 @@ def test_all_processes_run_the_command_in_sessions_of_their_own():
     for process_id, output in enumerate(outputs):
         assert output.startswith("['a b', '--coordinator', '127.0.0.1:")
         assert output.endswith(f"'--num-processes', '2', '--process-id', '{process_id}'] True here\n")
+
+
+FAMILY = """
+import os, subprocess, sys
+from runner.process import start_processes
+children = start_processes([sys.executable, "-c", "import time; time.sleep(600)"], 2, os.environ, 1)
+print(len(children), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_processes_end_with_whoever_started_them_whatever_it_dies_of(number):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FAMILY],
+        cwd=Path(process.__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout.readline() == b"2\n"
+    parent.send_signal(number)
+    parent.wait()
+    assert parent.stdout.read() == b""  # each of them holds the other end until it dies
+    parent.stdin.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_a_process_whose_parent_died_before_it_could_ask_for_that_never_begins(tmp_path):
+    words = bind_to_parent(["touch", str(tmp_path / "begun")])
+    words[words.index(str(os.getpid()))] = "1"  # its parent is not the one that it was told of
+    assert subprocess.run(words).returncode == 143
+    assert not (tmp_path / "begun").exists()
+
+
+def test_a_bound_command_is_the_command_with_its_words_its_variables_and_its_exit_code():
+    program = "import os, sys; print(sys.argv[1:], os.environ['PLACE'], os.getpid()); sys.exit(7)"
+    words = bind_to_parent([sys.executable, "-c", program, "a b", "--", "#c"])
+    started = subprocess.Popen(words, env={"PLACE": "here"}, stdout=subprocess.PIPE, text=True)
+    assert started.communicate()[0] == f"['a b', '--', '#c'] here {started.pid}\n"
+    assert started.returncode == 7

@@ -7,6 +7,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
+from launch.kubernetes.admission import check_size
 from launch.kubernetes.jobset import dump, render
 from launch.options import add_grace_seconds, natural, positive
 from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
@@ -42,7 +43,9 @@ def run(parsed: argparse.Namespace) -> int:
     """Submit the job, or print what would be submitted."""
     spec = validate_spec(load_document(parsed.spec, parsed.set))
     text = Path(parsed.spec).read_text(encoding="utf-8-sig")
-    manifest = dump(render(spec, text, parsed))
+    rendered = render(spec, text, parsed)
+    check_size(rendered, len(text.encode()))
+    manifest = dump(rendered)
     if parsed.dry_run:
         say(manifest.rstrip("\n"))
         return EXIT_DONE

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from launch.kubernetes import pod
+from launch.kubernetes import admission, pod
 from launch.kubernetes.pod import Pods
 from runner.accelerator import parse_accelerator
 from runner.errors import EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, InvalidError
@@ -55,6 +55,7 @@ JOBSET_FAILURE_RULES = [
 
 def render(spec: ExecutionSpec, text: str, parsed: argparse.Namespace) -> dict[str, Any]:
     """The JobSet of a job; `text` is its spec as it was written. Raises `InvalidError` for what cannot run there."""
+    admission.check_options(parsed)
     accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
     pods = pod.pods_for(accelerator, parsed.nodes)
     name = kubernetes_name(parsed.name or spec.name, pods)
@@ -110,7 +111,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     is_ambiguous = re.fullmatch(r"[-+.]?[.\d].*|[yYnN]", text) is not None
-    style = "|" if "\n" in text else '"' if is_ambiguous else None
+    style = "|" if text.endswith("\n") else '"' if is_ambiguous else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from launch.kubernetes.admission import MOST_PODS, check_mounts
 from launch.options import grace_seconds, runner_arguments
 from runner.accelerator import Accelerator
 from runner.errors import InvalidError
@@ -49,6 +50,8 @@ def pods_for(accelerator: Accelerator | None, num_nodes: int | None) -> Pods:
     if accelerator is None or accelerator.name == "cpu":
         if num_nodes is None:
             raise InvalidError("topology.accelerator names no chips to ask for; give --nodes N for N pods on CPUs")
+        if num_nodes > MOST_PODS:
+            raise InvalidError(f"--nodes {num_nodes}: a Job has at most {MOST_PODS} pods")
         return Pods(num_nodes)
     name, chip = accelerator.name, accelerator.chip
     if num_nodes is not None:
@@ -58,6 +61,8 @@ def pods_for(accelerator: Accelerator | None, num_nodes: int | None) -> Pods:
     if chip.gke_accelerator is None:
         raise InvalidError(f"topology.accelerator is {name}, which GKE does not have")
     hosts, chips_on_a_host = accelerator.hosts_per_slice, accelerator.chips_on_a_host
+    if hosts * accelerator.num_slices > MOST_PODS:
+        raise InvalidError(f"topology.accelerator is {accelerator}; a JobSet has at most {MOST_PODS} pods")
     if chip.is_tpu:
         labels = {
             "cloud.google.com/gke-tpu-accelerator": chip.gke_accelerator,
@@ -129,6 +134,7 @@ def _volumes(
         volumes.append(("fast-tier", fast, {"hostPath": {"path": fast, "type": "DirectoryOrCreate"}}))
     if pods.chips and not pods.is_tpu:  # NCCL wants more shared memory than the usual 64 MiB
         volumes.append(("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}}))
+    check_mounts([path for _, path, _ in volumes])
     return (
         [{"name": name, **source} for name, _, source in volumes],
         [{"name": name, "mountPath": path} for name, path, _ in volumes],

@@ -49,7 +49,7 @@ def render(spec: ExecutionSpec, nodes: Allocation, parsed: argparse.Namespace) -
         *map(_directive, [*options, *parsed.sbatch_option]),
         "set -u",
         f"name={spec.name}",
-        f"command=({shlex.join(command)})",
+        f"command=({' '.join(map(_bash_word, command))})",
         f"step_options=({shlex.join(step_options)})",
         f"max_restarts={parsed.max_restarts}",
     ]
@@ -65,6 +65,18 @@ def _time_seconds(text: str) -> int:
     if match[1] is None and match[4] is None:
         return 60 * first + second
     return 86400 * days + 3600 * first + 60 * second + third
+
+
+def _bash_word(text: str) -> str:
+    """A word for bash, on one line: sbatch refuses a script with a carriage return, and reads options in its lines."""
+    if text.isprintable():
+        return shlex.quote(text)
+    plain = (character if character.isprintable() and character not in "\\'" else None for character in text)
+    escaped = (
+        known or "".join(f"\\x{byte:02x}" for byte in character.encode())
+        for known, character in zip(plain, text, strict=True)
+    )
+    return f"$'{''.join(escaped)}'"
 
 
 def _directive(option: str) -> str:

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import tempfile
+import threading
 from pathlib import Path
 
 from launch.options import natural, set_arguments
@@ -21,12 +22,14 @@ from launch.tpu_vm.job import Job
 from launch.tpu_vm.source import Commit, checked_out_commit
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError
+from runner.process import stop_signals
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
 from runner.storage import extra_of
 from runner.terminal import say, warn
 
 HELP = "run the job on TPU VMs of Google Cloud, through a queued resource"
 _LONGEST_NAME = 60
+_MOST_ARGUMENT_BYTES = 131_072  # of one argument, and the zero after it, on Linux
 _NAME = re.compile(rf"[a-z]([a-z0-9-]{{0,{_LONGEST_NAME - 2}}}[a-z0-9])?")
 
 
@@ -49,8 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-restarts", type=natural, default=100, metavar="N", help="after 76; default 100")
     parser.add_argument("--keep", action="store_true", help="leave the machines when the job is done or has failed")
-    parser.add_argument("--poll-seconds", type=float, default=30.0, metavar="N", help="between looks; default 30")
+    parser.add_argument("--poll-seconds", type=_seconds, default=30.0, metavar="N", help="between looks; default 30")
     parser.add_argument("--dry-run", action="store_true", help="print the gcloud commands, run none")
+
+
+def _seconds(text: str) -> float:
+    """A pause, for argparse."""
+    seconds = float(text)
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds to wait")
+    return seconds
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -63,17 +74,21 @@ def run(parsed: argparse.Namespace) -> int:
         raise InvalidError(f"--name {name}: needs a lower case letter, then such letters, digits and hyphens")
     resource = _resource(parsed, _accelerator(document, spec), name)
     host = _host(parsed, commit, document, spec, resource.name)
+    gcloud = Gcloud(resource, parsed.poll_seconds)
+    commands = Job(resource, host, _files(parsed, host, ""), gcloud, parsed.poll_seconds, parsed.keep).plan()
+    longest = max(len(word.encode()) for command in commands for word in command)
+    if longest >= _MOST_ARGUMENT_BYTES:
+        raise InvalidError(f"--set: makes a command of {longest} bytes, needs less than {_MOST_ARGUMENT_BYTES}")
     for line in _about(commit):
         warn(line)
-    gcloud = Gcloud(resource, parsed.poll_seconds)
     if parsed.dry_run:
         say(shlex.join(["git", "archive", "--format=tar.gz", f"--output={host.archive}", commit.hash]))
-        for command in Job(resource, host, _files(parsed, host, ""), gcloud, parsed.poll_seconds, parsed.keep).plan():
+        for command in commands:
             say(shlex.join(command))
         return EXIT_DONE
     if shutil.which("gcloud") is None:
         raise InvalidError("gcloud is not on the PATH; install the Google Cloud CLI and run gcloud auth login")
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background commands begin with SIGINT ignored
+    for number in stop_signals():  # a terminal that closes is one
         signal.signal(number, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="launch-tpu-vm-") as scratch:
@@ -145,6 +160,10 @@ def _host(parsed: argparse.Namespace, commit: Commit, document: Document, spec: 
     if extra is None:
         reason = f"{spec.directory} is on the disk of a TPU VM, which is deleted with it; needs gs://, s3:// or az://"
         raise document.error("directory", reason)
+    if parsed.environment_file is not None and ":" in parsed.environment_file:
+        raise InvalidError(
+            f"--environment-file {parsed.environment_file}: needs a path without ':', which scp takes apart"
+        )
     if parsed.environment_file is not None and not Path(parsed.environment_file).is_file():
         raise InvalidError(f"--environment-file {parsed.environment_file}: no such file")
     return Host(

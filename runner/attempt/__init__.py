@@ -2,6 +2,7 @@
 
 - `event` every name in the ledger, what it means and who writes it
 - `result` the keys of `result.json`
+- `count` how a job counts its steps, checked before anything is committed
 - `hint` lines for a person at the end of a run
 - `layout` the names in a directory, and what kind of thing each must be
 - `owner` `job.json`: whose directory it is

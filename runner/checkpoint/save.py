@@ -42,7 +42,7 @@ from runner.checkpoint.manifest import CHECKPOINTS, Manifest
 from runner.checkpoint.read_back import ReadBack, forms
 from runner.checkpoint.tombstone import commit
 from runner.checkpoint.writer import Writer, Written
-from runner.errors import FencedError, StorageError, first_line
+from runner.errors import FencedError, RemovedError, StorageError, first_line
 from runner.storage import JsonObject
 from runner.terminal import warn
 
@@ -299,15 +299,15 @@ class Saver:
         """
         if self._pending is None:
             return True
-        committed, fenced = False, None
+        committed, fenced, is_removed = False, None, False
         try:
             committed = self._pending.result()
         except FencedError as error:
-            fenced = str(error)
+            fenced, is_removed = str(error), isinstance(error, RemovedError)
         self._pending = None
-        committed, fenced = self._attempt.hosts.agree([committed, fenced])
+        committed, fenced, is_removed = self._attempt.hosts.agree([committed, fenced, is_removed])
         if fenced is not None:
-            raise FencedError(fenced)
+            raise (RemovedError if is_removed else FencedError)(fenced)
         return committed
 
     def _wait_for_fast(self) -> None:

@@ -16,6 +16,10 @@ USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT 
        python -m runner schema [SPEC]"""
 
 
+class Helped(SystemExit):
+    """The user has asked for help, and got it."""
+
+
 class Parser(argparse.ArgumentParser):
     """Raises instead of ending the process."""
 
@@ -25,6 +29,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """See `argparse`."""
         raise InvalidError(f"{message}\nusage: {USAGE}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """See `argparse`: called after `--help` alone."""
+        raise Helped(status)
 
     def add_set(self) -> None:
         """The option `--set`."""

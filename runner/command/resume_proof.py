@@ -2,9 +2,13 @@
 
 Both run as real processes in a scratch directory, with the same spec, to the same step; only cadences differ from the
 spec's, which move no bit. Compared are the digest of every leaf at every checkpoint, and every row of the metrics.
+
+A run that ends by itself with 75 or 76, or is killed by others, says nothing about resume: it is started again, the
+undisturbed one from nothing.
 """
 
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +23,10 @@ from runner.errors import (
     EXIT_FAILED,
     EXIT_INVALID,
     EXIT_PREEMPTED,
+    EXIT_RETRYABLE,
     FailedError,
     InvalidError,
+    RetryableError,
     RunnerError,
 )
 from runner.process import make_environment, start_processes
@@ -31,6 +37,9 @@ from runner.train.metrics.file import read_rows
 PLACES = ("between two saves", "in a save", "while starting")
 _POLL_SECONDS = 0.005
 _LONGEST_SURVIVAL_SECONDS = 2.0  # of the others after the first death
+_MOST_RETRIES = 3  # of each run
+_RETRYABLE = (EXIT_DONE, EXIT_PREEMPTED, EXIT_RETRYABLE, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGTERM)
+_TAIL_LINES = 15
 
 
 @dataclass(frozen=True)
@@ -60,11 +69,13 @@ class Trial:
 
 
 class Run:
-    """One run of the job in a directory of its own."""
+    """One run of the job in a directory of its own; an undisturbed one never goes on from a checkpoint."""
 
-    def __init__(self, trial: Trial, directory: Path):
+    def __init__(self, trial: Trial, directory: Path, is_undisturbed: bool = False):
         self._trial = trial
         self.directory = directory
+        self._is_undisturbed = is_undisturbed
+        self._num_retries = 0
         self._log = directory.with_suffix(".log")
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -105,32 +116,49 @@ class Run:
             process.wait()
 
     def run_on(self) -> None:
-        """To the commit of the last step, and then to a clean stop. Raises `FailedError` if the job ends otherwise."""
-        self.until(lambda: self.newest() >= self._trial.steps)
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        codes = [process.wait() for process in self._processes]
-        if any(code not in (EXIT_DONE, EXIT_PREEMPTED) for code in codes):
-            raise self._failure(codes)
+        """To the commit of the last step, and then to a clean stop. Raises as `until` does."""
+        while self.until(lambda: self.newest() >= self._trial.steps):
+            for process in self._processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+            codes = [process.wait() for process in self._processes]
+            if all(code in (EXIT_DONE, EXIT_PREEMPTED) for code in codes):
+                return
+            self._retry(codes)
 
     def until(self, happens: Callable[[], bool]) -> bool:
-        """Wait for it; False if the job was done before. Raises if it ended in any other way."""
+        """Wait for it; False if the job was done before.
+
+        Raises if it ended in any other way: `InvalidError`, `FailedError`, or `RetryableError` if no further try helps.
+        """
         while not happens():
             codes = [process.poll() for process in self._processes]
             if None not in codes:
-                if any(codes):
-                    raise self._failure(codes)
-                return happens()
+                if not any(codes):
+                    return happens()
+                self._retry([code for code in codes if code is not None])
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _failure(self, codes: Sequence[int | None]) -> RunnerError:
+    def _retry(self, codes: Sequence[int]) -> None:
+        """Start again a job that has ended with these codes by itself. Raises if that is no use."""
+        ended = f"the job ended with {', '.join(map(str, codes))} by itself"
+        if self._num_retries == _MOST_RETRIES or any(code not in _RETRYABLE for code in codes):
+            raise self._failure(codes, ended)
+        self._num_retries += 1
+        say(f"verify-resume: {ended}, which is no difference; try {self._num_retries} of {_MOST_RETRIES} again")
+        if self._is_undisturbed:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        self.start()
+
+    def _failure(self, codes: Sequence[int], ended: str) -> RunnerError:
         """What to raise when the job has ended with these codes, which it should not have."""
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         if all(code == EXIT_INVALID for code in codes):
             return InvalidError(tail)
-        return FailedError(f"the job ended with {', '.join(map(str, codes))} by itself:\n{tail}")
+        if all(code in _RETRYABLE for code in codes):
+            return RetryableError(f"{ended}, after {_MOST_RETRIES} retries; nothing is proved, run it again:\n{tail}")
+        return FailedError(f"{ended}:\n{tail}")
 
     # What stands in the directory.
 
@@ -160,7 +188,7 @@ class Run:
 def verify(trial: Trial, scratch: Path) -> int:
     """Run both, say what was found, and return the exit code: 0 for the same bits, 1 for a difference."""
     chance = random.Random(trial.seed)
-    whole, killed = Run(trial, scratch / "undisturbed"), Run(trial, scratch / "killed")
+    whole, killed = Run(trial, scratch / "undisturbed", is_undisturbed=True), Run(trial, scratch / "killed")
     try:
         began = time.monotonic()
         whole.start()

@@ -11,7 +11,7 @@ import traceback
 from types import TracebackType
 
 from runner.accelerator import set_deterministic
-from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError
+from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, of_exit
 from runner.hosts import gcp_preemption
 from runner.hosts.join import start
 from runner.hosts.placement import Placement, detect
@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
         logging.getLogger(library).setLevel(logging.CRITICAL)
     is_elastic = spec.topology is not None and spec.topology.elastic
     hosts = start(placement, spec.deadlines, is_elastic)
-    sys.excepthook = _end_on_bug
+    sys.excepthook, sys.unraisablehook = _end_on_bug, _leave_out_late_writes
     stop.join(hosts if hosts.num_processes > 1 else None)
     gcp_preemption.watch(stop.ask)
     code = EXIT_DONE
@@ -53,6 +53,8 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
         code = error.exit_code
         if isinstance(error, PeerLostError):
             end_process(code)
+    except SystemExit as error:
+        end_process(EXIT_FAILED, str(of_exit(error)))
     hosts.leave(code)
     end_process(code)
 
@@ -64,6 +66,15 @@ def _placement(parsed: argparse.Namespace, deadline_seconds: float) -> Placement
     if parsed.num_processes == 1:
         return None
     return Placement(parsed.coordinator, parsed.num_processes, parsed.process_id)
+
+
+def _leave_out_late_writes(found: "sys.UnraisableHookArgs") -> None:
+    """Leave out what tensorstore says of each other write of a save that has failed; the save's own line is there.
+
+    Orbax leaves at the first write that fails, and closes the event loop that the others report to.
+    """
+    if not (isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"):
+        sys.__unraisablehook__(found)
 
 
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM or Ctrl-C on any host becomes one agreed stop on all of them.
+"""Preemption: SIGTERM or Ctrl-C on any host becomes one agreed stop on all of them. So do SIGHUP, SIGUSR1, SIGUSR2.
 
 The main thread counts ticks: every host calls `poll` at the same places, so tick t is the same place everywhere.
 
@@ -11,10 +11,13 @@ The main thread counts ticks: every host calls `poll` at the same places, so tic
 
 Before the first tick nothing exists that is not committed or derived from the spec. If the largest tick is 0 every
 host therefore ends at once, with the exit code of a preemption: a compile of half an hour is not waited for.
-A second signal on the same host ends that process at once; the last commit stays intact.
+A second SIGTERM or Ctrl-C on the same host ends that process at once; the last commit stays intact. The others may come
+twice without that: a terminal that closes sends SIGHUP twice, systemd sends one after SIGTERM. SIGQUIT asks for
+nothing: it prints the stacks of all threads, and the job goes on.
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -26,9 +29,10 @@ from types import FrameType
 from typing import Protocol
 
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
+from runner.process import INSISTENT_SIGNALS, STOP_SIGNALS, stop_signals
 from runner.terminal import warn
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_STANDARD_ERROR = 2
 _JOIN_SECONDS = 15
 _VERDICT_SECONDS = 60  # in which the watchdog names the lost peer, and ends the process
 
@@ -69,19 +73,20 @@ class StopNotice:
         self._lock = threading.Lock()
         self._tick = 0
         self._stop_tick: int | None = None
-        self._num_signals = 0
+        self._num_insistent = 0
         self._peers: Peers | None = None
         self._joined = threading.Event()
         self._joined.set()
         self.on_idle_exit: Callable[[], None] | None = None
 
     def listen(self) -> None:
-        """Take over SIGTERM and SIGINT. Main thread only, as early as possible."""
+        """Take over the signals that ask for a stop, and SIGQUIT. Main thread only, as early as possible."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        for number in stop_signals():
             signal.signal(number, _leave_to_the_listener)
+        faulthandler.register(signal.SIGQUIT, file=_STANDARD_ERROR)
         threading.Thread(target=self._await_signals, args=(reader, writer), name="signals", daemon=True).start()
 
     def expect_peers(self) -> None:
@@ -108,14 +113,14 @@ class StopNotice:
         """`writer` is held here alone: Python knows only its number."""
         while numbers := reader.recv(16):
             for number in numbers:
-                if number in _SIGNALS:
-                    self._on_signal(signal.Signals(number).name)
+                if number in STOP_SIGNALS:
+                    self._on_signal(signal.Signals(number))
 
-    def _on_signal(self, name: str) -> None:
-        self._num_signals += 1
-        if self._num_signals > 1:
-            end_process(EXIT_PREEMPTED, f"{name} again: leaving at once; the last commit is intact")
-        self.ask(name)
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._num_insistent += number in INSISTENT_SIGNALS
+        if self._num_insistent > 1:
+            end_process(EXIT_PREEMPTED, f"{number.name} again: leaving at once; the last commit is intact")
+        self.ask(number.name)
 
     def ask(self, reason: str) -> None:
         """Ask the job to stop, as a first signal does. Any host, any thread; asking again changes nothing."""

@@ -29,6 +29,9 @@ _WITHOUT_A_TPU = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
+_MOST_STAND_INS = (
+    8192  # two devices a chip of the largest slice; XLA takes 12 s for them, and four times as long for twice
+)
 _FAKED_BY_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
@@ -85,6 +88,10 @@ def open_machine(accelerator: Accelerator | None) -> Machine:
         return Machine(devices, devices, accelerator, f"XLA for {devices[0].device_kind}", False, device_memory_bytes())
     if accelerator.num_devices is None:
         raise InvalidError(f"{accelerator.name}: how many? needs a number, such as {accelerator.name}-8")
+    if accelerator.num_devices > _MOST_STAND_INS:
+        raise InvalidError(
+            f"{accelerator}: {accelerator.num_devices} devices; plan stands in for {_MOST_STAND_INS} at most"
+        )
     jax.config.update("jax_platforms", "cpu")
     shape = accelerator.shape if accelerator.chip.is_tpu else ""  # refuses what is no slice
     stand_ins = _fake_devices(accelerator.num_devices)

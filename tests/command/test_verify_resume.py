@@ -1,9 +1,16 @@
 """`verify-resume` passes jobs that can be resumed, and says where those that cannot go another way."""
 
+import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
+from runner.command import resume_proof
+from runner.command.resume_proof import Run, Trial
+from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, FailedError, RetryableError
+from runner.process import start_processes
 from tests.support import harness
 
 COUNTER = ("specs/counter.yaml", "--set", "config.step_seconds=0.02", "--set", "config.width=5000")
@@ -40,6 +47,64 @@ def test_two_processes_pass() -> None:
     assert "SAME BITS after 3 kills" in output
 
 
+# A stand-in for a job: each start but the last ends as the list says; the last commits step 6 and waits to be stopped.
+ENDS_BY_ITSELF = """
+import json, os, pathlib, signal, sys
+directory, ends = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+with (directory.parent / "starts").open("a+") as starts:
+    starts.write("fresh\\n" if not directory.exists() else "resumed\\n")
+    starts.seek(0)
+    number = len(starts.readlines())
+(directory / "checkpoints" / "3").mkdir(parents=True, exist_ok=True)
+if number <= len(ends):
+    if ends[number - 1] < 0:
+        os.kill(os.getpid(), -ends[number - 1])
+    sys.exit(ends[number - 1])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+(directory / "checkpoints" / "6").mkdir()
+(directory / "checkpoints" / "6" / "manifest.json").touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def ends_by_itself(monkeypatch, tmp_path):
+    """A run of a job whose first starts end so."""
+
+    def make(ends, is_undisturbed):
+        command = [sys.executable, "-c", ENDS_BY_ITSELF, str(tmp_path / "run"), json.dumps(ends)]
+        monkeypatch.setattr(resume_proof, "start_processes", lambda _, *rest: start_processes(command, *rest))
+        return Run(Trial(("spec",), 6, 1, 1, None, 0), tmp_path / "run", is_undisturbed)
+
+    return make
+
+
+@pytest.mark.parametrize("is_undisturbed", [False, True])
+@pytest.mark.parametrize("ends", [[76], [75, 76, -9], [-6], [-15]], ids=str)
+def test_an_end_that_asks_for_another_try_gets_one_and_is_no_difference(
+    ends: list[int], is_undisturbed: bool, ends_by_itself, tmp_path: Path
+) -> None:
+    run = ends_by_itself(ends, is_undisturbed)
+    run.start()
+    run.run_on()
+    assert run.newest() == 6
+    again = "fresh" if is_undisturbed else "resumed"
+    assert (tmp_path / "starts").read_text().split() == ["fresh", *[again] * len(ends)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "kind", "code"), [([76] * 4, RetryableError, EXIT_RETRYABLE), ([76, 1], FailedError, EXIT_FAILED)], ids=str
+)
+def test_a_job_that_cannot_be_run_to_its_end_has_its_own_word(ends, kind, code, ends_by_itself, tmp_path) -> None:
+    run = ends_by_itself(ends, False)
+    run.start()
+    with pytest.raises(kind, match=f"^the job ended with {ends[-1]} by itself") as caught:
+        run.run_on()
+    assert caught.value.exit_code == code
+    assert len((tmp_path / "starts").read_text().split()) == len(ends)
+
+
 @pytest.mark.parametrize(
     ("job", "leaf", "hint"),
     [
@@ -48,8 +113,11 @@ def test_two_processes_pass() -> None:
         pytest.param("SplitsItsKey", "values", "state outside its pytree", marks=pytest.mark.soak),
     ],
 )
-def test_a_job_that_cannot_be_resumed_is_found_with_the_step_and_the_leaf(job: str, leaf: str, hint: str) -> None:
-    code, output = verify(*COUNTER, "--set", f"job=tests.support.faulty:{job}")
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.soak)])
+def test_a_job_that_cannot_be_resumed_is_found_with_the_step_and_the_leaf(
+    job: str, leaf: str, hint: str, processes: str
+) -> None:
+    code, output = verify(*COUNTER, "--set", f"job=tests.support.faulty:{job}", "--processes", processes)
     assert code == 1, output
     found = re.search(r"DIFFERENT: step (\d+) is the first checkpoint that differs \(step (\d+) is equal\), in", output)
     assert found is not None, output

@@ -1,4 +1,3 @@
-import os
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner.data import Dataset, global_batch
 from runner.data.dataset import SplitName
 from tests.data.corpus import load, write_bin
+from tests.support import faked
 
 T = 8
 
@@ -105,11 +105,10 @@ def test_each_host_reads_the_rows_of_its_own_devices_and_no_others(dataset: Data
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     hosts = [
         subprocess.Popen(
             [sys.executable, "-c", HOST_PROGRAM, port, str(process_id), str(tmp_path / "a.bin"), str(tmp_path)],
-            env=environment,
+            env=faked.environment(2),
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
             text=True,

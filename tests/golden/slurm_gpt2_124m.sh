@@ -29,12 +29,12 @@ restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all 
 # a failure (202) and an invalid job (201), which only a person can mend, above 76, 75 and 0. A process that was killed
 # is one to start again. SLURM signals this shell together with the command, and it has to outlive it.
 run_task='
-trap : TERM
+trap : TERM HUP USR1 USR2
 "$@"
 code=$?
 case $code in
   0 | 75 | 76) exit $code ;;
-  134 | 137 | 143) exit 76 ;;
+  129 | 130 | 131 | 134 | 137 | 138 | 140 | 143) exit 76 ;;
   2) exit 201 ;;
   *) exit 202 ;;
 esac'
@@ -53,7 +53,7 @@ on_sigterm() {
 }
 
 requeue() {
-  trap '' TERM
+  trap '' TERM HUP USR1 USR2
   for pause_seconds in 0 10 30 60; do
     sleep "$pause_seconds"
     scontrol requeue "$SLURM_JOB_ID" && exit "$code"
@@ -63,7 +63,7 @@ requeue() {
 }
 
 is_ending=0 is_told=0
-trap on_sigterm TERM
+trap on_sigterm TERM HUP USR1 USR2
 srun "${step_options[@]}" bash -c "$run_task" task "${command[@]}" &
 srun_pid=$!
 while :; do  # a signal ends `wait`, not srun

@@ -1,5 +1,7 @@
 """Preemption: one signal on any host becomes one agreed tick on all."""
 
+import json
+import signal
 import subprocess
 import sys
 import threading
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.hosts.preemption import StopNotice
+from runner.process import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,58 +72,129 @@ def test_nothing_stops_without_a_signal():
     assert not any(notice.poll() for _ in range(100))
 
 
-IDLE = """
-import os, signal, sys, time
-from runner.hosts.preemption import StopNotice
-notice = StopNotice()
-notice.listen()
-notice.on_idle_exit = lambda: print("recorded", flush=True)
-os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-time.sleep(60)
-"""
+# What each signal does to a runner. One that is new to the system must be given its place here.
+STOP = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"}
+STACKS = {"SIGQUIT"}
+UNHEARD_BY_ANY = {"SIGKILL", "SIGSTOP"}
+NO_END = {"SIGCHLD", "SIGCONT", "SIGPIPE", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH", "SIGXFSZ"}
+FAULTS = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSTKFLT", "SIGSYS", "SIGTRAP"}
+ASKS_NOBODY = {"SIGALRM", "SIGPOLL", "SIGPROF", "SIGPWR", "SIGVTALRM", "SIGXCPU"}  # no scheduler asks by them
 
-BUSY = """
-import os, signal, sys, time
+PHASES = """
+import json, os, signal, sys, time
 from runner.hosts.preemption import StopNotice
-notice = StopNotice()
-notice.listen()
-polls = [notice.poll() for _ in range(3)]
-os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-while not notice.poll():
-    polls.append(False)
-    time.sleep(0.001)
-print("stopped", any(polls), notice.poll(), flush=True)
-if sys.argv[2:]:
-    os.kill(os.getpid(), signal.SIGTERM)
+
+def start(ignored):
+    for name in ignored:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    notice = StopNotice()
+    notice.listen()
+    notice.on_idle_exit = lambda: print("recorded", flush=True)
+    return notice
+
+def send(names):
+    for name in names:
+        os.kill(os.getpid(), getattr(signal, name))
+
+def idle(notice, names):
+    send(names)
+    time.sleep(60 if not names[0] == "SIGQUIT" else 0)
+
+def busy(notice, names):
+    polls = [notice.poll() for _ in range(3)]
+    send(names)
+    while names[0] != "SIGQUIT" and not notice.poll():
+        time.sleep(0.001)
+    print("stopped", any(polls), notice.poll(), flush=True)
+
+def ignoring(notice, names):
+    send(names)
+    print("deaf", not any(notice.poll() for _ in range(10)), flush=True)
+
+def insisting(notice, names):
+    notice.poll()
+    send(names)
     time.sleep(60)
+
+found = []
+for phase, *names in json.loads(sys.argv[1]):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writer, 1), os.dup2(writer, 2)
+        os.close(reader), os.close(writer)
+        globals()[phase](start(names if phase == "ignoring" else ()), names)
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as output:
+        lines = output.read().splitlines()
+    found.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), lines])
+print(json.dumps(found))
 """
 
 
-def run(program, *arguments):
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+@pytest.fixture(scope="module")
+def happens():
+    """By phase and signals: exit code and lines of a process that gets them in that phase. All of one program."""
+    cases = [(phase, name) for phase in ("idle", "busy") for name in sorted(STOP | STACKS)]
+    cases += [("ignoring", "SIGHUP"), ("ignoring", "SIGUSR1"), ("ignoring", "SIGUSR2")]
+    cases += [("insisting", first, second) for first in ("SIGTERM", "SIGINT") for second in ("SIGTERM", "SIGINT")]
+    cases += [("busy", "SIGTERM", "SIGHUP"), ("busy", "SIGHUP", "SIGTERM"), ("busy", "SIGHUP", "SIGHUP", "SIGHUP")]
+    program = [sys.executable, "-c", PHASES, json.dumps(cases)]
+    output = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True).stdout
+    return dict(zip(cases, json.loads(output), strict=True))
 
 
-@pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT"])
-def test_a_process_that_has_not_begun_ends_at_once_with_75(signal):
-    result = run(IDLE, signal)
-    assert result.returncode == 75
-    assert result.stdout == "recorded\n"
-    assert result.stderr.splitlines() == [
-        f"{signal}: stopping at the next step",
-        "stopped before the first step: nothing to save",
+def test_every_signal_of_this_system_has_its_place():
+    named = [STOP, STACKS, UNHEARD_BY_ANY, NO_END, FAULTS, ASKS_NOBODY]
+    numbers = sorted(getattr(signal, name) for names in named for name in names if hasattr(signal, name))
+    real_time = range(signal.SIGRTMIN, signal.SIGRTMAX + 1) if hasattr(signal, "SIGRTMIN") else ()
+    assert numbers == sorted(set(signal.valid_signals()) - set(real_time))
+    assert {number.name for number in STOP_SIGNALS} == STOP
+
+
+@pytest.mark.parametrize("name", sorted(STOP))
+def test_a_process_that_has_not_begun_ends_at_once_with_75(name, happens):
+    assert happens["idle", name] == [
+        75,
+        [f"{name}: stopping at the next step", "recorded", "stopped before the first step: nothing to save"],
     ]
 
 
-@pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT"])
-def test_a_process_at_work_hears_it_at_a_later_tick(signal):
-    result = run(BUSY, signal)
-    assert result.returncode == 0
-    assert result.stdout == "stopped False True\n"
+@pytest.mark.parametrize("name", sorted(STOP))
+def test_a_process_at_work_hears_it_at_a_later_tick(name, happens):
+    assert happens["busy", name] == [0, [f"{name}: stopping at the next step", "stopped False True"]]
 
 
-def test_a_second_signal_ends_the_process_at_once_with_75():
-    result = run(BUSY, "SIGTERM", "again")
-    assert result.returncode == 75
-    assert "again: leaving at once; the last commit is intact" in result.stderr
+@pytest.mark.parametrize("phase", ["idle", "busy"])
+def test_sigquit_prints_the_stacks_and_the_job_goes_on(phase, happens):
+    code, lines = happens[phase, "SIGQUIT"]
+    assert code == 0
+    assert any(f"in {phase}" in line for line in lines)
+    assert lines[-1] == "stopped False False" or phase == "idle"
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_what_nohup_has_set_to_be_ignored_stays_so(name, happens):
+    assert happens["ignoring", name] == [0, ["deaf True"]]
+
+
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
+def test_a_second_signal_that_insists_ends_the_process_at_once_with_75(first, second, happens):
+    code, lines = happens["insisting", first, second]
+    assert code == 75
+    assert lines == [
+        f"{first}: stopping at the next step",
+        f"{second} again: leaving at once; the last commit is intact",
+    ]
+
+
+@pytest.mark.parametrize(
+    "names", [("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM"), ("SIGHUP", "SIGHUP", "SIGHUP")], ids=str
+)
+def test_a_terminal_that_closes_does_not_cut_the_last_save_short(names, happens):
+    code, lines = happens["busy", *names]
+    assert code == 0
+    assert "at once" not in "".join(lines)

@@ -1,5 +1,6 @@
 """One job as several local processes: their output, the signals that they hear, and the code that the job ends with."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from launch import local
 from launch.__main__ import main
+from runner.process import STOP_SIGNALS
 from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -49,3 +52,79 @@ def test_a_signal_reaches_every_process_and_the_job_ends_with_75(tmp_path):
     assert process.returncode == 75, output
     assert "[0] " in output
     assert "[1] " in output
+
+
+# A stand-in for the job: it sends its parent, the launcher, the signal that it was told, and ends with 75 when that
+# comes back. SIGQUIT, which asks for nothing, is answered and not obeyed.
+ECHO = """
+import os, signal, sys, time
+number = signal.Signals[sys.argv[1]]
+heard = []
+for each in (number, signal.SIGTERM):
+    signal.signal(each, lambda number, frame: heard.append(signal.Signals(number).name))
+os.kill(os.getppid(), number)
+while not heard:
+    time.sleep(0.001)
+if number == signal.SIGQUIT:
+    os.kill(os.getppid(), signal.SIGTERM)
+    while "SIGTERM" not in heard:
+        time.sleep(0.001)
+print(heard[0])
+sys.exit(75)
+"""
+
+
+@pytest.fixture
+def echo(monkeypatch):
+    """The launcher, in this process, of a job that only listens; what is left of its handlers is undone."""
+    kept = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
+
+    def run(name, *options):
+        monkeypatch.setattr(local, "runner_arguments", lambda spec, overrides: ["-c", ECHO, name])
+        return main(["local", "specs/counter.yaml", *options])
+
+    yield run
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", sorted(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT)))
+def test_what_the_launcher_hears_its_processes_hear(name, echo, capsys):
+    assert echo(name) == 75
+    assert capsys.readouterr().out == f"[0] {name}\n"
+
+
+def test_a_launcher_under_nohup_hears_no_sighup_and_neither_do_its_processes(tmp_path):
+    program = f"""if True:
+        import os, signal, sys
+        from launch import __main__, local
+        listens = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+        local.runner_arguments = lambda spec, overrides: ["-c", listens]
+        os.kill(os.getpid(), signal.SIGHUP)
+        code = __main__.main(["local", "specs/counter.yaml", "--set", "directory={tmp_path}"])
+        os.kill(os.getpid(), signal.SIGHUP)
+        print(code)
+    """
+    words = ["sh", "-c", 'trap "" HUP; exec "$@"', "nohup", sys.executable, "-c", program]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert (result.returncode, result.stdout) == (0, "[0] True\n0\n"), result.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_a_launcher_that_dies_leaves_no_process_and_loses_no_step(number, tmp_path):
+    settings = [f"directory={tmp_path}/run", "config.total_steps=100000", "config.step_seconds=0.05"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    process = launch("specs/counter.yaml", "--processes", "2", "--devices-per-process", "1", *options)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not list(tmp_path.glob("run/checkpoints/*/manifest.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(number)
+    process.stdout.read()  # to its end: who has the other end has ended too
+    assert process.wait() == (-signal.SIGKILL if number == signal.SIGKILL else 75)
+    newest = max(int(path.parent.name) for path in tmp_path.glob("run/checkpoints/*/manifest.json"))
+    (saved,) = re.findall(
+        r'"event": "preempt", "step": (\d+), "saved": true', (tmp_path / "run/events.jsonl").read_text()
+    )
+    assert int(saved) == newest

@@ -9,6 +9,10 @@ from typing import Any
 import jax
 import pytest
 
+from runner.accelerator import CHIPS, Accelerator, parse_accelerator
+from runner.errors import InvalidError
+from runner.plan import machine
+from runner.plan.machine import open_machine
 from tests.support.attempt import start
 from tests.support.harness import ROOT, Job, command, environment, unoptimized
 from tests.support.tiny import gpt
@@ -64,6 +68,21 @@ def test_a_topology_that_does_not_exist_is_one_line_with_those_that_do(accelerat
     (problem,) = [line for line in output.splitlines() if line.startswith("problem: ")]
     assert "topology" in problem
     assert any(name in problem for name in ("v5e", "h200-8", "v5p-8"))
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu-100000", "h100-8193", "5xv5p-2048", "3xtpu7x-2048", "99999999999999999999xv5e-4"]
+)
+def test_more_devices_than_can_be_stood_in_for_are_refused_at_once(name: str) -> None:
+    with pytest.raises(InvalidError, match=rf"^{name}: \d+ devices; plan stands in for 8192 at most"):
+        open_machine(parse_accelerator(name))
+
+
+def test_the_largest_slice_of_every_chip_can_be_stood_in_for() -> None:
+    for name, chip in CHIPS.items():
+        largest = Accelerator(name, chip.slice_sizes[-1]).num_devices
+        assert largest is not None
+        assert largest <= machine._MOST_STAND_INS
 
 
 def test_what_a_start_would_resume_and_whose_the_directory_is(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runner.process import make_environment, make_placements
+from runner.process import bind_to_parent, make_placements
+from tests.support.faked import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 # For hangs alone: no machine may be too slow for them.
@@ -42,12 +43,6 @@ _living: set["Attempt"] = set()
 def _leave_no_process() -> None:
     for attempt in list(_living):
         attempt.kill_tree()
-
-
-def environment(devices: int, cache: Path | None = None) -> dict[str, str]:
-    """What a job's process runs under: `devices` faked CPU devices of its own, whatever this process has."""
-    variables = make_environment(devices) | {"PYTHONUNBUFFERED": "1"}
-    return variables if cache is None else variables | {"RUNNER_CACHE": str(cache)}
 
 
 def unoptimized(variables: dict[str, str]) -> dict[str, str]:
@@ -81,7 +76,7 @@ def without_speed(rows: list[Row]) -> list[Row]:
 def command(variables: dict[str, str], *arguments: str, deadline_seconds: float = DEADLINE_SECONDS) -> tuple[int, str]:
     """Exit code and output of `python -m runner ARGUMENTS`, which must end in time."""
     result = subprocess.run(
-        [sys.executable, "-m", "runner", *arguments],
+        bind_to_parent([sys.executable, "-m", "runner", *arguments]),
         cwd=ROOT,
         env=variables,
         stdin=subprocess.DEVNULL,
@@ -217,7 +212,7 @@ class Attempt:
     def _start(self, arguments: Sequence[str], variables: dict[str, str]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            self._command(arguments),
+            bind_to_parent(self._command(arguments)),
             cwd=ROOT,
             env=variables,
             stdin=subprocess.DEVNULL,

@@ -19,6 +19,7 @@ from runner import BaseTrainer, ExecutionSpec, RestoreableJob
 from runner.attempt.compile_cache import CompileCache
 from runner.hosts.preemption import StopNotice
 from runner.train.mesh import make_mesh
+from tests.support import faked
 
 CompileCache().open()
 
@@ -134,8 +135,7 @@ def set_mesh(data: int, fsdp: int, tensor: int) -> dict[str, Any]:
 
 def environment(devices: int | None = None, **changes: str) -> dict[str, str]:
     """The environment of a subprocess that sees so many devices."""
-    flags = {} if devices is None else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    return os.environ | flags | changes
+    return (dict(os.environ) if devices is None else faked.environment(devices)) | changes
 
 
 def start_python(*arguments: str, devices: int | None = None, **changes: str) -> "subprocess.Popen[str]":

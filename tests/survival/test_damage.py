@@ -200,6 +200,7 @@ def test_a_save_on_a_full_disk_fails_loudly_and_training_goes_on_to_the_next(tmp
     attempt.expect(0)
     assert attempt.output.count("SAVE FAILED") == len(attempt.events("save_failed"))
     assert f"SAVE FAILED at step {failed[0]}" in attempt.output
+    assert "Traceback" not in attempt.output, "the libraries have told it again"
     assert job.outcome() == whole_counter(COUNTER).outcome()
     for step in job.uncommitted():
         assert not any(path.is_file() for path in (job.checkpoints / str(step)).rglob("*")), "space was not freed"
@@ -225,6 +226,7 @@ def test_a_final_save_that_fails_ends_with_76_and_the_next_attempt_completes(tmp
     attempt.limit_file_size(FILE_LIMIT_BYTES)
     attempt.expect(76)
     assert "the state of step 60 could not be saved" in attempt.output
+    assert "Traceback" not in attempt.output, attempt.output
     assert not (job.directory / "result.json").exists()
     last_good = job.newest()
     assert 5 <= last_good < 60

@@ -1,5 +1,6 @@
 """A job under a real SLURM that is requeued, killed and robbed of a node ends with the bits of an undisturbed one."""
 
+import json
 import os
 import re
 import signal
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.spec import read_spec
 from tests.support import harness
+from tests.support.hostile import OVERRIDE_OF_LINES, TEXTS
 from tests.support.slurm_cluster import NODES, SlurmCluster, until
 
 pytestmark = pytest.mark.soak
@@ -126,3 +129,29 @@ def test_a_time_limit_is_a_preemption_and_scancel_the_end(cluster: SlurmCluster,
     assert (end["JobState"], end["Restarts"]) == ("CANCELLED", "1"), submitted.report()
     assert job.newest() > saved
     assert "launch: ended with 75; SLURM decides whether the job starts again" in submitted.log.read_text()
+
+
+def test_hostile_names_and_values_reach_a_job_as_they_were_given(cluster: SlurmCluster, tmp_path: Path) -> None:
+    spec = tmp_path / "my specs; it's $HOME" / "#SBATCH counter.yaml"
+    spec.parent.mkdir()
+    spec.write_text((harness.ROOT / "specs" / "counter.yaml").read_text())
+    project, group = json.dumps("".join(TEXTS)), "".join(reversed(TEXTS))
+    options = (
+        f"name={'Az0._-' * 21}",
+        f"project={project}",
+        f"group={json.dumps(group)}",
+        OVERRIDE_OF_LINES,
+        "config.total_steps=5",
+        "config.step_seconds=0",
+    )
+    job = harness.Job(str(spec), tmp_path / "#SBATCH; it's here", options, devices=1)
+    comment = 'it\'s "two" words \\ #SBATCH $HOME %j 数'
+    submitted = SlurmJob(cluster, job, tmp_path / "work", f"--sbatch-option=--comment={comment}")
+    end = submitted.await_end()
+    assert (end["JobState"], end["ExitCode"], end["NumNodes"]) == ("COMPLETED", "0:0", "1"), submitted.report()
+    assert end["JobName"] == "Az0._-" * 21
+    shown = cluster.command("scontrol", "--oneliner", "show", "job", submitted.id)
+    assert f"Comment={comment} " in shown
+    saved = read_spec(job.directory / "spec.yaml")
+    assert (saved.project, saved.group, saved.seed) == (json.loads(project), group, 1)
+    assert not list(tmp_path.rglob("pwned"))

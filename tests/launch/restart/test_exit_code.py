@@ -3,6 +3,7 @@
 import pytest
 
 from launch.restart.exit_code import job_code
+from runner.process import STOP_SIGNALS
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ from launch.restart.exit_code import job_code
         ([-9], 76),
         ([-6, 0], 76),
         ([-15, 75], 76),
+        *(([-number, 75], 76) for number in STOP_SIGNALS),  # before it had learnt to listen
         ([2, 2], 2),
         ([2, 76], 2),
         ([1, 76], 1),

@@ -14,8 +14,10 @@ import pytest
 
 from launch.__main__ import main
 from launch.slurm import batch_script
+from runner.process import STOP_SIGNALS
 from tests.support.harness import DEADLINE_SECONDS
 
+SCHEDULERS_SIGNALS = [number for number in STOP_SIGNALS if number != signal.SIGINT]
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
 RENDERED = {
@@ -140,7 +142,7 @@ exit $code
     "sleep": RECORD,
     "python": """#!/bin/bash
 printf '%s\\n' "$@" >"$CALLS/arguments"
-trap 'echo told >>"$CALLS/told"' TERM
+trap 'echo told >>"$CALLS/told"' TERM HUP USR1 USR2
 echo $$ $PPID >"$CALLS/task_pids.new" && mv "$CALLS/task_pids.new" "$CALLS/task_pids"
 while [[ -e $CALLS/waits && ! ( -e $CALLS/told && -e $CALLS/may_end ) ]]; do read -rt 0.02 <>"$CALLS/pipe"; done
 exit "$(cat "$CALLS/code")"
@@ -248,7 +250,7 @@ def test_a_preemption_requeues_the_job_and_does_not_count(play):
     assert list(play.directory.glob("*.restarts")) == []
 
 
-@pytest.mark.parametrize("code", [76, 137, 134, 143])
+@pytest.mark.parametrize("code", [76, 137, 134, *(128 + number for number in STOP_SIGNALS)])
 def test_a_retryable_end_and_a_killed_process_requeue_the_job_and_count(play, code):
     assert play.run(code) == (76, "launch: ended with 76; restart 1 of 2\n")
     play.run(75, num_restarts=1)
@@ -278,10 +280,11 @@ def test_a_failure_of_srun_itself_is_retryable(play, code):
     assert play.run(0) == (76, "launch: ended with 76; restart 1 of 2\n")
 
 
-def test_a_signal_to_the_shell_alone_reaches_the_tasks_once_and_never_srun(play):
+@pytest.mark.parametrize("number", SCHEDULERS_SIGNALS)
+def test_a_signal_to_the_shell_alone_reaches_the_tasks_once_and_never_srun(play, number):
     process = play.start_waiting(75)
     for num_signals in (1, 2):
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         play.until(lambda count=num_signals: len(play.calls("squeue")) == count and play.read("told"))
     assert play.end(process) == (75, "launch: preempted; starting again\n")
     assert play.calls("scancel") == ["--signal=TERM 42.0"]
@@ -290,13 +293,16 @@ def test_a_signal_to_the_shell_alone_reaches_the_tasks_once_and_never_srun(play)
     assert play.calls("scontrol") == ["requeue 42"]
 
 
-@pytest.mark.parametrize("code", [0, 75, 76])
-def test_a_job_that_slurm_ends_is_waited_for_and_left_to_slurm(play, code):
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [(0, signal.SIGTERM), (76, signal.SIGTERM), *((75, number) for number in SCHEDULERS_SIGNALS)],
+)
+def test_a_job_that_slurm_ends_is_waited_for_and_left_to_slurm(play, code, number):
     play.say("state", "COMPLETING")
     process = play.start_waiting(code)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     for pid in play.read("task_pids")[0].split():
-        os.kill(int(pid), signal.SIGTERM)
+        os.kill(int(pid), number)
     assert play.end(process) == (code, f"launch: ended with {code}; SLURM decides whether the job starts again\n")
     assert play.calls("scontrol") == play.calls("scancel") == []
 

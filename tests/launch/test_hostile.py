@@ -1,0 +1,216 @@
+"""Hostile values for every engine: each arrives as it was given, or is refused with 2 and one line."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.__main__ import ENGINES, main
+from launch.kubernetes import admission
+from tests.support.harness import ROOT
+from tests.support.hostile import OVERRIDE_OF_LINES, TEXTS, UNPRINTABLE, Engine, commit_of, given_to
+
+COUNTER = str(ROOT / "specs" / "counter.yaml")
+ENGINE_OPTIONS = {
+    "slurm": [],
+    "jobset": ["--image", "registry/job:1", "--nodes", "2", "--set", "directory=gs://bucket/run"],
+    "tpu-vm": ["--zone", "z", "--set", "directory=gs://bucket/run", "--set", "topology={accelerator: v5e-8}"],
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """TPU VMs ship a commit, so there is one."""
+    return commit_of(tmp_path_factory.mktemp("hostile") / "project")
+
+
+@pytest.fixture
+def render(project, monkeypatch, capsys):
+    """What `--dry-run` prints: exit code, output, lines of errors."""
+    monkeypatch.chdir(project)
+
+    def call(engine, *options, spec="specs/counter.yaml"):
+        try:
+            code = main([engine, spec, *ENGINE_OPTIONS[engine], *options, "--dry-run"])
+        except SystemExit as error:  # argparse's own, after the usage
+            code = error.code
+        output = capsys.readouterr()
+        errors = [line for line in output.err.splitlines() if not line.startswith(("usage:", " ", "launch: "))]
+        return code, output.out, errors
+
+    return call
+
+
+def text_options(engine):
+    """Options of an engine that take a text, as argparse knows them."""
+    parser = argparse.ArgumentParser()
+    ENGINES[engine].add_arguments(parser)
+    for action in parser._actions:
+        if action.type is None and action.nargs is None and action.option_strings:
+            yield action.option_strings[0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "option"), [(engine, option) for engine in ENGINE_OPTIONS for option in text_options(engine)]
+)
+def test_no_option_takes_what_nobody_can_mean(engine, option, render):
+    for text in UNPRINTABLE:
+        code, output, errors = render(engine, f"{option}={text}")
+        assert (code, output, len(errors)) == (2, "", 1), (text, errors)
+        assert option in errors[0]
+
+
+@pytest.mark.parametrize("number", ["2147483648", "9" * 30])
+@pytest.mark.parametrize(
+    ("engine", "option"),
+    [
+        ("jobset", "--nodes"),
+        ("jobset", "--max-restarts"),
+        ("jobset", "--grace-seconds"),
+        ("slurm", "--nodes"),
+        ("tpu-vm", "--max-restarts"),
+        ("tpu-vm", "--poll-seconds"),
+    ],
+)
+def test_a_number_that_engines_cannot_hold_is_refused(engine, option, number, render):
+    code, output, errors = render(engine, option, f"{number}e9" if option == "--poll-seconds" else number)
+    assert (code, output, len(errors)) == (2, "", 1)
+    assert option in errors[0]
+
+
+# --set: any text arrives, whatever shells and YAML lie between.
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+@pytest.mark.parametrize("engine", ENGINE_OPTIONS)
+def test_a_value_arrives_as_it_was_given(engine, text, render, tmp_path):
+    override = f"group={json.dumps(text)}"
+    code, output, errors = render(engine, "--set", override, "--set", f"project={json.dumps(text, ensure_ascii=False)}")
+    assert (code, errors) == (0, [])
+    words = given_to(Engine(engine), output, tmp_path)
+    assert words[words.index(override) - 1] == "--set"
+    assert f"project={json.dumps(text, ensure_ascii=False)}" in words
+
+
+@pytest.mark.parametrize("engine", ENGINE_OPTIONS)
+def test_a_value_that_is_no_text_is_refused(engine, render):
+    code, output, errors = render(engine, "--set", "group=\udcff")
+    assert (code, output, len(errors)) == (2, "", 1)
+    assert "is not UTF-8" in errors[0]
+
+
+@pytest.mark.parametrize("engine", ENGINE_OPTIONS)
+def test_a_value_of_several_lines_arrives_as_it_was_given(engine, render, tmp_path):
+    code, output, errors = render(engine, "--set", OVERRIDE_OF_LINES)
+    assert (code, errors) == (0, [])
+    assert OVERRIDE_OF_LINES in given_to(Engine(engine), output, tmp_path)
+
+
+def test_a_script_for_sbatch_has_no_line_that_a_value_has_made(render):
+    plain, hostile = (render("slurm", "--set", override)[1] for override in ("seed=1", OVERRIDE_OF_LINES))
+    assert len(plain.split("\n")) == len(hostile.split("\n"))
+    assert "\r" not in hostile  # sbatch refuses it
+
+
+# What an API server refuses.
+
+ADMISSION = {
+    "--image": ["Registry/Job", "a b", "job:", "job:t ag", "job@sha256:12", ":1", "-x", "http://job", "a" * 600],
+    "--namespace": ["A", "a.b", "-a", "a-", "a_b", "a" * 64],
+    "--name": ["x" * 64, "a/b", "-a", "a b"],
+    "--service-account": ["A", "a_b", "a..b", "a" * 254],
+    "--priority-class": ["A", "a/b"],
+    "--cpu": ["four", "-1", "4 cores", "1e", "4KB", "0x4"],
+    "--memory": ["16GB", "16 Gi", "lots", "1.2.3"],
+    "--workdir": ["job", "/a:b"],
+    "--node-selector": ["a b=c", "=c", "a/b/c=d", "-a=b", f"{'a' * 64}=b", "a=b c", "a=-b", f"a={'b' * 64}", "a"],
+    "--env": ["A B=c", "1A=c", "A/B=c", "=c", "..=c", "A", "Ä=c"],
+    "--env-from-secret": ["A", "a b", "a/b", "a" * 254],
+    "--volume-claim": ["A=/a", "a b=/a", "a=b", "a=/a:b", "a=/etc/runner", "a=/x/../y", "a=", "a"],
+}
+
+
+@pytest.mark.parametrize(("option", "value"), [(option, value) for option in ADMISSION for value in ADMISSION[option]])
+def test_what_an_api_server_refuses_is_refused_before(option, value, render):
+    code, output, errors = render("jobset", f"{option}={value}")
+    assert (code, output, len(errors)) == (2, "", 1), errors
+    assert option in errors[0] or (option, value) in [
+        ("--volume-claim", "a=/etc/runner"),
+        ("--volume-claim", "a=/x/../y"),
+    ]
+
+
+def test_every_option_with_a_text_for_kubernetes_is_in_the_table():
+    texts = set(text_options("jobset")) | {"--env", "--node-selector", "--volume-claim"}
+    assert texts - {"--set", "-h"} == set(ADMISSION)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--image", "gcr.io:5000/My-Project/".lower() + "a__b/c.d-e:Tag_1.2"),
+        ("--image", f"job@sha256:{'0' * 64}"),
+        ("--image", "job"),
+        ("--node-selector", "cloud.google.com/Reservation_Name="),
+        ("--node-selector", f"a.b/{'c' * 63}={'d' * 63}"),
+        ("--env", "my.var-iable_1=a\nb\t' \" $ #"),
+        ("--env", "_="),
+        ("--cpu", "500m"),
+        ("--cpu", "0.5"),
+        ("--memory", "1e9"),
+        ("--volume-claim", "a.b=/a b/c"),
+        ("--namespace", "1a"),
+    ],
+)
+def test_what_an_api_server_takes_is_taken(option, value, render):
+    code, output, errors = render("jobset", f"{option}={value}")
+    assert (code, errors) == (0, [])
+    if option == "--env":
+        name, _, text = value.partition("=")
+        (container,) = yaml.safe_load(output)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+            "containers"
+        ]
+        assert {"name": name, "value": text.replace("$", "$$")} in container["env"]
+
+
+def test_two_volumes_at_one_path_are_refused(render):
+    code, _, errors = render("jobset", "--volume-claim", "a=/data", "--volume-claim", "b=/data/")
+    assert (code, errors) == (2, ["/data would be mounted twice; needs a path for each volume"])
+
+
+def test_more_pods_than_a_job_can_have_are_refused(render):
+    assert render("jobset", "--nodes", "100001")[2] == ["--nodes 100001: a Job has at most 100000 pods"]
+    code, _, (error,) = render("tpu-vm", "--name", "x" * 61)
+    assert code == 2
+    assert "--name" in error
+
+
+def padded(directory, num_bytes):
+    """The counter's spec, which a comment makes so large."""
+    spec = directory / "large.yaml"
+    text = Path(COUNTER).read_text()
+    spec.write_text(f"{text}# {'<' * (num_bytes - len(text))}\n")
+    return str(spec)
+
+
+def test_a_spec_that_no_annotation_holds_is_refused_with_the_sizes(render, tmp_path, monkeypatch):
+    code, output, errors = render("jobset", spec=padded(tmp_path, 300_000))
+    assert (code, output, len(errors)) == (2, "", 1)
+    assert "300003 of them the spec's" in errors[0]
+    assert "ends at 262144" in errors[0]
+    assert render("jobset", spec=padded(tmp_path, 44_000))[0] == 2  # of 6 bytes each, as kubectl writes it
+    assert render("jobset", spec=padded(tmp_path, 40_000))[0] == 0
+
+
+def test_a_command_that_no_machine_can_start_is_refused(render):
+    code, output, errors = render("tpu-vm", "--set", f'group="{chr(39) * 50_000}"')
+    assert (code, output, len(errors)) == (2, "", 1)
+    assert "needs less than 131072" in errors[0]
+
+
+def test_every_rule_has_words_and_a_length():
+    rules = [value for value in vars(admission).values() if isinstance(value, admission.Rule)]
+    assert len(rules) == 8
+    assert all(rule.words and rule.most for rule in rules)

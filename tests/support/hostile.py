@@ -1,0 +1,76 @@
+"""Texts that shells, YAML and batch systems read something into, and what reaches the job of them."""
+
+import enum
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from tests.support.harness import ROOT
+
+TEXTS = (
+    "it's",
+    'say "no"',
+    "back\\slash \\n \\\\",
+    "$HOME $(touch pwned) `touch pwned` ${x} $$ %j %x",
+    "two\nlines",
+    "\n#SBATCH --nodes=7\n",
+    "#SBATCH --nodes=7",
+    "a\r\nb",
+    "tab\there",
+    "-x --nodes=7",
+    "; exit 0; & | > pwned < x",
+    "* ? [a-z] ~ {a,b}",
+    "@{commit} @{arguments}",
+    "ünïcödé 数 \u2028 \x85 \x1b[31m",
+    " blanks around ",
+    "EOF\nEOF",
+    "1e3",
+    "# no comment",
+)
+# A value of YAML whose comments are lines of their own.
+OVERRIDE_OF_LINES = 'seed=1\n#SBATCH --nodes=7\r\n# it\'s "raw" $HOME \\\n#SBATCH --qos=none\n'
+UNPRINTABLE = ("", " ", " a", "a ", "a\nb", "a\tb", "a\rb", "\x1b[31m", "\x7f", "\udcff")
+_SPEC = "specs/counter.yaml"
+
+
+class Engine(enum.Enum):
+    """Who starts the job."""
+
+    SLURM = "slurm"
+    JOBSET = "jobset"
+    TPU_VM = "tpu-vm"
+
+
+def commit_of(directory: Path) -> Path:
+    """A project with one spec, committed."""
+    (directory / "specs").mkdir(parents=True)
+    (directory / _SPEC).write_text((ROOT / _SPEC).read_text())
+    identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "All of it"]):
+        subprocess.run(["git", *identity, *words], cwd=directory, check=True, capture_output=True)
+    return directory
+
+
+def given_to(engine: Engine, output: str, scratch: Path) -> list[str]:
+    """The words that `python -m runner` (or the worker above it) gets, by what a dry run has printed."""
+    if engine is Engine.JOBSET:
+        pod = yaml.safe_load(output)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        return [word.replace("$$", "$") for word in pod["containers"][0]["args"]]
+    if engine is Engine.SLURM:
+        assert output.count("\n#SBATCH") == output.partition("\nset -u\n")[0].count("\n#SBATCH")
+        (command,) = re.findall(r"^command=\(.*\)$", output, re.MULTILINE)
+        return _words_of_bash(f'{command}\nprintf "%s\\0" "${{command[@]}}"')
+    (attend, *_) = [line for line in output.split("\ngcloud ") if "job.sh" in line or "launch.worker" in line]
+    script = next(word for word in shlex.split(f"gcloud {attend}") if word.startswith("--command="))
+    (job,) = re.findall(r"setsid nohup bash -c (.*) >>log 2>&1", script, re.DOTALL)
+    program = shlex.split(job)[0]
+    (arguments,) = re.findall(r"launch\.worker (.*)\ncode=", program, re.DOTALL)
+    return _words_of_bash(f'printf "%s\\0" {arguments}')
+
+
+def _words_of_bash(program: str) -> list[str]:
+    output = subprocess.run(["bash", "-c", program], capture_output=True, check=True).stdout
+    return output.decode().split("\0")[:-1]
