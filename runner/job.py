@@ -17,7 +17,6 @@ from runner import storage
 from runner.attempt.claim import Attempt, claim
 from runner.attempt.compile_cache import CompileCache
 from runner.attempt.count import check_end, check_step
-from runner.attempt.environment import changes
 from runner.attempt.hint import lines_at_the_end
 from runner.attempt.identity import check_directory, is_done, refuse_another_trajectory
 from runner.attempt.incident import DRAIN_SECONDS, Incidents
@@ -189,9 +188,8 @@ class RestoreableJob:
         stop.on_idle_exit = self._record_idle_exit
         with self.document.blaming("checkpoint.local_directory"):
             self.checkpointer = Checkpointer(attempt, self.spec, self.identity(), abstract)
-        devices, kind = jax.device_count(), jax.devices()[0].device_kind
-        here = attempt.environment
-        attempt.record("start", None, processes=hosts.num_processes, devices=devices, device_kind=kind, **here)
+        devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
+        attempt.record("start", None, processes=hosts.num_processes, **devices, **attempt.environment)
         self.compile_cache.publish(attempt.fence.check, hosts.process_id)
         attempt.say(f"{self.spec.name}: attempt {attempt.number} in {self.store.url}")
         return attempt
@@ -220,9 +218,9 @@ class RestoreableJob:
         """
         manifest, source = newest_manifest(self.store), self.spec.checkpoint.init_from
         if manifest is not None:
-            owner, present, url = f"checkpoint {manifest.name}", self.identity(), self.store.url
-            saved = filled_in(manifest.identity, present, self.config)
-            refuse_another_trajectory(saved, present, self.unread_keys, owner, self.document, url)
+            saved = filled_in(manifest.identity, self.identity(), self.config)
+            owner, url = f"checkpoint {manifest.name}", self.store.url
+            refuse_another_trajectory(saved, self.identity(), self.unread_keys, owner, self.document, url)
         elif source is not None:
             with self.document.blaming("checkpoint.init_from"):
                 check_source(source)
@@ -243,7 +241,7 @@ class RestoreableJob:
         else:
             self.state, self.step = found.state, found.manifest.step
             attempt.say(f"restored step {self.step} from the {found.tier} tier")
-            self._say_what_has_changed(found.manifest.environment)
+            attempt.say_what_has_changed(found.manifest.environment, self.step)
             event, details = "restore", {"tier": found.tier}
         digest, seconds = fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
@@ -251,14 +249,6 @@ class RestoreableJob:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin(self.state, self.step)
         self.resumed(found.attachments if found is not None else {})
-
-    def _say_what_has_changed(self, saved_with: storage.JsonObject | None) -> None:
-        """Only the same versions promise the same bits."""
-        here = self.attempt.environment
-        found = changes(saved_with, here) if saved_with and here else []
-        if found:
-            self.attempt.say(f"changed since step {self.step} was saved: {'; '.join(found)}")
-            self.attempt.record("changed", self.step, changes=found)
 
     def problem_with(self, attachments: dict[str, bytes]) -> str | None:
         """Why the job cannot go on from a state of the fast tier that has these beside it; None if it can.
@@ -271,11 +261,8 @@ class RestoreableJob:
         """The state is there, new or restored; `attachments` came with it from the fast tier. Nothing by default."""
 
     def _take_weights(self, source: str) -> None:
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.weights(self.state)
-        )
         with self.document.blaming("checkpoint.init_from"):
-            found = self.checkpointer.load_weights(source, abstract)
+            found = self.checkpointer.load_weights(source, self.weights(self.state))
         self.state = self.with_weights(self.state, found.state)
         self.attempt.say(f"weights of step {found.manifest.step} taken from {source}")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner import terminal
-from runner.attempt.environment import describe
+from runner.attempt.environment import changes, describe
 from runner.attempt.event_log import EventLog
 from runner.attempt.fence import Fence
 from runner.attempt.owner import Owner, read_owner, write_owner
@@ -52,6 +52,16 @@ class Attempt:
         """Put an event into the ledger, on the main host only."""
         if self.hosts.is_main:
             self.events.append(event, step, **details)
+
+    def say_what_has_changed(self, saved_with: JsonObject | None, step: int) -> None:
+        """Tell, in a line and the ledger, what is not as it was when `step` was saved.
+
+        Only the same versions promise the same bits.
+        """
+        found = changes(saved_with, self.environment) if saved_with and self.environment else []
+        if found:
+            self.say(f"changed since step {step} was saved: {'; '.join(found)}")
+            self.record("changed", step, changes=found)
 
 
 def claim(

@@ -7,13 +7,14 @@ import re
 import shutil
 from typing import Any
 
+import jax
 import numpy as np
 
 from runner import terminal
 from runner.attempt.claim import Attempt
 from runner.checkpoint.fast import FastTier
 from runner.checkpoint.interval import SavePolicy, best_interval_seconds
-from runner.checkpoint.leaves import abstract_stored, named, refuse_another_form
+from runner.checkpoint.leaves import abstract_stored, form, named, refuse_another_form
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.restore import Judge, Restored, Restorer
 from runner.checkpoint.retention import Retention
@@ -73,10 +74,10 @@ class Checkpointer:
         """The checkpoint `name` of this run. Raises `ResumeError` if it is not good."""
         return self._restorer.load(name, self._abstract)
 
-    def load_weights(self, source: str, abstract: Any) -> Restored:
-        """The leaves of `abstract` alone, from another run's directory or one of its checkpoints."""
+    def load_weights(self, source: str, weights: Any) -> Restored:
+        """Leaves like those of `weights` alone, from another run's directory or one of its checkpoints."""
         directory, name = split_checkpoint(source)
-        return self._restorer.restore_weights(open_store(directory), name, abstract)
+        return self._restorer.restore_weights(open_store(directory), name, jax.tree.map(form, weights))
 
     def due(self, step: int, last_step: int) -> SaveKind | None:
         """Which save is due at `step`, if any."""

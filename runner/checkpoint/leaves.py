@@ -32,6 +32,11 @@ def named(tree: Any) -> Leaves:
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
 
+def form(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of an array, which outlive it."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
 def strong(tree: Any) -> Any:
     """`tree` with every weakly typed leaf made strong: the same dtype, the same bits. To be traced or run."""
     return jax.tree.map(_strong, tree)

@@ -4,14 +4,14 @@ import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from runner.checkpoint import fingerprint, reader
-from runner.checkpoint.leaves import abstract_stored, dtype_called, from_stored
+from runner.checkpoint.leaves import Leaves, abstract_stored, dtype_called, from_stored
 from runner.checkpoint.manifest import Manifest
 from runner.storage import LocalStore, Store
 
@@ -42,9 +42,9 @@ def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterabl
                 yield Leaf(name, array, None if is_good else f"the bits of {name} are not those that were saved")
 
 
-def _groups(manifest: Manifest, names: Iterable[str], place: SingleDeviceSharding) -> Iterator[dict[str, Any]]:
+def _groups(manifest: Manifest, names: Iterable[str], place: SingleDeviceSharding) -> Iterator[Leaves]:
     """Abstract leaves by name, so many at a time that they are about `GROUP_BYTES`."""
-    group: dict[str, jax.ShapeDtypeStruct] = {}
+    group: Leaves = {}
     num_bytes = 0
     for name in names:
         shape, dtype = manifest.leaves[name]["shape"], manifest.leaves[name]["dtype"]

@@ -4,7 +4,6 @@ Cheap: the main host alone reads, and only what its first device holds of each l
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -36,12 +35,3 @@ class ReadBack:
             start = [part.indices(size)[0] for part, size in zip(index, leaf.shape, strict=True)]
             if block.dtype != leaf.dtype or not np.array_equal(block_digest(block, leaf.shape, start), expected[name]):
                 raise ValueError(f"what was read back of {name} is not what was saved")
-
-
-def forms(leaves: Leaves) -> Leaves:
-    """Shape, dtype and sharding of arrays, which outlive them."""
-
-    def form(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-    return {name: form(leaf) for name, leaf in leaves.items()}

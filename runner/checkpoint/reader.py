@@ -12,10 +12,9 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from runner.checkpoint import pieces
+from runner.checkpoint.leaves import Leaves
 from runner.checkpoint.manifest import Files, Manifest
 from runner.storage import Store
-
-Leaves = dict[str, Any]
 
 _CACHE_BYTES = 64 << 20  # without it, the table of contents is read anew for every block
 

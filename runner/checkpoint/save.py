@@ -37,9 +37,9 @@ from runner.attempt.claim import Attempt
 from runner.checkpoint import fingerprint, pieces
 from runner.checkpoint.double_buffer import DoubleBuffer
 from runner.checkpoint.fast import FastTier
-from runner.checkpoint.leaves import named, stored
+from runner.checkpoint.leaves import form, named, stored
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest
-from runner.checkpoint.read_back import ReadBack, forms
+from runner.checkpoint.read_back import ReadBack
 from runner.checkpoint.tombstone import commit
 from runner.checkpoint.writer import Writer, Written
 from runner.errors import FencedError, RemovedError, StorageError, first_line
@@ -196,7 +196,7 @@ class Saver:
         try:
             if is_durable:
                 save.finish = self._start_to_write(save.target, leaves)
-                save.read_back = ReadBack(forms(leaves), save.layout) if self.reads_back else None
+                save.read_back = ReadBack(jax.tree.map(form, leaves), save.layout) if self.reads_back else None
             if is_fast:
                 save.blocks = pieces.copy_to_host(leaves, "all")
         except WRITE_ERRORS as caught:
