@@ -35,7 +35,7 @@ from runner.storage import Store, read_log
 from runner.terminal import warn
 
 Tier = Literal["durable", "fast"]
-Problem = Callable[[dict[str, bytes]], str | None]  # why a job cannot go on with these attachments
+AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # why a job cannot go on with them
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class Restorer:
     def __init__(self, attempt: Attempt, fast: FastTier | None):
         self._attempt, self._fast = attempt, fast
 
-    def restore(self, abstract: Any, identity: Trajectory, problem_with: Problem = lambda _: None) -> Restored | None:
+    def restore(
+        self, abstract: Any, identity: Trajectory, problem_with: AttachmentCheck = lambda _: None
+    ) -> Restored | None:
         """The newest state that passes every check; None if nothing was ever committed.
 
         `problem_with` is asked on the main host about what the fast tier has kept beside a state.
@@ -133,7 +135,7 @@ class Restorer:
         present = self._attempt.hosts.gather([] if self._fast is None else self._fast.steps(identity))
         return sorted(set.intersection(*(set(own) for own in present)))
 
-    def _try_fast(self, step: int, abstract: Any, problem_with: Problem) -> Restored | Rejected:
+    def _try_fast(self, step: int, abstract: Any, problem_with: AttachmentCheck) -> Restored | Rejected:
         assert self._fast is not None, "only a fast tier has such a step"
         problem, part = None, None
         arrays: dict[str, jax.Array] = {}

@@ -67,10 +67,14 @@ def surviving(texts: Iterable[bytes], step: int | None = None, beyond: int = -1)
     """The rows among lines of text that are up to `step` (None: all) and beyond `beyond`, each step once, in order."""
     for text in texts:
         row = decode(text)
-        found = None if row is None else row.get("step")
-        if isinstance(found, int) and found > beyond and (step is None or found <= step):
-            beyond = found
-            yield Line(found, text.strip() + b"\n")
+        if row is not None and _is_row(row) and row["step"] > beyond and (step is None or row["step"] <= step):
+            beyond = row["step"]
+            yield Line(beyond, text.strip() + b"\n")
+
+
+def _is_row(value: Row) -> bool:
+    """Whether a JSON object is a row: damage may have left another."""
+    return type(value.get("step")) is int and isinstance(value.get("train/loss"), int | float)
 
 
 def up_to(step: int, tail: Tail | None) -> int:
