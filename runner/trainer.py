@@ -328,15 +328,19 @@ def _bound_to(job_class: type[BaseTrainer], config: TrainerConfig[Any]) -> type[
 
 
 def _refuse_changed_data(dataset: Dataset, hosts: Hosts) -> None:
-    """Before a state is saved: raise `DataError` on every host if one sees other token files than at the start."""
+    """Before a state is saved: raise `DataError` if a token file is not what it was at the start.
+
+    Every host looks, and hears what host 0 has seen: where they share the files all of them end with 2. A host that
+    alone sees a change, in a copy of its own, ends so alone; the others then lose a peer.
+    """
     problem = None
     try:
         dataset.check_files()
     except DataError as error:
-        problem = str(error)
-    problem = next(filter(None, hosts.gather(problem)), None)
+        problem = f"{error}; what was trained since the last commit is not saved"
+    problem = hosts.agree(problem) or problem
     if problem is not None:
-        raise DataError(f"{problem}; what was trained since the last commit is not saved")
+        raise DataError(problem)
 
 
 def _known_micro_batch(hosts: Hosts, store: Store, blueprint: Blueprint) -> int | None:

@@ -16,7 +16,7 @@ from runner.checkpoint.fast import FastTier
 from runner.checkpoint.interval import SavePolicy, best_interval_seconds
 from runner.checkpoint.leaves import abstract_stored, form, named, refuse_another_form
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.restore import Judge, Restored, Restorer
+from runner.checkpoint.restore import AttachmentCheck, Restored, Restorer
 from runner.checkpoint.retention import Retention
 from runner.checkpoint.save import Payload, SaveKind, Saver
 from runner.checkpoint.tombstone import BURIED
@@ -50,7 +50,7 @@ class Checkpointer:
         self._said_interval_seconds = 1e-9
         self._has_warned_of_grace = False
 
-    def restore(self, problem_with: Judge) -> Restored | None:
+    def restore(self, problem_with: AttachmentCheck) -> Restored | None:
         """The newest good state, in whichever tier; None if nothing was ever committed. See `Restorer.restore`."""
         found = self._restorer.restore(self._abstract, self._identity, problem_with)
         self._saver.reads_back = found is None

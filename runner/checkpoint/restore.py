@@ -36,7 +36,7 @@ from runner.storage import DiskError, Store, number_in, open_store, read_log, sp
 from runner.terminal import warn
 
 Tier = Literal["durable", "fast"]
-Judge = Callable[[dict[str, bytes]], str | None]  # why a job cannot go on with these attachments
+AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # why a job cannot go on with them
 QUARANTINE = "quarantine"
 
 
@@ -82,7 +82,9 @@ class Restorer:
     def __init__(self, attempt: Attempt, fast: FastTier | None):
         self._attempt, self._fast = attempt, fast
 
-    def restore(self, abstract: Any, identity: Trajectory, problem_with: Judge = lambda _: None) -> Restored | None:
+    def restore(
+        self, abstract: Any, identity: Trajectory, problem_with: AttachmentCheck = lambda _: None
+    ) -> Restored | None:
         """The newest state that passes every check; None if nothing was ever committed.
 
         `problem_with` is asked on the main host about what the fast tier has kept beside a state.
@@ -153,7 +155,7 @@ class Restorer:
         present = self._attempt.hosts.gather([] if self._fast is None else self._fast.steps(identity))
         return sorted(set.intersection(*(set(own) for own in present)))
 
-    def _try_fast(self, step: int, abstract: Any, problem_with: Judge) -> Restored | Rejected:
+    def _try_fast(self, step: int, abstract: Any, problem_with: AttachmentCheck) -> Restored | Rejected:
         assert self._fast is not None, "only a fast tier has such a step"
         problem, part = None, None
         arrays: dict[str, jax.Array] = {}

@@ -85,7 +85,8 @@ def train_step(
     loss, grads, meta = _gradients(forward, state, batch, key, accumulate_steps)
     if GRAD_NORM in meta:
         raise InvalidError(f"forward returns {GRAD_NORM!r} as meta, a name of the runner's own; use another")
-    return state.apply_gradients(grads=grads), loss, meta | {GRAD_NORM: optax.tree.norm(grads)}
+    grad_norm = optax.tree.norm(grads)
+    return state.apply_gradients(grads=grads), loss, meta | {GRAD_NORM: grad_norm}
 
 
 def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
