@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner import storage
 from runner.attempt.claim import Attempt, claim
 from runner.attempt.compile_cache import CompileCache
+from runner.attempt.environment import changes
 from runner.attempt.hint import lines_at_the_end
 from runner.attempt.identity import check_directory, is_done, refuse_another_trajectory
 from runner.attempt.incident import DRAIN_SECONDS, Incidents
@@ -162,13 +163,14 @@ class RestoreableJob:
         self.setup(hosts)
         hosts.main_first(self.refuse_other_checkpoints)
         identity = trajectory(self.spec, self.config)
-        attempt = claim(self.store, self.document, self.spec, identity, hosts, stop, progress)
+        attempt = claim(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
         self.attempt = attempt
         stop.on_idle_exit = self._record_idle_exit
         with self.document.blaming("checkpoint.local_directory"):
             self.checkpointer = Checkpointer(attempt, self.spec, self.identity(), self.abstract_state())
         devices, kind = jax.device_count(), jax.devices()[0].device_kind
-        attempt.record("start", None, processes=hosts.num_processes, devices=devices, device_kind=kind)
+        here = attempt.environment
+        attempt.record("start", None, processes=hosts.num_processes, devices=devices, device_kind=kind, **here)
         self.compile_cache.publish(attempt.fence.check, hosts.process_id)
         attempt.say(f"{self.spec.name}: attempt {attempt.number} in {self.store.url}")
         return attempt
@@ -213,6 +215,7 @@ class RestoreableJob:
         else:
             self.state, self.step = found.state, found.manifest.step
             attempt.say(f"restored step {self.step} from the {found.tier} tier")
+            self._say_what_has_changed(found.manifest.environment)
             event, details = "restore", {"tier": found.tier}
         digest, seconds = fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
@@ -220,6 +223,14 @@ class RestoreableJob:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin()
         self.resumed(found.attachments if found is not None else {})
+
+    def _say_what_has_changed(self, saved_with: storage.JsonObject | None) -> None:
+        """Only the same versions promise the same bits."""
+        here = self.attempt.environment
+        found = changes(saved_with, here) if saved_with and here else []
+        if found:
+            self.attempt.say(f"changed since step {self.step} was saved: {'; '.join(found)}")
+            self.attempt.record("changed", self.step, changes=found)
 
     def problem_with(self, attachments: dict[str, bytes]) -> str | None:
         """Why the job cannot go on from a state of the fast tier that has these beside it; None if it can.

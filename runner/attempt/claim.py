@@ -1,12 +1,14 @@
 """An attempt: one start of a job, on all its hosts, in a directory that is now its own."""
 
 import contextlib
+import socket
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from runner import terminal
+from runner.attempt.environment import describe
 from runner.attempt.event_log import EventLog
 from runner.attempt.fence import Fence
 from runner.errors import StorageError
@@ -14,7 +16,7 @@ from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import BackgroundWriter, Store, create, encode_json, open_log, read_json
+from runner.storage import BackgroundWriter, JsonObject, Store, create, encode_json, open_log, read_json
 
 OWNER = "job.json"
 
@@ -30,6 +32,7 @@ class Attempt:
         stop: whether the job was asked to stop.
         progress: of the training thread, for the watchdog.
         background: sends what grows in a bucket.
+        environment: versions, commit and hosts, see `environment`; empty on other hosts than the main one.
     """
 
     number: int
@@ -41,6 +44,7 @@ class Attempt:
     fence: Fence
     events: EventLog
     background: BackgroundWriter
+    environment: JsonObject = field(default_factory=dict)
 
     def say(self, line: str) -> None:
         """Print a line, on the main host only."""
@@ -61,6 +65,7 @@ def claim(
     hosts: Hosts,
     stop: StopNotice,
     progress: Progress,
+    job_class: type,
 ) -> Attempt:
     """Take the next attempt in `store`; from here on every earlier attempt is fenced. Called on every host.
 
@@ -84,4 +89,6 @@ def claim(
     fence.attempt = number
     log = open_log(store, "events", f"{number:06}.{hosts.process_id}", background)
     events = EventLog(log, number, hosts.process_id)
-    return Attempt(number, run_id, store, hosts, stop, progress, fence, events, background)
+    names = hosts.gather(socket.gethostname())
+    environment = describe(job_class, names) if hosts.is_main else {}
+    return Attempt(number, run_id, store, hosts, stop, progress, fence, events, background, environment)

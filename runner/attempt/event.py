@@ -39,7 +39,17 @@ EVENTS = (
             Key("processes", int, "Processes of the job."),
             Key("devices", int, "Devices of the job, over all processes."),
             Key("device_kind", str, "What JAX calls the devices."),
+            Key("versions", dict, "Of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
+            Key("hosts", list, "Name of the host of each process."),
+            Key("commit", str, "Of the git checkout that holds the job's class; absent if there is none."),
+            Key("dirty", bool, "Whether tracked files there differ from it; absent likewise."),
         ),
+    ),
+    Event(
+        "changed",
+        "Versions, commit or hosts are not those that the restored checkpoint was saved with.",
+        "main host",
+        (Key("changes", list, "A few words for each, for people."),),
     ),
     Event(
         "compile",

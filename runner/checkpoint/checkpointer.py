@@ -82,7 +82,9 @@ class Checkpointer:
         """
         if name is None and kind is not SaveKind.FAST and self._saved_step == step:
             return state
-        draft = Manifest(name=name or str(step), step=step, job=self._attempt.run_id, identity=self._identity)
+        here = self._attempt.environment or None
+        job, identity = self._attempt.run_id, self._identity
+        draft = Manifest(name=name or str(step), step=step, job=job, identity=identity, environment=here)
         with self._attempt.progress.during("save"):
             is_durable, state = self._saver.save(draft, state, payload, kind)
         self._warn_of_grace(self._saver.durable_seconds, step)

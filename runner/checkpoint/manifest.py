@@ -53,6 +53,7 @@ class Manifest:
     fingerprint: str = ""
     metric: float | None = None
     topology: JsonObject | None = None
+    environment: JsonObject | None = None
     files: Files = field(default_factory=dict)
     shards: dict[str, list[Shard]] | None = None
     seconds: float = 0.0

@@ -73,7 +73,7 @@ class Report:
     def showing(self, step: int) -> Iterator[None]:
         """Inside, rows are shown; however it is left, the sinks are closed."""
         if self._attempt.hosts.is_main:
-            self._sinks = open_sinks(self._spec, self._config, self._attempt.run_id, self._attempt.store.root, step)
+            self._sinks = open_sinks(self._spec, self._config, self._attempt.run_id, self._attempt.store, step)
         self.window.restart_clock()
         try:
             yield

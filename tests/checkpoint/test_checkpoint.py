@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint.double_buffer import DoubleBuffer
+from runner.checkpoint.fast import FastTier
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import Manifest, committed
 from runner.checkpoint.restore import Restorer
@@ -424,3 +425,27 @@ def test_memory_that_a_save_still_reads_is_taken_by_nobody(tmp_path, monkeypatch
         state = attempt.saver._buffer.swap(state, None)
     may_read.set()
     assert attempt.saver.wait()
+
+
+def test_a_state_of_the_fast_tier_that_the_job_cannot_go_on_from_is_left_for_the_durable_one(tmp_path):
+    first = Attempt(LocalStore(tmp_path / "run"), tmp_path)
+    first.save_all(1)
+    fast = FastTier(tmp_path / "fast")
+    draft = Manifest(name="2", step=2, job="x")
+    saver = Saver(first.attempt, OrbaxWriter(first.store, first.attempt.hosts), fast, 60.0, lambda manifest: None)
+    saver.save(draft, make_state(2), Payload(attachments=lambda: {"rows": b"1"}), SaveKind.FAST)
+    saver.close()
+
+    again, asked = first.again(), []
+
+    def restore(problem):
+        restorer = Restorer(again.attempt, fast)
+        return restorer.restore(abstract(make_state()), {}, lambda attachments: asked.append(attachments) or problem)
+
+    found = restore(None)
+    assert (found.manifest.step, found.tier, found.attachments) == (2, "fast", {"rows": b"1"})
+    found = restore("its rows are gone")
+    assert (found.manifest.step, found.tier) == (1, "durable")
+    assert asked == [{"rows": b"1"}] * 2
+    assert "its rows are gone" in again.events("fallback")[0]["reason"]
+    assert fast.steps({}) == []

@@ -6,6 +6,8 @@ import pytest
 import yaml
 
 from runner.storage import LocalStore, parse_lines, read_json
+from runner.train.metrics.offline import upload_offline_runs
+from tests.support.memory_bucket import memory_bucket
 from tests.support.tiny import finish, gpt, gpt_document, start_python
 
 NO_KEY = {"WANDB_API_KEY": "", "NETRC": "/nonexistent"}
@@ -27,10 +29,11 @@ except PreemptedError:
 ROWS_ALONE = """
 import os, sys
 from pathlib import Path
+from runner.storage import LocalStore
 from runner.train.metrics.tracking import Tracking
 from tests.support.tiny import gpt_spec
 directory = Path(sys.argv[1])
-tracking = Tracking(gpt_spec(directory, **{"logging.wandb": sys.argv[2]}), "job1234", directory)
+tracking = Tracking(gpt_spec(directory, **{"logging.wandb": sys.argv[2]}), "job1234", LocalStore(directory))
 for step in range(1, 6):
     tracking.show({"step": step, "train/loss": 1 / step})
 tracking.close()
@@ -70,6 +73,24 @@ def test_offline_every_attempt_writes_to_the_run_of_the_job(runs):
     assert all(key in second for key in (b"train/loss", b"val/loss", b"perf/tokens_per_second"))
     assert "Traceback" not in outputs["first"] + outputs["second"]
     assert "wandb is off" not in outputs["first"] + outputs["second"]
+
+
+def test_it_is_told_the_resolved_spec(runs):
+    base, _ = runs
+    for path in offline_runs(base / "offline"):
+        assert b'"micro_batch_examples":2' in path.read_bytes().replace(b" ", b"")
+
+
+def test_what_it_writes_offline_for_a_run_in_a_bucket_ends_there(tmp_path):
+    store, folder = memory_bucket(), tmp_path / "wandb" / "wandb"
+    for name in ("offline-run-1-x/run-x.wandb", "offline-run-1-x/files/requirements.txt", "run-2-x/run-x.wandb"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(name.encode())
+    for _ in range(2):
+        upload_offline_runs(tmp_path, store, 10.0)
+    names = [f"wandb/offline-run-1-x/{name}" for name in ("files/requirements.txt", "run-x.wandb")]
+    assert sorted(store.sizes("wandb")) == names
+    assert store.read(f"wandb/{names[1]}") == b"offline-run-1-x/run-x.wandb"
 
 
 @pytest.mark.parametrize("name", ["offline", "dead"])

@@ -6,6 +6,7 @@
 - `disk`      `metrics.jsonl` on a disk
 - `bucket`    `metrics.jsonl` in a bucket, in parts
 - `file`      `metrics.jsonl`, wherever it is
+- `offline`   what Weights & Biases has written, into a bucket
 - `tracking`  Weights & Biases
 - `sinks`     a terminal, a log, and what the spec names
 """

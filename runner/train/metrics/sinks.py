@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
@@ -10,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from runner.config import TrainerConfig
 from runner.spec import ExecutionSpec
+from runner.storage import Store
 from runner.terminal import say
 from runner.train.metrics.row import Row
 
@@ -83,12 +83,10 @@ def make_progress(name: str, total_steps: int, step: int, tokens_per_step: int) 
     return PlainProgress(tokens_per_step, total_steps)
 
 
-def open_sinks(
-    spec: ExecutionSpec, config: TrainerConfig, run_id: str, directory: Path | None, step: int
-) -> list[Sink]:
-    """All places that the spec names, for a run that stands at `step`; `directory` is None for one in a bucket."""
+def open_sinks(spec: ExecutionSpec, config: TrainerConfig, run_id: str, store: Store, step: int) -> list[Sink]:
+    """All places that the spec names, for a run that stands at `step`."""
     sinks: list[Sink] = [make_progress(spec.name, config.total_steps, step, config.tokens_per_step)]
     if spec.logging.wandb != "disabled":  # wandb takes a second to import
         tracking = importlib.import_module("runner.train.metrics.tracking")
-        sinks.append(tracking.Tracking(spec, run_id, directory))
+        sinks.append(tracking.Tracking(spec, run_id, store))
     return sinks

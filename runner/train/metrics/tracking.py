@@ -3,6 +3,9 @@
 All of wandb happens on a thread of its own behind a bounded queue: a start that hangs on a dead server, a missing key
 or a full disk costs rows in the dashboard and one line on the terminal, nothing else. The run id is the job's, so a
 resumed job goes on in the same run; steps that a killed attempt has already shown are dropped by wandb itself.
+
+Its own files are in `wandb/` of the run's directory. wandb can write to a disk alone, so for a run in a bucket they are
+in this machine's cache while the job runs, and are uploaded when it ends, those of attempts that were killed here too.
 """
 
 import netrc
@@ -16,8 +19,9 @@ from typing import Any
 import wandb
 
 from runner.spec import ExecutionSpec
-from runner.storage import default_cache_directory
+from runner.storage import Store, default_cache_directory
 from runner.terminal import warn
+from runner.train.metrics.offline import FOLDER, upload_offline_runs
 from runner.train.metrics.row import Row
 
 _QUEUE_ROWS = 10_000
@@ -26,10 +30,11 @@ _ERRORS = (wandb.Error, OSError, RuntimeError, ValueError)
 
 
 class Tracking:
-    """A W&B run, its own files in `directory`, or in this machine's cache. Main host only."""
+    """A W&B run, shown `spec` as its config. Main host only."""
 
-    def __init__(self, spec: ExecutionSpec, run_id: str, directory: Path | None):
-        directory = default_cache_directory() / "wandb" / run_id if directory is None else directory
+    def __init__(self, spec: ExecutionSpec, run_id: str, store: Store):
+        self._store = store
+        directory = default_cache_directory() / "wandb" / run_id if store.root is None else store.root
         self._rows: queue.Queue[Row | None] = queue.Queue(_QUEUE_ROWS)
         self._thread = threading.Thread(target=self._work, args=(spec, run_id, directory), name="wandb", daemon=True)
         self._thread.start()
@@ -55,6 +60,8 @@ class Tracking:
             while (row := self._rows.get()) is not None:
                 run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
             run.finish()
+            if self._store.root is None:
+                upload_offline_runs(directory, self._store, _CLOSE_SECONDS)
         except _ERRORS as error:
             warn(f"wandb is off: {type(error).__name__}: {error}".split("\n", 1)[0])
 
@@ -64,8 +71,9 @@ def _start(spec: ExecutionSpec, run_id: str, directory: Path) -> Any:
     if mode == "online" and not _has_key():
         warn("wandb: no API key here, logging offline; `wandb sync` uploads it later")
         mode = "offline"
-    folder = directory / "wandb"
+    folder = directory / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))  # else its logs lie in the home directory
     return wandb.init(
         project=spec.project,
         group=spec.group,

@@ -1,0 +1,86 @@
+"""What a start runs with: versions, the commit of the job's code, the hosts. Main host only; knows no jax.
+
+It stands in the event `start` and in every manifest. Only the same hardware and versions promise the same bits, so a
+resume says what has changed.
+"""
+
+import inspect
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+from runner.storage import JsonObject
+
+GIT_SECONDS = 2.0  # for each question; a repository that is slower than that is left out
+_DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu")
+_NAMED_HOSTS_MAX = 4
+
+
+def describe(job_class: type, hosts: list[str]) -> JsonObject:
+    """The keys `versions`, `hosts` (a name for each process), and where it is known `commit` and `dirty`."""
+    return {"versions": versions(), "hosts": hosts} | commit_of(job_class)
+
+
+def versions() -> dict[str, str]:
+    """Version by name, of Python and of what is installed."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit_of(job_class: type) -> JsonObject:
+    """The commit of the git checkout that holds the code of a class, and whether tracked files differ from it.
+
+    Empty where there is no such checkout, no git, or no answer in time.
+    """
+    try:
+        path = Path(inspect.getfile(job_class)).resolve()
+    except (OSError, TypeError):  # typed into an interpreter
+        return {}
+    commit = _git(path.parent, "rev-parse", "HEAD")
+    if commit is None or _git(path.parent, "check-ignore", str(path)) is not None:
+        return {}  # what is installed below a checkout is not of its commit
+    changes = _git(path.parent, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit} if changes is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(directory: Path, *question: str) -> str | None:
+    """The answer of git, None if it fails."""
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(directory), *question],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=GIT_SECONDS,
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def changes(before: JsonObject, now: JsonObject) -> list[str]:
+    """What is another since `before`, a few words each; what one of the two does not know is no change."""
+    found = []
+    old, new = before.get("versions", {}), now.get("versions", {})
+    found += [f"{name} {old[name]} -> {new[name]}" for name in new if name in old and old[name] != new[name]]
+    if {"commit"} <= before.keys() & now.keys() and before["commit"] != now["commit"]:
+        found.append(f"commit {before['commit'][:12]} -> {now['commit'][:12]}")
+    if {"dirty"} <= before.keys() & now.keys() and before["dirty"] != now["dirty"]:
+        found.append("uncommitted changes now" if now["dirty"] else "no uncommitted changes any more")
+    if {"hosts"} <= before.keys() & now.keys() and sorted(before["hosts"]) != sorted(now["hosts"]):
+        found.append(f"hosts {_names(before['hosts'])} -> {_names(now['hosts'])}")
+    return found
+
+
+def _names(hosts: list[str]) -> str:
+    """Who they are, or how many if they are many."""
+    distinct = sorted(set(hosts))
+    return ", ".join(distinct) if len(distinct) <= _NAMED_HOSTS_MAX else f"({len(distinct)} of them)"

@@ -1,0 +1,66 @@
+"""The rows of an attempt, as the saves and restores of its states see them."""
+
+from pathlib import Path
+
+import pytest
+
+from runner.storage import LocalStore, Store
+from runner.train.metrics.file import read_rows
+from runner.train.report import Report
+from tests.support.attempt import make_attempt
+from tests.support.memory_bucket import memory_bucket
+from tests.support.tiny import gpt
+
+METRICS = "metrics.jsonl"
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return LocalStore(tmp_path / "run") if request.param == "disk" else memory_bucket()
+
+
+def next_report(store: Store, tmp_path: Path) -> Report:
+    """That of a new attempt, before it knows at which step it stands."""
+    job = gpt(tmp_path / "job")
+    return Report(make_attempt(store), job.spec, job.config, [], 0.0, lambda: None)
+
+
+def add(report: Report, *steps: int) -> None:
+    """Rows that are not durable yet; in a bucket they may be at any moment."""
+    for step in steps:
+        report._metrics.append({"step": step, "train/loss": 1.0 / step})
+
+
+def test_rows_that_were_kept_beside_a_state_are_gone_on_from_unless_a_later_attempt_went_back_behind_them(
+    store: Store, tmp_path: Path
+) -> None:
+    first = next_report(store, tmp_path)
+    first.resume(0, {})
+    add(first, 1, 2, 3)
+    first.sync()
+    add(first, 4)
+    kept = first.attachments()
+
+    crashed = next_report(store, tmp_path)
+    assert crashed.problem_with(kept) is None
+    crashed.resume(4, kept)
+    assert [row["step"] for row in read_rows(store)] == [1, 2, 3, 4]
+    assert crashed.last_row()["step"] == 4
+    assert crashed.metric("train/loss", 4) == 0.25
+    assert crashed.metric("train/loss", 3) is None
+
+    elsewhere = next_report(store, tmp_path)
+    elsewhere.resume(2, {})
+    problem = next_report(store, tmp_path).problem_with(kept)
+    assert problem in [f"a later attempt went back behind step {step}, which its rows follow" for step in (3, 4)]
+
+
+def test_rows_that_were_kept_torn_are_a_problem_and_none_are_not(store: Store, tmp_path: Path) -> None:
+    report = next_report(store, tmp_path)
+    report.resume(0, {})
+    add(report, 1, 2)
+    kept = report.attachments()[METRICS]
+    assert next_report(store, tmp_path).problem_with({METRICS: kept[:-9]}) == (
+        "the rows that were kept beside it are not whole"
+    )
+    assert next_report(store, tmp_path).problem_with({}) is None
