@@ -23,6 +23,7 @@ from runner.checkpoint.manifest import committed
 from runner.config import TrainerConfig
 from runner.errors import DataError, DivergedError, FailedError, InvalidError, PreemptedError, SpecError
 from runner.hosts.agreement import Hosts
+from runner.plan.checks import Findings, open_job
 from runner.spec import hash_of, parse_document, read_spec, validate_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
 from runner.train.hint import options_for_here
@@ -452,10 +453,13 @@ def test_what_nothing_reads_is_refused_with_its_line_and_who_would_read_it(tmp_p
         assert not (tmp_path / "run").exists()
         return str(caught.value).splitlines()
 
-    assert refused() == [
+    expected = [
         "x.yaml:13: config.optimizer.momentum: adamw does not read it, sgd would",
         "x.yaml:16: config.schedule.final_learning_rate: constant does not read it, linear or cosine or wsd would",
     ]
+    findings = Findings()
+    assert open_job(parse_document(text, "x.yaml"), findings) is None
+    assert refused() == findings.problems == expected
     read = ("config.optimizer.name=sgd", "config.schedule.name=cosine")
     assert refused(*read) == ["x.yaml:10: config.data.tokenizer: nothing reads it, token files hold tokens"]
     assert refused(*read, "config.optimizer={}")[0] == "--set config.optimizer={}: missing key learning_rate"

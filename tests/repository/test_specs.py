@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import RestoreableJob
+from runner import BaseTrainer, RestoreableJob
 from runner.spec import document_of, dump_spec, load_document, load_job_class, parse_document, validate_spec
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,11 @@ def test_a_spec_makes_its_job(path):
     job = make_job(path)
     assert job.total_steps > 0
     assert job.store.url.endswith(job.spec.directory)
+
+
+def test_a_trainers_spec_has_no_key_that_nothing_reads(path):
+    job = make_job(path)
+    assert not isinstance(job, BaseTrainer) or job.recipe.problems(job.config) == {}
 
 
 def test_a_spec_is_named_like_its_file_and_writes_into_a_directory_of_that_name(path):

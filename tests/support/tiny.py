@@ -1,5 +1,6 @@
 """Tiny jobs for these tests: seconds to compile, milliseconds a step. Compiled programs are kept for the session."""
 
+import copy
 import hashlib
 import itertools
 import json
@@ -38,13 +39,13 @@ def mesh_of(data: int, fsdp: int, tensor: int) -> Mesh:
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with dotted keys replaced."""
+    """`base` with dotted keys replaced, by copies: a section that is given may be changed by a later key."""
     for dotted, value in changes.items():
         section = base
         *parents, key = dotted.split(".")
         for parent in parents:
             section = section.setdefault(parent, {})
-        section[key] = value
+        section[key] = copy.deepcopy(value)
     return base
 
 
