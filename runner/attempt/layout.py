@@ -20,7 +20,10 @@ EXPENDABLE = ("compiled",)  # where something else stands under these names the 
 
 def refuse_other_kinds(store: Store) -> None:
     """Raise `InvalidError` if something of another kind stands where the run would read or write."""
-    for name, needed in LAYOUT.items() if store.root is not None else ():
-        kind = kind_of(store.root / name)
+    if store.root is None:
+        return
+    for name, needed in LAYOUT.items():
+        path = store.root / name
+        kind = kind_of(path)
         if kind not in (None, needed):
-            raise InvalidError(f"{store.root / name} is {kind}, needs {needed}; move it away")
+            raise InvalidError(f"{path} is {kind}, needs {needed}; move it away")
