@@ -4,7 +4,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,9 @@ def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterabl
                 yield Leaf(name, array, None if is_good else f"the bits of {name} are not those that were saved")
 
 
-def _groups(manifest: Manifest, names: Iterable[str], place: SingleDeviceSharding) -> Iterator[dict[str, Any]]:
+def _groups(manifest: Manifest, names: Iterable[str], place: SingleDeviceSharding) -> Iterator[reader.Leaves]:
     """Abstract leaves by name, so many at a time that they are about `GROUP_BYTES`."""
-    group: dict[str, jax.ShapeDtypeStruct] = {}
+    group: reader.Leaves = {}
     num_bytes = 0
     for name in names:
         shape, dtype = manifest.leaves[name]["shape"], manifest.leaves[name]["dtype"]
