@@ -23,6 +23,7 @@ def refuse_other_kinds(store: Store) -> None:
     if store.root is None:
         return
     for name, needed in LAYOUT.items():
-        kind = kind_of(store.root / name)
+        path = store.root / name
+        kind = kind_of(path)
         if kind not in (None, needed):
-            raise InvalidError(f"{store.root / name} is {kind}, needs {needed}; move it away")
+            raise InvalidError(f"{path} is {kind}, needs {needed}; move it away")

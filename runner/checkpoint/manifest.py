@@ -149,7 +149,7 @@ def read_manifest(store: Store, directory: str) -> Manifest:
     if TOMBSTONE in record:
         raise NotCommittedError(f"attempt {record[TOMBSTONE]} found it unfinished")
     manifest = Manifest.from_json(record)
-    name = directory.rpartition("/")[2]
+    name = directory.removeprefix(f"{CHECKPOINTS}/")
     if manifest.name != name or number_in(name) not in (None, manifest.step):
         raise ValueError(f"it is of checkpoint {manifest.name}, step {manifest.step}, and stands in {name}")
     return manifest

@@ -167,7 +167,8 @@ class ExecutionSpec(Frozen):
     group: str = Field(default="default", min_length=1, description="Group of runs within the project, in W&B.")
     job: str = Field(pattern=JOB_PATTERN, description="module.path:Class, any RestoreableJob.")
     directory: str = Field(
-        min_length=1, description="All that the run writes: a local path shared by all hosts, gs://, s3:// or az://."
+        min_length=1,
+        description="All that the run writes: a local path shared by all hosts (~ is home), gs://, s3:// or az://.",
     )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of every random number: initialisation, data order, dropout."

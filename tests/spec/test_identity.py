@@ -1,6 +1,21 @@
 """What defines the bits of a run is its trajectory; the rest may change on a resume."""
 
-from runner.spec import hash_of, parse_document, trajectory, validate_config, validate_spec
+from typing import Any, Literal
+
+import pytest
+from pydantic import Field
+
+from runner.spec import (
+    Frozen,
+    JobConfig,
+    Trajectory,
+    filled_in,
+    hash_of,
+    parse_document,
+    trajectory,
+    validate_config,
+    validate_spec,
+)
 from tests.spec.sample import SPEC, Config
 
 
@@ -26,3 +41,78 @@ def test_the_trajectory_is_flat_and_holds_defaults() -> None:
         "config.train.sizes": [1, 2],
         "config.parts": [],
     }
+
+
+# What an older version has saved, compared by a later one that has more keys.
+
+
+class Adam(Frozen):
+    name: Literal["adam"] = "adam"
+    rate: float = 1.0
+    eps: float = 1e-8
+
+
+class Sgd(Frozen):
+    name: Literal["sgd"] = "sgd"
+    rate: float = 1.0
+    momentum: float = 0.9
+
+
+class Decay(Frozen):
+    factor: float = 0.5
+    every: int = 2
+
+
+class LaterConfig(JobConfig):
+    width: int
+    optimizer: Adam | Sgd = Field(default=Adam(), discriminator="name")
+    average: Decay | None = None
+    decay: Decay = Decay(factor=0.9)
+    free: int = 3
+
+    @property
+    def free_keys(self) -> frozenset[str]:
+        return frozenset({"free"})
+
+
+def compare(saved: Trajectory, **config: Any) -> set[str]:
+    """Keys in which what was saved differs from a job of the later version."""
+    present_config = LaterConfig.model_validate({"width": 8, **config})
+    present = {
+        key: value
+        for key, value in trajectory(validate_spec(parse_document(SPEC, "x")), present_config).items()
+        if key.startswith("config.")
+    }
+    filled = filled_in(saved, present, present_config)
+    return {key for key in filled | present if filled.get(key, "nothing") != present.get(key, "nothing")}
+
+
+OLD = {"config.width": 8}
+
+
+@pytest.mark.parametrize(
+    ("saved", "config", "different"),
+    [
+        (OLD, {}, set()),
+        (OLD, {"free": 7}, set()),
+        (OLD, {"width": 9}, {"config.width"}),
+        ({}, {}, {"config.width"}),
+        (OLD, {"decay": {"factor": 0.9, "every": 2}}, set()),
+        (OLD, {"decay": {}}, {"config.decay.factor"}),
+        (OLD, {"average": {}}, {"config.average.factor", "config.average.every"}),
+        (OLD | {"config.average": None}, {}, set()),
+        (OLD | {"config.average.factor": 0.5}, {"average": {}}, set()),
+        (OLD | {"config.average.factor": 0.5}, {}, {"config.average.factor", "config.average"}),
+        (OLD | {"config.optimizer.name": "adam"}, {}, set()),
+        (OLD | {"config.optimizer.name": "sgd"}, {"optimizer": {"name": "sgd"}}, set()),
+        (OLD | {"config.optimizer.name": "adam"}, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name"}),
+        (OLD, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name", "config.optimizer.momentum"}),
+        (OLD | {"config.gone": 1}, {}, {"config.gone"}),
+        (OLD | {"config.decay.gone": 1}, {}, {"config.decay.gone", "config.decay.factor"}),
+    ],
+    ids=str,
+)
+def test_a_key_that_was_not_there_is_compared_with_its_default(
+    saved: Trajectory, config: dict[str, Any], different: set[str]
+) -> None:
+    assert compare(saved, **config) == different

@@ -20,6 +20,7 @@ from runner.checkpoint.manifest import Manifest, committed
 from runner.checkpoint.restore import Restorer
 from runner.checkpoint.save import Payload, SaveKind, Saver
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter
+from runner.errors import EXIT_DONE
 from runner.storage import LocalStore, Store, open_store
 from tests.support.attempt import make_attempt
 from tests.support.cloud import (
@@ -112,11 +113,11 @@ def check_case(store: Store, name: str, damage: Damage, content: bytes, chance: 
         store.write(f"checkpoints/{NEWEST}/{name}", damaged)
     never_committed = name == "manifest.json" and damaged is None
 
-    (older, newest, problem), is_good = inspection.report(store, verify=True)
+    (older, newest, problem), code = inspection.report(store, inspection.Depth.FILES)
     assert older.split()[:2] == [str(OLDER), "good"]
     assert newest.split()[:2] == [str(NEWEST), "not" if never_committed else "DAMAGED"]
     assert name in problem
-    assert is_good == never_committed
+    assert (code == EXIT_DONE) == never_committed
 
     records = MemoryLog()
     attempt = make_attempt(store, records)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from runner.attempt.fence import Fence
-from runner.errors import DivergedError, FencedError
+from runner.errors import DivergedError, FencedError, RunnerError
 from runner.storage import ABSENT, BackgroundWriter, DeniedError, LocalStore, encode_line
 from runner.train.metrics import bucket, disk, sinks
 from runner.train.metrics.bucket import BucketMetrics
@@ -22,6 +22,7 @@ from runner.train.metrics.file import open_metrics, read_rows
 from runner.train.metrics.line import Line, Tail
 from runner.train.metrics.sinks import LiveProgress, PlainProgress
 from runner.train.metrics.window import Window
+from tests.support.damage import ERRORS, damages_of, give_errors
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
 
@@ -170,6 +171,51 @@ def test_on_a_disk_a_zombie_that_still_holds_the_file_writes_where_nobody_reads(
         zombie.sync()
     file.append(row(20))
     assert steps_in(store) == [10, 20]
+
+
+def damaged(base, name):
+    """A file of three rows that has come to harm."""
+    (base / "elsewhere").mkdir(parents=True)
+    store = LocalStore(base / "run")
+    write(store, 10, 20, 30)
+    if name not in ERRORS:
+        damages_of(base / "run/metrics.jsonl")[name](base / "run/metrics.jsonl")
+    return store
+
+
+def test_a_damaged_file_leaves_the_rows_that_are_whole_or_is_refused_with_a_line(tmp_path):
+    whole = tmp_path / "whole"
+    write(LocalStore(whole), 10)
+    outcomes = {}
+    for name in (*damages_of(whole / "metrics.jsonl"), *ERRORS):
+        store = damaged(tmp_path / name, name)
+        with pytest.MonkeyPatch.context() as patch:
+            if name in ERRORS:
+                give_errors(patch, store.root / "metrics.jsonl", ERRORS[name])
+            try:
+                file = open_file(store)
+                file.rewind(30)
+                file.append(row(40))
+                outcomes[name] = [line["step"] for line in file.rows()]
+            except RunnerError as error:
+                outcomes[name] = error.exit_code
+    assert outcomes.pop("link to it") == [10, 20, 30, 40]
+    assert outcomes.pop("torn") == [10, 40]
+    assert [outcomes.pop(name) for name in ("missing", "empty", "no text")] == [[40], [40], [40]]
+    assert outcomes == {"other kind": 2, "dangling link": 2, "loop of links": 2, "pipe": 2} | {
+        name: 76 if name in ("EIO", "ESTALE") else 2 for name in ERRORS
+    }
+
+
+@pytest.mark.parametrize(
+    "other", ['{"step": 20}', '{"step": true, "train/loss": 1.0}', '{"step": "20"}', "[" * 100_000]
+)
+def test_a_line_that_is_no_row_is_left_out(store, other):
+    write(store, 10)
+    store.write("metrics.jsonl", store.read("metrics.jsonl") + other.encode() + b"\n")
+    file = open_file(store)
+    assert file.rewind(30) is None
+    assert [line["step"] for line in file.rows()] == [10]
 
 
 class ContentVersions(MemoryDriver):
