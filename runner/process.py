@@ -105,7 +105,7 @@ def bind_to_parent(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def _become(command: Sequence[str], parent: int) -> NoReturn:
+def _become(command: list[str], parent: int) -> NoReturn:
     """Ask for SIGTERM at the death of the parent, and become the command."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM)) != 0:

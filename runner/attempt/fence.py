@@ -34,8 +34,8 @@ class Fence:
 
     def claim(self) -> int:
         """Take the next attempt number, fencing every earlier attempt."""
-        own_id = uuid.uuid4().hex
-        record = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "id": own_id}
+        claim_id = uuid.uuid4().hex
+        record = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "id": claim_id}
         while True:
             number = self.newest() + 1
             try:
@@ -43,7 +43,7 @@ class Fence:
             except FileExistsError:
                 continue
             self._newest_seen = self.attempt = number
-            self._id = own_id
+            self._id = claim_id
             return number
 
     def check(self) -> None:

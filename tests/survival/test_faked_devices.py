@@ -15,12 +15,12 @@ OPTIONS = (
     "topology.mesh={data: 2, fsdp: 2, tensor: 2}",
     "config.model={}",
     "config.data.sequence_length=64",
-    "config.train.total_steps=40",
+    "config.train.total_steps=20",
     "config.train.global_batch_examples=16",
     "config.schedule.warmup_steps=4",
-    "config.eval.every_steps=20",
+    "config.eval.every_steps=10",
     "config.eval.batches=2",
-    "checkpoint.every_steps=10",
+    "checkpoint.every_steps=5",
     "deadlines.step_seconds=60",  # a stall ends the run with 76
 )
 
