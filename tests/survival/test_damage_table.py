@@ -199,7 +199,7 @@ def daily(kind: str) -> list[tuple[Path, str]]:
         (place, damage)
         for number, place in enumerate(places(kind))
         for other, damage in cases(kind)
-        if place == other and (number + order[damage]) % (3 if place.name in READ_FIRST else 13) == 0
+        if place == other and (number + order[damage]) % (4 if place.name in READ_FIRST else 17) == 0
     ]
 
 
@@ -217,8 +217,11 @@ def test_a_damage_ends_in_the_same_bits_or_is_refused(
             problems[f"{place}: {damage}"] = f"{type(error).__name__}: {error}"[:300]
         shutil.rmtree(base)
     assert not problems, "\n".join(f"{case}: {problem}" for case, problem in problems.items())
-    assert all(outcomes[case] == "same bits" for case in outcomes if case[1] == "link to it"), outcomes
-    assert all(outcomes[case] == "2" for case in outcomes if case[1] == "newer format" and case[0].parts[0] == "run")
+    read = {case: end for case, end in outcomes.items() if case[0].parts[:2] != ("run", "quarantine")}
+    assert {end for (_, damage), end in outcomes.items() if damage == "link to it"} <= {"same bits"}
+    assert {end for (place, damage), end in read.items() if damage == "newer format" and place.parts[0] == "run"} <= {
+        "2"
+    }
 
 
 def test_every_name_in_a_directory_has_its_kind() -> None:
