@@ -24,7 +24,7 @@ from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, 
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.attempt import start
 from tests.support.damage import ERRORS, damages_of, give_errors
-from tests.support.harness import killed_after, whole_counter
+from tests.support.harness import command, environment, killed_after, whole_counter
 from tests.support.tiny import StopAfter, counter
 
 STEPS, NEWEST = 8, 6
@@ -335,11 +335,8 @@ def test_a_process_meets_every_damage_with_the_same_bits_or_a_line(place: str, t
         (tmp_path / str(number) / BESIDE).mkdir(parents=True)
         job = begun.copy_to(tmp_path / str(number) / "run")
         damages_of(job.directory / place)[name](job.directory / place)
-        attempt = job.start()
-        code = attempt.wait()
-        assert "Traceback" not in attempt.output, attempt.report(name)
-        assert code in (EXIT_DONE, EXIT_INVALID, EXIT_RETRYABLE), attempt.report(f"{name}: ended with {code}")
-        if code == EXIT_DONE:
-            assert job.result() == whole_counter(PROCESS).result(), name
-        else:
-            assert attempt.output.strip(), f"{name}: says nothing"
+        code, output = command(environment(1), *job.arguments)
+        assert "Traceback" not in output, f"{name}: {output}"
+        assert code in (EXIT_DONE, EXIT_INVALID, EXIT_RETRYABLE), f"{name}: ended with {code}: {output}"
+        assert output.strip(), f"{name}: says nothing"
+        assert code != EXIT_DONE or job.result() == whole_counter(PROCESS).result(), name
