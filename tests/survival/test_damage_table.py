@@ -24,7 +24,7 @@ from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, 
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.attempt import start
 from tests.support.damage import ERRORS, damages_of, give_errors
-from tests.support.harness import killed_after, whole_counter
+from tests.support.harness import command, environment, killed_after, whole_counter
 from tests.support.tiny import StopAfter, counter
 
 STEPS, NEWEST = 8, 6
@@ -199,7 +199,7 @@ def daily(kind: str) -> list[tuple[Path, str]]:
         (place, damage)
         for number, place in enumerate(places(kind))
         for other, damage in cases(kind)
-        if place == other and (number + order[damage]) % (3 if place.name in READ_FIRST else 13) == 0
+        if place == other and (number + order[damage]) % (4 if place.name in READ_FIRST else 17) == 0
     ]
 
 
@@ -217,8 +217,11 @@ def test_a_damage_ends_in_the_same_bits_or_is_refused(
             problems[f"{place}: {damage}"] = f"{type(error).__name__}: {error}"[:300]
         shutil.rmtree(base)
     assert not problems, "\n".join(f"{case}: {problem}" for case, problem in problems.items())
-    assert all(outcomes[case] == "same bits" for case in outcomes if case[1] == "link to it"), outcomes
-    assert all(outcomes[case] == "2" for case in outcomes if case[1] == "newer format" and case[0].parts[0] == "run")
+    read = {case: end for case, end in outcomes.items() if case[0].parts[:2] != ("run", "quarantine")}
+    assert {end for (_, damage), end in outcomes.items() if damage == "link to it"} <= {"same bits"}
+    assert {end for (place, damage), end in read.items() if damage == "newer format" and place.parts[0] == "run"} <= {
+        "2"
+    }
 
 
 def test_every_name_in_a_directory_has_its_kind() -> None:
@@ -332,11 +335,8 @@ def test_a_process_meets_every_damage_with_the_same_bits_or_a_line(place: str, t
         (tmp_path / str(number) / BESIDE).mkdir(parents=True)
         job = begun.copy_to(tmp_path / str(number) / "run")
         damages_of(job.directory / place)[name](job.directory / place)
-        attempt = job.start()
-        code = attempt.wait()
-        assert "Traceback" not in attempt.output, attempt.report(name)
-        assert code in (EXIT_DONE, EXIT_INVALID, EXIT_RETRYABLE), attempt.report(f"{name}: ended with {code}")
-        if code == EXIT_DONE:
-            assert job.result() == whole_counter(PROCESS).result(), name
-        else:
-            assert attempt.output.strip(), f"{name}: says nothing"
+        code, output = command(environment(1), *job.arguments)
+        assert "Traceback" not in output, f"{name}: {output}"
+        assert code in (EXIT_DONE, EXIT_INVALID, EXIT_RETRYABLE), f"{name}: ended with {code}: {output}"
+        assert output.strip(), f"{name}: says nothing"
+        assert code != EXIT_DONE or job.result() == whole_counter(PROCESS).result(), name
