@@ -1,8 +1,8 @@
 """The processes of one job on this machine: the same command in each, a coordinator, faked devices where asked for.
 
 A pod in miniature. What the processes print and how they end is the business of whoever started them. None is left
-alone: on Linux each gets SIGTERM when whoever started it dies, of kill -9 too. Run as a program, this file is what sees
-to that (`bind_to_parent`); it imports nothing of the project.
+alone: on Linux each is asked to stop when whoever started it dies, of kill -9 too. Run as a program, this file is what
+sees to that (`bind_to_parent`); it imports nothing of the project.
 """
 
 import ctypes
@@ -19,6 +19,8 @@ from typing import IO, NoReturn
 # send. The first two insist: who sends one twice wants the end now.
 INSISTENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOP_SIGNALS = (*INSISTENT_SIGNALS, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# It comes again for each thread of the parent that dies, and so must not insist; nor does `nohup` have it ignored.
+_DEATH_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _NUM_FAKED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 _THREADS_PER_FAKED_DEVICE = 4
@@ -96,9 +98,9 @@ def start_processes(
 def bind_to_parent(command: Sequence[str]) -> list[str]:
     """The command as this process is to start it, so that it is asked to stop when this process dies.
 
-    On Linux the kernel sends it SIGTERM as soon as the thread that started it has ended. It is set by a program that
-    then becomes the command, with the same process id: no code runs between fork and exec. Elsewhere the command as it
-    is: what it runs outlives a parent that is killed.
+    On Linux the kernel sends it SIGUSR1 as soon as the thread that started it has ended. That is asked for by a program
+    which then becomes the command, with the same process id: no code runs between fork and exec. Elsewhere the command
+    as it is: what it runs outlives a parent that is killed.
     """
     if sys.platform != "linux":
         return list(command)
@@ -106,13 +108,13 @@ def bind_to_parent(command: Sequence[str]) -> list[str]:
 
 
 def _become(command: list[str], parent: int) -> NoReturn:
-    """Ask for SIGTERM at the death of the parent, and become the command."""
+    """Ask for a signal at the death of the parent, and become the command."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM)) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_DEATH_SIGNAL)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it died before its death was asked for
-        sys.exit(128 + signal.SIGTERM)
-    os.execvp(command[0], list(command))
+        sys.exit(128 + _DEATH_SIGNAL)
+    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":

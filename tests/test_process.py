@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from runner import process
-from runner.process import bind_to_parent, make_environment, make_placements, start_processes
+from runner.process import (
+    INSISTENT_SIGNALS,
+    STOP_SIGNALS,
+    bind_to_parent,
+    make_environment,
+    make_placements,
+    start_processes,
+)
 
 PRINT = "import os, sys; print(sys.argv[1:], os.getsid(0) == os.getpid(), os.environ['PLACE'], file=sys.stderr)"
 
@@ -92,11 +99,15 @@ def test_processes_end_with_whoever_started_them_whatever_it_dies_of(number):
     parent.stdin.close()
 
 
+def test_the_death_of_a_parent_with_many_threads_which_is_told_many_times_does_not_insist():
+    assert process._DEATH_SIGNAL in set(STOP_SIGNALS) - set(INSISTENT_SIGNALS)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
 def test_a_process_whose_parent_died_before_it_could_ask_for_that_never_begins(tmp_path):
     words = bind_to_parent(["touch", str(tmp_path / "begun")])
     words[words.index(str(os.getpid()))] = "1"  # its parent is not the one that it was told of
-    assert subprocess.run(words).returncode == 143
+    assert subprocess.run(words).returncode == 128 + process._DEATH_SIGNAL
     assert not (tmp_path / "begun").exists()
 
 

@@ -31,6 +31,12 @@ class LocalStore:
         with translating(path), open_file(path) as file:
             return file.read()
 
+    def lines(self, name: str) -> Iterator[bytes]:
+        """The lines of a file as they are asked for, each with its newline; none if it is missing."""
+        path = self.root / name
+        with contextlib.suppress(FileNotFoundError), translating(path), open_file(path) as file:
+            yield from file
+
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
         """See `Store`."""
         path = self.root / name

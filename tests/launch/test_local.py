@@ -1,6 +1,5 @@
 """One job as several local processes: their output, the signals that they hear, and the code that the job ends with."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -12,7 +11,8 @@ import pytest
 from launch import local
 from launch.__main__ import main
 from runner.process import STOP_SIGNALS
-from tests.support.harness import DEADLINE_SECONDS
+from tests.support import leftover
+from tests.support.harness import DEADLINE_SECONDS, Job
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,20 +111,18 @@ def test_a_launcher_under_nohup_hears_no_sighup_and_neither_do_its_processes(tmp
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_a_launcher_that_dies_leaves_no_process_and_loses_no_step(number, tmp_path):
-    settings = [f"directory={tmp_path}/run", "config.total_steps=100000", "config.step_seconds=0.05"]
-    options = [word for setting in settings for word in ("--set", setting)]
-    process = launch("specs/counter.yaml", "--processes", "2", "--devices-per-process", "1", *options)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, 75)])
+def test_a_launcher_that_dies_leaves_no_process_and_loses_no_step(number, code, tmp_path):
+    job = Job("specs/counter.yaml", tmp_path / "run", ("config.total_steps=100000", "config.step_seconds=0.05"))
+    launcher = job.launch(2)
+    launcher.until(lambda: job.newest() > 0, "a commit")
+    children = launcher.children()
+    assert len(children) == 2
+    launcher.process.send_signal(number)
+    launcher.expect(code)
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not list(tmp_path.glob("run/checkpoints/*/manifest.json")):
-        assert time.monotonic() < deadline
+    while not all(leftover.is_dead(child) for child in children):
+        assert time.monotonic() < deadline, launcher.report("has left its processes alone")
         time.sleep(0.1)
-    process.send_signal(number)
-    process.stdout.read()  # to its end: who has the other end has ended too
-    assert process.wait() == (-signal.SIGKILL if number == signal.SIGKILL else 75)
-    newest = max(int(path.parent.name) for path in tmp_path.glob("run/checkpoints/*/manifest.json"))
-    (saved,) = re.findall(
-        r'"event": "preempt", "step": (\d+), "saved": true', (tmp_path / "run/events.jsonl").read_text()
-    )
-    assert int(saved) == newest
+    (saved,) = [row["step"] for row in job.events("preempt") if row["saved"]]
+    assert saved == job.newest()

@@ -53,7 +53,7 @@ def end_all_but(spared: set[int]) -> None:
     """kill -9, again for what they start while they die, until all of them are dead."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     dying: set[int] = set()
-    while left := (find() - spared) | {process for process in dying if not _is_dead(process)}:
+    while left := (find() - spared) | {process for process in dying if not is_dead(process)}:
         assert time.monotonic() < deadline, f"processes {sorted(left)} do not die"
         for process in left - dying:
             with contextlib.suppress(ProcessLookupError):
@@ -62,7 +62,7 @@ def end_all_but(spared: set[int]) -> None:
         time.sleep(0.001)
 
 
-def _is_dead(process: int) -> bool:
+def is_dead(process: int) -> bool:
     """Whether it is gone, or waits for its parent to take note."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"

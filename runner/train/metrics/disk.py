@@ -41,14 +41,14 @@ class MetricsFile:
 
     def rewind(self, step: int, tail: Tail | None = None) -> Row | None:
         """See `Metrics`."""
-        own = surviving(self._texts(), up_to(step, tail))
+        own = surviving(self._store.lines(NAME), up_to(step, tail))
         more = () if tail is None else tail.lines
         self._replace(itertools.chain(own, (line for line in more if line.step <= step)))
         return None if self._newest is None or self._newest.step != step else self._newest.row
 
     def reaches(self, step: int) -> bool:
         """See `Metrics`."""
-        return any(line.step == step for line in surviving(self._texts(), step))
+        return any(line.step == step for line in surviving(self._store.lines(NAME), step))
 
     def append(self, row: Row) -> None:
         """See `Metrics`. The row survives this process from here on."""
@@ -78,7 +78,7 @@ class MetricsFile:
         """See `Metrics`."""
         with self._lock:
             self._write()
-            lines = surviving(self._texts(), row["step"] - 1)
+            lines = surviving(self._store.lines(NAME), row["step"] - 1)
             self._replace(itertools.chain(lines, [Line.of(row)]))
 
     def newest(self) -> Row:
@@ -127,13 +127,6 @@ class MetricsFile:
             self._fence.check()  # it may be a newer attempt's by now
             warn(f"{self._path} was deleted or replaced while the job runs; it is made anew from the open file")
             self._replace(surviving(_texts_of(self._file)))
-
-    def _texts(self) -> Iterator[bytes]:
-        try:
-            with self._path.open("rb") as file:
-                yield from file
-        except FileNotFoundError:
-            return
 
     def _replace(self, lines: Iterable[Line]) -> None:
         """Put a file with these lines in the place of what is there, durably, and open it for more."""
