@@ -58,7 +58,7 @@ def decode(text: bytes) -> Row | None:
     """The JSON object in one line, None if it is torn or something else."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
