@@ -112,7 +112,8 @@ class Restorer:
     def _refuse_to_start_over(self, rejected: list[Rejected]) -> None:
         store, hosts = self._attempt.store, self._attempt.hosts
         events = read_log(store, "events") if hosts.is_main else []
-        was_committed = hosts.agree(any(event.get("event") == "commit" for event in events))
+        durable = [event for event in events if event.get("event") == "commit" and event.get("tier") != "fast"]
+        was_committed = hosts.agree(bool(durable))
         if was_committed or any(other.was_committed for other in rejected):
             reasons = "".join(f"\n  step {other.step}: {other.reason}" for other in rejected)
             if any(other.may_be_good for other in rejected):

@@ -115,6 +115,19 @@ def test_an_empty_directory_has_nothing_to_restore(first):
     assert first.restore() is None
 
 
+@pytest.mark.parametrize(("details", "is_refused"), [({"tier": "fast"}, False), ({}, True)])
+def test_who_has_lost_all_that_was_durable_is_refused_and_who_had_nothing_durable_starts_over(
+    first, details, is_refused
+):
+    first.attempt.events.append("commit", 3, seconds_to_durable=0.1, **details)
+    first.attempt.background.flush()
+    if is_refused:
+        with pytest.raises(ResumeError, match="none can be restored"):
+            first.restore()
+    else:
+        assert first.restore() is None
+
+
 def test_a_saved_state_comes_back_bit_for_bit_with_its_manifest(first):
     first.save_all(50)
     found = first.restore()
