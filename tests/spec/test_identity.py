@@ -110,7 +110,7 @@ OLD = {"config.width": 8}
         (OLD | {"config.gone": 1}, {}, {"config.gone"}),
         (OLD | {"config.decay.gone": 1}, {}, {"config.decay.gone", "config.decay.factor"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_a_key_that_was_not_there_is_compared_with_its_default(
     saved: Trajectory, config: dict[str, Any], different: set[str]
