@@ -61,7 +61,7 @@ class RestoreableJob:
         self.spec = spec
         self.config: Any = validate_config(self.document, self.Config)
         with self.document.blaming("directory"):
-            self.store = storage.open_store(spec.directory)
+            self.store = storage.store_at(spec.directory)
         self._check_other_paths()
         is_shared = spec.topology is not None and spec.topology.compile_cache == "directory"
         self.compile_cache = CompileCache(self.store if is_shared else None)
@@ -73,7 +73,7 @@ class RestoreableJob:
         rule = self.spec.checkpoint
         with self.document.blaming("checkpoint.local_directory"):
             if rule.local_directory is not None:
-                storage.local_directory(rule.local_directory)
+                storage.check_way(storage.local_directory(rule.local_directory))
         with self.document.blaming("checkpoint.init_from"):
             if rule.init_from is not None:
                 storage.check_url(rule.init_from)

@@ -1,7 +1,7 @@
 """The names in a run's directory, and what kind of thing each must be. In a bucket there are no kinds."""
 
 from runner.errors import InvalidError
-from runner.storage import Store, kind_of
+from runner.storage import Store, check_way, kind_of
 
 LAYOUT = {
     "job.json": "a file",
@@ -22,6 +22,7 @@ def refuse_other_kinds(store: Store) -> None:
     """Raise `InvalidError` if something of another kind stands where the run would read or write."""
     if store.root is None:
         return
+    check_way(store.root)
     for name, needed in LAYOUT.items():
         path = store.root / name
         kind = kind_of(path)

@@ -35,7 +35,15 @@ from runner.storage.store import (
     probe,
     read_json,
 )
-from runner.storage.url import check_url, extra_of, local_directory, open_store, split_checkpoint
+from runner.storage.url import (
+    check_url,
+    check_way,
+    extra_of,
+    local_directory,
+    open_store,
+    split_checkpoint,
+    store_at,
+)
 
 __all__ = [
     "ABSENT",
@@ -52,6 +60,7 @@ __all__ = [
     "TransientError",
     "Version",
     "check_url",
+    "check_way",
     "create",
     "default_cache_directory",
     "digest_of",
@@ -69,4 +78,5 @@ __all__ = [
     "read_json",
     "read_log",
     "split_checkpoint",
+    "store_at",
 ]

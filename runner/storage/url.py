@@ -55,23 +55,25 @@ def _check_path(text: str, path: bytes) -> None:
 
 
 def local_directory(text: str) -> Path:
-    """The absolute path of a directory on this machine, which may be yet to be made; `~` is the home directory.
+    """The absolute path that `text` names on this machine; `~` is the home directory. Nothing is looked at.
 
-    Raises `InvalidError` if it can never be one: a name too long, a user who is not known, something else than a
-    directory on the way.
+    Raises `InvalidError` if no directory can be called so: a name too long, a user who is not known.
     """
     check_url(text)
     try:
-        path = Path(text).expanduser().absolute()
+        return Path(text).expanduser().absolute()
     except RuntimeError as error:
         raise InvalidError(f"{text}: no home directory is known of {text.partition('/')[0]}") from error
+
+
+def check_way(path: Path) -> None:
+    """Raise `InvalidError` if `path`, which may be yet to be made, can be no directory for what stands on the way."""
     for place in (*reversed(path.parents), path):
         kind = kind_of(place)
         if kind is None:
             break
         if kind != "a directory":
             raise InvalidError(f"{place} is {kind}, needs a directory")
-    return path
 
 
 def extra_of(text: str) -> str | None:
@@ -81,13 +83,24 @@ def extra_of(text: str) -> str | None:
     return _DRIVERS[scheme][2] if separator else None
 
 
-def open_store(text: str) -> Store:
-    """The store of a local path or URL. Raises `InvalidError` with what is missing: a package, credentials, a name."""
+def store_at(text: str) -> Store:
+    """The store of a local path or URL, of which nothing is looked at yet.
+
+    Raises `InvalidError` with what is missing: a package, credentials, a name.
+    """
     check_url(text)
     scheme, separator, _ = text.partition("://")
     if separator:
         return _open_bucket(text, *_DRIVERS[scheme])
     return LocalStore(local_directory(text))
+
+
+def open_store(text: str) -> Store:
+    """Like `store_at`; raises `InvalidError` too if what stands on the way to a local path is no directory."""
+    store = store_at(text)
+    if store.root is not None:
+        check_way(store.root)
+    return store
 
 
 def split_checkpoint(text: str) -> tuple[str, str | None]:
