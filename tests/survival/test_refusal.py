@@ -162,10 +162,10 @@ def test_an_attempt_that_wakes_up_after_another_finished_changes_nothing(
 
 
 def assert_older_committed_nothing_after_newer(job: Job) -> None:
-    """Arrays that nobody will read may still be under way, and with them the note that a save began. Nothing else."""
+    """Arrays that nobody will read may still be under way, and with them notes of their begin and of the last step."""
     events = job.events()
     start = next(index for index, event in enumerate(events) if event["attempt"] == 2)
-    assert {event["event"] for event in events[start:] if event["attempt"] == 1} <= {"save"}
+    assert {event["event"] for event in events[start:] if event["attempt"] == 1} <= {"save", "progress"}
 
 
 # Training that went wrong, and data that cannot serve.

@@ -30,6 +30,9 @@ def children(parent: int) -> list[int]:
     return found
 
 
+FAULTS_IN_A_ROW_MAX = 3  # without a commit: the launcher gives a job up that ends five times without getting on
+
+
 @dataclass
 class Storm:
     """Faults at random moments in random processes of a launched job."""
@@ -89,9 +92,15 @@ def weather(job: Job, num_processes: int, num_faults: int, longest_pause_seconds
     started = time.monotonic()
     launched = job.launch(num_processes, max_restarts=1000, grace_seconds=30)
     storm = Storm(launched, random.Random(num_faults), slow_disk, longest_pause_seconds)
+    newest, num_in_a_row = 0, 0
     while storm.num_faults < num_faults:
         assert launched.process.poll() is None, launched.report(f"ended after {storm.num_faults} faults")
         storm.strike()
+        num_in_a_row += 1
+        if num_in_a_row == FAULTS_IN_A_ROW_MAX:
+            launched.until(lambda newest=newest: job.newest() > newest, f"a commit beyond {newest}")
+        if job.newest() > newest:
+            newest, num_in_a_row = job.newest(), 0
     launched.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
     # Orbax prints one of its own when a disk is full: its loop is closed before its last write has failed.
     assert not re.search(r'File "[^"]*/runner/', launched.output), launched.report("printed a traceback")
