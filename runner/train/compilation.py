@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint.leaves import form_problems, strong
-from runner.errors import InvalidError
+from runner.errors import InvalidError, StateError
 from runner.train.batch_layout import BatchLayout
 from runner.train.state import sharding_rules, shardings_of
 from runner.train.step import Batch, refuse_meta
@@ -32,8 +32,8 @@ def trace_train_step(
     """Trace `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
     `key` is the run's: the random key of step k is `fold_in(key, k)`. `meta` has the step's `learning_rate` where there
-    is a schedule. Raises `InvalidError` naming the leaves that `train_step` returns in another form than it takes them,
-    or the `meta` that no row can hold.
+    is a schedule. Raises `StateError` naming the leaves that `train_step` returns in another form than it takes them, and
+    `InvalidError` if no row can hold `meta`.
     """
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
@@ -42,7 +42,7 @@ def trace_train_step(
         after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
         after = strong(after)
         if problems := form_problems(after, abstract):
-            raise InvalidError(f"train_step returns the state in another form than it takes it{problems}")
+            raise StateError(f"train_step returns the state in another form than it takes it{problems}")
         refuse_meta(meta)
         return after, loss, meta | rate
 
