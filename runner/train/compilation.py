@@ -32,8 +32,8 @@ def trace_train_step(
     """Trace `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
     `key` is the run's: the random key of step k is `fold_in(key, k)`. `meta` has the step's `learning_rate` where there
-    is a schedule. Raises `StateError` naming the leaves that `train_step` returns in another form than it takes them, and
-    `InvalidError` if no row can hold `meta`.
+    is a schedule. Raises `StateError` naming the leaves that `train_step` returns in another form than it takes them,
+    and `InvalidError` if no row can hold `meta`.
     """
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
