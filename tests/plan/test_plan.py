@@ -102,9 +102,8 @@ def test_a_save_that_does_not_fit_into_the_grace_is_a_warning(tmp_path: Path) ->
     assert "checkpoint.grace_seconds" in output
 
 
+@pytest.mark.soak
 # The figures.
-
-
 def test_the_program_that_is_planned_is_the_one_that_several_processes_run(tmp_path: Path) -> None:
     options = ("config.train.total_steps=4", "config.schedule.warmup_steps=2", "config.eval.every_steps=null")
     options += ("config.model.layers=2",)
@@ -200,6 +199,7 @@ def plan_small(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
     return result.stdout
 
 
+@pytest.mark.soak
 def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits(tmp_path: Path) -> None:
     options = ("config.model.width=128", "config.model.layers=2", f"directory={tmp_path}")
     spec = (NANO, "--topology", "v5e-4", *(word for option in options for word in ("--set", option)))

@@ -268,8 +268,8 @@ def free_name(stem: str) -> str:
 Scenario = Callable[[Backend], None]
 
 
-def daily_on(daily: str) -> list[Any]:
-    """Every backend as a parameter; those but one belong to the soak."""
+def daily_on(daily: str | None) -> list[Any]:
+    """Every backend as a parameter; those but `daily` belong to the soak."""
     return [name if name == daily else pytest.param(name, marks=pytest.mark.soak) for name in BACKENDS]
 
 

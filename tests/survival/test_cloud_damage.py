@@ -211,7 +211,7 @@ def damage_and_restart(backend: Backend) -> None:
     assert_same_outcome(job, whole_counter(COUNTER))
 
 
-@pytest.mark.parametrize("name", daily_on("az"))
+@pytest.mark.parametrize("name", daily_on(None))
 def test_a_job_restarted_on_damaged_checkpoints_falls_back_and_ends_with_the_same_bits(name: str) -> None:
     whole_counter(COUNTER)
     play_on(name, damage_and_restart)

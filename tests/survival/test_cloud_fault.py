@@ -181,7 +181,7 @@ def lose_the_right_to_write(backend: Backend) -> None:
     finish_later(job)
 
 
-@pytest.mark.parametrize("name", daily_on("s3"))
+@pytest.mark.parametrize("name", daily_on(None))
 def test_writes_that_are_forbidden_from_some_time_on_fail_loudly_and_end_with_76(name: str) -> None:
     play_on(name, lose_the_right_to_write)
 

@@ -41,7 +41,7 @@ def test_a_bug_in_one_process_is_1_there_and_76_for_its_peers_and_1_for_the_job(
     job.launch(2).expect(1)
 
 
-@pytest.mark.parametrize("target", [0, 1])
+@pytest.mark.parametrize("target", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_asked_to_stop_is_75_and_a_lost_peer_is_76(target, tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, SLOW))
     attempts = job.start_processes(2)

@@ -176,10 +176,8 @@ def test_sigterm_while_waiting_for_data_stops_after_the_step_that_waits(tmp_path
     finish_like(undisturbed(NANO_SPEC, NANO), job, WAIT_STEP)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [pytest.param(8, id="first evaluation", marks=pytest.mark.soak), pytest.param(30, id="last evaluation")],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("step", [pytest.param(8, id="first evaluation"), pytest.param(30, id="last evaluation")])
 def test_an_evaluation_cut_short_twice_is_made_up(tmp_path: Path, step: int) -> None:
     job = nano_at_six(tmp_path / "run")
     gates = tmp_path / "first gate", tmp_path / "second gate"

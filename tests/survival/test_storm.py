@@ -119,6 +119,7 @@ def at_its_pace(job: Job, whole: Job, num_processes: int) -> float:
 COUNTER = ("config.width=64", "checkpoint.every_steps=10")
 
 
+@pytest.mark.soak
 def test_a_few_faults(tmp_path, monkeypatch):
     steps = ("config.total_steps=1000",)
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, *steps, "config.step_seconds=0.02"))
