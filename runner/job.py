@@ -18,14 +18,14 @@ from runner.attempt.claim import Attempt, claim
 from runner.attempt.compile_cache import CompileCache
 from runner.attempt.count import check_end, check_step
 from runner.attempt.hint import lines_at_the_end
-from runner.attempt.identity import check_directory, is_done, refuse_another_trajectory
+from runner.attempt.identity import Claimant, check_directory, is_done
 from runner.attempt.incident import DRAIN_SECONDS, Incidents
+from runner.attempt.layout import open_directory
 from runner.attempt.result import RESULT
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.leaves import refuse_what_cannot_be_kept, strong
-from runner.checkpoint.manifest import newest_manifest
-from runner.checkpoint.restore import check_source
+from runner.checkpoint.restore import refuse_other_checkpoints
 from runner.checkpoint.save import Payload, SaveKind
 from runner.errors import DivergedError, MiscountError, PreemptedError, StateError
 from runner.hosts.agreement import Hosts
@@ -39,7 +39,6 @@ from runner.spec import (
     Trajectory,
     document_of,
     dump_spec,
-    filled_in,
     trajectory,
     validate_config,
 )
@@ -60,23 +59,11 @@ class RestoreableJob:
         self.document = document_of(spec) if document is None else document
         self.spec = spec
         self.config: Any = validate_config(self.document, self.Config)
-        with self.document.blaming("directory"):
-            self.store = storage.store_at(spec.directory)
-        self._check_other_paths()
+        self.store = open_directory(self.document, spec)
         is_shared = spec.topology is not None and spec.topology.compile_cache == "directory"
         self.compile_cache = CompileCache(self.store if is_shared else None)
         self.state: Any = None
         self.step = 0  # completed
-
-    def _check_other_paths(self) -> None:
-        """Refuse what no path can be. Whether another run is at `init_from` matters only where it is read."""
-        rule = self.spec.checkpoint
-        with self.document.blaming("checkpoint.local_directory"):
-            if rule.local_directory is not None:
-                storage.check_way(storage.local_directory(rule.local_directory))
-        with self.document.blaming("checkpoint.init_from"):
-            if rule.init_from is not None:
-                storage.check_url(rule.init_from)
 
     # What a job says of itself.
 
@@ -207,23 +194,15 @@ class RestoreableJob:
 
     def check_directory_and_ask_if_done(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
-        identity = trajectory(self.spec, self.config)
-        check_directory(self.store, self.document, self.spec.name, identity, self.config, self.unread_keys)
+        check_directory(self.store, self.spec.name, self._claimant(trajectory(self.spec, self.config)))
         return self.done
 
     def refuse_other_checkpoints(self) -> None:
-        """Refuse to continue checkpoints of another trajectory, or to begin with weights that are not there.
+        """As `restore.refuse_other_checkpoints`, for those in the run's directory. Main host only. Needs `setup`."""
+        refuse_other_checkpoints(self.store, self._claimant(self.identity()), self.spec.checkpoint.init_from)
 
-        Main host only. Needs `setup`.
-        """
-        manifest, source = newest_manifest(self.store), self.spec.checkpoint.init_from
-        if manifest is not None:
-            saved = filled_in(manifest.identity, self.identity(), self.config)
-            owner, url = f"checkpoint {manifest.name}", self.store.url
-            refuse_another_trajectory(saved, self.identity(), self.unread_keys, owner, self.document, url)
-        elif source is not None:
-            with self.document.blaming("checkpoint.init_from"):
-                check_source(source)
+    def _claimant(self, identity: Trajectory) -> Claimant:
+        return Claimant(self.document, self.config, identity, self.unread_keys)
 
     def _record_idle_exit(self) -> None:
         self.attempt.events.append("preempt", self.step, saved=False)

@@ -11,15 +11,22 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+from runner.record import Key
 from runner.storage import JsonObject
 
+ENVIRONMENT_KEYS = (
+    Key("versions", dict, "Of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
+    Key("hosts", list, "Name of the host of each process."),
+    Key("commit", str, "Of the git checkout that holds the job's class; absent if there is none."),
+    Key("dirty", bool, "Whether tracked files there differ from it; absent likewise."),
+)
 GIT_SECONDS = 2.0  # for each question; a repository that is slower than that is left out
 _DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu")
 _NAMED_HOSTS_MAX = 4
 
 
 def describe(job_class: type, hosts: list[str]) -> JsonObject:
-    """The keys `versions`, `hosts` (a name for each process), and where it is known `commit` and `dirty`."""
+    """The values of `ENVIRONMENT_KEYS`; `hosts` has a name for each process."""
     return {"versions": versions(), "hosts": hosts} | commit_of(job_class)
 
 

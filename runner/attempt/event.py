@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from runner.attempt.environment import ENVIRONMENT_KEYS
 from runner.record import Key
 
 Writer = Literal["main host", "any host"]
@@ -39,10 +40,7 @@ EVENTS = (
             Key("processes", int, "Processes of the job."),
             Key("devices", int, "Devices of the job, over all processes."),
             Key("device_kind", str, "What JAX calls the devices."),
-            Key("versions", dict, "Of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
-            Key("hosts", list, "Name of the host of each process."),
-            Key("commit", str, "Of the git checkout that holds the job's class; absent if there is none."),
-            Key("dirty", bool, "Whether tracked files there differ from it; absent likewise."),
+            *ENVIRONMENT_KEYS,
         ),
     ),
     Event(

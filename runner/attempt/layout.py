@@ -1,7 +1,24 @@
-"""The names in a run's directory, and what kind of thing each must be. In a bucket there are no kinds."""
+"""The names in a run's directory, what kind of thing each must be, and how its records are read.
 
-from runner.errors import InvalidError
-from runner.storage import Store, check_way, kind_of
+In a bucket there are no kinds.
+"""
+
+from collections.abc import Sequence
+
+from runner.errors import InvalidError, NewerFormatError
+from runner.record import Key, check
+from runner.spec import Document, ExecutionSpec
+from runner.storage import (
+    JsonObject,
+    OtherKindError,
+    Store,
+    check_url,
+    check_way,
+    kind_of,
+    local_directory,
+    read_json,
+    store_at,
+)
 
 LAYOUT = {
     "job.json": "a file",
@@ -16,6 +33,48 @@ LAYOUT = {
     "result.json": "a file",
 }
 EXPENDABLE = ("compiled",)  # where something else stands under these names the run does without them, and says so
+
+FORMAT = 1  # of a record that does not say
+
+
+class DamagedError(Exception):
+    """A record is there, and is not whole or not what it should be."""
+
+
+def read_record(store: Store, name: str, keys: Sequence[Key], needs: Sequence[str]) -> JsonObject | None:
+    """The JSON object in a file of a run's directory, its types checked; None if there is no such file.
+
+    Raises `DamagedError`, `NewerFormatError`, else as the store does.
+    """
+    try:
+        record = read_json(store, name)
+        if record.get("format", FORMAT) != FORMAT:
+            raise NewerFormatError(f"{store.url}/{name}: written by a newer runner, in format {record['format']}")
+        check(record, keys, needs)
+    except FileNotFoundError:
+        return None
+    except (NewerFormatError, OtherKindError):
+        raise
+    except ValueError as error:
+        raise DamagedError(f"{store.url}/{name} is damaged ({error})") from error
+    return record
+
+
+def open_directory(document: Document, spec: ExecutionSpec) -> Store:
+    """The run's directory, which need not be there yet.
+
+    Raises `InvalidError` naming the line if this path or another in the spec can be none. Whether another run is at
+    `init_from` matters only where it is read.
+    """
+    with document.blaming("directory"):
+        store = store_at(spec.directory)
+    with document.blaming("checkpoint.local_directory"):
+        if spec.checkpoint.local_directory is not None:
+            check_way(local_directory(spec.checkpoint.local_directory))
+    with document.blaming("checkpoint.init_from"):
+        if spec.checkpoint.init_from is not None:
+            check_url(spec.checkpoint.init_from)
+    return store
 
 
 def refuse_other_kinds(store: Store) -> None:

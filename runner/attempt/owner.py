@@ -5,13 +5,13 @@ import uuid
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from runner.errors import NewerFormatError, ResumeError
-from runner.record import Key, check
+from runner.attempt.layout import DamagedError, read_record
+from runner.errors import ResumeError
+from runner.record import Key
 from runner.spec import Trajectory
-from runner.storage import OtherKindError, Store, create, encode_json, read_json
+from runner.storage import Store, create, encode_json
 
 OWNER = "job.json"
-FORMAT = 1  # of a file that does not say
 _KEYS = (Key("id", str, "Id of the run."), Key("name", str, "Its name."), Key("identity", dict, "Its trajectory."))
 
 
@@ -44,14 +44,9 @@ def write_owner(store: Store, owner: Owner) -> None:
 def read_owner(store: Store) -> Owner | None:
     """Whose directory this is, None if nobody's. Raises `ResumeError` if that cannot be told."""
     try:
-        record = read_json(store, OWNER)
-        if record.get("format", FORMAT) != FORMAT:
-            raise NewerFormatError(f"{store.url}/{OWNER}: written by a newer runner, in format {record['format']}")
-        check(record, _KEYS, [key.name for key in _KEYS])
-    except FileNotFoundError:
+        record = read_record(store, OWNER, _KEYS, [key.name for key in _KEYS])
+    except DamagedError as error:
+        raise ResumeError(f"{error}: cannot tell whose directory this is") from error
+    if record is None:
         return None
-    except (NewerFormatError, OtherKindError):
-        raise
-    except ValueError as error:
-        raise ResumeError(f"{store.url}/{OWNER} is damaged ({error}): cannot tell whose directory this is") from error
     return Owner(record["id"], record["name"], record.get("time", 0.0), record["identity"])

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from runner.errors import NewerFormatError
-from runner.record import Key, check
-from runner.storage import OtherKindError, Store, read_json
+from runner.attempt.layout import DamagedError, read_record
+from runner.record import Key
+from runner.storage import Store
 
 RESULT = "result.json"
-FORMAT = 1  # of a file that does not say
 
 RESULT_KEYS = (
     Key("step", int, "Optimizer steps completed."),
@@ -38,14 +37,7 @@ class Result:
 def read_result(store: Store) -> Result | None:
     """The result of a run, None if there is no whole one. Raises `NewerFormatError`, else as the store does."""
     try:
-        record = read_json(store, RESULT)
-        if record.get("format", FORMAT) != FORMAT:
-            raise NewerFormatError(f"{store.url}/{RESULT}: written by a newer runner, in format {record['format']}")
-        check(record, RESULT_KEYS, ["step", "fingerprint"])
-    except FileNotFoundError:
+        record = read_record(store, RESULT, RESULT_KEYS, ["step", "fingerprint"])
+    except DamagedError:
         return None
-    except (NewerFormatError, OtherKindError):
-        raise
-    except ValueError:
-        return None
-    return Result(record["step"], record["fingerprint"])
+    return None if record is None else Result(record["step"], record["fingerprint"])

@@ -14,7 +14,7 @@ from runner import terminal
 from runner.attempt.claim import Attempt
 from runner.checkpoint.fast import FastTier
 from runner.checkpoint.interval import SavePolicy, best_interval_seconds
-from runner.checkpoint.leaves import abstract_stored, form, named, refuse_another_form
+from runner.checkpoint.leaves import form, named, refuse_another_form, stored
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.restore import AttachmentCheck, Restored, Restorer
 from runner.checkpoint.retention import Retention
@@ -186,7 +186,7 @@ def _open_fast_tier(rule: Checkpoint, hosts: Hosts, run_id: str, abstract: Any) 
         return None
     fast = FastTier(local_directory(rule.local_directory) / run_id / str(hosts.process_id))
     try:
-        problem = fast.room(sum(_own_bytes(leaf) for leaf in abstract_stored(named(abstract)).values()))
+        problem = fast.room(sum(_own_bytes(leaf) for leaf in stored(named(abstract)).values()))
     except OSError as error:
         problem = f"cannot be written: {error}"
     problem = next((text for text in hosts.gather(problem) if text is not None), None)

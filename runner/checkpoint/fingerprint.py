@@ -169,17 +169,6 @@ def _mesh_of(leaves: list[jax.Array]) -> Mesh | None:
     return mesh if isinstance(mesh, Mesh) and not meshes else None
 
 
-def dispatch(tree: Any) -> list[jax.Array]:
-    """Start digesting every leaf of `tree` on every device, without waiting: what `LeafLayout.leaf_digests` takes.
-
-    For each chunk of leaves uint32[devices, leaves, 2], replicated. Called on every host. The arrays may be donated to
-    a later computation as soon as this returns.
-    """
-    leaves = jax.tree.leaves(tree)
-    mesh = _mesh_of(leaves)
-    return [_digest_chunk([leaves[place] for place in places], mesh) for places in chunks(leaves)]
-
-
 def _digest_chunk(leaves: list[Any], mesh: Mesh | None) -> jax.Array:
     if mesh is None:
         return _digest_plainly(leaves)
@@ -188,7 +177,7 @@ def _digest_chunk(leaves: list[Any], mesh: Mesh | None) -> jax.Array:
 
 @functools.lru_cache(maxsize=4096)
 def _replicas(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of `dispatch` by shard: int[shards, replicas]."""
+    """Rows of `LeafLayout.dispatch` by shard: int[shards, replicas]."""
     indices = sharding.devices_indices_map(shape)
     rows: dict[str, list[int]] = {}
     for row, device in enumerate(sharding.mesh.devices.flat):
@@ -205,6 +194,15 @@ class LeafLayout:
         self._mesh = _mesh_of(leaves)
         self._shapes = [(leaf.sharding, leaf.shape) for leaf in leaves]
         self._chunks = chunks(leaves)
+
+    def dispatch(self, tree: Any) -> list[jax.Array]:
+        """Start digesting every leaf of `tree` on every device, without waiting: what `leaf_digests` takes.
+
+        For each chunk of leaves uint32[devices, leaves, 2], replicated. Called on every host. The arrays may be donated
+        to a later computation as soon as this returns.
+        """
+        leaves = jax.tree.leaves(tree)
+        return [_digest_chunk([leaves[place] for place in places], self._mesh) for places in self._chunks]
 
     def leaf_digests(self, digests: list[jax.Array]) -> dict[str, str]:
         """Hexadecimal digest of every leaf by name, from what `dispatch` returned. Waits for the device.
@@ -255,7 +253,8 @@ def leaf_digests(tree: Any) -> dict[str, str]:
 
     Raises `ReplicaError` if the copies of a shard differ.
     """
-    return LeafLayout(tree).leaf_digests(dispatch(tree))
+    layout = LeafLayout(tree)
+    return layout.leaf_digests(layout.dispatch(tree))
 
 
 def combine(leaves: Mapping[str, LeafRecord]) -> str:

@@ -9,6 +9,7 @@ A leaf must come back with its shape, its element type and its bits. Three kinds
 
 import collections
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def refuse_what_cannot_be_kept(abstract: Any) -> None:
         if problem is not None:
             problems.append(f"{name[:_MAX_NAME_BYTES]}: {problem}")
     if problems:
-        raise InvalidError("the state cannot be saved" + _list(problems))
+        raise InvalidError("the state cannot be saved" + listed(problems))
 
 
 def _type_problem(leaf: Any) -> str | None:
@@ -96,16 +97,16 @@ def form_problems(state: Any, abstract: Any) -> str:
     """A line for each leaf of `state`, which may be traced, that has another form than in `abstract`; empty if none."""
     found: Any = jax.tree.structure(state)
     expected: Any = jax.tree.structure(abstract)
-    if found != expected:
-        own, other = set(leaf_names(state)), set(leaf_names(abstract))
-        problems = [f"{name}: was not there at the start" for name in sorted(own - other)]
-        problems += [f"{name}: was there at the start and is gone" for name in sorted(other - own)]
-        problems = problems or [f"the tree was {str(expected)[:200]} and is {str(found)[:200]}"]
-    else:
-        pairs = zip(leaf_names(state), jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
-        by_name = {name: _form_problem(leaf, abstract_leaf) for name, leaf, abstract_leaf in pairs}
-        problems = [f"{name}: {problem}" for name, problem in by_name.items() if problem is not None]
-    return _list(problems)
+    if found == expected:
+        problems = list(map(_form_problem, jax.tree.leaves(state), jax.tree.leaves(abstract)))
+        if not any(problems):  # at every save, of every leaf: their names are asked for only where one is needed
+            return ""
+        by_name = zip(leaf_names(state), problems, strict=True)
+        return listed([f"{name}: {problem}" for name, problem in by_name if problem is not None])
+    own, other = set(leaf_names(state)), set(leaf_names(abstract))
+    lines = [f"{name}: was not there at the start" for name in sorted(own - other)]
+    lines += [f"{name}: was there at the start and is gone" for name in sorted(other - own)]
+    return listed(lines or [f"the tree was {str(expected)[:200]} and is {str(found)[:200]}"])
 
 
 def _form_problem(leaf: Any, expected: Any) -> str | None:
@@ -114,7 +115,7 @@ def _form_problem(leaf: Any, expected: Any) -> str | None:
     if not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
         return "was donated to a computation, and is gone"
     if leaf.dtype != expected.dtype or leaf.shape != expected.shape:
-        return f"was {_form(expected)}, is {_form(leaf)}"
+        return f"was {type_text(expected.dtype, expected.shape)}, is {type_text(leaf.dtype, leaf.shape)}"
     if leaf.aval.weak_type:
         return (
             f"is weakly typed and would come back strong: the next step would compute in another type; "
@@ -123,11 +124,13 @@ def _form_problem(leaf: Any, expected: Any) -> str | None:
     return None
 
 
-def _form(leaf: Any) -> str:
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+def type_text(dtype: Any, shape: Iterable[int]) -> str:
+    """Element type and shape for people: `float32[4,2]`."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def _list(problems: list[str]) -> str:
+def listed(problems: list[str]) -> str:
+    """The first of the problems, to be put after a line: each on a line of its own; empty if there are none."""
     more = [f"and {len(problems) - _MAX_NAMED} more"] if len(problems) > _MAX_NAMED else []
     return "".join(f"\n  {problem}" for problem in [*problems[:_MAX_NAMED], *more])
 
@@ -149,16 +152,13 @@ def dtype_called(name: str) -> Any:
 
 
 def stored(leaves: Leaves) -> Leaves:
-    """The arrays that a writer is given for the leaves of a state."""
-    return {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items() if leaf.size}
-
-
-def abstract_stored(leaves: Leaves) -> Leaves:
-    """The arrays, by shape, dtype and sharding, that a reader is asked for to get the leaves of an abstract state."""
+    """The arrays that a writer is given for the leaves of a state, or a reader is asked for if they are abstract."""
     return {name: _words_of_key(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items() if leaf.size}
 
 
-def _words_of_key(leaf: Any) -> jax.ShapeDtypeStruct:
+def _words_of_key(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
     words = jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)  # no key is ever cut
 

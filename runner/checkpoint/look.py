@@ -1,9 +1,6 @@
 """The leaves of a checkpoint for whoever only looks: on one device, each checked by its fingerprint. Claims nothing."""
 
-import contextlib
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -11,9 +8,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from runner.checkpoint import fingerprint, reader
-from runner.checkpoint.leaves import Leaves, abstract_stored, dtype_called, from_stored
+from runner.checkpoint.leaves import Leaves, dtype_called, from_stored, stored
 from runner.checkpoint.manifest import Manifest
-from runner.storage import LocalStore, Store
+from runner.storage import Store
 
 GROUP_BYTES = 1 << 30  # that are read at a time
 
@@ -32,10 +29,10 @@ def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterabl
     Raises `ValueError` or `OSError` if the bytes are not there, or not those that the manifest names.
     """
     place = SingleDeviceSharding(jax.local_devices()[0])
-    with _on_a_disk_where_orbax_wrote(store, directory, manifest) as source:
+    with reader.on_a_disk_where_orbax_wrote(store, directory, manifest) as source:
         for group in _groups(manifest, names, place):
             with jax.enable_x64(True):  # else types of 64 bits would come back as others
-                arrays = from_stored(reader.read(source, directory, manifest, abstract_stored(group)), group)
+                arrays = from_stored(reader.read(source, directory, manifest, stored(group)), group)
                 digests = fingerprint.leaf_digests(arrays)
             for name, array in arrays.items():
                 is_good = digests[name] == manifest.leaves[name]["digest"]
@@ -58,14 +55,3 @@ def _groups(manifest: Manifest, names: Iterable[str], place: SingleDeviceShardin
             group, num_bytes = {}, 0
     if group:
         yield group
-
-
-@contextlib.contextmanager
-def _on_a_disk_where_orbax_wrote(store: Store, directory: str, manifest: Manifest) -> Iterator[Store]:
-    """Where to read from: the store itself, or a copy on this host's disk, since orbax reads nowhere else."""
-    if store.root is not None or manifest.shards is not None:
-        yield store
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        reader.download(store, directory, manifest.files, Path(temporary) / directory)
-        yield LocalStore(Path(temporary))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypedDict
 
 from runner.checkpoint.fingerprint import LeafRecord, LeafShape, describe
+from runner.checkpoint.leaves import listed, type_text
 from runner.checkpoint.manifest_key import MANIFEST_KEYS
 from runner.errors import NewerFormatError, ResumeError
 from runner.record import check
@@ -228,12 +229,9 @@ def check_leaves(manifest: Manifest, abstract: Any, may_hold_more: bool = False)
     compared = expected.keys() if may_hold_more else expected.keys() | saved.keys()
     names = sorted(name for name in compared if expected.get(name) != saved.get(name))
     if names:
-        lines = [f"{name}: checkpoint has {_leaf(saved, name)}, the job {_leaf(expected, name)}" for name in names[:8]]
-        more = f"\n  and {len(names) - 8} more" if len(names) > 8 else ""
-        raise ResumeError(f"checkpoint {manifest.name} does not fit this job\n  " + "\n  ".join(lines) + more)
+        lines = [f"{name}: checkpoint has {_leaf(saved, name)}, the job {_leaf(expected, name)}" for name in names]
+        raise ResumeError(f"checkpoint {manifest.name} does not fit this job{listed(lines)}")
 
 
 def _leaf(leaves: dict[str, LeafShape], name: str) -> str:
-    if name not in leaves:
-        return "nothing"
-    return f"{leaves[name]['dtype']}[{','.join(map(str, leaves[name]['shape']))}]"
+    return type_text(leaves[name]["dtype"], leaves[name]["shape"]) if name in leaves else "nothing"

@@ -1,5 +1,8 @@
 """The keys of `manifest.json`, the file that makes a directory a checkpoint."""
 
+from dataclasses import replace
+
+from runner.attempt.environment import ENVIRONMENT_KEYS
 from runner.record import Key
 
 MANIFEST_KEYS = (
@@ -16,10 +19,7 @@ MANIFEST_KEYS = (
     Key("topology.processes", int, "Processes of the job."),
     Key("topology.micro_batch_examples", int, "Examples that a device held at once; the same hardware takes it again."),
     Key("environment", dict, "What the save was made with."),
-    Key("environment.versions", dict, "Of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
-    Key("environment.hosts", list, "Name of the host of each process."),
-    Key("environment.commit", str, "Of the git checkout that holds the job's class; absent if there is none."),
-    Key("environment.dirty", bool, "Whether tracked files there differ from it; absent likewise."),
+    *(replace(key, name=f"environment.{key.name}") for key in ENVIRONMENT_KEYS),
     Key("metric", float | None, "Value that `checkpoint.keep_best` compares; only with that key."),
     Key("arrays", str, "Directory of the arrays, beside the manifest."),
     Key("leaves", dict, "Dotted path of a leaf of the state -> its description."),

@@ -1,7 +1,9 @@
 """How the arrays of a checkpoint come back from its directory, whatever wrote them."""
 
+import contextlib
 import tempfile
 import urllib.parse
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import tensorstore
 from runner.checkpoint import pieces
 from runner.checkpoint.leaves import Leaves
 from runner.checkpoint.manifest import Files, Manifest
-from runner.storage import Store
+from runner.storage import LocalStore, Store
 
 _CACHE_BYTES = 64 << 20  # without it, the table of contents is read anew for every block
 
@@ -26,11 +28,20 @@ def read(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> di
     """
     if manifest.shards is not None:
         return pieces.read(lambda name: store.read(f"{directory}/{name}"), manifest.files, manifest.shards, leaves)
-    if store.root is not None:
-        return _read_orbax(store.root / directory / manifest.arrays, leaves)
+    with on_a_disk_where_orbax_wrote(store, directory, manifest) as source:
+        assert source.root is not None
+        return _read_orbax(source.root / directory / manifest.arrays, leaves)
+
+
+@contextlib.contextmanager
+def on_a_disk_where_orbax_wrote(store: Store, directory: str, manifest: Manifest) -> Iterator[Store]:
+    """Where to read from: the store itself, or a copy on this host's disk, since orbax reads nowhere else."""
+    if store.root is not None or manifest.shards is not None:
+        yield store
+        return
     with tempfile.TemporaryDirectory() as temporary:
-        download(store, directory, manifest.files, Path(temporary))
-        return _read_orbax(Path(temporary) / manifest.arrays, leaves)
+        download(store, directory, manifest.files, Path(temporary) / directory)
+        yield LocalStore(Path(temporary))
 
 
 class BlockReader:

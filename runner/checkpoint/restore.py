@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from runner.attempt.claim import Attempt
+from runner.attempt.identity import Claimant
 from runner.checkpoint import fingerprint, reader
 from runner.checkpoint.fast import FastTier
-from runner.checkpoint.leaves import abstract_stored, from_stored, named
+from runner.checkpoint.leaves import from_stored, named, stored
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -162,7 +163,7 @@ class Restorer:
         arrays: dict[str, jax.Array] = {}
         attachments: dict[str, bytes] = {}
         try:
-            arrays, part = self._fast.read(step, abstract_stored(named(abstract)))
+            arrays, part = self._fast.read(step, stored(named(abstract)))
             check_leaves(part, abstract)
             attachments = self._fast.attachments(step)
             reason = problem_with(attachments) if self._attempt.hosts.is_main else None
@@ -189,7 +190,7 @@ class Restorer:
         check_leaves(manifest, abstract, weights_only)
         arrays: dict[str, jax.Array] = {}
         try:
-            arrays = reader.read(store, directory, manifest, abstract_stored(named(abstract)))
+            arrays = reader.read(store, directory, manifest, stored(named(abstract)))
         except DiskError as error:
             problem = Problem(str(error), may_be_good=True)
         except StorageError:
@@ -262,7 +263,20 @@ class Restorer:
         return next(place for place in places if place.removeprefix(f"{QUARANTINE}/") not in taken)
 
 
-def check_source(text: str) -> None:
+def refuse_other_checkpoints(store: Store, claimant: Claimant, init_from: str | None) -> None:
+    """Refuse to continue checkpoints of another trajectory, or to begin with weights that are not there.
+
+    Main host only.
+    """
+    manifest = newest_manifest(store)
+    if manifest is not None:
+        claimant.refuse_another_trajectory(manifest.identity, f"checkpoint {manifest.name}", store.url)
+    elif init_from is not None:
+        with claimant.document.blaming("checkpoint.init_from"):
+            _check_source(init_from)
+
+
+def _check_source(text: str) -> None:
     """Raise `InvalidError` if `text`, another run or one of its checkpoints, has nothing that could be restored."""
     directory, name = split_checkpoint(text)
     store = open_store(directory)

@@ -201,7 +201,7 @@ class Saver:
                 save.blocks = pieces.copy_to_host(leaves, "all")
         except WRITE_ERRORS as caught:
             save.error = caught
-        save.digests = fingerprint.dispatch(state)
+        save.digests = save.layout.dispatch(state)
         if save.blocks is not None:
             self._pending_fast = self._fast_worker.submit(self._keep_fast, save, save.blocks)
         if not is_durable:

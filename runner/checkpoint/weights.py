@@ -48,11 +48,9 @@ def open_checkpoint(where: str | os.PathLike[str], step: int | str = "newest") -
         if name is None and step == "newest":
             return _newest(store), spec
         return _weights_of(store, name or str(step)), spec
-    except InvalidError:
+    except (InvalidError, StorageError):
         raise
     except (OSError, ValueError) as error:
-        if isinstance(error, StorageError):
-            raise
         raise InvalidError(f"{store.url}/{CHECKPOINTS}/{name or step}: {error}") from error
 
 
@@ -76,11 +74,9 @@ def _newest(store: Store) -> Any:
                 weights = _weights_of(store, str(step))
             except NotCommittedError:
                 continue
-            except NewerFormatError:
+            except (NewerFormatError, StorageError):
                 raise
             except (OSError, ValueError) as error:
-                if isinstance(error, StorageError):
-                    raise
                 has_vanished = has_vanished or not _is_committed(store, step)
                 rejected.append(f"checkpoint {step} is not good: {error}")
                 continue

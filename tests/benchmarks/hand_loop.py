@@ -56,6 +56,7 @@ class State(NamedTuple):
 
 
 SIZES = {
+    "SMALL": Size(layers=4, heads=4, width=128, sequence_length=64, batch_examples=32, vocabulary_size=256),
     "10M": Size(layers=6, heads=6, width=384, sequence_length=256, batch_examples=8, vocabulary_size=256),
     "124M": Size(layers=12, heads=12, width=768, sequence_length=512, batch_examples=2, vocabulary_size=50304),
 }

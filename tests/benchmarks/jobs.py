@@ -7,10 +7,11 @@ from runner import ExecutionSpec, Topology
 from runner.spec import Checkpoint, Logging
 
 SIZES = {
+    "small": {"layers": 4, "heads": 4, "width": 128, "vocabulary_size": 256},  # that of specs/gpt_small.yaml
     "10m": {"layers": 6, "heads": 6, "width": 384, "vocabulary_size": 256},
     "124m": {"layers": 12, "heads": 12, "width": 768, "vocabulary_size": 50304},
 }
-BATCHES = {"10m": (8, 256), "124m": (2, 512)}  # examples, sequence length
+BATCHES = {"small": (32, 64), "10m": (8, 256), "124m": (2, 512)}  # examples, sequence length
 
 
 def make_job(

@@ -3,7 +3,7 @@
 The runner's own loop runs with data, logging and checkpoints at the default cadence; after every slice of steps it
 hands over to as many hand-written steps, so both see the same machine. Printed: the median over slices of the ratio.
 
-    python -m tests.benchmarks.step [--sizes 10m 124m] [--layer-loops scan unroll] [--slices 5] [--steps 10]
+    python -m tests.benchmarks.step [--sizes small 10m 124m] [--layer-loops scan unroll] [--slices 5] [--steps 10]
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Sliced(PretrainGPT):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", nargs="+", choices=("10m", "124m"), default=["10m", "124m"])
+    parser.add_argument("--sizes", nargs="+", choices=[name.lower() for name in SIZES], default=["10m", "124m"])
     parser.add_argument("--layer-loops", nargs="+", choices=("scan", "unroll"), default=["scan", "unroll"])
     parser.add_argument("--slices", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)

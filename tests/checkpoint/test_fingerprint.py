@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runner.checkpoint.fingerprint import (
+    LeafLayout,
     ReplicaError,
     block_digest,
     combine,
     describe,
-    dispatch,
     fingerprint,
     leaf_digest,
     leaf_digests,
@@ -173,9 +173,9 @@ def test_leaf_names_are_dotted_paths_in_the_order_of_leaves():
 
 def test_arrays_may_be_donated_as_soon_as_the_digest_is_dispatched():
     array = jnp.arange(1 << 20, dtype=jnp.float32)
-    (expected,) = jax.device_get(dispatch([array]))
+    (expected,) = jax.device_get(LeafLayout([array]).dispatch([array]))
     for _ in range(5):
-        pending = dispatch([array])
+        pending = LeafLayout([array]).dispatch([array])
         array = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
         assert (jax.device_get(pending)[0] == expected).all()
         array = jax.jit(lambda x: x - 1, donate_argnums=0)(array)
