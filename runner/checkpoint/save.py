@@ -23,7 +23,6 @@ In a bucket training never waits for a save: while one is on its way, a save tha
 says so. If `max_unsaved_seconds` pass from the begin of a save without any commit, the run ends with 76.
 """
 
-import contextlib
 import enum
 import time
 from collections.abc import Callable
@@ -285,9 +284,6 @@ class Saver:
         self._writer.discard(save.target)
         if not attempt.hosts.is_main:
             return
-        if attempt.store.root is not None:
-            with contextlib.suppress(OSError):
-                (attempt.store.root / save.directory).rmdir()
         reason, step = first_line(failure), save.draft.step
         warn(f"SAVE FAILED at step {step}: {reason}; the last commit is intact")
         attempt.events.append("save_failed", step, reason=reason)

@@ -70,9 +70,12 @@ class OrbaxWriter:
         assert store.root is not None, "orbax writes to a disk"
         self._store, self._root, self._hosts = store, store.root, hosts
         self._orbax = _make_checkpointer(hosts)
+        self._failed: set[str] = set()  # where a write has failed, and nothing was written since
 
     def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], Written]:
         """See `Writer`."""
+        self._free()
+        self._failed.discard(target)
         self._orbax.save(self._root / target, args=ocp.args.PyTreeSave(leaves), force=True)
         return lambda _: self._finish(target)
 
@@ -89,15 +92,27 @@ class OrbaxWriter:
     def discard(self, target: str) -> None:
         """See `Writer`."""
         self._orbax = _make_checkpointer(self._hosts)  # the old one would report this failure again
-        if self._hosts.is_main:
-            path = self._root / target
+        self._failed.add(target)
+        self._free()
+
+    def _free(self) -> None:
+        """Delete what failed writes have left.
+
+        Orbax ends a write with the first of its failures, while other threads of it go on: what they leave after the
+        failure was told is deleted when the next save begins, or at the end.
+        """
+        if not self._hosts.is_main:
+            return
+        for path in (self._root / target for target in self._failed):
             with contextlib.suppress(OSError):  # then it stays until the next attempt
                 for leftover in path.parent.glob(f"{path.name}*"):
                     shutil.rmtree(leftover, ignore_errors=True)
+                path.parent.rmdir()
 
     def close(self) -> None:
         """See `Writer`."""
         self._orbax.close()
+        self._free()
 
 
 class PieceWriter:

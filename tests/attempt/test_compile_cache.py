@@ -21,6 +21,7 @@ from runner.storage import Store
 from tests.support import harness
 from tests.support.cloud import CloudJob, assert_same_outcome, free_name
 from tests.support.harness import (
+    LITTLE,
     ROOT,
     WHOLE_RUN_DEADLINE_SECONDS,
     Attempt,
@@ -47,13 +48,11 @@ print(jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(5.0)))
 """
 SHARED = "topology.compile_cache=directory"
 NANO = (
+    *LITTLE,
     "config.train.total_steps=40",
-    "config.train.global_batch_examples=8",
-    "config.data.sequence_length=32",
     "checkpoint.every_steps=4",
     "logging.every_steps=5",
     "config.eval.every_steps=20",
-    "config.eval.batches=2",
 )
 LONG = (
     *NANO,

@@ -462,3 +462,40 @@ def test_a_state_of_the_fast_tier_that_the_job_cannot_go_on_from_is_left_for_the
     assert asked == [{"rows": b"1"}] * 2
     assert "its rows are gone" in again.events("fallback")[0]["reason"]
     assert fast.steps({}) == []
+
+
+def fail(writer, target):
+    writer._orbax.wait_until_finished()
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_what_a_thread_of_a_failed_save_writes_after_the_failure_is_deleted_too(tmp_path, monkeypatch, is_last):
+    """Orbax tells the first failure while its other threads still write: seen on a full disk with busy processors."""
+    attempt = Attempt(LocalStore(tmp_path), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(OrbaxWriter, "_finish", fail)
+        attempt.save("1", make_state(1))
+        assert not attempt.saver.wait()
+    place = tmp_path / "checkpoints" / "1"
+    late = place / f"arrays.{attempt.attempt.number}" / "d" / "late"
+    late.parent.mkdir(parents=True)
+    late.touch()
+    if is_last:
+        attempt.saver.close()
+        assert attempt.steps() == []
+    else:
+        attempt.save_all(2)
+        assert attempt.steps() == [2]
+    assert not place.exists()
+
+
+def test_a_step_whose_save_has_failed_may_be_saved_again(tmp_path, monkeypatch):
+    attempt = Attempt(LocalStore(tmp_path), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(OrbaxWriter, "_finish", fail)
+        attempt.save("1", make_state(1))
+        assert not attempt.saver.wait()
+    attempt.save_all(1, 2)
+    attempt.saver.close()
+    assert attempt.steps() == [1, 2]

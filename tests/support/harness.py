@@ -35,6 +35,13 @@ WHOLE_RUN_DEADLINE_SECONDS = 1800.0
 POLL_SECONDS = 0.001
 _IN_OPEN = 0x20
 
+# A gpt_nano that costs little. Who takes the same number of steps shares its compiled programs, in a session.
+LITTLE = (
+    "config.train.global_batch_examples=8",
+    "config.data.sequence_length=32",
+    "config.eval.batches=2",
+)
+
 Row = dict[str, Any]
 _living: set["Attempt"] = set()
 

@@ -10,10 +10,11 @@ import pytest
 
 from runner.checkpoint.manifest import seal
 from runner.storage import digest_of
-from tests.support.harness import Attempt, Job, has_state, hash_tree, killed_after, undisturbed, whole_counter
+from tests.support.harness import LITTLE, Attempt, Job, has_state, hash_tree, killed_after, undisturbed, whole_counter
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 NANO = (
+    *LITTLE,
     "config.train.total_steps=30",
     "checkpoint.every_steps=5",
     "logging.every_steps=4",

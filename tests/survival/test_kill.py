@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.harness import (
+    LITTLE,
     Job,
     Phase,
     compiling,
@@ -23,6 +24,7 @@ from tests.support.harness import (
 # A slow pace costs no work, and leaves whoever strikes the time to do it.
 COUNTER = ("config.total_steps=500", "config.step_seconds=0.01", "config.width=1000000", "checkpoint.every_steps=4")
 NANO = (
+    *LITTLE,
     "config.train.total_steps=120",
     "checkpoint.every_steps=6",
     "logging.every_steps=4",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.harness import (
+    LITTLE,
     Attempt,
     Job,
     Phase,
@@ -23,6 +24,7 @@ from tests.support.harness import (
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 COUNTER = ("config.total_steps=60", "config.step_seconds=0.02", "config.width=1000000", "checkpoint.every_steps=5")
 NANO = (
+    *LITTLE,
     "config.train.total_steps=30",
     "checkpoint.every_steps=5",
     "logging.every_steps=4",
@@ -61,7 +63,7 @@ def test_a_directory_of_another_job_is_refused(nano: Job) -> None:
 OTHER_TRAJECTORIES = {
     "config.optimizer.learning_rate=1.0e-3": ("0.003", "0.001"),
     "seed=7": ("0", "7"),
-    "config.train.global_batch_examples=16": ("32", "16"),
+    "config.train.global_batch_examples=16": ("8", "16"),
     "config.model.width=32": ("64", "32"),
     "config.schedule.warmup_steps=2": ("20", "2"),
 }

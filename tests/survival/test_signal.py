@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.harness import (
+    LITTLE,
     Attempt,
     Job,
     Phase,
@@ -27,11 +28,11 @@ from tests.support.harness import (
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 COUNTER = ("config.total_steps=100", "config.step_seconds=0.05", "config.width=1000000", "checkpoint.every_steps=4")
 NANO = (
+    *LITTLE,
     "config.train.total_steps=30",
     "checkpoint.every_steps=6",
     "logging.every_steps=1",
     "config.eval.every_steps=8",
-    "config.eval.batches=4",
 )
 SIGTERM_AND_IN_THE_SOAK_SIGINT = (
     pytest.param(signal.SIGTERM, id="SIGTERM"),
