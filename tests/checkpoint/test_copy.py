@@ -9,17 +9,17 @@ import pytest
 
 from tests.support import harness
 from tests.support.cloud import CloudJob, free_name
-from tests.support.harness import Job, killed_after, undisturbed
+from tests.support.harness import LITTLE, Job, killed_after, undisturbed
 from tests.support.servers import BACKENDS, Backend, start_backend
 
 SPEC = "specs/gpt_nano.yaml"
 OPTIONS = (
+    *LITTLE,
     "config.train.total_steps=12",
     "config.schedule.warmup_steps=2",
     "checkpoint.every_steps=4",
     "logging.every_steps=4",
     "config.eval.every_steps=12",
-    "config.eval.batches=2",
 )
 
 
