@@ -8,20 +8,17 @@ since each job has a class of its own that holds it.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh
 
 from runner.checkpoint.manifest import newest_manifest
 from runner.checkpoint.save import Payload
 from runner.config import ModelConfig, TrainerConfig
-from runner.data import Dataset, Prefetcher, batch_fields, check_vocabulary, global_batch, load_dataset
+from runner.data import Dataset, Prefetcher, batch_fields, check_vocabulary, global_batch
 from runner.errors import DataError
 from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
@@ -30,18 +27,16 @@ from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import JsonObject, Store
 from runner.train import state as train_state
 from runner.train import step as pure
-from runner.train.batch_layout import batch_layouts
-from runner.train.blueprint import Blueprint, draw
-from runner.train.compilation import CompiledStep
+from runner.train.blueprint import Blueprint
+from runner.train.compilation import MEMORY_SHARE, CompiledStep
+from runner.train.design import Design
 from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
-from runner.train.mesh import batch_sharding, device_memory_bytes, make_mesh, mesh_sizes
-from runner.train.optimizer import SPEC, Recipe, choose_recipe
+from runner.train.mesh import batch_sharding, device_memory_bytes
+from runner.train.optimizer import SPEC
 from runner.train.report import Evaluator, Report
 from runner.train.validation import Validation
-
-MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use
 
 
 class BaseTrainer(RestoreableJob):
@@ -60,6 +55,18 @@ class BaseTrainer(RestoreableJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
+        self.design = Design(
+            document=self.document,
+            config=self.config,
+            topology=self.topology,
+            seed=spec.seed,
+            model=self.model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            sharded_init=self.sharded_init,
+            train_step=self.train_step,
+            val_step=self.val_step,
+        )
 
     # What an experiment says.
 
@@ -156,25 +163,15 @@ class BaseTrainer(RestoreableJob):
 
     # Parts, each made whole when it is first asked for.
 
-    @functools.cached_property
-    def recipe(self) -> Recipe:
-        """Optimizer and schedule: of the library, or the job's own."""
-        return choose_recipe(self.optimizer(), self.schedule(), self.config)
-
-    @functools.cached_property
+    @property
     def dataset(self) -> Dataset:
-        """The tokens that the spec names. Reads the data on this host."""
-        with self.document.blaming("config.data.source"):
-            dataset = load_dataset(self.config.data, seed=self.spec.seed)
-        if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
-            raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
-        return dataset
+        """The tokens that the spec names. Reads the data on this host when first asked for."""
+        return self.design.dataset
 
-    @functools.cached_property
+    @property
     def vocabulary_size(self) -> int:
         """The spec's, or the data's if that says `auto`."""
-        given = getattr(self.config.model, "vocabulary_size", "auto")
-        return self.dataset.vocabulary_size if given == "auto" else int(given)
+        return self.design.vocabulary_size
 
     @functools.cached_property
     def report(self) -> Report:
@@ -203,50 +200,20 @@ class BaseTrainer(RestoreableJob):
         """Check the devices, the mesh, the batch and the data against the spec."""
         with self.document.blaming("topology.accelerator"):
             refuse_other_hardware(self.spec, self.topology, self.config)
-        self.blueprint = self.draw(jax.devices())
+        self.blueprint = self.design.draw(jax.devices())
         check_vocabulary(self.dataset, self.vocabulary_size)
         fingerprints = hosts.gather(self.dataset.fingerprint)
         different = [process for process, other in enumerate(fingerprints) if other != fingerprints[0]]
         if different:
             raise DataError(f"{self.config.data.source}: processes {different} read other data than process 0")
         known = _known_micro_batch(hosts, self.store, self.blueprint)
-        self.blueprint.trace_train(self.train_step, batch_layouts(self.config, self.blueprint.mesh, known)[0])
-
-    def lay_out(self, devices: Sequence[jax.Device]) -> Mesh:
-        """The mesh over these devices, over which the batch must divide. Reads no data."""
-        with self.document.blaming("topology.mesh"):
-            mesh = make_mesh(mesh_sizes(self.topology.mesh, len(devices)), devices)
-        with self.document.blaming("config.train"):
-            batch_layouts(self.config, mesh)
-        return mesh
-
-    def draw(self, devices: Sequence[jax.Device]) -> Blueprint:
-        """The job on these devices: mesh, optimizer, and the abstract state. Allocates nothing."""
-        return self.draw_on(self.lay_out(devices), jax.random.key(self.spec.seed))
-
-    def draw_on(self, mesh: Mesh, key: jax.Array) -> Blueprint:
-        """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started."""
-        self.document.refuse(self.recipe.problems(self.config), "config.")
-        schedule = self.recipe.schedule_of(self.config)
-        example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
-        make_optimizer = functools.partial(self.recipe.optimizer_of, self.config, schedule)
-        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key)
-
-    def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
-        """The train step with the largest micro-batch that fits into `limit_bytes` of each device.
-
-        With `micro_batch` only that size is tried, if the spec allows it.
-        """
-        layouts = batch_layouts(self.config, blueprint.mesh, micro_batch)
-        blueprint.trace_train(self.train_step, layouts[0])  # what is wrong with the step is not the topology's fault
-        with self.document.blaming("topology"):
-            return blueprint.compile_to_fit(self.train_step, layouts, limit_bytes)
+        self.design.trace(self.blueprint, known)
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""
         limit_bytes = self.attempt.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
         known = _known_micro_batch(self.attempt.hosts, self.store, self.blueprint)
-        self.compiled = self.compile(self.blueprint, limit_bytes, known)
+        self.compiled = self.design.compile(self.blueprint, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples)
 
@@ -279,7 +246,7 @@ class BaseTrainer(RestoreableJob):
     @property
     def unread_keys(self) -> frozenset[str]:
         """Those of other optimizers and schedules than the chosen ones."""
-        return frozenset(f"config.{key}" for key in self.recipe.unread())
+        return frozenset(f"config.{key}" for key in self.design.recipe.unread())
 
     def identity(self) -> Trajectory:
         """The trajectory's keys and the data set's fingerprint."""

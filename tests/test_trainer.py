@@ -369,7 +369,7 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
     kernels = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (256, 32)]
     assert len(kernels) == moments
     params = {"w": jnp.ones(3)}
-    tx = job.recipe.optimizer_of(job.config, job.recipe.schedule_of(job.config), {"w": False})
+    tx = job.design.recipe.optimizer_of(job.config, job.design.recipe.schedule_of(job.config), {"w": False})
     state, sizes = tx.init(params), []
     for _ in range(STEPS):
         updates, state = tx.update({"w": jnp.full(3, 1e-3)}, state, params)

@@ -13,6 +13,7 @@ from runner.job import RestoreableJob
 from runner.periodic import tokens_at
 from runner.plan.figure import Section
 from runner.spec import Document, ExecutionSpec, load_job_class, validate_config, validate_spec
+from runner.train.design import Design
 from runner.trainer import BaseTrainer
 
 
@@ -51,7 +52,7 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
     with findings.collect():
         job = job_class(spec, document)
         if isinstance(job, BaseTrainer):
-            document.refuse(job.recipe.problems(job.config), "config.")
+            job.design.refuse_unread_keys()
         return job
     return None
 
@@ -65,24 +66,24 @@ class DataCheck:
     is_vocabulary_known: bool
 
 
-def check_data(job: BaseTrainer, findings: Findings) -> DataCheck:
-    """Load the data, as the job would: its tokens against the budget."""
+def check_data(design: Design, total_steps: int, findings: Findings) -> DataCheck:
+    """Load the data, as the job would: its tokens against the budget of `total_steps`."""
     section = Section("data")
     found: Dataset | None = None
     with findings.collect():
-        found = job.dataset
+        found = design.dataset
     if found is None:
-        return DataCheck(section, False, getattr(job.config.model, "vocabulary_size", "auto") != "auto")
+        return DataCheck(section, False, design.names_vocabulary)
     is_vocabulary_known = False
     with findings.collect():
-        check_vocabulary(found, job.vocabulary_size)
+        check_vocabulary(found, design.vocabulary_size)
         is_vocabulary_known = True
-    section.add("source", job.config.data.source, "text", "counted")
+    section.add("source", design.config.data.source, "text", "counted")
     section.add("fingerprint", found.fingerprint, "text", "counted")
     section.add("training windows", found.num_train_windows, "", "counted", "of sequence_length tokens")
     section.add("validation windows", found.num_validation_windows, "", "counted")
-    tokens = found.num_train_windows * job.config.data.sequence_length
-    budget = tokens_at(job.total_steps, job.config.tokens_per_step)
+    tokens = found.num_train_windows * design.config.data.sequence_length
+    budget = tokens_at(total_steps, design.config.tokens_per_step)
     section.add("training tokens", tokens, "", "counted")
     section.add("epochs", budget / tokens, "", "counted", f"{budget:,} tokens of the run")
     return DataCheck(section, True, is_vocabulary_known)

@@ -18,12 +18,11 @@ from runner.plan.checks import Findings
 from runner.plan.figure import Section, amount, as_json, as_lines
 from runner.plan.hlo import largest_arrays
 from runner.plan.machine import Machine, open_machine
-from runner.plan.program import Program, compile_job
+from runner.plan.program import Program, compile_design
 from runner.plan.search import Compiled, Search, smallest_slice
 from runner.spec import Document, load_document
-from runner.train.batch_layout import batch_layouts
 from runner.train.blueprint import Blueprint
-from runner.train.compilation import CompiledStep
+from runner.train.design import Design
 from runner.trainer import BaseTrainer
 
 _NUM_LARGEST = 5
@@ -78,12 +77,12 @@ def _open_machine(document: Document, findings: Findings) -> Machine | None:
 def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) -> list[Section]:
     sections = [] if machine is None else [report.job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
-        data = checks.check_data(job, findings)
+        data = checks.check_data(job.design, job.total_steps, findings)
         sections += [data.section, checks.check_directory(job, data.is_found, findings)]
         mesh: Mesh | None = None
         if machine is not None:
             with findings.collect():
-                mesh = job.lay_out(machine.devices)
+                mesh = job.design.lay_out(machine.devices)
         if machine is None or mesh is None or not data.is_vocabulary_known:
             return sections
         return sections + _trainer_sections(job, mesh, machine, findings)
@@ -97,9 +96,9 @@ def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) 
 
 
 def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: Findings) -> list[Section]:
-    blueprint = job.draw_on(mesh, jax.random.key(job.spec.seed))
+    blueprint = job.design.draw_on(mesh, jax.random.key(job.spec.seed))
     abstract = blueprint.abstract_state
-    program, sections = _compile(job, blueprint, machine, findings)
+    program, sections = _compile(job.design, blueprint, machine, findings)
     if program is None:
         return [*sections, _checkpoint_section(job, abstract, machine, None, findings)]
     sections = [
@@ -130,33 +129,29 @@ def _checkpoint_section(
 
 
 def _compile(
-    job: BaseTrainer, blueprint: Blueprint, machine: Machine, findings: Findings
+    design: Design, blueprint: Blueprint, machine: Machine, findings: Findings
 ) -> tuple[Program | None, list[Section]]:
     """The compiled steps; if they do not fit, none, and the sections that tell what would fill the memory."""
     sections: list[Section] = []
     with findings.collect():
         try:
-            return compile_job(job, blueprint, machine), sections
+            return compile_design(design, blueprint, machine), sections
         except InvalidError:
-            sections = [report.state_section(blueprint.abstract_state), _largest_section(job, blueprint, machine)]
+            sections = [report.state_section(blueprint.abstract_state), _largest_section(design, blueprint, machine)]
             raise
     return None, sections
 
 
-def _largest_section(job: BaseTrainer, blueprint: Blueprint, machine: Machine) -> Section:
+def _largest_section(design: Design, blueprint: Blueprint, machine: Machine) -> Section:
     """The largest arrays of the smallest step, which does not fit. What libtpu refuses, the stand-ins compile."""
     section = Section("largest arrays of a device")
     try:
-        compiled = _compile_smallest(job, blueprint)
+        compiled = design.compile_smallest(blueprint)
     except jax.errors.JaxRuntimeError:
-        compiled = _compile_smallest(job, job.draw(machine.stand_ins))
+        compiled = design.compile_smallest(design.draw(machine.stand_ins))
     for buffer in largest_arrays(compiled.text, _NUM_LARGEST):
         section.add(buffer.shape, buffer.bytes, "bytes", "compiled", buffer.op_name)
     return section
-
-
-def _compile_smallest(job: BaseTrainer, blueprint: Blueprint) -> CompiledStep:
-    return blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[-1])
 
 
 def _search(request: Request) -> int:

@@ -11,9 +11,9 @@ from runner.plan.estimate import split_over_domains
 from runner.plan.hlo import Collective, collectives
 from runner.plan.machine import Machine
 from runner.train.blueprint import Blueprint
-from runner.train.compilation import CompiledStep
+from runner.train.compilation import MEMORY_SHARE, CompiledStep
+from runner.train.design import Design
 from runner.train.mesh import AXES, over_slices
-from runner.trainer import MEMORY_SHARE, BaseTrainer
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Program:
     network_bytes: float
 
 
-def compile_job(job: BaseTrainer, blueprint: Blueprint, machine: Machine, *, with_val: bool = True) -> Program:
+def compile_design(design: Design, blueprint: Blueprint, machine: Machine, *, with_val: bool = True) -> Program:
     """Compile what the job would run, as its blueprint lies on the machine. Allocates no parameter.
 
     Raises `InvalidError` with the numbers if it does not fit.
     """
     started = time.monotonic()
-    step = job.compile(blueprint, int(machine.hbm_bytes * MEMORY_SHARE))
+    step = design.compile(blueprint, int(machine.hbm_bytes * MEMORY_SHARE))
     compile_seconds, started = time.monotonic() - started, time.monotonic()
     if with_val:
-        blueprint.compile_val(job.val_step, blueprint.abstract_state.replace(opt_state=()), step.layout)
+        blueprint.compile_val(design.val_step, blueprint.abstract_state.replace(opt_state=()), step.layout)
     found = tuple(collectives(step.text, blueprint.mesh_sizes))
     interconnect, network = sent_bytes(found, blueprint.mesh_sizes, machine)
     val_seconds = time.monotonic() - started if with_val else None

@@ -13,9 +13,9 @@ from runner.plan.figure import Section, amount
 from runner.plan.machine import Machine
 from runner.plan.program import Program, bytes_of, bytes_on_a_device, num_elements
 from runner.spec import ExecutionSpec
+from runner.train.compilation import MEMORY_SHARE
 from runner.train.flops import Flops
 from runner.train.mesh import num_batch_shards
-from runner.trainer import MEMORY_SHARE
 
 
 def job_section(spec: ExecutionSpec, machine: Machine) -> Section:

@@ -22,12 +22,14 @@ from runner.plan import checks, estimate, report
 from runner.plan.checks import Findings
 from runner.plan.estimate import TYPICAL_SHARE, Roofline, Work, split_over_domains
 from runner.plan.machine import Machine
-from runner.plan.program import Program, bytes_on_a_device, compile_job, num_elements
+from runner.plan.program import Program, bytes_on_a_device, compile_design, num_elements
 from runner.spec import Document, load_document
 from runner.train.blueprint import Blueprint
+from runner.train.compilation import MEMORY_SHARE
+from runner.train.design import Design
 from runner.train.flops import Flops
 from runner.train.mesh import AXES, BATCH_AXES, micro_batch_sizes, over_slices
-from runner.trainer import MEMORY_SHARE, BaseTrainer
+from runner.trainer import BaseTrainer
 
 _NUM_COMPILED, _NUM_TRIED = 3, 16
 _MAX_TENSOR = 16  # beyond a few chips next to each other, tensor parallelism only waits for its network
@@ -106,7 +108,10 @@ class Search:
         """The job, with the vocabulary that its data or its spec gives. Raises `InvalidError` with all problems."""
         findings = Findings()
         job = checks.open_job(self.document(more), findings)
-        if isinstance(job, BaseTrainer) and checks.check_data(job, findings).is_vocabulary_known:
+        if (
+            isinstance(job, BaseTrainer)
+            and checks.check_data(job.design, job.total_steps, findings).is_vocabulary_known
+        ):
             return job
         raise InvalidError("\n".join(findings.problems) or "only a trainer has steps to search for")
 
@@ -117,7 +122,7 @@ class Search:
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_override(key, value) for key, value in choices])
-            blueprint = _draw_abstractly(job, tuple((axis, 1) for axis in AXES))
+            blueprint = _draw_abstractly(job.design, tuple((axis, 1) for axis in AXES))
             try:
                 found.append(Model(job, choices, job.flops_per_token(blueprint)))
             except ValueError as error:
@@ -143,7 +148,7 @@ class Search:
             over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(accelerator)), strict=True))
         except InvalidError:
             return
-        state = _draw_abstractly(job, mesh).abstract_state
+        state = _draw_abstractly(job.design, mesh).abstract_state
         state_bytes, num_parameters = bytes_on_a_device(state), num_elements(state.params)
         gradient_bytes = bytes_on_a_device(state.params)
         for model, micro_batch in itertools.product(models, micro_batches):
@@ -190,16 +195,16 @@ class Search:
 
     def _compile(self, candidate: Candidate, machine: Machine) -> Compiled:
         job = self.open_job(candidate.overrides)
-        blueprint = job.draw(machine.devices)
-        program = compile_job(job, blueprint, machine, with_val=False)
+        blueprint = job.design.draw(machine.devices)
+        program = compile_design(job.design, blueprint, machine, with_val=False)
         _, times = report.roofline_section(job.config, job.flops_per_token(blueprint), program, machine)
         return Compiled(candidate, program, times or candidate.times)
 
 
-def _draw_abstractly(job: BaseTrainer, mesh: Sizes) -> Blueprint:
+def _draw_abstractly(design: Design, mesh: Sizes) -> Blueprint:
     """The job over a mesh of no devices, which gives its state shapes and shardings: no backend is started."""
     abstract: Any = AbstractMesh(tuple(size for _, size in mesh), tuple(axis for axis, _ in mesh))
-    return job.draw_on(abstract, jax.eval_shape(lambda: jax.random.key(job.spec.seed)))
+    return design.draw_on(abstract, jax.eval_shape(lambda: jax.random.key(design.seed)))
 
 
 def _meshes(num_devices: int) -> Iterator[Sizes]:

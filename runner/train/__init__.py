@@ -8,6 +8,7 @@
 - `optimizer` optimizers and schedules by name
 - `compilation` the compiled step, and the micro-batch that fits a device
 - `blueprint` what a job is on certain devices, before anything is allocated
+- `design` what a job is before any device is touched, and how it is drawn on devices
 - `flops` what a train step computes, by formula and counted in a traced program
 - `validation` the loss on a validation set
 - `metrics` the rows of the surviving trajectory, and where people see them

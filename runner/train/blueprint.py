@@ -1,6 +1,6 @@
 """What a job is on certain devices, before anything is allocated: drawn once, and handed down whole.
 
-`run` draws it over the devices at hand; `plan` draws the very same over faked ones, or over those of a TPU topology.
+A `Design` draws it, for `run` and for `plan` alike.
 """
 
 import functools

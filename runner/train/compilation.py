@@ -21,6 +21,8 @@ from runner.train.batch_layout import BatchLayout
 from runner.train.state import sharding_rules, shardings_of
 from runner.train.step import Batch, refuse_meta
 
+MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use
+
 
 def trace_train_step(
     train_step: Callable[..., Any],

@@ -143,8 +143,8 @@ options = ["config.model={layers: 4, heads: 4, width: 256}", "config.data.sequen
            "config.train.global_batch_examples=64", "config.train.micro_batch_examples=32", "topology.accelerator=any"]
 document = load_document("specs/gpt_nano.yaml", options)
 job = PretrainGPT(validate_spec(document), document)
-job.blueprint = job.draw(machine.devices)
-job.compiled = job.compile(job.blueprint, machine.hbm_bytes)
+job.blueprint = job.design.draw(machine.devices)
+job.compiled = job.design.compile(job.blueprint, machine.hbm_bytes)
 
 
 def resident(name):

@@ -1,0 +1,111 @@
+"""What a training job is before any device is touched, and how it is drawn on devices.
+
+Of the spec: made with the job, its parts whole when they are first asked for. `run` and `plan` draw from the same one,
+the former over the devices at hand, the latter over faked ones or those of a TPU topology.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from runner.config import TrainerConfig
+from runner.data import Dataset, load_dataset
+from runner.spec import Document, Topology
+from runner.train.batch_layout import batch_layouts
+from runner.train.blueprint import Blueprint, draw
+from runner.train.compilation import CompiledStep
+from runner.train.mesh import make_mesh, mesh_sizes
+from runner.train.optimizer import Recipe, choose_recipe
+
+
+@dataclass(frozen=True, eq=False)
+class Design:
+    """The job on no devices yet. `document` is where the spec came from, for errors with a line.
+
+    The callables are those of the job's class: `model`, `optimizer` and `schedule` say what it trains and how, and are
+    called when that is first asked for; the others are functions of their arguments alone.
+    """
+
+    document: Document
+    config: TrainerConfig[Any]
+    topology: Topology
+    seed: int
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[], str | optax.GradientTransformation]
+    schedule: Callable[[], str | optax.Schedule | None]
+    sharded_init: Callable[..., tuple[Any, Any]]
+    train_step: Callable[..., Any]
+    val_step: Callable[..., Any]
+
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        """Optimizer and schedule: of the library, or the job's own."""
+        return choose_recipe(self.optimizer(), self.schedule(), self.config)
+
+    @functools.cached_property
+    def dataset(self) -> Dataset:
+        """The tokens that the spec names. Reads the data on this host."""
+        with self.document.blaming("config.data.source"):
+            dataset = load_dataset(self.config.data, seed=self.seed)
+        if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
+            raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
+        return dataset
+
+    @functools.cached_property
+    def vocabulary_size(self) -> int:
+        """The spec's, or the data's if that says `auto`."""
+        return int(self.config.model.vocabulary_size) if self.names_vocabulary else self.dataset.vocabulary_size
+
+    @property
+    def names_vocabulary(self) -> bool:
+        """Whether the spec itself gives the vocabulary's size: then it is known without the data."""
+        return getattr(self.config.model, "vocabulary_size", "auto") != "auto"
+
+    def refuse_unread_keys(self) -> None:
+        """Raise `InvalidError` with a line for each key that optimizer and schedule leave unread, or lack."""
+        self.document.refuse(self.recipe.problems(self.config), "config.")
+
+    def lay_out(self, devices: Sequence[jax.Device]) -> Mesh:
+        """The mesh over these devices, over which the batch must divide. Reads no data."""
+        with self.document.blaming("topology.mesh"):
+            mesh = make_mesh(mesh_sizes(self.topology.mesh, len(devices)), devices)
+        with self.document.blaming("config.train"):
+            batch_layouts(self.config, mesh)
+        return mesh
+
+    def draw(self, devices: Sequence[jax.Device]) -> Blueprint:
+        """The job on these devices: mesh, optimizer, and the abstract state. Allocates nothing."""
+        return self.draw_on(self.lay_out(devices), jax.random.key(self.seed))
+
+    def draw_on(self, mesh: Mesh, key: jax.Array) -> Blueprint:
+        """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started."""
+        self.refuse_unread_keys()
+        schedule = self.recipe.schedule_of(self.config)
+        example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
+        make_optimizer = functools.partial(self.recipe.optimizer_of, self.config, schedule)
+        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key)
+
+    def trace(self, blueprint: Blueprint, micro_batch: int | None = None) -> None:
+        """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""
+        blueprint.trace_train(self.train_step, batch_layouts(self.config, blueprint.mesh, micro_batch)[0])
+
+    def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
+        """The train step with the largest micro-batch that fits into `limit_bytes` of each device.
+
+        With `micro_batch` only that size is tried, if the spec allows it.
+        """
+        self.trace(blueprint, micro_batch)  # what is wrong with the step is not the topology's fault
+        layouts = batch_layouts(self.config, blueprint.mesh, micro_batch)
+        with self.document.blaming("topology"):
+            return blueprint.compile_to_fit(self.train_step, layouts, limit_bytes)
+
+    def compile_smallest(self, blueprint: Blueprint) -> CompiledStep:
+        """The train step with the smallest micro-batch, whether it fits or not."""
+        return blueprint.compile_train(self.train_step, batch_layouts(self.config, blueprint.mesh)[-1])
