@@ -15,16 +15,14 @@ import jax
 import optax
 from flax.training.train_state import TrainState
 
-from runner.checkpoint.manifest import newest_manifest
 from runner.checkpoint.save import Payload
 from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields, check_vocabulary, global_batch
-from runner.errors import DataError
 from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.periodic import tokens_at
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import JsonObject, Store
+from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train import step as pure
 from runner.train.blueprint import Blueprint
@@ -34,8 +32,10 @@ from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_p
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import batch_sharding, device_memory_bytes
+from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.optimizer import SPEC
 from runner.train.report import Evaluator, Report
+from runner.train.same_data import refuse_changed_data, refuse_different_data
 from runner.train.validation import Validation
 
 
@@ -202,17 +202,14 @@ class BaseTrainer(RestoreableJob):
             refuse_other_hardware(self.spec, self.topology, self.config)
         self.blueprint = self.design.draw(jax.devices())
         check_vocabulary(self.dataset, self.vocabulary_size)
-        fingerprints = hosts.gather(self.dataset.fingerprint)
-        different = [process for process, other in enumerate(fingerprints) if other != fingerprints[0]]
-        if different:
-            raise DataError(f"{self.config.data.source}: processes {different} read other data than process 0")
-        known = _known_micro_batch(hosts, self.store, self.blueprint)
-        self.design.trace(self.blueprint, known)
+        refuse_different_data(self.dataset, hosts)
+        self.design.trace(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""
-        limit_bytes = self.attempt.hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
-        known = _known_micro_batch(self.attempt.hosts, self.store, self.blueprint)
+        hosts = self.attempt.hosts
+        limit_bytes = hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
+        known = known_micro_batch(self.blueprint, self.store, hosts)  # again: until the claim another might commit
         self.compiled = self.design.compile(self.blueprint, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples)
@@ -267,11 +264,10 @@ class BaseTrainer(RestoreableJob):
         """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
         self.report.window.fetch()
         best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
-        _refuse_changed_data(self.dataset, hosts)
-        chosen = {"micro_batch_examples": self.compiled.layout.micro_batch_examples}
+        refuse_changed_data(self.dataset, hosts)
         return Payload(
             None if best is None else self.report.metric(best.metric, self.step),
-            self.blueprint.hardware(hosts.num_processes) | chosen,
+            record_of(self.blueprint, self.compiled.layout, hosts),
             self.report.attachments,
             self.report.sync,
         )
@@ -292,29 +288,3 @@ def _bound_to(job_class: type[BaseTrainer], config: TrainerConfig[Any]) -> type[
     """A subclass that is the same, but for `config`: the class of one job."""
     names = {"__module__": job_class.__module__, "__qualname__": job_class.__qualname__, "__doc__": job_class.__doc__}
     return type(job_class.__name__, (job_class,), {"config": config, **names})
-
-
-def _refuse_changed_data(dataset: Dataset, hosts: Hosts) -> None:
-    """Before a state is saved: raise `DataError` if a token file is not what it was at the start.
-
-    Every host looks, and hears what host 0 has seen: where they share the files all of them end with 2. A host that
-    alone sees a change, in a copy of its own, ends so alone; the others then lose a peer.
-    """
-    problem = None
-    try:
-        dataset.check_files()
-    except DataError as error:
-        problem = f"{error}; what was trained since the last commit is not saved"
-    problem = hosts.agree(problem) or problem
-    if problem is not None:
-        raise DataError(problem)
-
-
-def _known_micro_batch(hosts: Hosts, store: Store, blueprint: Blueprint) -> int | None:
-    """The size that an earlier attempt chose on the same hardware: another one would move the bits by rounding."""
-    hardware = blueprint.hardware(hosts.num_processes)
-    manifest = newest_manifest(store) if hosts.is_main else None
-    record = hosts.agree(manifest and manifest.topology)
-    if not record or {key: record.get(key) for key in hardware} != hardware:
-        return None
-    return record.get("micro_batch_examples")

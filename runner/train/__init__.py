@@ -8,6 +8,8 @@
 - `optimizer` optimizers and schedules by name
 - `compilation` the compiled step, and the micro-batch that fits a device
 - `blueprint` what a job is on certain devices, before anything is allocated
+- `micro_batch` the micro-batch that was chosen for some hardware, as manifests remember it
+- `same_data` every host trains on the same data, from the first step to the last
 - `design` what a job is before any device is touched, and how it is drawn on devices
 - `flops` what a train step computes, by formula and counted in a traced program
 - `validation` the loss on a validation set
