@@ -5,6 +5,7 @@ base is the life of a job: is it done? claim the directory, restore or begin, ru
 called on every host; what only the main host does says so.
 """
 
+import dataclasses
 import os
 import time
 from typing import Any, ClassVar
@@ -13,15 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runner import storage
-from runner.attempt.claim import Attempt, claim
+from runner.attempt.account import Account
+from runner.attempt.claim import DRAIN_SECONDS, Attempt, claim
 from runner.attempt.compile_cache import CompileCache
 from runner.attempt.count import check_end, check_step
-from runner.attempt.hint import lines_at_the_end
 from runner.attempt.identity import Claimant, check_directory, is_done
-from runner.attempt.incident import DRAIN_SECONDS, Incidents
+from runner.attempt.incident import Incidents
 from runner.attempt.layout import open_directory
-from runner.attempt.result import RESULT
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.leaves import refuse_what_cannot_be_kept, strong
@@ -42,6 +41,7 @@ from runner.spec import (
     trajectory,
     validate_config,
 )
+from runner.storage import JsonObject
 from runner.terminal import say
 
 
@@ -87,8 +87,8 @@ class RestoreableJob:
         raise self.document.error("checkpoint.init_from", f"{type(self).__name__} has no weights to take over")
 
     def with_weights(self, state: Any, weights: Any) -> Any:
-        """`state` with its weights replaced by `weights`."""
-        raise NotImplementedError
+        """`state` with its weights replaced by `weights`; by default its fields of these names, as of a dataclass."""
+        return dataclasses.replace(state, **weights)
 
     def abstract_state(self) -> Any:
         """Shape, dtype and sharding of every leaf of the state, by default a copy on every device of the job."""
@@ -128,9 +128,14 @@ class RestoreableJob:
         """
         return Payload()
 
-    def result(self) -> storage.JsonObject:
+    @property
+    def report(self) -> Account:
+        """What the job keeps beside its state, and tells at its end; nothing by default. Needs `prepare`."""
+        return Account()
+
+    def result(self) -> JsonObject:
         """The content of `result.json`. Called at the end."""
-        return {"step": self.step, "fingerprint": fingerprint(self.state)}
+        return {"step": self.step, **self.report.result(self.step), "fingerprint": fingerprint(self.state)}
 
     # The life of a job.
 
@@ -172,13 +177,11 @@ class RestoreableJob:
         refuse_what_cannot_be_kept(abstract)
         attempt = claim(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
         self.attempt = attempt
-        stop.on_idle_exit = self._record_idle_exit
+        stop.on_idle_exit = lambda: attempt.record_idle_exit(self.step)
         with self.document.blaming("checkpoint.local_directory"):
             self.checkpointer = Checkpointer(attempt, self.spec, self.identity(), abstract)
-        devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
-        attempt.record("start", None, processes=hosts.num_processes, **devices, **attempt.environment)
+        attempt.start(self.spec.name, devices=jax.device_count(), device_kind=jax.devices()[0].device_kind)
         self.compile_cache.publish(attempt.fence.check, hosts.process_id)
-        attempt.say(f"{self.spec.name}: attempt {attempt.number} in {self.store.url}")
         return attempt
 
     def begin(self) -> None:
@@ -194,78 +197,55 @@ class RestoreableJob:
 
     def check_directory_and_ask_if_done(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
-        check_directory(self.store, self.spec.name, self._claimant(trajectory(self.spec, self.config)))
+        identity = trajectory(self.spec, self.config)
+        check_directory(self.store, self.spec.name, Claimant(self.document, self.config, identity, self.unread_keys))
         return self.done
 
     def refuse_other_checkpoints(self) -> None:
         """As `restore.refuse_other_checkpoints`, for those in the run's directory. Main host only. Needs `setup`."""
-        refuse_other_checkpoints(self.store, self._claimant(self.identity()), self.spec.checkpoint.init_from)
-
-    def _claimant(self, identity: Trajectory) -> Claimant:
-        return Claimant(self.document, self.config, identity, self.unread_keys)
-
-    def _record_idle_exit(self) -> None:
-        self.attempt.events.append("preempt", self.step, saved=False)
-        self.attempt.background.drain(DRAIN_SECONDS)
+        claimant = Claimant(self.document, self.config, self.identity(), self.unread_keys)
+        refuse_other_checkpoints(self.store, claimant, self.spec.checkpoint.init_from)
 
     def _restore_or_init(self) -> None:
         """Take up the newest good checkpoint, or begin at step 0, and save the resolved spec."""
         attempt, started = self.attempt, time.monotonic()
-        found = self.checkpointer.restore(self.problem_with)
+        found = self.checkpointer.restore(lambda attachments: self.report.problem_with(attachments))
         if found is None:
-            self.state = self.init_state()
-            if self.spec.checkpoint.init_from is not None:
-                self._take_weights(self.spec.checkpoint.init_from)
+            self.state = self._first_state()
             event, details = "init", {}
         else:
             self.state, self.step = found.state, found.manifest.step
-            attempt.say(f"restored step {self.step} from the {found.tier} tier")
-            attempt.say_what_has_changed(found.manifest.environment, self.step)
             event, details = "restore", {"tier": found.tier}
         digest, seconds = fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
         if attempt.hosts.is_main:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin(self.state, self.step)
-        self.resumed(found.attachments if found is not None else {})
+        self.report.resume(self.step, found.attachments if found is not None else {})
 
-    def problem_with(self, attachments: dict[str, bytes]) -> str | None:
-        """Why the job cannot go on from a state of the fast tier that has these beside it; None if it can.
-
-        Main host only, while an older state can still be taken.
-        """
-        return None
-
-    def resumed(self, attachments: dict[str, bytes]) -> None:
-        """The state is there, new or restored; `attachments` came with it from the fast tier. Nothing by default."""
-
-    def _take_weights(self, source: str) -> None:
+    def _first_state(self) -> Any:
+        """The state at step 0, with the weights of another run if the spec names one."""
+        state, source = self.init_state(), self.spec.checkpoint.init_from
+        if source is None:
+            return state
         with self.document.blaming("checkpoint.init_from"):
-            found = self.checkpointer.load_weights(source, self.weights(self.state))
-        self.state = self.with_weights(self.state, found.state)
-        self.attempt.say(f"weights of step {found.manifest.step} taken from {source}")
+            found = self.checkpointer.load_weights(source, self.weights(state))
+        return self.with_weights(state, found.state)
 
     def _finish(self) -> None:
-        self._check_step()
-        check_end(self.spec.job, self.step, self.total_steps)
+        check_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         self.save()
         self.checkpointer.wait(self.step)
         result = self.result()
-        if self.attempt.hosts.is_main:
-            self.attempt.fence.check()
-            self.store.write(RESULT, storage.encode_json(result))
-        self.attempt.record("done", self.step, fingerprint=result["fingerprint"])
-        self.attempt.hosts.barrier()
+        self.attempt.finish(self.step, result)
         self.checkpointer.close()
-        self.attempt.say(f"{self.spec.name}: done at step {self.step}, fingerprint {result['fingerprint']}")
-        for line in lines_at_the_end(self.store.url, self.step):
-            self.attempt.say(line)
+        self.attempt.say_end(self.spec.name, self.step, result["fingerprint"])
 
     # What a job calls.
 
     def save_or_stop(self) -> None:
         """After a step: save if it is time, and if the job was asked to stop, save and raise `PreemptedError`."""
-        self._check_step()
+        check_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         self.attempt.progress.arrive(self.step)
         is_stopping = self.attempt.stop.poll()
         self.checkpointer.raise_if_hopeless()
@@ -285,7 +265,7 @@ class RestoreableJob:
         Only steps are resumed from and retained by count; a checkpoint of another name is kept until deleted by hand.
         Raises `InvalidError` if `suffix` cannot be the name of a checkpoint.
         """
-        self._check_step()
+        check_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         name = None if suffix is None else os.fspath(suffix)
         self.state = self.checkpointer.save(self.state, self.step, self.payload(), SaveKind.REQUIRED, name)
 
@@ -294,7 +274,3 @@ class RestoreableJob:
         found = self.checkpointer.load(os.fspath(suffix))
         self.state, self.step = found.state, found.manifest.step
         self.attempt.progress.arrive(self.step)
-
-    def _check_step(self) -> None:
-        """Raise `MiscountError` if the job has counted wrong since it last reported a step."""
-        check_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)

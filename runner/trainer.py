@@ -20,9 +20,7 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields, check_vocabulary, global_batch
 from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
-from runner.periodic import tokens_at
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train import step as pure
 from runner.train.blueprint import Blueprint
@@ -194,7 +192,7 @@ class BaseTrainer(RestoreableJob):
             self.attempt.stop.poll,
         )
 
-    # Set-up: what can be known before a device is touched, then mesh, data, shapes.
+    # Set-up: the design on the devices at hand, then the compiler.
 
     def setup(self, hosts: Hosts) -> None:
         """Check the devices, the mesh, the batch and the data against the spec."""
@@ -228,18 +226,6 @@ class BaseTrainer(RestoreableJob):
         """The parameters."""
         return {"params": state.params}
 
-    def with_weights(self, state: TrainState, weights: Any) -> TrainState:
-        """`state` with these parameters."""
-        return state.replace(params=weights["params"])
-
-    def problem_with(self, attachments: dict[str, bytes]) -> str | None:
-        """Whether the rows that were kept beside a state follow those that are there."""
-        return self.report.problem_with(attachments)
-
-    def resumed(self, attachments: dict[str, bytes]) -> None:
-        """Drop the rows beyond the restored step."""
-        self.report.resume(self.step, attachments)
-
     @property
     def unread_keys(self) -> frozenset[str]:
         """Those of other optimizers and schedules than the chosen ones."""
@@ -251,14 +237,7 @@ class BaseTrainer(RestoreableJob):
 
     def resolved_spec(self) -> ExecutionSpec:
         """The spec with mesh, vocabulary and micro-batch filled in."""
-        spec = super().resolved_spec()
-        config = dict(spec.config)
-        config["train"] = config["train"] | {"micro_batch_examples": self.compiled.layout.micro_batch_examples}
-        if "vocabulary_size" in config["model"]:
-            config["model"] = config["model"] | {"vocabulary_size": self.vocabulary_size}
-        mesh = self.topology.mesh.model_copy(update=self.blueprint.mesh_sizes)
-        topology = self.topology.model_copy(update={"mesh": mesh})
-        return spec.model_copy(update={"config": config, "topology": topology})
+        return self.design.resolved(super().resolved_spec(), self.blueprint, self.compiled.layout)
 
     def payload(self) -> Payload:
         """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
@@ -271,17 +250,6 @@ class BaseTrainer(RestoreableJob):
             self.report.attachments,
             self.report.sync,
         )
-
-    def result(self) -> JsonObject:
-        """Step, tokens, losses and fingerprint."""
-        row = self.report.last_row()
-        return {
-            "step": self.step,
-            "tokens": tokens_at(self.step, self.config.tokens_per_step),
-            "train_loss": row.get("train/loss"),
-            "val_loss": row.get("val/loss"),
-            "fingerprint": super().result()["fingerprint"],
-        }
 
 
 def _bound_to(job_class: type[BaseTrainer], config: TrainerConfig[Any]) -> type[BaseTrainer]:

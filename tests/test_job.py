@@ -12,6 +12,7 @@ import pytest
 
 from experiments.counter import Counter, advance
 from runner import RestoreableJob
+from runner.attempt.account import Account
 from runner.attempt.fence import Fence
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
@@ -108,6 +109,22 @@ def test_a_stop_that_comes_at_the_last_step_leaves_only_the_end_to_the_next_atte
     counter(tmp_path)()
     assert result(tmp_path) == undisturbed
     assert [event["step"] for event in events(tmp_path, "save")] == [10, 20, 30, 40]
+
+
+class Doubled(Account):
+    def result(self, step):
+        return {"doubled": 2 * step}
+
+
+class Telling(Counter):
+    @property
+    def report(self):
+        return Doubled()
+
+
+def test_a_job_may_tell_more_at_its_end(tmp_path, undisturbed):
+    counter(tmp_path, Telling)()
+    assert result(tmp_path) == undisturbed | {"doubled": 80}
 
 
 def test_run_again_a_finished_job_does_nothing(tmp_path, capsys):

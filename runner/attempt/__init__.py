@@ -1,6 +1,7 @@
 """One start of a job, on all its hosts, in its directory.
 
 - `environment` versions, the commit of the code and the hosts, and what a resume finds changed
+- `account` what a job keeps beside its state, and tells at its end
 - `event` every name in the ledger, what it means and who writes it
 - `layout` the names in a directory, what kind of thing each must be, and how its records are read
 - `result` the keys of `result.json`

@@ -9,13 +9,17 @@ from runner import terminal
 from runner.attempt.environment import changes, describe
 from runner.attempt.event_log import EventLog
 from runner.attempt.fence import Fence
+from runner.attempt.hint import lines_at_the_end
 from runner.attempt.owner import Owner, read_owner, write_owner
+from runner.attempt.result import RESULT
 from runner.errors import InvalidError, StorageError
 from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import BackgroundWriter, JsonObject, Store, open_log
+from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log
+
+DRAIN_SECONDS = 10.0  # for what grows in a bucket, when the process ends
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,30 @@ class Attempt:
         """Put an event into the ledger, on the main host only."""
         if self.hosts.is_main:
             self.events.append(event, step, **details)
+
+    def start(self, name: str, **devices: Any) -> None:
+        """Tell, in the ledger and a line, that the job `name` begins on these devices."""
+        self.record("start", None, processes=self.hosts.num_processes, **devices, **self.environment)
+        self.say(f"{name}: attempt {self.number} in {self.store.url}")
+
+    def record_idle_exit(self, step: int) -> None:
+        """Tell that the job was asked to stop before it began, and so saves nothing. Any host, right before the end."""
+        self.events.append("preempt", step, saved=False)
+        self.background.drain(DRAIN_SECONDS)
+
+    def finish(self, step: int, result: JsonObject) -> None:
+        """Write `result.json`, unless a newer attempt has taken the directory, and wait for the others."""
+        if self.hosts.is_main:
+            self.fence.check()
+            self.store.write(RESULT, encode_json(result))
+        self.record("done", step, fingerprint=result["fingerprint"])
+        self.hosts.barrier()
+
+    def say_end(self, name: str, step: int, fingerprint: str) -> None:
+        """Print what a person wants to know when the job `name` has ended."""
+        self.say(f"{name}: done at step {step}, fingerprint {fingerprint}")
+        for line in lines_at_the_end(self.store.url, step):
+            self.say(line)
 
     def say_what_has_changed(self, saved_with: JsonObject | None, step: int) -> None:
         """Tell, in a line and the ledger, what is not as it was when `step` was saved.

@@ -24,8 +24,9 @@ def check_step(job: str, step: Any, last_step: int, total_steps: int) -> None:
     raise MiscountError(f"{job}: step {problem} (last step {last_step}, total_steps {total_steps}); it is not saved")
 
 
-def check_end(job: str, step: int, total_steps: int) -> None:
-    """Raise `MiscountError` unless the job has come to its end, now that `run` has returned."""
+def check_end(job: str, step: Any, last_step: int, total_steps: int) -> None:
+    """As `check_step`, and raise it unless the job has come to its end, now that `run` has returned."""
+    check_step(job, step, last_step, total_steps)
     if step < total_steps:
         raise MiscountError(
             f"{job}: run returned at step {step} of {total_steps}: the job is not done; run must go on to total_steps"

@@ -1,12 +1,10 @@
 """What the watchdog finds is kept where a person looks: in the ledger, beside it, or on the terminal."""
 
 from runner import terminal
-from runner.attempt.claim import Attempt
+from runner.attempt.claim import DRAIN_SECONDS, Attempt
 from runner.errors import FencedError
 from runner.hosts.straggler import Straggling
 from runner.hosts.watchdog import stacks_of_all_threads
-
-DRAIN_SECONDS = 10.0
 
 
 class Incidents:

@@ -55,7 +55,10 @@ class Checkpointer:
         found = self._restorer.restore(self._abstract, self._identity, problem_with)
         self._saver.reads_back = found is None
         if found is not None:
-            self._warn_of_grace(found.manifest.seconds, found.manifest.step)
+            step = found.manifest.step
+            self._warn_of_grace(found.manifest.seconds, step)
+            self._attempt.say(f"restored step {step} from the {found.tier} tier")
+            self._attempt.say_what_has_changed(found.manifest.environment, step)
             if found.tier == "durable":
                 self._saved_step = found.manifest.step
         return found
@@ -77,7 +80,9 @@ class Checkpointer:
     def load_weights(self, source: str, weights: Any) -> Restored:
         """Leaves like those of `weights` alone, from another run's directory or one of its checkpoints."""
         directory, name = split_checkpoint(source)
-        return self._restorer.restore_weights(open_store(directory), name, jax.tree.map(form, weights))
+        found = self._restorer.restore_weights(open_store(directory), name, jax.tree.map(form, weights))
+        self._attempt.say(f"weights of step {found.manifest.step} taken from {source}")
+        return found
 
     def due(self, step: int, last_step: int) -> SaveKind | None:
         """Which save is due at `step`, if any."""

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from runner.config import TrainerConfig
 from runner.data import Dataset, load_dataset
-from runner.spec import Document, Topology
-from runner.train.batch_layout import batch_layouts
+from runner.spec import Document, ExecutionSpec, Topology
+from runner.train.batch_layout import BatchLayout, batch_layouts
 from runner.train.blueprint import Blueprint, draw
 from runner.train.compilation import CompiledStep
 from runner.train.mesh import make_mesh, mesh_sizes
@@ -105,6 +105,16 @@ class Design:
         layouts = batch_layouts(self.config, blueprint.mesh, micro_batch)
         with self.document.blaming("topology"):
             return blueprint.compile_to_fit(self.train_step, layouts, limit_bytes)
+
+    def resolved(self, spec: ExecutionSpec, blueprint: Blueprint, layout: BatchLayout) -> ExecutionSpec:
+        """`spec` with mesh, vocabulary and micro-batch filled in."""
+        config = dict(spec.config)
+        config["train"] = config["train"] | {"micro_batch_examples": layout.micro_batch_examples}
+        if "vocabulary_size" in config["model"]:
+            config["model"] = config["model"] | {"vocabulary_size": self.vocabulary_size}
+        mesh = self.topology.mesh.model_copy(update=blueprint.mesh_sizes)
+        topology = self.topology.model_copy(update={"mesh": mesh})
+        return spec.model_copy(update={"config": config, "topology": topology})
 
     def compile_smallest(self, blueprint: Blueprint) -> CompiledStep:
         """The train step with the smallest micro-batch, whether it fits or not."""

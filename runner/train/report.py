@@ -4,11 +4,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from runner.attempt.account import Account
 from runner.attempt.claim import Attempt
 from runner.config import TrainerConfig
 from runner.hosts.agreement import Hosts
-from runner.periodic import is_due
+from runner.periodic import is_due, tokens_at
 from runner.spec import ExecutionSpec
+from runner.storage import JsonObject
 from runner.train.metrics.disk import NAME
 from runner.train.metrics.file import open_metrics
 from runner.train.metrics.line import Tail
@@ -25,7 +27,7 @@ class Evaluator(Protocol):
         """Figures by their key in a row (`val/...`); None if it ended early because the job was asked to stop."""
 
 
-class Report:
+class Report(Account):
     """The rows of one attempt. Made and called on every host; rows stand on the main host alone.
 
     `mfu_of_a_token_per_second` is what each token a second adds to MFU, 0 where that is not known. `after_row` is
@@ -138,10 +140,11 @@ class Report:
 
     # What others ask for.
 
-    def last_row(self) -> Row:
-        """The newest row, on every host; empty if there is none."""
+    def result(self, step: int) -> JsonObject:
+        """Tokens, and the losses of the newest row."""
         row: Row = self._attempt.hosts.agree(self._newest_row())
-        return row
+        tokens = tokens_at(step, self._config.tokens_per_step)
+        return {"tokens": tokens, "train_loss": row.get("train/loss"), "val_loss": row.get("val/loss")}
 
     def metric(self, name: str, step: int) -> float | None:
         """The value in the row of `step`, the newest; None if it has none. On other hosts than the main one, None."""

@@ -48,7 +48,7 @@ def test_a_step_beyond_a_lowered_end_may_go_no_further():
 
 
 def test_the_end_is_the_last_step_and_not_before():
-    check_end("a:Job", 40, 40)
-    check_end("a:Job", 50, 40)
+    check_end("a:Job", 40, last_step=40, total_steps=40)
+    check_end("a:Job", 50, last_step=50, total_steps=40)
     with pytest.raises(MiscountError, match=r"^a:Job: run returned at step 39 of 40: the job is not done"):
-        check_end("a:Job", 39, 40)
+        check_end("a:Job", 39, last_step=39, total_steps=40)

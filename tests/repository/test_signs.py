@@ -13,8 +13,8 @@ def signs() -> Signs:
 
 
 def test_no_class_has_become_larger(signs: Signs) -> None:
-    assert signs.lines_of_largest_class <= (275, "BaseTrainer")
-    assert signs.methods_of_largest_class <= (35, "BaseTrainer")
+    assert signs.lines_of_largest_class <= (229, "RestoreableJob")
+    assert signs.methods_of_largest_class <= (28, "RestoreableJob")
 
 
 def test_what_is_set_late_is_what_the_class_bodies_declare(signs: Signs) -> None:
@@ -44,7 +44,7 @@ def test_no_function_is_long(signs: Signs) -> None:
 
 
 def test_dictionaries_of_anything_become_fewer(signs: Signs) -> None:
-    assert signs.any_dictionaries <= 41
+    assert signs.any_dictionaries <= 40
 
 
 def test_an_attribute_that_a_base_class_has_made_is_not_late() -> None:
