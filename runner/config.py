@@ -27,6 +27,10 @@ class DataConfig(Frozen):
         min_length=1,
         description="python-stdlib (Python's own library, on every machine), or a path or glob of text or token files.",
     )
+    dtype: Literal["uint16", "uint32"] | None = Field(
+        default=None,
+        description="Type of the ids in .bin files, little-endian; null: uint16, and wider ones are refused.",
+    )
     tokenizer: Literal["bytes", "characters"] = Field(
         default="bytes", description="How text becomes tokens; token files have theirs."
     )

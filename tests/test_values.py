@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import flax.linen as nn
 import jax
+import numpy as np
 import optax
 import pytest
 from pydantic import BaseModel
@@ -69,6 +70,11 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("checkpoint.keep_best.mode", "max"): {"checkpoint.keep_best.metric": "train/loss"},
     ("checkpoint.local_directory", OPEN): {"checkpoint.local_every_steps": 1},
     ("checkpoint.local_every_steps", OPEN): {"checkpoint.local_directory": "LOCAL"},
+    ("config.data.dtype", "uint16"): {"config.data.source": "UINT16"},
+    ("config.data.dtype", "uint32"): {"config.data.source": "UINT32"},
+    ("config.data.tokenizer", "characters"): {"config.data.source": "python-stdlib"},
+    ("config.data.document_separator", "newline"): {"config.data.source": "python-stdlib"},
+    ("config.data.document_separator", "nul"): {"config.data.source": "python-stdlib"},
     ("config.schedule.name", "wsd"): {"config.schedule.decay_steps": 1},
     ("config.schedule.decay_steps", OPEN): {"config.schedule.name": "wsd"},
     ("config.train.total_steps", None): {"config.train.total_tokens": TOKENS},
@@ -211,12 +217,20 @@ def value_in(job: RestoreableJob, key: str) -> Any:
     return found
 
 
+def write_ids(path: Path, dtype: str) -> Path:
+    """A token file, made once: a job looks at the times of its files."""
+    if not path.exists():
+        np.random.default_rng(0).integers(0, 256, 4096).astype(dtype).tofile(path)
+    return path
+
+
 def check(row: list[Case], directory: Path, job_class: type[BaseTrainer]) -> None:
     """The values of a row, together."""
     together = {key: value for case in row for key, value in case.changes.items()}
 
     def make(name: str, **changes: Any) -> BaseTrainer:
         places = {"WARM": str(directory / "warm"), "LOCAL": str(directory / f"{name}.local")}
+        places |= {each.upper(): str(write_ids(directory / f"{each}.bin", each)) for each in ("uint16", "uint32")}
         placed = {key: places.get(str(value), value) for key, value in together.items()}
         return gpt(directory / name, job_class, **BASE | placed | changes)
 

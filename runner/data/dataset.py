@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from runner.data.source import find_source
+from runner.data.source import Source, find_source
 from runner.data.store import IdRange, Tokens, open_token_files, scan_cached
 from runner.data.text import load_text
 from runner.data.tokenizer import Tokenizer
@@ -120,18 +120,7 @@ def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | Non
     """
     cache_directory = default_cache_directory() if cache_directory is None else cache_directory
     source = find_source(config.source)
-    tokenizer: Tokenizer | None = None
-    separator = _SEPARATORS[config.document_separator]
-    if source.holds_tokens:
-        if separator:
-            raise DataError(
-                f"data.document_separator={config.document_separator} is for text files, data.source={config.source} "
-                "names token files; leave it out"
-            )
-        tokens = open_token_files(source)
-    else:
-        text = load_text(source, config.tokenizer, cache_directory, separator)
-        tokens, tokenizer = Tokens([text.ids]), text.tokenizer
+    tokens, tokenizer, digest = _open_tokens(config, source, cache_directory)
     if not len(tokens):
         raise DataError(f"data.source={config.source}: is empty: {len(source.files)} files hold 0 tokens")
     try:
@@ -142,7 +131,7 @@ def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | Non
         raise DataError(f"data.source={config.source}: {error}") from error
     order = make_order(train.num_windows, seed=seed)
     content = {
-        "tokens": text.sha256 if tokenizer is not None else tokens.probe(),
+        "tokens": digest,
         "num_tokens": len(tokens),
         "tokenizer": tokenizer and [tokenizer.name, tokenizer.vocabulary_size, tokenizer.characters],
         "sequence_length": config.sequence_length,
@@ -161,6 +150,23 @@ def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | Non
         _order=order,
         _cache_directory=cache_directory,
     )
+
+
+def _open_tokens(config: "DataConfig", source: Source, cache_directory: Path) -> tuple[Tokens, Tokenizer | None, str]:
+    """The tokens that a source holds, or that its text becomes, the tokenizer if it is text, and a digest of them."""
+    separator = _SEPARATORS[config.document_separator]
+    if not source.holds_tokens:
+        if config.dtype is not None:
+            raise DataError(f"data.dtype={config.dtype}: nothing reads it, data.source={config.source} names text")
+        text = load_text(source, config.tokenizer, cache_directory, separator)
+        return Tokens([text.ids]), text.tokenizer, text.sha256
+    if separator:
+        raise DataError(
+            f"data.document_separator={config.document_separator} is for text files, data.source={config.source} "
+            "names token files; leave it out"
+        )
+    tokens = open_token_files(source, config.dtype)
+    return tokens, None, tokens.probe() if len(tokens) else ""
 
 
 def check_vocabulary(dataset: Dataset, vocabulary_size: int) -> None:

@@ -13,6 +13,16 @@ from runner.storage import check_url
 
 PYTHON_STDLIB = "python-stdlib"
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
+# What is read as text. Of any other suffix nobody knows whether its bytes are what a model should learn.
+# fmt: off
+TEXT_SUFFIXES = frozenset({
+    "", ".txt", ".text", ".md", ".rst", ".tex", ".adoc", ".org", ".html", ".htm", ".xml", ".css",
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".ts",
+    ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".m", ".swift", ".cs", ".hs", ".ml", ".ex", ".erl", ".clj",
+    ".el", ".lisp", ".scm", ".f90", ".sh", ".bash", ".zsh", ".sql", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".tf",
+    ".proto", ".s", ".asm", ".v", ".sv", ".vhd", ".lean", ".dart", ".nim", ".zig",
+})
+# fmt: on
 
 # Installed packages are not the standard library, and what a build generates differs between machines of one version.
 _STDLIB_FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -48,6 +58,12 @@ def find_source(name: str) -> Source:
     paths = _stdlib_paths() if name == PYTHON_STDLIB else _matching_paths(name)
     if not paths:
         raise DataError(f"data.source={name}: no file matches{_nearest_name(name)}")
+    unread = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | TOKEN_SUFFIXES]
+    if unread:
+        raise DataError(
+            f"data.source={name}: {len(unread)} of {len(paths)} files are of a kind that is not read, the first is "
+            f"{unread[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy)"
+        )
     num_token_files = sum(path.suffix in TOKEN_SUFFIXES for path in paths)
     if num_token_files not in (0, len(paths)):
         raise DataError(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -25,6 +26,11 @@ OPEN_FILES_MAX = 128  # a process may hold only so many, and a corpus may have t
 SCAN_CHUNK_TOKENS = 1 << 22
 PROBE_BLOCKS = 1024
 PROBE_BLOCK_BYTES = 4096
+# Of ids below a million, read as half as wide ones, every other one is below 16.
+HALVES_BELOW = 16
+HALVES_BLOCKS = 16
+HALVES_BLOCK_TOKENS = 2048
+HALVES_PAIRS_MIN = 64
 
 
 @dataclass(frozen=True)
@@ -136,9 +142,33 @@ def _changed(file: SourceFile) -> DataError:
     return DataError(f"{file.path}: changed since the job started; a running job needs its token files unchanged")
 
 
-def open_token_files(source: Source) -> Tokens:
-    """Open `.bin` (little-endian uint16) and `.npy` (1-D integers) files. Raises DataError on any other content."""
-    return Tokens([_open_token_file(file) for file in source.files])
+def open_token_files(source: Source, dtype: Literal["uint16", "uint32"] | None = None) -> Tokens:
+    """Open `.bin` (little-endian ids of `dtype`) and `.npy` (1-D integers) files. Raises DataError on other content.
+
+    Without `dtype` a `.bin` file is uint16, and refused if its ids look like halves of wider ones.
+    """
+    files = [_open_token_file(file, np.dtype(dtype or "uint16").newbyteorder("<")) for file in source.files]
+    if dtype is None:
+        for file in files:
+            if file.file.path.suffix == ".bin" and _is_of_halves(file):
+                raise DataError(
+                    f"{file.file.path}: looks like uint32 ids read as uint16 (every other one is tiny); say which: "
+                    "data.dtype: uint32, or uint16"
+                )
+    elif not any(file.file.path.suffix == ".bin" for file in files):
+        raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own")
+    return Tokens(files)
+
+
+def _is_of_halves(file: TokenFile) -> bool:
+    """Whether every other id is so small, in blocks all over the file, that they must be upper halves of wider ids."""
+    if len(file) < 2 * HALVES_PAIRS_MIN:
+        return False
+    block = min(len(file), HALVES_BLOCK_TOKENS) // 2 * 2
+    starts = {(len(file) - block) * i // (HALVES_BLOCKS - 1) // 2 * 2 for i in range(HALVES_BLOCKS)}
+    pairs = np.concatenate([file[start : start + block] for start in sorted(starts)]).reshape(-1, 2)
+    low, high = pairs.max(axis=0)
+    return bool(high < HALVES_BELOW <= low or high == 0 < low)
 
 
 def scan_cached(tokens: Tokens, cache_directory: Path) -> IdRange:
@@ -155,11 +185,13 @@ def scan_cached(tokens: Tokens, cache_directory: Path) -> IdRange:
     return id_range
 
 
-def _open_token_file(file: SourceFile) -> TokenFile:
+def _open_token_file(file: SourceFile, dtype: np.dtype) -> TokenFile:
     if file.path.suffix == ".bin":
-        dtype = np.dtype("<u2")
         if file.size_bytes % dtype.itemsize:
-            raise DataError(f"{file.path}: {file.size_bytes} bytes are no whole number of 2-byte (uint16) token ids")
+            raise DataError(
+                f"{file.path}: {file.size_bytes} bytes are no whole number of {dtype.itemsize}-byte ({dtype.name}) "
+                "token ids"
+            )
         return TokenFile(file, dtype, file.size_bytes // dtype.itemsize, 0)
     array = _map_npy(file)
     if not isinstance(array, np.ndarray):  # numpy opens a zip archive of arrays under any name

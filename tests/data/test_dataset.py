@@ -97,6 +97,12 @@ def test_the_fingerprint_covers_all_that_shapes_the_batches(tmp_path: Path, chan
     int(plain.fingerprint, 16)
 
 
+def test_the_type_of_ids_is_refused_for_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 20)
+    with pytest.raises(DataError, match=r"data\.dtype=uint16: nothing reads it, data\.source=.* names text"):
+        load(tmp_path / "a.txt", cache=tmp_path, dtype="uint16")
+
+
 @pytest.mark.parametrize("separator", get_args(DataConfig.model_fields["document_separator"].annotation))
 def test_without_a_separator_files_are_joined_as_ever_and_each_separator_is_other_data(
     tmp_path: Path, separator: str

@@ -73,6 +73,23 @@ def test_a_directory_says_how_to_name_its_files(tmp_path: Path) -> None:
         find_source(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.txt.zst", "a.jsonl.gz", "a.parquet", "a.arrow", "a.idx", "a.mds", "a.pdf", "a.safetensors"]
+)
+def test_a_kind_of_file_that_is_not_read_is_refused_and_never_taken_for_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text")
+    (tmp_path / "b.txt").write_text("text")
+    message = r"1 of 2 files are of a kind that is not read, the first is .*/a\..*; needs text .* or token ids"
+    with pytest.raises(DataError, match=message):
+        find_source(f"{tmp_path}/*")
+
+
+@pytest.mark.parametrize("name", ["README", "a.TXT", "a.md", "a.rs"])
+def test_text_is_known_by_its_suffix_or_by_having_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text")
+    assert names(f"{tmp_path}/*") == [name]
+
+
 @pytest.mark.parametrize("url", ["gs://bucket/a.txt", "s3://bucket/*.bin", "https://example.org/a.txt"])
 def test_a_url_is_refused_for_now(url: str) -> None:
     with pytest.raises(DataError, match="only local sources are read so far"):

@@ -38,6 +38,42 @@ def test_more_files_than_the_process_may_map_at_once_are_read(tmp_path: Path) ->
     assert read(tokens, 0, 300) == list(range(300))
 
 
+def test_uint32_ids_are_read_as_such_where_the_spec_says_so(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 2**32, 300)
+    ids.astype("<u4").tofile(tmp_path / "a.bin")
+    tokens = open_token_files(find_source(f"{tmp_path}/a.bin"), "uint32")
+    out = np.empty(300, np.int64)
+    tokens.read_into(out, 0)
+    assert out.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("vocabulary_size", [4, 256, 50_304, 100_000, 1_000_000])
+@pytest.mark.parametrize("num_ids", [200, 20_000, 300_000])
+def test_uint32_ids_in_a_bin_file_are_never_taken_for_uint16(
+    tmp_path: Path, vocabulary_size: int, num_ids: int
+) -> None:
+    ids = np.random.default_rng(0).integers(0, vocabulary_size, num_ids)
+    ids.astype("<u4").tofile(tmp_path / "a.bin")
+    source = find_source(f"{tmp_path}/a.bin")
+    with pytest.raises(DataError, match=r"a\.bin: looks like uint32 ids .* data\.dtype: uint32, or uint16"):
+        open_token_files(source)
+    assert len(open_token_files(source, "uint32")) == num_ids
+    assert len(open_token_files(source, "uint16")) == 2 * num_ids
+
+
+@pytest.mark.parametrize("vocabulary_size", [2, 4, 16, 256, 50_304, 65_536])
+@pytest.mark.parametrize("num_ids", [1, 129, 20_000, 300_000])
+def test_uint16_ids_are_never_taken_for_wider_ones(tmp_path: Path, vocabulary_size: int, num_ids: int) -> None:
+    ids = np.random.default_rng(0).integers(0, vocabulary_size, num_ids)
+    assert len(open_token_files(find_source(str(write_bin(tmp_path / "a.bin", ids))))) == num_ids
+
+
+def test_a_dtype_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    source = find_source(str(write_npy(tmp_path / "a.npy", range(9))))
+    with pytest.raises(DataError, match=r"data\.dtype=uint32: nothing reads it, \.npy files say their own"):
+        open_token_files(source, "uint32")
+
+
 def test_uint16_ids_are_not_taken_for_signed_ones(tmp_path: Path) -> None:
     tokens = open_token_files(find_source(str(write_bin(tmp_path / "a.bin", [65535, 40000]))))
     assert read(tokens, 0, 2) == [65535, 40000]
