@@ -25,7 +25,11 @@ class DataConfig(Frozen):
     source: str = Field(
         default="python-stdlib",
         min_length=1,
-        description="python-stdlib (Python's own library, on every machine), or a path or glob of text or token files.",
+        description="python-stdlib (Python's own library, on every machine), a path or glob of text or token files, or "
+        "module:Class, a `Source` of one's own.",
+    )
+    options: dict[str, str | int | float | bool] = Field(
+        default={}, description="Arguments by name of a source that is a class."
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
         default=None,

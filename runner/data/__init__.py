@@ -1,5 +1,6 @@
 """Tokens: from files on this host to the batch of a step. Read the modules in this order:
 
+- `protocol`   `Source`: tokens by position, and what is asked of somebody else's class
 - `source`     which files `data.source` names
 - `tokenizer`  text <-> token ids
 - `cache`      records and arrays on disk that many processes may race for and that no kill leaves half written
@@ -20,6 +21,7 @@ Importing it imports jax and grain (half a second and more): do that when a job 
 from runner.data.batch import global_batch
 from runner.data.dataset import Dataset, Rows, batch_fields, check_vocabulary, load_dataset
 from runner.data.prefetch import Prefetcher
+from runner.data.protocol import Source
 from runner.data.source import is_available
 from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
 from runner.storage import default_cache_directory
@@ -30,6 +32,7 @@ __all__ = [
     "Dataset",
     "Prefetcher",
     "Rows",
+    "Source",
     "Tokenizer",
     "batch_fields",
     "check_vocabulary",

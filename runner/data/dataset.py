@@ -1,20 +1,22 @@
 """A data set as the trainer sees it: examples by number. Knows no devices, steps or micro-batches."""
 
 import hashlib
+import inspect
 import json
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from runner.data.source import Source, find_source
-from runner.data.store import IdRange, Tokens, open_token_files, scan_cached
-from runner.data.text import load_text
+from runner.data.protocol import Checked, Source
+from runner.data.source import find_source, is_class
+from runner.data.store import open_token_files
+from runner.data.text import Text, load_text
 from runner.data.tokenizer import Tokenizer
 from runner.data.window import Split, make_order, probe_order, split_tokens
-from runner.errors import DataError
+from runner.errors import DataError, InvalidError
+from runner.spec import load_class
 from runner.storage import default_cache_directory
 
 if TYPE_CHECKING:
@@ -45,11 +47,10 @@ class Dataset:
     fields: "Mapping[str, type[np.generic]]"
     fingerprint: str
     tokenizer: Tokenizer | None  # None for token files, whose ids came from elsewhere
-    _tokens: Tokens
+    _tokens: Source
     _train: Split
     _validation: Split
     _order: "Sequence[int]"
-    _cache_directory: Path
 
     @property
     def num_train_tokens(self) -> int:
@@ -70,23 +71,15 @@ class Dataset:
 
     @property
     def vocabulary_size(self) -> int:
-        """The tokenizer's; for token files the largest id + 1, which reads them all, once. Raises DataError."""
-        return self.tokenizer.vocabulary_size if self.tokenizer is not None else self._id_range.largest + 1
+        """Every id is below it: the tokenizer's, or the source's own; token files are read whole, once."""
+        return self._tokens.vocabulary_size
 
-    @cached_property
-    def _id_range(self) -> IdRange:
-        id_range = scan_cached(self._tokens, self._cache_directory)
-        if id_range.smallest < 0:
-            position = self._tokens.describe_position(id_range.smallest_position)
-            raise DataError(f"data.source={self.source}: token id {id_range.smallest} at {position} is negative")
-        return id_range
+    def check(self) -> None:
+        """Raise DataError if the tokens are no longer those that the job began with. Cheap: before each save.
 
-    def check_files(self) -> None:
-        """Raise DataError if a token file is no longer what it was when the job began. Looks at sizes and times only.
-
-        Text is read once, at the start, so its files may change.
+        Of token files sizes and times are looked at. Text is read once, at the start, so its files may change.
         """
-        self._tokens.check_files()
+        self._tokens.check()
 
     def split(self, name: SplitName) -> Split:
         """Return the part of the tokens that has this name. Raises ValueError for any other."""
@@ -108,21 +101,21 @@ class Dataset:
         num_real = count if split == "train" else min(count, max(0, part.num_windows - first))
         for row in range(num_real):
             window = self._order[first + row] if split == "train" else first + row
-            self._tokens.read_into(windows[row], part.window_start(window))
+            start = part.window_start(window)
+            windows[row] = self._tokens.read(start, start + self.sequence_length + 1)
         is_real[:num_real] = True
         return {"x": windows[:, :-1], "y": windows[:, 1:], "padding_mask": is_real}
 
 
 def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | None = None) -> Dataset:
-    """Find, tokenise (or map) and split the data. Called on every host; each works for itself.
+    """Find, tokenise (or open) and split the data. Called on every host; each works for itself.
 
     `seed` gives the train order. Raises DataError where the data cannot serve the config.
     """
-    cache_directory = default_cache_directory() if cache_directory is None else cache_directory
-    source = find_source(config.source)
-    tokens, tokenizer, digest = _open_tokens(config, source, cache_directory)
+    tokens = _open(config, default_cache_directory() if cache_directory is None else cache_directory)
+    tokenizer = tokens.tokenizer if isinstance(tokens, Text) else None
     if not len(tokens):
-        raise DataError(f"data.source={config.source}: is empty: {len(source.files)} files hold 0 tokens")
+        raise DataError(f"data.source={config.source}: is empty: it holds 0 tokens")
     try:
         train, validation = split_tokens(
             len(tokens), validation_fraction=config.validation_fraction, sequence_length=config.sequence_length
@@ -131,7 +124,7 @@ def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | Non
         raise DataError(f"data.source={config.source}: {error}") from error
     order = make_order(train.num_windows, seed=seed)
     content = {
-        "tokens": digest,
+        "tokens": tokens.fingerprint,
         "num_tokens": len(tokens),
         "tokenizer": tokenizer and [tokenizer.name, tokenizer.vocabulary_size, tokenizer.characters],
         "sequence_length": config.sequence_length,
@@ -148,25 +141,43 @@ def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | Non
         _train=train,
         _validation=validation,
         _order=order,
-        _cache_directory=cache_directory,
     )
 
 
-def _open_tokens(config: "DataConfig", source: Source, cache_directory: Path) -> tuple[Tokens, Tokenizer | None, str]:
-    """The tokens that a source holds, or that its text becomes, the tokenizer if it is text, and a digest of them."""
-    separator = _SEPARATORS[config.document_separator]
-    if not source.holds_tokens:
-        if config.dtype is not None:
-            raise DataError(f"data.dtype={config.dtype}: nothing reads it, data.source={config.source} names text")
-        text = load_text(source, config.tokenizer, cache_directory, separator)
-        return Tokens([text.ids]), text.tokenizer, text.sha256
-    if separator:
-        raise DataError(
-            f"data.document_separator={config.document_separator} is for text files, data.source={config.source} "
-            "names token files; leave it out"
-        )
-    tokens = open_token_files(source, config.dtype)
-    return tokens, None, tokens.probe() if len(tokens) else ""
+def _open(config: "DataConfig", cache_directory: Path) -> Source:
+    """The tokens that `data.source` names. Refuses keys that it does not read."""
+    if is_class(config.source):
+        _refuse_unread(config, "is a class", ("dtype", "document_separator"))
+        return _make_own(config)
+    files = find_source(config.source)
+    if files.holds_tokens:
+        _refuse_unread(config, "names token files", ("document_separator", "options"))
+        return open_token_files(files, cache_directory, config.dtype)
+    _refuse_unread(config, "names text files", ("dtype", "options"))
+    return Text(load_text(files, config.tokenizer, cache_directory, _SEPARATORS[config.document_separator]))
+
+
+def _refuse_unread(config: "DataConfig", kind: str, keys: "Sequence[str]") -> None:
+    for key in keys:
+        value = getattr(config, key)
+        if value != type(config).model_fields[key].get_default(call_default_factory=True):
+            raise DataError(f"data.{key}={value}: nothing reads it, data.source={config.source} {kind}; leave it out")
+
+
+def _make_own(config: "DataConfig") -> Source:
+    """The source that a class of somebody else's makes."""
+    name = f"data.source={config.source}"
+    try:
+        own: type[Source] = load_class(config.source, Source)
+    except InvalidError as error:
+        raise DataError(f"{name}: {error}") from error
+    if lacking := sorted(getattr(own, "__abstractmethods__", ())):
+        raise DataError(f"{name}: lacks {', '.join(lacking)}")
+    try:
+        inspect.signature(own).bind(**config.options)
+    except TypeError as error:
+        raise DataError(f"{name}: data.options: {error}") from error
+    return Checked(own(**config.options), name)
 
 
 def check_vocabulary(dataset: Dataset, vocabulary_size: int) -> None:
@@ -174,16 +185,7 @@ def check_vocabulary(dataset: Dataset, vocabulary_size: int) -> None:
 
     Immediate for text; token files are read whole the first time, and the answer is cached.
     """
-    need = dataset.vocabulary_size
-    if need <= vocabulary_size:
-        return
-    if dataset.tokenizer is not None:
-        raise DataError(
-            f"data.tokenizer={dataset.tokenizer.name} has {need:,} token ids, the model's vocabulary "
-            f"{vocabulary_size:,}; use a vocabulary of at least {need:,}"
-        )
-    position = dataset._tokens.describe_position(dataset._id_range.largest_position)
-    raise DataError(
-        f"data.source={dataset.source}: token id {need - 1:,} at {position} is beyond the model's vocabulary of "
-        f"{vocabulary_size:,} ids; use a vocabulary of at least {need:,}"
-    )
+    try:
+        dataset._tokens.refuse_vocabulary(vocabulary_size)
+    except DataError as error:
+        raise DataError(f"data.source={dataset.source}: {error}") from error

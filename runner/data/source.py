@@ -4,6 +4,7 @@ import difflib
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFiles:
     """`name` as in the spec, for messages; `files` in reading order; `holds_tokens` for `.bin` and `.npy`."""
 
     name: str
@@ -47,7 +48,7 @@ class Source:
     holds_tokens: bool
 
 
-def find_source(name: str) -> Source:
+def find_source(name: str) -> SourceFiles:
     """Resolve `python-stdlib`, a path or a glob (`~` and `**` work). Raises DataError if it names no readable file."""
     try:
         check_url(name.partition("://")[0])
@@ -70,11 +71,18 @@ def find_source(name: str) -> Source:
             f"data.source={name}: matches {num_token_files} token files (.bin, .npy) and "
             f"{len(paths) - num_token_files} text files; name one kind"
         )
-    return Source(name, tuple(map(describe_file, paths)), holds_tokens=num_token_files > 0)
+    return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens=num_token_files > 0)
+
+
+def is_class(name: str) -> bool:
+    """Whether `name` is `module:Class`, a source of the job's own, and no file."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None and not os.path.exists(name)
 
 
 def is_available(name: str) -> bool:
-    """Whether `name` names readable files on this machine."""
+    """Whether `name` names a class, or readable files on this machine."""
+    if is_class(name):
+        return True
     try:
         find_source(name)
     except DataError:

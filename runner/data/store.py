@@ -19,7 +19,8 @@ from typing import Literal
 import numpy as np
 
 from runner.data.cache import cache_key, read_record, warn_unwritable, write_record
-from runner.data.source import Source, SourceFile, describe_file
+from runner.data.protocol import Source
+from runner.data.source import SourceFile, SourceFiles, describe_file
 from runner.errors import DataError
 
 OPEN_FILES_MAX = 128  # a process may hold only so many, and a corpus may have thousands of files
@@ -77,6 +78,7 @@ class Tokens:
     def __init__(self, parts: Sequence[TokenFile | np.ndarray]) -> None:
         self.parts = [part for part in parts if len(part)]
         self._ends = list(itertools.accumulate(map(len, self.parts)))
+        self._dtype = np.result_type(*(part.dtype for part in self.parts)) if self.parts else np.dtype(np.int64)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -93,7 +95,13 @@ class Tokens:
             out[done : done + len(piece)] = piece
             done, part, offset = done + len(piece), part + 1, 0
 
-    def check_files(self) -> None:
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The ids of positions `start .. stop`."""
+        out = np.empty(stop - start, self._dtype)
+        self.read_into(out, start)
+        return out
+
+    def check(self) -> None:
         """Raise DataError if a file has another size or time than when the job began, or is gone. Reads no content."""
         for part in self.parts:
             if isinstance(part, TokenFile) and describe_file(part.file.path) != part.file:
@@ -138,11 +146,49 @@ class Tokens:
         return IdRange(*smallest, *largest)
 
 
+class TokenFiles(Tokens, Source):
+    """Files that hold ids; which ids there are is found by reading all of them, once."""
+
+    def __init__(self, parts: Sequence[TokenFile], cache_directory: Path) -> None:
+        super().__init__(parts)
+        self._cache_directory = cache_directory
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of sizes, types and a sample of the ids: see `probe`."""
+        return self.probe()
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The largest id + 1. Raises DataError if an id is negative."""
+        return self._id_range.largest + 1
+
+    @functools.cached_property
+    def _id_range(self) -> IdRange:
+        found = scan_cached(self, self._cache_directory)
+        if found.smallest < 0:
+            position = self.describe_position(found.smallest_position)
+            raise DataError(f"token id {found.smallest} at {position} is negative")
+        return found
+
+    def refuse_vocabulary(self, size: int) -> None:
+        """See `Source`. Reads all ids the first time, and the answer is cached."""
+        need = self.vocabulary_size
+        if need > size:
+            position = self.describe_position(self._id_range.largest_position)
+            raise DataError(
+                f"token id {need - 1:,} at {position} is beyond the model's vocabulary of {size:,} ids; use a "
+                f"vocabulary of at least {need:,}"
+            )
+
+
 def _changed(file: SourceFile) -> DataError:
     return DataError(f"{file.path}: changed since the job started; a running job needs its token files unchanged")
 
 
-def open_token_files(source: Source, dtype: Literal["uint16", "uint32"] | None = None) -> Tokens:
+def open_token_files(
+    source: SourceFiles, cache_directory: Path, dtype: Literal["uint16", "uint32"] | None = None
+) -> TokenFiles:
     """Open `.bin` (little-endian ids of `dtype`) and `.npy` (1-D integers) files. Raises DataError on other content.
 
     Without `dtype` a `.bin` file is uint16, and refused if its ids look like halves of wider ones.
@@ -157,7 +203,7 @@ def open_token_files(source: Source, dtype: Literal["uint16", "uint32"] | None =
                 )
     elif not any(file.file.path.suffix == ".bin" for file in files):
         raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own")
-    return Tokens(files)
+    return TokenFiles(files, cache_directory)
 
 
 def _is_of_halves(file: TokenFile) -> bool:

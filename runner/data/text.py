@@ -14,8 +14,11 @@ from typing import Literal
 import numpy as np
 
 from runner.data.cache import cache_key, publish, read_record, warn_unwritable, write_record
-from runner.data.source import Source, read_source_file
+from runner.data.protocol import Source
+from runner.data.source import SourceFiles, read_source_file
+from runner.data.store import Tokens
 from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
+from runner.errors import DataError
 from runner.storage import JsonObject
 
 # An array up to this size is hashed whole each time it is opened (0.1 s); of a larger one the size alone is checked.
@@ -31,8 +34,35 @@ class TokenisedText:
     sha256: str
 
 
+class Text(Tokens, Source):
+    """The tokens of text files, which this host has made or has found in its cache. They are read no more."""
+
+    def __init__(self, text: TokenisedText) -> None:
+        super().__init__([text.ids])
+        self.tokenizer = text.tokenizer
+        self._sha256 = text.sha256
+
+    @property
+    def fingerprint(self) -> str:
+        return self._sha256
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The tokenizer's."""
+        return self.tokenizer.vocabulary_size
+
+    def refuse_vocabulary(self, size: int) -> None:
+        """See `Source`."""
+        need = self.vocabulary_size
+        if need > size:
+            raise DataError(
+                f"data.tokenizer={self.tokenizer.name} has {need:,} token ids, the model's vocabulary {size:,}; use a "
+                f"vocabulary of at least {need:,}"
+            )
+
+
 def load_text(
-    source: Source, tokenizer_name: Literal["bytes", "characters"], cache_directory: Path, separator: bytes = b""
+    source: SourceFiles, tokenizer_name: Literal["bytes", "characters"], cache_directory: Path, separator: bytes = b""
 ) -> TokenisedText:
     """Return the tokens of all files in order, `separator` between them, from the cache if they are there already."""
     key = cache_key(f"{tokenizer_name}{separator.hex()}", source.files)
@@ -48,7 +78,7 @@ def load_text(
     return text
 
 
-def tokenise(source: Source, tokenizer_name: Literal["bytes", "characters"], separator: bytes) -> TokenisedText:
+def tokenise(source: SourceFiles, tokenizer_name: Literal["bytes", "characters"], separator: bytes) -> TokenisedText:
     """Tokenise file by file into one array: memory holds the tokens and one file."""
     tokenizer: Tokenizer
     if tokenizer_name == "bytes":
@@ -68,7 +98,7 @@ def tokenise(source: Source, tokenizer_name: Literal["bytes", "characters"], sep
     return TokenisedText(ids, tokenizer, hashlib.sha256(ids.data).hexdigest())
 
 
-def _read_files(source: Source, separator: bytes) -> Iterator[bytes]:
+def _read_files(source: SourceFiles, separator: bytes) -> Iterator[bytes]:
     """The files, and what stands between them."""
     for index, file in enumerate(source.files):
         if index and separator:

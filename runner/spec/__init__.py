@@ -25,7 +25,7 @@ Later stages blame a key in the same words through `Document.error`.
 
 from runner.spec.document import Document, document_of, load_document, parse_document
 from runner.spec.identity import Trajectory, filled_in, hash_of, trajectory
-from runner.spec.job_class import load_job_class
+from runner.spec.job_class import load_class, load_job_class
 from runner.spec.model import (
     JOB_PATTERN,
     NAME_PATTERN,
@@ -65,6 +65,7 @@ __all__ = [
     "filled_in",
     "hash_of",
     "json_schema",
+    "load_class",
     "load_document",
     "load_job_class",
     "parse_document",

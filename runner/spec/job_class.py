@@ -1,4 +1,4 @@
-"""The job class: `module:Class` becomes the class, or one line that says why it cannot."""
+"""A user's class by its name: `module:Class` becomes the class, or one line that says why it cannot."""
 
 import importlib
 import os
@@ -6,26 +6,33 @@ import pkgutil
 import sys
 import traceback
 
+from runner.errors import InvalidError
 from runner.spec.document import Document
 from runner.spec.wording import did_you_mean, nearest_or_all
 
 
 def load_job_class(document: Document, base: type) -> type:
     """Import the `module:Class` of a validated document's `job`, a subclass of `base`."""
-    module_name, _, class_name = document.data["job"].partition(":")
+    with document.blaming("job"):
+        return load_class(document.data["job"], base)
+
+
+def load_class(text: str, base: type) -> type:
+    """Import `module:Class`, a subclass of `base`. Raises `InvalidError`."""
+    module_name, _, class_name = text.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything; all of it ends here
-        raise document.error("job", _import_failure(module_name, error)) from None
-    job_class = getattr(module, class_name, None)
-    jobs = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
-    if job_class is None:
-        raise document.error("job", f"module {module_name} has no {class_name}{nearest_or_all(class_name, jobs)}")
-    if not (isinstance(job_class, type) and issubclass(job_class, base)):
-        raise document.error("job", f"{module_name}:{class_name} is not a subclass of {base.__name__}")
-    return job_class
+        raise InvalidError(_import_failure(module_name, error)) from None
+    found = getattr(module, class_name, None)
+    fitting = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
+    if found is None:
+        raise InvalidError(f"module {module_name} has no {class_name}{nearest_or_all(class_name, fitting)}")
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise InvalidError(f"{text} is not a subclass of {base.__name__}")
+    return found
 
 
 def _import_failure(module_name: str, error: BaseException) -> str:

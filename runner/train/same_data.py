@@ -21,7 +21,7 @@ def refuse_changed_data(dataset: Dataset, hosts: Hosts) -> None:
     """
     problem = None
     try:
-        dataset.check_files()
+        dataset.check()
     except DataError as error:
         problem = f"{error}; what was trained since the last commit is not saved"
     problem = hosts.agree(problem) or problem

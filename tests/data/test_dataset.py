@@ -99,7 +99,7 @@ def test_the_fingerprint_covers_all_that_shapes_the_batches(tmp_path: Path, chan
 
 def test_the_type_of_ids_is_refused_for_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text " * 20)
-    with pytest.raises(DataError, match=r"data\.dtype=uint16: nothing reads it, data\.source=.* names text"):
+    with pytest.raises(DataError, match=r"data\.dtype=uint16: nothing reads it, data\.source=.* names text files"):
         load(tmp_path / "a.txt", cache=tmp_path, dtype="uint16")
 
 
@@ -117,7 +117,7 @@ def test_without_a_separator_files_are_joined_as_ever_and_each_separator_is_othe
 
 
 def test_a_separator_for_token_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"document_separator=nul is for text files, data\.source=.* names token files"):
+    with pytest.raises(DataError, match=r"document_separator=nul: nothing reads it, data\.source=.* names token files"):
         load(write_bin(tmp_path / "a.bin", range(500)), cache=tmp_path, document_separator="nul")
 
 
@@ -144,7 +144,7 @@ def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
     for name in ("a.txt", "a.bin"):
         (tmp_path / name).touch()
         for tokenizer in ("bytes", "characters"):
-            with pytest.raises(DataError, match=rf"data\.source=.*{name}: is empty: 1 files hold 0 tokens"):
+            with pytest.raises(DataError, match=rf"data\.source=.*{name}: is empty: it holds 0 tokens"):
                 load(tmp_path / name, cache=tmp_path / "cache", tokenizer=tokenizer)
     write_npy(tmp_path / "a.npy", [])
     with pytest.raises(DataError, match="is empty"):

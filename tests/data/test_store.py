@@ -23,7 +23,7 @@ def test_files_of_a_glob_read_as_one_sequence_and_ranges_may_span_them(tmp_path:
     write_bin(tmp_path / "b.bin", [])
     write_bin(tmp_path / "c.bin", range(5, 6))
     write_npy(tmp_path / "d.npy", range(6, 10), ">i8")
-    tokens = open_token_files(find_source(f"{tmp_path}/*"))
+    tokens = open_token_files(find_source(f"{tmp_path}/*"), tmp_path)
     assert len(tokens) == 10
     for start in range(11):
         for stop in range(start, 11):
@@ -33,7 +33,7 @@ def test_files_of_a_glob_read_as_one_sequence_and_ranges_may_span_them(tmp_path:
 def test_more_files_than_the_process_may_map_at_once_are_read(tmp_path: Path) -> None:
     for i in range(300):
         write_bin(tmp_path / f"{i:03}.bin", [i])
-    tokens = open_token_files(find_source(f"{tmp_path}/*.bin"))
+    tokens = open_token_files(find_source(f"{tmp_path}/*.bin"), tmp_path)
     assert read(tokens, 0, 300) == list(range(300))
     assert read(tokens, 0, 300) == list(range(300))
 
@@ -41,7 +41,7 @@ def test_more_files_than_the_process_may_map_at_once_are_read(tmp_path: Path) ->
 def test_uint32_ids_are_read_as_such_where_the_spec_says_so(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 2**32, 300)
     ids.astype("<u4").tofile(tmp_path / "a.bin")
-    tokens = open_token_files(find_source(f"{tmp_path}/a.bin"), "uint32")
+    tokens = open_token_files(find_source(f"{tmp_path}/a.bin"), tmp_path, "uint32")
     out = np.empty(300, np.int64)
     tokens.read_into(out, 0)
     assert out.tolist() == ids.tolist()
@@ -56,26 +56,26 @@ def test_uint32_ids_in_a_bin_file_are_never_taken_for_uint16(
     ids.astype("<u4").tofile(tmp_path / "a.bin")
     source = find_source(f"{tmp_path}/a.bin")
     with pytest.raises(DataError, match=r"a\.bin: looks like uint32 ids .* data\.dtype: uint32, or uint16"):
-        open_token_files(source)
-    assert len(open_token_files(source, "uint32")) == num_ids
-    assert len(open_token_files(source, "uint16")) == 2 * num_ids
+        open_token_files(source, tmp_path)
+    assert len(open_token_files(source, tmp_path, "uint32")) == num_ids
+    assert len(open_token_files(source, tmp_path, "uint16")) == 2 * num_ids
 
 
 @pytest.mark.parametrize("vocabulary_size", [2, 4, 16, 256, 50_304, 65_536])
 @pytest.mark.parametrize("num_ids", [1, 129, 20_000, 300_000])
 def test_uint16_ids_are_never_taken_for_wider_ones(tmp_path: Path, vocabulary_size: int, num_ids: int) -> None:
     ids = np.random.default_rng(0).integers(0, vocabulary_size, num_ids)
-    assert len(open_token_files(find_source(str(write_bin(tmp_path / "a.bin", ids))))) == num_ids
+    assert len(open_token_files(find_source(str(write_bin(tmp_path / "a.bin", ids))), tmp_path)) == num_ids
 
 
 def test_a_dtype_that_nothing_reads_is_refused(tmp_path: Path) -> None:
     source = find_source(str(write_npy(tmp_path / "a.npy", range(9))))
     with pytest.raises(DataError, match=r"data\.dtype=uint32: nothing reads it, \.npy files say their own"):
-        open_token_files(source, "uint32")
+        open_token_files(source, tmp_path, "uint32")
 
 
 def test_uint16_ids_are_not_taken_for_signed_ones(tmp_path: Path) -> None:
-    tokens = open_token_files(find_source(str(write_bin(tmp_path / "a.bin", [65535, 40000]))))
+    tokens = open_token_files(find_source(str(write_bin(tmp_path / "a.bin", [65535, 40000]))), tmp_path)
     assert read(tokens, 0, 2) == [65535, 40000]
 
 
@@ -91,14 +91,14 @@ def test_uint16_ids_are_not_taken_for_signed_ones(tmp_path: Path) -> None:
 def test_an_npy_file_of_anything_but_1d_integers_is_refused(tmp_path: Path, array: np.ndarray, message: str) -> None:
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with pytest.raises(DataError, match=message):
-        open_token_files(find_source(f"{tmp_path}/a.npy"))
+        open_token_files(find_source(f"{tmp_path}/a.npy"), tmp_path)
 
 
 def test_a_zip_archive_under_an_npy_name_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / "a.npy", "wb") as file:
         np.savez(file, a=np.arange(3))
     with pytest.raises(DataError, match="holds an archive of arrays"):
-        open_token_files(find_source(f"{tmp_path}/a.npy"))
+        open_token_files(find_source(f"{tmp_path}/a.npy"), tmp_path)
 
 
 def test_a_cut_npy_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_cut_npy_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
         path = tmp_path / f"cut{length}.npy"
         path.write_bytes(whole[:length])
         with pytest.raises(DataError, match=r"is no whole \.npy file of numbers|cannot read") as caught:
-            open_token_files(find_source(str(path)))
+            open_token_files(find_source(str(path)), tmp_path)
         assert "\n" not in str(caught.value)
 
 
@@ -119,18 +119,18 @@ def test_a_damaged_npy_header_is_refused_or_read_but_never_a_traceback(tmp_path:
         path = tmp_path / f"damaged{position}.npy"
         path.write_bytes(damaged)
         with contextlib.suppress(DataError):
-            open_token_files(find_source(str(path)))
+            open_token_files(find_source(str(path)), tmp_path)
 
 
 def test_a_bin_file_of_odd_length_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"odd")
     with pytest.raises(DataError, match=r"a\.bin: 3 bytes are no whole number of 2-byte \(uint16\) token ids"):
-        open_token_files(find_source(f"{tmp_path}/a.bin"))
+        open_token_files(find_source(f"{tmp_path}/a.bin"), tmp_path)
 
 
 def test_a_file_replaced_under_a_running_job_is_refused(tmp_path: Path) -> None:
     path = write_bin(tmp_path / "a.bin", range(5))
-    tokens = open_token_files(find_source(str(path)))
+    tokens = open_token_files(find_source(str(path)), tmp_path)
     write_bin(path, range(6))
     with pytest.raises(DataError, match=r"a\.bin: changed since the job started"):
         read(tokens, 0, 5)
@@ -156,12 +156,12 @@ def test_a_file_that_changes_in_place_is_seen_and_one_that_is_cut_kills_nobody(
     tmp_path: Path, write: Callable[..., Path], change: Callable[[Path], None]
 ) -> None:
     path = write(tmp_path / f"a.{write.__name__[-3:]}", range(5000))
-    tokens = open_token_files(find_source(str(path)))
+    tokens = open_token_files(find_source(str(path)), tmp_path)
     assert read(tokens, 0, 5000) == list(range(5000))
-    tokens.check_files()
+    tokens.check()
     change(path)
     with pytest.raises(DataError, match=r"changed since the job started|cannot read"):
-        tokens.check_files()
+        tokens.check()
     if change is cut:
         with pytest.raises(DataError, match="changed since the job started"):
             read(tokens, 0, 5000)
@@ -169,7 +169,7 @@ def test_a_file_that_changes_in_place_is_seen_and_one_that_is_cut_kills_nobody(
 
 def test_ids_of_every_width_and_order_are_read(tmp_path: Path) -> None:
     for dtype in ("u1", "<u2", ">u2", "<i4", ">i4", "<u4", "<i8", ">i8", "<u8"):
-        tokens = open_token_files(find_source(str(write_npy(tmp_path / "a.npy", range(200), dtype))))
+        tokens = open_token_files(find_source(str(write_npy(tmp_path / "a.npy", range(200), dtype))), tmp_path)
         assert read(tokens, 3, 200) == list(range(3, 200)), dtype
 
 
@@ -204,9 +204,9 @@ def test_a_scan_finds_the_first_smallest_and_largest_id_across_parts() -> None:
 
 def test_a_scan_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cache = write_bin(tmp_path / "a.bin", [1, 2]), tmp_path / "cache"
-    found = scan_cached(open_token_files(find_source(str(path))), cache)
+    found = scan_cached(open_token_files(find_source(str(path)), tmp_path), cache)
     with monkeypatch.context() as patch:
         patch.delattr(Tokens, "scan")
-        assert scan_cached(open_token_files(find_source(str(path))), cache) == found
+        assert scan_cached(open_token_files(find_source(str(path)), tmp_path), cache) == found
     write_bin(path, [1, 2, 3])
-    assert scan_cached(open_token_files(find_source(str(path))), cache).largest == 3
+    assert scan_cached(open_token_files(find_source(str(path)), tmp_path), cache).largest == 3

@@ -1,0 +1,182 @@
+"""A source of one's own: what it promises is held against what it gives, and a run on it is restored like any other."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.config import DataConfig
+from runner.data import Source, check_vocabulary, load_dataset
+from runner.errors import DataError, InvalidError, PreemptedError
+from runner.storage import LocalStore, read_json
+from tests.support.tiny import StopAfter, gpt
+
+
+class Squares(Source):
+    """Square numbers modulo 97, from a place on."""
+
+    def __init__(self, first: int, count: int = 1000):
+        self.first, self.count = first, count
+
+    vocabulary_size = 97
+
+    @property
+    def fingerprint(self) -> str:
+        return f"squares from {self.first}"
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return (self.first + np.arange(start, stop)) ** 2 % 97
+
+
+class Floats(Squares):
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return super().read(start, stop).astype(np.float32)
+
+
+class Short(Squares):
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return super().read(start, stop)[1:]
+
+
+class Listed(Squares):
+    def read(self, start: int, stop: int) -> Any:
+        return super().read(start, stop).tolist()
+
+
+class Large(Squares):
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return super().read(start, stop) + (np.arange(start, stop) == 5) * 97
+
+
+class Negative(Squares):
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return super().read(start, stop) - (np.arange(start, stop) == 5) * 97
+
+
+class Nameless(Squares):
+    fingerprint = ""
+
+
+class Drifting(Squares):
+    reads = 0
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.reads}"
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        Drifting.reads += 1
+        return super().read(start, stop)
+
+
+class Unfinished(Source):
+    pass
+
+
+HERE = "tests.data.test_protocol"
+
+
+def load(name: str, **changes: Any) -> Any:
+    options = {"first": 3}
+    config = DataConfig.model_validate(
+        {"source": f"{HERE}:{name}", "options": options, "sequence_length": 8, "validation_fraction": 0.1} | changes
+    )
+    return load_dataset(config, seed=0)
+
+
+def test_the_rows_are_those_of_the_sequence() -> None:
+    dataset = load("Squares")
+    found = dataset.rows("validation", 0, 2)
+    np.testing.assert_array_equal(found["x"].ravel(), (3 + np.arange(900, 916)) ** 2 % 97)
+    assert (found["y"][:, :-1] == found["x"][:, 1:]).all()
+    assert dataset.vocabulary_size == 97
+    check_vocabulary(dataset, 97)
+
+
+def test_the_vocabulary_of_the_model_must_hold_its_ids() -> None:
+    with pytest.raises(DataError, match=r"Squares: its ids go up to 96, the model's vocabulary is 90; .* at least 97"):
+        check_vocabulary(load("Squares"), 90)
+
+
+def test_another_fingerprint_or_length_is_another_data_set() -> None:
+    fingerprints = [load("Squares", options=options).fingerprint for options in ({"first": 3}, {"first": 4})]
+    fingerprints.append(load("Squares", options={"first": 3, "count": 2000}).fingerprint)
+    assert len(set(fingerprints)) == 3
+    assert fingerprints[0] == load("Squares").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Floats", r"Floats: read\(0, 9\) gave float32 of shape \(9,\), needs an array of 9 integers"),
+        ("Short", r"Short: read\(0, 9\) gave int64 of shape \(8,\), needs an array of 9 integers"),
+        ("Listed", r"Listed: read\(0, 9\) gave list, needs an array of 9 integers"),
+        ("Large", r"Large: id 161 at position 5 is none of its 97 ids"),
+        ("Negative", r"Negative: id -33 at position 5 is none of its 97 ids"),
+    ],
+)
+def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str) -> None:
+    dataset = load(name, validation_fraction=0.0)
+    with pytest.raises(DataError, match=message):
+        dataset._tokens.read(0, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Squares", {}, r"Squares: data\.options: missing a required argument: 'first'"),
+        ("Squares", {"first": 1, "last": 2}, r"data\.options: got an unexpected keyword argument 'last'"),
+        ("Nameless", {"first": 1}, r"Nameless: fingerprint is '', needs a text"),
+        ("Unfinished", {}, r"Unfinished: lacks __len__, fingerprint, read, vocabulary_size"),
+        ("Sqares", {"first": 1}, r"has no Sqares; did you mean Squares\?"),
+        ("DataConfig", {}, r"DataConfig is not a subclass of Source"),
+    ],
+)
+def test_a_class_that_cannot_serve_is_refused_with_a_line(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(name, options=options)
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "uint16"}, {"document_separator": "nul"}])
+def test_keys_that_it_does_not_read_are_refused(changes: dict[str, str]) -> None:
+    (key,) = changes
+    with pytest.raises(DataError, match=rf"data\.{key}=.*: nothing reads it, data\.source=.*Squares is a class"):
+        load("Squares", **changes)
+
+
+def test_options_are_refused_where_no_class_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text " * 100)
+    with pytest.raises(DataError, match=r"data\.options=.*: nothing reads it, data\.source=.* names text files"):
+        load("", source=str(tmp_path / "a.txt"))
+
+
+def test_a_source_that_changes_is_found_before_a_save() -> None:
+    dataset = load("Drifting")
+    dataset.check()
+    dataset.rows("train", 0, 1)
+    with pytest.raises(DataError, match="its fingerprint changed since the job started"):
+        dataset.check()
+
+
+def test_a_run_on_it_is_stopped_and_resumed_to_the_same_bits_and_refused_on_other_tokens(tmp_path: Path) -> None:
+    def job(name: str, first: int = 3) -> Any:
+        data = {"source": f"{HERE}:Squares", "options": {"first": first}, "sequence_length": 16}
+        return gpt(tmp_path / name, **{"config.data": data, "config.train.total_steps": 4})
+
+    job("whole")()
+    stopped = job("stopped")
+    with pytest.raises(PreemptedError):
+        stopped(stop=StopAfter(stopped, 2))
+    job("stopped")()
+    assert read_json(LocalStore(tmp_path / "stopped"), "result.json") == read_json(
+        LocalStore(tmp_path / "whole"), "result.json"
+    )
+    half = job("half")
+    with pytest.raises(PreemptedError):
+        half(stop=StopAfter(half, 2))
+    with pytest.raises(InvalidError, match="would be another trajectory"):
+        job("half", first=4)()
