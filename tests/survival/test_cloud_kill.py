@@ -19,7 +19,7 @@ from tests.support.cloud import (
     no_traceback,
     play_on,
 )
-from tests.support.harness import LITTLE, undisturbed, whole_counter
+from tests.support.harness import undisturbed, whole_counter
 from tests.support.servers import BACKENDS, Backend, start_backend
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
@@ -28,11 +28,11 @@ COUNTER = ("config.total_steps=160", "config.step_seconds=0.03", "config.width=2
 SHORT = ("config.total_steps=40", "config.step_seconds=0.1", "config.width=100000", "checkpoint.every_steps=5")
 DAILY_COUNTER = (*SHORT, "config.total_steps=100")
 NANO = (
-    *LITTLE,
     "config.train.total_steps=32",
     "checkpoint.every_steps=4",
     "logging.every_steps=2",
     "config.eval.every_steps=10",
+    "config.eval.batches=2",
 )
 # Every process has a part of every large leaf.
 NANO_OF_TWO = (*NANO, "config.train.total_steps=24", "topology.mesh={data: 1, fsdp: auto, tensor: 1}")
