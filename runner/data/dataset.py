@@ -107,12 +107,15 @@ class Dataset:
         return {"x": windows[:, :-1], "y": windows[:, 1:], "padding_mask": is_real}
 
 
-def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | None = None) -> Dataset:
+def load_dataset(
+    config: "DataConfig", *, seed: int, vocabulary_size: int | None = None, cache_directory: Path | None = None
+) -> Dataset:
     """Find, tokenise (or open) and split the data. Called on every host; each works for itself.
 
-    `seed` gives the train order. Raises DataError where the data cannot serve the config.
+    `seed` gives the train order, `vocabulary_size` is the model's, where the spec names it. Raises DataError where the
+    data cannot serve the config.
     """
-    tokens = _open(config, default_cache_directory() if cache_directory is None else cache_directory)
+    tokens = _open(config, default_cache_directory() if cache_directory is None else cache_directory, vocabulary_size)
     tokenizer = tokens.tokenizer if isinstance(tokens, Text) else None
     if not len(tokens):
         raise DataError(f"data.source={config.source}: is empty: it holds 0 tokens")
@@ -144,7 +147,7 @@ def load_dataset(config: "DataConfig", *, seed: int, cache_directory: Path | Non
     )
 
 
-def _open(config: "DataConfig", cache_directory: Path) -> Source:
+def _open(config: "DataConfig", cache_directory: Path, vocabulary_size: int | None) -> Source:
     """The tokens that `data.source` names. Refuses keys that it does not read."""
     if is_class(config.source):
         _refuse_unread(config, "is a class", ("dtype", "document_separator"))
@@ -152,7 +155,7 @@ def _open(config: "DataConfig", cache_directory: Path) -> Source:
     files = find_source(config.source)
     if files.holds_tokens:
         _refuse_unread(config, "names token files", ("document_separator", "options"))
-        return open_token_files(files, cache_directory, config.dtype)
+        return open_token_files(files, cache_directory, config.dtype, vocabulary_size)
     _refuse_unread(config, "names text files", ("dtype", "options"))
     return Text(load_text(files, config.tokenizer, cache_directory, _SEPARATORS[config.document_separator]))
 
@@ -183,7 +186,8 @@ def _make_own(config: "DataConfig") -> Source:
 def check_vocabulary(dataset: Dataset, vocabulary_size: int) -> None:
     """Raise DataError if the data holds a token id that a model of `vocabulary_size` ids cannot embed.
 
-    Immediate for text; token files are read whole the first time, and the answer is cached.
+    Immediate for text; token files are read whole the first time, and the answer is cached, unless they are too many
+    for that: then a row that holds such an id raises it.
     """
     try:
         dataset._tokens.refuse_vocabulary(vocabulary_size)

@@ -21,7 +21,10 @@ class Source(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Another one for other ids: a run that has begun with one is never continued with another."""
+        """Another one for other ids: a run that has begun with one is never continued with another.
+
+        Asked at the start and before each save, so it should cost little.
+        """
 
     @abstractmethod
     def __len__(self) -> int:

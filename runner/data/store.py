@@ -25,6 +25,7 @@ from runner.errors import DataError
 
 OPEN_FILES_MAX = 128  # a process may hold only so many, and a corpus may have thousands of files
 SCAN_CHUNK_TOKENS = 1 << 22
+SCANNED_TOKENS_MAX = 1 << 28  # a second or two; more of them only where the spec does not name the vocabulary
 PROBE_BLOCKS = 1024
 PROBE_BLOCK_BYTES = 4096
 # Of ids below a million, read as half as wide ones, every other one is below 16.
@@ -147,11 +148,35 @@ class Tokens:
 
 
 class TokenFiles(Tokens, Source):
-    """Files that hold ids; which ids there are is found by reading all of them, once."""
+    """Files that hold ids. Which ids there are is found by reading all of them, once.
 
-    def __init__(self, parts: Sequence[TokenFile], cache_directory: Path) -> None:
+    Of many ids that would take long: there the vocabulary that the spec names, `believed`, is taken at its word, and
+    each id is looked at when it is read.
+    """
+
+    def __init__(self, parts: Sequence[TokenFile], cache_directory: Path, believed: int | None = None) -> None:
         super().__init__(parts)
         self._cache_directory = cache_directory
+        self._believed = believed if len(self) > SCANNED_TOKENS_MAX else None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """See `Source`. Raises DataError naming the place of an id that is beyond a vocabulary that was believed."""
+        found = super().read(start, stop)
+        if self._believed is not None:
+            is_bad = (found < 0) | (found >= self._believed)
+            if is_bad.any():
+                place = int(is_bad.argmax())
+                raise self._beyond(int(found[place]), start + place, self._believed)
+        return found
+
+    def _beyond(self, token: int, position: int, size: int) -> DataError:
+        where = self.describe_position(position)
+        if token < 0:
+            return DataError(f"token id {token} at {where} is negative")
+        return DataError(
+            f"token id {token:,} at {where} is beyond the model's vocabulary of {size:,} ids; use a vocabulary of at "
+            f"least {token + 1:,}"
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -160,26 +185,20 @@ class TokenFiles(Tokens, Source):
 
     @property
     def vocabulary_size(self) -> int:
-        """The largest id + 1. Raises DataError if an id is negative."""
-        return self._id_range.largest + 1
+        """The one believed, else the largest id + 1. Raises DataError if an id is negative."""
+        return self._id_range.largest + 1 if self._believed is None else self._believed
 
     @functools.cached_property
     def _id_range(self) -> IdRange:
         found = scan_cached(self, self._cache_directory)
         if found.smallest < 0:
-            position = self.describe_position(found.smallest_position)
-            raise DataError(f"token id {found.smallest} at {position} is negative")
+            raise self._beyond(found.smallest, found.smallest_position, 0)
         return found
 
     def refuse_vocabulary(self, size: int) -> None:
         """See `Source`. Reads all ids the first time, and the answer is cached."""
-        need = self.vocabulary_size
-        if need > size:
-            position = self.describe_position(self._id_range.largest_position)
-            raise DataError(
-                f"token id {need - 1:,} at {position} is beyond the model's vocabulary of {size:,} ids; use a "
-                f"vocabulary of at least {need:,}"
-            )
+        if self.vocabulary_size > size:
+            raise self._beyond(self._id_range.largest, self._id_range.largest_position, size)
 
 
 def _changed(file: SourceFile) -> DataError:
@@ -187,11 +206,15 @@ def _changed(file: SourceFile) -> DataError:
 
 
 def open_token_files(
-    source: SourceFiles, cache_directory: Path, dtype: Literal["uint16", "uint32"] | None = None
+    source: SourceFiles,
+    cache_directory: Path,
+    dtype: Literal["uint16", "uint32"] | None = None,
+    vocabulary_size: int | None = None,
 ) -> TokenFiles:
     """Open `.bin` (little-endian ids of `dtype`) and `.npy` (1-D integers) files. Raises DataError on other content.
 
-    Without `dtype` a `.bin` file is uint16, and refused if its ids look like halves of wider ones.
+    Without `dtype` a `.bin` file is uint16, and refused if its ids look like halves of wider ones. `vocabulary_size` is
+    what the spec names, if it does.
     """
     files = [_open_token_file(file, np.dtype(dtype or "uint16").newbyteorder("<")) for file in source.files]
     if dtype is None:
@@ -203,7 +226,7 @@ def open_token_files(
                 )
     elif not any(file.file.path.suffix == ".bin" for file in files):
         raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own")
-    return TokenFiles(files, cache_directory)
+    return TokenFiles(files, cache_directory, vocabulary_size)
 
 
 def _is_of_halves(file: TokenFile) -> bool:

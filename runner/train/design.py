@@ -53,7 +53,8 @@ class Design:
     def dataset(self) -> Dataset:
         """The tokens that the spec names. Reads the data on this host."""
         with self.document.blaming("config.data.source"):
-            dataset = load_dataset(self.config.data, seed=self.seed)
+            named = self.vocabulary_size if self.names_vocabulary else None
+            dataset = load_dataset(self.config.data, seed=self.seed, vocabulary_size=named)
         if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
             raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
         return dataset

@@ -12,9 +12,11 @@ from runner.data import Dataset, load_dataset
 DEFAULTS = {"sequence_length": 8, "validation_fraction": 0.2}
 
 
-def load(source: Path | str, *, cache: Path, seed: int = 0, **changes: Any) -> Dataset:
+def load(
+    source: Path | str, *, cache: Path, seed: int = 0, vocabulary_size: int | None = None, **changes: Any
+) -> Dataset:
     config = DataConfig.model_validate({**DEFAULTS, "source": str(source), **changes})
-    return load_dataset(config, seed=seed, cache_directory=cache)
+    return load_dataset(config, seed=seed, vocabulary_size=vocabulary_size, cache_directory=cache)
 
 
 def write_bin(path: Path, ids: Sequence[int] | np.ndarray) -> Path:

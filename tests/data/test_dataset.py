@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from runner.config import DataConfig
-from runner.data import check_vocabulary, global_batch
+from runner.data import check_vocabulary, global_batch, store
+from runner.data.store import Tokens
 from runner.errors import DataError
 from tests.data.corpus import load, write_bin, write_npy
 
@@ -178,6 +179,28 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_position(tmp_pat
         message = r"token id 50,304 at position 2 of .*b\.bin is beyond the model's vocabulary of 50,304 ids; .* 50,305"
         with pytest.raises(DataError, match=message):
             check_vocabulary(dataset, 50304)
+
+
+def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_bad_one_is_named_when_it_is_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SCANNED_TOKENS_MAX", 100)
+    write_bin(tmp_path / "a.bin", range(90))
+    write_npy(tmp_path / "b.npy", [*range(20), 95, *range(20), -1, *range(20)])
+
+    with monkeypatch.context() as patch:
+        patch.delattr(Tokens, "scan")
+        dataset = load(tmp_path / "?.*", cache=tmp_path / "cache", vocabulary_size=95)
+        check_vocabulary(dataset, dataset.vocabulary_size)
+    assert dataset.vocabulary_size == 95
+    dataset._tokens.read(0, 110)
+    with pytest.raises(DataError, match=r"token id 95 at position 20 of .*b\.npy is beyond .* of 95 ids; .* least 96"):
+        dataset._tokens.read(100, 120)
+    with pytest.raises(DataError, match=r"token id -1 at position 41 of .*b\.npy is negative"):
+        dataset.rows("validation", 0, 3)
+    few = load(tmp_path / "a.bin", cache=tmp_path / "few", vocabulary_size=80)
+    with pytest.raises(DataError, match=r"token id 89 at position 89 of .*a\.bin is beyond"):
+        check_vocabulary(few, 80)
 
 
 def test_a_negative_id_is_refused(tmp_path: Path) -> None:
