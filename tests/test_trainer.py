@@ -21,6 +21,7 @@ from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
 from runner.config import TrainerConfig
+from runner.data import store
 from runner.errors import DataError, DivergedError, InvalidError, PreemptedError, SpecError, StateError
 from runner.hosts.agreement import Hosts
 from runner.plan.checks import Findings, open_job
@@ -559,6 +560,19 @@ def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tm
     assert caught.value.exit_code == 2
     job.checkpointer.settle()
     assert list(committed(job.store)) == [2]
+
+
+def test_a_bad_id_among_many_ends_the_run_with_2_when_it_is_met(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "SCANNED_TOKENS_MAX", 100)
+    path = tmp_path / "tokens.bin"
+    ids = np.arange(4000, dtype="<u2") % 200
+    ids[3990] = 999  # of the validation split, which the first row reads
+    ids.tofile(path)
+    changes = {"config.data.source": str(path), "config.model.layers": 1, "config.model.vocabulary_size": 200}
+    with pytest.raises(DataError, match=r"token id 999 at position 3990 of .*tokens\.bin is beyond") as caught:
+        gpt(tmp_path / "run", **changes)()
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
 
 
 # Saved, loaded, lost.
