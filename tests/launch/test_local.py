@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import local
 from launch.__main__ import main
 from runner.process import STOP_SIGNALS
 from tests.support import leftover
@@ -74,24 +73,17 @@ sys.exit(75)
 """
 
 
-@pytest.fixture
-def echo(monkeypatch):
-    """The launcher, in this process, of a job that only listens; what is left of its handlers is undone."""
-    kept = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
-
-    def run(name, *options):
-        monkeypatch.setattr(local, "runner_arguments", lambda spec, overrides: ["-c", ECHO, name])
-        return main(["local", "specs/counter.yaml", *options])
-
-    yield run
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize("name", sorted(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT)))
-def test_what_the_launcher_hears_its_processes_hear(name, echo, capsys):
-    assert echo(name) == 75
-    assert capsys.readouterr().out == f"[0] {name}\n"
+def test_what_the_launcher_hears_its_processes_hear(name):
+    program = f"""if True:
+        import sys
+        from launch import __main__, local
+        local.runner_arguments = lambda spec, overrides: ["-c", {ECHO!r}, {name!r}]
+        sys.exit(__main__.main(["local", "specs/counter.yaml"]))
+    """
+    words = [sys.executable, "-c", program]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert (result.returncode, result.stdout) == (75, f"[0] {name}\n"), result.stderr
 
 
 def test_a_launcher_under_nohup_hears_no_sighup_and_neither_do_its_processes(tmp_path):
