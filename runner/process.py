@@ -46,7 +46,7 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
     flags = _NUM_FAKED.sub("", variables.get("XLA_FLAGS", "")).split()
     variables["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={num_devices}"])
     variables["JAX_PLATFORMS"] = "cpu"
-    if num_devices > _num_cpus():
+    if num_devices > num_cpus():
         # XLA makes as many threads as there are CPUs or devices. In a collective each device waits on a thread of its
         # own, and if that takes all of them, none is left for the work that they wait for: the step hangs. Not set
         # otherwise, because XLA splits its sums by the number of threads, so that other threads are other bits.
@@ -54,7 +54,7 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
     return variables
 
 
-def _num_cpus() -> int:
+def num_cpus() -> int:
     """The CPUs that this process may run on, as XLA counts them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

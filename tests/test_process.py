@@ -24,7 +24,7 @@ PRINT = "import os, sys; print(sys.argv[1:], os.getsid(0) == os.getpid(), os.env
 @pytest.fixture
 def variables(monkeypatch):
     """What this process has: flags of the user's, and two CPUs."""
-    monkeypatch.setattr(process, "_num_cpus", lambda: 2)
+    monkeypatch.setattr(process, "num_cpus", lambda: 2)
     for name in ("JAX_PLATFORMS", "NPROC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")

@@ -11,12 +11,18 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+from runner.process import num_cpus
 from runner.record import Key
 from runner.storage import JsonObject
 
 ENVIRONMENT_KEYS = (
     Key("versions", dict, "Of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
     Key("hosts", list, "Name of the host of each process."),
+    Key(
+        "cpus",
+        int,
+        "CPUs that process 0 may use, or NPROC. On a CPU sums are split over so many threads: others are other bits.",
+    ),
     Key("commit", str, "Of the git checkout that holds the job's class; absent if there is none."),
     Key("dirty", bool, "Whether tracked files there differ from it; absent likewise."),
 )
@@ -27,7 +33,13 @@ _NAMED_HOSTS_MAX = 4
 
 def describe(job_class: type, hosts: list[str]) -> JsonObject:
     """The values of `ENVIRONMENT_KEYS`; `hosts` has a name for each process."""
-    return {"versions": versions(), "hosts": hosts} | commit_of(job_class)
+    return {"versions": versions(), "hosts": hosts, "cpus": num_threads()} | commit_of(job_class)
+
+
+def num_threads() -> int:
+    """The threads that XLA makes on a CPU."""
+    given = os.environ.get("NPROC", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else num_cpus()
 
 
 def versions() -> dict[str, str]:
@@ -78,6 +90,8 @@ def changes(before: JsonObject, now: JsonObject) -> list[str]:
     found = []
     old, new = before.get("versions", {}), now.get("versions", {})
     found += [f"{name} {old[name]} -> {new[name]}" for name in new if name in old and old[name] != new[name]]
+    if {"cpus"} <= before.keys() & now.keys() and before["cpus"] != now["cpus"]:
+        found.append(f"cpus {before['cpus']} -> {now['cpus']}")
     if {"commit"} <= before.keys() & now.keys() and before["commit"] != now["commit"]:
         found.append(f"commit {before['commit'][:12]} -> {now['commit'][:12]}")
     if {"dirty"} <= before.keys() & now.keys() and before["dirty"] != now["dirty"]:

@@ -17,7 +17,13 @@ from runner.errors import PreemptedError
 from runner.storage import LocalStore, read_log
 from tests.support.tiny import StopAfter, counter
 
-BEFORE = {"versions": {"jax": "0.10.2", "python": "3.11.2"}, "commit": "a" * 40, "dirty": False, "hosts": ["a", "b"]}
+BEFORE = {
+    "versions": {"jax": "0.10.2", "python": "3.11.2"},
+    "commit": "a" * 40,
+    "dirty": False,
+    "hosts": ["a", "b"],
+    "cpus": 2,
+}
 
 
 def git(directory: Path, *words: str) -> str:
@@ -105,6 +111,7 @@ def test_a_class_without_a_file_has_no_commit() -> None:
         ({"versions": {"jax": "0.10.2", "libtpu": "0.1"}}, []),
         ({"commit": "b" * 40}, ["commit aaaaaaaaaaaa -> bbbbbbbbbbbb"]),
         ({"dirty": True}, ["uncommitted changes now"]),
+        ({"cpus": 1}, ["cpus 2 -> 1"]),
         ({"hosts": ["b", "a"]}, []),
         ({"hosts": ["a", "c"]}, ["hosts a, b -> a, c"]),
         ({"hosts": [f"n{number}" for number in range(1000)]}, ["hosts a, b -> (1000 of them)"]),
@@ -137,6 +144,7 @@ def test_start_and_manifest_hold_it_and_a_resume_says_what_has_changed(
     manifest = json.loads((tmp_path / "run/checkpoints/3/manifest.json").read_text())
     (start,) = events("start")
     assert start["versions"] == manifest["environment"]["versions"] == environment.versions()
+    assert start["cpus"] == manifest["environment"]["cpus"] == environment.num_threads()
     assert start["hosts"] == manifest["environment"]["hosts"] == [socket.gethostname()]
     stop_at(6)
     assert events("changed") == []

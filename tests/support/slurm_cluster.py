@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.faked import environment
+
 NODES = ("127.0.0.1", "127.0.0.2")
 DEADLINE_SECONDS = 180.0
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
@@ -45,7 +47,7 @@ class SlurmCluster:
         assert not missing, f"{', '.join(missing)} not found; apt-get install -y slurm-wlm munge"
         assert os.geteuid() == 0, "slurmd needs root"
         self.directory = directory
-        self.variables = dict(os.environ, SLURM_CONF=str(directory / "slurm.conf"), PATH=_search_path())
+        self.variables = environment(1) | {"SLURM_CONF": str(directory / "slurm.conf"), "PATH": _search_path()}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._configure()
         key, munge_socket = directory / "munge.key", directory / "munge.socket"
