@@ -181,7 +181,8 @@ def _assemble(leaf: Any, records: list[Shard], futures: dict[str, Future[bytes]]
 
 
 def _content(record: Shard, futures: dict[str, Future[bytes]]) -> bytes:
-    pieces = [futures[name].result() for name in record["pieces"]]
+    """The bytes of a shard, which `futures` then holds no more: a state may be as large as this host's memory."""
+    pieces = [futures.pop(name).result() for name in record["pieces"]]
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
