@@ -4,6 +4,7 @@ The kinds are found: every element type that jax has, in every shape, strong and
 is compared with an undisturbed one, on a disk and in a bucket.
 """
 
+import gc
 import itertools
 from typing import Any
 
@@ -348,3 +349,5 @@ def test_a_leaf_of_3_gigabytes_comes_back(make_store):
     resumed = keeper(struck.store, struck.make, OnOneDevice)
     resumed()
     assert bool((resumed.state["huge"] == jnp.arange(750_000_000, dtype=jnp.uint32)).all())
+    del struck, resumed
+    gc.collect()  # what a job holds it holds in cycles, and the next of these needs the memory
