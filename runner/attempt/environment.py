@@ -1,4 +1,4 @@
-"""What a start runs with: versions, the commit of the job's code, the hosts. Main host only; knows no jax.
+"""What a start runs with: versions, CPUs, the commit of the job's code, the hosts. Main host only; knows no jax.
 
 It stands in the event `start` and in every manifest. Only the same hardware and versions promise the same bits, so a
 resume says what has changed.
@@ -87,16 +87,20 @@ def _git(directory: Path, *question: str) -> str | None:
 
 def changes(before: JsonObject, now: JsonObject) -> list[str]:
     """What is another since `before`, a few words each; what one of the two does not know is no change."""
+
+    def has_changed(key: str) -> bool:
+        return key in before and key in now and before[key] != now[key]
+
     found = []
     old, new = before.get("versions", {}), now.get("versions", {})
     found += [f"{name} {old[name]} -> {new[name]}" for name in new if name in old and old[name] != new[name]]
-    if {"cpus"} <= before.keys() & now.keys() and before["cpus"] != now["cpus"]:
+    if has_changed("cpus"):
         found.append(f"cpus {before['cpus']} -> {now['cpus']}")
-    if {"commit"} <= before.keys() & now.keys() and before["commit"] != now["commit"]:
+    if has_changed("commit"):
         found.append(f"commit {before['commit'][:12]} -> {now['commit'][:12]}")
-    if {"dirty"} <= before.keys() & now.keys() and before["dirty"] != now["dirty"]:
+    if has_changed("dirty"):
         found.append("uncommitted changes now" if now["dirty"] else "no uncommitted changes any more")
-    if {"hosts"} <= before.keys() & now.keys() and sorted(before["hosts"]) != sorted(now["hosts"]):
+    if has_changed("hosts") and sorted(before["hosts"]) != sorted(now["hosts"]):
         found.append(f"hosts {_names(before['hosts'])} -> {_names(now['hosts'])}")
     return found
 

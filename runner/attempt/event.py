@@ -45,7 +45,7 @@ EVENTS = (
     ),
     Event(
         "changed",
-        "Versions, commit or hosts are not those that the restored checkpoint was saved with.",
+        "Versions, CPUs, commit or hosts are not those that the restored checkpoint was saved with.",
         "main host",
         (Key("changes", list, "A few words for each, for people."),),
     ),

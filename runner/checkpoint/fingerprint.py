@@ -191,6 +191,7 @@ class LeafLayout:
     def __init__(self, tree: Any):
         leaves = jax.tree.leaves(tree)
         self.names = leaf_names(tree)
+        self.shapes = dict(zip(self.names, map(_shape_of, leaves), strict=True))
         self._mesh = _mesh_of(leaves)
         self._shapes = [(leaf.sharding, leaf.shape) for leaf in leaves]
         self._chunks = chunks(leaves)
@@ -269,13 +270,17 @@ def combine(leaves: Mapping[str, LeafRecord]) -> str:
 
 def describe(tree: Any) -> dict[str, LeafShape]:
     """Shape and dtype of every leaf by name, from arrays or abstract shapes."""
-    shapes = [LeafShape(shape=list(leaf.shape), dtype=str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
-    return dict(zip(leaf_names(tree), shapes, strict=True))
+    return dict(zip(leaf_names(tree), map(_shape_of, jax.tree.leaves(tree)), strict=True))
+
+
+def _shape_of(leaf: Any) -> LeafShape:
+    return LeafShape(shape=list(leaf.shape), dtype=str(leaf.dtype))
 
 
 def fingerprint(tree: Any) -> str:
     """Digest of the bits of a whole pytree of jax arrays: 32 hexadecimal digits. Called on every host."""
-    return combine(with_digests(describe(tree), leaf_digests(tree)))
+    layout = LeafLayout(tree)
+    return combine(with_digests(layout.shapes, layout.leaf_digests(layout.dispatch(tree))))
 
 
 def with_digests(shapes: Mapping[str, LeafShape], digests: Mapping[str, str]) -> dict[str, LeafRecord]:

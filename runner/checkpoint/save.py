@@ -36,7 +36,7 @@ from runner.attempt.claim import Attempt
 from runner.checkpoint import fingerprint, pieces
 from runner.checkpoint.double_buffer import DoubleBuffer
 from runner.checkpoint.fast import FastTier
-from runner.checkpoint.leaves import form, named, stored
+from runner.checkpoint.leaves import form, stored
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest
 from runner.checkpoint.read_back import ReadBack
 from runner.checkpoint.tombstone import commit
@@ -79,7 +79,6 @@ class _Save:
 
     draft: Manifest  # without digests and files
     flush: Callable[[], None]
-    shapes: dict[str, fingerprint.LeafShape]
     layout: fingerprint.LeafLayout
     started_seconds: float
     digests: list[jax.Array] | None = None
@@ -92,7 +91,7 @@ class _Save:
     def manifest(self) -> Manifest:
         """The draft with the fingerprint of every leaf. Waits for the device."""
         assert self.digests is not None
-        leaves = fingerprint.with_digests(self.shapes, self.layout.leaf_digests(self.digests))
+        leaves = fingerprint.with_digests(self.layout.shapes, self.layout.leaf_digests(self.digests))
         return replace(self.draft, leaves=leaves, fingerprint=fingerprint.combine(leaves))
 
     @property
@@ -186,12 +185,12 @@ class Saver:
             topology=payload.topology,
         )
         attachments = payload.attachments() if is_fast and self._attempt.hosts.is_main else {}
-        shapes, layout = fingerprint.describe(state), fingerprint.LeafLayout(state)
-        return _Save(draft, payload.flush, shapes, layout, started_seconds, attachments=attachments)
+        layout = fingerprint.LeafLayout(state)
+        return _Save(draft, payload.flush, layout, started_seconds, attachments=attachments)
 
     def _begin(self, save: _Save, state: Any, is_durable: bool, is_fast: bool) -> Future[bool] | None:
         """Copy what must be copied, then the digests (step 2), then the background; what still reads the state."""
-        leaves = stored(named(state))
+        leaves = stored(dict(zip(save.layout.names, jax.tree.leaves(state), strict=True)))
         try:
             if is_durable:
                 save.finish = self._start_to_write(save.target, leaves)

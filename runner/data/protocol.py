@@ -50,6 +50,12 @@ class Source(ABC):
             )
 
 
+def first_bad(ids: np.ndarray, vocabulary_size: int) -> int | None:
+    """Where the first id stands that is negative or beyond a vocabulary; None if there is none."""
+    is_bad = (ids < 0) | (ids >= vocabulary_size)
+    return int(is_bad.argmax()) if is_bad.any() else None
+
+
 class Checked(Source):
     """A source of somebody else's, with what it gives held against what it promises."""
 
@@ -77,9 +83,8 @@ class Checked(Source):
         if not isinstance(found, np.ndarray) or found.shape != (stop - start,) or found.dtype.kind not in "iu":
             what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else type(found).__name__
             raise self._broken(f"read({start}, {stop}) gave {what}, needs an array of {stop - start} integers")
-        is_bad = (found < 0) | (found >= self._vocabulary_size)
-        if is_bad.any():
-            place = int(is_bad.argmax())
+        place = first_bad(found, self._vocabulary_size)
+        if place is not None:
             where = self._source.describe_position(start + place)
             raise self._broken(f"id {found[place]} at {where} is none of its {self._vocabulary_size:,} ids")
         return found

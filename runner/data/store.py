@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from runner.data.cache import cache_key, read_record, warn_unwritable, write_record
-from runner.data.protocol import Source
+from runner.data.protocol import Source, first_bad
 from runner.data.source import SourceFile, SourceFiles, describe_file
 from runner.errors import DataError
 
@@ -79,28 +79,32 @@ class Tokens:
     def __init__(self, parts: Sequence[TokenFile | np.ndarray]) -> None:
         self.parts = [part for part in parts if len(part)]
         self._ends = list(itertools.accumulate(map(len, self.parts)))
-        self._dtype = np.result_type(*(part.dtype for part in self.parts)) if self.parts else np.dtype(np.int64)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fill the 1-D array `out` with the ids from position `start` on, cast to its dtype."""
+    def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """The ids of positions `start .. stop`, part by part."""
         assert start >= 0
-        assert start + len(out) <= len(self)
+        assert stop <= len(self)
         part = bisect.bisect_right(self._ends, start)
         offset = start - (self._ends[part - 1] if part else 0)
+        while start < stop:
+            piece = self.parts[part][offset : offset + stop - start]
+            yield piece
+            start, part, offset = start + len(piece), part + 1, 0
+
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        """Fill the 1-D array `out` with the ids from position `start` on, cast to its dtype."""
         done = 0
-        while done < len(out):
-            piece = self.parts[part][offset : offset + len(out) - done]
+        for piece in self._pieces(start, start + len(out)):
             out[done : done + len(piece)] = piece
-            done, part, offset = done + len(piece), part + 1, 0
+            done += len(piece)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The ids of positions `start .. stop`."""
-        out = np.empty(stop - start, self._dtype)
-        self.read_into(out, start)
-        return out
+        """The ids of positions `start .. stop`, copied only where they span parts."""
+        pieces = list(self._pieces(start, stop))
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
 
     def check(self) -> None:
         """Raise DataError if a file has another size or time than when the job began, or is gone. Reads no content."""
@@ -162,11 +166,8 @@ class TokenFiles(Tokens, Source):
     def read(self, start: int, stop: int) -> np.ndarray:
         """See `Source`. Raises DataError naming the place of an id that is beyond a vocabulary that was believed."""
         found = super().read(start, stop)
-        if self._believed is not None:
-            is_bad = (found < 0) | (found >= self._believed)
-            if is_bad.any():
-                place = int(is_bad.argmax())
-                raise self._beyond(int(found[place]), start + place, self._believed)
+        if self._believed is not None and (place := first_bad(found, self._believed)) is not None:
+            raise self._beyond(int(found[place]), start + place, self._believed)
         return found
 
     def _beyond(self, token: int, position: int, size: int) -> DataError:

@@ -110,18 +110,23 @@ class Verdict:
 
     def __init__(self, path: Path, config: type[JobConfig], keys: Sequence[SpecKey]):
         self._path, self._config = path, config
+        self._mappings = {key.name for key in keys if key.type == WORDS["dict"]}
         self._usual = self._trajectory() or set()
         choices = [(key.name, choice) for key in keys for choice in key.choices]
         tried = {f"{name}: {choice}": self._trajectory(f"{name}={choice}") for name, choice in choices}
         self._others = {choice: keys for choice, keys in tried.items() if keys is not None}
 
     def _trajectory(self, *overrides: str) -> set[str] | None:
-        """The keys of the trajectory; None where the choice does not fit the spec."""
-        document = load_document(self._path, overrides)
+        """The keys of the trajectory; None where the choice does not fit the spec.
+
+        A mapping, whose keys are the user's own, is given one: an empty one has none in the trajectory.
+        """
+        document = load_document(self._path, [*(f"{name}={{x: 1}}" for name in self._mappings), *overrides])
         try:
-            return set(trajectory(validate_spec(document), validate_config(document, self._config)))
+            found = trajectory(validate_spec(document), validate_config(document, self._config))
         except SpecError:
             return None
+        return {parent if (parent := key.rpartition(".")[0]) in self._mappings else key for key in found}
 
     def __call__(self, name: str) -> str:
         """`free`, `trajectory`, or one of them but for some choices."""

@@ -1,7 +1,5 @@
 """A pod that starts again with fewer hosts: refused with who is missing, or gone on with if the spec allows it."""
 
-import pytest
-
 from tests.support.harness import Attempt, Job, whole_counter
 
 SPEC = "specs/counter.yaml"
@@ -10,7 +8,6 @@ SOON_SECONDS = 15
 SOON = f"deadlines.start_seconds={SOON_SECONDS}"
 
 
-@pytest.mark.soak  # daily in tests/hosts/test_rendezvous.py
 def without(job: Job, lost: int) -> list[Attempt]:
     """Three processes are started, and one is lost before it has said anything."""
     attempts = job.start_processes(3)

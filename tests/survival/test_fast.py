@@ -80,7 +80,6 @@ def expected(what: tuple[str, ...] = COUNTER) -> object:
 
 
 @pytest.mark.soak
-@pytest.mark.soak
 def test_after_a_crash_the_newest_step_of_both_parts_is_restored_without_the_durable_tier(
     tmp_path: Path,
 ) -> None:

@@ -37,7 +37,6 @@ def freeze_one(job: Job, frozen: int) -> list[Attempt]:
 
 
 @pytest.mark.soak
-@pytest.mark.soak
 @pytest.mark.parametrize("frozen", [1, 0])
 def test_a_frozen_process_is_named_and_the_others_end_with_76(frozen, tmp_path):
     job = Job(SPEC, tmp_path / "run", SLOW)
