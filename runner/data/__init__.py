@@ -2,6 +2,7 @@
 
 - `protocol`   `Source`: tokens by position, and what is asked of somebody else's class
 - `source`     which files `data.source` names
+- `index`      what stands beside the tokens of a corpus
 - `tokenizer`  text <-> token ids
 - `cache`      records and arrays on disk that many processes may race for and that no kill leaves half written
 - `store`      token arrays and memory-mapped token files, read as one sequence

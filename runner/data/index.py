@@ -1,0 +1,114 @@
+"""The index of a corpus: what must be known of its tokens, so that nobody has to read them before the first step.
+
+A corpus is a directory, on a disk or in a bucket, of shards and of `index.json`, which is written last and names them.
+A shard is two files: `<name>.bin`, little-endian token ids, and `<name>.ends`, a little-endian int64 for each document:
+how many tokens of the shard lie before its end. A document lies in one shard, and its separator, where the corpus has
+one, is its last token. The fingerprint of a corpus is the digest of its index, which holds the digest of every file.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from runner.errors import DataError
+from runner.record import Key, check
+from runner.storage import JsonObject, encode_json, parse_json
+
+INDEX = "index.json"
+FORMAT = 1
+DTYPES = ("uint16", "uint32")
+ENDS_DTYPE = np.dtype("<i8")
+
+INDEX_KEYS = (
+    Key("format", int, "version of this file's form"),
+    Key("dtype", str, "type of the ids: uint16 or uint32, little-endian"),
+    Key("vocabulary_size", int, "every id is below it"),
+    Key("tokenizer", dict, "what made the ids: its `kind`, and what tells it from another of that kind"),
+    Key("separator", int | None, "the id that ends every document; null: none"),
+    Key("shards", list, "the shards in reading order"),
+    Key("shards.name", str, "its files are `<name>.bin` and `<name>.ends`"),
+    Key("shards.num_tokens", int, "ids in it"),
+    Key("shards.num_documents", int, "documents in it"),
+    Key("shards.largest_id", int, "its largest id; -1 if it is empty"),
+    Key("shards.tokens_crc32c", str, "CRC-32C of `<name>.bin`"),
+    Key("shards.ends_crc32c", str, "CRC-32C of `<name>.ends`"),
+    Key("digest", str, "SHA-256 of all the other keys"),
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the index says of a shard; see `INDEX_KEYS`."""
+
+    name: str
+    num_tokens: int
+    num_documents: int
+    largest_id: int
+    tokens_crc32c: str
+    ends_crc32c: str
+
+
+@dataclass(frozen=True)
+class CorpusIndex:
+    """The content of `index.json`; see `INDEX_KEYS`."""
+
+    dtype: str
+    vocabulary_size: int
+    tokenizer: JsonObject
+    separator: int | None
+    shards: tuple[Shard, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(shard.num_documents for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """64 hexadecimal digits; the same for the same tokens, documents and tokenizer."""
+        return _digest(self._content())
+
+    def encode(self) -> bytes:
+        """The content of the file."""
+        return encode_json(self._content() | {"digest": self.digest})
+
+    @classmethod
+    def decode(cls, content: bytes, where: str) -> Self:
+        """Parse the content of the file at `where`. Raises `DataError` if it is damaged or newer than this runner."""
+        try:
+            record = parse_json(content)
+            if record.get("format") != FORMAT and isinstance(record.get("format"), int):
+                raise DataError(f"{where} has format {record['format']}, needs {FORMAT}: written by a newer runner")
+            names = [key.name for key in INDEX_KEYS if "." not in key.name]
+            check(record, INDEX_KEYS, names)
+            if record.pop("digest") != _digest(record):
+                raise ValueError("it does not match its own digest")
+            if record["dtype"] not in DTYPES:
+                raise ValueError(f"dtype is {record['dtype'][:20]!r}, needs one of {', '.join(DTYPES)}")
+            shards = tuple(map(_parse_shard, record["shards"]))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{where} is no index of a corpus: {error}") from error
+        return cls(record["dtype"], record["vocabulary_size"], record["tokenizer"], record["separator"], shards)
+
+    def _content(self) -> JsonObject:
+        return {"format": FORMAT, **asdict(self), "shards": [asdict(shard) for shard in self.shards]}
+
+
+def _parse_shard(record: JsonObject) -> Shard:
+    shard = Shard(**record)
+    if not re.fullmatch(r"\w[\w.-]*", shard.name):
+        raise ValueError(f"{shard.name[:60]!r} is no name of a shard")
+    if min(shard.num_tokens, shard.num_documents, shard.largest_id + 1) < 0:
+        raise ValueError(f"shard {shard.name} has a number that is negative")
+    return shard
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

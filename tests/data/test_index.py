@@ -1,0 +1,61 @@
+"""The index of a corpus: what it says comes back, and every damage is told."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from runner.data.index import INDEX_KEYS, CorpusIndex, Shard
+from runner.errors import DataError
+
+SHARD = Shard("00000", 7, 2, 40, "00000000", "11111111")
+INDEX = CorpusIndex("uint16", 50, {"kind": "bytes"}, None, (SHARD, dataclasses.replace(SHARD, name="00001")))
+OTHER = [None, True, 3, 1.5, "text", ["text"], {"a": 1}]
+
+
+def rewritten(**changes: Any) -> bytes:
+    record = json.loads(INDEX.encode()) | changes
+    return json.dumps({key: value for key, value in record.items() if value is not ...}).encode()
+
+
+def test_it_comes_back():
+    assert CorpusIndex.decode(INDEX.encode(), "here") == INDEX
+    assert (INDEX.num_tokens, INDEX.num_documents) == (14, 4)
+
+
+def test_its_keys_are_those_of_the_table():
+    record = json.loads(INDEX.encode())
+    below = {f"shards.{name}" for name in record["shards"][0]}
+    assert {*record, *below} == {key.name for key in INDEX_KEYS}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CorpusIndex)])
+def test_every_key_is_part_of_its_digest(field):
+    other = {"dtype": "uint32", "vocabulary_size": 51, "tokenizer": {"kind": "hf"}, "separator": 3, "shards": (SHARD,)}
+    assert dataclasses.replace(INDEX, **{field: other[field]}).digest != INDEX.digest
+
+
+TOP = [key for key in INDEX_KEYS if "." not in key.name]
+CASES = [(key.name, value) for key in TOP for value in [..., *OTHER]]
+
+
+@pytest.mark.parametrize(("name", "value"), CASES, ids=str)
+def test_a_key_that_is_missing_or_of_another_kind_is_told(name, value):
+    with pytest.raises(DataError, match=r"^here "):
+        CorpusIndex.decode(rewritten(**{name: value}), "here")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"null", INDEX.encode()[:-3], b"[" * 99999])
+def test_what_is_no_index_is_told(content):
+    with pytest.raises(DataError, match=r"^here is no index of a corpus"):
+        CorpusIndex.decode(content, "here")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"name": ""}, {"name": "../00000"}, {"name": "/etc/passwd"}, {"num_tokens": -1}, {"num_documents": -1}]
+)
+def test_a_shard_that_cannot_be_is_told(changes):
+    index = dataclasses.replace(INDEX, shards=(dataclasses.replace(SHARD, **changes),))
+    with pytest.raises(DataError, match=r"^here is no index of a corpus"):
+        CorpusIndex.decode(index.encode(), "here")
