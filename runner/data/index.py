@@ -9,7 +9,7 @@ one, is its last token. The fingerprint of a corpus is the digest of its index, 
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -23,21 +23,24 @@ FORMAT = 1
 DTYPES = ("uint16", "uint32")
 ENDS_DTYPE = np.dtype("<i8")
 
-INDEX_KEYS = (
+_OF_SHARD = (
+    Key("name", str, "its files are `<name>.bin` and `<name>.ends`"),
+    Key("num_tokens", int, "ids in it"),
+    Key("num_documents", int, "documents in it"),
+    Key("largest_id", int, "its largest id; -1 if it is empty"),
+    Key("tokens_crc32c", str, "CRC-32C of `<name>.bin`"),
+    Key("ends_crc32c", str, "CRC-32C of `<name>.ends`"),
+)
+_OF_INDEX = (
     Key("format", int, "version of this file's form"),
     Key("dtype", str, "type of the ids: uint16 or uint32, little-endian"),
     Key("vocabulary_size", int, "every id is below it"),
     Key("tokenizer", dict, "what made the ids: its `kind`, and what tells it from another of that kind"),
     Key("separator", int | None, "the id that ends every document; null: none"),
     Key("shards", list, "the shards in reading order"),
-    Key("shards.name", str, "its files are `<name>.bin` and `<name>.ends`"),
-    Key("shards.num_tokens", int, "ids in it"),
-    Key("shards.num_documents", int, "documents in it"),
-    Key("shards.largest_id", int, "its largest id; -1 if it is empty"),
-    Key("shards.tokens_crc32c", str, "CRC-32C of `<name>.bin`"),
-    Key("shards.ends_crc32c", str, "CRC-32C of `<name>.ends`"),
     Key("digest", str, "SHA-256 of all the other keys"),
 )
+INDEX_KEYS = (*_OF_INDEX, *(replace(key, name=f"shards.{key.name}") for key in _OF_SHARD))
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,7 @@ class CorpusIndex:
             record = parse_json(content)
             if record.get("format") != FORMAT and isinstance(record.get("format"), int):
                 raise DataError(f"{where} has format {record['format']}, needs {FORMAT}: written by a newer runner")
-            names = [key.name for key in INDEX_KEYS if "." not in key.name]
-            check(record, INDEX_KEYS, names)
+            check(record, _OF_INDEX, [key.name for key in _OF_INDEX])
             if record.pop("digest") != _digest(record):
                 raise ValueError("it does not match its own digest")
             if record["dtype"] not in DTYPES:
@@ -102,6 +104,7 @@ class CorpusIndex:
 
 
 def _parse_shard(record: JsonObject) -> Shard:
+    check(record, _OF_SHARD, [key.name for key in _OF_SHARD])
     shard = Shard(**record)
     if not re.fullmatch(r"\w[\w.-]*", shard.name):
         raise ValueError(f"{shard.name[:60]!r} is no name of a shard")
