@@ -37,7 +37,8 @@ def test_every_key_is_part_of_its_digest(field):
 
 
 TOP = [key for key in INDEX_KEYS if "." not in key.name]
-CASES = [(key.name, value) for key in TOP for value in [..., *OTHER]]
+RECORD = json.loads(INDEX.encode())
+CASES = [(key.name, value) for key in TOP for value in [..., *OTHER] if value is ... or value != RECORD[key.name]]
 
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=str)
