@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from runner.data.text import Text
 from runner.data.tokenizer import Tokenizer
 from runner.data.window import Split, probe_order, split_tokens
 from runner.errors import DataError
-from runner.storage import default_cache_directory
+from runner.storage import JsonObject, default_cache_directory
 
 if TYPE_CHECKING:
     from runner.config import DataConfig, MixtureSource
@@ -255,7 +255,7 @@ def _refuse_unusable(fields: Fields, sets: Mapping[str, Examples]) -> None:
 
 def _fingerprint(config: "DataConfig", parts: Sequence[Part]) -> str:
     """Of all that the training examples depend on. What validates moves no weights, and is not in it."""
-    content: dict[str, Any] = {
+    content: JsonObject = {
         "sequence_length": config.sequence_length,
         "validation_fraction": config.validation_fraction,
     }
@@ -268,7 +268,7 @@ def _fingerprint(config: "DataConfig", parts: Sequence[Part]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _content(part: Part) -> dict[str, Any]:
+def _content(part: Part) -> JsonObject:
     tokenizer = part.source.tokenizer if isinstance(part.source, Text) else None
     content = {
         "tokens": part.source.fingerprint,

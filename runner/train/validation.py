@@ -81,7 +81,7 @@ class Validation:
             loss_sum, token_count = loss_sum + loss, token_count + count
         return figures | {"val/loss": loss_sum / max(token_count, 1.0)}
 
-    def _sum(self, state: TrainState, held: ValidationSet) -> tuple[float, float, dict[str, Any]] | None:
+    def _sum(self, state: TrainState, held: ValidationSet) -> tuple[float, float, Batch] | None:
         """Loss and real tokens of a set, added up, and the last meta; None if the job was asked to stop."""
         loss_sum, token_count, meta = jnp.float32(0), jnp.float32(0), {}
         for index in range(held.num_batches):
