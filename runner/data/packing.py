@@ -92,6 +92,11 @@ class Piece:
     start: int
     length: int
 
+    @property
+    def stop(self) -> int:
+        """The position of the last target."""
+        return self.start + self.length
+
 
 class _Documents:
     """What `Packed` and `Padded` share: examples made of pieces of documents."""
@@ -117,21 +122,19 @@ class _Documents:
         """See `Examples`. Padding is 0 in every field."""
         shape = len(numbers), self._split.sequence_length
         rows = {name: np.zeros(shape, dtype) for name, dtype in self.fields.items()}
-        for row, number in enumerate(numbers):
+        held = [self.pieces(int(number)) for number in numbers]
+        found = iter(self._source.read_ranges([(piece.start, piece.stop + 1) for pieces in held for piece in pieces]))
+        for row, pieces in enumerate(held):
             begin = 0
-            for segment, piece in enumerate(self.pieces(int(number)), start=1):
-                self._fill({name: field[row, begin : begin + piece.length] for name, field in rows.items()}, piece)
-                rows["segment"][row, begin : begin + piece.length] = segment
+            for segment, piece in enumerate(pieces, start=1):
+                here = {name: field[row, begin : begin + piece.length] for name, field in rows.items()}
+                tokens = next(found)
+                here["x"][:], here["y"][:], here["padding_mask"][:] = tokens[:-1], tokens[1:], True
+                here["segment"][:], here["position"][:] = segment, np.arange(piece.length)
+                for name in self._source.fields:
+                    here[name][:] = self._source.read_field(name, piece.start + 1, piece.stop + 1)
                 begin += piece.length
         return rows
-
-    def _fill(self, rows: Rows, piece: Piece) -> None:
-        stop = piece.start + piece.length
-        tokens = self._source.read(piece.start, stop + 1)
-        rows["x"][:], rows["y"][:], rows["padding_mask"][:] = tokens[:-1], tokens[1:], True
-        rows["position"][:] = np.arange(piece.length)
-        for name in self._source.fields:
-            rows[name][:] = self._source.read_field(name, piece.start + 1, stop + 1)
 
 
 class Packed(_Documents):

@@ -1,7 +1,7 @@
 """`Source`: tokens by position, from wherever they come. A class of one's own is named in the spec, `module:Class`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -48,6 +48,10 @@ class Source(ABC):
         if not len(starts):
             return np.zeros((0, length), np.int32)
         return np.stack([self.read(int(start), int(start) + length) for start in starts])
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """The ids of several stretches of positions, each from a start to a stop. Replace it where each read waits."""
+        return [self.read(start, stop) for start, stop in ranges]
 
     def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
         """What one of `fields` says of positions `start .. stop`: one dimension, of its dtype."""
