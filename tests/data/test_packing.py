@@ -116,6 +116,25 @@ def test_an_example_is_a_function_of_its_number(source: Documents, kind: str) ->
             np.testing.assert_array_equal(field[0], whole[name][number])
 
 
+class Huge(Documents):
+    """Documents too long for 32 bits, of which no array is ever made."""
+
+    def __init__(self) -> None:
+        super().__init__([1 << 31, 5, (1 << 32) + 3, 7])
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_a_document_may_be_longer_than_32_bits_can_count(kind: str) -> None:
+    source = Huge()
+    examples = PACKINGS[kind](source, Split(0, len(source), T))
+    assert examples.num_examples >= 3 << 27
+    order = examples.make_order(0)
+    for number in (0, examples.num_examples // 2, examples.num_examples - 1, order[10**11]):
+        rows = examples.read(np.array([number]))
+        real = rows["padding_mask"]
+        np.testing.assert_array_equal(rows["x"][real].astype(np.uint32) + 1, rows["y"][real].astype(np.uint32))
+
+
 def test_padding_is_known_beforehand_and_documents_that_fit_stay_whole(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.undo()
     dataset = load("python-stdlib", cache=tmp_path, sequence_length=2048, packing="documents", validation_fraction=0)
