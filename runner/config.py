@@ -25,7 +25,8 @@ class DataConfig(Frozen):
     source: str = Field(
         default="python-stdlib",
         min_length=1,
-        description="python-stdlib (Python's own library, on every machine), a path or glob of text or token files, or "
+        description="python-stdlib (Python's own library, on every machine), a path or glob of text or token files, a "
+        "gs://, s3:// or az:// URL or glob of token files, the directory or URL of a corpus (with its index.json), or "
         "module:Class, a `Source` of one's own.",
     )
     options: dict[str, str | int | float | bool] = Field(
@@ -45,6 +46,11 @@ class DataConfig(Frozen):
     sequence_length: PositiveInt = Field(description="Tokens in one example.")
     validation_fraction: float = Field(
         default=0.05, ge=0, lt=1, description="Share of the tokens kept out of training."
+    )
+    cache_bytes: NonNegativeInt | None = Field(
+        default=None,
+        description="Most that a host keeps of a bucket's tokens on its disk, in RUNNER_CACHE; null: a quarter of what "
+        "is free, 0: nothing.",
     )
 
 
@@ -197,7 +203,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     @property
     def free_keys(self) -> frozenset[str]:
         """Evaluation, the micro-batch split and what is kept; the total too where the learning rate is constant."""
-        free = {"eval", "memory", "train.micro_batch_examples"}
+        free = {"eval", "memory", "train.micro_batch_examples", "data.cache_bytes"}
         if self.schedule.name == "constant":
             free |= {"train.total_steps", "train.total_tokens"}
         return frozenset(free)

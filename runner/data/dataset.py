@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from runner.data.corpus import open_corpus
 from runner.data.protocol import Checked, Source
-from runner.data.source import find_source, is_class
+from runner.data.range_cache import CacheSettings
+from runner.data.source import BucketFiles, find_corpus, find_source, is_class
 from runner.data.store import open_token_files
 from runner.data.text import Text, load_text
 from runner.data.tokenizer import Tokenizer
@@ -150,13 +152,18 @@ def load_dataset(
 def _open(config: "DataConfig", cache_directory: Path, vocabulary_size: int | None) -> Source:
     """The tokens that `data.source` names. Refuses keys that it does not read."""
     if is_class(config.source):
-        _refuse_unread(config, "is a class", ("dtype", "document_separator"))
+        _refuse_unread(config, "is a class", ("dtype", "document_separator", "cache_bytes"))
         return _make_own(config)
+    ranges = CacheSettings(cache_directory, config.cache_bytes, config.sequence_length + 1)
+    unread = () if "://" in config.source else ("cache_bytes",)
+    if (corpus := find_corpus(config.source)) is not None:
+        _refuse_unread(config, "names a corpus", ("dtype", "document_separator", "options", *unread))
+        return open_corpus(config.source, corpus, ranges)
     files = find_source(config.source)
-    if files.holds_tokens:
-        _refuse_unread(config, "names token files", ("document_separator", "options"))
-        return open_token_files(files, cache_directory, config.dtype, vocabulary_size)
-    _refuse_unread(config, "names text files", ("dtype", "options"))
+    if isinstance(files, BucketFiles) or files.holds_tokens:
+        _refuse_unread(config, "names token files", ("document_separator", "options", *unread))
+        return open_token_files(files, cache_directory, config.dtype, vocabulary_size, ranges)
+    _refuse_unread(config, "names text files", ("dtype", "options", *unread))
     return Text(load_text(files, config.tokenizer, cache_directory, _SEPARATORS[config.document_separator]))
 
 

@@ -1,6 +1,7 @@
 """`Source`: tokens by position, from wherever they come. A class of one's own is named in the spec, `module:Class`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,6 +13,8 @@ class Source(ABC):
 
     Made on every host, with the keys of `data.options` as arguments by name. Read from several threads at once.
     """
+
+    has_documents: bool = False
 
     @property
     @abstractmethod
@@ -33,6 +36,17 @@ class Source(ABC):
     @abstractmethod
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids of positions `start .. stop`: one dimension, integers. Raises `DataError` or `OSError`."""
+
+    def read_many(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """The ids of `length` positions from each of `starts` on: (number of starts, length)."""
+        return np.stack([self.read(int(start), int(start) + length) for start in starts])
+
+    def document_ends(self, start: int, stop: int) -> np.ndarray:
+        """Positions p, start < p <= stop, at which a document ends, int64, ascending; the last of the source is one.
+
+        A document is what lies between one end and the next. Asked only where `has_documents`.
+        """
+        raise NotImplementedError
 
     def check(self) -> None:  # noqa: B027 - most sources cannot change
         """Raise `DataError` if the ids are no longer those that the job began with. Called before each save."""

@@ -68,9 +68,12 @@ class AzureDriver:
 
     def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
         """See `Driver`."""
-        condition = {"etag": version, "match_condition": MatchConditions.IfNotModified}
+        match = MatchConditions.IfNotModified
         with _errors(key):
-            return bytes(self._container.download_blob(key, offset=start, length=stop - start, **condition).readall())
+            download = self._container.download_blob(
+                key, offset=start, length=stop - start, etag=version, match_condition=match
+            )
+            return download.readall()
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
         """See `Driver`."""
@@ -93,8 +96,11 @@ class AzureDriver:
                     yield Entry(found.name, found.size, _quoted(found.etag))
                 return
             for item in self._container.walk_blobs(name_starts_with=prefix, delimiter=delimiter):
-                is_prefix = isinstance(item, BlobPrefix)
-                yield Entry(item.name, 0) if is_prefix else Entry(item.name, item.size, _quoted(item.etag))
+                yield (
+                    Entry(item.name, 0)
+                    if isinstance(item, BlobPrefix)
+                    else Entry(item.name, item.size, _quoted(item.etag))
+                )
 
     def crc32c(self, key: str) -> str | None:
         """See `Driver`. The service reports a digest of another kind."""
