@@ -313,7 +313,7 @@ def open_token_files(
         files = [_open_token_file(file, id_type) for file in source.files]
     bins = [file for file in files if str(file.file).endswith(".bin")]
     if dtype is None:
-        sampled = bins[:: -(-len(bins) // HALVES_OBJECTS)] if isinstance(source, BucketFiles) else bins
+        sampled = bins[:: max(1, -(-len(bins) // HALVES_OBJECTS))] if isinstance(source, BucketFiles) else bins
         for file in sampled:
             if _is_of_halves(file):
                 raise DataError(
