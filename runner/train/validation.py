@@ -71,4 +71,4 @@ class Validation:
             loss_sum, token_count = loss_sum + loss, token_count + count
         prefix = self._name.rpartition("/")[0]
         figures = {f"{prefix}/{name}": finite(value) for name, value in meta.items() if is_scalar(value)}
-        return figures | {self._name: float(loss_sum) / max(float(token_count), 1.0)}
+        return figures | {self._name: float(loss_sum) / (float(token_count) or 1.0)}
