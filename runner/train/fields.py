@@ -38,7 +38,7 @@ def target_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
 
 def uncounted(batch: Mapping[str, jax.Array]) -> InvalidError:
     """The error of a batch without `padding_mask` whose `forward` does not say how many targets it has counted."""
-    fields = ", ".join(name for name in batch if name != "example")
+    fields = ", ".join(sorted(set(batch) - {"example"}))
     return InvalidError(
         f"the data's batches hold {fields} and no padding_mask; return from forward as meta token_count how many "
         "targets it has counted"
