@@ -77,7 +77,7 @@ def main() -> None:
         ratios = [packed / plain for packed, plain in seconds]
         packed, plain = (statistics.median(column) for column in zip(*seconds, strict=True))
         print(
-            f"{size}, {parsed.documents} documents a row: {packed:.4f} s, one document a row: {plain:.4f} s, ratio median "
+            f"{size}: {parsed.documents} documents a row {packed:.4f} s, one {plain:.4f} s, ratio median "
             f"{statistics.median(ratios):.3f} (least {min(ratios):.3f}, most {max(ratios):.3f})",
             flush=True,
         )
