@@ -26,6 +26,7 @@ from runner.train import step as pure
 from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE, CompiledStep
 from runner.train.design import Design
+from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
@@ -69,7 +70,11 @@ class BaseTrainer(RestoreableJob):
     # What an experiment says.
 
     def model(self) -> nn.Module:
-        """The flax module; called as `module(x_BxT, deterministic=...)`, it returns logits (B, T, V)."""
+        """The flax module; called as `module(x_BxT, deterministic=...)`, it returns logits (B, T, V).
+
+        Where rows hold several documents it is called with `segments=` and `positions=` (B, T) too, and refused if it
+        does not take them: a position attends to those of its own segment alone.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -78,13 +83,15 @@ class BaseTrainer(RestoreableJob):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Loss summed over the real target tokens of a micro-batch, and meta. No key: deterministic. Pure.
 
-        `batch` holds `x`, `y` and `padding_mask` (B, T), and `example` (B): the place of each example in the step. What
-        is random should depend on that and the step's `key`; this default draws by micro-batch. A forward that masks
-        targets itself returns as meta `token_count` how many it has counted.
+        `batch` holds `x`, `y` and `padding_mask` (B, T), what else the data declares (see `runner.train.fields`; what
+        is not read is refused), and `example` (B): the place of each example in the step. What is random should depend
+        on that and the step's `key`; this default draws by micro-batch. A forward that masks targets itself returns as
+        meta `token_count` how many it has counted.
         """
         rngs = None if key is None else {"dropout": jax.random.fold_in(key, batch["example"][0])}
-        logits_BxTxV = apply_fn({"params": params}, batch["x"], deterministic=key is None, rngs=rngs)
-        loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], batch["padding_mask"])
+        documents = document_arguments(apply_fn, batch)
+        logits_BxTxV = apply_fn({"params": params}, batch["x"], **documents, deterministic=key is None, rngs=rngs)
+        loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], target_weights(batch))
         return loss_sum, {}
 
     @classmethod

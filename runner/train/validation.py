@@ -77,9 +77,9 @@ class Validation:
                 return None
             loss, count, meta = sums
             figures |= {f"{prefix}/{name}": finite(value) for name, value in meta.items() if is_scalar(value)}
-            figures[f"{prefix}/loss"] = loss / max(count, 1.0)
+            figures[f"{prefix}/loss"] = loss / (count or 1.0)
             loss_sum, token_count = loss_sum + loss, token_count + count
-        return figures | {"val/loss": loss_sum / max(token_count, 1.0)}
+        return figures | {"val/loss": loss_sum / (token_count or 1.0)}
 
     def _sum(self, state: TrainState, held: ValidationSet) -> tuple[float, float, Batch] | None:
         """Loss and real tokens of a set, added up, and the last meta; None if the job was asked to stop."""
