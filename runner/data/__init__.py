@@ -6,6 +6,12 @@
 - `tokenizer`  text <-> token ids
 - `cache`      records and arrays on disk that many processes may race for and that no kill leaves half written
 - `store`      token arrays and memory-mapped token files, read as one sequence
+- `document`   token files that know where their documents end
+- `megatron`   Megatron's pairs of `.idx` and `.bin`
+- `mds_column` where the ids lie in a sample of MDS
+- `mds`        MosaicML's directories of shards
+- `array_record` files whose records are documents
+- `format`     those formats by name
 - `text`       text files -> cached tokens
 - `window`     the split into train and validation, and the shuffled order of the windows
 - `dataset`    `load_dataset` and the rows of an example range

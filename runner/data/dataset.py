@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from runner.data.format import open_format
 from runner.data.protocol import Checked, Source
 from runner.data.source import find_source, is_class
 from runner.data.store import open_token_files
@@ -153,6 +154,9 @@ def _open(config: "DataConfig", cache_directory: Path, vocabulary_size: int | No
         _refuse_unread(config, "is a class", ("dtype", "document_separator"))
         return _make_own(config)
     files = find_source(config.source)
+    if files.format:
+        _refuse_unread(config, f"is of {files.format}", ("dtype", "document_separator"))
+        return open_format(files, config.options, cache_directory, vocabulary_size)
     if files.holds_tokens:
         _refuse_unread(config, "names token files", ("document_separator", "options"))
         return open_token_files(files, cache_directory, config.dtype, vocabulary_size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.errors import DataError, InvalidError
-from runner.storage import check_url
+from runner.storage import check_url, parse_json
 
 PYTHON_STDLIB = "python-stdlib"
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
@@ -24,6 +24,10 @@ TEXT_SUFFIXES = frozenset({
     ".proto", ".s", ".asm", ".v", ".sv", ".vhd", ".lean", ".dart", ".nim", ".zig",
 })
 # fmt: on
+
+# Formats of other tools, by the names of the files that are named in `data.source`; of MDS that is a directory.
+FORMATS = {"megatron": re.compile(r".\.idx$"), "array_record": re.compile(r".\.array_?record(-\d+-of-\d+)?$")}
+MDS_INDEX = "index.json"
 
 # Installed packages are not the standard library, and what a build generates differs between machines of one version.
 _STDLIB_FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -41,11 +45,15 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """`name` as in the spec, for messages; `files` in reading order; `holds_tokens` for `.bin` and `.npy`."""
+    """`name` as in the spec, for messages; `files` in reading order; `holds_tokens` for `.bin` and `.npy`.
+
+    `format` is that of another tool: megatron, mds or array_record. Of mds the files are the indexes.
+    """
 
     name: str
     files: tuple[SourceFile, ...]
     holds_tokens: bool
+    format: str | None = None
 
 
 def find_source(name: str) -> SourceFiles:
@@ -59,11 +67,15 @@ def find_source(name: str) -> SourceFiles:
     paths = _stdlib_paths() if name == PYTHON_STDLIB else _matching_paths(name)
     if not paths:
         raise DataError(f"data.source={name}: no file matches{_nearest_name(name)}")
+    formats = {_format_of(path) for path in paths}
+    if len(formats) == 1 and (only := formats.pop()):
+        return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens=True, format=only)
     unread = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | TOKEN_SUFFIXES]
     if unread:
         raise DataError(
             f"data.source={name}: {len(unread)} of {len(paths)} files are of a kind that is not read, the first is "
-            f"{unread[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy)"
+            f"{unread[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy), or nothing but .idx or "
+            ".array_record"
         )
     num_token_files = sum(path.suffix in TOKEN_SUFFIXES for path in paths)
     if num_token_files not in (0, len(paths)):
@@ -135,10 +147,23 @@ def _stdlib_paths() -> list[Path]:
 def _matching_paths(name: str) -> list[Path]:
     pattern = os.path.abspath(os.path.expanduser(name))
     if os.path.isdir(pattern):
+        if _format_of(Path(pattern) / MDS_INDEX):
+            return [Path(pattern) / MDS_INDEX]
         raise DataError(f"data.source={name}: is a directory; name its files, as {os.path.join(name, '**', '*.txt')}")
     if os.path.isfile(pattern):  # before globbing: a file's own name may hold brackets
         return [Path(pattern)]
     return [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
+
+
+def _format_of(path: Path) -> str | None:
+    """The format of another tool that a file is of; by its name alone, but for the index of MDS."""
+    if path.name == MDS_INDEX and path.is_file():
+        try:
+            index = parse_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: is no index of a data set: {error}") from error
+        return "mds" if {"version", "shards"} <= index.keys() else None
+    return next((name for name, pattern in FORMATS.items() if pattern.search(path.name)), None)
 
 
 def _nearest_name(name: str) -> str:
