@@ -146,6 +146,11 @@ def other_documents_in_records(root: Path) -> None:
     write_records(root / "array_record/single.array_record", [[*NARROW[0], *NARROW[1]], *NARROW[2:]])
 
 
+def moved_ends_in_records(root: Path) -> None:
+    first, second, *rest = NARROW
+    write_records(root / "array_record/single.array_record", [first[:-1], [first[-1], *second], *rest])
+
+
 def flip_last(path: str) -> Callable[[Path], None]:
     def change(root: Path) -> None:
         content = bytearray((root / path).read_bytes())
@@ -173,6 +178,7 @@ def rewrite(path: Path, place: int, new: bytes) -> None:
         ("mds_array", flip_last("mds/ndarray_int32/shard.00000.mds")),
         ("array_record", another_id_in_records),
         ("array_record", other_documents_in_records),
+        ("array_record", moved_ends_in_records),
     ],
 )
 def test_other_ids_or_documents_have_another_fingerprint(
@@ -324,6 +330,31 @@ def test_whichever_byte_is_wrong_there_is_an_answer_or_a_line(root: Path, name: 
 
 
 @pytest.mark.parametrize(
+    ("name", "path", "place", "message"),
+    [
+        ("mds_bytes", "mds/bytes_int64/shard.00001.mds", 0, "the sizes that sample 0 begins with do not match"),
+        ("mds_array", "mds/ndarray_int32/shard.00000.mds", 1, "a sample holds no array of int32 of one dimension"),
+        ("mds_array", "mds/ndarray_int32/shard.00000.mds", 4, "a sample is no array of one dimension; it is one of"),
+        ("mds_array", "mds/ndarray_int32/shard.00000.mds", 5, "a sample is no array of one dimension; it is one of"),
+    ],
+)
+def test_what_a_sample_begins_with_is_looked_at_when_it_is_read(
+    root: Path, name: str, path: str, place: int, message: str
+) -> None:
+    (first,) = struct.unpack("<I", (root / path).read_bytes()[4:8])
+    rewrite(root / path, first + place, b"\x08")
+    source = CASES[name].open(root)
+    with pytest.raises(DataError, match=rf"{Path(path).name}: {message}"):
+        source.read(0, len(source))
+
+
+def test_two_columns_of_one_data_set_are_kept_apart(root: Path) -> None:
+    for column, size in (("input_ids", max(CASES["mds_columns"].ids) + 1), ("attention_mask", 7)):
+        case = Case("mds/columns", {"column": column}, [], "uint16")
+        assert case.open(root).vocabulary_size == size
+
+
+@pytest.mark.parametrize(
     ("source", "changes", "message"),
     [
         ("megatron/int32.idx", {"options": {"dtype": "int32"}}, r"is of megatron: data\.options: .* argument 'dtype'"),
@@ -335,7 +366,11 @@ def test_whichever_byte_is_wrong_there_is_an_answer_or_a_line(root: Path, name: 
         ("mds/bytes_int64", {"options": {"dtype": 64}}, r"^data\.options\.dtype=64: needs one of uint8, "),
         ("mds/zstd", {"options": {"dtype": "int32"}}, r"holds int32: leave out data\.options\.dtype"),
         ("mds/zstd", {"options": {"colum": "tokens"}}, r"is of mds: data\.options: .* argument 'colum'"),
-        ("mds/columns", {}, r"column tokens: there is none; there are input_ids, kind, name, number, weights;"),
+        (
+            "mds/columns",
+            {},
+            r"column tokens: there is none; there are attention_mask, input_ids, kind, name, number, weights;",
+        ),
         ("mds/columns", {"options": {"column": "input_id"}}, r"there is none; did you mean input_ids\?"),
         ("mds/columns", {"options": {"column": 3}}, r"column 3: there is none"),
         ("mds/columns", {"options": {"column": "weights"}}, r"encoded as 'ndarray:float32', needs bytes or ndarray of"),
@@ -369,9 +404,13 @@ def test_a_shard_that_was_unpacked_by_hand_is_read_where_it_lies(root: Path) -> 
     assert not list((root / "cache").glob("*.mds"))
 
 
-@pytest.mark.parametrize("name", ["mds_zstd", "array_record"])
-def test_what_is_derived_is_derived_once_and_again_if_it_was_cut(
-    root: Path, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("mds_zstd", cut_to(3)), ("array_record", cut_to(3)), ("array_record", at(0, b"\4"))],
+    ids=["cut shard", "cut sizes", "altered sizes"],
+)
+def test_what_is_derived_is_derived_once_and_again_if_it_was_damaged(
+    root: Path, name: str, damage: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
     case.open(root)
@@ -381,7 +420,7 @@ def test_what_is_derived_is_derived_once_and_again_if_it_was_cut(
         patch.delattr(array_record, "_scan_sizes")
         assert case.open(root).read(0, 360).tolist() == case.ids
     for path in kept:
-        os.truncate(path, 3)
+        damage(path)
     assert kept
     assert case.open(root).read(0, 360).tolist() == case.ids
 

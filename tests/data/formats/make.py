@@ -69,14 +69,22 @@ def make_mds(directory: Path) -> None:
     build("static", {"tokens": f"ndarray:uint16:{BLOCK}"}, [{"tokens": np.array(ids, np.uint16)} for ids in blocks])
     build(
         "columns",
-        {"name": "str", "input_ids": "ndarray:uint16", "number": "int", "weights": "ndarray:float32", "kind": "uint8"},
+        {
+            "attention_mask": "ndarray:uint16",
+            "input_ids": "ndarray:uint16",
+            "kind": "uint8",
+            "name": "str",
+            "number": "int",
+            "weights": "ndarray:float32",
+        },
         [
             {
-                "name": "n" * i,
+                "attention_mask": np.full(len(ids) + i, 1 + i, np.uint16),
                 "input_ids": np.array(ids, np.uint16),
+                "kind": 3,
+                "name": "n" * i,
                 "number": i,
                 "weights": np.ones(i + 1, np.float32),
-                "kind": 3,
             }
             for i, ids in enumerate(full)
         ],
