@@ -109,25 +109,20 @@ class MdsShard(DocumentFile):
         is_cut = start > bounds[0]  # the first sample is read from the middle of its ids on
         origin = int(lows[0] if is_cut else self.samples[first])
         content = np.frombuffer(read_bytes(self.file, origin, int(highs[-1])), np.uint8)
-        self._check_heads(content, origin, first + is_cut, last)
-        if last - first == 1:
-            return content[lows[0] - origin : highs[0] - origin].view(self.dtype)
-        edges = np.zeros(len(content) + 1, np.int8)
-        np.add.at(edges, lows - origin, 1)
-        np.add.at(edges, highs - origin, -1)
-        return content[np.cumsum(edges[:-1], dtype=np.int8).view(np.bool_)].view(self.dtype)
+        if first + is_cut < last:
+            self._check_heads(content, origin, first + is_cut, last)
+        pieces = [
+            content[low:high] for low, high in zip((lows - origin).tolist(), (highs - origin).tolist(), strict=True)
+        ]
+        return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(self.dtype)
 
     def _check_heads(self, content: np.ndarray, origin: int, first: int, last: int) -> None:
         """Raise DataError unless samples `first .. last` begin as they should. `content` begins at byte `origin`."""
-        samples = self.samples[first:last].astype(np.int64)
+        samples, starts = (places[first:last].astype(np.int64) - origin for places in (self.samples, self.starts))
         try:
-            starts, counts = self.column.locate(content, samples - origin)
+            self.column.check(content, samples, starts, np.diff(self.bounds[first : last + 1]))
         except ValueError as error:
             raise DataError(f"{self.file.path}: {error}; it is one of samples {first} to {last - 1}") from error
-        is_same = (samples + starts == self.starts[first:last]) & (counts == np.diff(self.bounds[first : last + 1]))
-        if not is_same.all():
-            sample = first + int((~is_same).argmax())
-            raise DataError(f"{self.file.path}: the sizes that sample {sample} begins with do not match its own size")
 
     @property
     def meaning(self) -> str:

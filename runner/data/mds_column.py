@@ -32,6 +32,11 @@ class Column:
     has_shape: bool
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of an id."""
+        return self.dtype.itemsize
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of the sizes with which a sample begins."""
         return 4 * sum(size is None for size in self.sizes)
@@ -53,22 +58,39 @@ class Column:
         return self._inside(value_starts, value_bytes)
 
     def locate(self, content: np.ndarray, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same, from what the samples begin with; and their shapes are checked. Raises ValueError.
+        """The same of the samples that begin at the places `samples` of `content`, uint8. Raises ValueError."""
+        value_starts, value_bytes = self._read_heads(content, samples)
+        starts, counts = self._inside(value_starts, value_bytes)
+        self._check_shapes(content, value_starts, counts)
+        return starts - samples, counts
 
-        `content` (uint8) holds each sample up to its ids, from the places `samples` on.
+    def check(self, content: np.ndarray, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        """Raise ValueError unless the samples begin as they should whose ids, so many, begin at `starts`.
+
+        `content` need not reach further than to the first id of the last.
         """
-        heads = iter(_gather(content, samples, self.head_bytes).view("<u4").astype(np.int64).T)
-        columns = [next(heads) if size is None else np.full(len(samples), size) for size in self.sizes]
-        value_starts = self.head_bytes + sum(columns[: self.place], np.zeros(len(samples), np.int64))
-        starts, counts = self._inside(value_starts, columns[self.place])
-        if self.has_shape:
-            for first_byte, width, low, high in SHAPES:
-                is_such = (low <= counts) & (counts <= high)
-                shape = _gather(content, (samples + value_starts)[is_such], 1 + width)
-                dimension = np.ascontiguousarray(shape[:, 1:]).view(f"<u{width}")[:, 0]
-                is_wrong = (shape[:, 0] != first_byte) | (dimension != counts[is_such])
-                _refuse("is no array of one dimension", is_wrong)
-        return starts, counts
+        value_starts, value_bytes = self._read_heads(content, samples)
+        _refuse(
+            "begins with sizes that are not its own", value_starts + value_bytes != starts + counts * self.item_bytes
+        )
+        self._check_shapes(content, value_starts, counts)
+
+    def _read_heads(self, content: np.ndarray, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where in `content` the values of this column begin, and how many bytes they have. Raises ValueError."""
+        heads = iter(_gather(content, samples, self.head_bytes).view("<u4").T.astype(np.int64))
+        columns = [next(heads) if size is None else size for size in self.sizes]
+        ones = np.ones(len(samples), np.int64)
+        return samples + self.head_bytes + sum(columns[: self.place]), columns[self.place] * ones
+
+    def _check_shapes(self, content: np.ndarray, value_starts: np.ndarray, counts: np.ndarray) -> None:
+        """Raise ValueError if a value is no array of one dimension of so many ids."""
+        for first_byte, width, low, high in SHAPES if self.has_shape else ():
+            is_such = (low <= counts) & (counts <= high)
+            if not is_such.any():
+                continue
+            shape = _gather(content, value_starts[is_such], 1 + width)
+            dimension = np.ascontiguousarray(shape[:, 1:]).view(f"<u{width}")[:, 0]
+            _refuse("is no array of one dimension", (shape[:, 0] != first_byte) | (dimension != counts[is_such]))
 
     def _inside(self, value_starts: np.ndarray, value_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The starts and counts of the ids in values of so many bytes. Raises ValueError."""
