@@ -20,7 +20,7 @@ from runner.data import array_record, check_vocabulary, mds
 from runner.data.document import DocumentFiles
 from runner.data.format import open_format
 from runner.data.source import find_source, is_available
-from runner.data.store import Tokens
+from runner.data.store import Tokens, open_token_files
 from runner.errors import DataError
 from tests.data.corpus import load
 from tests.data.formats.make import BLOCK, documents
@@ -118,10 +118,25 @@ def test_rows_of_two_steps_are_windows_of_the_ids(root: Path, name: str) -> None
         check_vocabulary(dataset, max(case.ids))
 
 
+@each_case
+def test_packed_rows_hold_stretches_of_one_document_a_segment(root: Path, name: str) -> None:
+    case = CASES[name]
+    dataset = load(f"{root}/{case.source}", cache=root / "cache", options=dict(case.options), packing="documents")
+    document_of = {token: number for number, ids in enumerate(case.documents) for token in ids}
+    after = dict(zip(case.ids, case.ids[1:], strict=False))
+    rows = dataset.rows("train", 0, 80)
+    is_real = rows["padding_mask"]
+    assert [after[token] for token in rows["x"][is_real].tolist()] == rows["y"][is_real].tolist()
+    for field in ("x", "y"):
+        found = np.array([document_of[token] for token in rows[field][is_real].tolist()])
+        pairs = {*zip(is_real.nonzero()[0].tolist(), rows["segment"][is_real].tolist(), found.tolist(), strict=True)}
+        assert len(pairs) == len({pair[:2] for pair in pairs}), "a document a segment"
+
+
 def test_the_file_of_nanogpt_is_read(root: Path) -> None:
     ids = [token for document in NARROW for token in document]
-    dataset = load(root / "nanogpt/train.bin", cache=root / "cache", validation_fraction=0.0)
-    assert dataset._tokens.read(0, len(ids)).tolist() == ids
+    source = open_token_files(find_source(f"{root}/nanogpt/train.bin"), root / "cache")
+    assert source.read(0, len(source)).tolist() == ids
 
 
 @each_case
