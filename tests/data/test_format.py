@@ -57,6 +57,7 @@ CASES = {
     "mds_bytes": Case("mds/bytes_int64", {"dtype": "int64"}, WIDE, "int64"),
     "mds_array": Case("mds/ndarray_int32", {"column": "tokens"}, WIDE, "int32"),
     "mds_zstd": Case("mds/zstd", {}, WIDE, "int32"),
+    "mds_indexes": Case("mds/*_int32/index.json", {}, WIDE, "int32"),
     "mds_static": Case("mds/static", {}, documents(50_000, (BLOCK,) * 20), "uint16"),
     "mds_columns": Case("mds/columns", {"column": "input_ids"}, NARROW, "uint16"),
     "array_record": Case("array_record/single.array_record", {"dtype": "uint16"}, NARROW, "uint16"),
