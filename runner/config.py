@@ -36,8 +36,9 @@ class TokenSource(Frozen):
 
     source: str = Field(
         min_length=1,
-        description="python-stdlib (Python's own library, on every machine), a path, glob or URL of text or tokens, a "
-        "directory of MDS, or module:Class, a `Source` of one's own.",
+        description="python-stdlib (Python's own library, on every machine), a path or glob of text or token files, a "
+        "gs://, s3:// or az:// URL or glob of token files, the directory or URL of a corpus (with its index.json), "
+        "a directory of MDS, or module:Class, a `Source` of one's own.",
     )
     options: dict[str, str | int | float | bool] = Field(
         default={},
@@ -87,6 +88,12 @@ class DataConfig(TokenSource):
     )
     validation: dict[str, TokenSource] = Field(
         default={}, description="Further validation sets by name, each a source that is read in order."
+    )
+
+    cache_bytes: NonNegativeInt | None = Field(
+        default=None,
+        description="Most that a host keeps of a bucket's tokens on its disk, in RUNNER_CACHE; null: a quarter of what "
+        "is free, 0: nothing.",
     )
 
     @property
@@ -276,7 +283,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     @property
     def free_keys(self) -> frozenset[str]:
         """Evaluation and its sets, micro-batches, what is kept; the total too where the learning rate is constant."""
-        free = {"eval", "memory", "train.micro_batch_examples", "data.validation"}
+        free = {"eval", "memory", "train.micro_batch_examples", "data.validation", "data.cache_bytes"}
         if self.schedule.name == "constant":
             free |= {"train.total_steps", "train.total_tokens"}
         return frozenset(free)

@@ -1,11 +1,15 @@
-"""Tokens: from files on this host to the batch of a step. Read the modules in this order:
+"""Tokens: from files on this host, or in a bucket, to the batch of a step. Read the modules in this order:
 
 - `protocol`   `Source`: tokens by position, and what is asked of somebody else's class
-- `source`     which files `data.source` names
 - `index`      what stands beside the tokens of a corpus
+- `source`     which files `data.source` names
 - `tokenizer`  text <-> token ids
 - `cache`      records and arrays on disk that many processes may race for and that no kill leaves half written
-- `store`      token arrays and memory-mapped token files, read as one sequence
+- `range_cache` ranges of a bucket's objects, kept on this host's disk
+- `bucket`     objects of a bucket, read by ranges, many requests at a time
+- `bucket_tokens` `.bin` and `.npy` objects
+- `store`      token arrays, files and objects, read as one sequence
+- `corpus`     shards with an index, and their documents
 - `document`   token files that know where their documents end
 - `megatron`   Megatron's pairs of `.idx` and `.bin`
 - `mds_column` where the ids lie in a sample of MDS

@@ -16,7 +16,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
 from runner.data.cache import cache_key, publish, read_record, warn_unwritable, write_record
-from runner.data.document import DocumentFile, DocumentFiles, parse_dtype
+from runner.data.document import DocumentFiles, RecordFile, parse_dtype
 from runner.data.source import SourceFile, describe_file
 from runner.data.store import OPEN_FILES_MAX, changed
 from runner.errors import DataError
@@ -36,12 +36,12 @@ def open_array_record(
     parts = []
     for file in files:
         bounds = _cached_bounds(file, parsed, cache_directory)
-        parts.append(RecordFile(file, parsed, int(bounds[-1]), 0, bounds))
+        parts.append(ArrayRecordFile(file, parsed, int(bounds[-1]), 0, bounds))
     return DocumentFiles(parts, cache_directory, believed)
 
 
 @dataclass(frozen=True, eq=False)
-class RecordFile(DocumentFile):
+class ArrayRecordFile(RecordFile):
     """An ArrayRecord file; record i is document i."""
 
     def __getitem__(self, piece: slice) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Derived data on disk: small records and the arrays they point to. Knows neither tokens nor text.
 
-1. What is derived from files is kept under a key made of their paths, sizes and modification times, and of FORMAT.
+1. What is derived from files is kept under a key made of their paths, sizes and modification times (in a bucket: URLs
+   and versions), and of FORMAT.
 2. A file is written under a temporary name in the same directory, fsynced, then renamed: a reader sees it whole or not
    at all, whoever is killed. Processes that race write the same content, and the last rename wins.
 3. An array is named by the digest of its content and written before the record that points to it.
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.data.source import SourceFile
+from runner.data.source import BucketFile, SourceFile
 from runner.storage import JsonObject
 
 FORMAT = 2  # raise it when the meaning of a record or of a tokenizer changes
@@ -26,9 +27,9 @@ FORMAT = 2  # raise it when the meaning of a record or of a tokenizer changes
 logger = logging.getLogger(__name__)
 
 
-def cache_key(kind: str, files: Sequence[SourceFile]) -> str:
+def cache_key(kind: str, files: Sequence[SourceFile | BucketFile]) -> str:
     """Return the name under which what `kind` derives from `files` is kept."""
-    identity = [[str(file.path), file.size_bytes, file.mtime_ns] for file in files]
+    identity = [file.identity for file in files]
     return f"{kind}-{_digest(json.dumps([FORMAT, kind, identity]).encode())[:32]}"
 
 

@@ -32,6 +32,15 @@ class DocumentFile(TokenFile):
         return int(first), int(last) + 1
 
 
+class RecordFile(DocumentFile):
+    """One whose ids do not lie one after the other: other bytes stand between its documents."""
+
+    def fill(self, targets: Sequence[tuple[int, np.ndarray]]) -> None:
+        """See `TokenFile`."""
+        for start, out in targets:
+            out[:] = self[start : start + len(out)]
+
+
 class DocumentFiles(TokenFiles):
     """Files of documents, read one after the other. An empty document holds no token, and is none."""
 

@@ -21,7 +21,7 @@ import numpy as np
 import zstandard
 
 from runner.data.cache import cache_key, publish
-from runner.data.document import DocumentFile, DocumentFiles
+from runner.data.document import DocumentFiles, RecordFile
 from runner.data.mds_column import Column, parse_column
 from runner.data.source import SourceFile, describe_file, read_source_file
 from runner.data.store import read_bytes
@@ -83,7 +83,7 @@ def open_mds(
 
 
 @dataclass(frozen=True, eq=False)
-class MdsShard(DocumentFile):
+class MdsShard(RecordFile):
     """One shard; sample i is document i.
 
     Attributes:

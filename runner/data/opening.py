@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner.data.corpus import open_corpus
 from runner.data.format import open_format
 from runner.data.protocol import Checked, Source
-from runner.data.source import find_source, is_class
+from runner.data.range_cache import CacheSettings
+from runner.data.source import BucketFiles, SourceFiles, find_corpus, find_source, is_class
 from runner.data.store import open_token_files
 from runner.data.text import Text, load_text
 from runner.errors import DataError, InvalidError
@@ -40,16 +42,21 @@ def open_source(
 
 def _open(named: "TokenSource", config: "DataConfig", cache_directory: Path, vocabulary_size: int | None) -> Source:
     if is_class(named.source):
-        _refuse_unread(named, config, "is a class", ("dtype", "document_separator"))
+        _refuse_unread(named, config, "is a class", ("dtype", "document_separator", "cache_bytes"))
         return _make_own(named)
+    ranges = CacheSettings(cache_directory, config.cache_bytes, config.sequence_length + 1)
+    unread = () if "://" in named.source else ("cache_bytes",)
+    if (corpus := find_corpus(named.source)) is not None:
+        _refuse_unread(named, config, "names a corpus", ("dtype", "document_separator", "options", *unread))
+        return open_corpus(named.source, corpus, ranges)
     files = find_source(named.source)
-    if files.format:
-        _refuse_unread(named, config, f"is of {files.format}", ("dtype", "document_separator"))
+    if isinstance(files, SourceFiles) and files.format:
+        _refuse_unread(named, config, f"is of {files.format}", ("dtype", "document_separator", *unread))
         return open_format(files, named.options, cache_directory, vocabulary_size)
-    if files.holds_tokens:
-        _refuse_unread(named, config, "names token files", ("document_separator", "options"))
-        return open_token_files(files, cache_directory, named.dtype, vocabulary_size)
-    _refuse_unread(named, config, "names text files", ("dtype", "options"))
+    if isinstance(files, BucketFiles) or files.holds_tokens:
+        _refuse_unread(named, config, "names token files", ("document_separator", "options", *unread))
+        return open_token_files(files, cache_directory, named.dtype, vocabulary_size, ranges)
+    _refuse_unread(named, config, "names text files", ("dtype", "options", *unread))
     return Text(load_text(files, config.tokenizer, cache_directory, _SEPARATORS[config.document_separator]))
 
 

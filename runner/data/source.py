@@ -1,16 +1,20 @@
-"""Which files a `data.source` names, in which order. Knows paths and sizes, not what the files mean."""
+"""Which files a `data.source` names, in which order, on the disk or in a bucket. Knows names and sizes, no content."""
 
+import contextlib
 import difflib
+import fnmatch
 import glob
 import hashlib
 import os
 import re
 import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from runner.data.index import INDEX
 from runner.errors import DataError, InvalidError
-from runner.storage import check_url, parse_json
+from runner.storage import DeniedError, Listed, Store, Version, check_url, open_store, parse_json
 
 PYTHON_STDLIB = "python-stdlib"
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
@@ -27,7 +31,6 @@ TEXT_SUFFIXES = frozenset({
 
 # Formats of other tools, by the names of the files that are named in `data.source`; of MDS that is a directory.
 FORMATS = {"megatron": re.compile(r".\.idx$"), "array_record": re.compile(r".\.array_?record(-\d+-of-\d+)?$")}
-MDS_INDEX = "index.json"
 
 # Installed packages are not the standard library, and what a build generates differs between machines of one version.
 _STDLIB_FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -41,6 +44,37 @@ class SourceFile:
     path: Path
     size_bytes: int
     mtime_ns: int
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def identity(self) -> list[str | int]:
+        """What tells this content from others."""
+        return [str(self.path), self.size_bytes, self.mtime_ns]
+
+
+@dataclass(frozen=True)
+class BucketFile:
+    """An object as it was when the source was resolved; `name` is relative to the `url` of the store that it is in."""
+
+    url: str
+    name: str
+    size_bytes: int
+    version: Version
+
+    def __str__(self) -> str:
+        return f"{self.url}/{self.name}"
+
+    @property
+    def identity(self) -> list[str | int]:
+        """What tells this content from others."""
+        return [str(self), self.size_bytes, self.version]
+
+    @property
+    def versioned_url(self) -> str:
+        """Another text for another content."""
+        return f"{self}\0{self.version}"
 
 
 @dataclass(frozen=True)
@@ -56,20 +90,79 @@ class SourceFiles:
     format: str | None = None
 
 
-def find_source(name: str) -> SourceFiles:
-    """Resolve `python-stdlib`, a path or a glob (`~` and `**` work). Raises DataError if it names no readable file."""
-    try:
-        check_url(name.partition("://")[0])
-    except InvalidError as error:
-        raise DataError(f"data.source={name[:60]}: {error}") from error
+@dataclass(frozen=True)
+class BucketFiles:
+    """Token files in a bucket, in reading order. `listed` begins the names of all of them."""
+
+    name: str
+    files: tuple[BucketFile, ...]
+    store: Store
+    listed: str
+
+
+def find_source(name: str) -> SourceFiles | BucketFiles:
+    """Resolve `python-stdlib`, a path, a URL or a glob (`~` and `**` work).
+
+    Raises DataError if it names no readable file, `OSError` if the bucket does not answer.
+    """
+    check_name(name)
     if "://" in name:
-        raise DataError(f"data.source={name}: only local sources are read so far; copy it to a local path")
+        return _find_in_bucket(name)
     paths = _stdlib_paths() if name == PYTHON_STDLIB else _matching_paths(name)
     if not paths:
         raise DataError(f"data.source={name}: no file matches{_nearest_name(name)}")
     formats = {_format_of(path) for path in paths}
     if len(formats) == 1 and (only := formats.pop()):
         return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens=True, format=only)
+    holds_tokens = _hold_tokens(name, paths)
+    return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens)
+
+
+def find_corpus(name: str) -> str | None:
+    """The directory or URL of the corpus that `name` is, or whose index it is; None if it is something else.
+
+    Raises DataError if it cannot be looked for, `OSError` if the bucket does not answer.
+    """
+    check_name(name)
+    directory, _, last = name.rstrip("/").rpartition("/")
+    if "://" not in name:
+        path = os.path.abspath(os.path.expanduser(name))
+        if _format_of(Path(path) / INDEX if os.path.isdir(path) else Path(path)):
+            return None
+        if os.path.isdir(path):
+            return path if os.path.isfile(os.path.join(path, INDEX)) else None
+        return os.path.dirname(path) if os.path.basename(path) == INDEX and os.path.isfile(path) else None
+    if last == INDEX:
+        return directory
+    if name == PYTHON_STDLIB or PurePath(last).suffix in TOKEN_SUFFIXES or glob.has_magic(last):
+        return None
+    with blaming(name):
+        return name.rstrip("/") if open_store(name).exists(INDEX) else None
+
+
+def check_name(name: str) -> None:
+    """Raise `DataError` if no path or URL can be called so."""
+    try:
+        check_url(name)
+    except InvalidError as error:
+        raise DataError(f"data.source={name[:60]}: {error}") from error
+
+
+@contextlib.contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """Inside, whatever a person must mend is a `DataError` that names the source."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (InvalidError, DeniedError) as error:
+        raise DataError(f"data.source={name}: {error}") from error
+    except FileNotFoundError as error:
+        raise DataError(f"data.source={name}: the bucket does not exist ({error})") from error
+
+
+def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
+    """Whether the files hold ids, by their suffixes. Raises DataError if these are of several kinds, or of no known."""
     unread = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | TOKEN_SUFFIXES]
     if unread:
         raise DataError(
@@ -83,7 +176,55 @@ def find_source(name: str) -> SourceFiles:
             f"data.source={name}: matches {num_token_files} token files (.bin, .npy) and "
             f"{len(paths) - num_token_files} text files; name one kind"
         )
-    return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens=num_token_files > 0)
+    return num_token_files > 0
+
+
+def _find_in_bucket(name: str) -> BucketFiles:
+    """One listing of what begins like the name's fixed part."""
+    scheme, _, rest = name.partition("://")
+    parts = rest.rstrip("/").split("/")
+    num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    if num_fixed == 0:
+        raise DataError(f"data.source={name}: names no object; needs {scheme}://BUCKET/NAME")
+    url, patterns = f"{scheme}://{'/'.join(parts[:num_fixed])}", parts[num_fixed:]
+    start = re.split(r"[*?[]", patterns[0])[0]
+    with blaming(name):
+        store = open_store(url)
+        listing = store.listing(start)
+    exact = "/".join(patterns)
+    names = [exact] if exact in listing else [found for found in listing if _matches(found.split("/"), patterns)]
+    if not names:
+        raise DataError(f"data.source={name}: no object matches{_nearest_object(store, exact, listing)}")
+    if not _hold_tokens(name, [PurePath(found) for found in names]):
+        raise DataError(
+            f"data.source={name}: is text in a bucket, which is not trained on as it is; tokenise it first: "
+            "experiments/tokenise.py"
+        )
+    files = tuple(BucketFile(url, found, listing[found].size_bytes, listing[found].version) for found in names)
+    return BucketFiles(name, files, store, start)
+
+
+def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether a name matches a glob, part by part: `**` stands for any number of parts; `*` for no hidden one."""
+    if not patterns:
+        return not parts
+    if patterns[0] == "**" and _matches(parts, patterns[1:] or ["*"]):
+        return True
+    if not parts or (parts[0].startswith(".") and not patterns[0].startswith(".")):
+        return False
+    if patterns[0] == "**":
+        return _matches(parts[1:], patterns)
+    return fnmatch.fnmatchcase(parts[0], patterns[0]) and _matches(parts[1:], patterns[1:])
+
+
+def _nearest_object(store: Store, name: str, listing: dict[str, Listed]) -> str:
+    """What to try instead of a name that no object has."""
+    if any(found.startswith(f"{name}/") for found in listing):
+        return f"; {store.url}/{name}/ holds no {INDEX}: name its objects, as {store.url}/{name}/*.bin"
+    if glob.has_magic(name):
+        return ""
+    near = difflib.get_close_matches(name, sorted(store.children("")), n=1)
+    return f"; did you mean {store.url}/{near[0]}?" if near else ""
 
 
 def is_class(name: str) -> bool:
@@ -92,11 +233,13 @@ def is_class(name: str) -> bool:
 
 
 def is_available(name: str) -> bool:
-    """Whether `name` names a class, or readable files on this machine."""
+    """Whether `name` names a class, readable files on this machine, or a bucket, which is the same from everywhere."""
     if is_class(name):
         return True
     try:
-        find_source(name)
+        check_name(name)
+        if "://" not in name and find_corpus(name) is None:
+            find_source(name)
     except DataError:
         return False
     return True
@@ -147,9 +290,10 @@ def _stdlib_paths() -> list[Path]:
 def _matching_paths(name: str) -> list[Path]:
     pattern = os.path.abspath(os.path.expanduser(name))
     if os.path.isdir(pattern):
-        if _format_of(Path(pattern) / MDS_INDEX):
-            return [Path(pattern) / MDS_INDEX]
-        raise DataError(f"data.source={name}: is a directory; name its files, as {os.path.join(name, '**', '*.txt')}")
+        if _format_of(Path(pattern) / INDEX):
+            return [Path(pattern) / INDEX]
+        files = os.path.join(name, "**", "*.txt")
+        raise DataError(f"data.source={name}: is a directory, and no corpus ({INDEX}); name its files, as {files}")
     if os.path.isfile(pattern):  # before globbing: a file's own name may hold brackets
         return [Path(pattern)]
     return [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
@@ -157,11 +301,11 @@ def _matching_paths(name: str) -> list[Path]:
 
 def _format_of(path: Path) -> str | None:
     """The format of another tool that a file is of; by its name alone, but for the index of MDS."""
-    if path.name == MDS_INDEX and path.is_file():
+    if path.name == INDEX and path.is_file():
         try:
             index = parse_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: is no index of a data set: {error}") from error
+        except (OSError, ValueError):
+            return None
         return "mds" if {"version", "shards"} <= index.keys() else None
     return next((name for name, pattern in FORMATS.items() if pattern.search(path.name)), None)
 

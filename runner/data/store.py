@@ -1,7 +1,7 @@
-"""Token ids at rest: arrays and files, read as one long sequence. Knows no text and no windows.
+"""Token ids at rest: arrays, files and objects, read as one long sequence. Knows no text and no windows.
 
 Files are read with `pread` and never through a mapping: one that is cut under a running job would end the process with
-SIGBUS, without a word.
+SIGBUS, without a word. Of objects in a bucket exactly the ids that are asked for are fetched.
 """
 
 import bisect
@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from runner.data.bucket_tokens import ObjectTokens, check_objects, open_object_tokens, read_objects
 from runner.data.cache import cache_key, read_record, warn_unwritable, write_record
 from runner.data.protocol import Source, first_bad
-from runner.data.source import SourceFile, SourceFiles, describe_file
+from runner.data.range_cache import CacheSettings
+from runner.data.source import BucketFiles, SourceFile, SourceFiles, describe_file
 from runner.errors import DataError
 
 OPEN_FILES_MAX = 128  # a process may hold only so many, and a corpus may have thousands of files
@@ -33,6 +35,7 @@ HALVES_BELOW = 16
 HALVES_BLOCKS = 16
 HALVES_BLOCK_TOKENS = 2048
 HALVES_PAIRS_MIN = 64
+HALVES_OBJECTS = 16  # of more objects in a bucket so many are looked at
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,18 @@ class TokenFile:
         """How the bytes of the file are read: two readings of one file are kept apart in the cache."""
         return self.dtype.name
 
+    def fill(self, targets: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Fill contiguous arrays of this dtype with the ids from the position beside each on. Raises DataError."""
+        file = _open_file(self.file)
+        itemsize, offset_bytes = self.dtype.itemsize, self.offset_bytes
+        for start, out in targets:
+            try:
+                size = os.preadv(file.fileno(), [out.data], offset_bytes + start * itemsize)
+            except OSError as error:
+                raise DataError(f"data.source: cannot read {self.file.path}: {error.strerror or error}") from error
+            if size < out.nbytes:
+                out[:] = self[start : start + len(out)]
+
 
 def read_bytes(file: SourceFile, start: int, stop: int) -> bytes:
     """Bytes `start .. stop` of a file. Raises DataError if it is no longer the one that was found, or has fewer."""
@@ -74,6 +89,17 @@ def read_bytes(file: SourceFile, start: int, stop: int) -> bytes:
     return content
 
 
+Part = TokenFile | ObjectTokens | np.ndarray
+
+
+class Piece(NamedTuple):
+    """The ids of a part from `offset` on, and the array that they belong into."""
+
+    part: int
+    offset: int
+    out: np.ndarray
+
+
 @dataclass(frozen=True)
 class IdRange:
     """The smallest and the largest token id of a sequence, and the position where each first stands."""
@@ -87,9 +113,12 @@ class IdRange:
 class Tokens:
     """Parts read as if they were concatenated: a range may span parts, nothing is copied until it is read."""
 
-    def __init__(self, parts: Sequence[TokenFile | np.ndarray]) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = [part for part in parts if len(part)]
         self._ends = list(itertools.accumulate(map(len, self.parts)))
+        self._bounds = np.array([0, *self._ends])
+        dtypes = {part.dtype for part in self.parts}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -105,6 +134,58 @@ class Tokens:
             yield piece
             start, part, offset = start + len(piece), part + 1, 0
 
+    def read_many(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """The ids of `length` positions from each of `starts` on: (number of starts, length).
+
+        Of a file each row is one `pread` into its place; of objects all rows are asked for at a time.
+        """
+        starts = np.asarray(starts, np.int64)
+        assert not starts.size or (starts.min() >= 0 and starts.max() + length <= len(self))
+        if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
+            return np.lib.stride_tricks.sliding_window_view(self.parts[0], length)[starts]
+        out = np.empty((len(starts), length), self._dtype)
+        parts = np.searchsorted(self._bounds, starts, side="right") - 1
+        fit = starts + length <= self._bounds[parts + 1]
+        pieces: list[Piece] = []
+        rows = zip(parts.tolist(), (starts - self._bounds[parts]).tolist(), fit.tolist(), out, strict=True)
+        for part, offset, is_whole, row in rows:
+            pieces += [Piece(part, offset, row)] if is_whole else self._split(part, offset, row)
+        self._fill(pieces)
+        return out
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """The ids of several stretches, each from a start to a stop; of objects all are asked for at a time."""
+        if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
+            return [self.parts[0][start:stop] for start, stop in ranges]
+        found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
+        pieces: list[Piece] = []
+        for (start, _), row in zip(ranges, found, strict=True):
+            part = bisect.bisect_right(self._ends, start)
+            pieces += self._split(part, start - int(self._bounds[part]), row)
+        self._fill(pieces)
+        return found
+
+    def _split(self, part: int, offset: int, row: np.ndarray) -> Iterator[Piece]:
+        """The pieces of a row that may go over the ends of parts."""
+        while len(row):
+            size = min(len(row), len(self.parts[part]) - offset)
+            yield Piece(part, offset, row[:size])
+            row, part, offset = row[size:], part + 1, 0
+
+    def _fill(self, pieces: Sequence[Piece]) -> None:
+        pieces = sorted(pieces, key=lambda piece: piece.part)
+        remote: list[tuple[ObjectTokens, int, np.ndarray]] = []
+        for index, group in itertools.groupby(pieces, key=lambda piece: piece.part):
+            part = self.parts[index]
+            if isinstance(part, ObjectTokens):
+                remote += [(part, offset, out) for _, offset, out in group]
+            elif isinstance(part, TokenFile) and part.dtype == self._dtype:
+                part.fill([(offset, out) for _, offset, out in group])
+            else:
+                for _, offset, out in group:
+                    out[:] = part[offset : offset + len(out)]
+        read_objects(remote)
+
     def read_into(self, out: np.ndarray, start: int) -> None:
         """Fill the 1-D array `out` with the ids from position `start` on, cast to its dtype."""
         done = 0
@@ -118,17 +199,21 @@ class Tokens:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
 
     def check(self) -> None:
-        """Raise DataError if a file has another size or time than when the job began, or is gone. Reads no content."""
+        """Raise DataError if a file has another size or time than when the job began, or is gone. Reads no content.
+
+        In a bucket it is one listing, of sizes and versions.
+        """
         for part in self.parts:
             if isinstance(part, TokenFile) and describe_file(part.file.path) != part.file:
                 raise changed(part.file)
+        check_objects([part for part in self.parts if isinstance(part, ObjectTokens)])
 
     def describe_position(self, position: int) -> str:
         """Return where a position is, for a message: 'position 7 of corpus.bin'."""
         part = bisect.bisect_right(self._ends, position)
         holder = self.parts[part]
         offset = position - (self._ends[part - 1] if part else 0)
-        return f"position {offset} of {holder.file.path if isinstance(holder, TokenFile) else 'the text'}"
+        return f"position {offset} of {'the text' if isinstance(holder, np.ndarray) else holder.file}"
 
     def probe(self) -> str:
         """Return a digest of the parts' sizes and dtypes and of 1,024 evenly spaced 4 KiB blocks of ids.
@@ -140,10 +225,8 @@ class Tokens:
             digest.update(f"{part.dtype.newbyteorder('<').str} {len(part)}\n".encode())
         block_tokens = min(PROBE_BLOCK_BYTES // max(part.dtype.itemsize for part in self.parts), len(self))
         num_blocks = min(PROBE_BLOCKS, -(-len(self) // block_tokens))
-        block = np.empty(block_tokens, "<i8")
-        for i in range(num_blocks):
-            self.read_into(block, (len(self) - block_tokens) * i // max(num_blocks - 1, 1))
-            digest.update(block.data)
+        starts = [(len(self) - block_tokens) * i // max(num_blocks - 1, 1) for i in range(num_blocks)]
+        digest.update(Tokens.read_many(self, starts, block_tokens).astype("<i8").data)
         return digest.hexdigest()
 
     def scan(self) -> IdRange:
@@ -165,20 +248,31 @@ class Tokens:
 class TokenFiles(Tokens, Source):
     """Files that hold ids. Which ids there are is found by reading all of them, once.
 
-    Of many ids that would take long: there the vocabulary that the spec names, `believed`, is taken at its word, and
-    each id is looked at when it is read.
+    Of many ids that would take long, and of those in a bucket too: there the vocabulary that the spec names,
+    `believed`, is taken at its word, and each id is looked at when it is read.
     """
 
-    def __init__(self, parts: Sequence[TokenFile], cache_directory: Path, believed: int | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[TokenFile | ObjectTokens], cache_directory: Path, believed: int | None = None
+    ) -> None:
         super().__init__(parts)
         self._cache_directory = cache_directory
-        self._believed = believed if len(self) > SCANNED_TOKENS_MAX else None
+        self._is_in_bucket = any(isinstance(part, ObjectTokens) for part in self.parts)
+        self._believed = believed if self._is_in_bucket or len(self) > SCANNED_TOKENS_MAX else None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """See `Source`. Raises DataError naming the place of an id that is beyond a vocabulary that was believed."""
         found = super().read(start, stop)
         if self._believed is not None and (place := first_bad(found, self._believed)) is not None:
             raise self._beyond(int(found[place]), start + place, self._believed)
+        return found
+
+    def read_many(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """See `Source`, and `read`."""
+        found = super().read_many(starts, length)
+        if self._believed is not None and (place := first_bad(found.ravel(), self._believed)) is not None:
+            row, column = divmod(place, length)
+            raise self._beyond(int(found[row, column]), int(starts[row]) + column, self._believed)
         return found
 
     def _beyond(self, token: int, position: int, size: int) -> DataError:
@@ -202,6 +296,11 @@ class TokenFiles(Tokens, Source):
 
     @functools.cached_property
     def _id_range(self) -> IdRange:
+        if self._is_in_bucket and len(self) > SCANNED_TOKENS_MAX:
+            raise DataError(
+                f"{len(self):,} ids in a bucket are not read to find the largest; name the vocabulary's size in the "
+                "spec (config.model.vocabulary_size)"
+            )
         found = scan_cached(self, self._cache_directory)
         if found.smallest < 0:
             raise self._beyond(found.smallest, found.smallest_position, 0)
@@ -219,43 +318,51 @@ def changed(file: SourceFile) -> DataError:
 
 
 def open_token_files(
-    source: SourceFiles,
+    source: SourceFiles | BucketFiles,
     cache_directory: Path,
     dtype: Literal["uint16", "uint32"] | None = None,
     vocabulary_size: int | None = None,
+    ranges: CacheSettings | None = None,
 ) -> TokenFiles:
     """Open `.bin` (little-endian ids of `dtype`) and `.npy` (1-D integers) files. Raises DataError on other content.
 
     Without `dtype` a `.bin` file is uint16, and refused if its ids look like halves of wider ones. `vocabulary_size` is
-    what the spec names, if it does.
+    what the spec names, if it does; `ranges` says where ranges of objects are kept.
     """
-    files = [_open_token_file(file, np.dtype(dtype or "uint16").newbyteorder("<")) for file in source.files]
+    files: Sequence[TokenFile | ObjectTokens]
+    id_type = np.dtype(dtype or "uint16").newbyteorder("<")
+    if isinstance(source, BucketFiles):
+        files = open_object_tokens(source, id_type, ranges or CacheSettings(cache_directory, 0, 1))
+    else:
+        files = [_open_token_file(file, id_type) for file in source.files]
+    bins = [file for file in files if str(file.file).endswith(".bin")]
     if dtype is None:
-        for file in files:
-            if file.file.path.suffix == ".bin" and _is_of_halves(file):
+        sampled = bins[:: max(1, -(-len(bins) // HALVES_OBJECTS))] if isinstance(source, BucketFiles) else bins
+        for file in sampled:
+            if _is_of_halves(file):
                 raise DataError(
-                    f"{file.file.path}: looks like uint32 ids read as uint16 (every other one is tiny); say which: "
+                    f"{file.file}: looks like uint32 ids read as uint16 (every other one is tiny); say which: "
                     "data.dtype: uint32, or uint16"
                 )
-    elif not any(file.file.path.suffix == ".bin" for file in files):
+    elif not bins:
         raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own")
     return TokenFiles(files, cache_directory, vocabulary_size)
 
 
-def _is_of_halves(file: TokenFile) -> bool:
+def _is_of_halves(file: TokenFile | ObjectTokens) -> bool:
     """Whether every other id is so small, in blocks all over the file, that they must be upper halves of wider ids."""
     if len(file) < 2 * HALVES_PAIRS_MIN:
         return False
     block = min(len(file), HALVES_BLOCK_TOKENS) // 2 * 2
     starts = {(len(file) - block) * i // (HALVES_BLOCKS - 1) // 2 * 2 for i in range(HALVES_BLOCKS)}
-    pairs = np.concatenate([file[start : start + block] for start in sorted(starts)]).reshape(-1, 2)
+    pairs = Tokens([file]).read_many(sorted(starts), block).reshape(-1, 2)
     low, high = pairs.max(axis=0)
     return bool(high < HALVES_BELOW <= low or high == 0 < low)
 
 
 def scan_cached(tokens: Tokens, cache_directory: Path) -> IdRange:
     """Return `tokens.scan()` of token files, from the cache if these files were scanned before."""
-    files = [part for part in tokens.parts if isinstance(part, TokenFile)]
+    files = [part for part in tokens.parts if not isinstance(part, np.ndarray)]
     key = cache_key("-".join(["ids", *sorted({part.meaning for part in files})]), [part.file for part in files])
     record = read_record(cache_directory, key)
     if record is not None:

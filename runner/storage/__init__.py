@@ -22,7 +22,9 @@ from runner.storage.log import Log, open_log, read_log
 from runner.storage.retry import DeadlineError, DeniedError, TransientError
 from runner.storage.store import (
     ABSENT,
+    ChangedError,
     JsonObject,
+    Listed,
     Store,
     Version,
     create,
@@ -48,11 +50,13 @@ from runner.storage.url import (
 __all__ = [
     "ABSENT",
     "BackgroundWriter",
+    "ChangedError",
     "DeadlineError",
     "DeniedError",
     "DiskError",
     "ForbiddenError",
     "JsonObject",
+    "Listed",
     "LocalStore",
     "Log",
     "OtherKindError",

@@ -81,6 +81,13 @@ class AmazonDriver:
             answer = self._client.get_object(Bucket=self._bucket, Key=key)
             return answer["Body"].read(), answer["ETag"]
 
+    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+        """See `Driver`."""
+        piece = f"bytes={start}-{stop - 1}"
+        with _errors(key):
+            answer = self._client.get_object(Bucket=self._bucket, Key=key, Range=piece, IfMatch=version)
+            return bytes(answer["Body"].read())
+
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
         """See `Driver`."""
         condition = {} if version is None else {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
@@ -98,7 +105,7 @@ class AmazonDriver:
         with _errors(prefix):
             for page in pages.paginate(Bucket=self._bucket, Prefix=prefix, Delimiter=delimiter):
                 for found in page.get("Contents", []):
-                    yield Entry(found["Key"], found["Size"])
+                    yield Entry(found["Key"], found["Size"], found["ETag"])
                 for found in page.get("CommonPrefixes", []):
                     yield Entry(found["Prefix"], 0)
 

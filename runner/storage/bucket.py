@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from runner.storage.retry import retry
-from runner.storage.store import ABSENT, Version, digest_of
+from runner.storage.retry import TransientError, retry
+from runner.storage.store import ABSENT, ChangedError, Listed, Version, digest_of
 
 CALL_SECONDS = 120.0
 TRY_SECONDS = 30.0  # without a byte, one try is given up
@@ -24,6 +24,8 @@ class Entry(NamedTuple):
 
     key: str
     size: int
+    version: Version = ABSENT
+    crc32c: str | None = None
 
 
 class Driver(Protocol):
@@ -31,6 +33,9 @@ class Driver(Protocol):
 
     def get(self, key: str) -> tuple[bytes, Version]:
         """Content and version."""
+
+    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+        """Bytes `start .. stop`, `start < stop`. Raises `FileExistsError` if the present version is another one."""
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
         """Write if the present version is `version`, None for any; else raise `FileExistsError`."""
@@ -81,6 +86,21 @@ class BucketStore:
         except FileNotFoundError:
             return b"", ABSENT
 
+    def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
+        """See `Store`."""
+        key, what = self._key(name), self._what("read", name)
+
+        def act(_: int) -> bytes:
+            try:
+                content = self._driver.get_range(key, start, stop, version)
+            except FileExistsError as error:
+                raise ChangedError(f"{self.url}/{name} is no longer the object that it was") from error
+            if len(content) != stop - start:
+                raise TransientError(f"{key}: {len(content)} bytes came, needs {stop - start}")
+            return content
+
+        return retry(act, what, CALL_SECONDS) if start < stop else b""
+
     def write(self, name: str, content: bytes) -> None:
         """See `Store`."""
         retry(lambda _: self._driver.put(self._key(name), content, None), self._what("write", name), CALL_SECONDS)
@@ -114,6 +134,12 @@ class BucketStore:
         """See `Store`."""
         start = self._below(prefix)
         return dict(sorted((entry.key[len(start) :], entry.size) for entry in self._list(start, "")))
+
+    def listing(self, start: str) -> dict[str, Listed]:
+        """See `Store`."""
+        top = self._below("")
+        found = self._list(top + start, "")
+        return dict(sorted((entry.key[len(top) :], Listed(*entry[1:])) for entry in found))
 
     def _list(self, prefix: str, delimiter: str) -> list[Entry]:
         return retry(

@@ -41,7 +41,7 @@ def translating(path: Path) -> Iterator[None]:
     """Inside, errors of the operating system about `path` become those of this module."""
     try:
         yield
-    except (OtherKindError, ForbiddenError, DiskError, FileExistsError):
+    except (InvalidError, DiskError, FileExistsError):
         raise
     except FileNotFoundError as error:
         for link in (path, *path.parents):

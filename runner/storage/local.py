@@ -12,7 +12,7 @@ from pathlib import Path
 import google_crc32c
 
 from runner.storage.failure import OtherKindError, make_directory, open_file, translating
-from runner.storage.store import ABSENT, Version
+from runner.storage.store import ABSENT, ChangedError, Listed, Version
 
 _CHUNK_BYTES = 1 << 18
 _REMOVE_TRIES = 10
@@ -45,6 +45,18 @@ class LocalStore:
                 return file.read(), _version(os.fstat(file.fileno()))
         except FileNotFoundError:
             return b"", ABSENT
+
+    def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
+        """See `Store`."""
+        path = self.root / name
+        with translating(path), open_file(path) as file:
+            if _version(os.fstat(file.fileno())) != version:
+                raise ChangedError(f"{path} is no longer the file that it was")
+            file.seek(start)
+            content = file.read(stop - start)
+        if len(content) != stop - start:
+            raise ChangedError(f"{path} ends at {start + len(content)} bytes, needs {stop}")
+        return content
 
     def write(self, name: str, content: bytes) -> None:
         """See `Store`."""
@@ -108,6 +120,14 @@ class LocalStore:
             paths = (Path(directory) / name for directory, _, names in os.walk(top, onerror=_raise) for name in names)
             files = ((path.relative_to(top).as_posix(), path) for path in paths if path.is_file())
             return {name: path.stat().st_size for name, path in sorted(files)}
+
+    def listing(self, start: str) -> dict[str, Listed]:
+        """See `Store`."""
+        parent = start.rpartition("/")[0]
+        names = (f"{parent}/{name}" if parent else name for name in self.sizes(parent))
+        with translating(self.root / parent):
+            found = {name: (self.root / name).stat() for name in names if name.startswith(start)}
+        return {name: Listed(status.st_size, _version(status)) for name, status in found.items()}
 
     def digest(self, name: str) -> str:
         """See `Store`."""

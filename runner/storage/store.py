@@ -10,7 +10,7 @@ import contextlib
 import json
 import uuid
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import google_crc32c
 
@@ -19,6 +19,18 @@ from runner.errors import InvalidError
 JsonObject = dict[str, Any]
 Version = str
 ABSENT: Version = ""  # the version of what is not there
+
+
+class ChangedError(InvalidError, OSError):
+    """A file is no longer the version that was asked for: replaced, cut, or gone."""
+
+
+class Listed(NamedTuple):
+    """What a listing says of one file. `crc32c` is None where the store does not report it."""
+
+    size_bytes: int
+    version: Version
+    crc32c: str | None = None
 
 
 class Store(Protocol):
@@ -35,6 +47,13 @@ class Store(Protocol):
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
         """The content of `name` and its version, (b"", ABSENT) if it is not there."""
+
+    def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
+        """Bytes `start .. stop` of `name`, which must have this version: see `listing`.
+
+        Raises `ChangedError` if it has another one or ends before `stop`, `FileNotFoundError` if it is not there;
+        in a bucket, one that is gone may be either.
+        """
 
     def write(self, name: str, content: bytes) -> None:
         """Replace `name` by `content`: a reader sees the old, the new or nothing, never a part. Durable on return."""
@@ -53,6 +72,9 @@ class Store(Protocol):
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of every file below `prefix` by its name relative to `prefix`, sorted."""
+
+    def listing(self, start: str) -> dict[str, Listed]:
+        """Every file whose name begins with `start`, at any depth, sorted; in a bucket one listing."""
 
     def digest(self, name: str) -> str:
         """CRC-32C of the content: 8 hexadecimal digits. Reads the content where the store does not report one."""

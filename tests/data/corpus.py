@@ -9,6 +9,7 @@ import numpy as np
 
 from runner.config import DataConfig
 from runner.data import Dataset, load_dataset
+from tests.data.buckets import random_shards, write_corpus
 
 DEFAULTS = {"sequence_length": 8, "validation_fraction": 0.2}
 
@@ -53,11 +54,18 @@ def _mixture(directory: Path) -> dict[str, Any]:
     }
 
 
+def _corpus(directory: Path) -> str:
+    sizes = np.random.default_rng(5).zipf(1.4, 300).clip(1, 400).tolist()
+    shards = [sizes[:100], sizes[100:], [3]]
+    return str(write_corpus(directory, random_shards(shards)))
+
+
 # What a data set may be made of. A test that holds for one holds for all of them.
 KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "text": lambda directory: {"source": write_documents(directory / "text", 80, 1)},
     "tokens": lambda directory: {"source": str(write_bin(directory / "a.bin", np.arange(3000)))},
     "mixture": _mixture,
+    "corpus": lambda directory: {"source": _corpus(directory), "packing": "documents"},
     "documents": lambda directory: {"source": write_documents(directory / "text", 200, 2), "packing": "documents"},
     "pad": lambda directory: {"source": write_documents(directory / "text", 80, 2), "packing": "pad"},
 }

@@ -19,7 +19,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from runner.data import array_record, check_vocabulary, mds
 from runner.data.document import DocumentFiles
 from runner.data.format import open_format
-from runner.data.source import find_source, is_available
+from runner.data.source import find_corpus, find_source, is_available
 from runner.data.store import Tokens, open_token_files
 from runner.errors import DataError
 from tests.data.corpus import load
@@ -391,7 +391,7 @@ def test_two_columns_of_one_data_set_are_kept_apart(root: Path) -> None:
         ("mds/columns", {"options": {"column": 3}}, r"column 3: there is none"),
         ("mds/columns", {"options": {"column": "weights"}}, r"encoded as 'ndarray:float32', needs bytes or ndarray of"),
         ("mds/columns", {"options": {"column": "name"}}, r"encoded as 'str', needs bytes or ndarray of an integer"),
-        ("mds", {}, "is a directory; name its files"),
+        ("mds", {}, r"is a directory, and no corpus \(index\.json\)"),
         ("array_record/single.array_record", {}, r"is of array_record: data\.options: missing .* argument: 'dtype'"),
         ("array_record/single.*", {"options": {"dtype": "int64"}}, r"record 0 has 10 bytes, no whole number of 8-byte"),
     ],
@@ -493,10 +493,14 @@ def test_files_of_a_format_are_named_alone(root: Path, extra: str) -> None:
         find_source(f"{root}/megatron/*")
 
 
-def test_an_index_of_mds_is_told_from_other_files_of_that_name(root: Path) -> None:
-    (root / "mds/zstd/index.json").write_text('{"format": 1, "shards": []}')
-    with pytest.raises(DataError, match="is a directory; name its files"):
-        find_source(f"{root}/mds/zstd")
+@pytest.mark.parametrize("content", ['{"format": 1, "shards": []}', '{"version": 2', ""])
+def test_an_index_of_mds_is_told_from_that_of_a_corpus_and_of_nothing(root: Path, content: str) -> None:
+    directory = root / "mds/zstd"
+    assert find_corpus(str(directory)) is find_corpus(f"{directory}/index.json") is None
+    (directory / "index.json").write_text(content)
+    assert find_corpus(str(directory)) == find_corpus(f"{directory}/index.json") == str(directory)
+    with pytest.raises(DataError, match=r"index\.json is no index of a corpus: "):
+        load(directory, cache=root / "cache")
 
 
 def test_ids_may_be_believed_to_be_in_a_vocabulary_and_are_then_looked_at(

@@ -69,7 +69,9 @@ def test_a_misspelt_name_is_corrected() -> None:
 
 
 def test_a_directory_says_how_to_name_its_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is a directory; name its files, as .*/\*\*/\*\.txt"):
+    with pytest.raises(
+        DataError, match=r"is a directory, and no corpus \(index\.json\); name its files, as .*/\*\*/\*\.txt"
+    ):
         find_source(str(tmp_path))
 
 
@@ -90,9 +92,17 @@ def test_text_is_known_by_its_suffix_or_by_having_none(tmp_path: Path, name: str
     assert names(f"{tmp_path}/*") == [name]
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/a.txt", "s3://bucket/*.bin", "https://example.org/a.txt"])
-def test_a_url_is_refused_for_now(url: str) -> None:
-    with pytest.raises(DataError, match="only local sources are read so far"):
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://example.org/a.bin", r"https:// is not known; .* needs a local path or one of gs://, s3://, az://"),
+        ("s3://bucket", "names no object; needs s3://BUCKET/NAME"),
+        ("s3://", "names no bucket"),
+        ("gs://buck*t/a.bin", "names no object"),
+    ],
+)
+def test_a_url_that_names_no_object_is_refused_without_touching_it(url: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         find_source(url)
 
 

@@ -27,6 +27,16 @@ class MemoryDriver:
                 raise FileNotFoundError(key)
             return self.objects[key]
 
+    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+        self.before("get", key)
+        with self._lock:
+            if key not in self.objects:
+                raise FileNotFoundError(key)
+            content, present = self.objects[key]
+            if present != version:
+                raise FileExistsError(key)
+        return content[start:stop]
+
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
         self.before("put", key)
         with self._lock:
@@ -42,11 +52,12 @@ class MemoryDriver:
     def list(self, prefix: str, delimiter: str) -> Iterator[Entry]:
         self.before("list", prefix)
         with self._lock:
-            found = {key: len(content) for key, (content, _) in self.objects.items() if key.startswith(prefix)}
+            found = {key: value for key, value in self.objects.items() if key.startswith(prefix)}
         entries = set()
-        for key, size in found.items():
+        for key, (content, version) in found.items():
             inner, deeper, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
-            entries.add(Entry(prefix + inner + "/", 0) if deeper else Entry(key, size))
+            digest = digest_of(content) if self.reports_digests and not deeper else None
+            entries.add(Entry(prefix + inner + "/", 0) if deeper else Entry(key, len(content), version, digest))
         yield from entries
 
     def crc32c(self, key: str) -> str | None:

@@ -1,0 +1,79 @@
+"""A bucket in memory under its own URLs, and corpora to put there."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard
+from runner.storage import LocalStore, Version, digest_of
+from runner.storage.bucket import BucketStore
+from tests.support.memory_bucket import MemoryDriver
+
+URL = "s3://bkt/corpus"
+
+
+class CountingDriver(MemoryDriver):
+    """Notes what is fetched; `ranges` holds (key, start, stop) of each ranged read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges: list[tuple[str, int, int]] = []
+
+    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+        self.ranges.append((key, start, stop))
+        return super().get_range(key, start, stop, version)
+
+    @property
+    def bytes_fetched(self) -> int:
+        return sum(stop - start for _, start, stop in self.ranges)
+
+
+def put_in_bucket(monkeypatch: pytest.MonkeyPatch, directory: Path, driver: MemoryDriver | None = None) -> MemoryDriver:
+    """Have URL hold the files of `directory`."""
+    driver = driver or CountingDriver()
+    lead_to(monkeypatch, driver)
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            driver.put(f"corpus/{path.relative_to(directory).as_posix()}", path.read_bytes(), None)
+    return driver
+
+
+def lead_to(monkeypatch: pytest.MonkeyPatch, driver: MemoryDriver) -> None:
+    """Have every URL of `bkt` lead to the bucket in memory, without a wait between tries."""
+
+    def open_bucket(url: str, *_: str) -> BucketStore:
+        return BucketStore(url.rstrip("/"), url.rstrip("/").partition("://")[2].partition("/")[2], driver)
+
+    monkeypatch.setattr("runner.storage.url._open_bucket", open_bucket)
+    monkeypatch.setattr("runner.storage.retry.FIRST_WAIT_SECONDS", 0.0)
+
+
+def write_corpus(
+    directory: Path,
+    shards: Sequence[Sequence[Sequence[int]]],
+    dtype: str = "uint16",
+    vocabulary_size: int = 1 << 16,
+    change: Callable[[CorpusIndex], CorpusIndex] = lambda index: index,
+) -> Path:
+    """Write shards of documents of ids, with their index."""
+    store, entries = LocalStore(directory), []
+    for number, documents in enumerate(shards):
+        ids = np.concatenate([np.empty(0, dtype), *(np.asarray(document, dtype) for document in documents)])
+        content = ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+        ends = np.cumsum([len(document) for document in documents]).astype(ENDS_DTYPE).tobytes()
+        store.write(f"{number:05}.bin", content)
+        store.write(f"{number:05}.ends", ends)
+        largest = max(map(int, ids), default=-1)
+        digests = digest_of(content), digest_of(ends)
+        entries.append(Shard(f"{number:05}", len(ids), len(documents), largest, *digests))
+    index = change(CorpusIndex(dtype, vocabulary_size, {"kind": "bytes"}, None, tuple(entries)))
+    store.write(INDEX, index.encode())
+    return directory
+
+
+def random_shards(sizes: Sequence[Sequence[int]], vocabulary_size: int = 1000, seed: int = 0) -> list[list[list[int]]]:
+    """Shards of documents with so many random ids."""
+    random = np.random.default_rng(seed)
+    return [[random.integers(0, vocabulary_size, size).tolist() for size in shard] for shard in sizes]

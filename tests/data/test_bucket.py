@@ -1,0 +1,479 @@
+"""Tokens in a bucket are the same as on a disk: whatever the cache holds, and whatever the bucket does meanwhile."""
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.data import Dataset, check_vocabulary
+from runner.data.bucket import in_parallel
+from runner.data.range_cache import FILE
+from runner.errors import DataError, StorageError
+from runner.storage import ABSENT, DeniedError
+from runner.storage.retry import TransientError
+from tests.data.buckets import URL, CountingDriver, put_in_bucket, random_shards, write_corpus
+from tests.data.corpus import load, write_bin, write_npy
+from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
+
+NUM_TOKENS = 5000
+SIZES = [[40, 900, 1, 300], [], [5], [1500, 0, 700], [0, 90, 1464]]
+
+
+def write_some_bin(directory: Path) -> str:
+    ids = np.random.default_rng(0).integers(0, 1000, NUM_TOKENS)
+    for index, (start, stop) in enumerate([(0, 1700), (1700, 1700), (1700, 1705), (1705, NUM_TOKENS)]):
+        write_bin(directory / f"{index}.bin", ids[start:stop])
+    return "*.bin"
+
+
+def write_uint32(directory: Path) -> str:
+    np.random.default_rng(0).integers(0, 1000, NUM_TOKENS).astype("<u4").tofile(directory / "wide.bin")
+    return "wide.bin"
+
+
+def write_some_npy(directory: Path) -> str:
+    ids = np.random.default_rng(0).integers(0, 200, NUM_TOKENS)
+    for index, dtype in enumerate(["<u2", ">i8", "<u1", "<i4"]):
+        write_npy(directory / f"{index}.npy", ids[index * 1250 : index * 1250 + 1250], dtype)
+    return "?.npy"
+
+
+def write_shards(directory: Path) -> str:
+    write_corpus(directory, random_shards(SIZES))
+    return ""
+
+
+def write_wide_shards(directory: Path) -> str:
+    write_corpus(directory, random_shards(SIZES, 100_000), "uint32", 100_000)
+    return "index.json"
+
+
+KINDS: dict[str, Callable[[Path], str]] = {
+    "bin": write_some_bin,
+    "uint32": write_uint32,
+    "npy": write_some_npy,
+    "corpus": write_shards,
+    "wide corpus": write_wide_shards,
+}
+
+
+class Pair:
+    """The same tokens on a disk and in a bucket."""
+
+    starts = np.random.default_rng(3).integers(0, NUM_TOKENS - 9, 200)
+
+    def __init__(self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        self.directory, self.cache = tmp_path / "source", tmp_path / "cache"
+        self.directory.mkdir()
+        self.pattern = KINDS[kind](self.directory)
+        self.changes: dict[str, Any] = {"dtype": "uint32"} if kind == "uint32" else {}
+        self.driver = put_in_bucket(monkeypatch, self.directory, CountingDriver())
+        self.local = load(self.directory / self.pattern, cache=tmp_path / "local", **self.changes)
+        self.row_bytes = 9 * {"bin": 2, "corpus": 2, "npy": (2 + 8 + 1 + 4) / 4}.get(kind, 4)
+
+    def open(self, **changes: Any) -> Dataset:
+        return load(f"{URL}/{self.pattern}".rstrip("/"), cache=self.cache, **self.changes, **changes)
+
+    def refuse_difference(self, dataset: Dataset) -> None:
+        """Rows of both splits, and ranges all over, some of which overlap."""
+        assert dataset.fingerprint == self.local.fingerprint
+        splits: list[str] = ["train", "validation"]
+        for split in splits:
+            for field, values in self.local.rows(split, 0, 10).items():
+                np.testing.assert_array_equal(dataset.rows(split, 0, 10)[field], values)
+        expected = self.local.parts[0].source.read_many(self.starts, 9)
+        for first in range(0, len(self.starts), 40):
+            found = dataset.parts[0].source.read_many(self.starts[first : first + 40], 9)
+            np.testing.assert_array_equal(found, expected[first : first + 40])
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    return Pair(request.param, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def bins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    return Pair("bin", tmp_path, monkeypatch)
+
+
+# The same rows.
+
+
+def test_rows_from_a_bucket_are_those_from_a_disk(pair: Pair) -> None:
+    dataset = pair.open(vocabulary_size=100_000)
+    pair.refuse_difference(dataset)
+    dataset.check()
+
+
+def test_many_ranges_read_at_once_are_those_read_one_by_one(pair: Pair) -> None:
+    starts = np.random.default_rng(1).integers(0, NUM_TOKENS - 1600, 30)
+    for dataset in (pair.local, pair.open(vocabulary_size=100_000)):
+        for length in (1, 9, 1600):
+            found = dataset.parts[0].source.read_many(starts, length)
+            assert found.shape == (30, length)
+            expected = [pair.local.parts[0].source.read(int(start), int(start) + length) for start in starts]
+            np.testing.assert_array_equal(found, expected)
+        assert dataset.parts[0].source.read_many([], 9).shape == (0, 9)
+
+
+def test_a_bucket_of_few_ids_is_read_to_find_the_largest_where_the_spec_names_none(bins: Pair) -> None:
+    dataset = bins.open()
+    assert dataset.vocabulary_size == bins.local.vocabulary_size
+    with pytest.raises(
+        DataError, match=r"token id \d+ at position \d+ of s3://bkt/corpus/\d\.bin is beyond the model's"
+    ):
+        check_vocabulary(dataset, 500)
+
+
+def test_many_ids_in_a_bucket_are_not_read_to_find_the_largest(bins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.data.store.SCANNED_TOKENS_MAX", 100)
+    with pytest.raises(DataError, match=r"5,000 ids in a bucket are not read .* name the vocabulary's size"):
+        _ = bins.open().vocabulary_size
+    assert bins.open(vocabulary_size=1000).vocabulary_size == 1000
+
+
+def test_a_bad_id_in_a_bucket_is_named_when_it_is_met(bins: Pair) -> None:
+    tokens = bins.open(vocabulary_size=500).parts[0].source
+    with pytest.raises(
+        DataError, match=r"token id \d+ at position \d+ of s3://bkt/corpus/0\.bin is beyond .* of 500 ids"
+    ):
+        tokens.read_many([0, 100, 200], 50)
+
+
+# The cache.
+
+
+def flip_bytes(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    for position in range(0, len(content), 7):
+        content[position] ^= 1 << position % 8
+    path.write_bytes(content)
+
+
+def flip_one_bit_a_slot(path: Path) -> None:
+    with path.open("r+b") as file:
+        for start in range(0, path.stat().st_size - 50, 42):
+            file.seek(start + start % 41)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 4]))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 3)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def fill_with_garbage(path: Path) -> None:
+    path.write_bytes(random.Random(0).randbytes(100_000))
+
+
+def shift(path: Path) -> None:
+    path.write_bytes(b"x" + path.read_bytes()[:-1])
+
+
+def swap_slots(path: Path) -> None:
+    content, slot = path.read_bytes(), 42
+    path.write_bytes(content[slot : 2 * slot] + content[:slot] + content[2 * slot :])
+
+
+def put_a_directory_there(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = [flip_bytes, flip_one_bit_a_slot, cut, empty, fill_with_garbage, shift, swap_slots, put_a_directory_there]
+
+
+def test_a_warm_cache_leaves_the_bucket_alone(pair: Pair) -> None:
+    settings = {"vocabulary_size": 100_000, "cache_bytes": 1 << 28, "sequence_length": 400}
+    cold = pair.open(**settings)
+    expected = cold.parts[0].source.read_many(pair.starts[:50], 9), cold.fingerprint
+    pair.driver.ranges.clear()
+    warm = pair.open(**settings)
+    np.testing.assert_array_equal(warm.parts[0].source.read_many(pair.starts[:50], 9), expected[0])
+    assert warm.fingerprint == expected[1]
+    assert pair.driver.bytes_fetched <= 2 * len(SIZES)  # a byte of each file of a corpus, that it may be read
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_cache_is_a_miss(bins: Pair, damage: Callable[[Path], None]) -> None:
+    bins.refuse_difference(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
+    damage(bins.cache / FILE)
+    bins.refuse_difference(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1, 41, 42, 100, 1000, 1 << 15, None])
+def test_a_cache_of_any_size_gives_the_same_rows_and_stays_within_it(bins: Pair, cache_bytes: int | None) -> None:
+    for sequence_length in (8, 8, 5):
+        local = load(bins.directory / bins.pattern, cache=bins.cache, sequence_length=sequence_length)
+        dataset = bins.open(vocabulary_size=1000, cache_bytes=cache_bytes, sequence_length=sequence_length)
+        np.testing.assert_array_equal(dataset.rows("train", 0, 30)["x"], local.rows("train", 0, 30)["x"])
+    if cache_bytes is not None:
+        assert not (bins.cache / FILE).exists() or (bins.cache / FILE).stat().st_size <= cache_bytes
+
+
+def test_the_cache_is_damaged_under_a_running_job(bins: Pair) -> None:
+    dataset = bins.open(vocabulary_size=1000, cache_bytes=1 << 14)
+    for damage in DAMAGES[:-1]:
+        bins.refuse_difference(dataset)
+        damage(bins.cache / FILE)
+    bins.refuse_difference(dataset)
+
+
+def test_processes_of_a_host_share_the_cache(bins: Pair) -> None:
+    """Several handles of one file, in threads, with slots that are raced for."""
+    datasets = [bins.open(vocabulary_size=1000, cache_bytes=2000) for _ in range(4)]
+    in_parallel([lambda dataset=dataset: bins.refuse_difference(dataset) for dataset in datasets])
+
+
+def test_a_cache_that_cannot_be_written_warns_once_and_stops_nothing(
+    bins: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = bins.open(vocabulary_size=1000, cache_bytes=1 << 20)
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    bins.refuse_difference(dataset)
+    assert caplog.text.count("No space left on device") == 1
+    assert "RUNNER_CACHE" in caplog.text
+
+
+def test_an_object_that_is_replaced_is_not_read_from_the_cache_of_the_one_before(bins: Pair) -> None:
+    bins.refuse_difference(bins.open(vocabulary_size=1000))
+    content = bins.driver.objects["corpus/3.bin"][0]
+    bins.driver.put("corpus/3.bin", content[::-1], None)
+    tokens = bins.open(vocabulary_size=1 << 16).parts[0].source
+    assert tokens.read(1705, NUM_TOKENS).tobytes() == content[::-1]
+
+
+# What is fetched.
+
+
+def test_no_more_is_fetched_than_the_rows_need(pair: Pair) -> None:
+    dataset = pair.open(vocabulary_size=100_000, cache_bytes=0)
+    pair.driver.ranges.clear()
+    count = pair.local.num_train_examples
+    dataset.parts[0].source.read_many(np.arange(count) * 8, 9)
+    assert pair.driver.bytes_fetched <= 1.2 * count * pair.row_bytes
+    pair.driver.ranges.clear()
+    dataset.parts[0].source.read_many(pair.starts, 9)
+    assert pair.driver.bytes_fetched <= 1.2 * len(pair.starts) * pair.row_bytes
+
+
+def test_rows_that_follow_each_other_are_one_request(bins: Pair) -> None:
+    dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
+    bins.driver.ranges.clear()
+    dataset.parts[0].source.read_many(np.arange(1000, 1600, 8), 9)
+    assert len(bins.driver.ranges) == 1
+
+
+def test_several_requests_are_under_way_at_a_time(bins: Pair) -> None:
+    dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
+    together = threading.Barrier(8)
+    bins.driver.before = lambda verb, key: together.wait(600) and None
+    assert dataset.parts[0].source.read_many(np.arange(8) * 100 + 1800, 9).shape == (8, 9)
+
+
+def test_a_check_before_a_save_is_one_listing(pair: Pair) -> None:
+    dataset = pair.open(vocabulary_size=100_000)
+    calls: list[str] = []
+    pair.driver.before = lambda verb, key: calls.append(verb)
+    dataset.check()
+    assert calls == ["list"]
+
+
+# What the bucket does.
+
+
+def fail_some(rate: float) -> Callable[[str, str], None]:
+    chance = random.Random(0)
+
+    def before(verb: str, key: str) -> None:
+        if chance.random() < rate:
+            raise TransientError("503 Slow Down")
+
+    return before
+
+
+def fail_the_first(number: int) -> Callable[[str, str], None]:
+    calls: list[str] = []
+
+    def before(verb: str, key: str) -> None:
+        calls.append(key)
+        if len(calls) <= number:
+            raise TransientError("connection refused")
+
+    return before
+
+
+@pytest.mark.parametrize("before", [lambda: fail_some(0.3), lambda: fail_the_first(100)], ids=["503", "cut off"])
+def test_a_bucket_in_trouble_delays_and_changes_nothing(
+    pair: Pair, before: Callable[[], Callable[[str, str], None]]
+) -> None:
+    pair.driver.before = before()
+    dataset = pair.open(vocabulary_size=100_000)
+    pair.driver.before = before()
+    pair.refuse_difference(dataset)
+    dataset.check()
+
+
+def test_a_bucket_that_is_gone_is_infrastructure(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = pair.open(vocabulary_size=100_000, cache_bytes=0)
+    monkeypatch.setattr("runner.storage.bucket.CALL_SECONDS", 0.01)
+    pair.driver.before = fail_some(1.0)
+    for act in (lambda: dataset.rows("train", 0, 4), dataset.check, pair.open):
+        with pytest.raises(StorageError, match=r"s3://bkt/corpus.*not within 0 s and \d+ tries") as caught:
+            act()
+        assert caught.value.exit_code == 76
+
+
+def replace(driver: CountingDriver, key: str) -> None:
+    driver.put(key, driver.get(key)[0][::-1], None)
+
+
+def rewrite(driver: CountingDriver, key: str) -> None:
+    driver.put(key, driver.get(key)[0], None)
+
+
+def delete(driver: CountingDriver, key: str) -> None:
+    driver.delete(key)
+
+
+@pytest.mark.parametrize("change", [replace, rewrite, delete], ids=lambda change: change.__name__)
+def test_an_object_that_changes_under_a_running_job_is_found(
+    bins: Pair, change: Callable[[CountingDriver, str], None]
+) -> None:
+    dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
+    change(bins.driver, "corpus/3.bin")
+    message = r"s3://bkt/corpus/3\.bin: changed or gone since the job started"
+    for act in (dataset.check, lambda: dataset.rows("train", 0, 100)):
+        with pytest.raises(DataError, match=message):
+            act()
+
+
+# Which objects are meant.
+
+OBJECTS = ["a.bin", "a.bin.bak", "ab.bin", "b/a.bin", "b/c/a.bin", "b/.hidden.bin", "b/x[1].bin", "b/x1.bin", "b/*.bin"]
+NAMES = {
+    "s3://bkt/corpus/a.bin": ["a.bin"],
+    "s3://bkt/corpus/*.bin": ["a.bin", "ab.bin"],
+    "s3://bkt/corpus/?.bin": ["a.bin"],
+    "s3://bkt/corpus/b/x[1].bin": ["b/x[1].bin"],
+    "s3://bkt/corpus/b/[x]1.bin": ["b/x1.bin"],
+    "s3://bkt/corpus/b/*.bin": ["b/*.bin"],
+    "s3://bkt/corpus/b/**/a.bin": ["b/a.bin", "b/c/a.bin"],
+    "s3://bkt/corpus/**/a.bin": ["a.bin", "b/a.bin", "b/c/a.bin"],
+    "s3://bkt/corpus/*/a.bin": ["b/a.bin"],
+    "s3://bkt/*/a.bin": ["a.bin"],
+    "s3://bkt/corpus/b/?*.bin": ["b/*.bin", "b/a.bin", "b/x1.bin", "b/x[1].bin"],
+}
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_glob_of_a_url_means_what_one_of_a_path_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
+) -> None:
+    for number, relative in enumerate(OBJECTS):
+        path = tmp_path / "corpus" / relative
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bin(path, np.full(64, number))
+    put_in_bucket(monkeypatch, tmp_path / "corpus")
+    source = name if where == "bucket" else name.replace("s3://bkt", str(tmp_path))
+    tokens = load(source, cache=tmp_path / "cache", vocabulary_size=99).parts[0].source
+    found = tokens.read(0, len(tokens))[::64].tolist()
+    assert sorted(OBJECTS[number] for number in found) == NAMES[name]
+
+
+REFUSED = {
+    "s3://bkt/corpus/c.bin": r"no object matches; did you mean s3://bkt/corpus/\w\.\w+\?",
+    "s3://bkt/corpus/*.npy": r"no object matches$",
+    "s3://bkt/corpus": r"no object matches; s3://bkt/corpus/ holds no index\.json: name its objects, as",
+    "s3://bkt/corpus/a.txt": r"is text in a bucket, .*; tokenise it first: experiments/tokenise\.py",
+    "s3://bkt/corpus/*": r"1 of 3 files are of a kind that is not read, the first is a\.jsonl",
+    "s3://bkt/corpus/a.[bt]*": r"matches 1 token files \(\.bin, \.npy\) and 1 text files; name one kind",
+    "s3://bkt/corpus/none/index.json": r"does not exist|no such|corpus/none/index\.json",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_url_that_names_nothing_to_train_on_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    driver = put_in_bucket(monkeypatch, tmp_path)
+    for key in ("a.txt", "a.bin", "a.jsonl"):
+        driver.put(f"corpus/{key}", b"text", ABSENT)
+    with pytest.raises(DataError, match=REFUSED[name]) as caught:
+        load(name, cache=tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["list", "get"])
+def test_no_permission_is_the_users_to_mend(bins: Pair, verb: str) -> None:
+    def before(asked: str, key: str) -> None:
+        if asked == verb:
+            raise DeniedError(f"{key}: 403")
+
+    bins.driver.before = before
+    with pytest.raises(DataError, match=r"403"):
+        bins.open(vocabulary_size=1000, cache_bytes=0)
+
+
+def test_the_size_of_the_cache_is_no_part_of_the_data(bins: Pair) -> None:
+    assert bins.open(cache_bytes=0).fingerprint == bins.open(cache_bytes=1 << 20).fingerprint
+    with pytest.raises(DataError, match=r"data\.cache_bytes=9: nothing reads it"):
+        load(bins.directory / "*.bin", cache=bins.cache, cache_bytes=9)
+
+
+# The three services.
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    with start_backend(request.param) as started:
+        lead(monkeypatch, started)
+        monkeypatch.setattr("runner.storage.retry.FIRST_WAIT_SECONDS", 0.001)
+        yield started
+
+
+def test_every_service_gives_the_same_rows_through_errors_and_tells_of_a_change(
+    backend: Backend, tmp_path: Path
+) -> None:
+    place = f"data/{backend.name}"
+    (tmp_path / "bin").mkdir()
+    write_some_bin(tmp_path / "bin")
+    write_corpus(tmp_path / "shards", random_shards(SIZES))
+    for path in tmp_path.rglob("*.*"):
+        backend.write(f"{place}/{path.relative_to(tmp_path).as_posix()}", path.read_bytes())
+    backend.proxy.faults = Faults(error_rate=0.3, cut_rate=0.1)
+    for source in ("bin/*.bin", "shards"):
+        local = load(tmp_path / source, cache=tmp_path / "local", vocabulary_size=1000)
+        there = load(backend.url(f"{place}/{source}"), cache=tmp_path / "cache", vocabulary_size=1000)
+        assert there.fingerprint == local.fingerprint
+        starts = np.random.default_rng(0).integers(0, NUM_TOKENS - 9, 60)
+        np.testing.assert_array_equal(
+            there.parts[0].source.read_many(starts, 9), local.parts[0].source.read_many(starts, 9)
+        )
+        there.check()
+    backend.proxy.faults = Faults()
+    backend.write(f"{place}/shards/00003.bin", (tmp_path / "shards" / "00003.bin").read_bytes()[::-1])
+    for act in (there.check, lambda: there.parts[0].source.read_many([1300], 100)):
+        with pytest.raises(DataError, match=r"00003\.bin: changed or gone since the job started"):
+            act()
+    is_third = f"/bkt/{place}/shards/00002.bin"
+    backend.proxy.faults = Faults(forbidden=True, matching=lambda method, path: path == is_third)
+    backend.write(f"{place}/shards/00003.bin", (tmp_path / "shards" / "00003.bin").read_bytes())
+    with pytest.raises(DataError, match=r"00002\.bin cannot be read: no permission"):
+        load(backend.url(f"{place}/shards"), cache=tmp_path / "none", cache_bytes=0)

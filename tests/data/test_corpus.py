@@ -1,0 +1,221 @@
+"""A corpus, on a disk and in a bucket: its documents, and every damage to each of its files."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.data import Source, check_vocabulary
+from runner.data.index import INDEX, CorpusIndex
+from runner.errors import DataError
+from runner.storage import digest_of
+from tests.data.buckets import URL, CountingDriver, put_in_bucket, random_shards, write_corpus
+from tests.data.corpus import load
+
+SIZES = [[40, 900, 1, 300], [], [5, 0], [0, 0, 1500, 0, 700], [0, 90, 1464]]
+NUM_TOKENS = 5000
+WHERE = ["disk", "bucket with digests", "bucket"]
+
+
+def open_at(where: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    """The corpus in `directory`, read there or from a bucket."""
+    if where == "disk":
+        return load(directory, cache=directory.parent / "cache").parts[0].source
+    driver = CountingDriver()
+    driver.reports_digests = where == "bucket with digests"
+    put_in_bucket(monkeypatch, directory, driver)
+    return load(URL, cache=directory.parent / "cache", cache_bytes=0).parts[0].source
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path / "corpus", random_shards(SIZES), vocabulary_size=1000)
+
+
+# Documents.
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_documents_end_where_they_were_written_to(corpus: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    tokens = open_at(where, corpus, monkeypatch)
+    ends = np.unique(np.cumsum([size for shard in SIZES for size in shard]))
+    ends = ends[ends > 0]
+    assert tokens.has_documents
+    assert ends[-1] == len(tokens) == NUM_TOKENS
+    edges = sorted({0, *ends.tolist(), *(ends - 1).tolist(), *(ends[:-1] + 1).tolist()})
+    for start in edges:
+        for stop in edges:
+            if start <= stop:
+                found = tokens.document_ends(start, stop)
+                assert found.dtype == np.int64
+                assert found.tolist() == ends[(ends > start) & (ends <= stop)].tolist()
+
+
+def test_the_ends_of_a_shard_are_read_once_and_only_when_they_are_asked_for(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = put_in_bucket(monkeypatch, corpus, CountingDriver())
+    tokens = load(URL, cache=corpus.parent / "cache", cache_bytes=0).parts[0].source
+    driver.ranges.clear()
+    tokens.read_many([0, 2000], 9)
+    assert {key.rpartition(".")[2] for key, _, _ in driver.ranges} == {"bin"}
+    driver.ranges.clear()
+    for _ in range(2):
+        tokens.document_ends(0, 1241)
+    assert driver.ranges == [("corpus/00000.ends", 0, 32)]
+
+
+def test_a_corpus_is_named_by_its_directory_or_by_its_index(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_bucket(monkeypatch, corpus)
+    fingerprints = {
+        load(name, cache=corpus.parent / "cache").fingerprint
+        for name in (corpus, f"{corpus}/", corpus / INDEX, URL, f"{URL}/", f"{URL}/{INDEX}")
+    }
+    assert len(fingerprints) == 1
+
+
+def test_its_vocabulary_is_that_of_its_tokenizer(corpus: Path) -> None:
+    dataset = load(corpus, cache=corpus.parent / "cache")
+    assert dataset.vocabulary_size == 1000
+    check_vocabulary(dataset, 1000)
+    message = r"its tokenizer has 1,000 ids \(the largest in the corpus is 99\d\), the model's vocabulary 999; use"
+    with pytest.raises(DataError, match=message):
+        check_vocabulary(dataset, 999)
+
+
+@pytest.mark.parametrize("key", ["dtype", "document_separator"])
+def test_keys_that_a_corpus_does_not_read_are_refused(corpus: Path, key: str) -> None:
+    value = {"dtype": "uint16", "document_separator": "nul"}[key]
+    with pytest.raises(DataError, match=rf"data\.{key}={value}: nothing reads it, .* names a corpus"):
+        load(corpus, cache=corpus.parent / "cache", **{key: value})
+
+
+# Damage. What is done to a file, and what is said of it at the start, or when all of it is read; None: nothing at all.
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(8))
+
+
+def fill(path: Path) -> None:
+    path.write_bytes(b"\xee" * len(path.read_bytes()))
+
+
+def reverse(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+WRONG = "by index.json it has"
+OTHER = "is not the file that index.json was written for: CRC-32C"
+DAMAGES = [
+    ("00003.bin", remove, "00003.bin is missing, index.json names it"),
+    ("00003.bin", empty, WRONG),
+    ("00003.bin", cut, WRONG),
+    ("00003.bin", lengthen, WRONG),
+    ("00003.bin", fill, OTHER),
+    ("00003.bin", reverse, OTHER),
+    ("00004.ends", remove, "00004.ends is missing, index.json names it"),
+    ("00004.ends", empty, WRONG),
+    ("00004.ends", cut, WRONG),
+    ("00004.ends", lengthen, WRONG),
+    ("00004.ends", fill, OTHER),
+    ("00004.ends", reverse, OTHER),
+    ("index.json", remove, "is a directory, and no corpus|holds no index.json"),
+    ("index.json", empty, "is no index of a corpus"),
+    ("index.json", cut, "is no index of a corpus"),
+    ("index.json", lengthen, "is no index of a corpus"),
+    ("index.json", fill, "is no index of a corpus"),
+    ("index.json", reverse, "is no index of a corpus"),
+]
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES, ids=lambda part: getattr(part, "__name__", None))
+def test_a_damaged_file_is_one_line_at_the_start_or_when_it_is_read(
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    name: str,
+    damage: Callable[[Path], None],
+    message: str,
+) -> None:
+    damage(corpus / name)
+
+    def use() -> None:
+        tokens = open_at(where, corpus, monkeypatch)
+        tokens.document_ends(0, NUM_TOKENS)
+        tokens.read_many([0, 1000, 2500], 1000)
+
+    if (name, damage, where) == ("00003.bin", reverse, "bucket"):
+        message = "beyond 99., the largest of the corpus by its index.json"
+    elif (name, damage, where) == ("00003.bin", fill, "bucket"):
+        message = "token id 61,166 at position 0 of s3://bkt/corpus/00003.bin is beyond 99."
+    with pytest.raises(DataError, match=message) as caught:
+        use()
+    assert "\n" not in str(caught.value)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("change", [fill, remove, cut], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", ["00003.bin", "00003.ends"])
+def test_a_shard_that_changes_under_a_running_job_is_found(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str, change: Callable[[Path], None]
+) -> None:
+    tokens = open_at(where, corpus, monkeypatch)
+    tokens.check()
+    change(corpus / name)
+    if where != "disk":
+        driver_of(tokens).delete(f"corpus/{name}")
+        if change is not remove:
+            driver_of(tokens).put(f"corpus/{name}", (corpus / name).read_bytes(), None)
+    act = tokens.check if name.endswith(".bin") else lambda: tokens.document_ends(0, NUM_TOKENS)
+    with pytest.raises(DataError, match=r"changed|cannot (be )?read") as caught:
+        act()
+    assert name in str(caught.value)
+
+
+def driver_of(tokens: Source) -> CountingDriver:
+    return tokens._store._driver
+
+
+def test_ends_that_fall_are_refused_though_their_index_knows_them(tmp_path: Path) -> None:
+    directory = write_corpus(tmp_path / "corpus", random_shards([[100, 200]]))
+    for ends in ([200, 100], [100, 299], [-1, 300]):
+        content = np.array(ends, "<i8").tobytes()
+        rewrite_ends(directory, content)
+        tokens = load(directory, cache=tmp_path).parts[0].source
+        with pytest.raises(DataError, match=r"00000\.ends: are no ends of documents"):
+            tokens.document_ends(0, 300)
+
+
+def rewrite_ends(directory: Path, content: bytes) -> None:
+    (directory / "00000.ends").write_bytes(content)
+    index = CorpusIndex.decode((directory / INDEX).read_bytes(), "")
+    shard = dataclasses.replace(index.shards[0], ends_crc32c=digest_of(content))
+    (directory / INDEX).write_bytes(dataclasses.replace(index, shards=(shard,)).encode())
+
+
+def test_the_start_does_not_grow_with_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.data.corpus.VERIFIED_BYTES_MAX", 0)
+    fetched = []
+    for size in (1000, 100_000):
+        directory = write_corpus(tmp_path / str(size), random_shards([[size]] * 4), vocabulary_size=1000)
+        driver = put_in_bucket(monkeypatch, directory, CountingDriver())
+        assert load(URL, cache=tmp_path / "cache", cache_bytes=0).num_train_tokens == int(4 * size * 0.8)
+        fetched.append(driver.bytes_fetched)
+    assert fetched == [8, 8]

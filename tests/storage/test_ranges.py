@@ -1,0 +1,119 @@
+"""Ranges of files, and listings that tell versions: on a disk, in a bucket in memory, and at the three services."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.storage import ABSENT, ChangedError, DeniedError, LocalStore, Store, open_store
+from runner.storage.retry import TransientError
+from tests.support.memory_bucket import MemoryDriver, memory_bucket
+from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
+
+CONTENT = bytes(range(256)) * 40
+RANGES = [(0, 1), (0, 10240), (255, 257), (5000, 9096), (10239, 10240)]
+
+
+@pytest.fixture(autouse=True)
+def _no_time_is_lost_between_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.storage.retry.FIRST_WAIT_SECONDS", 0.001)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    with start_backend(request.param) as started:
+        lead(monkeypatch, started)
+        yield started
+
+
+@pytest.fixture(params=["disk", "memory", *BACKENDS])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    if request.param in BACKENDS:
+        with start_backend(request.param) as started:
+            lead(monkeypatch, started)
+            yield open_store(started.url(f"ranges/{request.node.name}"))
+    else:
+        yield LocalStore(tmp_path / "corpus") if request.param == "disk" else memory_bucket()
+
+
+def test_a_listing_tells_names_sizes_and_versions(store: Store) -> None:
+    for name in ("a/x.bin", "a/y+ é.bin", "a/deep/x.bin", "ax", "b/x.bin"):
+        store.write(name, name.encode())
+    for start in ("", "a", "a/", "a/x", "a/deep/", "b/x.bin", "a/z"):
+        expected = [
+            name for name in ("a/deep/x.bin", "a/x.bin", "a/y+ é.bin", "ax", "b/x.bin") if name.startswith(start)
+        ]
+        listing = store.listing(start)
+        assert list(listing) == expected
+        assert all(found.size_bytes == len(name.encode()) for name, found in listing.items())
+        assert all(found.version == store.read_versioned(name)[1] for name, found in listing.items())
+        assert all(found.crc32c in (None, store.digest(name)) for name, found in listing.items())
+
+
+def test_a_range_is_these_bytes_and_no_others(store: Store) -> None:
+    store.write("deep/x.bin", CONTENT)
+    version = store.listing("deep/x.bin")["deep/x.bin"].version
+    for start, stop in RANGES:
+        assert store.read_range("deep/x.bin", start, stop, version) == CONTENT[start:stop]
+    assert store.read_range("deep/x.bin", 7, 7, version) == b""
+
+
+def test_a_range_of_a_file_that_was_replaced_or_is_gone_is_refused(store: Store) -> None:
+    store.write("x.bin", CONTENT)
+    version = store.listing("x.bin")["x.bin"].version
+    store.write("x.bin", CONTENT[::-1])
+    assert store.listing("x.bin")["x.bin"].version != version
+    with pytest.raises(ChangedError, match=r"x\.bin is no longer the (file|object) that it was"):
+        store.read_range("x.bin", 0, 10, version)
+    store.remove("x.bin")
+    with pytest.raises((ChangedError, FileNotFoundError)):
+        store.read_range("x.bin", 0, 10, version)
+    assert store.listing("") == {}
+
+
+def test_a_range_is_tried_again_through_errors_and_cut_answers(backend: Backend) -> None:
+    store = open_store(backend.url("ranges/trouble"))
+    store.write("x.bin", CONTENT)
+    version = store.listing("x.bin")["x.bin"].version
+    backend.proxy.faults = Faults(error_rate=0.3, cut_rate=0.3)
+    for start, stop in RANGES * 3:
+        assert store.read_range("x.bin", start, stop, version) == CONTENT[start:stop]
+    assert backend.proxy.fired["error"]
+    assert backend.proxy.fired["cut"]
+
+
+def test_a_range_that_may_not_be_read_says_so(backend: Backend) -> None:
+    store = open_store(backend.url("ranges/forbidden"))
+    store.write("x.bin", CONTENT)
+    version = store.listing("x.bin")["x.bin"].version
+    backend.proxy.faults = Faults(forbidden=True)
+    with pytest.raises(DeniedError):
+        store.read_range("x.bin", 0, 10, version)
+
+
+def test_a_file_on_a_disk_that_ends_early_is_refused(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.write("x.bin", CONTENT)
+    with pytest.raises(ChangedError, match=r"x\.bin ends at 10240 bytes, needs 10241"):
+        store.read_range("x.bin", 10000, 10241, store.listing("x.bin")["x.bin"].version)
+
+
+def test_a_bucket_that_is_down_for_a_while_delays_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MemoryDriver()
+    store = memory_bucket(driver)
+    store.write("x.bin", CONTENT)
+    version, calls = store.listing("x.bin")["x.bin"].version, []
+
+    def down(verb: str, key: str) -> None:
+        calls.append(verb)
+        if len(calls) < 4:
+            raise TransientError("503")
+
+    driver.before = down
+    assert store.read_range("x.bin", 3, 9, version) == CONTENT[3:9]
+    assert calls == ["get"] * 4
+    driver.before = lambda verb, key: down("", key) if calls.clear() is None else None
+    monkeypatch.setattr("runner.storage.bucket.CALL_SECONDS", 0.0)
+    with pytest.raises(TimeoutError, match=r"read mem://bucket/run/x\.bin: not within 0 s"):
+        store.read_range("x.bin", 3, 9, version)
+    assert store.read_range("x.bin", 3, 3, ABSENT) == b""
