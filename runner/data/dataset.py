@@ -60,11 +60,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Share:
-    """What a part gives to the first examples of a run."""
+    """What a part gives to the first examples of a run, and what all hosts together fetch for it, if none is cached."""
 
     name: str
     tokens: int
     epochs: float
+    bytes_fetched: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +127,14 @@ class Dataset:
     def shares(self, num_examples: int) -> list[Share]:
         """What each part gives to the first `num_examples` of the run."""
         counts = self._mixture.counts(num_examples)
+        T = self.sequence_length
         return [
-            Share(part.name, count * self.sequence_length, count / part.examples.num_examples)
+            Share(
+                part.name,
+                count * T,
+                count / part.examples.num_examples,
+                count * (T + 1) * part.source.bytes_fetched_per_token,
+            )
             for part, count in zip(self.parts, counts, strict=True)
         ]
 

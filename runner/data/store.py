@@ -119,6 +119,8 @@ class Tokens:
         self._bounds = np.array([0, *self._ends])
         dtypes = {part.dtype for part in self.parts}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
+        remote = [part.dtype.itemsize for part in self.parts if isinstance(part, ObjectTokens)]
+        self.bytes_fetched_per_token = max(remote, default=0)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -6,6 +6,7 @@ The map, in layers; a module imports only from those above it.
 - `figure`    one number with its unit and basis; a table for people, JSON for scripts
 - `machine`   the devices of a topology: libtpu's own, or CPU devices that stand in for them
 - `checks`    everything that can be wrong, found and listed at once
+- `data_check` the data: reached, counted against the run, its first batch read
 - `estimate`  arithmetic on the chips' peak figures: rooflines, traffic
 - `program`   the compiled steps' own figures: memory, collectives
 - `report`    the sections of a plan

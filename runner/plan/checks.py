@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.checkpoint.manifest import newest_manifest
-from runner.data import Dataset, check_vocabulary
 from runner.errors import RunnerError
 from runner.job import RestoreableJob
-from runner.periodic import tokens_at
 from runner.plan.figure import Section
 from runner.spec import Document, ExecutionSpec, load_job_class, validate_config, validate_spec
-from runner.train.design import Design
 from runner.trainer import BaseTrainer
 
 
@@ -55,42 +52,6 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
             job.design.refuse_unread_keys()
         return job
     return None
-
-
-@dataclass(frozen=True)
-class DataCheck:
-    """What is known of the data of a job after looking for them."""
-
-    section: Section
-    is_found: bool
-    is_vocabulary_known: bool
-
-
-def check_data(design: Design, total_steps: int, findings: Findings) -> DataCheck:
-    """Load the data, as the job would: its tokens against the budget of `total_steps`."""
-    section = Section("data")
-    found: Dataset | None = None
-    with findings.collect():
-        found = design.dataset
-    if found is None:
-        return DataCheck(section, False, design.names_vocabulary)
-    is_vocabulary_known = False
-    with findings.collect():
-        check_vocabulary(found, design.vocabulary_size)
-        is_vocabulary_known = True
-    section.add("source", design.config.data.source, "text", "counted")
-    section.add("fingerprint", found.fingerprint, "text", "counted")
-    section.add("training windows", found.num_train_examples, "", "counted", "of sequence_length tokens")
-    section.add("validation windows", found.num_validation_examples, "", "counted")
-    tokens = found.num_train_examples * design.config.data.sequence_length
-    budget = tokens_at(total_steps, design.config.tokens_per_step)
-    section.add("training tokens", tokens, "", "counted")
-    section.add("epochs", budget / tokens, "", "counted", f"{budget:,} tokens of the run")
-    if len(found.parts) > 1:
-        for share in found.shares(total_steps * design.config.train.global_batch_examples):
-            section.add(f"tokens of {share.name}", share.tokens, "", "counted", "over the run")
-            section.add(f"epochs of {share.name}", share.epochs, "", "counted")
-    return DataCheck(section, True, is_vocabulary_known)
 
 
 def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) -> Section:

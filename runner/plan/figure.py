@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 # counted: arithmetic on the spec, the shapes and the data. compiled: by the compiled program's own figures.
-# assumed: rests on a maker's peak figure, or on what the note says.
-Basis = Literal["counted", "compiled", "assumed"]
+# assumed: rests on a maker's peak figure, or on what the note says. measured: done here, and timed.
+Basis = Literal["counted", "compiled", "assumed", "measured"]
 Unit = Literal["", "bytes", "seconds", "FLOP", "share", "text"]
 
 _SCALES: dict[str, tuple[tuple[float, str], ...]] = {

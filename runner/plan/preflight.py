@@ -15,6 +15,7 @@ from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.plan import checks, report
 from runner.plan.checks import Findings
+from runner.plan.data_check import check_data
 from runner.plan.figure import Section, amount, as_json, as_lines
 from runner.plan.hlo import largest_arrays
 from runner.plan.machine import Machine, open_machine
@@ -77,7 +78,8 @@ def _open_machine(document: Document, findings: Findings) -> Machine | None:
 def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) -> list[Section]:
     sections = [] if machine is None else [report.job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
-        data = checks.check_data(job.design, job.total_steps, findings)
+        num_hosts = 1 if machine is None else machine.num_hosts
+        data = check_data(job.design, job.total_steps, findings, num_hosts)
         sections += [data.section, checks.check_directory(job, data.is_found, findings)]
         mesh: Mesh | None = None
         if machine is not None:

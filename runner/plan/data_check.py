@@ -1,0 +1,63 @@
+"""The data of a job, looked for as the job would: each source reached, its tokens against what the run takes of it."""
+
+import time
+from dataclasses import dataclass
+
+from runner.data import Dataset, check_vocabulary
+from runner.plan.checks import Findings
+from runner.plan.figure import Section
+from runner.train.design import Design
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """What is known of the data of a job after looking for them."""
+
+    section: Section
+    is_found: bool
+    is_vocabulary_known: bool
+
+
+def check_data(design: Design, total_steps: int, findings: Findings, num_hosts: int = 1) -> DataCheck:
+    """Load the data, as each of `num_hosts` would: its tokens against the budget of `total_steps`, its first batch."""
+    section = Section("data")
+    found: Dataset | None = None
+    began = time.perf_counter()
+    with findings.collect():
+        found = design.dataset
+    if found is None:
+        return DataCheck(section, False, design.names_vocabulary)
+    is_vocabulary_known = is_read = False
+    with findings.collect():
+        check_vocabulary(found, design.vocabulary_size)
+        is_vocabulary_known = True
+    batch = design.config.train.global_batch_examples
+    with findings.collect():
+        found.rows("train", 0, -(-batch // num_hosts))
+        is_read = True
+    seconds = time.perf_counter() - began
+    _describe(section, found, total_steps * batch)
+    if is_read:
+        section.add("first batch", seconds, "seconds", "measured", "the data opened and a host's part read, from here")
+    return DataCheck(section, is_read, is_vocabulary_known)
+
+
+def _describe(section: Section, found: Dataset, num_examples: int) -> None:
+    """What each source holds, and what it gives to the run."""
+    section.add("fingerprint", found.fingerprint, "text", "counted")
+    shares = found.shares(num_examples)
+    for part, share in zip(found.parts, shares, strict=True):
+        of = f" of {part.name}" if len(shares) > 1 else ""
+        section.add(f"source{of}", part.label.partition("=")[2], "text", "counted", "reached")
+        section.add(f"training examples{of}", part.examples.num_examples, "", "counted", "of sequence_length tokens")
+        section.add(f"training tokens{of}", part.num_tokens, "", "counted")
+        section.add(f"epochs{of}", share.epochs, "", "counted", f"{share.tokens:,} tokens of the run")
+    for name, examples in found.validation.items():
+        section.add(
+            f"{name} examples" if name == "validation" else f"validation examples of {name}",
+            examples.num_examples,
+            "",
+            "counted",
+        )
+    if fetched := sum(share.bytes_fetched for share in shares):
+        section.add("fetched from buckets", fetched, "bytes", "counted", "by all hosts together, if none is cached")

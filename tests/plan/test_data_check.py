@@ -1,0 +1,70 @@
+"""What a plan says of the data: each source reached, and its tokens against what the run takes of it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.plan.checks import Findings
+from runner.plan.data_check import DataCheck, check_data
+from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
+from tests.data.corpus import write_bin
+from tests.support.tiny import gpt
+
+
+def check(tmp_path: Path, findings: Findings | None = None, num_hosts: int = 1, **data: Any) -> DataCheck:
+    job = gpt(
+        tmp_path / "run",
+        **{"config.data": {"sequence_length": 16, **data}, "config.model.vocabulary_size": 4096},
+    )
+    return check_data(job.design, job.total_steps, findings or Findings(), num_hosts)
+
+
+def figures(found: DataCheck) -> dict[str, Any]:
+    return {figure.name: figure.value for figure in found.section.figures}
+
+
+def mixture(tmp_path: Path, **changes: Any) -> list[dict[str, Any]]:
+    sizes = {"web": 4000, "code": 1000}
+    paths = {name: write_bin(tmp_path / f"{name}.bin", np.arange(size) % 4000) for name, size in sizes.items()}
+    return [
+        {"name": "web", "source": str(paths["web"]), "weight": 3},
+        {"name": "code", "source": str(paths["code"]), "weight": 1, **changes},
+    ]
+
+
+def test_each_source_of_a_mixture_is_told_with_its_epochs(tmp_path: Path) -> None:
+    found = figures(check(tmp_path, mixture=mixture(tmp_path), validation={"other": str(tmp_path / "web.bin")}))
+    assert found["source of web"] == str(tmp_path / "web.bin")
+    assert (found["training tokens of web"], found["training tokens of code"]) == (3800, 950)
+    examples = 8 * 16
+    assert found["epochs of web"] == pytest.approx(examples * 0.75 / (3799 // 16))
+    assert found["epochs of code"] == pytest.approx(examples * 0.25 / (949 // 16))
+    assert found["validation examples of other"] == 3999 // 16
+    assert found["first batch"] > 0
+
+
+def test_a_source_that_is_taken_too_often_would_not_run(tmp_path: Path) -> None:
+    findings = Findings()
+    found = check(tmp_path, findings, mixture=mixture(tmp_path, max_epochs=0.5))
+    assert not found.is_found
+    (problem,) = findings.problems
+    assert "data.mixture.code=" in problem
+    assert "max_epochs=0.5" in problem
+
+
+def test_of_a_bucket_it_is_told_what_the_run_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
+    driver = put_in_bucket(monkeypatch, write_corpus(tmp_path / "corpus", random_shards([[500] * 20])))
+    found = check(tmp_path, num_hosts=4, source=URL)
+    assert figures(found)["fetched from buckets"] == 8 * 16 * 17 * 2
+    before = driver.bytes_fetched
+    check(tmp_path, num_hosts=4, source=URL)
+    assert driver.bytes_fetched - before < 1000, "a first batch is read as the job would: from the cache the next time"
+
+
+def test_a_source_that_cannot_be_reached_would_not_run(tmp_path: Path) -> None:
+    findings = Findings()
+    assert not check(tmp_path, findings, source=str(tmp_path / "nowhere.bin")).is_found
+    assert len(findings.problems) == 1
