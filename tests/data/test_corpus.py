@@ -194,8 +194,8 @@ def driver_of(tokens: Source) -> CountingDriver:
 
 
 def test_ends_that_fall_are_refused_though_their_index_knows_them(tmp_path: Path) -> None:
-    directory = write_corpus(tmp_path / "corpus", random_shards([[100, 200]]))
-    for ends in ([200, 100], [100, 299], [-1, 300]):
+    directory = write_corpus(tmp_path / "corpus", random_shards([[100, 100, 100]]))
+    for ends in ([200, 100, 300], [100, 200, 299], [-1, 200, 300]):
         content = np.array(ends, "<i8").tobytes()
         rewrite_ends(directory, content)
         tokens = load(directory, cache=tmp_path)._tokens
