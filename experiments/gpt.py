@@ -27,6 +27,7 @@ from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, TrainerConfig
 from runner.spec import Auto
 from runner.train.blueprint import Blueprint
+from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, transformer_flops
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from runner.train.step import Batch
@@ -109,7 +110,9 @@ class Block(nn.Module):
     compute_dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, examples_B: jax.Array) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x_BxTxD: jax.Array, examples_B: jax.Array, segments_BxT: jax.Array | None
+    ) -> tuple[jax.Array, None]:
         B, T, D = x_BxTxD.shape
         N, H = self.config.heads, D // self.config.heads
         residual_stddev = INIT_STDDEV / math.sqrt(2 * self.config.layers)
@@ -124,7 +127,7 @@ class Block(nn.Module):
             )
             for name in ("query", "key", "value")
         )
-        a_BTxD = causal_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH).reshape(B * T, D)
+        a_BTxD = causal_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, segments_BxT).reshape(B * T, D)
         a_BTxD = self._dense("attention_out", D, ("heads", "embed"), residual_stddev)(a_BTxD)
         x_BxTxD += dropout(a_BTxD.reshape(B, T, D))
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
@@ -163,13 +166,17 @@ class GPT(nn.Module):
         examples_B: jax.Array | None = None,
         targets: tuple[jax.Array, jax.Array] | None = None,
         *,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
         deterministic: bool,
     ) -> jax.Array:
         """Return logits (B, T, V) of the next token, in `compute_dtype`; needs a "dropout" key unless deterministic.
 
-        With `targets`, (y_BxT, mask_BxT), it is the summed cross entropy that is returned, for which not all logits
+        With `targets`, (y_BxT, weight_BxT), it is the summed cross entropy that is returned, for which not all logits
         need ever exist (`memory.loss_chunk_positions`). `examples_B` says where in the step each example stands;
-        dropout depends on that and not on the split.
+        dropout depends on that and not on the split. `segments` and `positions` (B, T) are those of rows that hold
+        several documents: attention stays within a segment (see `experiments.attention`), and a token has the
+        position embedding of its place in its document; without them, of its place in the row.
         """
         B, T = tokens_BxT.shape
         examples_B = jnp.arange(B) if examples_B is None else examples_B
@@ -185,7 +192,7 @@ class GPT(nn.Module):
         # where it is needed cut by batch, and the partitioner bridges that by gathering the whole batch.
         embedding_VxD = nn.with_logical_constraint(embedding_VxD, ("vocab", "embed_act"))
         positions_TxD = nn.with_logical_constraint(positions_TxD, ("sequence", "embed_act"))
-        x_BxTxD = embedding_VxD[tokens_BxT] + positions_TxD[:T]
+        x_BxTxD = embedding_VxD[tokens_BxT] + (positions_TxD[:T] if positions is None else positions_TxD[positions])
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
         x_BxTxD = Dropout(self.config.dropout, deterministic)(x_BxTxD, examples_B)
         blocks = nn.scan(
@@ -197,7 +204,7 @@ class GPT(nn.Module):
             unroll=1 if self.config.layer_loop == "scan" else self.config.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(self.config, deterministic, self.param_dtype, self.compute_dtype, name="blocks")
-        x_BxTxD, _ = blocks(x_BxTxD, examples_B)
+        x_BxTxD, _ = blocks(x_BxTxD, examples_B, segments)
         x_BxTxD = make_layer_norm("final_norm", self.param_dtype, self.compute_dtype)(x_BxTxD)
 
         if targets is None:
@@ -268,7 +275,10 @@ class PretrainGPT(BaseTrainer):
         )
 
     def flops_per_token(self, blueprint: Blueprint) -> Flops:
-        """By formula: causal attention as half of its square, whose scores every fused form computes again."""
+        """By formula: causal attention as half of its square, whose scores every fused form computes again.
+
+        Of rows that hold several documents that is an upper bound: within a row no form leaves out other documents.
+        """
         model, memory = self.config.model, self.config.memory
         return transformer_flops(
             layers=model.layers,
@@ -309,8 +319,14 @@ class PretrainGPT(BaseTrainer):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Summed cross entropy, with each example's own dropout."""
         rngs = None if key is None else {"dropout": key}
-        targets = batch["y"], batch["padding_mask"]
+        targets = batch["y"], target_weights(batch)
         loss_sum = apply_fn(
-            {"params": params}, batch["x"], batch["example"], targets, deterministic=key is None, rngs=rngs
+            {"params": params},
+            batch["x"],
+            batch["example"],
+            targets,
+            **document_arguments(apply_fn, batch),
+            deterministic=key is None,
+            rngs=rngs,
         )
         return loss_sum, {}

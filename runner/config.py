@@ -4,12 +4,24 @@ Owns their keys, defaults and the arithmetic between them. Knows no device: how 
 topology. An experiment subclasses `ModelConfig` and writes `Config = TrainerConfig[GPTConfig]`.
 """
 
+import re
 from bisect import bisect
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from runner.spec import Auto, Frozen, JobConfig
+
+DEFAULT_SOURCE = "python-stdlib"
+SOURCE_NAME = r"^[A-Za-z0-9_-]+$"  # of a source or a validation set: it becomes a part of the keys of rows
 
 
 class ModelConfig(Frozen):
@@ -19,11 +31,10 @@ class ModelConfig(Frozen):
 ModelConfigType = TypeVar("ModelConfigType", bound=ModelConfig)
 
 
-class DataConfig(Frozen):
-    """The tokens to train on."""
+class TokenSource(Frozen):
+    """Where tokens come from."""
 
     source: str = Field(
-        default="python-stdlib",
         min_length=1,
         description="python-stdlib (Python's own library, on every machine), a path or glob of text or token files, a "
         "gs://, s3:// or az:// URL or glob of token files, the directory or URL of a corpus (with its index.json), or "
@@ -36,6 +47,27 @@ class DataConfig(Frozen):
         default=None,
         description="Type of the ids in .bin files, little-endian; null: uint16, and wider ones are refused.",
     )
+
+
+class MixtureSource(TokenSource):
+    """One of several sources that training draws from."""
+
+    name: str = Field(pattern=SOURCE_NAME, description="Its name in rows and messages.")
+    weight: PositiveFloat = Field(
+        default=1.0, description="Its part of the examples, beside those of the others; they need not add up to 1."
+    )
+    max_epochs: PositiveFloat | None = Field(
+        default=None, description="A run that would read it more often is refused; null: as often as it takes."
+    )
+
+
+class DataConfig(TokenSource):
+    """The tokens to train on."""
+
+    source: str = Field(
+        default=DEFAULT_SOURCE, min_length=1, description=TokenSource.model_fields["source"].description
+    )
+    mixture: list[MixtureSource] = Field(default=[], description="Several sources instead of one.")
     tokenizer: Literal["bytes", "characters"] = Field(
         default="bytes", description="How text becomes tokens; token files have theirs."
     )
@@ -44,14 +76,60 @@ class DataConfig(Frozen):
         description="Between two text files: nothing, so that one runs into the next, a line's end, or a zero byte.",
     )
     sequence_length: PositiveInt = Field(description="Tokens in one example.")
-    validation_fraction: float = Field(
-        default=0.05, ge=0, lt=1, description="Share of the tokens kept out of training."
+    packing: Literal["concatenate", "documents", "pad"] = Field(
+        default="concatenate",
+        description="What an example holds: a run of tokens, whatever documents it cuts; whole documents, of which "
+        "none sees another, long ones cut; or one document, and padding.",
     )
+    validation_fraction: float = Field(
+        default=0.05, ge=0, lt=1, description="Share of the tokens of each source kept out of training, at its end."
+    )
+    validation: dict[str, TokenSource] = Field(
+        default={}, description="Further validation sets by name, each a source that is read in order."
+    )
+
     cache_bytes: NonNegativeInt | None = Field(
         default=None,
         description="Most that a host keeps of a bucket's tokens on its disk, in RUNNER_CACHE; null: a quarter of what "
         "is free, 0: nothing.",
     )
+
+    @property
+    def sources(self) -> list[MixtureSource]:
+        """What training draws from; the only source has the name of its split."""
+        if self.mixture:
+            return self.mixture
+        return [MixtureSource(name="train", source=self.source, options=self.options, dtype=self.dtype)]
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _a_source_alone(cls, sets: Any) -> Any:
+        """A set may be named by its source alone."""
+        if not isinstance(sets, dict):
+            return sets
+        return {name: {"source": given} if isinstance(given, str) else given for name, given in sets.items()}
+
+    @model_validator(mode="after")
+    def _names_and_kinds_fit(self) -> "DataConfig":
+        names = [source.name for source in self.mixture]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"mixture names {twice[0]} twice; give each source a name of its own")
+        own = {*names, "train", "validation"}
+        for name in self.validation:
+            if name in own or not re.fullmatch(SOURCE_NAME, name):
+                raise ValueError(
+                    f"validation has a set named {name!r}; needs letters, digits, _ or -, and not train, validation or "
+                    "the name of a source of the mixture"
+                )
+        if reserved := {"train", "validation"} & {*names}:
+            raise ValueError(f"mixture has a source named {min(reserved)}, which a split is called; use another name")
+        fields = type(self).model_fields
+        given = [key for key in TokenSource.model_fields if getattr(self, key) != fields[key].default]
+        if self.mixture and given:
+            raise ValueError(f"got both {given[0]} and mixture; name each source in the mixture alone")
+        if self.tokenizer == "characters" and (self.mixture or self.validation):
+            raise ValueError("tokenizer=characters gives every source its own ids; with several sources use bytes")
+        return self
 
 
 class OptimizerConfig(Frozen):
@@ -202,8 +280,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Evaluation, the micro-batch split and what is kept; the total too where the learning rate is constant."""
-        free = {"eval", "memory", "train.micro_batch_examples", "data.cache_bytes"}
+        """Evaluation and its sets, micro-batches, what is kept; the total too where the learning rate is constant."""
+        free = {"eval", "memory", "train.micro_batch_examples", "data.validation", "data.cache_bytes"}
         if self.schedule.name == "constant":
             free |= {"train.total_steps", "train.total_tokens"}
         return frozenset(free)

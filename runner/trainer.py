@@ -8,7 +8,7 @@ since each job has a class of its own that holds it.
 """
 
 import functools
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -26,6 +26,7 @@ from runner.train import step as pure
 from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE, CompiledStep
 from runner.train.design import Design
+from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
@@ -34,7 +35,7 @@ from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.optimizer import SPEC
 from runner.train.report import Evaluator, Report
 from runner.train.same_data import refuse_changed_data, refuse_different_data
-from runner.train.validation import Validation
+from runner.train.validation import Validation, ValidationSet
 
 
 class BaseTrainer(RestoreableJob):
@@ -69,7 +70,11 @@ class BaseTrainer(RestoreableJob):
     # What an experiment says.
 
     def model(self) -> nn.Module:
-        """The flax module; called as `module(x_BxT, deterministic=...)`, it returns logits (B, T, V)."""
+        """The flax module; called as `module(x_BxT, deterministic=...)`, it returns logits (B, T, V).
+
+        Where rows hold several documents it is called with `segments=` and `positions=` (B, T) too, and refused if it
+        does not take them: a position attends to those of its own segment alone.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -78,13 +83,15 @@ class BaseTrainer(RestoreableJob):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Loss summed over the real target tokens of a micro-batch, and meta. No key: deterministic. Pure.
 
-        `batch` holds `x`, `y` and `padding_mask` (B, T), and `example` (B): the place of each example in the step. What
-        is random should depend on that and the step's `key`; this default draws by micro-batch. A forward that masks
-        targets itself returns as meta `token_count` how many it has counted.
+        `batch` holds `x`, `y` and `padding_mask` (B, T), what else the data declares (see `runner.train.fields`; what
+        is not read is refused), and `example` (B): the place of each example in the step. What is random should depend
+        on that and the step's `key`; this default draws by micro-batch. A forward that masks targets itself returns as
+        meta `token_count` how many it has counted.
         """
         rngs = None if key is None else {"dropout": jax.random.fold_in(key, batch["example"][0])}
-        logits_BxTxV = apply_fn({"params": params}, batch["x"], deterministic=key is None, rngs=rngs)
-        loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], batch["padding_mask"])
+        documents = document_arguments(apply_fn, batch)
+        logits_BxTxV = apply_fn({"params": params}, batch["x"], **documents, deterministic=key is None, rngs=rngs)
+        loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], target_weights(batch))
         return loss_sum, {}
 
     @classmethod
@@ -98,8 +105,8 @@ class BaseTrainer(RestoreableJob):
         return SPEC
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
-        """What evaluates the weights: by default the loss on the validation split, if there is one. Called once."""
-        return self.validation if self.dataset.num_validation_windows else None
+        """What evaluates the weights: by default the loss on the validation sets, if there are any. Called once."""
+        return self.validation if self.dataset.validation else None
 
     def flops_per_token(self, blueprint: Blueprint) -> Flops:
         """FLOPs of a train step for one token, counted in the traced `forward`; replace it where there is a formula.
@@ -132,8 +139,11 @@ class BaseTrainer(RestoreableJob):
         """(loss_sum, token_count, last_meta) over (S, B, T). Pure; of `state` it may read step and params."""
         return pure.val_step(cls.forward, state, batch)
 
-    def batch(self, slice: Literal["train", "validation"] = "train", step: int | None = None) -> pure.Batch:
-        """The global (S, B, T) batch after `step` completed steps, by default this job's: `x`, `y`, `padding_mask`."""
+    def batch(self, slice: str = "train", step: int | None = None) -> pure.Batch:
+        """The global (S, B, T) batch after `step` completed steps, by default this job's: see `batch_fields`.
+
+        `slice` is `train` or the name of a validation set. Raises ValueError for any other.
+        """
         layout = self.compiled.layout
         return global_batch(
             self.dataset,
@@ -178,17 +188,28 @@ class BaseTrainer(RestoreableJob):
         evaluators = [] if found is None else found if isinstance(found, list) else [found]
         mfu = mfu_of_a_token_per_second(self.flops_per_token, self.blueprint)
         compile_validation = self.validation.begin_to_compile if self.validation in evaluators else lambda: None
-        return Report(self.attempt, self.resolved_spec(), self.config, evaluators, mfu, compile_validation)
+        return Report(
+            self.attempt,
+            self.resolved_spec(),
+            self.config,
+            evaluators,
+            mfu,
+            lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),
+            compile_validation,
+        )
 
     @functools.cached_property
     def validation(self) -> Validation:
-        """The loss on the validation split: on `eval.batches` batches, or fewer if they hold all of it."""
-        whole = -(-self.dataset.num_validation_windows // self.config.train.global_batch_examples)
+        """The loss on each validation set: on `eval.batches` batches, or fewer if they hold all of it."""
+        batch_examples, most = self.config.train.global_batch_examples, self.config.eval.batches
+        sets = [
+            ValidationSet(name, min(most, -(-held.num_examples // batch_examples)), functools.partial(self.batch, name))
+            for name, held in self.dataset.validation.items()
+        ]
         return Validation(
             self.blueprint.abstract_state,
             lambda abstract: self.blueprint.compile_val(self.val_step, abstract, self.compiled.layout),
-            lambda index: self.batch("validation", index),
-            min(self.config.eval.batches, whole),
+            sets,
             self.attempt.stop.poll,
         )
 

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import os
+import shlex
 import shutil
 from typing import Any, ClassVar
 
@@ -21,11 +22,11 @@ from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
 from runner.config import TrainerConfig
-from runner.data import store
+from runner.data import is_available, load_dataset, store
 from runner.errors import DataError, DivergedError, InvalidError, PreemptedError, SpecError, StateError
 from runner.hosts.agreement import Hosts
 from runner.plan.checks import Findings, open_job
-from runner.spec import hash_of, parse_document, read_spec, validate_spec
+from runner.spec import hash_of, parse_document, read_spec, validate_config, validate_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
 from runner.train.hint import options_for_here
 from tests.support.tiny import (
@@ -661,6 +662,25 @@ def test_a_shorter_sequence_is_offered_with_chunks_of_the_loss_that_divide_it(tm
     options = options_for_here(job.spec, job.topology, job.config, 8)
     assert "config.data.sequence_length=128" in options
     assert ("config.memory.loss_chunk_positions=null" in options) == is_dropped
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"source": "/nowhere/*.bin"},
+        {"source": "/nowhere/*.bin", "dtype": "uint32"},
+        {"mixture": [{"name": "a", "source": "/nowhere/a.txt"}, {"name": "b", "source": "python-stdlib"}]},
+        {"source": "python-stdlib", "validation": {"other": "/nowhere/b.txt"}},
+    ],
+    ids=["source", "dtype", "mixture", "validation"],
+)
+def test_where_the_data_is_missing_what_is_offered_trains_on_what_is_here(tmp_path, data):
+    job = gpt(tmp_path / "run", **{"config.data": {"sequence_length": 16, **data}})
+    options = [shlex.split(option)[0] for option in options_for_here(job.spec, job.topology, job.config, 8)]
+    text = yaml.safe_dump(job.spec.model_dump(mode="json"))
+    offered = validate_config(parse_document(text, "spec.yaml", options), PretrainGPT.Config).data
+    assert all(is_available(named.source) for named in (*offered.sources, *offered.validation.values()))
+    load_dataset(offered, seed=0, cache_directory=tmp_path)
 
 
 def test_a_spec_of_a_trainer_is_made_whole_from_its_defaults(tmp_path):

@@ -11,7 +11,10 @@
 - `store`      token arrays, files and objects, read as one sequence
 - `corpus`     shards with an index, and their documents
 - `text`       text files -> cached tokens
-- `window`     the split into train and validation, and the shuffled order of the windows
+- `opening`    from the keys of a spec to a `Source`
+- `window`     the split into train and validation, and the shuffled order of examples
+- `packing`    tokens -> examples: runs of them, or whole documents
+- `mixture`    which source each example comes from
 - `dataset`    `load_dataset` and the rows of an example range
 - `batch`      rows -> the sharded arrays of one step
 - `prefetch`   the same batches, made ahead on a thread
@@ -24,7 +27,8 @@ Importing it imports jax and grain (half a second and more): do that when a job 
 """
 
 from runner.data.batch import global_batch
-from runner.data.dataset import Dataset, Rows, batch_fields, check_vocabulary, load_dataset
+from runner.data.dataset import Dataset, batch_fields, check_vocabulary, load_dataset
+from runner.data.packing import Rows
 from runner.data.prefetch import Prefetcher
 from runner.data.protocol import Source
 from runner.data.source import is_available

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from runner.data.dataset import Dataset, Rows, SplitName
+from runner.data.dataset import Dataset
+from runner.data.packing import Rows
 
 
 def global_batch(
-    dataset: Dataset, split: SplitName, step: int, *, accumulate_steps: int, micro_batch: int, sharding: Sharding
+    dataset: Dataset, split: str, step: int, *, accumulate_steps: int, micro_batch: int, sharding: Sharding
 ) -> dict[str, jax.Array]:
     """Return the data set's fields, each (S, B, T), of the step that follows `step` completed ones.
 
@@ -22,7 +23,7 @@ def global_batch(
     replicate a row, and the arrays of a batch, share the read. `sharding` is that of all of them. Raises ValueError if
     there is no such split.
     """
-    dataset.split(split)
+    dataset.refuse_split(split)
     S, B, T = accumulate_steps, micro_batch, dataset.sequence_length
     first = step * S * B
 

@@ -22,7 +22,7 @@ from typing import Any
 from runner.data.source import BucketFile, SourceFile
 from runner.storage import JsonObject
 
-FORMAT = 1  # raise it when the meaning of a record or of a tokenizer changes
+FORMAT = 2  # raise it when the meaning of a record or of a tokenizer changes
 
 logger = logging.getLogger(__name__)
 

@@ -85,12 +85,22 @@ class Corpus(Tokens, Source):
         place = first_bad(found.ravel(), self._largest_id + 1)
         if place is not None:
             row, column = divmod(place, length)
-            where = self.describe_position(int(starts[row]) + column)
-            raise DataError(
-                f"token id {found[row, column]:,} at {where} is beyond {self._largest_id:,}, the largest of the "
-                f"corpus by its {INDEX}: the shard is not the one that this was written for"
-            )
+            raise self._beyond(int(found[row, column]), int(starts[row]) + column)
         return found
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """See `Source`, and `read_many`."""
+        found = super().read_ranges(ranges)
+        for (start, _), ids in zip(ranges, found, strict=True):
+            if (place := first_bad(ids, self._largest_id + 1)) is not None:
+                raise self._beyond(int(ids[place]), start + place)
+        return found
+
+    def _beyond(self, token: int, position: int) -> DataError:
+        return DataError(
+            f"token id {token:,} at {self.describe_position(position)} is beyond {self._largest_id:,}, the largest of "
+            f"the corpus by its {INDEX}: the shard is not the one that this was written for"
+        )
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
         """See `Source`. The ends of a shard are read whole when one of them is first asked for."""

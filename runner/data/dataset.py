@@ -1,112 +1,186 @@
 """A data set as the trainer sees it: examples by number. Knows no devices, steps or micro-batches."""
 
 import hashlib
-import inspect
 import json
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from runner.data.corpus import open_corpus
-from runner.data.protocol import Checked, Source
-from runner.data.range_cache import CacheSettings
-from runner.data.source import BucketFiles, find_corpus, find_source, is_class
-from runner.data.store import open_token_files
-from runner.data.text import Text, load_text
+from runner.data.mixture import Mixture
+from runner.data.opening import load_own, open_source
+from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, Rows
+from runner.data.protocol import Source
+from runner.data.source import is_class
+from runner.data.text import Text
 from runner.data.tokenizer import Tokenizer
-from runner.data.window import Split, make_order, probe_order, split_tokens
-from runner.errors import DataError, InvalidError
-from runner.spec import load_class
-from runner.storage import default_cache_directory
+from runner.data.window import Split, probe_order, split_tokens
+from runner.errors import DataError
+from runner.storage import JsonObject, default_cache_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from runner.config import DataConfig, MixtureSource
 
-    from runner.config import DataConfig
-
-SplitName = Literal["train", "validation"]
-_SEPARATORS = {"none": b"", "newline": b"\n", "nul": b"\0"}
-
-Rows = dict[str, np.ndarray]
+TRAIN, VALIDATION = "train", "validation"
 
 
-def batch_fields(config: "DataConfig") -> dict[str, type[np.generic]]:
-    """The arrays of a batch by name, with their dtypes; each has one value a token.
+def batch_fields(config: "DataConfig") -> Fields:
+    """The arrays of a batch by name, with their dtypes; each has one value a token. Reads no data.
 
-    `x` is the input, `y` the token after it, `padding_mask` is True where the target is real.
+    `x` is the input, `y` the token after it, `padding_mask` is True where the target is real. Where an example may hold
+    several documents, `segment` counts them from 1 (0: padding), and `position` begins anew in each. What a class of
+    somebody else's declares stands beside them.
     """
-    return {"x": np.int32, "y": np.int32, "padding_mask": np.bool_}
+    fields = dict(TOKEN_FIELDS if config.packing == "concatenate" else DOCUMENT_FIELDS)
+    for named in config.sources:
+        if is_class(named.source):
+            fields |= load_own(named).fields
+    return fields
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One source that training draws from: its examples, without what is kept out, and their order."""
+
+    name: str
+    label: str
+    source: Source
+    num_tokens: int
+    examples: Examples
+    order: Sequence[int]
+    max_epochs: float | None
+
+    def read(self, numbers: np.ndarray) -> Rows:
+        """The examples of its endless stream that have these numbers."""
+        return self.examples.read(np.array([self.order[number] for number in numbers.tolist()], np.int64))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a part gives to the first examples of a run."""
+
+    name: str
+    tokens: int
+    epochs: float
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Immutable, and safe to read from several threads. Made by `load_dataset`."""
+    """Immutable, and safe to read from several threads. Made by `load_dataset`.
+
+    Attributes:
+        source: what the spec names, for messages.
+        fields: see `batch_fields`.
+        tokenizer: of text; None for token ids, which came from elsewhere.
+        parts: what training draws from, in the proportions of the mixture.
+        validation: the examples kept out, and those of further sets, by name.
+    """
 
     source: str
     sequence_length: int
-    fields: "Mapping[str, type[np.generic]]"
+    fields: Fields
     fingerprint: str
-    tokenizer: Tokenizer | None  # None for token files, whose ids came from elsewhere
-    _tokens: Source
-    _train: Split
-    _validation: Split
-    _order: "Sequence[int]"
+    tokenizer: Tokenizer | None
+    parts: Sequence[Part]
+    validation: Mapping[str, Examples]
+    _sources: Mapping[str, Source]  # all of them, by what the spec calls them
+    _mixture: Mixture
 
     @property
     def num_train_tokens(self) -> int:
-        return self._train.num_tokens
+        return sum(part.num_tokens for part in self.parts)
 
     @property
-    def num_train_windows(self) -> int:
-        """Examples in one epoch."""
-        return self._train.num_windows
+    def num_train_examples(self) -> int:
+        """In one epoch of each source."""
+        return sum(part.examples.num_examples for part in self.parts)
 
     @property
-    def num_validation_tokens(self) -> int:
-        return self._validation.num_tokens
-
-    @property
-    def num_validation_windows(self) -> int:
-        return self._validation.num_windows
+    def num_validation_examples(self) -> int:
+        return sum(examples.num_examples for examples in self.validation.values())
 
     @property
     def vocabulary_size(self) -> int:
         """Every id is below it: the tokenizer's, or the source's own; token files are read whole, once."""
-        return self._tokens.vocabulary_size
+        return max(source.vocabulary_size for source in self._sources.values())
 
     def check(self) -> None:
         """Raise DataError if the tokens are no longer those that the job began with. Cheap: before each save.
 
         Of token files sizes and times are looked at. Text is read once, at the start, so its files may change.
         """
-        self._tokens.check()
+        for source in self._sources.values():
+            source.check()
 
-    def split(self, name: SplitName) -> Split:
-        """Return the part of the tokens that has this name. Raises ValueError for any other."""
-        splits = {"train": self._train, "validation": self._validation}
-        if name not in splits:
-            raise ValueError(f"got {name!r}, needs 'train' or 'validation'")
-        return splits[name]
+    def refuse_vocabulary(self, size: int) -> None:
+        """Raise DataError if a source is known to hold a token id that a model of `size` ids cannot embed."""
+        for label, source in self._sources.items():
+            try:
+                source.refuse_vocabulary(size)
+            except DataError as error:
+                raise DataError(f"{label}: {error}") from error
 
-    def rows(self, split: SplitName, first: int, count: int) -> Rows:
+    def shares(self, num_examples: int) -> list[Share]:
+        """What each part gives to the first `num_examples` of the run."""
+        counts = self._mixture.counts(num_examples)
+        return [
+            Share(part.name, count * self.sequence_length, count / part.examples.num_examples)
+            for part, count in zip(self.parts, counts, strict=True)
+        ]
+
+    def figures(self, num_examples: int) -> dict[str, float]:
+        """What a row says of the first `num_examples`: what each source of a mixture gave, by its key."""
+        shares = self.shares(num_examples) if len(self.parts) > 1 else []
+        tokens = {f"data/{share.name}/tokens": share.tokens for share in shares}
+        return tokens | {f"data/{share.name}/epochs": share.epochs for share in shares}
+
+    def refuse_epochs(self, num_examples: int) -> None:
+        """Raise DataError if a run of `num_examples` would read a source more often than its `max_epochs`."""
+        for part, share in zip(self.parts, self.shares(num_examples), strict=True):
+            if part.max_epochs is not None and share.epochs > part.max_epochs:
+                raise DataError(
+                    f"{part.label}: the run takes {share.tokens:,} tokens of it, {share.epochs:.4g} epochs of its "
+                    f"{part.examples.num_examples * self.sequence_length:,}; max_epochs={part.max_epochs:g} allows "
+                    "fewer: give it less weight, or train for fewer steps"
+                )
+
+    def rows(self, split: str, first: int, count: int) -> Rows:
         """Return examples `first .. first + count` of a split, each field (count, T).
 
-        Train is an endless shuffled stream. Validation is in order, and beyond its last window all is padding, so
-        that a loss weighted by real tokens counts each validation target exactly once.
+        Train is an endless shuffled stream. A validation set is in order, and beyond its last example all is padding,
+        so that a loss weighted by real tokens counts each validation target exactly once.
         """
         assert first >= 0
-        windows = np.zeros((count, self.sequence_length + 1), np.int32)
-        is_real = np.zeros((count, self.sequence_length), np.bool_)
-        part = self.split(split)
-        num_real = count if split == "train" else min(count, max(0, part.num_windows - first))
-        for row in range(num_real):
-            window = self._order[first + row] if split == "train" else first + row
-            start = part.window_start(window)
-            windows[row] = self._tokens.read(start, start + self.sequence_length + 1)
-        is_real[:num_real] = True
-        return {"x": windows[:, :-1], "y": windows[:, 1:], "padding_mask": is_real}
+        self.refuse_split(split)
+        if split == TRAIN:
+            return self._train_rows(first, count)
+        examples = self.validation.get(split)
+        rows = {name: np.zeros((count, self.sequence_length), dtype) for name, dtype in self.fields.items()}
+        num_real = min(count, max(0, examples.num_examples - first)) if examples is not None else 0
+        if examples is not None and num_real:
+            for name, found in examples.read(np.arange(first, first + num_real)).items():
+                rows[name][:num_real] = found
+        return rows
+
+    def refuse_split(self, name: str) -> None:
+        """Raise ValueError if no part of the data has this name."""
+        names = [TRAIN, *(self.validation or (VALIDATION,))]
+        if name not in names:
+            raise ValueError(f"got {name!r}, needs {' or '.join(map(repr, names))}")
+
+    def _train_rows(self, first: int, count: int) -> Rows:
+        if len(self.parts) == 1:
+            return self.parts[0].read(np.arange(first, first + count))
+        rows = {name: np.empty((count, self.sequence_length), dtype) for name, dtype in self.fields.items()}
+        parts, numbers = self._mixture.place(first, count)
+        for index in np.unique(parts):
+            mine = np.flatnonzero(parts == index)
+            for name, found in self.parts[index].read(numbers[mine]).items():
+                rows[name][mine] = found
+        return rows
 
 
 def load_dataset(
@@ -117,77 +191,92 @@ def load_dataset(
     `seed` gives the train order, `vocabulary_size` is the model's, where the spec names it. Raises DataError where the
     data cannot serve the config.
     """
-    tokens = _open(config, default_cache_directory() if cache_directory is None else cache_directory, vocabulary_size)
-    tokenizer = tokens.tokenizer if isinstance(tokens, Text) else None
-    if not len(tokens):
-        raise DataError(f"data.source={config.source}: is empty: it holds 0 tokens")
-    try:
-        train, validation = split_tokens(
-            len(tokens), validation_fraction=config.validation_fraction, sequence_length=config.sequence_length
-        )
-    except DataError as error:
-        raise DataError(f"data.source={config.source}: {error}") from error
-    order = make_order(train.num_windows, seed=seed)
-    content = {
-        "tokens": tokens.fingerprint,
-        "num_tokens": len(tokens),
-        "tokenizer": tokenizer and [tokenizer.name, tokenizer.vocabulary_size, tokenizer.characters],
-        "sequence_length": config.sequence_length,
-        "validation_fraction": config.validation_fraction,
-        "order": probe_order(order, num_windows=train.num_windows),
-    }
+    cache_directory = default_cache_directory() if cache_directory is None else cache_directory
+    sources: dict[str, Source] = {}
+    parts: list[Part] = []
+    validation: dict[str, Examples] = {}
+    for named in config.sources:
+        label = f"data.mixture.{named.name}={named.source}" if config.mixture else f"data.source={named.source}"
+        source = sources[label] = open_source(named, config, cache_directory, vocabulary_size)
+        train, held_out = _split(label, source, config)
+        parts.append(_make_part(named, label, source, train, config, seed))
+        if held_out.num_tokens:
+            validation[named.name if config.mixture else VALIDATION] = PACKINGS[config.packing](source, held_out)
+    for name, further in config.validation.items():
+        label = f"data.validation.{name}={further.source}"
+        source = sources[label] = open_source(further, config, cache_directory, vocabulary_size)
+        validation[name] = PACKINGS[config.packing](source, Split(0, len(source), config.sequence_length))
+    fields = batch_fields(config)
+    _refuse_unusable(
+        fields,
+        {part.label: part.examples for part in parts}
+        | {f"data.validation {name}": examples for name, examples in validation.items()},
+    )
     return Dataset(
-        source=config.source,
+        source=" + ".join(named.source for named in config.sources),
         sequence_length=config.sequence_length,
-        fields=batch_fields(config),
-        fingerprint=hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
-        tokenizer=tokenizer,
-        _tokens=tokens,
-        _train=train,
-        _validation=validation,
-        _order=order,
+        fields=fields,
+        fingerprint=_fingerprint(config, parts),
+        tokenizer=next((source.tokenizer for source in sources.values() if isinstance(source, Text)), None),
+        parts=parts,
+        validation=validation,
+        _sources=sources,
+        _mixture=Mixture([named.weight for named in config.sources]),
     )
 
 
-def _open(config: "DataConfig", cache_directory: Path, vocabulary_size: int | None) -> Source:
-    """The tokens that `data.source` names. Refuses keys that it does not read."""
-    if is_class(config.source):
-        _refuse_unread(config, "is a class", ("dtype", "document_separator", "cache_bytes"))
-        return _make_own(config)
-    ranges = CacheSettings(cache_directory, config.cache_bytes, config.sequence_length + 1)
-    unread = () if "://" in config.source else ("cache_bytes",)
-    if (corpus := find_corpus(config.source)) is not None:
-        _refuse_unread(config, "names a corpus", ("dtype", "document_separator", "options", *unread))
-        return open_corpus(config.source, corpus, ranges)
-    files = find_source(config.source)
-    if isinstance(files, BucketFiles) or files.holds_tokens:
-        _refuse_unread(config, "names token files", ("document_separator", "options", *unread))
-        return open_token_files(files, cache_directory, config.dtype, vocabulary_size, ranges)
-    _refuse_unread(config, "names text files", ("dtype", "options", *unread))
-    return Text(load_text(files, config.tokenizer, cache_directory, _SEPARATORS[config.document_separator]))
-
-
-def _refuse_unread(config: "DataConfig", kind: str, keys: "Sequence[str]") -> None:
-    for key in keys:
-        value = getattr(config, key)
-        if value != type(config).model_fields[key].get_default(call_default_factory=True):
-            raise DataError(f"data.{key}={value}: nothing reads it, data.source={config.source} {kind}; leave it out")
-
-
-def _make_own(config: "DataConfig") -> Source:
-    """The source that a class of somebody else's makes."""
-    name = f"data.source={config.source}"
+def _split(label: str, source: Source, config: "DataConfig") -> tuple[Split, Split]:
     try:
-        own: type[Source] = load_class(config.source, Source)
-    except InvalidError as error:
-        raise DataError(f"{name}: {error}") from error
-    if lacking := sorted(getattr(own, "__abstractmethods__", ())):
-        raise DataError(f"{name}: lacks {', '.join(lacking)}")
-    try:
-        inspect.signature(own).bind(**config.options)
-    except TypeError as error:
-        raise DataError(f"{name}: data.options: {error}") from error
-    return Checked(own(**config.options), name)
+        return split_tokens(
+            len(source), validation_fraction=config.validation_fraction, sequence_length=config.sequence_length
+        )
+    except DataError as error:
+        raise DataError(f"{label}: {error}") from error
+
+
+def _make_part(
+    named: "MixtureSource", label: str, source: Source, split: Split, config: "DataConfig", seed: int
+) -> Part:
+    examples = PACKINGS[config.packing](source, split)
+    if not examples.num_examples:
+        raise DataError(f"{label}: no document has two tokens; a document needs a token and the one after it")
+    own_seed = zlib.crc32(f"{seed} {named.name}".encode()) if config.mixture else seed
+    return Part(named.name, label, source, split.num_tokens, examples, examples.make_order(own_seed), named.max_epochs)
+
+
+def _refuse_unusable(fields: Fields, sets: Mapping[str, Examples]) -> None:
+    """Every set must fill the batch, and hold something."""
+    for label, examples in sets.items():
+        if dict(examples.fields) != dict(fields):
+            raise DataError(f"{label}: has the fields {', '.join(examples.fields)}, needs {', '.join(fields)}")
+        if not examples.num_examples:
+            raise DataError(f"{label}: holds less than one example")
+
+
+def _fingerprint(config: "DataConfig", parts: Sequence[Part]) -> str:
+    """Of all that the training examples depend on. What validates moves no weights, and is not in it."""
+    content: JsonObject = {
+        "sequence_length": config.sequence_length,
+        "validation_fraction": config.validation_fraction,
+    }
+    if config.mixture:
+        content["mixture"] = [
+            [named.name, named.weight, _content(part)] for named, part in zip(config.mixture, parts, strict=True)
+        ]
+    else:
+        content |= _content(parts[0])
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _content(part: Part) -> JsonObject:
+    tokenizer = part.source.tokenizer if isinstance(part.source, Text) else None
+    content = {
+        "tokens": part.source.fingerprint,
+        "num_tokens": len(part.source),
+        "tokenizer": tokenizer and [tokenizer.name, tokenizer.vocabulary_size, tokenizer.characters],
+        "order": probe_order(part.order, num_windows=part.examples.num_examples),
+    }
+    return content | ({"packing": part.examples.fingerprint} if part.examples.fingerprint else {})
 
 
 def check_vocabulary(dataset: Dataset, vocabulary_size: int) -> None:
@@ -196,7 +285,4 @@ def check_vocabulary(dataset: Dataset, vocabulary_size: int) -> None:
     Immediate for text; token files are read whole the first time, and the answer is cached, unless they are too many
     for that: then a row that holds such an id raises it.
     """
-    try:
-        dataset._tokens.refuse_vocabulary(vocabulary_size)
-    except DataError as error:
-        raise DataError(f"data.source={dataset.source}: {error}") from error
+    dataset.refuse_vocabulary(vocabulary_size)

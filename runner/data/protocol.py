@@ -1,7 +1,7 @@
 """`Source`: tokens by position, from wherever they come. A class of one's own is named in the spec, `module:Class`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,9 +12,15 @@ class Source(ABC):
     """One long sequence of token ids, which never changes: a position has the same id on every host, in every attempt.
 
     Made on every host, with the keys of `data.options` as arguments by name. Read from several threads at once.
+
+    Attributes:
+        has_documents: whether `document_ends` tells them; without, a job can read the tokens as one long text alone.
+        fields: what it says of each token beside its id, by name with its dtype, such as `{"loss_weight": np.float32}`.
+            A batch holds them, where the token is the target.
     """
 
     has_documents: bool = False
+    fields: Mapping[str, type[np.generic]] = {}
 
     @property
     @abstractmethod
@@ -37,14 +43,24 @@ class Source(ABC):
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids of positions `start .. stop`: one dimension, integers. Raises `DataError` or `OSError`."""
 
-    def read_many(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """The ids of `length` positions from each of `starts` on: (number of starts, length)."""
+    def read_many(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """The ids of `length` positions from each start on: (number of starts, length)."""
+        if not len(starts):
+            return np.zeros((0, length), np.int32)
         return np.stack([self.read(int(start), int(start) + length) for start in starts])
 
-    def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """Positions p, start < p <= stop, at which a document ends, int64, ascending; the last of the source is one.
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """The ids of several stretches of positions, each from a start to a stop. Replace it where each read waits."""
+        return [self.read(start, stop) for start, stop in ranges]
 
-        A document is what lies between one end and the next. Asked only where `has_documents`.
+    def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
+        """What one of `fields` says of positions `start .. stop`: one dimension, of its dtype."""
+        raise NotImplementedError
+
+    def document_ends(self, start: int, stop: int) -> np.ndarray:
+        """The positions p with start < p <= stop before which a document ends, ascending; asked if `has_documents`.
+
+        The documents fill the sequence: each begins where the one before it ends, and the last ends at its end.
         """
         raise NotImplementedError
 
@@ -79,6 +95,7 @@ class Checked(Source):
         self._fingerprint = source.fingerprint
         if not isinstance(self._fingerprint, str) or not self._fingerprint:
             raise self._broken(f"fingerprint is {self._fingerprint!r}, needs a text")
+        self.has_documents, self.fields = source.has_documents, source.fields
 
     @property
     def vocabulary_size(self) -> int:
@@ -102,6 +119,23 @@ class Checked(Source):
             where = self._source.describe_position(start + place)
             raise self._broken(f"id {found[place]} at {where} is none of its {self._vocabulary_size:,} ids")
         return found
+
+    def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
+        """See `Source`."""
+        found = self._source.read_field(name, start, stop)
+        if not isinstance(found, np.ndarray) or found.shape != (stop - start,):
+            raise self._broken(f"read_field({name!r}, {start}, {stop}) gave no array of {stop - start} values")
+        return found
+
+    def document_ends(self, start: int, stop: int) -> np.ndarray:
+        """See `Source`."""
+        ends = np.asarray(self._source.document_ends(start, stop))
+        if ends.ndim != 1 or not (np.diff(ends) > 0).all() or not ((start < ends) & (ends <= stop)).all():
+            raise self._broken(
+                f"document_ends({start}, {stop}) gave {ends[:4].tolist()}..., needs ascending positions above "
+                f"{start} and up to {stop}"
+            )
+        return ends.astype(np.int64, copy=False)
 
     def check(self) -> None:
         """See `Source`: its own check, and its fingerprint."""

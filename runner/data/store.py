@@ -142,8 +142,20 @@ class Tokens:
         self._fill(pieces)
         return out
 
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """The ids of several stretches, each from a start to a stop; of objects all are asked for at a time."""
+        if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
+            return [self.parts[0][start:stop] for start, stop in ranges]
+        found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
+        pieces: list[Piece] = []
+        for (start, _), row in zip(ranges, found, strict=True):
+            part = bisect.bisect_right(self._ends, start)
+            pieces += self._split(part, start - int(self._bounds[part]), row)
+        self._fill(pieces)
+        return found
+
     def _split(self, part: int, offset: int, row: np.ndarray) -> Iterator[Piece]:
-        """The pieces of a row that goes over the end of a part."""
+        """The pieces of a row that may go over the ends of parts."""
         while len(row):
             size = min(len(row), len(self.parts[part]) - offset)
             yield Piece(part, offset, row[:size])

@@ -27,20 +27,26 @@ VERIFIED_BYTES_MAX = 1 << 27
 
 @dataclass(frozen=True)
 class TokenisedText:
-    """`ids`: 1-D, of the tokenizer's dtype. `sha256`: of the ids' bytes, little-endian."""
+    """`ids`: 1-D, of the tokenizer's dtype. `sha256`: of their bytes, little-endian. `ends`: of the files, in ids."""
 
     ids: np.ndarray
     tokenizer: Tokenizer
     sha256: str
+    ends: np.ndarray
 
 
 class Text(Tokens, Source):
-    """The tokens of text files, which this host has made or has found in its cache. They are read no more."""
+    """The tokens of text files, which this host has made or has found in its cache. They are read no more.
+
+    A file is a document. What separates it from the next is its own end.
+    """
+
+    has_documents = True
 
     def __init__(self, text: TokenisedText) -> None:
         super().__init__([text.ids])
         self.tokenizer = text.tokenizer
-        self._sha256 = text.sha256
+        self._sha256, self._document_ends = text.sha256, text.ends
 
     @property
     def fingerprint(self) -> str:
@@ -50,6 +56,11 @@ class Text(Tokens, Source):
     def vocabulary_size(self) -> int:
         """The tokenizer's."""
         return self.tokenizer.vocabulary_size
+
+    def document_ends(self, start: int, stop: int) -> np.ndarray:
+        """See `Source`."""
+        first, last = np.searchsorted(self._document_ends, (start, stop), side="right")
+        return self._document_ends[first:last]
 
     def refuse_vocabulary(self, size: int) -> None:
         """See `Source`."""
@@ -89,21 +100,21 @@ def tokenise(source: SourceFiles, tokenizer_name: Literal["bytes", "characters"]
         characters, num_tokens = collect_characters(_read_files(source, separator))
         tokenizer = CharacterTokenizer(characters)
     ids = np.empty(num_tokens, tokenizer.dtype)
+    ends = []
     start = 0
     for raw in _read_files(source, separator):
         piece = tokenizer.encode_file(raw)
         ids[start : start + len(piece)] = piece
         start += len(piece)
+        ends.append(start)
     assert start == num_tokens
-    return TokenisedText(ids, tokenizer, hashlib.sha256(ids.data).hexdigest())
+    return TokenisedText(ids, tokenizer, hashlib.sha256(ids.data).hexdigest(), np.unique(np.array(ends, np.int64)))
 
 
 def _read_files(source: SourceFiles, separator: bytes) -> Iterator[bytes]:
-    """The files, and what stands between them."""
+    """The files, each but the last with what separates it from the next."""
     for index, file in enumerate(source.files):
-        if index and separator:
-            yield separator
-        yield read_source_file(file)
+        yield read_source_file(file) + (separator if index + 1 < len(source.files) else b"")
 
 
 def _write_cached(directory: Path, key: str, text: TokenisedText) -> None:
@@ -119,6 +130,7 @@ def _write_cached(directory: Path, key: str, text: TokenisedText) -> None:
             "data_offset_bytes": len(header.getvalue()),
             "tokenizer": text.tokenizer.name,
             "characters": text.tokenizer.characters,
+            "ends": text.ends.tolist(),
         },
     )
 
@@ -138,4 +150,4 @@ def _open_cached(directory: Path, record: JsonObject) -> TokenisedText | None:
         return None
     if ids.nbytes <= VERIFIED_BYTES_MAX and hashlib.sha256(ids.data).hexdigest() != record["sha256"]:
         return None
-    return TokenisedText(ids, tokenizer, record["sha256"])
+    return TokenisedText(ids, tokenizer, record["sha256"], np.array(record["ends"], np.int64))

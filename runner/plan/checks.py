@@ -80,12 +80,16 @@ def check_data(design: Design, total_steps: int, findings: Findings) -> DataChec
         is_vocabulary_known = True
     section.add("source", design.config.data.source, "text", "counted")
     section.add("fingerprint", found.fingerprint, "text", "counted")
-    section.add("training windows", found.num_train_windows, "", "counted", "of sequence_length tokens")
-    section.add("validation windows", found.num_validation_windows, "", "counted")
-    tokens = found.num_train_windows * design.config.data.sequence_length
+    section.add("training windows", found.num_train_examples, "", "counted", "of sequence_length tokens")
+    section.add("validation windows", found.num_validation_examples, "", "counted")
+    tokens = found.num_train_examples * design.config.data.sequence_length
     budget = tokens_at(total_steps, design.config.tokens_per_step)
     section.add("training tokens", tokens, "", "counted")
     section.add("epochs", budget / tokens, "", "counted", f"{budget:,} tokens of the run")
+    if len(found.parts) > 1:
+        for share in found.shares(total_steps * design.config.train.global_batch_examples):
+            section.add(f"tokens of {share.name}", share.tokens, "", "counted", "over the run")
+            section.add(f"epochs of {share.name}", share.epochs, "", "counted")
     return DataCheck(section, True, is_vocabulary_known)
 
 

@@ -57,6 +57,8 @@ class Design:
             dataset = load_dataset(self.config.data, seed=self.seed, vocabulary_size=named)
         if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
             raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
+        with self.document.blaming("config.data.mixture"):
+            dataset.refuse_epochs(self.config.total_steps * self.config.train.global_batch_examples)
         return dataset
 
     @functools.cached_property

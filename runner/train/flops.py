@@ -71,7 +71,8 @@ def transformer_flops(
         layer_parameters: parameters of one layer's dense matmuls.
         output_parameters: parameters of the matmul that makes logits, tied or not.
         attention_width: query heads times their width, however many heads of keys and values they share.
-        attended_keys: keys that a query sees on average.
+        attended_keys: keys that a query sees on average; half of the row where it is causal, which for rows of several
+            documents is an upper bound.
         remat: what is kept of a layer: everything, the results of its dense matmuls, or its input.
         last_parameters: parameters of the matmul at the end of a layer.
         is_attention_recomputed: whether attention itself computes its scores again in the backward pass.

@@ -16,6 +16,8 @@ def options_for_here(spec: ExecutionSpec, topology: Topology, config: TrainerCon
     """The `--set` options that make a trainer's spec run on the devices at hand."""
     length = min(config.data.sequence_length, 128)
     total = "total_steps=100" if config.train.total_steps else f"total_tokens={100 * num_devices * length}"
+    data = config.data
+    is_missing = not all(is_available(named.source) for named in data.sources)
     options = {
         "topology.accelerator=any": True,
         "topology.mesh={data: auto, fsdp: 1, tensor: 1}": not does_mesh_fit(topology.mesh, num_devices),
@@ -25,7 +27,11 @@ def options_for_here(spec: ExecutionSpec, topology: Topology, config: TrainerCon
         f"config.train.{total}": True,
         f"config.data.sequence_length={length}": length != config.data.sequence_length,
         "config.memory.loss_chunk_positions=null": length % (config.memory.loss_chunk_positions or 1) != 0,
-        "config.data.source=python-stdlib": not is_available(config.data.source),
+        "config.data.source=python-stdlib": is_missing and not data.mixture,
+        "config.data.mixture=[]": is_missing and bool(data.mixture),
+        "config.data.dtype=null": is_missing and data.dtype is not None,
+        "config.data.options={}": is_missing and bool(data.options),
+        "config.data.validation={}": not all(is_available(named.source) for named in data.validation.values()),
         "config.schedule.warmup_steps=10": config.schedule.warmup_steps > 10,
         "config.eval.every_steps=50": config.eval.every_steps is not None,
         "config.precision.compute=float32": jax.default_backend() == "cpu",

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 def cross_entropy_sum(logits_BxTxV: jax.Array, y_BxT: jax.Array, mask_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sum -log p(y) over the tokens where `mask` is 1; returns (loss_sum, token_count), both float32 scalars.
 
+    A mask that is not of ones and zeros weighs: each token's loss by its own value, and the count is their sum.
+
     The logits may be of any float type and may be sharded over V: the label's logit is picked by comparison, which
     stays on the shard that holds it, and not by a gather.
     """

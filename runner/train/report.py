@@ -30,8 +30,9 @@ class Evaluator(Protocol):
 class Report(Account):
     """The rows of one attempt. Made and called on every host; rows stand on the main host alone.
 
-    `mfu_of_a_token_per_second` is what each token a second adds to MFU, 0 where that is not known. `after_row` is
-    called after each row: what may take time, and is not needed for the first steps, can begin there.
+    `mfu_of_a_token_per_second` is what each token a second adds to MFU, 0 where that is not known. `data_figures` says
+    what a row tells of the data by its step. `after_row` is called after each row: what may take time, and is not
+    needed for the first steps, can begin there.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class Report(Account):
         config: TrainerConfig,
         evaluators: Sequence[Evaluator],
         mfu_of_a_token_per_second: float,
+        data_figures: Callable[[int], Row],
         after_row: Callable[[], None],
     ):
         self._attempt, self._spec, self._config, self._evaluators = attempt, spec, config, evaluators
         self._mfu_of_a_token_per_second, self._after_row = mfu_of_a_token_per_second, after_row
+        self._data_figures = data_figures
         self._metrics = open_metrics(attempt.store, attempt.background, attempt.fence)
         self._sinks: list[Sink] = []
         self._resumed_row: Row | None = None  # of the step that was resumed from
@@ -94,7 +97,7 @@ class Report(Account):
 
         Raises `DivergedError` if a step was not finite.
         """
-        row = self.window.close(self._config.tokens_per_step)
+        row = self.window.close(self._config.tokens_per_step) | self._data_figures(step)
         if self._mfu_of_a_token_per_second:
             row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_of_a_token_per_second
         if self._is_evaluation_due(step):

@@ -4,8 +4,9 @@ The loss of a step is the mean over the real target tokens of its whole global b
 sum divided by that one count, so the split into micro-batches, devices and hosts moves it by rounding alone; a mean of
 means would weigh a short micro-batch like a long one. Gradients are added up in float32 whatever the parameters are.
 
-What is a real token `padding_mask` says, before `forward` is called: each share of the loss is divided by all of them
-at once. A forward that counts others returns as meta `token_count` how many; then the sum is divided at the end.
+What is a real token `padding_mask` says, and what it counts for `loss_weight` where the data has that, before `forward`
+is called: each share of the loss is divided by all of them at once. A forward that counts others returns as meta
+`token_count` how many; then the sum is divided at the end.
 
 Shape legend: S accumulation steps, B examples, T sequence length.
 """
@@ -22,10 +23,12 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 from runner.errors import InvalidError
+from runner.train.fields import refuse_unread, target_weights, uncounted
 
 Batch = dict[str, jax.Array]
 # (apply_fn, params, micro-batch, key of the step or None) -> (loss_sum, meta); no key = deterministic.
-# A micro-batch holds x, y and padding_mask (B, T), and example (B): the place of each example in the step.
+# A micro-batch holds what the data declares, such as x, y and padding_mask (B, T), and example (B): the place of each
+# example in the step.
 Forward = Callable[[Callable[..., Any], Any, Batch, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
 GRAD_NORM, TOKEN_COUNT = "grad_norm", "token_count"
 _NAMES_OF_THE_RUNNER = ("loss", "learning_rate", "tokens")  # in a row, below `train/`
@@ -33,18 +36,38 @@ _NAMES_OF_THE_RUNNER = ("loss", "learning_rate", "tokens")  # in a row, below `t
 
 def _numbered(batch: Batch) -> Batch:
     """`batch` with `example` (S, B): the place of each example in the step, whatever the split."""
-    S, B = batch["x"].shape[:2]
+    S, B = _leading_shape(batch)
     return batch | {"example": jnp.arange(S * B).reshape(S, B)}
+
+
+def _leading_shape(batch: Batch) -> tuple[int, int]:
+    """(S, B) of a batch, whatever its fields are."""
+    S, B, *_ = next(iter(batch.values())).shape
+    return S, B
+
+
+def _count(batch: Batch) -> jax.Array:
+    """What all targets of a batch count for together."""
+    return jnp.sum(target_weights(batch), dtype=jnp.float32)
+
+
+def _divisor(batch: Batch, count: jax.Array) -> jax.Array:
+    """`count`, and 1 where it is 0: of nothing but padding the loss is 0. Weights may add up to less than 1."""
+    return jnp.where(count > 0, count, 1.0) if "loss_weight" in batch else jnp.maximum(count, 1.0)
 
 
 def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int) -> tuple[Any, ...]:
     """Loss, float32 gradients and the last micro-batch's meta, over a batch of (S, B, T); `token_count` is of all."""
-    num_tokens = jnp.maximum(jnp.sum(batch["padding_mask"], dtype=jnp.float32), 1.0)
+    num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
     batch = _numbered(batch)
 
     def share_of_loss(params: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         loss_sum, meta = forward(state.apply_fn, params, micro, key)
-        return (loss_sum if TOKEN_COUNT in meta else loss_sum / num_tokens), meta
+        if TOKEN_COUNT in meta:
+            return loss_sum, meta
+        if num_tokens is None:
+            raise uncounted(batch)
+        return loss_sum / num_tokens, meta
 
     value_and_grad = jax.value_and_grad(share_of_loss, has_aux=True)
 
@@ -53,7 +76,7 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
 
     if num_steps == 1:
         (loss, meta), grads = value_and_grad(state.params, jax.tree.map(lambda leaf: leaf[0], batch))
-        return _divided(loss, to_float32(grads), meta, meta)
+        return _divided(batch, loss, to_float32(grads), meta, meta)
 
     def accumulate(carry: tuple[jax.Array, Any], micro: Batch) -> tuple[tuple[jax.Array, Any], Any]:
         (loss, meta), grads = value_and_grad(state.params, micro)
@@ -61,15 +84,15 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
 
     zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), state.params)
     (loss, grads), metas = lax.scan(accumulate, (jnp.float32(0), zeros), batch)
-    return _divided(loss, grads, metas, jax.tree.map(lambda leaf: leaf[-1], metas))
+    return _divided(batch, loss, grads, metas, jax.tree.map(lambda leaf: leaf[-1], metas))
 
 
-def _divided(loss: jax.Array, grads: Any, metas: Any, last_meta: Any) -> tuple[Any, ...]:
+def _divided(batch: Batch, loss: jax.Array, grads: Any, metas: Any, last_meta: Any) -> tuple[Any, ...]:
     """Sums over their own `token_count` as means, with that of all micro-batches in the meta; else all as it is."""
     if TOKEN_COUNT not in last_meta:
         return loss, grads, last_meta
     count = jnp.sum(metas[TOKEN_COUNT], dtype=jnp.float32)
-    divisor = jnp.maximum(count, 1.0)
+    divisor = _divisor(batch, count)
     return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), last_meta | {TOKEN_COUNT: count}
 
 
@@ -79,9 +102,12 @@ def train_step(
     """One optimizer step over a global batch of (S, B, T) arrays: (state, loss, meta).
 
     `loss` is the mean over the real target tokens of the whole batch; `meta` holds `grad_norm` (before clipping) and
-    what the last micro-batch's forward returned, but for `token_count`, which is of all.
+    what the last micro-batch's forward returned, but for `token_count`, which is of all. Raises `InvalidError` if
+    `forward` does not read a field that the data declares, or if nothing says how many targets are real.
     """
-    assert batch["x"].shape[0] == accumulate_steps, f"batch has S={batch['x'].shape[0]}, not {accumulate_steps}"
+    S, _ = _leading_shape(batch)
+    assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
+    refuse_unread(forward, state.apply_fn, state.params, batch, key)
     loss, grads, meta = _gradients(forward, state, batch, key, accumulate_steps)
     if GRAD_NORM in meta:
         raise InvalidError(f"forward returns {GRAD_NORM!r} as meta, a name of the runner's own; use another")
@@ -92,12 +118,12 @@ def train_step(
 def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Validation over (S, B, T): (loss_sum, token_count, last_meta); sums, so that every token weighs the same.
 
-    The tokens are those of `padding_mask`, or those that `forward` has counted.
+    The tokens are those of `padding_mask`, by their weights where there are any, or those that `forward` has counted.
     """
 
     def add(carry: tuple[jax.Array, jax.Array], micro: Batch) -> tuple[tuple[jax.Array, jax.Array], Any]:
         loss_sum, meta = forward(state.apply_fn, state.params, micro, None)
-        count = meta[TOKEN_COUNT] if TOKEN_COUNT in meta else jnp.sum(micro["padding_mask"], dtype=jnp.float32)
+        count = meta[TOKEN_COUNT] if TOKEN_COUNT in meta else _count(micro)
         return (carry[0] + loss_sum, carry[1] + count), meta
 
     (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), _numbered(batch))

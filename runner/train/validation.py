@@ -1,7 +1,8 @@
-"""Validation: the mean loss over the real target tokens of a fixed set of batches."""
+"""Validation: the mean loss over the real target tokens of fixed sets of batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,26 +16,31 @@ from runner.train.step import Batch, finite, is_scalar
 Figures = dict[str, float | None]
 
 
-class Validation:
-    """The loss on one validation set, by a `val_step` that is compiled when it is first needed, or in the background.
+@dataclass(frozen=True)
+class ValidationSet:
+    """Batches 0 .. `num_batches` of a set; `batch` makes one by its number."""
 
-    `abstract` is the train state's; `compile_val` compiles for one that has no optimizer state; `batch` makes
-    validation batch number i; `is_stopping` says whether the job was asked to stop, which a whole evaluation must not
-    delay. Made and called on every host.
+    name: str
+    num_batches: int
+    batch: Callable[[int], Batch]
+
+
+class Validation:
+    """The loss on validation sets, by a `val_step` that is compiled when it is first needed, or in the background.
+
+    `abstract` is the train state's; `compile_val` compiles for one that has no optimizer state; `is_stopping` says
+    whether the job was asked to stop, which a whole evaluation must not delay. Made and called on every host.
     """
 
     def __init__(
         self,
         abstract: TrainState,
         compile_val: Callable[[TrainState], jax.stages.Compiled],
-        batch: Callable[[int], Batch],
-        num_batches: int,
+        sets: Sequence[ValidationSet],
         is_stopping: Callable[[], bool],
-        name: str = "val/loss",
     ):
         self._abstract = abstract.replace(opt_state=())
-        self._compile_val, self._batch, self._num_batches = compile_val, batch, num_batches
-        self._is_stopping, self._name = is_stopping, name
+        self._compile_val, self._sets, self._is_stopping = compile_val, sets, is_stopping
         self._step: Future[jax.stages.Compiled] | None = None
 
     def begin_to_compile(self) -> None:
@@ -58,17 +64,31 @@ class Validation:
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
         """The mean loss over all tokens of all batches, by its key in a row; None if the job was asked to stop.
 
-        Beside it the scalars that `val_step` returns as meta, of the last batch.
+        Of several sets that of each by its name, too. Beside it the scalars that `val_step` returns as meta, of the
+        last batch of each.
         """
         state = self.state_of(weights, step)
+        figures: Figures = {}
+        loss_sum, token_count = 0.0, 0.0
+        for held in self._sets:
+            prefix = f"val/{held.name}" if len(self._sets) > 1 else "val"
+            sums = self._sum(state, held)
+            if sums is None:
+                return None
+            loss, count, meta = sums
+            figures |= {f"{prefix}/{name}": finite(value) for name, value in meta.items() if is_scalar(value)}
+            figures[f"{prefix}/loss"] = loss / (count or 1.0)
+            loss_sum, token_count = loss_sum + loss, token_count + count
+        return figures | {"val/loss": loss_sum / (token_count or 1.0)}
+
+    def _sum(self, state: TrainState, held: ValidationSet) -> tuple[float, float, Batch] | None:
+        """Loss and real tokens of a set, added up, and the last meta; None if the job was asked to stop."""
         loss_sum, token_count, meta = jnp.float32(0), jnp.float32(0), {}
-        for index in range(self._num_batches):
+        for index in range(held.num_batches):
             if self._is_stopping():
                 return None
             # At most one batch ahead of the device: a stop must not wait for a whole evaluation that is queued.
             jax.block_until_ready(loss_sum)
-            loss, count, meta = self.compiled(state, self._batch(index))
+            loss, count, meta = self.compiled(state, held.batch(index))
             loss_sum, token_count = loss_sum + loss, token_count + count
-        prefix = self._name.rpartition("/")[0]
-        figures = {f"{prefix}/{name}": finite(value) for name, value in meta.items() if is_scalar(value)}
-        return figures | {self._name: float(loss_sum) / max(float(token_count), 1.0)}
+        return float(loss_sum), float(token_count), meta

@@ -1,6 +1,7 @@
 """Small data sets for these tests."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from runner.config import DataConfig
 from runner.data import Dataset, load_dataset
+from tests.data.buckets import random_shards, write_corpus
 
 DEFAULTS = {"sequence_length": 8, "validation_fraction": 0.2}
 
@@ -20,10 +22,65 @@ def load(
 
 
 def write_bin(path: Path, ids: Sequence[int] | np.ndarray) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     np.asarray(ids, "<u2").tofile(path)
     return path
 
 
 def write_npy(path: Path, ids: Sequence[int] | np.ndarray, dtype: str = "<i4") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     np.save(path, np.asarray(ids, dtype))
     return path
+
+
+def write_documents(directory: Path, num_documents: int, seed: int) -> str:
+    """Text files of many lengths, a few longer than any example here; the glob that names them."""
+    directory.mkdir(parents=True)
+    random = np.random.default_rng(seed)
+    for index, size in enumerate(random.zipf(1.4, num_documents).clip(1, 400)):
+        (directory / f"{index:04}.txt").write_bytes(random.integers(97, 123, size).astype("u1").tobytes())
+    return str(directory / "*.txt")
+
+
+def _mixture(directory: Path) -> dict[str, Any]:
+    tokens = write_bin(directory / "tokens.bin", np.arange(2000))
+    array = write_npy(directory / "array.npy", np.arange(3000, 4000))
+    return {
+        "mixture": [
+            {"name": "text", "source": write_documents(directory / "text", 80, 3), "weight": 2},
+            {"name": "tokens", "source": str(tokens), "weight": 1.5},
+            {"name": "array", "source": str(array), "weight": 0.25},
+        ]
+    }
+
+
+def _corpus(directory: Path) -> str:
+    sizes = np.random.default_rng(5).zipf(1.4, 300).clip(1, 400).tolist()
+    shards = [sizes[:100], sizes[100:], [3]]
+    return str(write_corpus(directory, random_shards(shards)))
+
+
+# What a data set may be made of. A test that holds for one holds for all of them.
+KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "text": lambda directory: {"source": write_documents(directory / "text", 80, 1)},
+    "tokens": lambda directory: {"source": str(write_bin(directory / "a.bin", np.arange(3000)))},
+    "mixture": _mixture,
+    "corpus": lambda directory: {"source": _corpus(directory), "packing": "documents"},
+    "documents": lambda directory: {"source": write_documents(directory / "text", 200, 2), "packing": "documents"},
+    "pad": lambda directory: {"source": write_documents(directory / "text", 80, 2), "packing": "pad"},
+}
+
+
+def load_kind(kind: str, directory: Path, **changes: Any) -> Dataset:
+    """A data set of one of `KINDS`, made in `directory` if it is not there."""
+    changes = kept(kind, directory) | changes
+    return load(changes.pop("source", "python-stdlib"), cache=directory / "cache", **changes)
+
+
+def kept(kind: str, directory: Path) -> dict[str, Any]:
+    """The keys of one of `KINDS`, whose files are made once."""
+    path = directory / f"{kind}.json"
+    if not path.exists():
+        path.write_text(json.dumps(KINDS[kind](directory / kind)))
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found

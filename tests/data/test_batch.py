@@ -10,16 +10,25 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.data import Dataset, global_batch
-from runner.data.dataset import SplitName
-from tests.data.corpus import load, write_bin
+from tests.data.corpus import KINDS, load_kind
 from tests.support import faked
 
 T = 8
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
-    return load(write_bin(tmp_path / "a.bin", np.arange(3000)), cache=tmp_path, sequence_length=T)
+def dataset(kind: str, place: Path) -> Dataset:
+    return load_kind(kind, place, sequence_length=T)
 
 
 def make_sharding(data: int, fsdp: int, tensor: int, *axes: object) -> NamedSharding:
@@ -40,17 +49,16 @@ def make_sharding(data: int, fsdp: int, tensor: int, *axes: object) -> NamedShar
         (2, 8, (2, 2, 2, None, None, ("data", "tensor"))),
     ],
 )
-@pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_step_holds_the_same_examples_on_every_mesh_and_split(
-    dataset: Dataset, S: int, B: int, sharding: tuple, split: SplitName
+    dataset: Dataset, S: int, B: int, sharding: tuple
 ) -> None:
-    batch = global_batch(dataset, split, 4, accumulate_steps=S, micro_batch=B, sharding=make_sharding(*sharding))
-    expected = dataset.rows(split, 4 * 16, 16)
-    assert list(batch) == ["x", "y", "padding_mask"]
-    for field, array in batch.items():
-        assert array.shape == (S, B, T)
-        np.testing.assert_array_equal(np.asarray(array).reshape(16, T), expected[field])
-    assert (batch["x"].dtype, batch["padding_mask"].dtype) == (np.int32, np.bool_)
+    for split in ("train", *dataset.validation):
+        batch = global_batch(dataset, split, 1, accumulate_steps=S, micro_batch=B, sharding=make_sharding(*sharding))
+        expected = dataset.rows(split, 16, 16)
+        assert set(batch) == set(expected) == set(dataset.fields)
+        for field, array in batch.items():
+            assert (array.shape, array.dtype) == ((S, B, T), dataset.fields[field])
+            np.testing.assert_array_equal(np.asarray(array).reshape(16, T), expected[field])
 
 
 def test_every_row_is_read_once_however_often_it_is_replicated(
@@ -59,7 +67,7 @@ def test_every_row_is_read_once_however_often_it_is_replicated(
     reads: Counter[int] = Counter()
     rows = Dataset.rows
 
-    def counted(self: Dataset, split: SplitName, first: int, count: int) -> object:
+    def counted(self: Dataset, split: str, first: int, count: int) -> object:
         reads.update(range(first, first + count))
         return rows(self, split, first, count)
 
@@ -82,10 +90,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.data import Dataset, global_batch
-from tests.data.corpus import load
+from tests.data.corpus import load_kind
 
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
-dataset = load(sys.argv[3], cache=Path(sys.argv[4]))
+dataset = load_kind(sys.argv[3], Path(sys.argv[4]))
 read = []
 rows = Dataset.rows
 
@@ -101,13 +109,14 @@ print(len(shards), sorted(read), [shard.data[:, 0, 0].tolist() for shard in shar
 """
 
 
-def test_each_host_reads_the_rows_of_its_own_devices_and_no_others(dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tokens", *(pytest.param(k, marks=pytest.mark.soak) for k in KINDS if k != "tokens")])
+def test_each_host_reads_the_rows_of_its_own_devices_and_no_others(dataset: Dataset, kind: str, place: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST_PROGRAM, port, str(process_id), str(tmp_path / "a.bin"), str(tmp_path)],
+            [sys.executable, "-c", HOST_PROGRAM, port, str(process_id), kind, str(place)],
             env=faked.environment(2),
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,

@@ -22,11 +22,11 @@ WHERE = ["disk", "bucket with digests", "bucket"]
 def open_at(where: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     """The corpus in `directory`, read there or from a bucket."""
     if where == "disk":
-        return load(directory, cache=directory.parent / "cache")._tokens
+        return load(directory, cache=directory.parent / "cache").parts[0].source
     driver = CountingDriver()
     driver.reports_digests = where == "bucket with digests"
     put_in_bucket(monkeypatch, directory, driver)
-    return load(URL, cache=directory.parent / "cache", cache_bytes=0)._tokens
+    return load(URL, cache=directory.parent / "cache", cache_bytes=0).parts[0].source
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_ends_of_a_shard_are_read_once_and_only_when_they_are_asked_for(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = put_in_bucket(monkeypatch, corpus, CountingDriver())
-    tokens = load(URL, cache=corpus.parent / "cache", cache_bytes=0)._tokens
+    tokens = load(URL, cache=corpus.parent / "cache", cache_bytes=0).parts[0].source
     driver.ranges.clear()
     tokens.read_many([0, 2000], 9)
     assert {key.rpartition(".")[2] for key, _, _ in driver.ranges} == {"bin"}
@@ -198,7 +198,7 @@ def test_ends_that_fall_are_refused_though_their_index_knows_them(tmp_path: Path
     for ends in ([200, 100, 300], [100, 200, 299], [-1, 200, 300]):
         content = np.array(ends, "<i8").tobytes()
         rewrite_ends(directory, content)
-        tokens = load(directory, cache=tmp_path)._tokens
+        tokens = load(directory, cache=tmp_path).parts[0].source
         with pytest.raises(DataError, match=r"00000\.ends: are no ends of documents"):
             tokens.document_ends(0, 300)
 

@@ -27,7 +27,7 @@ def test_y_is_the_token_after_x_and_all_of_train_is_real(tmp_path: Path) -> None
 
 def test_an_epoch_trains_each_target_of_the_split_exactly_once(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    assert (dataset.num_train_tokens, dataset.num_train_windows) == (800, 99)
+    assert (dataset.num_train_tokens, dataset.num_train_examples) == (800, 99)
     for epoch in range(2):
         y = dataset.rows("train", epoch * 99, 99)["y"]
         assert sorted(y.ravel()) == list(range(1, 793))
@@ -35,8 +35,8 @@ def test_an_epoch_trains_each_target_of_the_split_exactly_once(tmp_path: Path) -
 
 def test_the_splits_share_no_token(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    train = dataset.rows("train", 0, dataset.num_train_windows)
-    validation = dataset.rows("validation", 0, dataset.num_validation_windows)
+    train = dataset.rows("train", 0, dataset.num_train_examples)
+    validation = dataset.rows("validation", 0, dataset.num_validation_examples)
     assert max(train["x"].max(), train["y"].max()) < 800 <= min(validation["x"].min(), validation["y"].min())
 
 
@@ -51,7 +51,7 @@ def test_rows_are_a_function_of_their_number_alone_however_far(tmp_path: Path) -
 
 def test_validation_is_in_order_and_beyond_its_end_all_is_padding(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    assert (dataset.num_validation_tokens, dataset.num_validation_windows) == (200, 24)
+    assert dataset.num_validation_examples == 24
     x, y, padding_mask = dataset.rows("validation", 20, 10).values()
     assert x[:4, 0].tolist() == [960, 968, 976, 984]
     assert padding_mask[:4].all()
@@ -63,7 +63,7 @@ def test_validation_is_in_order_and_beyond_its_end_all_is_padding(tmp_path: Path
 
 def test_without_a_validation_fraction_there_is_no_validation(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(17)), cache=tmp_path, validation_fraction=0.0)
-    assert (dataset.num_train_windows, dataset.num_validation_windows) == (2, 0)
+    assert (dataset.num_train_examples, dataset.num_validation_examples) == (2, 0)
     assert not dataset.rows("validation", 0, 3)["padding_mask"].any()
 
 
@@ -193,9 +193,9 @@ def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_
         dataset = load(tmp_path / "?.*", cache=tmp_path / "cache", vocabulary_size=95)
         check_vocabulary(dataset, dataset.vocabulary_size)
     assert dataset.vocabulary_size == 95
-    dataset._tokens.read(0, 110)
+    dataset.parts[0].source.read(0, 110)
     with pytest.raises(DataError, match=r"token id 95 at position 20 of .*b\.npy is beyond .* of 95 ids; .* least 96"):
-        dataset._tokens.read(100, 120)
+        dataset.parts[0].source.read(100, 120)
     with pytest.raises(DataError, match=r"token id -1 at position 41 of .*b\.npy is negative"):
         dataset.rows("validation", 0, 3)
     few = load(tmp_path / "a.bin", cache=tmp_path / "few", vocabulary_size=80)

@@ -122,7 +122,7 @@ def test_another_fingerprint_or_length_is_another_data_set() -> None:
 def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str) -> None:
     dataset = load(name, validation_fraction=0.0)
     with pytest.raises(DataError, match=message):
-        dataset._tokens.read(0, 9)
+        dataset.parts[0].source.read(0, 9)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ TRAINER, OTHER = ROOT / "specs" / "gpt_nano.yaml", ROOT / "specs" / "counter.yam
 OWNER_KEY = "name"  # in no trajectory: job.json holds it, and another one is refused before any key is compared
 
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping", "null": "`null`"}
+WORDS |= {"array": "list"}
 WORDS |= {"int": "whole number", "float": "number", "str": "text", "dict": "mapping", "list": "list"}
 WORDS |= {"boolean": "`true`, `false`", "bool": "`true`, `false`", "NoneType": "`null`"}
 SIGNS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
@@ -78,11 +79,19 @@ def sections_of(schema: Schema, name: str = "", meaning: str = "", definitions: 
         described = given.get("description") or models[0]["description"]
         for model in models:
             inner += sections_of(model, dotted, described, definitions)
+        for model in filter(None, map(model_inside, forms)):
+            inner += sections_of(definitions[model], f"{dotted}.*", described, definitions)
         if not models or len(forms) > 1:
             default = "needed" if own in schema.get("required", ()) else f"`{literal(given['default'])}`"
             choices = tuple(literal(choice) for form in forms for choice in choices_of(form))
             keys.append(SpecKey(dotted, " or ".join(map(type_of, forms)), default, described, choices))
     return [Section(name, meaning, keys), *inner]
+
+
+def model_inside(form: Schema) -> str | None:
+    """The model of which a form is a list or a mapping, by its definition's name."""
+    inside = form.get("items") or form.get("additionalProperties")
+    return inside["$ref"].rpartition("/")[2] if isinstance(inside, dict) and "$ref" in inside else None
 
 
 def choices_of(form: Schema) -> list[Any]:
@@ -96,6 +105,8 @@ def type_of(form: Schema) -> str:
         return "section"
     if choices_of(form):
         return ", ".join(f"`{literal(choice)}`" for choice in choices_of(form))
+    if model_inside(form):
+        return f"{WORDS[form['type']]} of sections"
     bounds = [f"{sign} {form[bound]:,}" for bound, sign in SIGNS.items() if bound in form]
     return " ".join([WORDS[form["type"]], ", ".join(bounds)]).strip()
 
@@ -110,7 +121,7 @@ class Verdict:
 
     def __init__(self, path: Path, config: type[JobConfig], keys: Sequence[SpecKey]):
         self._path, self._config = path, config
-        self._mappings = {key.name for key in keys if key.type == WORDS["dict"]}
+        self._mappings = {key.name for key in keys if key.type == WORDS["dict"] and "*" not in key.name}
         self._usual = self._trajectory() or set()
         choices = [(key.name, choice) for key in keys for choice in key.choices]
         tried = {f"{name}: {choice}": self._trajectory(f"{name}={choice}") for name, choice in choices}

@@ -22,7 +22,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def next_report(store: Store, tmp_path: Path) -> Report:
     """That of a new attempt, before it knows at which step it stands."""
     job = gpt(tmp_path / "job")
-    return Report(make_attempt(store), job.spec, job.config, [], 0.0, lambda: None)
+    return Report(make_attempt(store), job.spec, job.config, [], 0.0, lambda step: {}, lambda: None)
 
 
 def add(report: Report, *steps: int) -> None:

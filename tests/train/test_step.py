@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
+from runner import BaseTrainer
 from runner.config import MemoryConfig
 from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import batch_sharding
@@ -264,4 +265,49 @@ def test_a_forward_that_masks_by_itself_says_how_many_tokens_are_left(state, tra
 def test_a_forward_that_counts_no_token_has_no_loss(state):
     batch = rows(ragged_lengths())
     loss, grad_norm, _ = run(Masking.train_step, state, split(batch | {"y": batch["y"] * 0 + 1}, 2), 2)
+    assert loss == grad_norm == 0
+
+
+# Weights of targets.
+
+
+def weighted_rows():
+    """Weights that add up to less than 1; what padding weighs must not matter."""
+    batch = rows(ragged_lengths())
+    weight_RxT = np.random.default_rng(5).uniform(0, 0.01, (R, T)).astype(np.float32)
+    return batch | {"loss_weight": np.where(batch["padding_mask"], weight_RxT, np.nan)}
+
+
+@pytest.mark.parametrize("S", [1, 4])
+@pytest.mark.parametrize("job", [BaseTrainer, PretrainGPT])
+def test_the_weighted_loss_and_its_gradient_are_those_of_float64(job, S):
+    batch = weighted_rows()
+    state = make_state(Table("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
+    real = batch["padding_mask"]
+    x, y, weight = (batch[name][real] for name in ("x", "y", "loss_weight"))
+    weight = weight.astype(np.float64) / weight.sum(dtype=np.float64)
+    logits = np.asarray(state.params["table"], np.float64)[x]
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    gradient_VxV = np.zeros((VOCABULARY, VOCABULARY))
+    np.add.at(gradient_VxV, x, weight[:, None] * (p - np.eye(VOCABULARY)[y]))
+    expected = -np.sum(weight * np.log(p[np.arange(len(y)), y]))
+
+    loss, grad_norm, params = run(jax.jit(job.train_step, static_argnums=3), state, split(batch, S), S)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(grad_norm, np.linalg.norm(gradient_VxV), rtol=1e-6)
+    np.testing.assert_allclose(params["table"], state.params["table"] - gradient_VxV, atol=1e-6)
+    loss_sum, count, _ = job.val_step(state, split(batch, S))
+    np.testing.assert_allclose(loss_sum / count, expected, rtol=1e-6)
+    np.testing.assert_allclose(count, batch["loss_weight"][real].sum(dtype=np.float64), rtol=1e-6)
+
+
+def test_weights_hold_in_a_loss_in_chunks_too(state, val):
+    model = GPT(MODEL.config, VOCABULARY, T, memory=MemoryConfig(loss_chunk_positions=4))
+    batch = split(weighted_rows(), 2)
+    assert_close(val(state.replace(apply_fn=model.apply), batch)[:2], val(state, batch)[:2])
+
+
+def test_targets_that_all_weigh_nothing_have_no_loss_and_move_nothing(state, train):
+    batch = rows(ragged_lengths()) | {"loss_weight": np.zeros((R, T), np.float32)}
+    loss, grad_norm, _ = run(train, state, split(batch, 2), 2)
     assert loss == grad_norm == 0

@@ -33,7 +33,10 @@ ROW_KEYS = (
         "The model's FLOPs over the devices' peak; only on chips whose peak is known (`runner/accelerator.py`).",
         "share",
     ),
+    Key("data/<name>/tokens", int, "Tokens that a source of a mixture gave since step 0.", "tokens"),
+    Key("data/<name>/epochs", float, "How often the run has read a source of a mixture."),
     Key("val/loss", float, "Mean cross entropy over the validation batches; only at evaluated steps.", "nats"),
+    Key("val/<name>/loss", float, "Likewise of one validation set, where there are several.", "nats"),
     Key(
         "train/<name>",
         float | None,

@@ -1,0 +1,88 @@
+"""From the keys of a spec to a `Source`: which class reads what they name. Refuses keys that it does not read."""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.data.corpus import open_corpus
+from runner.data.protocol import Checked, Source
+from runner.data.range_cache import CacheSettings
+from runner.data.source import BucketFiles, find_corpus, find_source, is_class
+from runner.data.store import open_token_files
+from runner.data.text import Text, load_text
+from runner.errors import DataError, InvalidError
+from runner.spec import load_class
+
+if TYPE_CHECKING:
+    from runner.config import DataConfig, TokenSource
+
+_SEPARATORS = {"none": b"", "newline": b"\n", "nul": b"\0"}
+
+
+def open_source(
+    named: "TokenSource", config: "DataConfig", cache_directory: Path, vocabulary_size: int | None
+) -> Source:
+    """The tokens that one source of `config` names. Called on every host.
+
+    `vocabulary_size` is the model's, where the spec names it. Raises DataError, also if there are no tokens, and where
+    the source cannot serve `config.packing`.
+    """
+    source = _open(named, config, cache_directory, vocabulary_size)
+    if not len(source):
+        raise DataError(f"data.source={named.source}: is empty: it holds 0 tokens")
+    if config.packing != "concatenate" and not source.has_documents:
+        raise DataError(
+            f"data.packing={config.packing}: data.source={named.source} does not say where documents end; needs a "
+            "corpus with an index, text files, or packing: concatenate"
+        )
+    return source
+
+
+def _open(named: "TokenSource", config: "DataConfig", cache_directory: Path, vocabulary_size: int | None) -> Source:
+    if is_class(named.source):
+        _refuse_unread(named, config, "is a class", ("dtype", "document_separator", "cache_bytes"))
+        return _make_own(named)
+    ranges = CacheSettings(cache_directory, config.cache_bytes, config.sequence_length + 1)
+    unread = () if "://" in named.source else ("cache_bytes",)
+    if (corpus := find_corpus(named.source)) is not None:
+        _refuse_unread(named, config, "names a corpus", ("dtype", "document_separator", "options", *unread))
+        return open_corpus(named.source, corpus, ranges)
+    files = find_source(named.source)
+    if isinstance(files, BucketFiles) or files.holds_tokens:
+        _refuse_unread(named, config, "names token files", ("document_separator", "options", *unread))
+        return open_token_files(files, cache_directory, named.dtype, vocabulary_size, ranges)
+    _refuse_unread(named, config, "names text files", ("dtype", "options", *unread))
+    return Text(load_text(files, config.tokenizer, cache_directory, _SEPARATORS[config.document_separator]))
+
+
+def _refuse_unread(named: "TokenSource", config: "DataConfig", kind: str, keys: Sequence[str]) -> None:
+    """Refuse a key that says something, and that a source of this kind does not read."""
+    for key in keys:
+        owner = named if key in type(named).model_fields else config
+        value = getattr(owner, key)
+        is_of_one = owner is named or len(config.sources) == 1
+        if is_of_one and value != type(owner).model_fields[key].get_default(call_default_factory=True):
+            raise DataError(f"data.{key}={value}: nothing reads it, data.source={named.source} {kind}; leave it out")
+
+
+def _make_own(named: "TokenSource") -> Source:
+    """The source that a class of somebody else's makes."""
+    name = f"data.source={named.source}"
+    own = load_own(named)
+    if lacking := sorted(getattr(own, "__abstractmethods__", ())):
+        raise DataError(f"{name}: lacks {', '.join(lacking)}")
+    try:
+        inspect.signature(own).bind(**named.options)
+    except TypeError as error:
+        raise DataError(f"{name}: data.options: {error}") from error
+    return Checked(own(**named.options), name)
+
+
+def load_own(named: "TokenSource") -> type[Source]:
+    """The class that `module:Class` names. Raises DataError if it is none, or no `Source`."""
+    try:
+        found: type[Source] = load_class(named.source, Source)
+    except InvalidError as error:
+        raise DataError(f"data.source={named.source}: {error}") from error
+    return found

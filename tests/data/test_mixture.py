@@ -1,0 +1,49 @@
+"""Which source an example comes from: its number tells, and the shares are those of the weights in every stretch."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from runner.data.mixture import Mixture
+
+WEIGHTS = {
+    "one": [3.0],
+    "equal": [1, 1, 1],
+    "uneven": [0.7, 0.2, 0.1],
+    "not of one": [12.5, 4, 0.31],
+    "tiny": [1e-4, 1, 3.3],
+    "tinier": [1e-9, 1],
+    "many": [1 + index % 7 for index in range(100)],
+}
+
+
+@pytest.fixture(params=WEIGHTS)
+def mixture(request: pytest.FixtureRequest) -> Mixture:
+    return Mixture(WEIGHTS[request.param])
+
+
+@pytest.mark.parametrize("first", [0, 1, 12_345, 10**12])
+def test_any_stretch_has_the_shares_of_the_weights(mixture: Mixture, first: int) -> None:
+    before, after = mixture.counts(first), mixture.counts(first + 10_000)
+    for old, new, share in zip(before, after, mixture.shares, strict=True):
+        assert abs((new - old) / 10_000 - share) < 1e-3
+
+
+def test_counts_never_fall_and_one_rises_with_each_example(mixture: Mixture) -> None:
+    counts = [mixture.counts(number) for number in range(2_000)]
+    for number, (old, new) in enumerate(itertools.pairwise(counts)):
+        assert sum(old) == number
+        assert sorted(later - earlier for earlier, later in zip(old, new, strict=True))[-2:] in ([1], [0, 1])
+
+
+@pytest.mark.parametrize("first", [0, 7, 999, 10**12])
+def test_an_example_is_found_at_once_wherever_it_stands(mixture: Mixture, first: int) -> None:
+    sources, numbers = mixture.place(first, 50)
+    for index in range(50):
+        source, number = mixture.place(first + index, 1)
+        assert (source[0], number[0]) == (sources[index], numbers[index])
+    counts = np.array(mixture.counts(first))
+    for source, number in zip(sources, numbers, strict=True):
+        assert number == counts[source]
+        counts[source] += 1

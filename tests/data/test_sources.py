@@ -1,0 +1,197 @@
+"""Several sources in one data set: mixtures, sets to validate on, and what is refused of them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from runner.config import DataConfig
+from runner.data import check_vocabulary
+from runner.errors import DataError
+from tests.data.corpus import KINDS, load, load_kind, write_bin, write_documents, write_npy
+
+T = 8
+
+
+def three(tmp_path: Path, **changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """A mixture of three token files whose ids tell them apart; `changes` by name."""
+    sizes = {"a": 900, "b": 2000, "c": 400}
+    starts = {"a": 0, "b": 10_000, "c": 20_000}
+    weights = {"a": 5, "b": 3, "c": 2}
+    return [
+        {
+            "name": name,
+            "source": str(write_bin(tmp_path / f"{name}.bin", np.arange(starts[name], starts[name] + size))),
+            "weight": weights[name],
+            **changes.get(name, {}),
+        }
+        for name, size in sizes.items()
+    ]
+
+
+def load_three(tmp_path: Path, seed: int = 0, **changes: Any) -> Any:
+    return load("python-stdlib", cache=tmp_path / "cache", seed=seed, **{"mixture": three(tmp_path)} | changes)
+
+
+def sources_of(rows: dict[str, np.ndarray]) -> np.ndarray:
+    return rows["x"][:, 0] // 10_000
+
+
+def test_examples_come_from_the_sources_in_the_shares_of_their_weights(tmp_path: Path) -> None:
+    dataset = load_three(tmp_path)
+    for first in (0, 123_456):
+        shares = np.bincount(sources_of(dataset.rows("train", first, 10_000)), minlength=3) / 10_000
+        np.testing.assert_allclose(shares, [0.5, 0.3, 0.2], atol=1e-3)
+
+
+def test_each_source_is_read_in_its_own_order_epoch_by_epoch(tmp_path: Path) -> None:
+    dataset = load_three(tmp_path)
+    rows = dataset.rows("train", 0, 1000)
+    for index, part in enumerate(dataset.parts):
+        own = rows["y"][sources_of(rows) == index]
+        epoch = part.examples.num_examples
+        assert len(own) > epoch
+        assert len(np.unique(own[:epoch])) == epoch * T, "each target once"
+        assert (own[epoch : epoch + 20] != own[:20]).any(), "another order in another epoch"
+
+
+def test_a_mixture_of_one_source_trains_as_the_source_in_shares(tmp_path: Path) -> None:
+    whole = load_three(tmp_path, mixture=three(tmp_path)[:1])
+    assert [share.tokens for share in whole.shares(100)] == [100 * T]
+
+
+def test_rows_say_what_each_source_gave(tmp_path: Path) -> None:
+    dataset = load_three(tmp_path)
+    figures = dataset.figures(1000)
+    counts = np.bincount(sources_of(dataset.rows("train", 0, 1000)), minlength=3)
+    for name, count, part in zip("abc", counts, dataset.parts, strict=True):
+        assert figures[f"data/{name}/tokens"] == count * T
+        assert figures[f"data/{name}/epochs"] == count / part.examples.num_examples
+    assert load(tmp_path / "a.bin", cache=tmp_path / "cache").figures(1000) == {}, "of one source a row says nothing"
+
+
+def test_a_run_that_reads_a_source_too_often_is_refused_with_numbers(tmp_path: Path) -> None:
+    dataset = load_three(tmp_path, mixture=three(tmp_path, c={"max_epochs": 2.5}))
+    examples = dataset.parts[2].examples.num_examples
+    enough = int(examples * 2.5 / 0.2)
+    dataset.refuse_epochs(enough)
+    with pytest.raises(
+        DataError, match=rf"data\.mixture\.c=.*c\.bin: .* epochs of its {examples * T:,}; max_epochs=2\.5"
+    ):
+        dataset.refuse_epochs(enough + 10)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "weight": {"a": {"weight": 6}},
+    "name": {"a": {"name": "other"}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_mixture_is_other_data(tmp_path: Path, change: str) -> None:
+    one = load_three(tmp_path).fingerprint
+    assert load_three(tmp_path).fingerprint == one
+    assert load_three(tmp_path, mixture=three(tmp_path, **CHANGES[change])).fingerprint != one
+    assert load_three(tmp_path, mixture=three(tmp_path)[::-1]).fingerprint != one
+    assert load_three(tmp_path, seed=1).fingerprint != one
+
+
+def test_each_source_keeps_a_part_of_itself_out_under_its_name(tmp_path: Path) -> None:
+    dataset = load_three(tmp_path)
+    assert list(dataset.validation) == ["a", "b", "c"]
+    seen = set(dataset.rows("train", 0, 2000)["y"].ravel().tolist())
+    for index, name in enumerate("abc"):
+        held_out = dataset.rows(name, 0, dataset.validation[name].num_examples)
+        assert set(sources_of(held_out).tolist()) == {index}
+        assert not seen & set(held_out["y"].ravel().tolist())
+
+
+def test_further_sets_are_whole_and_in_order_and_move_no_batch(tmp_path: Path) -> None:
+    web = write_bin(tmp_path / "web.bin", range(100))
+    code = write_npy(tmp_path / "code.npy", range(200, 260))
+    sets = {"web": str(web), "code": {"source": str(code)}}
+    plain = load(write_bin(tmp_path / "train.bin", range(500)), cache=tmp_path / "cache")
+    dataset = load(tmp_path / "train.bin", cache=tmp_path / "cache", validation=sets)
+    assert list(dataset.validation) == ["validation", "web", "code"]
+    assert dataset.fingerprint == plain.fingerprint
+    assert {name: examples.num_examples for name, examples in dataset.validation.items()} == {
+        "validation": plain.num_validation_examples,
+        "web": 12,
+        "code": 7,
+    }
+    for name, first, count in (("web", 0, 12), ("code", 200, 7)):
+        np.testing.assert_array_equal(
+            dataset.rows(name, 0, 20)["y"][:count].ravel(), np.arange(first + 1, first + 1 + count * T)
+        )
+        assert not dataset.rows(name, 0, 20)["padding_mask"][count:].any()
+    alone = load(tmp_path / "train.bin", cache=tmp_path / "cache", validation=sets, validation_fraction=0)
+    assert list(alone.validation) == ["web", "code"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_a_function_of_seed_and_number_for_every_kind(tmp_path: Path, kind: str) -> None:
+    together = load_kind(kind, tmp_path).rows("train", 10**9, 24)
+    again, other = load_kind(kind, tmp_path), load_kind(kind, tmp_path, seed=1)
+    for row in (0, 7, 23):
+        for name, field in again.rows("train", 10**9 + row, 1).items():
+            np.testing.assert_array_equal(field[0], together[name][row])
+    assert any((other.rows("train", 10**9, 24)[name] != field).any() for name, field in together.items())
+    assert again.fingerprint == load_kind(kind, tmp_path).fingerprint != other.fingerprint
+
+
+REFUSED = {
+    "two of one name": ({"mixture": [{"name": "a", "source": "x"}] * 2}, "mixture names a twice"),
+    "a source and a mixture": ({"mixture": [{"name": "a", "source": "x"}], "source": "y"}, "got both source and mix"),
+    "a dtype and a mixture": ({"mixture": [{"name": "a", "source": "x"}], "dtype": "uint16"}, "got both dtype and mix"),
+    "weight 0": ({"mixture": [{"name": "a", "source": "x", "weight": 0}]}, "greater than 0"),
+    "weight below 0": ({"mixture": [{"name": "a", "source": "x", "weight": -1}]}, "greater than 0"),
+    "weight that is none": ({"mixture": [{"name": "a", "source": "x", "weight": float("nan")}]}, "finite|greater"),
+    "weight without end": ({"mixture": [{"name": "a", "source": "x", "weight": float("inf")}]}, "finite"),
+    "no name": ({"mixture": [{"source": "x"}]}, "name"),
+    "a name with a slash": ({"mixture": [{"name": "a/b", "source": "x"}]}, "pattern"),
+    "a set called train": ({"validation": {"train": "x"}}, "a set named 'train'"),
+    "a set called like a source": ({"mixture": [{"name": "a", "source": "x"}], "validation": {"a": "y"}}, "named 'a'"),
+    "a source called validation": ({"mixture": [{"name": "validation", "source": "x"}]}, "source named validation"),
+    "characters of several": ({"mixture": [{"name": "a", "source": "x"}], "tokenizer": "characters"}, "several"),
+    "characters of a set": ({"validation": {"a": "x"}, "tokenizer": "characters"}, "several"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_keys_that_do_not_fit_together_are_refused(case: str) -> None:
+    given, words = REFUSED[case]
+    with pytest.raises(ValidationError, match=words):
+        DataConfig.model_validate({"sequence_length": T, **given})
+
+
+@pytest.mark.parametrize("packing", ["documents", "pad"])
+def test_tokens_without_documents_are_not_packed_by_documents(tmp_path: Path, packing: str) -> None:
+    with pytest.raises(
+        DataError, match=rf"data\.packing={packing}: data\.source=.*a\.bin does not say where documents"
+    ):
+        load(write_bin(tmp_path / "a.bin", range(500)), cache=tmp_path, packing=packing)
+
+
+def test_documents_of_one_token_hold_no_target(tmp_path: Path) -> None:
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text("a")
+    only = {"cache": tmp_path / "cache", "validation_fraction": 0}
+    with pytest.raises(DataError, match="no document has two tokens"):
+        load(f"{tmp_path}/*.txt", packing="pad", **only)
+    assert not load(f"{tmp_path}/*.txt", packing="documents", **only).rows("train", 0, 2)["padding_mask"].any()
+
+
+def test_a_vocabulary_that_is_too_small_for_one_source_names_it(tmp_path: Path) -> None:
+    dataset = load_three(tmp_path)
+    check_vocabulary(dataset, 20_400)
+    with pytest.raises(DataError, match=r"^data\.mixture\.c=.*c\.bin: token id 20,399 .* vocabulary of 20,000"):
+        check_vocabulary(dataset, 20_000)
+
+
+def test_an_empty_document_is_none(tmp_path: Path) -> None:
+    pattern = write_documents(tmp_path / "text", 60, seed=4)
+    before = load(pattern, cache=tmp_path / "cache", packing="documents").fingerprint
+    (tmp_path / "text" / "0000b.txt").touch()
+    assert load(pattern, cache=tmp_path / "cache", packing="documents").fingerprint == before

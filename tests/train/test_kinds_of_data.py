@@ -1,0 +1,50 @@
+"""Whatever a data set is made of, a run that is stopped and resumed ends in the bits of one that was not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.errors import PreemptedError
+from runner.storage import parse_lines
+from tests.data.corpus import KINDS, kept, write_documents
+from tests.support.tiny import RecordingGPT, StopAfter, gpt, leaves_equal, recorded_rows
+
+STOP, STEPS = 4, 8
+DAILY = ("mixture", "documents")
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    """The rows without their speed, which is no part of the trajectory."""
+    rows = parse_lines((directory / "metrics.jsonl").read_bytes())
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in DAILY else pytest.mark.soak) for k in KINDS])
+def test_stopped_and_resumed_every_bit_is_the_same(tmp_path: Path, kind: str) -> None:
+    data = {"sequence_length": 16, "validation_fraction": 0.2, **kept(kind, tmp_path)}
+    data["validation"] = {"other": write_documents(tmp_path / "other", 60, 9)}
+    if "mixture" in data:
+        data["mixture"] = [named | {"max_epochs": 1000} for named in data["mixture"]]
+    changes = {"config.data": data, "config.model.vocabulary_size": 4096}
+    whole = gpt(tmp_path / "whole", RecordingGPT, **changes)
+    whole()
+    parts = gpt(tmp_path / "parts", RecordingGPT, **changes)
+    with pytest.raises(PreemptedError):
+        parts(stop=StopAfter(parts, STOP))
+    parts = gpt(tmp_path / "parts", RecordingGPT, **changes)
+    parts()
+    assert parts.step == whole.step == STEPS
+    assert leaves_equal(parts.state, whole.state)
+    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
+    for step in range(STEPS):
+        assert recorded_rows(tmp_path / "parts", step) == recorded_rows(tmp_path / "whole", step)
+    last = rows_of(tmp_path / "whole")[-1]
+    sets = [named["name"] for named in data["mixture"]] if "mixture" in data else ["validation"]
+    assert {key for key in last if key.startswith("val/")} == {
+        "val/loss",
+        *(f"val/{name}/loss" for name in [*sets, "other"]),
+    }
+    assert {key for key in last if key.startswith("data/")} == {
+        f"data/{named['name']}/{figure}" for named in data.get("mixture", []) for figure in ("tokens", "epochs")
+    }
