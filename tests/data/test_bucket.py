@@ -93,6 +93,12 @@ class Pair:
             np.testing.assert_array_equal(found, expected[first : first + 40])
 
 
+@pytest.fixture(autouse=True)
+def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is not what these tests look at, and its probe is what opening a small source costs."""
+    monkeypatch.setattr("runner.data.window.ORDER_PROBE_INDICES", 4)
+
+
 @pytest.fixture(params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
     return Pair(request.param, tmp_path, monkeypatch)
@@ -213,9 +219,9 @@ def test_a_damaged_cache_is_a_miss(bins: Pair, damage: Callable[[Path], None]) -
     bins.refuse_difference(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 1, 41, 42, 100, 1000, 1 << 15, None])
+@pytest.mark.parametrize("cache_bytes", [0, 41, 42, 100, 1 << 15, None])
 def test_a_cache_of_any_size_gives_the_same_rows_and_stays_within_it(bins: Pair, cache_bytes: int | None) -> None:
-    for sequence_length in (8, 8, 5):
+    for sequence_length in (8, 5):
         local = load(bins.directory / bins.pattern, cache=bins.cache, sequence_length=sequence_length)
         dataset = bins.open(vocabulary_size=1000, cache_bytes=cache_bytes, sequence_length=sequence_length)
         np.testing.assert_array_equal(dataset.rows("train", 0, 30)["x"], local.rows("train", 0, 30)["x"])
@@ -449,14 +455,14 @@ def test_a_run_is_stopped_and_resumed_to_the_same_bits_with_the_cache_torn_and_t
     monkeypatch.setenv("RUNNER_CACHE", str(bins.cache))
 
     def job(name: str, source: str, **changes: Any) -> Any:
-        data = {"source": source, "sequence_length": 16, **changes}
-        return gpt(tmp_path / name, **{"config.data": data, "config.train.total_steps": 4})
+        data = {"source": source, "sequence_length": 16, "validation_fraction": 0.0, **changes}
+        return gpt(tmp_path / name, **{"config.data": data, "config.train.total_steps": 3})
 
     there, small = f"{URL}/*.bin", {"cache_bytes": 1 << 15}
     job("whole", str(bins.directory / "*.bin"))()
     stopped = job("stopped", there, **small)
     with pytest.raises(PreemptedError):
-        stopped(stop=StopAfter(stopped, 2))
+        stopped(stop=StopAfter(stopped, 1))
     flip_bytes(bins.cache / FILE)
     bins.driver.before = fail_some(0.3)
     job("stopped", there, **small)()
