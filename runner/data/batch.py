@@ -25,17 +25,33 @@ def global_batch(
     """
     dataset.refuse_split(split)
     S, B, T = accumulate_steps, micro_batch, dataset.sequence_length
-    first = step * S * B
-
-    @functools.cache
-    def read(micro: int, start: int, count: int) -> Rows:
-        return dataset.rows(split, first + micro * B + start, count)
+    examples = _examples_here(sharding, (S, B, T))
+    rows = _read(dataset, split, step * S * B, examples)
 
     def shard(field: str, index: tuple[slice, ...]) -> np.ndarray:
-        micros, rows, positions = range(S)[index[0]], range(B)[index[1]], index[2]
-        return np.stack([read(micro, rows.start, len(rows))[field][:, positions] for micro in micros])
+        numbers = np.arange(S * B).reshape(S, B)[index[:2]]
+        return rows[field][np.searchsorted(examples, numbers)][:, :, index[2]]
 
     return {
         field: jax.make_array_from_callback((S, B, T), sharding, functools.partial(shard, field))
         for field in dataset.fields
     }
+
+
+def _examples_here(sharding: Sharding, shape: tuple[int, int, int]) -> np.ndarray:
+    """The numbers in the step of the examples that this host's devices hold, ascending."""
+    numbers = np.arange(shape[0] * shape[1]).reshape(shape[:2])
+    held = sharding.addressable_devices_indices_map(shape).values()
+    return np.unique(np.concatenate([numbers[index[:2]].ravel() for index in held if index is not None]))
+
+
+def _read(dataset: Dataset, split: str, first: int, examples: np.ndarray) -> Rows:
+    """The rows of these examples of the step that begins with example `first`: as few reads as there are stretches.
+
+    A bucket answers a read of many rows about as soon as one of a single row.
+    """
+    stretches = np.split(examples, np.flatnonzero(np.diff(examples) > 1) + 1)
+    found = [dataset.rows(split, first + int(stretch[0]), len(stretch)) for stretch in stretches]
+    return (
+        found[0] if len(found) == 1 else {field: np.concatenate([rows[field] for rows in found]) for field in found[0]}
+    )

@@ -7,11 +7,12 @@ from typing import Any
 
 from azure.core import MatchConditions
 from azure.core.exceptions import AzureError, ClientAuthenticationError, HttpResponseError, ResourceNotFoundError
+from azure.core.pipeline.transport import RequestsTransport
 from azure.storage.blob import BlobPrefix, BlobServiceClient
 from cloudpathlib.azure import AzureBlobClient, AzureBlobPath
 from cloudpathlib.exceptions import MissingCredentialsError
 
-from runner.storage.bucket import CONNECT_SECONDS, TRY_SECONDS, Entry
+from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, Entry
 from runner.storage.retry import DeniedError, TransientError
 from runner.storage.store import ABSENT, Version
 
@@ -128,6 +129,19 @@ def _one_try_client() -> BlobServiceClient:
         client.url,
         credential=client.credential,
         retry_total=0,
-        connection_timeout=CONNECT_SECONDS,
-        read_timeout=TRY_SECONDS,
+        transport=_make_transport(),
     )
+
+
+def _make_transport() -> RequestsTransport:
+    """The client's own, with as many connections as threads: it keeps 10, and warns of each that it throws away."""
+    transport = RequestsTransport(connection_timeout=CONNECT_SECONDS, read_timeout=TRY_SECONDS)
+    transport.open()
+    assert transport.session is not None
+    for scheme in ("https://", "http://"):
+        adapter = transport.session.get_adapter(scheme)
+        sized = type(adapter)(
+            max_retries=adapter.max_retries, pool_connections=NUM_CONNECTIONS, pool_maxsize=NUM_CONNECTIONS
+        )
+        transport.session.mount(scheme, sized)
+    return transport

@@ -61,19 +61,22 @@ def test_a_step_holds_the_same_examples_on_every_mesh_and_split(
             np.testing.assert_array_equal(np.asarray(array).reshape(16, T), expected[field])
 
 
-def test_every_row_is_read_once_however_often_it_is_replicated(
+def test_every_row_is_read_once_however_often_it_is_replicated_and_all_at_a_time(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: Counter[int] = Counter()
+    calls: list[int] = []
     rows = Dataset.rows
 
     def counted(self: Dataset, split: str, first: int, count: int) -> object:
         reads.update(range(first, first + count))
+        calls.append(count)
         return rows(self, split, first, count)
 
     monkeypatch.setattr(Dataset, "rows", counted)
     global_batch(dataset, "train", 3, accumulate_steps=2, micro_batch=8, sharding=make_sharding(2, 2, 2))
     assert reads == Counter(range(48, 64))
+    assert calls == [16]
 
 
 def test_any_step_is_reached_at_once(dataset: Dataset) -> None:

@@ -13,12 +13,13 @@ import pytest
 from runner.data import Dataset, check_vocabulary
 from runner.data.bucket import in_parallel
 from runner.data.range_cache import FILE
-from runner.errors import DataError, StorageError
-from runner.storage import ABSENT, DeniedError
+from runner.errors import DataError, PreemptedError, StorageError
+from runner.storage import ABSENT, DeniedError, LocalStore, read_json
 from runner.storage.retry import TransientError
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, random_shards, write_corpus
 from tests.data.corpus import load, write_bin, write_npy
 from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
+from tests.support.tiny import StopAfter, gpt
 
 NUM_TOKENS = 5000
 SIZES = [[40, 900, 1, 300], [], [5], [1500, 0, 700], [0, 90, 1464]]
@@ -90,6 +91,12 @@ class Pair:
         for first in range(0, len(self.starts), 40):
             found = dataset.parts[0].source.read_many(self.starts[first : first + 40], 9)
             np.testing.assert_array_equal(found, expected[first : first + 40])
+
+
+@pytest.fixture(autouse=True)
+def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is not what these tests look at, and its probe is what opening a small source costs."""
+    monkeypatch.setattr("runner.data.window.ORDER_PROBE_INDICES", 4)
 
 
 @pytest.fixture(params=KINDS)
@@ -212,9 +219,9 @@ def test_a_damaged_cache_is_a_miss(bins: Pair, damage: Callable[[Path], None]) -
     bins.refuse_difference(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 1, 41, 42, 100, 1000, 1 << 15, None])
+@pytest.mark.parametrize("cache_bytes", [0, 41, 42, 100, 1 << 15, None])
 def test_a_cache_of_any_size_gives_the_same_rows_and_stays_within_it(bins: Pair, cache_bytes: int | None) -> None:
-    for sequence_length in (8, 8, 5):
+    for sequence_length in (8, 5):
         local = load(bins.directory / bins.pattern, cache=bins.cache, sequence_length=sequence_length)
         dataset = bins.open(vocabulary_size=1000, cache_bytes=cache_bytes, sequence_length=sequence_length)
         np.testing.assert_array_equal(dataset.rows("train", 0, 30)["x"], local.rows("train", 0, 30)["x"])
@@ -254,8 +261,10 @@ def test_an_object_that_is_replaced_is_not_read_from_the_cache_of_the_one_before
     bins.refuse_difference(bins.open(vocabulary_size=1000))
     content = bins.driver.objects["corpus/3.bin"][0]
     bins.driver.put("corpus/3.bin", content[::-1], None)
-    tokens = bins.open(vocabulary_size=1 << 16).parts[0].source
-    assert tokens.read(1705, NUM_TOKENS).tobytes() == content[::-1]
+    starts = bins.starts[bins.starts >= 1705]
+    found = bins.open(vocabulary_size=1 << 16).parts[0].source.read_many(starts, 9)
+    replaced = np.frombuffer(content[::-1], "<u2")
+    np.testing.assert_array_equal(found, [replaced[start - 1705 : start - 1696] for start in starts])
 
 
 # What is fetched.
@@ -435,6 +444,30 @@ def test_the_size_of_the_cache_is_no_part_of_the_data(bins: Pair) -> None:
     assert bins.open(cache_bytes=0).fingerprint == bins.open(cache_bytes=1 << 20).fingerprint
     with pytest.raises(DataError, match=r"data\.cache_bytes=9: nothing reads it"):
         load(bins.directory / "*.bin", cache=bins.cache, cache_bytes=9)
+
+
+# A run.
+
+
+def test_a_run_is_stopped_and_resumed_to_the_same_bits_with_the_cache_torn_and_the_bucket_failing(
+    bins: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNNER_CACHE", str(bins.cache))
+
+    def job(name: str, source: str, **changes: Any) -> Any:
+        data = {"source": source, "sequence_length": 16, "validation_fraction": 0.0, **changes}
+        return gpt(tmp_path / name, **{"config.data": data, "config.train.total_steps": 3})
+
+    there, small = f"{URL}/*.bin", {"cache_bytes": 1 << 15}
+    job("whole", str(bins.directory / "*.bin"))()
+    stopped = job("stopped", there, **small)
+    with pytest.raises(PreemptedError):
+        stopped(stop=StopAfter(stopped, 1))
+    flip_bytes(bins.cache / FILE)
+    bins.driver.before = fail_some(0.3)
+    job("stopped", there, **small)()
+    results = [read_json(LocalStore(tmp_path / name), "result.json") for name in ("whole", "stopped")]
+    assert results[0] == results[1]
 
 
 # The three services.

@@ -117,3 +117,21 @@ def test_a_bucket_that_is_down_for_a_while_delays_a_range(monkeypatch: pytest.Mo
     with pytest.raises(TimeoutError, match=r"read mem://bucket/run/x\.bin: not within 0 s"):
         store.read_range("x.bin", 3, 9, version)
     assert store.read_range("x.bin", 3, 3, ABSENT) == b""
+
+
+class ShortDriver(MemoryDriver):
+    """The first answers lack some bytes, or have too many, and the client does not notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = [slice(0, 3), slice(0, 0), slice(None, None)]
+
+    def get_range(self, key: str, start: int, stop: int, version: str) -> bytes:
+        content = super().get_range(key, start, stop, version)
+        return (content + b"more")[self.answers.pop()] if self.answers else content
+
+
+def test_an_answer_of_another_length_is_asked_for_again() -> None:
+    store = memory_bucket(ShortDriver())
+    store.write("x.bin", CONTENT)
+    assert store.read_range("x.bin", 3, 9, store.listing("x.bin")["x.bin"].version) == CONTENT[3:9]

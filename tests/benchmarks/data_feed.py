@@ -1,0 +1,183 @@
+"""How many tokens a second one host can feed, and what its start costs.
+
+1. rows of 2,048 and 8,192 tokens from local files, one core: tokens/s of reading alone, and of whole rows;
+2. the same from a bucket in memory that answers after 20 ms, and from the emulator of a service with that latency;
+3. bytes fetched from the bucket over bytes that the rows need;
+4. CPU of one ranged read of 4 KiB by the service's client;
+5. start-up with a corpus of 10 MB and a sparse one of 10 GB.
+
+    python -m tests.benchmarks.data_feed [--backends gs s3 az] [--seconds 3]
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.data import Source
+from runner.data.index import INDEX, CorpusIndex, Shard
+from runner.storage import LocalStore, Version, digest_of, open_store
+from tests.data.buckets import URL, CountingDriver, lead_to
+from tests.data.corpus import load
+from tests.support.servers import BACKENDS, Faults, start_backend
+
+LATENCY_SECONDS = 0.02
+NUM_TOKENS = 1 << 26
+ROWS = {2048: 64, 8192: 16}  # tokens of a row: rows of a batch on this host
+READ_BYTES = 4096
+
+
+class SlowDriver(CountingDriver):
+    """A bucket that answers late, to any number at a time."""
+
+    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+        time.sleep(LATENCY_SECONDS)
+        return super().get_range(key, start, stop, version)
+
+
+def write_shards(directory: Path, num_tokens: int, num_shards: int = 4) -> Path:
+    """A corpus of zeros, which takes no space, of one document a shard."""
+    store, size = LocalStore(directory), num_tokens // num_shards
+    entries = []
+    for number in range(num_shards):
+        name, ends = f"{number:05}", np.array([size], "<i8").tobytes()
+        store.write(f"{name}.ends", ends)
+        store.write(f"{name}.bin", b"")
+        os.truncate(directory / f"{name}.bin", 2 * size)
+        digest = store.digest(f"{name}.bin") if size < 1 << 26 else "00000000"
+        entries.append(Shard(name, size, 1, 0, digest, digest_of(ends)))
+    store.write(INDEX, CorpusIndex("uint16", 50_304, {"kind": "zeros"}, None, tuple(entries)).encode())
+    return directory
+
+
+def tokens_per_second(read: Callable[[int], None], tokens: int, seconds: float) -> str:
+    """Call `read(number)` for so long; its tokens by the clock, and by the CPU of this process."""
+    read(0)
+    wall, cpu, number = time.perf_counter(), time.process_time(), 0
+    while time.perf_counter() - wall < seconds:
+        number += 1
+        read(number)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return f"{number * tokens / wall / 1e6:8.2f} M tokens/s, {number * tokens / cpu / 1e6:8.2f} M tokens/s of CPU"
+
+
+def feed(tokens: Source, what: str, seconds: float) -> None:
+    """Rows at random places."""
+    for length, count in ROWS.items():
+        starts = np.random.default_rng(0).integers(0, len(tokens) - length - 1, (1 << 12, count))
+        figures = tokens_per_second(
+            lambda number, starts=starts, length=length: tokens.read_many(starts[number % len(starts)], length + 1),
+            length * count,
+            seconds,
+        )
+        print(f"{what}, {count} rows of {length:,}: {figures}", flush=True)
+
+
+def measure_local(directory: Path, seconds: float) -> None:
+    """Part 1."""
+    np.random.default_rng(0).integers(0, 50_000, NUM_TOKENS, np.uint16).tofile(directory / "train.bin")
+    dataset = load(directory / "train.bin", cache=directory, vocabulary_size=50_304)
+    feed(dataset.parts[0].source, "local .bin", seconds)
+    for length, count in ROWS.items():
+        whole = load(directory / "train.bin", cache=directory, sequence_length=length)
+        figures = tokens_per_second(
+            lambda number, whole=whole, count=count: whole.rows("train", number * count, count), length * count, seconds
+        )
+        print(f"local .bin, {count} whole rows of {length:,}: {figures}", flush=True)
+    feed(load(write_shards(directory / "shards", NUM_TOKENS), cache=directory).parts[0].source, "local corpus", seconds)
+
+
+def measure_slow_bucket(directory: Path, seconds: float) -> None:
+    """Parts 2 and 3, with a bucket in memory."""
+    driver = SlowDriver()
+    for name in ("train.bin", "more.bin"):
+        content = np.random.default_rng(0).integers(0, 50_000, NUM_TOKENS // 8, np.uint16).tobytes()
+        driver.put(f"corpus/{name}", content, None)
+    with pytest.MonkeyPatch.context() as patch:
+        lead_to(patch, driver)
+        for length, count in ROWS.items():
+            settings = {"sequence_length": length, "vocabulary_size": 50_304}
+            tokens = load(f"{URL}/*.bin", cache=directory, cache_bytes=0, **settings).parts[0].source
+            driver.ranges.clear()
+            starts = np.random.default_rng(0).integers(0, len(tokens) - length - 1, (1 << 12, count))
+            calls: list[int] = []
+
+            def read(number: int, tokens=tokens, starts=starts, calls=calls, size=length + 1) -> None:
+                calls.append(number)
+                tokens.read_many(starts[number], size)
+
+            figures = tokens_per_second(read, length * count, seconds)
+            share = driver.bytes_fetched / (len(calls) * count * (length + 1) * 2)
+            print(f"bucket, {LATENCY_SECONDS * 1e3:.0f} ms, {count} rows of {length:,}: {figures}; fetched {share:.3f}")
+            warm = load(f"{URL}/*.bin", cache=directory, **settings).parts[0].source
+            warm.read_many(starts[0], length + 1)
+            figures = tokens_per_second(
+                lambda _, tokens=warm, starts=starts[0], size=length + 1: tokens.read_many(starts, size),
+                length * count,
+                seconds,
+            )
+            print(f"the same from the cache on the disk: {figures}", flush=True)
+
+
+def measure_service(url: str, seconds: float) -> None:
+    """Parts 2 and 4, with a real client, in a process of its own."""
+    store = open_store(url)
+    version = store.listing("train.bin")["train.bin"].version
+    for number in range(10):
+        store.read_range("train.bin", number, number + READ_BYTES, version)
+    cpu = time.process_time()
+    for number in range(100):
+        store.read_range("train.bin", number, number + READ_BYTES, version)
+    print(f"{url[:2]}: CPU of one read of 4 KiB: {(time.process_time() - cpu) * 10:.2f} ms", flush=True)
+    with tempfile.TemporaryDirectory() as cache:
+        tokens = load(f"{url}/train.bin", cache=Path(cache), cache_bytes=0, vocabulary_size=50_304).parts[0].source
+        feed(tokens, f"{url[:2]}, emulator with {LATENCY_SECONDS * 1e3:.0f} ms", seconds)
+
+
+def measure_start(directory: Path) -> None:
+    """Part 5."""
+    for size in (10_000_000, 10_000_000_000):
+        place = write_shards(directory / str(size), size // 2, 10)
+        started = time.perf_counter()
+        load(place, cache=directory / "start", vocabulary_size=50_304)
+        figure = time.perf_counter() - started
+        started = time.perf_counter()
+        load(f"{place}/*.bin", cache=directory / f"start{size}", vocabulary_size=50_304)
+        bare = time.perf_counter() - started
+        print(f"start of {size / 1e6:,.0f} MB: corpus {figure:.3f} s, .bin files without an index {bare:.3f} s")
+
+
+def main() -> None:
+    """Print all figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", nargs="*", default=BACKENDS)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--service", help="measure this URL alone")
+    options = parser.parse_args()
+    if options.service:
+        measure_service(options.service, options.seconds)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        measure_local(Path(directory), options.seconds)
+        measure_slow_bucket(Path(directory) / "cache", options.seconds)
+        measure_start(Path(directory))
+    for name in options.backends:
+        with start_backend(name) as backend:
+            content = np.random.default_rng(0).integers(0, 50_000, NUM_TOKENS // 64, np.uint16).tobytes()
+            backend.write("feed/train.bin", content)
+            backend.proxy.faults = Faults(latency_seconds=LATENCY_SECONDS)
+            command = [sys.executable, "-m", "tests.benchmarks.data_feed", "--service", backend.url("feed")]
+            subprocess.run(
+                [*command, "--seconds", str(options.seconds)], env=os.environ | backend.environment, check=True
+            )
+
+
+if __name__ == "__main__":
+    main()
