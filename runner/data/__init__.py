@@ -4,6 +4,8 @@
 - `source`     which files `data.source` names
 - `index`      what stands beside the tokens of a corpus
 - `tokenizer`  text <-> token ids
+- `extra`      packages that not everybody has
+- `subword`    tokenizers of files, which take many documents at once
 - `cache`      records and arrays on disk that many processes may race for and that no kill leaves half written
 - `store`      token arrays and memory-mapped token files, read as one sequence
 - `text`       text files -> cached tokens
