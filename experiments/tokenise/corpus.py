@@ -89,8 +89,13 @@ def refuse_changed_sources(store: Store, files: Iterable[InputFile]) -> None:
 def write_sources(store: Store, files: Iterable[InputFile]) -> None:
     """Write down what the corpus is made from. Main host only."""
     content = {"files": [[file.label, file.size_bytes, file.version] for file in files]}
-    if not store.exists(SOURCES):
-        store.write(SOURCES, encode_json(content))
+    write_once(store, SOURCES, encode_json(content))
+
+
+def write_once(store: Store, name: str, content: bytes) -> None:
+    """Write what is not there yet as it is. Main host only."""
+    if store.read_versioned(name)[0] != content:
+        store.write(name, content)
 
 
 def name_of(piece: int) -> str:

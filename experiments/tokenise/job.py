@@ -28,7 +28,7 @@ from runner.data.subword import FILES
 from runner.errors import DataError, InvalidError
 from runner.hosts.agreement import Hosts
 from runner.spec import Trajectory
-from runner.storage import JsonObject, Store, probe, store_at
+from runner.storage import JsonObject, Store, open_store, probe
 
 ROUNDS = 1000
 _DIGEST_WORDS = 8
@@ -48,7 +48,7 @@ class Tokenise(RestoreableJob):
     def output(self) -> Store:
         """Where the corpus goes."""
         with self.document.blaming("config.output"):
-            return store_at(self.config.output or f"{self.store.url}/corpus")
+            return open_store(self.config.output or f"{self.store.url}/corpus")
 
     @functools.cached_property
     def files(self) -> tuple[InputFile, ...]:
@@ -97,8 +97,11 @@ class Tokenise(RestoreableJob):
         _ = self.separator
 
     def init(self) -> Any:
-        """Nothing is done. `index` becomes the digest of the corpus, so that the fingerprint tells one from another."""
-        return {"rounds": jnp.uint32(0), "index": jnp.zeros(_DIGEST_WORDS, jnp.uint32)}
+        """The digest of the corpus, zero until it is whole: so the fingerprint tells one from another.
+
+        How far the job is, the step says.
+        """
+        return {"index": jnp.zeros(_DIGEST_WORDS, jnp.uint32)}
 
     def identity(self) -> Trajectory:
         """The keys, and what is in the files that they name."""
@@ -127,10 +130,9 @@ class Tokenise(RestoreableJob):
                 if lacking and lacking[0] < end:
                     lacking = [piece for piece in lacking if piece >= end]
                     self._meet(tally)
-                is_last = self.step + 1 == ROUNDS
-                digest = hosts.main_first(self._end) if is_last else "00" * 4 * _DIGEST_WORDS
+                if self.step + 1 == ROUNDS:
+                    self.state = self._state_of(hosts.main_first(self._end))
                 self.step += 1
-                self.state = self._state_with(digest)
                 self.save_or_stop()
 
     def result(self) -> JsonObject:
@@ -170,14 +172,14 @@ class Tokenise(RestoreableJob):
             except PermissionError as error:
                 raise InvalidError(f"{output.url} cannot be written: no permission ({error})") from error
         corpus.write_sources(output, self.files)
-        if isinstance(config.tokenizer, BpeConfig):
-            if not output.exists(FILES["hf"]):
-                attempt.say(f"{self.spec.name}: training a BPE of {config.tokenizer.vocabulary_size:,} tokens")
-                sample = sample_of(self.pieces, config.tokenizer.sample_bytes, config.field, config.skip_bad)
-                output.write(FILES["hf"], train(config.tokenizer, config.separator, sample))
-        elif self.vocabulary.content is not None:
-            output.write(self.vocabulary.record["file"], self.vocabulary.content)
-        corpus.refuse_another_tokenizer(output, self.vocabulary.sha256)
+        if isinstance(config.tokenizer, BpeConfig) and not output.exists(FILES["hf"]):
+            attempt.say(f"{self.spec.name}: training a BPE of {config.tokenizer.vocabulary_size:,} tokens")
+            sample = sample_of(self.pieces, config.tokenizer.sample_bytes, config.field, config.skip_bad)
+            output.write(FILES["hf"], train(config.tokenizer, config.separator, sample))
+        with self.document.blaming("config.tokenizer"):
+            corpus.refuse_another_tokenizer(output, self.vocabulary.sha256)
+        if self.vocabulary.content is not None:
+            corpus.write_once(output, self.vocabulary.record["file"], self.vocabulary.content)
 
     def _encode(self, pieces: Sequence[int]) -> Generator[Encoded]:
         config, skip_bad = self.config, self.config.skip_bad
@@ -205,14 +207,11 @@ class Tokenise(RestoreableJob):
         if line is not None:
             self.attempt.say(f"{self.spec.name}: {line}")
 
-    def _state_with(self, digest: str) -> Any:
-        """The state after this step. No compiled program, no word between hosts: each has the same values."""
-        values = {"rounds": np.uint32(self.step), "index": np.frombuffer(bytes.fromhex(digest), ">u4").astype("u4")}
-        return jax.tree.map(
-            lambda leaf, value: jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda place: value[place]),
-            self.abstract_state(),
-            {name: np.asarray(value) for name, value in values.items()},
-        )
+    def _state_of(self, digest: str) -> Any:
+        """The state at the end. No compiled program, no word between hosts: each has the same values."""
+        words = np.frombuffer(bytes.fromhex(digest), ">u4").astype(np.uint32)
+        sharding = self.state["index"].sharding
+        return {"index": jax.make_array_from_callback(words.shape, sharding, lambda place: words[place])}
 
     def _end(self) -> str:
         """Write the index; its digest. Main host only."""
