@@ -7,7 +7,7 @@
 4. `index.json` is written when each piece has a record.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Self
@@ -108,7 +108,7 @@ def finished(store: Store) -> set[str]:
     return {name.removesuffix(".json") for name in store.children("") if name.endswith(".json")}
 
 
-class PieceWriter:
+class _PieceWriter:
     """Takes the tokens of one piece and publishes its shards, then its record."""
 
     def __init__(self, store: Store, piece: int, tokenizer: str) -> None:
@@ -145,8 +145,22 @@ class PieceWriter:
         self._ids, self._ends, self._num_tokens = [], [], 0
 
 
-def read_done(store: Store, num_pieces: int, tokenizer: str) -> list[Done]:
-    """The records of all pieces. Raises `DataError` if one, or a shard that it names, is missing or not as it was."""
+def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[Encoded]) -> Done:
+    """Write the shards of the piece that is next in `stream`, then its record."""
+    writer = _PieceWriter(store, piece, tokenizer)
+    while True:
+        batch = next(stream)
+        assert batch.batch.piece == piece
+        writer.add(batch)
+        if batch.batch.ends_piece:
+            return writer.finish(batch)
+
+
+def read_done(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> list[Done]:
+    """The records of all pieces, whose ids have `itemsize` bytes.
+
+    Raises `DataError` if one, or a shard that it names, is missing or not as it was.
+    """
     sizes = store.sizes("")
 
     def read(piece: int) -> Done:
@@ -161,7 +175,7 @@ def read_done(store: Store, num_pieces: int, tokenizer: str) -> list[Done]:
             raise DataError(f"{where} was made with another tokenizer; remove {store.url} and run again")
         for shard in done.shards:
             found = sizes.get(f"{shard.name}.bin"), sizes.get(f"{shard.name}.ends")
-            if found[0] not in (2 * shard.num_tokens, 4 * shard.num_tokens) or found[1] != 8 * shard.num_documents:
+            if found != (itemsize * shard.num_tokens, ENDS_DTYPE.itemsize * shard.num_documents):
                 raise DataError(
                     f"{store.url}/{shard.name}.bin or .ends is missing or cut; remove {where} and run again"
                 )

@@ -8,7 +8,7 @@ makes whatever lacks one, so a kill costs the pieces that were in work.
 import contextlib
 import functools
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -186,18 +186,19 @@ class Tokenise(RestoreableJob):
         work = [(piece, self.pieces[piece]) for piece in pieces]
         return encoded(work, self.vocabulary.tokenizer, self.separator, config.field, config.shard_bytes, skip_bad)
 
-    def _make(self, piece: int, stream: Generator[Encoded]) -> corpus.Done:
+    def _make(self, piece: int, stream: Iterator[Encoded]) -> corpus.Done:
         """Write the next piece of the stream."""
-        progress, writer = self.attempt.progress, corpus.PieceWriter(self.output, piece, self.vocabulary.sha256)
+        if self.attempt.hosts.is_main:
+            self.attempt.fence.glance()
+        with self.attempt.progress.during("tokenise"):
+            return corpus.write_piece(self.output, piece, self.vocabulary.sha256, self._reported(stream))
+
+    def _reported(self, stream: Iterator[Encoded]) -> Iterator[Encoded]:
+        """The same, each batch with a deadline of its own: a piece may be large."""
         while True:
-            with progress.during("tokenise"):
+            with self.attempt.progress.during("tokenise"):
                 batch = next(stream)
-                assert batch.batch.piece == piece
-                writer.add(batch)
-                if batch.batch.ends_piece:
-                    if self.attempt.hosts.is_main:
-                        self.attempt.fence.glance()
-                    return writer.finish(batch)
+            yield batch
 
     def _meet(self, tally: Tally) -> None:
         """At the end of a round with work: hosts stay together, so that a stop finds them near one step."""
@@ -217,14 +218,14 @@ class Tokenise(RestoreableJob):
         """Write the index; its digest. Main host only."""
         self.attempt.fence.check()
         vocabulary, separator, url = self.vocabulary, self.separator, self.output.url
-        done = corpus.read_done(self.output, len(self.pieces), vocabulary.sha256)
+        dtype = vocabulary.tokenizer.dtype
+        done = corpus.read_done(self.output, len(self.pieces), vocabulary.sha256, dtype.itemsize)
         num_bad, num_left_out = sum(piece.num_bad for piece in done), sum(piece.num_left_out for piece in done)
         first_bad = next((piece.first_bad for piece in done if piece.num_bad), "")
         if num_bad > self.config.skip_bad:
             raise DataError(too_many(first_bad, num_bad, self.config.skip_bad))
         shards = tuple(shard for piece in done for shard in piece.shards)
-        dtype = vocabulary.tokenizer.dtype.name
-        index = CorpusIndex(dtype, vocabulary.tokenizer.vocabulary_size, vocabulary.record, separator, shards)
+        index = CorpusIndex(dtype.name, vocabulary.tokenizer.vocabulary_size, vocabulary.record, separator, shards)
         if not index.num_tokens:
             raise self.document.error("config.source", f"{self.config.source} holds no document, so no token")
         corpus.write_index(self.output, index)
