@@ -145,6 +145,11 @@ class Tiktoken(BatchTokenizer):
     def __init__(self, content: bytes, pattern: str, special_tokens: dict[str, int]) -> None:
         library = import_extra("tiktoken", "tiktoken")
         ranks = _parse_ranks(content)
+        taken = set(ranks.values())
+        for token, rank in special_tokens.items():
+            if rank in taken:
+                raise DataError(f"has a token of id {rank} already, which special_tokens gives to {token!r}")
+            taken.add(rank)
         try:
             self._library = library.Encoding(
                 "file", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
@@ -152,7 +157,7 @@ class Tiktoken(BatchTokenizer):
         except ValueError as error:
             raise DataError(f"does not fit its pattern: {_first_line(error)}") from error
         self._special_tokens = special_tokens
-        self.vocabulary_size = max([*ranks.values(), *special_tokens.values()]) + 1
+        self.vocabulary_size = max(taken) + 1
 
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """See `BatchTokenizer`."""
@@ -213,8 +218,11 @@ def _parse_ranks(content: bytes) -> dict[bytes, int]:
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except (ValueError, binascii.Error) as error:
                 raise DataError(f"line {number} is no rank of tiktoken: {line[:40]!r}") from error
-    if not ranks:
-        raise DataError("holds no ranks of tiktoken")
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:  # the library would panic where it meets one
+        raise DataError(f"holds no ranks of tiktoken: {len(lacking)} of the 256 bytes have none, as 0x{lacking[0]:02x}")
+    if len(set(ranks.values())) < len(ranks):
+        raise DataError("holds no ranks of tiktoken: two tokens have the same")
     return ranks
 
 

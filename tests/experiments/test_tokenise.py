@@ -165,6 +165,69 @@ def test_a_bad_line_is_called_by_its_number_wherever_its_part_begins(tmp_path):
         assert bad.where == f"{path}:51"
 
 
+# From a bucket to a bucket.
+
+
+@pytest.mark.parametrize(
+    "source", ["gs://b/web/*.jsonl.zst", "gs://b/web/**/*.zst", "gs://b/web/[ab]*.zst", "gs://b/web"]
+)
+def test_a_bucket_gives_the_documents_of_its_files_and_takes_the_corpus(tmp_path, monkeypatch, source):
+    bucket = inputs.Bucket(monkeypatch)
+    for i, name in enumerate(["a", "b"]):
+        bucket.write(f"web/{name}.jsonl.zst", FORMS["c.jsonl.zst"](DOCUMENTS[i * 50 : i * 50 + 50]))
+    bucket.write("other/a.jsonl.zst", b"not read")
+    bucket.write("webb/a.jsonl.zst", b"not read")
+    bucket.write("t.json", inputs.make_hf())
+    changes = {"config.tokenizer": {"kind": "hf", "file": "gs://b/t.json"}, "config.separator": SEPARATOR}
+    job = tokenise(tmp_path / "run", **{"config.source": source, "config.output": "gs://b/out"}, **changes)
+    job()
+    assert decode_corpus(bucket.copy_to("out", tmp_path / "out")) == DOCUMENTS[:100]
+
+
+def test_one_object_of_a_bucket_is_a_source(tmp_path, monkeypatch):
+    bucket = inputs.Bucket(monkeypatch)
+    bucket.write("web/a.jsonl", inputs.lines(DOCUMENTS))
+    bucket.write("web/a.jsonl2", b"not read")
+    tokenise(tmp_path / "run", **{"config.source": "gs://b/web/a.jsonl"})()
+    assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("gs://b/wep/*.jsonl", "no file matches gs://b/wep"),
+        ("gs://b*/web/*.jsonl", "the bucket's name cannot hold *"),
+        ("gs://b/*/a.*", "matches jsonl and text files"),
+    ],
+)
+def test_a_source_that_a_bucket_does_not_have_is_refused(tmp_path, monkeypatch, source, message):
+    bucket = inputs.Bucket(monkeypatch)
+    bucket.write("web/a.jsonl", inputs.lines(DOCUMENTS))
+    bucket.write("web/a.txt", b"text")
+    assert message in refusal(tmp_path / "run", **{"config.source": source})
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(PermissionError("denied"), InvalidError), (FileNotFoundError("gone"), InvalidError), ("cut", InvalidError)],
+)
+def test_an_object_that_cannot_be_read_is_named(tmp_path, monkeypatch, error, raised):
+    bucket = inputs.Bucket(monkeypatch)
+    for name in "abc":
+        bucket.write(f"web/{name}.jsonl", inputs.lines(DOCUMENTS))
+    content = bucket.driver.objects["web/c.jsonl"][0]
+
+    def strike(verb: str, key: str) -> None:
+        if (verb, key) == ("get", "web/c.jsonl"):
+            if isinstance(error, OSError):
+                raise error
+            bucket.driver.objects[key] = (content[:-1], "2")
+
+    bucket.driver.before = strike
+    with pytest.raises(raised, match=r"gs://b/web/c.jsonl"):
+        tokenise(tmp_path / "run", **{"config.source": "gs://b/web/*"})()
+
+
 # A job that is stopped, and what may have changed when it goes on.
 
 

@@ -8,20 +8,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
+import pytest
 import sentencepiece
 import tokenizers
 import zstandard
 
 from experiments.tokenise import Tokenise
+from experiments.tokenise.source import open_place
 from runner import ExecutionSpec
 from runner.data.index import ENDS_DTYPE, CorpusIndex
 from runner.data.subword import load_tokenizer
-from runner.storage import LocalStore
+from runner.storage import LocalStore, url
+from runner.storage.bucket import BucketStore
+from tests.support.memory_bucket import MemoryDriver
 from tests.support.tiny import merge
-
-import numpy as np  # isort: skip
 
 DOCUMENTS = [f"Document {i}: {'the number ' * (i % 7)}{i * i}, naïve, 数字 🙂\n\n" for i in range(120)] + ["one line"]
 SEPARATOR = "<|endoftext|>"
@@ -170,3 +173,28 @@ def decode_corpus(corpus: Path) -> list[str]:
 def content_of(corpus: Path) -> dict[str, bytes]:
     """Every file that a reader of the corpus reads."""
     return {path.name: path.read_bytes() for path in corpus.iterdir() if path.name != "owner.json"}
+
+
+class Bucket:
+    """Every `gs://` URL is a prefix of this bucket, which is in memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.driver = MemoryDriver()
+        monkeypatch.setattr(url, "_open_bucket", self._open)
+        open_place.cache_clear()
+
+    def _open(self, address: str, *_: str) -> BucketStore:
+        prefix = address.removeprefix("gs://").rstrip("/").partition("/")[2]
+        return BucketStore(address.rstrip("/"), prefix, self.driver)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put an object there."""
+        self.driver.put(name, content, None)
+
+    def copy_to(self, prefix: str, directory: Path) -> Path:
+        """What is below a prefix, on the disk."""
+        directory.mkdir()
+        for key, (content, _) in self.driver.objects.items():
+            if key.startswith(f"{prefix}/"):
+                (directory / key.removeprefix(f"{prefix}/")).write_bytes(content)
+        return directory
