@@ -113,9 +113,9 @@ def test_a_vocabulary_is_trained_to_the_same_bytes_again(tmp_path):
     def once(sample_bytes: int) -> bytes:
         return train(config.config.tokenizer, SEPARATOR, sample_of(pieces, sample_bytes, "text", 0))
 
-    assert once(1 << 20) == once(1 << 20)
-    assert once(1 << 20) != once(100)
-    vocabulary = json.loads(once(1 << 20))["model"]["vocab"]
+    assert once(8 << 20) == once(8 << 20)
+    assert once(8 << 20) != once(100)
+    vocabulary = json.loads(once(8 << 20))["model"]["vocab"]
     assert len(vocabulary) == 290
     assert vocabulary[SEPARATOR] == 0
 
