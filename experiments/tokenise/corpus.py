@@ -7,6 +7,7 @@
 4. `index.json` is written when each piece has a record.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from runner.storage import JsonObject, Store, create, digest_of, encode_json, re
 
 OWNER, SOURCES = "owner.json", "sources.json"
 _NUM_READERS = 16
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of a store on a disk
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,13 @@ def refuse_another_tokenizer(store: Store, tokenizer: str) -> None:
 def read_index(store: Store) -> CorpusIndex:
     """The index. Raises `DataError` if it is damaged."""
     return CorpusIndex.decode(store.read(INDEX), f"{store.url}/{INDEX}")
+
+
+def remove_leftovers(store: Store) -> None:
+    """Delete files that processes were writing when they were killed. Main host only, when all pieces are done."""
+    for name in store.children(""):
+        if _LEFTOVER.fullmatch(name):
+            store.remove(name)
 
 
 def write_index(store: Store, index: CorpusIndex) -> None:

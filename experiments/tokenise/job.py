@@ -30,7 +30,7 @@ from runner.hosts.agreement import Hosts
 from runner.spec import Trajectory
 from runner.storage import JsonObject, Store, open_store, probe
 
-ROUNDS = 1000
+ROUNDS = 1000  # the last step; so many that a stop is heard soon, and so few that a round without work costs nothing
 _DIGEST_WORDS = 8
 
 
@@ -118,8 +118,7 @@ class Tokenise(RestoreableJob):
     def run(self) -> None:
         """Make the pieces of each round, then the index."""
         hosts, tally = self.attempt.hosts, Tally(len(self.pieces))
-        done = set(hosts.main_first(lambda: sorted(corpus.finished(self.output))))
-        lacking = [piece for piece in range(len(self.pieces)) if corpus.name_of(piece) not in done]
+        lacking = _read_bits(hosts.main_first(self._lacking))
         own = lacking[hosts.process_id :: hosts.num_processes]
         tally.begin(len(self.pieces) - len(lacking))
         with contextlib.closing(self._encode(own)) as stream:
@@ -181,6 +180,12 @@ class Tokenise(RestoreableJob):
         if self.vocabulary.content is not None:
             corpus.write_once(output, self.vocabulary.record["file"], self.vocabulary.content)
 
+    def _lacking(self) -> str:
+        """Which pieces have no record, as bits: every host must see the same. Main host only."""
+        done = corpus.finished(self.output)
+        bits = [corpus.name_of(piece) not in done for piece in range(len(self.pieces))]
+        return np.packbits(bits).tobytes().hex()
+
     def _encode(self, pieces: Sequence[int]) -> Generator[Encoded]:
         config, skip_bad = self.config, self.config.skip_bad
         work = [(piece, self.pieces[piece]) for piece in pieces]
@@ -190,8 +195,13 @@ class Tokenise(RestoreableJob):
         """Write the next piece of the stream."""
         if self.attempt.hosts.is_main:
             self.attempt.fence.glance()
-        with self.attempt.progress.during("tokenise"):
-            return corpus.write_piece(self.output, piece, self.vocabulary.sha256, self._reported(stream))
+        try:
+            with self.attempt.progress.during("tokenise"):
+                return corpus.write_piece(self.output, piece, self.vocabulary.sha256, self._reported(stream))
+        except FileNotFoundError:
+            if self.attempt.hosts.is_main:
+                self.attempt.fence.check()  # a newer attempt has removed what this one was writing
+            raise
 
     def _reported(self, stream: Iterator[Encoded]) -> Iterator[Encoded]:
         """The same, each batch with a deadline of its own: a piece may be large."""
@@ -204,6 +214,9 @@ class Tokenise(RestoreableJob):
         """At the end of a round with work: hosts stay together, so that a stop finds them near one step."""
         with self.attempt.progress.during("tokenise"):
             parts = self.attempt.hosts.gather(tally.own())
+        num_bad = sum(part[-1] for part in parts)
+        if num_bad > self.config.skip_bad:
+            raise DataError(too_many(tally.first_bad or "lines without a text", num_bad, self.config.skip_bad))
         line = tally.line(parts, time.monotonic())
         if line is not None:
             self.attempt.say(f"{self.spec.name}: {line}")
@@ -228,6 +241,7 @@ class Tokenise(RestoreableJob):
         index = CorpusIndex(dtype.name, vocabulary.tokenizer.vocabulary_size, vocabulary.record, separator, shards)
         if not index.num_tokens:
             raise self.document.error("config.source", f"{self.config.source} holds no document, so no token")
+        corpus.remove_leftovers(self.output)
         corpus.write_index(self.output, index)
         if num_bad:
             self.attempt.say(f"{self.spec.name}: left out {num_bad} lines without a text, the first is {first_bad}")
@@ -238,3 +252,8 @@ class Tokenise(RestoreableJob):
             f"vocabulary {index.vocabulary_size:,} ({dtype}); train on it with config.data.source: {url}"
         )
         return index.digest
+
+
+def _read_bits(text: str) -> list[int]:
+    """The numbers of the bits that are set."""
+    return [int(place) for place in np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8)))]

@@ -21,8 +21,8 @@ from experiments.tokenise.reading import Bad, documents, fetch
 from runner.data.subword import BatchTokenizer
 from runner.errors import DataError
 
-BATCH_BYTES = 1 << 20
-BATCH_DOCUMENTS = 4096
+BATCH_BYTES = 4 << 20  # enough for all cores of a large host
+BATCH_DOCUMENTS = 16384
 _NUM_ENCODERS = 2
 _NUM_FETCHERS = 8
 _BATCHES_AHEAD = 8

@@ -14,7 +14,8 @@ class Tally:
     def __init__(self, num_pieces: int) -> None:
         self._num_pieces = num_pieces
         self._num_earlier = 0  # pieces made before this attempt
-        self._own = [0, 0, 0]  # pieces, documents, tokens
+        self._own = [0, 0, 0, 0]  # pieces, documents, tokens, bad lines
+        self.first_bad = ""
         self._began_seconds = self._said_seconds = time.monotonic()
 
     def begin(self, num_earlier: int) -> None:
@@ -23,11 +24,12 @@ class Tally:
 
     def add(self, done: Done) -> None:
         """A piece more."""
-        own = self._own
-        self._own = [own[0] + 1, own[1] + done.num_documents, own[2] + done.num_tokens]
+        more = (1, done.num_documents, done.num_tokens, done.num_bad)
+        self._own = [own + other for own, other in zip(self._own, more, strict=True)]
+        self.first_bad = self.first_bad or done.first_bad
 
     def own(self) -> list[int]:
-        """For the other hosts: pieces, documents, tokens."""
+        """For the other hosts: pieces, documents, tokens, bad lines."""
         return self._own
 
     def line(self, hosts: Sequence[Sequence[int]], now_seconds: float) -> str | None:
@@ -35,7 +37,7 @@ class Tally:
         if now_seconds - self._said_seconds < _EVERY_SECONDS:
             return None
         self._said_seconds = now_seconds
-        pieces, documents, tokens = (sum(column) for column in zip(*hosts, strict=True))
+        pieces, documents, tokens, _ = (sum(column) for column in zip(*hosts, strict=True))
         seconds = now_seconds - self._began_seconds
         made = self._num_earlier + pieces
         left_seconds = seconds / max(pieces, 1) * (self._num_pieces - made)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 import tokenizers
 
+from experiments.tokenise.corpus import Done
 from experiments.tokenise.piece import cut_into_pieces
 from experiments.tokenise.reading import Bad, documents
 from experiments.tokenise.source import find_files
+from experiments.tokenise.tally import Tally
 from experiments.tokenise.vocabulary import sample_of, train
+from runner.data.index import Shard
 from runner.errors import DataError, InvalidError, PreemptedError
 from tests.support import inputs
 from tests.support.inputs import (
@@ -270,6 +274,14 @@ def test_what_was_lost_since_is_told_or_made_again(tmp_path, name):
     assert decode_corpus(run / "corpus") == DOCUMENTS
 
 
+def test_what_a_killed_process_was_writing_does_not_stay(tmp_path):
+    run = _stopped(tmp_path)
+    (run / "corpus/.00009-000.bin.0123abcd.tmp").write_bytes(b"half")
+    (run / "corpus/.mine").write_bytes(b"somebody's own")
+    tokenise(run, **_some(tmp_path))()
+    assert [path.name for path in (run / "corpus").glob(".*")] == [".mine"]
+
+
 def test_another_input_is_refused_and_named(tmp_path):
     run, first = _stopped(tmp_path), tmp_path / "in/00000.txt"
     source = {"config.source": str(tmp_path / "in/*.txt")}
@@ -458,6 +470,37 @@ def test_a_file_that_changes_under_the_job_ends_it(tmp_path):
     (tmp_path / "in/00100.txt").write_text("other")
     with pytest.raises(DataError, match=r"00100\.txt has changed since the job started"):
         job()
+
+
+def test_a_person_is_told_now_and_then_how_far_the_job_is():
+    tally = Tally(40)
+    tally.begin(10)
+    tally.add(Done("", (Shard("a", 700, 7, 3, "", ""), Shard("b", 300, 3, 3, "", "")), 1, "here:1", 0))
+    began = time.monotonic()
+    assert tally.line([tally.own()], began + 1) is None
+    line = tally.line([tally.own(), [4, 90, 9000, 0]], began + 20)
+    assert re.fullmatch(r"15 of 40 pieces; now 100 documents, 10,000 tokens, (499|500) tokens/s, 100 s left", line), (
+        line
+    )
+    assert tally.line([tally.own()], began + 21) is None
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(100, "100 s"), (1200, "20 min"), (9000, "2.5 h")])
+def test_time_left_is_said_in_a_fitting_unit(seconds, words):
+    tally = Tally(2)
+    tally.add(Done("", (), 0, "", 0))
+    assert tally.line([tally.own()], time.monotonic() + seconds).endswith(f"{words} left")
+
+
+def test_bad_lines_of_several_pieces_are_too_many_before_the_end(tmp_path):
+    for name in "abcdef":
+        (tmp_path / f"{name}.jsonl").write_bytes(inputs.lines([*DOCUMENTS[:60], None]))
+    source = {"config.source": str(tmp_path / "*.jsonl"), "config.skip_bad": 2}
+    found = refusal(tmp_path / "run", **source)
+    assert "a.jsonl:61" in found
+    assert "that makes 3, config.skip_bad allows 2" in found
+    num_pieces = len(tokenise(tmp_path / "run", **source).pieces)
+    assert len(list((tmp_path / "run/corpus").glob("[0-9]*.json"))) < num_pieces
 
 
 def test_half_a_character_in_a_json_text_becomes_a_question_mark(tmp_path):
