@@ -15,7 +15,7 @@ import tokenizers
 from experiments.tokenise.corpus import Done
 from experiments.tokenise.piece import cut_into_pieces
 from experiments.tokenise.reading import Bad, documents
-from experiments.tokenise.source import find_files
+from experiments.tokenise.source import find_files, open_place
 from experiments.tokenise.tally import Tally
 from experiments.tokenise.vocabulary import sample_of, train
 from runner.data.index import Shard
@@ -32,6 +32,7 @@ from tests.support.inputs import (
     tokenise,
     write_texts,
 )
+from tests.support.servers import BACKENDS, Faults, lead, start_backend
 from tests.support.tiny import StopAfter
 
 STDLIB = "python-stdlib"
@@ -514,3 +515,29 @@ def test_text_that_is_not_utf_8_keeps_its_bytes(tmp_path):
     tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "a.txt")})()
     (ids,) = read_corpus(tmp_path / "run/corpus")
     assert np.array_equal(ids, np.arange(256))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BACKENDS)
+def test_from_a_real_cloud_to_a_real_cloud_that_fails_now_and_then(tmp_path, monkeypatch, name):
+    """Input, tokenizer, output and the run itself in a bucket that answers three requests of ten with 503."""
+    with start_backend(name) as backend:
+        lead(monkeypatch, backend)
+        open_place.cache_clear()
+        top = f"tokenise-{tmp_path.name}"
+        for i, own in enumerate("abc"):
+            backend.write(f"{top}/in/{own}.jsonl.zst", FORMS["c.jsonl.zst"](DOCUMENTS[i * 40 : i * 40 + 40]))
+        backend.write(f"{top}/t.json", inputs.make_hf())
+        tokenizer = {"kind": "hf", "file": backend.url(f"{top}/t.json")}
+        changes = {"config.source": backend.url(f"{top}/in/*.zst"), "config.tokenizer": tokenizer}
+        backend.proxy.faults = Faults(error_rate=0.3, error_statuses=(503,))
+        job = tokenise(backend.url(f"{top}/run"), **changes)
+        with pytest.raises(RuntimeError, match="crash"):
+            job(stop=CrashAfter(job, 500))
+        tokenise(backend.url(f"{top}/run"), **changes)()
+        assert backend.proxy.fired["error"]
+        (tmp_path / "corpus").mkdir()
+        for file in backend.names(f"{top}/run/corpus/"):
+            (tmp_path / "corpus" / file.rpartition("/")[2]).write_bytes(backend.read(file))
+    open_place.cache_clear()
+    assert decode_corpus(tmp_path / "corpus") == DOCUMENTS[:120]
