@@ -4,6 +4,8 @@
 - `index`      what stands beside the tokens of a corpus
 - `source`     which files `data.source` names
 - `tokenizer`  text <-> token ids
+- `extra`      packages that not everybody has
+- `subword`    tokenizers of files, which take many documents at once
 - `cache`      records and arrays on disk that many processes may race for and that no kill leaves half written
 - `range_cache` ranges of a bucket's objects, kept on this host's disk
 - `bucket`     objects of a bucket, read by ranges, many requests at a time

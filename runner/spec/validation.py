@@ -54,7 +54,13 @@ def _explain(
             yield path, f"missing key {detail['loc'][-1]}"
         elif kind == "extra_forbidden":
             prefix = ".".join(path[:-1]) + "." if document.place(path).key and path[:-1] else ""
-            yield path, f"unknown key{nearest_or_all(path[-1], _keys_of(model, inner[:-1]), prefix)}"
+            yield path, f"unknown key{nearest_or_all(path[-1], _keys_of(model, inner[:-1], data), prefix)}"
+        elif kind == "union_tag_not_found":
+            yield path, f"missing key {_tag(detail)}"
+        elif kind == "union_tag_invalid":
+            found, choices = detail["ctx"]["tag"], detail["ctx"]["expected_tags"].replace("'", "").split(", ")
+            needs = f"needs one of {', '.join(choices)}{did_you_mean(found, choices)}"
+            yield (*path, _tag(detail)), f"got {got(found)}, {needs}"
         elif "error" in detail.get("ctx", {}):  # raised by a validator, in its own words
             yield path, str(detail["ctx"]["error"])
         else:
@@ -76,12 +82,25 @@ def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[KeyPath, Any]:
     return path, data
 
 
-def _keys_of(model: type[BaseModel], path: KeyPath) -> list[str]:
-    """The keys of the model that stands at `path` inside `model`."""
+def _tag(detail: ErrorDetails) -> str:
+    """The key that tells the models of a union apart."""
+    return str(detail["ctx"]["discriminator"]).strip("'")
+
+
+def _keys_of(model: type[BaseModel], path: KeyPath, data: Any) -> list[str]:
+    """The keys of the model that stands at `path` inside `model`; of a union, of the one that `data` names."""
     for part in path:
+        data = data[int(part)] if isinstance(data, list) else data[part]
         if part in model.model_fields:
-            model = next(_models_in(model.model_fields[part].annotation), model)
+            models = list(_models_in(model.model_fields[part].annotation)) or [model]
+            model = next((choice for choice in models if _is_named(choice, data)), models[0])
     return list(model.model_fields)
+
+
+def _is_named(model: type[BaseModel], data: Any) -> bool:
+    """Whether a key of `data` has the one value that `model` allows for it, as `kind` of a union has."""
+    fields = model.model_fields.items()
+    return isinstance(data, dict) and any(get_args(field.annotation) == (data.get(name),) for name, field in fields)
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

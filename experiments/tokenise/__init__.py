@@ -1,0 +1,16 @@
+"""Text to a corpus of tokens, as a job. The form of a corpus is that of `runner.data.index`. Read in this order:
+
+- `config`      the keys
+- `source`      which files are read
+- `reading`     a part of a file to its documents
+- `piece`       the work, cut into pieces
+- `pipeline`    documents to ids, on all cores
+- `vocabulary`  the tokenizer, read or trained
+- `corpus`      what is written, in which order
+- `tally`       how far it is
+- `job`         `Tokenise`
+"""
+
+from experiments.tokenise.job import Tokenise
+
+__all__ = ["Tokenise"]

@@ -1,0 +1,80 @@
+"""The keys of a tokenise job. Knows no files and no tokenizers."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from runner.spec import Frozen, JobConfig
+
+
+class BytesConfig(Frozen):
+    """A token is a byte of the text."""
+
+    kind: Literal["bytes"] = Field(description="A token is a byte of the text.")
+
+
+class HuggingFaceConfig(Frozen):
+    """A file of the library `tokenizers`."""
+
+    kind: Literal["hf"] = Field(description="A file of the library tokenizers.")
+    file: str = Field(min_length=1, description="Path or URL of the tokenizer.json.")
+
+
+class SentencePieceConfig(Frozen):
+    """A file of the library `sentencepiece`."""
+
+    kind: Literal["sentencepiece"] = Field(description="A file of the library sentencepiece.")
+    file: str = Field(min_length=1, description="Path or URL of the .model.")
+
+
+class TiktokenConfig(Frozen):
+    """A file of the library `tiktoken`."""
+
+    kind: Literal["tiktoken"] = Field(description="A file of the library tiktoken.")
+    file: str = Field(min_length=1, description="Path or URL of the .tiktoken, which holds the ranks.")
+    pattern: str = Field(min_length=1, description="The regular expression that cuts text before it is merged.")
+    special_tokens: dict[str, NonNegativeInt] = Field(default={}, description="Ids of special tokens by their text.")
+
+
+class BpeConfig(Frozen):
+    """A byte-level BPE that the job trains first."""
+
+    kind: Literal["bpe"] = Field(description="A byte-level BPE, trained first on a sample of the source.")
+    vocabulary_size: int = Field(ge=257, le=1 << 24, description="Tokens that it has at most, the separator included.")
+    sample_bytes: PositiveInt = Field(
+        default=256 << 20, description="Text that it is trained on, taken evenly from the whole source."
+    )
+
+
+TokenizerConfig = Annotated[
+    BytesConfig | HuggingFaceConfig | SentencePieceConfig | TiktokenConfig | BpeConfig, Field(discriminator="kind")
+]
+
+
+class TokeniseConfig(JobConfig):
+    """What is read, what makes tokens of it, and where they go."""
+
+    source: str = Field(
+        min_length=1,
+        description="python-stdlib, or a path, glob, gs://, s3:// or az:// prefix or glob of text files, .jsonl "
+        "(.gz, .zst), .parquet or .arrow files.",
+    )
+    field: str = Field(default="text", min_length=1, description="Of a .jsonl line or a table: which one is the text.")
+    skip_bad: NonNegativeInt = Field(
+        default=0, description="Lines without a text that may be left out, in the whole source; one more is refused."
+    )
+    tokenizer: TokenizerConfig = Field(description="What makes ids of text.")
+    separator: NonNegativeInt | str | None = Field(
+        default=None, description="Id, or text, of the token that ends every document; null: none does."
+    )
+    output: str | None = Field(
+        default=None, min_length=1, description="Directory or URL of the corpus; null: `corpus` in the run's directory."
+    )
+    shard_bytes: PositiveInt = Field(
+        default=64 << 20, description="Text of one shard, which is also the work that one host takes at a time."
+    )
+
+    @property
+    def free_keys(self) -> frozenset[str]:
+        """How many bad lines are too many moves no token."""
+        return frozenset({"skip_bad"})

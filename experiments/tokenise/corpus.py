@@ -1,0 +1,220 @@
+"""The output of a tokenise job: shards, a record of each finished piece, whose it is, and at the end the index.
+
+1. `owner.json` is created first, once: whoever finds another run's there is refused.
+2. `sources.json` says from which files the corpus is made. They may not change under it.
+3. The shards of piece 7 are `00007-000`, `00007-001` ...; `00007.json` is written after them, and says what they are.
+   What has no such record is not done. Every write is whole or not there, and who makes a piece again writes the same.
+4. `index.json` is written when each piece has a record.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Self
+
+import numpy as np
+
+from experiments.tokenise.pipeline import Encoded
+from experiments.tokenise.source import InputFile
+from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard
+from runner.errors import DataError, InvalidError
+from runner.storage import JsonObject, Store, create, digest_of, encode_json, read_json
+
+OWNER, SOURCES = "owner.json", "sources.json"
+_NUM_READERS = 16
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of a store on a disk
+
+
+@dataclass(frozen=True)
+class Done:
+    """What is known of a finished piece. `tokenizer` is the SHA-256 of its file, "" where it has none."""
+
+    tokenizer: str
+    shards: tuple[Shard, ...]
+    num_bad: int
+    first_bad: str
+    num_left_out: int
+
+    @classmethod
+    def parse(cls, record: JsonObject) -> Self:
+        """Raises `TypeError` or `KeyError` if it is damaged."""
+        return cls(**record | {"shards": tuple(Shard(**shard) for shard in record["shards"])})
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(shard.num_documents for shard in self.shards)
+
+
+def refuse_other_owner(store: Store, directory: str, run_id: str | None = None) -> None:
+    """Raise `InvalidError` if another run writes its corpus there: one in another directory, or of another id."""
+    try:
+        owner = read_json(store, OWNER)
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise InvalidError(f"{store.url}/{OWNER} is damaged ({error}): cannot tell whose corpus this is") from error
+    if owner.get("directory") != directory or run_id not in (None, owner.get("run")):
+        raise InvalidError(
+            f"{store.url} is the corpus of the run {owner.get('name')!r} in {owner.get('directory')}; use another "
+            "output, or remove it first"
+        )
+
+
+def take(store: Store, directory: str, name: str, run_id: str) -> None:
+    """Make this run the owner, or raise `InvalidError`. Main host only."""
+    try:
+        create(store, OWNER, encode_json({"run": run_id, "name": name, "directory": directory}))
+    except FileExistsError:
+        refuse_other_owner(store, directory, run_id)
+
+
+def refuse_changed_sources(store: Store, files: Iterable[InputFile]) -> None:
+    """Raise `DataError` if the corpus was begun from other files, naming the first. Main host only."""
+    try:
+        begun = {label: other for label, *other in read_json(store, SOURCES)["files"]}
+    except FileNotFoundError:
+        return
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{store.url}/{SOURCES} is damaged ({error}); remove {store.url} and run again") from error
+    present = {file.label: [file.size_bytes, file.version] for file in files}
+    for label in [*begun, *present]:
+        if begun.get(label) != present.get(label):
+            how = "is gone" if label not in present else "is new" if label not in begun else "has changed"
+            raise DataError(f"{label} {how} since this job began; put it back, or use another directory")
+
+
+def write_sources(store: Store, files: Iterable[InputFile]) -> None:
+    """Write down what the corpus is made from. Main host only."""
+    content = {"files": [[file.label, file.size_bytes, file.version] for file in files]}
+    write_once(store, SOURCES, encode_json(content))
+
+
+def write_once(store: Store, name: str, content: bytes) -> None:
+    """Write what is not there yet as it is. Main host only."""
+    if store.read_versioned(name)[0] != content:
+        store.write(name, content)
+
+
+def name_of(piece: int) -> str:
+    """Of the record of a piece, without its suffix."""
+    return f"{piece:05}"
+
+
+def finished(store: Store) -> set[str]:
+    """Names of the pieces that have a record, and of other files."""
+    return {name.removesuffix(".json") for name in store.children("") if name.endswith(".json")}
+
+
+class _PieceWriter:
+    """Takes the tokens of one piece and publishes its shards, then its record."""
+
+    def __init__(self, store: Store, piece: int, tokenizer: str) -> None:
+        self._store, self._name, self._tokenizer = store, name_of(piece), tokenizer
+        self._ids: list[np.ndarray] = []
+        self._ends: list[np.ndarray] = []
+        self._num_tokens = 0  # of the shard that is being made
+        self._shards: list[Shard] = []
+        self._num_left_out = 0
+
+    def add(self, encoded: Encoded) -> None:
+        """The next tokens."""
+        self._ids.append(encoded.ids)
+        self._ends.append(encoded.ends + self._num_tokens)
+        self._num_tokens += len(encoded.ids)
+        self._num_left_out += encoded.num_left_out
+        if encoded.batch.ends_shard and self._num_tokens:
+            self._publish()
+
+    def finish(self, encoded: Encoded) -> Done:
+        """After the last tokens: write the record."""
+        bad = encoded.batch.bad
+        done = Done(self._tokenizer, tuple(self._shards), len(bad), str(bad[0]) if bad else "", self._num_left_out)
+        self._store.write(f"{self._name}.json", encode_json(asdict(done)))
+        return done
+
+    def _publish(self) -> None:
+        name = f"{self._name}-{len(self._shards):03}"
+        ids, ends = np.concatenate(self._ids), np.concatenate(self._ends).astype(ENDS_DTYPE)
+        tokens, places = ids.tobytes(), ends.tobytes()
+        self._store.write(f"{name}.bin", tokens)
+        self._store.write(f"{name}.ends", places)
+        self._shards.append(Shard(name, len(ids), len(ends), int(ids.max()), digest_of(tokens), digest_of(places)))
+        self._ids, self._ends, self._num_tokens = [], [], 0
+
+
+def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[Encoded]) -> Done:
+    """Write the shards of the piece that is next in `stream`, then its record."""
+    writer = _PieceWriter(store, piece, tokenizer)
+    while True:
+        batch = next(stream)
+        assert batch.batch.piece == piece
+        writer.add(batch)
+        if batch.batch.ends_piece:
+            return writer.finish(batch)
+
+
+def read_done(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> list[Done]:
+    """The records of all pieces, whose ids have `itemsize` bytes.
+
+    Raises `DataError` if one, or a shard that it names, is missing or not as it was.
+    """
+    sizes = store.sizes("")
+
+    def read(piece: int) -> Done:
+        where = f"{store.url}/{name_of(piece)}.json"
+        try:
+            done = Done.parse(read_json(store, f"{name_of(piece)}.json"))
+        except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{where} is missing or damaged; remove it and run again: its piece is made anew"
+            ) from error
+        if done.tokenizer != tokenizer:
+            raise DataError(f"{where} was made with another tokenizer; remove {store.url} and run again")
+        for shard in done.shards:
+            found = sizes.get(f"{shard.name}.bin"), sizes.get(f"{shard.name}.ends")
+            if found != (itemsize * shard.num_tokens, ENDS_DTYPE.itemsize * shard.num_documents):
+                raise DataError(
+                    f"{store.url}/{shard.name}.bin or .ends is missing or cut; remove {where} and run again"
+                )
+        return done
+
+    with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="read") as pool:
+        return list(pool.map(read, range(num_pieces)))
+
+
+def refuse_another_tokenizer(store: Store, tokenizer: str) -> None:
+    """Raise `DataError` if pieces were made with another tokenizer; one of them is looked at. Main host only."""
+    first = min((name for name in finished(store) if name.isdecimal()), default=None)
+    if first is None:
+        return
+    try:
+        record = read_json(store, f"{first}.json")
+    except ValueError:
+        return  # told when all are read
+    if record.get("tokenizer") != tokenizer:
+        raise DataError(
+            f"{store.url}: the tokenizer is not the one that its pieces were made with; put it back, or use another "
+            "directory"
+        )
+
+
+def read_index(store: Store) -> CorpusIndex:
+    """The index. Raises `DataError` if it is damaged."""
+    return CorpusIndex.decode(store.read(INDEX), f"{store.url}/{INDEX}")
+
+
+def remove_leftovers(store: Store) -> None:
+    """Delete files that processes were writing when they were killed. Main host only, when all pieces are done."""
+    for name in store.children(""):
+        if _LEFTOVER.fullmatch(name):
+            store.remove(name)
+
+
+def write_index(store: Store, index: CorpusIndex) -> None:
+    """The last write of all. Main host only."""
+    store.write(INDEX, index.encode())

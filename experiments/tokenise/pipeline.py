@@ -1,0 +1,182 @@
+"""Reading, encoding and writing at the same time: what each makes is ready before the next asks for it.
+
+One thread fetches files of buckets, one reads documents, two encode (while the library works for one of them on all
+cores, the other turns its ids into arrays), and whoever iterates writes. What comes out, and its order, depends on
+none of that.
+"""
+
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from experiments.tokenise.piece import Piece
+from experiments.tokenise.reading import Bad, documents, fetch
+from runner.data.subword import BatchTokenizer
+from runner.errors import DataError
+
+BATCH_BYTES = 4 << 20  # enough for all cores of a large host
+BATCH_DOCUMENTS = 16384
+_NUM_ENCODERS = 2
+_NUM_FETCHERS = 8
+_BATCHES_AHEAD = 8
+_POLL_SECONDS = 0.05
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Neighbouring documents of one piece. `ends_shard`, `ends_piece`: what ends after the last of them."""
+
+    piece: int
+    documents: list[bytes]
+    bad: tuple[Bad, ...]
+    ends_shard: bool
+    ends_piece: bool
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a batch: `ids` of all its documents, and in `ends` how many of them lie before each one's end."""
+
+    batch: Batch
+    ids: np.ndarray
+    ends: np.ndarray
+    num_left_out: int  # documents without tokens
+
+
+def encoded(
+    pieces: Iterable[tuple[int, Piece]],
+    tokenizer: BatchTokenizer,
+    separator: int | None,
+    field: str,
+    shard_bytes: int,
+    skip_bad: int,
+) -> Generator[Encoded]:
+    """The tokens of the numbered pieces, in order. Close it, or exhaust it. Raises `DataError`."""
+    fetched = ahead(_fetch_all(pieces), 1)
+    batches = ahead(_batches(fetched, field, shard_bytes, skip_bad), _BATCHES_AHEAD)
+    return mapped(lambda batch: encode(batch, tokenizer, separator), batches, _NUM_ENCODERS)
+
+
+def encode(batch: Batch, tokenizer: BatchTokenizer, separator: int | None) -> Encoded:
+    """A document that has no tokens and no separator is left out: a corpus cannot hold it."""
+    found: Sequence[np.ndarray] = tokenizer.encode_batch(batch.documents) if batch.documents else []
+    num_documents, tail = len(found), 0 if separator is None else 1
+    if separator is None:
+        found = [ids for ids in found if len(ids)]
+    lengths = np.array([len(ids) + tail for ids in found], np.int64)
+    if separator is not None:
+        end = np.array([separator], tokenizer.dtype)
+        found = [array for ids in found for array in (ids, end)]
+    ids = np.concatenate(found) if found else np.empty(0, tokenizer.dtype)
+    return Encoded(batch, ids, np.cumsum(lengths), num_documents - len(lengths))
+
+
+def piece_documents(
+    piece: Piece, contents: Sequence[bytes | None], field: str, skip_bad: int, bad: list[Bad]
+) -> Generator[bytes]:
+    """The documents of a piece; what is bad is put into `bad`. Raises `DataError` where that is too much."""
+    for part, content in zip(piece, contents, strict=True):
+        for document in documents(part, content, field):
+            if isinstance(document, bytes):
+                yield document
+                continue
+            bad.append(document)
+            if len(bad) > skip_bad:
+                raise DataError(too_many(str(document), len(bad), skip_bad))
+
+
+def too_many(first: str, num_bad: int, skip_bad: int) -> str:
+    """The message for more bad lines than are allowed."""
+    return first if skip_bad == 0 else f"{first}; that makes {num_bad}, config.skip_bad allows {skip_bad}"
+
+
+def fetch_piece(piece: Piece) -> list[bytes | None]:
+    """The contents of a piece's files, as far as they are in a bucket."""
+    with ThreadPoolExecutor(_NUM_FETCHERS, thread_name_prefix="fetch") as pool:
+        return list(pool.map(fetch, piece))
+
+
+def _fetch_all(pieces: Iterable[tuple[int, Piece]]) -> Generator[tuple[int, Piece, list[bytes | None]]]:
+    for number, piece in pieces:
+        yield number, piece, fetch_piece(piece)
+
+
+def _batches(
+    pieces: Generator[tuple[int, Piece, list[bytes | None]]], field: str, shard_bytes: int, skip_bad: int
+) -> Generator[Batch]:
+    """Cut by documents alone, so that the same shards come out of the same piece."""
+    with contextlib.closing(pieces):
+        for number, piece, contents in pieces:
+            bad: list[Bad] = []
+            batch: list[bytes] = []
+            batch_bytes = in_shard_bytes = 0
+            for document in piece_documents(piece, contents, field, skip_bad, bad):
+                batch.append(document)
+                batch_bytes += len(document)
+                in_shard_bytes += len(document)
+                is_shard = in_shard_bytes >= shard_bytes
+                if is_shard or batch_bytes >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
+                    yield Batch(number, batch, (), is_shard, False)
+                    batch, batch_bytes = [], 0
+                    in_shard_bytes = 0 if is_shard else in_shard_bytes
+            yield Batch(number, batch, tuple(bad), True, True)
+
+
+def ahead(items: Generator[Out], depth: int) -> Generator[Out]:
+    """The same items, made in a thread up to `depth` before they are asked for. Close it, or exhaust it."""
+    made: queue.Queue[tuple[list[Out], BaseException | None]] = queue.Queue(depth)
+    is_over = threading.Event()
+
+    def put(item: list[Out], error: BaseException | None) -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(queue.Full):
+                made.put((item, error), timeout=_POLL_SECONDS)
+                return
+
+    def make() -> None:
+        error: BaseException | None = None
+        try:
+            with contextlib.closing(items):
+                for item in items:
+                    put([item], None)
+                    if is_over.is_set():
+                        return
+        except BaseException as raised:  # noqa: BLE001 - it is raised where the items are asked for
+            error = raised
+        put([], error)
+
+    thread = threading.Thread(target=make, name="ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = made.get()
+            if error is not None:
+                raise error
+            if not item:
+                return
+            yield item[0]
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def mapped(function: Callable[[In], Out], items: Generator[In], num_threads: int) -> Generator[Out]:
+    """`function` of each item, in order, on several threads. Close it, or exhaust it."""
+    waiting: deque[Future[Out]] = deque()
+    with contextlib.closing(items), ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > _BATCHES_AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

@@ -1,0 +1,233 @@
+"""From a part of an input file to its documents, one after the other. Knows no tokens."""
+
+import difflib
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import zstandard
+
+from experiments.tokenise.source import InputFile, open_place
+from runner.data.extra import import_extra
+from runner.errors import DataError
+
+_CHUNK_BYTES = 1 << 20
+_LONGEST_WINDOW_BYTES = 1 << 31  # of .zst files made with --ultra --long=31
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is read of one file: bytes `start .. stop` of a .jsonl, row groups of a .parquet, else all of it.
+
+    Lines that begin in the range belong to it. `size_bytes` is how much of the file that is.
+    """
+
+    file: InputFile
+    size_bytes: int
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A line or row without a text."""
+
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+def fetch(part: Part) -> bytes | None:
+    """The content of a file in a bucket; None of one on a disk, which is read as it is needed."""
+    if part.file.place is None:
+        return None
+    try:
+        content = open_place(part.file.place).read(part.file.name)
+    except FileNotFoundError as error:
+        raise DataError(f"{part.file.where} is gone since the job started") from error
+    except PermissionError as error:
+        raise DataError(f"cannot read {part.file.where}: no permission ({error})") from error
+    if len(content) != part.file.size_bytes:
+        raise DataError(f"{part.file.where} has changed since the job started; use a source that nobody writes to")
+    return content
+
+
+def documents(part: Part, content: bytes | None, field: str) -> Iterator[bytes | Bad]:
+    """The documents of a part, as UTF-8; of a text file its own bytes. `content` is what `fetch` gave.
+
+    Raises `DataError` if the file cannot be read, is damaged, cut short, or has changed since it was resolved.
+    """
+    part.file.refuse_change()
+    try:
+        with open(part.file.name, "rb") if content is None else io.BytesIO(content) as file:
+            if part.file.form == "text":
+                yield file.read()
+            elif part.file.form == "jsonl":
+                yield from _of_lines(part, file, field)
+            else:
+                yield from _of_table(part, file, field)
+    except OSError as error:
+        raise DataError(f"cannot read {part.file.where}: {error.strerror or error}") from error
+
+
+def _of_lines(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
+    number = 0
+    for number, line in enumerate(_lines(part, file), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield Bad(_place(part, number), f"is not JSON ({error})")
+            continue
+        text = record.get(field) if isinstance(record, dict) else None
+        if isinstance(text, str):
+            yield text.encode(errors="replace")  # JSON can hold half a character, which no text can
+        else:
+            yield Bad(_place(part, number), _lack(record, field))
+
+
+def _lack(record: Any, field: str) -> str:
+    if not isinstance(record, dict):
+        return f"is no JSON object with a text {field!r}"
+    if field in record:
+        return f"{field!r} is no text: {json.dumps(record[field])[:40]}"
+    near = difflib.get_close_matches(field, record, n=1)
+    hint = f"did you mean config.field: {near[0]}?" if near else f"it has {', '.join(list(record)[:8]) or 'none'}"
+    return f"has no {field!r}; {hint}"
+
+
+def _place(part: Part, number: int) -> str:
+    """File and line; of a part that does not begin with the file, the lines before it are counted now."""
+    if part.start:
+        with open(part.file.name, "rb") as file:
+            file.seek(part.start - 1)
+            file.readline()
+            left_bytes = file.tell()
+            file.seek(0)
+            while left_bytes and (chunk := file.read(min(left_bytes, _CHUNK_BYTES))):
+                number += chunk.count(b"\n")
+                left_bytes -= len(chunk)
+    return f"{part.file.where}:{number}"
+
+
+def _lines(part: Part, file: BinaryIO) -> Iterator[bytes]:
+    if part.file.compression:
+        yield from _split(_decompress(part.file, file))
+        return
+    if part.start:
+        file.seek(part.start - 1)  # a line that begins right at `start` is this part's
+        file.readline()
+    while (part.stop is None or file.tell() < part.stop) and (line := file.readline()):
+        yield line
+
+
+def _split(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    rest: list[bytes] = []
+    for chunk in chunks:
+        first, *others = chunk.split(b"\n")
+        rest.append(first)
+        if others:
+            yield b"".join(rest)
+            yield from others[:-1]
+            rest = [others[-1]]
+    yield b"".join(rest)
+
+
+class _Decompressor(Protocol):
+    """What `zlib` and `zstandard` have alike."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def _decompressor(compression: str) -> _Decompressor:
+    if compression == ".gz":
+        return zlib.decompressobj(wbits=31)
+    return zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW_BYTES).decompressobj()
+
+
+def _decompress(source: InputFile, file: BinaryIO) -> Iterator[bytes]:
+    """The content, of however many frames. Raises `DataError` where the last is cut short."""
+    frame, data = _decompressor(source.compression), file.read(_CHUNK_BYTES)
+    try:
+        while data:
+            yield frame.decompress(data)
+            data = frame.unused_data if frame.eof else file.read(_CHUNK_BYTES)
+            if frame.eof and (data := data or file.read(_CHUNK_BYTES)):
+                frame = _decompressor(source.compression)
+    except (zlib.error, zstandard.ZstdError) as error:
+        raise DataError(f"{source.where} is no whole {source.compression} file: {error}") from error
+    if not frame.eof:
+        raise DataError(f"{source.where} is no whole {source.compression} file: it is cut short")
+
+
+def _of_table(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
+    arrow = import_extra("pyarrow", "parquet")
+    number = 0
+    try:
+        for batch in _batches(part, file, field):
+            column = batch.column(field)
+            if not (arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)):
+                raise DataError(f"{part.file.where}: column {field!r} is {column.type}, needs string")
+            for text in column:
+                number += 1
+                value = text.as_buffer()
+                yield value.to_pybytes() if value is not None else Bad(_row(part, number), f"{field!r} is null")
+    except DataError:
+        raise
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{part.file.where} is no whole {part.file.form} file: {_first_line(error)}") from error
+
+
+def _batches(part: Part, file: BinaryIO, field: str) -> Iterator[Any]:
+    """The record batches of a part, with the one column that is asked for where the form allows it."""
+    if part.file.form == "parquet":
+        table = import_extra("pyarrow.parquet", "parquet").ParquetFile(file)
+        _refuse_missing(part, field, table.schema_arrow.names)
+        groups = None if part.start is None or part.stop is None else list(range(part.start, part.stop))
+        yield from table.iter_batches(row_groups=groups, columns=[field])
+        return
+    ipc = import_extra("pyarrow.ipc", "parquet")
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+    _refuse_missing(part, field, reader.schema.names)
+    yield from (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+
+
+def _refuse_missing(part: Part, field: str, names: list[str]) -> None:
+    if field not in names:
+        near = difflib.get_close_matches(field, names, n=1)
+        hint = f"did you mean config.field: {near[0]}?" if near else f"it has {', '.join(names[:8])}"
+        raise DataError(f"{part.file.where} has no column {field!r}; {hint}")
+
+
+def _row(part: Part, number: int) -> str:
+    groups = f" of row groups {part.start} to {part.stop}" if part.start is not None else ""
+    return f"{part.file.where}, row {number}{groups}"
+
+
+def row_groups(file: InputFile) -> list[int]:
+    """Bytes of each row group of a Parquet file on a disk. Raises `DataError` if it is none."""
+    arrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
+    try:
+        table = parquet.read_metadata(Path(file.name))
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{file.where} is no whole parquet file: {_first_line(error)}") from error
+    return [table.row_group(i).total_byte_size for i in range(table.num_row_groups)]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,190 @@
+"""Which files `config.source` names, in which order, on a disk or in a bucket. Knows names and sizes, no content."""
+
+import difflib
+import functools
+import glob
+import hashlib
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from runner.data.source import PYTHON_STDLIB, TEXT_SUFFIXES, find_source
+from runner.errors import DataError
+from runner.storage import ForbiddenError, Store, check_url, local_directory, store_at
+
+Form = Literal["text", "jsonl", "parquet", "arrow"]
+_SUFFIXES: dict[str, Form] = {
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".jsonl.zst": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_WILD = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file as it was when the source was resolved.
+
+    Attributes:
+        place: the URL of the bucket's prefix that `name` is below; None for a file on a disk.
+        name: its path, absolute on a disk.
+        label: what it is called in the source's fingerprint; the same on every host.
+        version: time of its last change in nanoseconds; "" where that differs between hosts, or is not known.
+    """
+
+    place: str | None
+    name: str
+    label: str
+    size_bytes: int
+    version: str
+    form: Form
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return self.name if self.place is None else f"{self.place}/{self.name}"
+
+    @property
+    def compression(self) -> str:
+        """`.gz`, `.zst` or nothing."""
+        suffix = Path(self.name).suffix.lower()
+        return suffix if suffix in (".gz", ".zst") else ""
+
+    def refuse_change(self) -> None:
+        """Raise `DataError` if a file on a disk is no longer the one that was resolved."""
+        if self.place is not None:
+            return
+        size_bytes, version = _size_and_version(Path(self.name))
+        if size_bytes != self.size_bytes or (self.version and version != self.version):
+            raise DataError(f"{self.where} has changed since the job started; use a source that nobody writes to")
+
+
+def find_files(source: str) -> tuple[InputFile, ...]:
+    """The files that `source` names, in reading order. Raises `DataError` if there are none, or not of one form."""
+    if source == PYTHON_STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        found = find_source(source)
+        assert isinstance(found, SourceFiles)
+        return tuple(
+            InputFile(None, str(file.path), file.path.relative_to(root).as_posix(), file.size_bytes, "", "text")
+            for file in found.files
+        )
+    check_url(source)
+    files = _in_bucket(source) if "://" in source else _on_disk(source)
+    if not files:
+        raise DataError(f"no file matches {source}{_nearest(source)}")
+    forms = sorted({file.form for file in files})
+    if len(forms) > 1:
+        first = [next(file.where for file in files if file.form == form) for form in forms]
+        raise DataError(f"{source} matches {' and '.join(forms)} files ({', '.join(first)}); name one form")
+    return files
+
+
+def fingerprint_of(files: Sequence[InputFile]) -> str:
+    """Another one where a file was added, removed, replaced or renamed."""
+    content = [[file.label, file.size_bytes, file.version] for file in files]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=8)
+def open_place(url: str) -> Store:
+    """The store of a prefix; one client serves all of its files."""
+    return store_at(url)
+
+
+def read_file(text: str) -> bytes:
+    """The whole content of a path or URL. Raises `DataError` if it is not there."""
+    place, _, name = (text if "://" in text else str(local_directory(text))).rpartition("/")
+    try:
+        return open_place(place or "/").read(name)
+    except FileNotFoundError as error:
+        raise DataError(f"{text} is not there") from error
+
+
+def _on_disk(source: str) -> tuple[InputFile, ...]:
+    pattern = str(local_directory(source))
+    if os.path.isdir(pattern):
+        raise DataError(f"{source} is a directory; name its files, as {os.path.join(source, '*.jsonl')}")
+    is_file = os.path.isfile(pattern)  # before globbing: a file's own name may hold brackets
+    names = [pattern] if is_file else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    files = [(name, *_size_and_version(Path(name))) for name in names]
+    for name in names:
+        if not os.access(name, os.R_OK):
+            raise DataError(f"cannot read {name}: permission denied")
+    return tuple(InputFile(None, name, name, size, version, _form_of(name)) for name, size, version in files)
+
+
+def _size_and_version(path: Path) -> tuple[int, str]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    return status.st_size, str(status.st_mtime_ns)
+
+
+def _in_bucket(source: str) -> tuple[InputFile, ...]:
+    """Of a glob, of a prefix, or of one object. No version: listings have none that all services share."""
+    scheme, _, rest = source.partition("://")
+    wild = _WILD.search(rest)
+    if wild:
+        fixed = rest[: wild.start()].rpartition("/")[0]
+        if not fixed:
+            raise DataError(f"{source}: the bucket's name cannot hold {wild[0]}")
+        pattern = _pattern(rest[len(fixed) + 1 :])
+        names = [(name, size) for name, size in _sizes(f"{scheme}://{fixed}").items() if pattern.fullmatch(name)]
+    else:
+        fixed = rest.rstrip("/")
+        names = list(_sizes(f"{scheme}://{fixed}").items())
+        if not names and "/" in fixed:
+            fixed, _, own = fixed.rpartition("/")
+            names = [(name, size) for name, size in _sizes(f"{scheme}://{fixed}").items() if name == own]
+    place = f"{scheme}://{fixed}"
+    return tuple(InputFile(place, name, f"{place}/{name}", size, "", _form_of(name)) for name, size in sorted(names))
+
+
+def _sizes(place: str) -> dict[str, int]:
+    try:
+        return open_place(place).sizes("")
+    except FileNotFoundError as error:
+        raise DataError(f"{place} is not there: {error}") from error
+    except ForbiddenError:
+        raise
+    except PermissionError as error:
+        raise DataError(f"cannot read {place}: no permission ({error})") from error
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """A glob as a regular expression: `**/` is any directories, `*` and `?` stay in one."""
+    words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", text)
+    return re.compile(
+        "".join(words.get(part, part.replace("[!", "[^") if part[:1] == "[" else re.escape(part)) for part in parts)
+    )
+
+
+def _form_of(name: str) -> Form:
+    lower = os.path.basename(name).lower()
+    for suffix, form in _SUFFIXES.items():
+        if lower.endswith(suffix):
+            return form
+    if Path(lower).suffix in TEXT_SUFFIXES:
+        return "text"
+    raise DataError(f"{name} is of a kind that is not read; needs text, {', '.join(_SUFFIXES)}")
+
+
+def _nearest(source: str) -> str:
+    if _WILD.search(source) or "://" in source:
+        return ""
+    path = local_directory(source)
+    siblings = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    if difflib.get_close_matches(source, [PYTHON_STDLIB]):
+        return f"; did you mean {PYTHON_STDLIB}?"
+    return f"; did you mean {path.parent / near[0]}?" if near else ""

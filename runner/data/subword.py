@@ -1,0 +1,230 @@
+"""Tokenizers that take many documents at once, most of them from a file: bytes, Hugging Face, sentencepiece, tiktoken.
+
+A record, as the index of a corpus holds it, says which one: `kind`, `vocabulary_size`, and for one from a file its
+name (`file`, beside the index) and its `sha256`; of tiktoken also what its file lacks, `pattern` and `special_tokens`.
+"""
+
+import base64
+import binascii
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import tokenizers
+
+from runner.data.extra import import_extra
+from runner.data.tokenizer import ByteTokenizer
+from runner.errors import DataError
+from runner.storage import JsonObject, Store
+
+# Under which name the file of a kind stands beside the index of a corpus.
+FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.tiktoken"}
+
+
+class BatchTokenizer(ABC):
+    """A `Tokenizer` that takes many documents at once, on all cores. Any thread; documents are UTF-8 or nearly so."""
+
+    name: str
+    vocabulary_size: int
+    characters: str | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the ids of a corpus: uint16 where they fit, else uint32."""
+        return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<u4")
+
+    @abstractmethod
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The ids of each document, of `dtype`, with no token put before or after them."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids; a cut UTF-8 sequence becomes a replacement character."""
+
+    @abstractmethod
+    def tokens(self) -> dict[str, int]:
+        """The ids of the tokens that have a text of their own. Slow for a large vocabulary."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text."""
+        return self.encode_batch([text.encode()])[0]
+
+    def encode_file(self, raw: bytes) -> np.ndarray:
+        """The ids of a file's content."""
+        return self.encode_batch([raw])[0]
+
+
+class Bytes(BatchTokenizer):
+    """An id is a byte: every document comes back exactly."""
+
+    name = "bytes"
+    vocabulary_size = 256
+
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """See `BatchTokenizer`."""
+        return [np.frombuffer(document, np.uint8).astype(self.dtype) for document in documents]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See `BatchTokenizer`."""
+        return ByteTokenizer().decode(ids)
+
+    def tokens(self) -> dict[str, int]:
+        """None has a text."""
+        return {}
+
+
+class HuggingFace(BatchTokenizer):
+    """A `tokenizer.json` of the `tokenizers` library: its ids, without padding, truncation or added special tokens.
+
+    A special token that stands in the text of a document becomes that token, as it does there.
+    """
+
+    name = "hf"
+
+    def __init__(self, content: bytes) -> None:
+        try:
+            self._library = tokenizers.Tokenizer.from_str(content.decode())
+        except UnicodeDecodeError as error:
+            raise DataError(f"is no tokenizer.json: {error}") from error
+        except Exception as error:  # the library raises nothing more special
+            raise DataError(f"is no tokenizer.json: {_first_line(error)}") from error
+        self._library.no_padding()
+        self._library.no_truncation()
+        self.vocabulary_size = max(self.tokens().values(), default=-1) + 1
+
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """See `BatchTokenizer`."""
+        found = self._library.encode_batch_fast(_texts(documents), add_special_tokens=False)
+        return [np.array(encoding.ids, self.dtype) for encoding in found]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See `BatchTokenizer`."""
+        return str(self._library.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def tokens(self) -> dict[str, int]:
+        """See `BatchTokenizer`."""
+        return dict(self._library.get_vocab(with_added_tokens=True))
+
+
+class SentencePiece(BatchTokenizer):
+    """A model of the `sentencepiece` library, which is an extra."""
+
+    name = "sentencepiece"
+
+    def __init__(self, content: bytes) -> None:
+        library = import_extra("sentencepiece", "sentencepiece")
+        try:
+            self._library = library.SentencePieceProcessor(model_proto=content)
+        except RuntimeError as error:
+            raise DataError(f"is no model of sentencepiece: {_first_line(error)}") from error
+        self.vocabulary_size = int(self._library.get_piece_size())
+        if not self.vocabulary_size:
+            raise DataError("is no model of sentencepiece: it has no pieces")
+
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """See `BatchTokenizer`."""
+        found = self._library.encode(_texts(documents), num_threads=os.cpu_count() or 1)
+        return [np.array(ids, self.dtype) for ids in found]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See `BatchTokenizer`."""
+        return str(self._library.decode([int(i) for i in ids]))
+
+    def tokens(self) -> dict[str, int]:
+        """See `BatchTokenizer`."""
+        return {self._library.id_to_piece(i): i for i in range(self.vocabulary_size)}
+
+
+class Tiktoken(BatchTokenizer):
+    """A file of ranks of the `tiktoken` library, which is an extra. Special tokens in a document are but text."""
+
+    name = "tiktoken"
+
+    def __init__(self, content: bytes, pattern: str, special_tokens: dict[str, int]) -> None:
+        library = import_extra("tiktoken", "tiktoken")
+        ranks = _parse_ranks(content)
+        taken = set(ranks.values())
+        for token, rank in special_tokens.items():
+            if rank in taken:
+                raise DataError(f"has a token of id {rank} already, which special_tokens gives to {token!r}")
+            taken.add(rank)
+        try:
+            self._library = library.Encoding(
+                "file", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+            )
+        except ValueError as error:
+            raise DataError(f"does not fit its pattern: {_first_line(error)}") from error
+        self._special_tokens = special_tokens
+        self.vocabulary_size = max(taken) + 1
+
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """See `BatchTokenizer`."""
+        found = self._library.encode_ordinary_batch(_texts(documents), num_threads=os.cpu_count() or 1)
+        return [np.array(ids, self.dtype) for ids in found]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See `BatchTokenizer`."""
+        return str(self._library.decode([int(i) for i in ids]))
+
+    def tokens(self) -> dict[str, int]:
+        """Those that the spec names: the others are bytes."""
+        return self._special_tokens
+
+
+_KINDS = (Bytes.name, *FILES)
+
+
+def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:
+    """The tokenizer of a record; `content` is that of its file. Raises `DataError` if that is damaged."""
+    kind = record["kind"]
+    if kind not in _KINDS:
+        raise DataError(f"a tokenizer of kind {kind!r} is not known; choose from {', '.join(_KINDS)}")
+    if content is None:
+        return Bytes()
+    if kind == Tiktoken.name:
+        return Tiktoken(content, record["pattern"], record["special_tokens"])
+    return HuggingFace(content) if kind == HuggingFace.name else SentencePiece(content)
+
+
+def load_tokenizer(record: JsonObject, store: Store) -> BatchTokenizer:
+    """The tokenizer that a corpus in `store` was made with. Raises `DataError` if its file is gone or another."""
+    name = record.get("file")
+    if name is None:
+        return make_tokenizer(record, None)
+    try:
+        content = store.read(name)
+    except FileNotFoundError as error:
+        raise DataError(f"{store.url}/{name} is missing: the corpus was tokenised with it") from error
+    if hashlib.sha256(content).hexdigest() != record["sha256"]:
+        raise DataError(f"{store.url}/{name} is not the file that the corpus was tokenised with")
+    try:
+        return make_tokenizer(record, content)
+    except DataError as error:
+        raise DataError(f"{store.url}/{name}: {error}") from error
+
+
+def _texts(documents: Sequence[bytes]) -> list[str]:
+    return [document.decode(errors="replace") for document in documents]
+
+
+def _parse_ranks(content: bytes) -> dict[bytes, int]:
+    ranks = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error) as error:
+                raise DataError(f"line {number} is no rank of tiktoken: {line[:40]!r}") from error
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:  # the library would panic where it meets one
+        raise DataError(f"holds no ranks of tiktoken: {len(lacking)} of the 256 bytes have none, as 0x{lacking[0]:02x}")
+    if len(set(ranks.values())) < len(ranks):
+        raise DataError("holds no ranks of tiktoken: two tokens have the same")
+    return ranks
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,77 @@
+"""Tokens a second of a tokenise job over those of the library's own batch encoding, on all cores of this machine.
+
+Both read the standard library's source, again and again, with the same trained BPE, interleaved. The library is given
+all texts at once, in memory, and its ids are made arrays; the job reads .jsonl from the disk and writes a corpus. Its
+time is that of the pieces, from the first document to the last record, without start-up and checkpoints.
+
+    python -m tests.benchmarks.tokenise [--rounds 5] [--copies 2] [--vocabulary 8192]
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from experiments.tokenise import corpus
+from experiments.tokenise.config import BpeConfig
+from experiments.tokenise.piece import cut_into_pieces
+from experiments.tokenise.pipeline import encoded
+from experiments.tokenise.source import find_files
+from experiments.tokenise.vocabulary import sample_of, train
+from runner.data.subword import HuggingFace
+from runner.storage import LocalStore
+
+SHARD_BYTES = 16 << 20
+
+
+def of_library(library: tokenizers.Tokenizer, texts: list[str]) -> tuple[int, float]:
+    """Tokens, and the seconds that they took."""
+    started = time.perf_counter()
+    num_tokens = sum(len(np.array(found.ids, np.uint16)) for found in library.encode_batch(texts))
+    return num_tokens, time.perf_counter() - started
+
+
+def of_job(content: bytes, source: Path, output: Path) -> tuple[int, float]:
+    """Tokens, and the seconds that they took."""
+    pieces = cut_into_pieces(find_files(str(source)), SHARD_BYTES)
+    tokenizer, store, num_tokens = HuggingFace(content), LocalStore(output), 0
+    started = time.perf_counter()
+    with contextlib.closing(encoded(enumerate(pieces), tokenizer, None, "text", SHARD_BYTES, 0)) as stream:
+        for number in range(len(pieces)):
+            num_tokens += corpus.write_piece(store, number, "", stream).num_tokens
+    return num_tokens, time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--copies", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parsed = parser.parse_args()
+    files = find_files("python-stdlib")
+    config = BpeConfig(kind="bpe", vocabulary_size=parsed.vocabulary)
+    content = train(config, None, sample_of(cut_into_pieces(files, SHARD_BYTES), 16 << 20, "text", 0))
+    library = tokenizers.Tokenizer.from_str(content.decode())
+    texts = [Path(file.name).read_bytes().decode(errors="replace") for file in files] * parsed.copies
+    ratios = []
+    with tempfile.TemporaryDirectory() as directory:
+        source = Path(directory) / "texts.jsonl"
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        print(f"{len(texts)} documents, {source.stat().st_size:,} bytes of .jsonl")
+        for round_number in range(parsed.rounds):
+            tokens, seconds = of_library(library, texts)
+            job_tokens, job_seconds = of_job(content, source, Path(directory) / str(round_number))
+            assert job_tokens == tokens
+            ratios.append(seconds / job_seconds)
+            print(f"library {tokens / seconds:,.0f} tokens/s, job {tokens / job_seconds:,.0f}: {ratios[-1]:.3f}")
+    print(f"median of job / library: {statistics.median(ratios):.3f}, worst {min(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

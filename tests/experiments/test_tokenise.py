@@ -1,0 +1,543 @@
+"""Tokenise as a job, in this process: every form of input, every tokenizer, every key, every damage."""
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from experiments.tokenise.corpus import Done
+from experiments.tokenise.piece import cut_into_pieces
+from experiments.tokenise.reading import Bad, documents
+from experiments.tokenise.source import find_files, open_place
+from experiments.tokenise.tally import Tally
+from experiments.tokenise.vocabulary import sample_of, train
+from runner.data.index import Shard
+from runner.errors import DataError, InvalidError, PreemptedError
+from tests.support import inputs
+from tests.support.inputs import (
+    DOCUMENTS,
+    FORMS,
+    SEPARATOR,
+    content_of,
+    decode_corpus,
+    index_of,
+    read_corpus,
+    tokenise,
+    write_texts,
+)
+from tests.support.servers import BACKENDS, Faults, lead, start_backend
+from tests.support.tiny import StopAfter
+
+STDLIB = "python-stdlib"
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return inputs.make_tokenizer_files(tmp_path_factory.mktemp("tokenizers"))
+
+
+def refusal(directory: Path, **changes: Any) -> str:
+    """The one line with which a job is refused; it leaves no index."""
+    with pytest.raises(InvalidError) as caught:
+        tokenise(directory, **changes)()
+    assert not list(directory.rglob("index.json"))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize("name", ["texts", *FORMS])
+def test_every_form_gives_the_documents_that_were_put_in(tmp_path, name):
+    if name == "texts":
+        source = write_texts(tmp_path / "in", DOCUMENTS)
+    else:
+        (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+        source = str(tmp_path / name)
+    tokenise(tmp_path / "run", **{"config.source": source, "config.separator": 0})()
+    corpus = tmp_path / "run/corpus"
+    assert decode_corpus(corpus) == DOCUMENTS
+    assert all(ids[-1] == 0 for ids in read_corpus(corpus))
+    assert len(index_of(corpus).shards) > 1
+    assert index_of(corpus).num_tokens == sum(len(text.encode()) + 1 for text in DOCUMENTS)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "hf", "sentencepiece", "tiktoken", "bpe"])
+def test_every_kind_of_tokenizer_comes_back_from_the_index_and_decodes(tmp_path, kinds, kind):
+    separator = {"bytes": None, "sentencepiece": "</s>"}.get(kind, SEPARATOR)
+    changes = {"config.tokenizer": kinds[kind], "config.separator": separator}
+    tokenise(tmp_path / "run", **{"config.source": write_texts(tmp_path / "in", DOCUMENTS)}, **changes)()
+    found = decode_corpus(tmp_path / "run/corpus")
+    is_exact = kind != "sentencepiece"  # which normalises
+    assert found == DOCUMENTS if is_exact else len(found) == len(DOCUMENTS)
+    assert index_of(tmp_path / "run/corpus").tokenizer["kind"] == {"bpe": "hf"}.get(kind, kind)
+
+
+def test_ids_are_those_of_the_library_and_decode_to_the_text(tmp_path):
+    _compare_with_the_library(tmp_path, 30)
+
+
+@pytest.mark.soak
+def test_ids_are_those_of_the_library_and_decode_to_the_text_for_every_file(tmp_path):
+    _compare_with_the_library(tmp_path, None)
+
+
+def _compare_with_the_library(tmp_path: Path, num_files: int | None) -> None:
+    texts = [Path(file.name).read_bytes().decode(errors="replace") for file in find_files(STDLIB)[:num_files]]
+    texts = [text for text in texts if SEPARATOR not in text]
+    source = write_texts(tmp_path / "in", texts)
+    changes = {"config.tokenizer": {"kind": "bpe", "vocabulary_size": 1000, "sample_bytes": 100_000}}
+    changes |= {"config.separator": SEPARATOR, "config.shard_bytes": 100_000}
+    tokenise(tmp_path / "run", **{"config.source": source}, **changes)()
+    corpus = tmp_path / "run/corpus"
+    library = tokenizers.Tokenizer.from_file(str(corpus / "tokenizer.json"))
+    end = library.token_to_id(SEPARATOR)
+    found = read_corpus(corpus)
+    assert len(found) == len(texts)
+    for ids, text in zip(found, texts, strict=True):
+        assert ids.tolist() == [*library.encode(text, add_special_tokens=False).ids, end]
+        assert library.decode(ids[:-1].tolist(), skip_special_tokens=False) == text
+
+
+def test_a_vocabulary_is_trained_to_the_same_bytes_again(tmp_path):
+    write_texts(tmp_path / "in", DOCUMENTS)
+    config = tokenise(
+        tmp_path / "run", **{"config.tokenizer": {"kind": "bpe", "vocabulary_size": 290}}, **_some(tmp_path)
+    )
+    pieces = cut_into_pieces(find_files(str(tmp_path / "in/*.txt")), 500)
+
+    def once(sample_bytes: int) -> bytes:
+        return train(config.config.tokenizer, SEPARATOR, sample_of(pieces, sample_bytes, "text", 0))
+
+    assert once(8 << 20) == once(8 << 20)
+    assert once(8 << 20) != once(100)
+    vocabulary = json.loads(once(8 << 20))["model"]["vocab"]
+    assert len(vocabulary) == 290
+    assert vocabulary[SEPARATOR] == 0
+
+
+def test_wide_ids_are_written_wide(tmp_path, kinds):
+    wide = kinds["tiktoken"] | {"special_tokens": {SEPARATOR: 70_000}}
+    changes = {"config.tokenizer": wide, "config.separator": SEPARATOR}
+    tokenise(tmp_path / "run", **_some(tmp_path), **changes)()
+    index = index_of(tmp_path / "run/corpus")
+    assert (index.dtype, index.vocabulary_size, index.separator) == ("uint32", 70_001, 70_000)
+    assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
+
+
+@pytest.mark.parametrize("separator", [None, 7])
+def test_an_empty_document_is_its_separator_or_is_left_out(tmp_path, capsys, separator):
+    (tmp_path / "a.jsonl").write_bytes(inputs.lines(["one", "", "two", ""]))
+    changes = {"config.source": str(tmp_path / "a.jsonl"), "config.separator": separator}
+    tokenise(tmp_path / "run", **changes)()
+    assert decode_corpus(tmp_path / "run/corpus") == (["one", "two"] if separator is None else ["one", "", "two", ""])
+    assert ("left out 2 empty documents" in capsys.readouterr().out) == (separator is None)
+
+
+def test_a_document_longer_than_a_shard_makes_a_long_shard(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(inputs.lines(["short", "x" * 5000, "short"]))
+    tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl"), "config.shard_bytes": 100})()
+    assert decode_corpus(tmp_path / "run/corpus") == ["short", "x" * 5000, "short"]
+    assert max(shard.num_tokens for shard in index_of(tmp_path / "run/corpus").shards) > 5000
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 100, 3000, 1 << 30])
+@pytest.mark.parametrize("name", ["a.jsonl", "c.jsonl.zst", "d.parquet"])
+def test_pieces_of_any_size_hold_the_same_documents(tmp_path, name, shard_bytes):
+    (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+    files = find_files(str(tmp_path / name))
+    parts = [part for piece in cut_into_pieces(files, shard_bytes) for part in piece]
+    found = [text for part in parts for text in documents(part, None, "text")]
+    assert found == [text.encode() for text in DOCUMENTS]
+    assert sum(part.size_bytes for part in parts) == files[0].size_bytes or name == "d.parquet"
+
+
+def test_a_bad_line_is_called_by_its_number_wherever_its_part_begins(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(inputs.lines(DOCUMENTS[:50]) + b"{oh\n" + inputs.lines(DOCUMENTS[:50]))
+    for shard_bytes in (10, 100, 1000, 1 << 20):
+        parts = [part for piece in cut_into_pieces(find_files(str(path)), shard_bytes) for part in piece]
+        (bad,) = [text for part in parts for text in documents(part, None, "text") if isinstance(text, Bad)]
+        assert bad.where == f"{path}:51"
+
+
+# From a bucket to a bucket.
+
+
+@pytest.mark.parametrize(
+    "source", ["gs://b/web/*.jsonl.zst", "gs://b/web/**/*.zst", "gs://b/web/[ab]*.zst", "gs://b/web"]
+)
+def test_a_bucket_gives_the_documents_of_its_files_and_takes_the_corpus(tmp_path, monkeypatch, source):
+    bucket = inputs.Bucket(monkeypatch)
+    for i, name in enumerate(["a", "b"]):
+        bucket.write(f"web/{name}.jsonl.zst", FORMS["c.jsonl.zst"](DOCUMENTS[i * 50 : i * 50 + 50]))
+    bucket.write("other/a.jsonl.zst", b"not read")
+    bucket.write("webb/a.jsonl.zst", b"not read")
+    bucket.write("t.json", inputs.make_hf())
+    changes = {"config.tokenizer": {"kind": "hf", "file": "gs://b/t.json"}, "config.separator": SEPARATOR}
+    job = tokenise(tmp_path / "run", **{"config.source": source, "config.output": "gs://b/out"}, **changes)
+    job()
+    assert decode_corpus(bucket.copy_to("out", tmp_path / "out")) == DOCUMENTS[:100]
+
+
+def test_one_object_of_a_bucket_is_a_source(tmp_path, monkeypatch):
+    bucket = inputs.Bucket(monkeypatch)
+    bucket.write("web/a.jsonl", inputs.lines(DOCUMENTS))
+    bucket.write("web/a.jsonl2", b"not read")
+    tokenise(tmp_path / "run", **{"config.source": "gs://b/web/a.jsonl"})()
+    assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("gs://b/wep/*.jsonl", "no file matches gs://b/wep"),
+        ("gs://b*/web/*.jsonl", "the bucket's name cannot hold *"),
+        ("gs://b/*/a.*", "matches jsonl and text files"),
+    ],
+)
+def test_a_source_that_a_bucket_does_not_have_is_refused(tmp_path, monkeypatch, source, message):
+    bucket = inputs.Bucket(monkeypatch)
+    bucket.write("web/a.jsonl", inputs.lines(DOCUMENTS))
+    bucket.write("web/a.txt", b"text")
+    assert message in refusal(tmp_path / "run", **{"config.source": source})
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(PermissionError("denied"), InvalidError), (FileNotFoundError("gone"), InvalidError), ("cut", InvalidError)],
+)
+def test_an_object_that_cannot_be_read_is_named(tmp_path, monkeypatch, error, raised):
+    bucket = inputs.Bucket(monkeypatch)
+    for name in "abc":
+        bucket.write(f"web/{name}.jsonl", inputs.lines(DOCUMENTS))
+    content = bucket.driver.objects["web/c.jsonl"][0]
+
+    def strike(verb: str, key: str) -> None:
+        if (verb, key) == ("get", "web/c.jsonl"):
+            if isinstance(error, OSError):
+                raise error
+            bucket.driver.objects[key] = (content[:-1], "2")
+
+    bucket.driver.before = strike
+    with pytest.raises(raised, match=r"gs://b/web/c.jsonl"):
+        tokenise(tmp_path / "run", **{"config.source": "gs://b/web/*"})()
+
+
+# A job that is stopped, and what may have changed when it goes on.
+
+
+def _some(tmp_path: Path) -> dict[str, Any]:
+    is_there = (tmp_path / "in").exists()
+    return {"config.source": str(tmp_path / "in/*.txt") if is_there else write_texts(tmp_path / "in", DOCUMENTS)}
+
+
+def _stopped(tmp_path: Path, **changes: Any) -> Path:
+    """A run that was asked to stop in the middle."""
+    job = tokenise(tmp_path / "run", **_some(tmp_path), **changes)
+    with pytest.raises(PreemptedError):
+        job(stop=StopAfter(job, 500))
+    return tmp_path / "run"
+
+
+def test_a_stopped_job_goes_on_without_making_a_piece_again(tmp_path):
+    run = _stopped(tmp_path)
+    records = {path: path.stat().st_mtime_ns for path in (run / "corpus").glob("0*")}
+    assert len(records) > 2
+    tokenise(run, **_some(tmp_path))()
+    assert records == {path: path.stat().st_mtime_ns for path in records}
+    tokenise(tmp_path / "whole", **_some(tmp_path))()
+    assert content_of(run / "corpus") == content_of(tmp_path / "whole/corpus")
+    results = [json.loads((directory / "result.json").read_bytes()) for directory in (run, tmp_path / "whole")]
+    assert results[0] == results[1]
+    assert results[0]["tokens"] == index_of(run / "corpus").num_tokens
+
+
+@pytest.mark.parametrize("name", ["00000.json", "00000-000.bin", "00000-000.ends"])
+def test_what_was_lost_since_is_told_or_made_again(tmp_path, name):
+    run = _stopped(tmp_path)
+    (run / "corpus" / name).unlink()
+    if not name.endswith(".json"):
+        assert re.search(
+            r"00000-000.bin or .ends is missing or cut; remove .*00000.json", refusal(run, **_some(tmp_path))
+        )
+        (run / "corpus/00000.json").unlink()
+    tokenise(run, **_some(tmp_path))()
+    assert decode_corpus(run / "corpus") == DOCUMENTS
+
+
+def test_what_a_killed_process_was_writing_does_not_stay(tmp_path):
+    run = _stopped(tmp_path)
+    (run / "corpus/.00009-000.bin.0123abcd.tmp").write_bytes(b"half")
+    (run / "corpus/.mine").write_bytes(b"somebody's own")
+    tokenise(run, **_some(tmp_path))()
+    assert [path.name for path in (run / "corpus").glob(".*")] == [".mine"]
+
+
+def test_another_input_is_refused_and_named(tmp_path):
+    run, first = _stopped(tmp_path), tmp_path / "in/00000.txt"
+    source = {"config.source": str(tmp_path / "in/*.txt")}
+    before, status = first.read_bytes(), first.stat()
+    first.write_bytes(before + b"more")
+    assert f"{first} has changed" in refusal(run, **source)
+    first.unlink()
+    assert f"{first} is gone" in refusal(run, **source)
+    first.write_bytes(before)
+    os.utime(first, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (tmp_path / "in/new.txt").write_text("new")
+    assert "new.txt is new" in refusal(run, **source)
+    (tmp_path / "in/new.txt").unlink()
+    tokenise(run, **source)()
+
+
+def test_another_tokenizer_is_refused(tmp_path, kinds):
+    run = _stopped(tmp_path, **{"config.tokenizer": kinds["hf"]})
+    path = Path(kinds["hf"]["file"])
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b"<|pad|>", b"<|PAD|>"))
+    changes = _some(tmp_path) | {"config.tokenizer": kinds["hf"]}
+    with pytest.raises(InvalidError, match=r"config.tokenizer.sha256: checkpoint 500 has"):
+        tokenise(run, **changes)()
+    path.write_bytes(before)
+    tokenise(run, **_some(tmp_path), **{"config.tokenizer": kinds["hf"]})()
+
+
+class CrashAfter(StopAfter):
+    """The end of the process when so many steps are complete: nothing is saved."""
+
+    def poll(self) -> bool:
+        if super().poll():
+            raise RuntimeError("crash")
+        return False
+
+
+def test_another_tokenizer_is_refused_before_the_first_checkpoint_too(tmp_path, kinds):
+    shutil.copy(kinds["hf"]["file"], tmp_path / "t.json")
+    changes = _some(tmp_path) | {"config.tokenizer": {"kind": "hf", "file": str(tmp_path / "t.json")}}
+    job = tokenise(tmp_path / "run", **changes)
+    with pytest.raises(RuntimeError, match="crash"):
+        job(stop=CrashAfter(job, 500))
+    (tmp_path / "t.json").write_bytes((tmp_path / "t.json").read_bytes().replace(b"<|pad|>", b"<|PAD|>"))
+    assert "is not the one that its pieces were made with" in refusal(tmp_path / "run", **changes)
+
+
+def test_a_trained_tokenizer_that_was_replaced_is_refused(tmp_path, kinds):
+    changes = {"config.tokenizer": kinds["bpe"]}
+    run = _stopped(tmp_path, **changes)
+    shutil.copy(kinds["hf"]["file"], run / "corpus/tokenizer.json")
+    assert "is not the one that its pieces were made with" in refusal(run, **_some(tmp_path), **changes)
+
+
+def test_two_runs_never_write_one_corpus(tmp_path):
+    output = {"config.output": str(tmp_path / "corpus")}
+    job = tokenise(tmp_path / "run", **_some(tmp_path), **output)
+    with pytest.raises(PreemptedError):
+        job(stop=StopAfter(job, 500))
+    found = refusal(tmp_path / "other", **_some(tmp_path), **output)
+    assert f"is the corpus of the run 'tokenise' in {tmp_path / 'run'}; use another output" in found
+    shutil.rmtree(tmp_path / "run")
+    assert "is the corpus of the run" in refusal(tmp_path / "run", **_some(tmp_path), **output)
+
+
+# Every key.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config.source": "python-stdlb"}, "did you mean python-stdlib?"),
+        ({"config.source": "/nowhere/*.txt"}, "no file matches /nowhere/"),
+        ({"config.source": "IN"}, "is a directory; name its files"),
+        ({"config.source": "IN/*.tx"}, "no file matches"),
+        ({"config.source": "IN/00000.tx"}, "did you mean .*/in/00000.txt?"),
+        ({"config.source": "MIXED"}, "matches jsonl and text files"),
+        ({"config.source": "OTHER"}, "is of a kind that is not read"),
+        ({"config.source": "ftp://x/y"}, "ftp:// is not known"),
+        ({"config.field": "body"}, "config.field: is body: nothing reads it"),
+        ({"config.skip_bad": 3}, "config.skip_bad: is 3: nothing reads it"),
+        ({"config.separator": 256}, "config.separator: is 256, the tokenizer's ids go up to 255"),
+        ({"config.separator": "</s>"}, "a tokenizer of kind bytes has no token '</s>'; needs an id"),
+        ({"config.tokenizer": "hf", "config.separator": "<|endoftxt|>"}, r"did you mean '<\|endoftext\|>'?"),
+        ({"config.tokenizer": {"kind": "hf", "file": "/nowhere/t.json"}}, "config.tokenizer: .*/t.json is not there"),
+        ({"config.tokenizer": {"kind": "hf", "file": "TEXT"}}, "is no tokenizer.json"),
+        ({"config.tokenizer": {"kind": "sentencepiece", "file": "TEXT"}}, "is no model of sentencepiece"),
+        ({"config.tokenizer": {"kind": "tiktoken", "file": "TEXT", "pattern": "."}}, "line 1 is no rank of tiktoken"),
+        ({"config.output": "TEXT"}, "needs a directory"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_in_one_line_before_anything_is_written(tmp_path, kinds, change, message):
+    source = write_texts(tmp_path / "in", DOCUMENTS[:3])
+    (tmp_path / "in/a.jsonl").write_bytes(inputs.lines(DOCUMENTS))
+    (tmp_path / "in/b.zip").write_bytes(b"PK")
+    words = {"IN": str(tmp_path / "in"), "TEXT": str(tmp_path / "in/00000.txt"), "OTHER": str(tmp_path / "in/b.zip")}
+    words["MIXED"] = str(tmp_path / "in/[0a]*")
+
+    def real(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: real(inner) for key, inner in value.items()}
+        if value in kinds:
+            return kinds[value] if value == "hf" and change.get("config.tokenizer") == "hf" else value
+        return re.sub("^IN/", f"{tmp_path}/in/", words.get(value, value)) if isinstance(value, str) else value
+
+    changes = {"config.source": source} | {key: real(value) for key, value in change.items()}
+    assert re.search(message, refusal(tmp_path / "run", **changes))
+    assert not (tmp_path / "run/corpus").exists()
+
+
+# Every damage.
+
+
+def _cut(content: bytes) -> bytes:
+    return content[:-9]
+
+
+DAMAGES: dict[str, tuple[list[str], Any, str]] = {
+    "cut": (["b.jsonl.gz", "c.jsonl.zst"], _cut, "is cut short"),
+    "cut table": (["d.parquet", "f.arrow"], _cut, "is no whole (parquet|arrow) file"),
+    "another kind": (
+        ["b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.arrow"],
+        lambda _: b"what is this?" * 9,
+        "is no whole",
+    ),
+    "nothing": (["b.jsonl.gz", "c.jsonl.zst"], lambda _: b"", "is cut short"),
+    "no file": (["d.parquet", "e.arrow"], lambda _: b"", "is no whole"),
+    "not JSON": (["a.jsonl"], lambda content: b"{}x\n" + content, r"a.jsonl:1: is not JSON"),
+    "not UTF-8": (["a.jsonl"], lambda content: b'{"text": "\xff"}\n' + content, r"a.jsonl:1: is not JSON"),
+    "nested": (["a.jsonl"], lambda content: b"[" * 99999 + b"\n" + content, r"a.jsonl:1: is not JSON"),
+    "a list": (["a.jsonl"], lambda content: content + b"[1]\n", r"a.jsonl:122: is no JSON object"),
+    "no field": (
+        ["a.jsonl"],
+        lambda content: content + b'{"txt": 1}\n',
+        "has no 'text'; did you mean config.field: txt?",
+    ),
+    "a number": (["a.jsonl"], lambda content: content + b'{"text": 1}\n', "'text' is no text: 1"),
+    "empty": (["a.jsonl"], lambda _: b"", "holds no document"),
+    "blank": (["a.jsonl"], lambda _: b"\n \n\n", "holds no document"),
+}
+CASES = [(name, damage) for damage, (names, _, _) in DAMAGES.items() for name in names]
+
+
+@pytest.mark.parametrize(("name", "damage"), CASES)
+def test_a_damaged_input_ends_the_job_with_one_line_that_names_it(tmp_path, name, damage):
+    _, spoil, message = DAMAGES[damage]
+    (tmp_path / name).write_bytes(spoil(FORMS[name](DOCUMENTS)))
+    found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / name)})
+    assert re.search(message, found), found
+    assert name in found
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "d.parquet", "e.arrow"])
+def test_a_field_that_is_missing_is_told_with_the_nearest(tmp_path, name):
+    (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+    found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / name), "config.field": "texts"})
+    assert "has no " in found
+    assert "did you mean config.field: text?" in found
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.arrow"])
+def test_so_many_bad_lines_are_left_out_as_the_spec_allows(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(FORMS[name]([*DOCUMENTS[:60], None, *DOCUMENTS[60:], None]))
+    source = {"config.source": str(tmp_path / name)}
+    assert re.search("'text' is (no text: null|null)", refusal(tmp_path / "strict", **source))
+    found = refusal(tmp_path / "run", **source, **{"config.skip_bad": 1})
+    assert "config.skip_bad allows 1" in found
+    tokenise(tmp_path / "run", **source, **{"config.skip_bad": 2})()
+    assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
+    assert "left out 2 lines without a text, the first is" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_read_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    """Asked of `os.access`, since root may read everything."""
+    source = write_texts(tmp_path / "in", DOCUMENTS[:3])
+    monkeypatch.setattr(os, "access", lambda name, _: not name.endswith("00002.txt"))
+    assert "cannot read" in refusal(tmp_path / "run", **{"config.source": source})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_changes_under_the_job_ends_it(tmp_path):
+    write_texts(tmp_path / "in", DOCUMENTS)
+    job = tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "in/*.txt")})
+    assert len(job.files) == len(DOCUMENTS)
+    (tmp_path / "in/00100.txt").write_text("other")
+    with pytest.raises(DataError, match=r"00100\.txt has changed since the job started"):
+        job()
+
+
+def test_a_person_is_told_now_and_then_how_far_the_job_is():
+    tally = Tally(40)
+    tally.begin(10)
+    tally.add(Done("", (Shard("a", 700, 7, 3, "", ""), Shard("b", 300, 3, 3, "", "")), 1, "here:1", 0))
+    began = time.monotonic()
+    assert tally.line([tally.own()], began + 1) is None
+    line = tally.line([tally.own(), [4, 90, 9000, 0]], began + 20)
+    assert re.fullmatch(r"15 of 40 pieces; now 100 documents, 10,000 tokens, (499|500) tokens/s, 100 s left", line), (
+        line
+    )
+    assert tally.line([tally.own()], began + 21) is None
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(100, "100 s"), (1200, "20 min"), (9000, "2.5 h")])
+def test_time_left_is_said_in_a_fitting_unit(seconds, words):
+    tally = Tally(2)
+    tally.add(Done("", (), 0, "", 0))
+    assert tally.line([tally.own()], time.monotonic() + seconds).endswith(f"{words} left")
+
+
+def test_bad_lines_of_several_pieces_are_too_many_before_the_end(tmp_path):
+    for name in "abcdef":
+        (tmp_path / f"{name}.jsonl").write_bytes(inputs.lines([*DOCUMENTS[:60], None]))
+    source = {"config.source": str(tmp_path / "*.jsonl"), "config.skip_bad": 2}
+    found = refusal(tmp_path / "run", **source)
+    assert "a.jsonl:61" in found
+    assert "that makes 3, config.skip_bad allows 2" in found
+    num_pieces = len(tokenise(tmp_path / "run", **source).pieces)
+    assert len(list((tmp_path / "run/corpus").glob("[0-9]*.json"))) < num_pieces
+
+
+def test_half_a_character_in_a_json_text_becomes_a_question_mark(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\\ud800b"}\n')
+    tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl")})()
+    assert decode_corpus(tmp_path / "run/corpus") == ["a?b"]
+
+
+def test_text_that_is_not_utf_8_keeps_its_bytes(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(256)))
+    tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "a.txt")})()
+    (ids,) = read_corpus(tmp_path / "run/corpus")
+    assert np.array_equal(ids, np.arange(256))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BACKENDS)
+def test_from_a_real_cloud_to_a_real_cloud_that_fails_now_and_then(tmp_path, monkeypatch, name):
+    """Input, tokenizer, output and the run itself in a bucket that answers three requests of ten with 503."""
+    with start_backend(name) as backend:
+        lead(monkeypatch, backend)
+        open_place.cache_clear()
+        top = f"tokenise-{tmp_path.name}"
+        for i, own in enumerate("abc"):
+            backend.write(f"{top}/in/{own}.jsonl.zst", FORMS["c.jsonl.zst"](DOCUMENTS[i * 40 : i * 40 + 40]))
+        backend.write(f"{top}/t.json", inputs.make_hf())
+        tokenizer = {"kind": "hf", "file": backend.url(f"{top}/t.json")}
+        changes = {"config.source": backend.url(f"{top}/in/*.zst"), "config.tokenizer": tokenizer}
+        backend.proxy.faults = Faults(error_rate=0.3, error_statuses=(503,))
+        job = tokenise(backend.url(f"{top}/run"), **changes)
+        with pytest.raises(RuntimeError, match="crash"):
+            job(stop=CrashAfter(job, 500))
+        tokenise(backend.url(f"{top}/run"), **changes)()
+        assert backend.proxy.fired["error"]
+        (tmp_path / "corpus").mkdir()
+        for file in backend.names(f"{top}/run/corpus/"):
+            (tmp_path / "corpus" / file.rpartition("/")[2]).write_bytes(backend.read(file))
+    open_place.cache_clear()
+    assert decode_corpus(tmp_path / "corpus") == DOCUMENTS[:120]

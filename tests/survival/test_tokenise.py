@@ -1,0 +1,91 @@
+"""Tokenise as processes that are struck: the same bytes and the same index as a job that nobody disturbed."""
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.harness import DEADLINE_SECONDS, WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job
+from tests.support.inputs import DOCUMENTS, SEPARATOR, content_of, tokenise, tokenise_document, write_texts
+
+NUM_KILLS = 30
+LONGEST_START_SECONDS = 3.0
+
+
+def make_job(tmp_path: Path, num_documents: int) -> Job:
+    """A job of many small pieces, whose tokenizer is trained first, and beside it the corpus that it should make."""
+    changes: dict[str, Any] = {
+        "config.source": write_texts(tmp_path / "in", (DOCUMENTS * 40)[:num_documents]),
+        "config.tokenizer": {"kind": "bpe", "vocabulary_size": 280},
+        "config.separator": SEPARATOR,
+        "config.shard_bytes": 200,
+        "checkpoint.every_steps": 50,
+        "deadlines.start_seconds": 20.0,  # a host that was killed before it came is waited for so long
+    }
+    tokenise(tmp_path / "whole", **changes)()
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(json.dumps(tokenise_document(tmp_path / "run", **changes)))
+    return Job(str(spec), tmp_path / "run")
+
+
+def num_pieces(job: Job) -> int:
+    """Those that have a record."""
+    return len(list((job.directory / "corpus").glob("[0-9]*.json")))
+
+
+def expect_whole(job: Job) -> None:
+    """What it has made is what the undisturbed job made."""
+    whole = job.directory.parent / "whole"
+    found, wanted = content_of(job.directory / "corpus"), content_of(whole / "corpus")
+    assert sorted(found) == sorted(wanted)
+    assert found == wanted
+    assert job.result() == json.loads((whole / "result.json").read_bytes())
+
+
+def test_a_job_that_was_killed_makes_the_same_corpus_and_one_that_was_overtaken_stops(tmp_path):
+    job = make_job(tmp_path, 240)
+    killed = job.start()
+    killed.until(lambda: num_pieces(job) > 5, "five pieces")
+    killed.kill()
+    zombie, before = job.start(), num_pieces(job)
+    zombie.until(lambda: num_pieces(job) > before + 5, "five pieces more")
+    zombie.freeze()
+    spec = json.loads(Path(job.spec).read_text())
+    tokenise(job.directory, **{key: spec[key] for key in ("config", "checkpoint", "deadlines")})()
+    expect_whole(job)
+    zombie.thaw()
+    zombie.expect(1)
+    assert "has taken over" in zombie.output
+    expect_whole(job)
+
+
+@pytest.mark.soak
+def test_one_job_gives_the_same_corpus_on_one_three_and_two_hosts_through_a_storm_of_kills(tmp_path):
+    job, chance = make_job(tmp_path, 4800), random.Random(4)
+    total = num_pieces(Job(job.spec, tmp_path / "whole"))
+    for kill in range(NUM_KILLS):
+        attempts, done = job.start_processes((1, 3, 2)[kill % 3]), num_pieces(job)
+        strike(job, attempts, chance, done + (total - done) // (NUM_KILLS + 1 - kill))
+    assert num_pieces(job) > 10
+    last = job.launch(2, max_restarts=0)
+    last.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
+    expect_whole(job)
+
+
+def strike(job: Job, attempts: list[Attempt], chance: random.Random, until_pieces: int) -> None:
+    """kill -9 to all processes of a job, or to one, and then the others end by themselves with 76.
+
+    That is while they start, in one attempt of four, or when they have made some pieces.
+    """
+    victims = [chance.choice(attempts)] if chance.random() < 0.2 else attempts
+    if chance.random() < 0.25:
+        time.sleep(chance.uniform(0, LONGEST_START_SECONDS))
+    else:
+        attempts[0].reaches(lambda: num_pieces(job) > until_pieces, "more pieces")
+    for attempt in victims:
+        attempt.kill()
+    for attempt in attempts:
+        assert attempt.wait(DEADLINE_SECONDS) in (-9, 76), attempt.report("ended otherwise")
