@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runner.data.source import PYTHON_STDLIB, TEXT_SUFFIXES, find_source
+from runner.data.source import PYTHON_STDLIB, TEXT_SUFFIXES, SourceFiles, find_source
 from runner.errors import DataError
 from runner.storage import ForbiddenError, Store, check_url, local_directory, store_at
 
