@@ -207,12 +207,15 @@ class GPT(nn.Module):
         x_BxTxD, _ = blocks(x_BxTxD, examples_B, segments)
         x_BxTxD = make_layer_norm("final_norm", self.param_dtype, self.compute_dtype)(x_BxTxD)
 
-        if targets is None:
-            return unembed(embedding_VxD, x_BxTxD)
+        return unembed(embedding_VxD, x_BxTxD) if targets is None else self._loss_sum(embedding_VxD, x_BxTxD, *targets)
+
+    def _loss_sum(
+        self, embedding_VxD: jax.Array, x_BxTxD: jax.Array, y_BxT: jax.Array, weight_BxT: jax.Array
+    ) -> jax.Array:
         chunk = self.memory.loss_chunk_positions
         if chunk is None:
-            return cross_entropy_sum(unembed(embedding_VxD, x_BxTxD), *targets)[0]
-        return chunked_cross_entropy_sum(unembed, embedding_VxD, x_BxTxD, *targets, chunk_positions=chunk)[0]
+            return cross_entropy_sum(unembed(embedding_VxD, x_BxTxD), y_BxT, weight_BxT)[0]
+        return chunked_cross_entropy_sum(unembed, embedding_VxD, x_BxTxD, y_BxT, weight_BxT, chunk_positions=chunk)[0]
 
     def _remat(self, block: type[Block]) -> type[Block]:
         """`block`, keeping what `memory.remat` says of what it computes."""

@@ -37,11 +37,13 @@ class TokenSource(Frozen):
     source: str = Field(
         min_length=1,
         description="python-stdlib (Python's own library, on every machine), a path or glob of text or token files, a "
-        "gs://, s3:// or az:// URL or glob of token files, the directory or URL of a corpus (with its index.json), or "
-        "module:Class, a `Source` of one's own.",
+        "gs://, s3:// or az:// URL or glob of token files, the directory or URL of a corpus (with its index.json), "
+        "a directory of MDS, or module:Class, a `Source` of one's own.",
     )
     options: dict[str, str | int | float | bool] = Field(
-        default={}, description="Arguments by name of a source that is a class."
+        default={},
+        description="Arguments by name of a source that is a class; of MDS `column` (tokens) and `dtype`, of "
+        "ArrayRecord `dtype`, the type of the ids.",
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
         default=None,

@@ -35,7 +35,7 @@ from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.optimizer import SPEC
 from runner.train.report import Evaluator, Report
 from runner.train.same_data import refuse_changed_data, refuse_different_data
-from runner.train.validation import Validation, ValidationSet
+from runner.train.validation import Validation, validation_sets
 
 
 class BaseTrainer(RestoreableJob):
@@ -201,15 +201,10 @@ class BaseTrainer(RestoreableJob):
     @functools.cached_property
     def validation(self) -> Validation:
         """The loss on each validation set: on `eval.batches` batches, or fewer if they hold all of it."""
-        batch_examples, most = self.config.train.global_batch_examples, self.config.eval.batches
-        sets = [
-            ValidationSet(name, min(most, -(-held.num_examples // batch_examples)), functools.partial(self.batch, name))
-            for name, held in self.dataset.validation.items()
-        ]
         return Validation(
             self.blueprint.abstract_state,
             lambda abstract: self.blueprint.compile_val(self.val_step, abstract, self.compiled.layout),
-            sets,
+            validation_sets(self.dataset, self.config, self.batch),
             self.attempt.stop.poll,
         )
 

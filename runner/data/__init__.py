@@ -10,6 +10,12 @@
 - `bucket_tokens` `.bin` and `.npy` objects
 - `store`      token arrays, files and objects, read as one sequence
 - `corpus`     shards with an index, and their documents
+- `document`   token files that know where their documents end
+- `megatron`   Megatron's pairs of `.idx` and `.bin`
+- `mds_column` where the ids lie in a sample of MDS
+- `mds`        MosaicML's directories of shards
+- `array_record` files whose records are documents
+- `format`     those formats by name
 - `text`       text files -> cached tokens
 - `opening`    from the keys of a spec to a `Source`
 - `window`     the split into train and validation, and the shuffled order of examples

@@ -26,6 +26,11 @@ class ObjectTokens:
     reader: BucketReader
     listed: str
 
+    @property
+    def meaning(self) -> str:
+        """As of a `TokenFile`."""
+        return self.dtype.name
+
     def __len__(self) -> int:
         return self.num_tokens
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.data.corpus import open_corpus
+from runner.data.format import open_format
 from runner.data.protocol import Checked, Source
 from runner.data.range_cache import CacheSettings
-from runner.data.source import BucketFiles, find_corpus, find_source, is_class
+from runner.data.source import BucketFiles, SourceFiles, find_corpus, find_source, is_class
 from runner.data.store import open_token_files
 from runner.data.text import Text, load_text
 from runner.errors import DataError, InvalidError
@@ -49,6 +50,9 @@ def _open(named: "TokenSource", config: "DataConfig", cache_directory: Path, voc
         _refuse_unread(named, config, "names a corpus", ("dtype", "document_separator", "options", *unread))
         return open_corpus(named.source, corpus, ranges)
     files = find_source(named.source)
+    if isinstance(files, SourceFiles) and files.format:
+        _refuse_unread(named, config, f"is of {files.format}", ("dtype", "document_separator", *unread))
+        return open_format(files, named.options, cache_directory, vocabulary_size)
     if isinstance(files, BucketFiles) or files.holds_tokens:
         _refuse_unread(named, config, "names token files", ("document_separator", "options", *unread))
         return open_token_files(files, cache_directory, named.dtype, vocabulary_size, ranges)

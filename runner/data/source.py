@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from runner.data.index import INDEX
 from runner.errors import DataError, InvalidError
-from runner.storage import DeniedError, Listed, Store, Version, check_url, open_store
+from runner.storage import DeniedError, Listed, Store, Version, check_url, open_store, parse_json
 
 PYTHON_STDLIB = "python-stdlib"
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
@@ -28,6 +28,9 @@ TEXT_SUFFIXES = frozenset({
     ".proto", ".s", ".asm", ".v", ".sv", ".vhd", ".lean", ".dart", ".nim", ".zig",
 })
 # fmt: on
+
+# Formats of other tools, by the names of the files that are named in `data.source`; of MDS that is a directory.
+FORMATS = {"megatron": re.compile(r".\.idx$"), "array_record": re.compile(r".\.array_?record(-\d+-of-\d+)?$")}
 
 # Installed packages are not the standard library, and what a build generates differs between machines of one version.
 _STDLIB_FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -76,11 +79,15 @@ class BucketFile:
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """`name` as in the spec, for messages; `files` in reading order; `holds_tokens` for `.bin` and `.npy`."""
+    """`name` as in the spec, for messages; `files` in reading order; `holds_tokens` for `.bin` and `.npy`.
+
+    `format` is that of another tool: megatron, mds or array_record. Of mds the files are the indexes.
+    """
 
     name: str
     files: tuple[SourceFile, ...]
     holds_tokens: bool
+    format: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,9 @@ def find_source(name: str) -> SourceFiles | BucketFiles:
     paths = _stdlib_paths() if name == PYTHON_STDLIB else _matching_paths(name)
     if not paths:
         raise DataError(f"data.source={name}: no file matches{_nearest_name(name)}")
+    formats = {_format_of(path) for path in paths}
+    if len(formats) == 1 and (only := formats.pop()):
+        return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens=True, format=only)
     holds_tokens = _hold_tokens(name, paths)
     return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens)
 
@@ -117,6 +127,8 @@ def find_corpus(name: str) -> str | None:
     directory, _, last = name.rstrip("/").rpartition("/")
     if "://" not in name:
         path = os.path.abspath(os.path.expanduser(name))
+        if _format_of(Path(path) / INDEX if os.path.isdir(path) else Path(path)):
+            return None
         if os.path.isdir(path):
             return path if os.path.isfile(os.path.join(path, INDEX)) else None
         return os.path.dirname(path) if os.path.basename(path) == INDEX and os.path.isfile(path) else None
@@ -155,7 +167,8 @@ def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
     if unread:
         raise DataError(
             f"data.source={name}: {len(unread)} of {len(paths)} files are of a kind that is not read, the first is "
-            f"{unread[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy)"
+            f"{unread[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy), or nothing but .idx or "
+            ".array_record"
         )
     num_token_files = sum(path.suffix in TOKEN_SUFFIXES for path in paths)
     if num_token_files not in (0, len(paths)):
@@ -277,11 +290,24 @@ def _stdlib_paths() -> list[Path]:
 def _matching_paths(name: str) -> list[Path]:
     pattern = os.path.abspath(os.path.expanduser(name))
     if os.path.isdir(pattern):
+        if _format_of(Path(pattern) / INDEX):
+            return [Path(pattern) / INDEX]
         files = os.path.join(name, "**", "*.txt")
         raise DataError(f"data.source={name}: is a directory, and no corpus ({INDEX}); name its files, as {files}")
     if os.path.isfile(pattern):  # before globbing: a file's own name may hold brackets
         return [Path(pattern)]
     return [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
+
+
+def _format_of(path: Path) -> str | None:
+    """The format of another tool that a file is of; by its name alone, but for the index of MDS."""
+    if path.name == INDEX and path.is_file():
+        try:
+            index = parse_json(path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return "mds" if {"version", "shards"} <= index.keys() else None
+    return next((name for name, pattern in FORMATS.items() if pattern.search(path.name)), None)
 
 
 def _nearest_name(name: str) -> str:

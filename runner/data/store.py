@@ -53,17 +53,13 @@ class TokenFile:
     def __getitem__(self, piece: slice) -> np.ndarray:
         """Read a range of ids. Raises DataError if the file is no longer the one that was opened."""
         start, stop, _ = piece.indices(self.num_tokens)
-        size, offset = max(stop - start, 0) * self.dtype.itemsize, self.offset_bytes + start * self.dtype.itemsize
-        file = _open_file(self.file)  # held here: the cache may drop it meanwhile
-        try:
-            content = os.pread(file.fileno(), size, offset)
-            while len(content) < size and (more := os.pread(file.fileno(), size - len(content), offset + len(content))):
-                content += more
-        except OSError as error:
-            raise DataError(f"data.source: cannot read {self.file.path}: {error.strerror or error}") from error
-        if len(content) < size:
-            raise _changed(self.file)
-        return np.frombuffer(content, self.dtype)
+        first, size = self.offset_bytes + start * self.dtype.itemsize, max(stop - start, 0) * self.dtype.itemsize
+        return np.frombuffer(read_bytes(self.file, first, first + size), self.dtype)
+
+    @property
+    def meaning(self) -> str:
+        """How the bytes of the file are read: two readings of one file are kept apart in the cache."""
+        return self.dtype.name
 
     def fill(self, targets: Sequence[tuple[int, np.ndarray]]) -> None:
         """Fill contiguous arrays of this dtype with the ids from the position beside each on. Raises DataError."""
@@ -76,6 +72,21 @@ class TokenFile:
                 raise DataError(f"data.source: cannot read {self.file.path}: {error.strerror or error}") from error
             if size < out.nbytes:
                 out[:] = self[start : start + len(out)]
+
+
+def read_bytes(file: SourceFile, start: int, stop: int) -> bytes:
+    """Bytes `start .. stop` of a file. Raises DataError if it is no longer the one that was found, or has fewer."""
+    size = stop - start
+    opened = _open_file(file)  # held here: the cache may drop it meanwhile
+    try:
+        content = os.pread(opened.fileno(), size, start)
+        while len(content) < size and (more := os.pread(opened.fileno(), size - len(content), start + len(content))):
+            content += more
+    except OSError as error:
+        raise DataError(f"data.source: cannot read {file.path}: {error.strerror or error}") from error
+    if len(content) < size:
+        raise changed(file)
+    return content
 
 
 Part = TokenFile | ObjectTokens | np.ndarray
@@ -194,7 +205,7 @@ class Tokens:
         """
         for part in self.parts:
             if isinstance(part, TokenFile) and describe_file(part.file.path) != part.file:
-                raise _changed(part.file)
+                raise changed(part.file)
         check_objects([part for part in self.parts if isinstance(part, ObjectTokens)])
 
     def describe_position(self, position: int) -> str:
@@ -301,7 +312,8 @@ class TokenFiles(Tokens, Source):
             raise self._beyond(self._id_range.largest, self._id_range.largest_position, size)
 
 
-def _changed(file: SourceFile) -> DataError:
+def changed(file: SourceFile) -> DataError:
+    """The error of a file that has another size or time than when the job began."""
     return DataError(f"{file.path}: changed since the job started; a running job needs its token files unchanged")
 
 
@@ -350,7 +362,8 @@ def _is_of_halves(file: TokenFile | ObjectTokens) -> bool:
 
 def scan_cached(tokens: Tokens, cache_directory: Path) -> IdRange:
     """Return `tokens.scan()` of token files, from the cache if these files were scanned before."""
-    key = cache_key("ids", [part.file for part in tokens.parts if not isinstance(part, np.ndarray)])
+    files = [part for part in tokens.parts if not isinstance(part, np.ndarray)]
+    key = cache_key("-".join(["ids", *sorted({part.meaning for part in files})]), [part.file for part in files])
     record = read_record(cache_directory, key)
     if record is not None:
         return IdRange(**record)
@@ -382,7 +395,7 @@ def _open_token_file(file: SourceFile, dtype: np.dtype) -> TokenFile:
 def _open_file(file: SourceFile) -> FileIO:
     """Open the file; keyed by its size and time too, so that a replaced file is never read as the one before."""
     if describe_file(file.path) != file:
-        raise _changed(file)
+        raise changed(file)
     try:
         return file.path.open("rb", buffering=0)
     except OSError as error:
@@ -392,7 +405,7 @@ def _open_file(file: SourceFile) -> FileIO:
 def _map_npy(file: SourceFile) -> np.memmap:
     """What numpy makes of the file: its header is read, nothing of its ids."""
     if describe_file(file.path) != file:
-        raise _changed(file)
+        raise changed(file)
     try:
         array: np.memmap = np.load(file.path, mmap_mode="r", allow_pickle=False)
     except OSError as error:

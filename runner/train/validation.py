@@ -1,5 +1,6 @@
 """Validation: the mean loss over the real target tokens of fixed sets of batches."""
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
 
+from runner.config import TrainerConfig
+from runner.data import Dataset
 from runner.hosts.agreement import Hosts
 from runner.train.step import Batch, finite, is_scalar
 
@@ -23,6 +26,17 @@ class ValidationSet:
     name: str
     num_batches: int
     batch: Callable[[int], Batch]
+
+
+def validation_sets(
+    dataset: Dataset, config: TrainerConfig[Any], batch: Callable[[str, int], Batch]
+) -> list[ValidationSet]:
+    """Of each set `eval.batches` batches, or fewer if they hold all of it; `batch` makes one by set and number."""
+    size, most = config.train.global_batch_examples, config.eval.batches
+    return [
+        ValidationSet(name, min(most, -(-examples.num_examples // size)), functools.partial(batch, name))
+        for name, examples in dataset.validation.items()
+    ]
 
 
 class Validation:

@@ -210,3 +210,10 @@ def test_a_scan_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch
         assert scan_cached(open_token_files(find_source(str(path)), tmp_path), cache) == found
     write_bin(path, [1, 2, 3])
     assert scan_cached(open_token_files(find_source(str(path)), tmp_path), cache).largest == 3
+
+
+def test_a_scan_of_one_file_as_ids_of_another_type_is_another_scan(tmp_path: Path) -> None:
+    np.array([70_000, 1], "<u4").tofile(tmp_path / "a.bin")
+    source = find_source(f"{tmp_path}/a.bin")
+    for dtype, largest in (("uint16", 70_000 - 65_536), ("uint32", 70_000)):
+        assert scan_cached(open_token_files(source, tmp_path, dtype), tmp_path / "cache").largest == largest

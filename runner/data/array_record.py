@@ -1,0 +1,141 @@
+"""ArrayRecord files of token ids: a record is a document, its bytes are little-endian ids of `data.options.dtype`.
+
+Nothing else is read: no `tf.train.Example`, no pickled or compressed record. The format does not say how long a record
+is, so the first start on a host reads the files whole; what it finds, 8 bytes a document, is kept in the cache.
+Records are read by the `array_record` package, through its own file handles and never through a mapping.
+"""
+
+import functools
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordReader
+
+from runner.data.cache import cache_key, publish, read_record, warn_unwritable, write_record
+from runner.data.document import DocumentFiles, RecordFile, parse_dtype
+from runner.data.source import SourceFile, describe_file
+from runner.data.store import OPEN_FILES_MAX, changed
+from runner.errors import DataError
+
+SCAN_RECORDS = 256
+READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # what the package advises for random access
+
+
+def open_array_record(
+    files: Sequence[SourceFile], cache_directory: Path, believed: int | None = None, *, dtype: str
+) -> DocumentFiles:
+    """Open the files. Raises DataError, with a line that names the file, if one is damaged or holds no whole ids.
+
+    `believed` is the vocabulary that the spec names, if it does; `dtype` names the type of the ids.
+    """
+    parsed = parse_dtype(dtype)
+    parts = []
+    for file in files:
+        bounds = _cached_bounds(file, parsed, cache_directory)
+        parts.append(ArrayRecordFile(file, parsed, int(bounds[-1]), 0, bounds))
+    return DocumentFiles(parts, cache_directory, believed)
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayRecordFile(RecordFile):
+    """An ArrayRecord file; record i is document i."""
+
+    def __getitem__(self, piece: slice) -> np.ndarray:
+        """See `TokenFile`."""
+        start, stop, _ = piece.indices(self.num_tokens)
+        if start >= stop:
+            return np.empty(0, self.dtype)
+        first, last = self.documents_in(start, stop)
+        ids = np.frombuffer(b"".join(_open_reader(self.file).read(first, last)), self.dtype)
+        begin = int(self.bounds[first])
+        if len(ids) != self.bounds[last] - begin:
+            raise changed(self.file)
+        return ids[start - begin : stop - begin]
+
+    @property
+    def meaning(self) -> str:
+        """See `TokenFile`."""
+        return f"record-{self.dtype.name}"
+
+
+class _Reader:
+    """One open file, for one thread at a time; what its package raises comes out as DataError."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file, self._lock = file, threading.Lock()
+        try:
+            self._reader = ArrayRecordReader(str(file.path), READ_OPTIONS)
+            self.num_records: int = self._reader.num_records()
+        except (RuntimeError, ValueError, IndexError, OSError) as error:
+            raise self._damaged(error) from error
+        if not self.num_records:  # so says the package of a file that was cut, too
+            raise DataError(f"{file.path}: holds no records: it is cut, or nothing was ever written to it")
+
+    def read(self, first: int, last: int) -> list[bytes]:
+        """Records `first .. last`."""
+        try:
+            with self._lock:
+                records: list[bytes] = self._reader.read(first, last)
+        except (RuntimeError, ValueError, IndexError, OSError) as error:
+            raise self._damaged(error) from error
+        return records
+
+    def _damaged(self, error: Exception) -> DataError:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return DataError(f"{self._file.path}: is no whole ArrayRecord file ({reason[:200]})")
+
+
+@functools.lru_cache(maxsize=OPEN_FILES_MAX)
+def _open_reader(file: SourceFile) -> _Reader:
+    """Open the file; keyed by its size and time too, so that a replaced file is never read as the one before."""
+    if describe_file(file.path) != file:
+        raise changed(file)
+    return _Reader(file)
+
+
+def _cached_bounds(file: SourceFile, dtype: np.dtype, directory: Path) -> np.ndarray:
+    """The bounds of the file's documents; from the cache, if the file was scanned before."""
+    key = cache_key("records", [file])
+    record = read_record(directory, key)
+    sizes = None if record is None else _read_sizes(directory, record["sha256"], record["num_records"])
+    if sizes is None:
+        sizes = _scan_sizes(file)
+        name = hashlib.sha256(sizes.data).hexdigest()
+        try:
+            publish(directory / f"{name}.sizes", [sizes.data])
+            write_record(directory, key, {"sha256": name, "num_records": len(sizes)})
+        except OSError as error:
+            warn_unwritable(directory, error)
+    is_odd = sizes % dtype.itemsize != 0
+    if is_odd.any():
+        odd = int(is_odd.argmax())
+        raise DataError(
+            f"{file.path}: record {odd} has {int(sizes[odd])} bytes, no whole number of {dtype.itemsize}-byte "
+            f"({dtype.name}) token ids"
+        )
+    return np.concatenate([[0], np.cumsum(sizes // dtype.itemsize)])
+
+
+def _read_sizes(directory: Path, name: str, num_records: int) -> np.ndarray | None:
+    """The sizes that were kept, or None if they are gone, cut or altered."""
+    try:
+        content = (directory / f"{name}.sizes").read_bytes()
+    except OSError:
+        return None
+    if len(content) != 8 * num_records or hashlib.sha256(content).hexdigest() != name:
+        return None
+    return np.frombuffer(content, "<i8")
+
+
+def _scan_sizes(file: SourceFile) -> np.ndarray:
+    """The bytes of each record, int64. Reads the file whole."""
+    reader = _open_reader(file)
+    sizes = np.empty(reader.num_records, "<i8")
+    for first in range(0, len(sizes), SCAN_RECORDS):
+        records = reader.read(first, min(first + SCAN_RECORDS, len(sizes)))
+        sizes[first : first + len(records)] = [len(record) for record in records]
+    return sizes

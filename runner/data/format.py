@@ -1,0 +1,37 @@
+"""The formats of other tools by name. Knows how each is opened, and nothing of its bytes."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from runner.data.array_record import open_array_record
+from runner.data.document import DocumentFiles
+from runner.data.mds import open_mds
+from runner.data.megatron import open_megatron
+from runner.data.source import SourceFiles
+from runner.errors import DataError
+
+OPENERS: Mapping[str, Callable[..., DocumentFiles]] = {
+    "megatron": open_megatron,
+    "mds": open_mds,
+    "array_record": open_array_record,
+}
+
+
+def open_format(
+    source: SourceFiles,
+    options: Mapping[str, str | int | float | bool],
+    cache_directory: Path,
+    vocabulary_size: int | None = None,
+) -> DocumentFiles:
+    """Open files of the format that `find_source` has told them to be of. Raises DataError on other content.
+
+    `options` is `data.options`; `vocabulary_size` is what the spec names, if it does.
+    """
+    assert source.format is not None
+    opener = OPENERS[source.format]
+    try:
+        bound = inspect.signature(opener).bind(source.files, cache_directory, vocabulary_size, **options)
+    except TypeError as error:
+        raise DataError(f"data.source={source.name} is of {source.format}: data.options: {error}") from error
+    return opener(*bound.args, **bound.kwargs)

@@ -1,0 +1,100 @@
+"""Megatron's token files: of each pair `<name>.idx`, `<name>.bin` the spec names the `.idx`.
+
+The `.idx` is, little-endian: 9 bytes `MMIDIDX\\0\\0`; uint64 version, 1; uint8 code of the ids' type; uint64 number n
+of sequences; uint64 number m of document indices; n int32, the tokens of each sequence; n int64, the byte of the `.bin`
+at which each begins; m int64: the documents' bounds, as numbers of sequences, from 0 to n. (Source: megatron-core,
+`datasets/indexed_dataset.py`.) It is read whole at the start and held against the `.bin`, which holds the ids and
+nothing else; what stays in memory is 8 bytes a document. A multimodal index has n int8 more, and is not read.
+"""
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from runner.data.document import DocumentFile, DocumentFiles
+from runner.data.source import SourceFile, describe_file
+from runner.data.store import read_bytes
+from runner.errors import DataError
+
+MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOATS = (6, 7)
+
+
+def open_megatron(indexes: Sequence[SourceFile], cache_directory: Path, believed: int | None = None) -> DocumentFiles:
+    """Open the pairs of these `.idx` files. Raises DataError, with a line that names the file, on any other content.
+
+    `believed` is the vocabulary that the spec names, if it does.
+    """
+    return DocumentFiles([_open_pair(index) for index in indexes], cache_directory, believed)
+
+
+def _open_pair(index: SourceFile) -> DocumentFile:
+    tokens = describe_file(index.path.with_suffix(".bin"))
+    try:
+        dtype, bounds = _parse(index)
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{index.path}: {error}") from error
+    size_bytes = int(bounds[-1]) * dtype.itemsize
+    if tokens.size_bytes != size_bytes:
+        raise DataError(
+            f"{tokens.path}: {tokens.size_bytes:,} bytes, needs {size_bytes:,}: {index.path.name} counts "
+            f"{int(bounds[-1]):,} tokens of {dtype.itemsize} bytes; one of the two is cut, or they are no pair"
+        )
+    return DocumentFile(tokens, dtype, int(bounds[-1]), 0, bounds)
+
+
+def _parse(index: SourceFile) -> tuple[np.dtype, np.ndarray]:
+    """The type of the ids, and the bounds of the documents in tokens. Raises ValueError."""
+    header = read_bytes(index, 0, min(HEADER.size, index.size_bytes))
+    if not header.startswith(MAGIC):
+        raise ValueError(f"begins with {header[:9]!r}, needs {MAGIC!r}: is no index of Megatron's token files")
+    if len(header) < HEADER.size:
+        raise ValueError(f"{len(header)} bytes, needs at least {HEADER.size}: it is cut")
+    _, version, code, num_sequences, num_bounds = HEADER.unpack(header)
+    if version != VERSION:
+        raise ValueError(f"has version {version}, needs {VERSION}")
+    if code in FLOATS:
+        raise ValueError(f"holds floats (type {code}), needs token ids")
+    if code not in DTYPES:
+        raise ValueError(f"has the unknown type {code}, needs one of {', '.join(map(str, DTYPES))}")
+    need = HEADER.size + 12 * num_sequences + 8 * num_bounds
+    if index.size_bytes == need + num_sequences and num_sequences:
+        raise ValueError("has a mode for each sequence: multimodal data are not read")
+    if index.size_bytes != need:
+        raise ValueError(
+            f"{index.size_bytes:,} bytes, needs {need:,} for {num_sequences:,} sequences and {num_bounds:,} bounds of "
+            "documents"
+        )
+    dtype = np.dtype(DTYPES[code])
+    start, pieces = HEADER.size, []
+    for kind, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds)):
+        stop = start + np.dtype(kind).itemsize * count
+        pieces.append(np.frombuffer(read_bytes(index, start, stop), kind))
+        start = stop
+    lengths, pointers, documents = pieces
+    return dtype, _bounds_of(lengths, pointers, documents, dtype.itemsize)
+
+
+def _bounds_of(lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray, item_bytes: int) -> np.ndarray:
+    """The bounds of the documents, in tokens. Raises ValueError where the three arrays cannot be of one file."""
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError(f"sequence {int(lengths.argmin())} has {int(lengths.min())} tokens")
+    first_tokens = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    is_wrong = pointers != first_tokens[:-1] * item_bytes
+    if is_wrong.any():
+        wrong = int(is_wrong.argmax())
+        need = int(first_tokens[wrong]) * item_bytes
+        raise ValueError(
+            f"sequence {wrong} begins at byte {int(pointers[wrong]):,}, needs {need:,}: "
+            "the sequences must lie one after the other"
+        )
+    if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
+        raise ValueError(f"its documents must ascend from sequence 0 to {len(lengths)}, the number of sequences")
+    return first_tokens[documents]

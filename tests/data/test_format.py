@@ -1,0 +1,514 @@
+"""Formats of other tools, on files that these tools wrote (`formats/make.py`): what went in comes out, or a line."""
+
+import json
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from runner.data import array_record, check_vocabulary, mds
+from runner.data.document import DocumentFiles
+from runner.data.format import open_format
+from runner.data.source import find_corpus, find_source, is_available
+from runner.data.store import Tokens, open_token_files
+from runner.errors import DataError
+from tests.data.corpus import load
+from tests.data.formats.make import BLOCK, documents
+
+GOLDEN = Path(__file__).parent / "formats"
+WIDE, NARROW = documents(100_000), documents(50_000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source of a format: what `data.source` and `data.options` say, and the documents that went in."""
+
+    source: str
+    options: Mapping[str, str]
+    documents: list[list[int]]
+    dtype: str
+
+    def open(self, root: Path, cache: Path | None = None) -> DocumentFiles:
+        return open_format(find_source(f"{root}/{self.source}"), self.options, cache or root / "cache")
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for ids in self.documents for token in ids]
+
+    @property
+    def ends(self) -> list[int]:
+        return sorted({int(end) for end in np.cumsum([len(ids) for ids in self.documents])})
+
+
+CASES = {
+    "megatron_int32": Case("megatron/int32.idx", {}, WIDE, "int32"),
+    "megatron_int64": Case("megatron/int64.idx", {}, WIDE, "int64"),
+    "megatron_several": Case("megatron/uint16_*.idx", {}, NARROW, "uint16"),
+    "mds_bytes": Case("mds/bytes_int64", {"dtype": "int64"}, WIDE, "int64"),
+    "mds_array": Case("mds/ndarray_int32", {"column": "tokens"}, WIDE, "int32"),
+    "mds_zstd": Case("mds/zstd", {}, WIDE, "int32"),
+    "mds_indexes": Case("mds/*_int32/index.json", {}, WIDE, "int32"),
+    "mds_static": Case("mds/static", {}, documents(50_000, (BLOCK,) * 20), "uint16"),
+    "mds_columns": Case("mds/columns", {"column": "input_ids"}, NARROW, "uint16"),
+    "array_record": Case("array_record/single.array_record", {"dtype": "uint16"}, NARROW, "uint16"),
+    "array_record_several": Case("array_record/grouped_*", {"dtype": "int32"}, WIDE, "int32"),
+}
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A copy of the golden files."""
+    place = tmp_path / "golden"
+    shutil.copytree(GOLDEN, place)
+    for packed in place.rglob("*.zlib"):
+        packed.with_suffix("").write_bytes(zlib.decompress(packed.read_bytes()))
+        packed.unlink()
+    return place
+
+
+def edges(case: Case) -> list[int]:
+    """The positions at which something may go wrong: around the ends of documents, and a few in between."""
+    around = {end + step for end in [0, *case.ends] for step in (-1, 0, 1)} | {100, 255, 256, 257}
+    return sorted(position for position in around if 0 <= position <= len(case.ids))
+
+
+@each_case
+def test_the_ids_and_the_ends_of_documents_are_those_that_went_in(root: Path, name: str) -> None:
+    case = CASES[name]
+    source = case.open(root)
+    assert source.has_documents
+    assert len(source) == len(case.ids)
+    found = source.read(0, len(source))
+    assert (found.dtype.name, found.tolist()) == (case.dtype, case.ids)
+    assert source.document_ends(0, len(source)).tolist() == case.ends
+    assert source.document_ends(0, len(source)).dtype == np.int64
+    assert source.vocabulary_size == max(case.ids) + 1
+    assert is_available(f"{root}/{case.source}")
+
+
+@each_case
+def test_any_range_is_a_slice_of_the_whole(root: Path, name: str) -> None:
+    case = CASES[name]
+    source = case.open(root)
+    for start, stop in combinations_with_replacement(edges(case), 2):
+        assert source.read(start, stop).tolist() == case.ids[start:stop], (start, stop)
+        assert source.document_ends(start, stop).tolist() == [end for end in case.ends if start < end <= stop]
+
+
+@each_case
+def test_rows_of_two_steps_are_windows_of_the_ids(root: Path, name: str) -> None:
+    case = CASES[name]
+    dataset = load(f"{root}/{case.source}", cache=root / "cache", options=dict(case.options), vocabulary_size=100_000)
+    check_vocabulary(dataset, 100_000)
+    windows = {tuple(case.ids[start : start + 9]) for start in range(0, len(case.ids), 8)}
+    for step in range(2):
+        rows = dataset.rows("train", 4 * step, 4)
+        assert {(*x, y[-1]) for x, y in zip(rows["x"].tolist(), rows["y"].tolist(), strict=True)} <= windows
+    with pytest.raises(DataError, match=rf"token id {max(case.ids):,} at position \d+ of .* is beyond the model's"):
+        check_vocabulary(dataset, max(case.ids))
+
+
+@each_case
+def test_packed_rows_hold_stretches_of_one_document_a_segment(root: Path, name: str) -> None:
+    case = CASES[name]
+    dataset = load(f"{root}/{case.source}", cache=root / "cache", options=dict(case.options), packing="documents")
+    document_of = {token: number for number, ids in enumerate(case.documents) for token in ids}
+    after = dict(zip(case.ids, case.ids[1:], strict=False))
+    rows = dataset.rows("train", 0, 80)
+    is_real = rows["padding_mask"]
+    assert [after[token] for token in rows["x"][is_real].tolist()] == rows["y"][is_real].tolist()
+    for field in ("x", "y"):
+        found = np.array([document_of[token] for token in rows[field][is_real].tolist()])
+        pairs = {*zip(is_real.nonzero()[0].tolist(), rows["segment"][is_real].tolist(), found.tolist(), strict=True)}
+        assert len(pairs) == len({pair[:2] for pair in pairs}), "a document a segment"
+
+
+def test_the_file_of_nanogpt_is_read(root: Path) -> None:
+    ids = [token for document in NARROW for token in document]
+    source = open_token_files(find_source(f"{root}/nanogpt/train.bin"), root / "cache")
+    assert source.read(0, len(source)).tolist() == ids
+
+
+@each_case
+def test_the_fingerprint_is_that_of_the_content_wherever_it_lies(root: Path, tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    there = shutil.copytree(root, tmp_path / "elsewhere")
+    assert case.open(there).fingerprint == case.open(root).fingerprint == case.open(root).fingerprint
+
+
+def write_records(path: Path, items: list[list[int]]) -> None:
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for ids in items:
+        writer.write(np.array(ids, "<u2").tobytes())
+    writer.close()
+
+
+def another_id_in_records(root: Path) -> None:
+    write_records(root / "array_record/single.array_record", [*NARROW[:-1], [*NARROW[-1][:-1], 7]])
+
+
+def other_documents_in_records(root: Path) -> None:
+    write_records(root / "array_record/single.array_record", [[*NARROW[0], *NARROW[1]], *NARROW[2:]])
+
+
+def moved_ends_in_records(root: Path) -> None:
+    first, second, *rest = NARROW
+    write_records(root / "array_record/single.array_record", [first[:-1], [first[-1], *second], *rest])
+
+
+def flip_last(path: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        content = bytearray((root / path).read_bytes())
+        content[-2] ^= 1
+        (root / path).write_bytes(content)
+
+    return change
+
+
+def other_documents_in_megatron(root: Path) -> None:
+    rewrite(root / "megatron/int32.idx", -8 * len(WIDE), struct.pack("<q", 2))
+
+
+def rewrite(path: Path, place: int, new: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[place : place + len(new) or None] = new
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("megatron_int32", flip_last("megatron/int32.bin")),
+        ("megatron_int32", other_documents_in_megatron),
+        ("mds_array", flip_last("mds/ndarray_int32/shard.00000.mds")),
+        ("array_record", another_id_in_records),
+        ("array_record", other_documents_in_records),
+        ("array_record", moved_ends_in_records),
+    ],
+)
+def test_other_ids_or_documents_have_another_fingerprint(
+    root: Path, tmp_path: Path, name: str, change: Callable[[Path], None]
+) -> None:
+    there = shutil.copytree(root, tmp_path / "elsewhere")
+    change(there)
+    assert CASES[name].open(there).fingerprint != CASES[name].open(root).fingerprint
+
+
+def cut_to(length: int) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, length if length >= 0 else path.stat().st_size + length)
+
+
+def at(place: int, new: bytes) -> Callable[[Path], None]:
+    return lambda path: rewrite(path, place, new)
+
+
+def copy_of(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        shutil.copy(path.parent / name, path)
+
+    return change
+
+
+def move_sample(path: Path) -> None:
+    (place,) = struct.unpack("<I", path.read_bytes()[8:12])
+    rewrite(path, 8, struct.pack("<I", place + 1))
+
+
+def set_in_shard(**changes: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        index = json.loads(path.read_bytes())
+        for key, value in changes.items():
+            index["shards"][0][key] = value
+        path.write_text(json.dumps(index))
+
+    return change
+
+
+def set_in_index(**changes: Any) -> Callable[[Path], None]:
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))  # type: ignore[return-value]
+
+
+# How it is done, and what is said of it, where that is always the same.
+Damage = tuple[Callable[[Path], Any], str | None]
+ANY: dict[str, Damage] = {
+    "missing": (Path.unlink, None),
+    "empty": (cut_to(0), None),
+    "cut in its head": (cut_to(10), None),
+    "cut by a byte": (cut_to(-1), None),
+    "cut by an id": (cut_to(-4), None),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0\0\0\0"), None),
+    "no such file at all": (lambda path: path.write_bytes(bytes(range(256)) * 8), None),
+}
+IDX: dict[str, Damage] = {
+    **ANY,
+    "wrong magic": (at(0, b"TNTIDX"), r"begins with b'TNTIDXX.*, needs b'MMIDIDX"),
+    "newer version": (at(9, b"\2"), "has version 2, needs 1"),
+    "floats": (at(17, b"\7"), r"holds floats \(type 7\), needs token ids"),
+    "unknown type": (at(17, b"\11"), "has the unknown type 9, needs one of 1, 2, 3, 4, 5, 8"),
+    "another type": (at(17, b"\10"), r"sequence 1 begins at byte 20, needs 10"),
+    "huge counts": (at(18, b"\xff" * 16), "182 bytes, needs "),
+    "multimodal": (lambda path: path.write_bytes(path.read_bytes() + bytes(7)), "multimodal data are not read"),
+    "negative length": (at(34, struct.pack("<i", -5)), "sequence 0 has -5 tokens"),
+    "no order of documents": (at(-8 * len(WIDE), struct.pack("<q", 9)), "its documents must ascend"),
+    "documents end too early": (at(-8, struct.pack("<q", 6)), "its documents must ascend from sequence 0 to 7"),
+}
+PAIR: dict[str, Damage] = {
+    **ANY,
+    "of another pair": (copy_of("uint16_0.bin"), r"612 bytes, needs 1,440: int32\.idx counts 360 tokens of 4 bytes"),
+}
+INDEX: dict[str, Damage] = {
+    **{name: ANY[name] for name in ("empty", "cut in its head", "cut by a byte", "no such file at all")},
+    "newer version": (set_in_index(version=3), "has version 3, needs 2"),
+    "newer shard": (set_in_shard(version=3), "has version 3, needs 2"),
+    "no shards": (set_in_index(shards={}), "shards is of another type"),
+    "a shard that is none": (set_in_index(shards=[7]), "is no index of MDS"),
+    "another format": (set_in_shard(format="jsonl"), "has a shard of format 'jsonl', needs mds"),
+    "a file elsewhere": (set_in_shard(raw_data={"basename": "../a", "bytes": 1}), r"'\.\./a' is no file below it"),
+    "no size": (set_in_shard(raw_data={"basename": "a"}), "the key bytes is missing"),
+    "too few sizes": (set_in_shard(column_sizes=[]), "unequal numbers of names, encodings and sizes"),
+    "a size that is none": (set_in_shard(column_sizes=[0]), "that is no positive integer"),
+    "floats": (set_in_shard(column_encodings=["ndarray:float32"]), "is encoded as 'ndarray:float32', needs bytes or"),
+    "arrays of any type": (set_in_shard(column_encodings=["ndarray"]), "is encoded as 'ndarray', needs bytes or"),
+    "pickles": (set_in_shard(column_encodings=["pkl"]), "is encoded as 'pkl', needs bytes or"),
+}
+SHARD: dict[str, Damage] = {
+    **ANY,
+    "another count": (at(0, b"\3"), "holds 3 samples, needs 4, as its index says"),
+    "no order of samples": (at(8, b"\xff\xff"), "its samples do not lie one after the other"),
+    "of another data set": (at(50, b"_"), "is of different|are not those of its index|not a JSON object|char"),
+    "of another shard": (copy_of("shard.00001.mds"), "413 bytes, needs 1,458, as its index says"),
+    "a sample of no whole ids": (move_sample, "a sample holds no array of int32 of one dimension"),
+}
+ZSTD: dict[str, Damage] = {
+    name: ANY[name] for name in ("missing", "empty", "cut in its head", "cut by a byte", "no such file at all")
+} | {"of another shard": (copy_of("shard.00001.mds.zstd"), "does not hold the 1,468 bytes that its index says")}
+DAMAGES = {
+    ("megatron_int32", "megatron/int32.idx"): IDX,
+    ("megatron_int32", "megatron/int32.bin"): PAIR,
+    ("mds_array", "mds/ndarray_int32/index.json"): INDEX,
+    ("mds_array", "mds/ndarray_int32/shard.00000.mds"): SHARD,
+    ("mds_zstd", "mds/zstd/shard.00000.mds.zstd"): ZSTD,
+    ("array_record", "array_record/single.array_record"): {name: ANY[name] for name in ANY if name != "longer"}
+    | {"cut at a block": (cut_to(1 << 16), "holds no records: it is cut")},
+}
+
+
+def damages() -> Iterator[Any]:
+    for (name, path), table in DAMAGES.items():
+        for what, (damage, message) in table.items():
+            yield pytest.param(name, path, damage, message, id=f"{path}-{what}")
+
+
+@pytest.mark.parametrize(("name", "path", "damage", "message"), list(damages()))
+def test_a_damaged_file_is_named_in_one_line(
+    root: Path, name: str, path: str, damage: Callable[[Path], Any], message: str
+) -> None:
+    damage(root / path)
+    with pytest.raises(DataError, match=message) as caught:
+        CASES[name].open(root)
+    assert "\n" not in str(caught.value)
+    assert Path(path).name.removesuffix(".zstd") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("megatron_int32", "megatron/int32.idx"),
+        ("mds_array", "mds/ndarray_int32/shard.00001.mds"),
+        ("mds_columns", "mds/columns/shard.00000.mds"),
+        ("mds_array", "mds/ndarray_int32/index.json"),
+    ],
+)
+def test_whichever_byte_is_wrong_there_is_an_answer_or_a_line(root: Path, name: str, path: str) -> None:
+    case, whole = CASES[name], (root / path).read_bytes()
+    num_refused, lines = 0, []
+    for place in range(0, len(whole), 1 + len(whole) // 200):
+        rewrite(root / path, 0, whole)
+        rewrite(root / path, place, bytes([whole[place] ^ 1 << place % 8]))
+        try:
+            source = case.open(root, root / f"cache{place}")
+            assert len(source.read(0, len(source))) == len(source)
+        except DataError as error:
+            lines += str(error).splitlines()
+            num_refused += 1
+    assert len(lines) == num_refused > 30
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "place", "message"),
+    [
+        ("mds_bytes", "mds/bytes_int64/shard.00001.mds", 0, "a sample begins with sizes that are not its own"),
+        ("mds_array", "mds/ndarray_int32/shard.00000.mds", 1, "a sample begins with sizes that are not its own"),
+        ("mds_array", "mds/ndarray_int32/shard.00000.mds", 4, "a sample is no array of one dimension; it is one of"),
+        ("mds_array", "mds/ndarray_int32/shard.00000.mds", 5, "a sample is no array of one dimension; it is one of"),
+    ],
+)
+def test_what_a_sample_begins_with_is_looked_at_when_it_is_read(
+    root: Path, name: str, path: str, place: int, message: str
+) -> None:
+    (first,) = struct.unpack("<I", (root / path).read_bytes()[4:8])
+    rewrite(root / path, first + place, b"\x08")
+    source = CASES[name].open(root)
+    with pytest.raises(DataError, match=rf"{Path(path).name}: {message}"):
+        source.read(0, len(source))
+
+
+def test_two_columns_of_one_data_set_are_kept_apart(root: Path) -> None:
+    for column, size in (("input_ids", max(CASES["mds_columns"].ids) + 1), ("attention_mask", 7)):
+        case = Case("mds/columns", {"column": column}, [], "uint16")
+        assert case.open(root).vocabulary_size == size
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        ("megatron/int32.idx", {"options": {"dtype": "int32"}}, r"is of megatron: data\.options: .* argument 'dtype'"),
+        ("megatron/int32.idx", {"dtype": "uint16"}, r"data\.dtype=uint16: nothing reads it, .* is of megatron"),
+        ("megatron/int32.idx", {"document_separator": "nul"}, r"data\.document_separator=nul: nothing reads it"),
+        ("megatron/int32.*", {}, r"1 of 2 files are of a kind that is not read, .*int32\.idx"),
+        ("mds/bytes_int64", {}, r"column tokens: holds bytes: say which ids they are, as data\.options\.dtype: int64"),
+        ("mds/bytes_int64", {"options": {"dtype": "int23"}}, r"^data\.options\.dtype=int23: needs one of uint8, "),
+        ("mds/bytes_int64", {"options": {"dtype": 64}}, r"^data\.options\.dtype=64: needs one of uint8, "),
+        ("mds/zstd", {"options": {"dtype": "int32"}}, r"holds int32: leave out data\.options\.dtype"),
+        ("mds/zstd", {"options": {"colum": "tokens"}}, r"is of mds: data\.options: .* argument 'colum'"),
+        (
+            "mds/columns",
+            {},
+            r"column tokens: there is none; there are attention_mask, input_ids, kind, name, number, weights;",
+        ),
+        ("mds/columns", {"options": {"column": "input_id"}}, r"there is none; did you mean input_ids\?"),
+        ("mds/columns", {"options": {"column": 3}}, r"column 3: there is none"),
+        ("mds/columns", {"options": {"column": "weights"}}, r"encoded as 'ndarray:float32', needs bytes or ndarray of"),
+        ("mds/columns", {"options": {"column": "name"}}, r"encoded as 'str', needs bytes or ndarray of an integer"),
+        ("mds", {}, r"is a directory, and no corpus \(index\.json\)"),
+        ("array_record/single.array_record", {}, r"is of array_record: data\.options: missing .* argument: 'dtype'"),
+        ("array_record/single.*", {"options": {"dtype": "int64"}}, r"record 0 has 10 bytes, no whole number of 8-byte"),
+    ],
+)
+def test_keys_that_do_not_fit_the_files_are_refused(
+    root: Path, source: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        load(root / source, cache=root / "cache", **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_compression_is_refused_by_name(root: Path) -> None:
+    set_in_shard(compression="gz:9")(root / "mds/zstd/index.json")
+    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd: is compressed by gz, needs zstd or none"):
+        CASES["mds_zstd"].open(root)
+
+
+def test_a_shard_that_was_unpacked_by_hand_is_read_where_it_lies(root: Path) -> None:
+    case = CASES["mds_zstd"]
+    case.open(root)
+    for unpacked in (root / "cache").glob("*.mds"):
+        number = 0 if unpacked.stat().st_size == 1468 else 1
+        unpacked.rename(root / f"mds/zstd/shard.0000{number}.mds")
+    assert case.open(root).read(0, 360).tolist() == case.ids
+    assert not list((root / "cache").glob("*.mds"))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("mds_zstd", cut_to(3)), ("array_record", cut_to(3)), ("array_record", at(0, b"\4"))],
+    ids=["cut shard", "cut sizes", "altered sizes"],
+)
+def test_what_is_derived_is_derived_once_and_again_if_it_was_damaged(
+    root: Path, name: str, damage: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    case.open(root)
+    kept = [path for path in (root / "cache").iterdir() if path.suffix in (".mds", ".sizes")]
+    with monkeypatch.context() as patch:
+        patch.delattr(mds, "publish")
+        patch.delattr(array_record, "_scan_sizes")
+        assert case.open(root).read(0, 360).tolist() == case.ids
+    for path in kept:
+        damage(path)
+    assert kept
+    assert case.open(root).read(0, 360).tolist() == case.ids
+
+
+def test_a_cache_that_cannot_be_written_stops_only_what_needs_it(root: Path) -> None:
+    (root / "cache").write_text("no directory")
+    case = CASES["array_record"]
+    assert case.open(root).read(0, 360).tolist() == case.ids
+    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd: cannot be unpacked into .*/cache .*RUNNER_CACHE"):
+        CASES["mds_zstd"].open(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("megatron_int32", "megatron/int32.bin"),
+        ("mds_array", "mds/ndarray_int32/shard.00001.mds"),
+        ("array_record", "array_record/single.array_record"),
+    ],
+)
+@pytest.mark.parametrize("change", ["cut", "replaced", "gone"])
+def test_a_file_that_changes_under_a_running_job_is_seen_and_kills_nobody(
+    root: Path, name: str, path: str, change: str
+) -> None:
+    source = CASES[name].open(root)
+    source.check()
+    source.read(0, len(source))
+    if change == "cut":
+        os.truncate(root / path, 300)
+        with pytest.raises(DataError, match=r"changed since the job started|is no whole ArrayRecord file"):
+            source.read(0, len(source))
+    elif change == "replaced":
+        os.utime(root / path, (1, 1))
+    else:
+        (root / path).unlink()
+    with pytest.raises(DataError, match=r"changed since the job started|cannot read"):
+        source.check()
+
+
+@each_case
+def test_threads_read_the_same_at_once(root: Path, name: str) -> None:
+    case = CASES[name]
+    source = case.open(root)
+    ranges = [(start, min(start + 50, len(source))) for start in range(0, len(source), 7)]
+    with ThreadPoolExecutor(4) as pool:
+        for (start, stop), found in zip(ranges, pool.map(lambda piece: source.read(*piece), ranges), strict=True):
+            assert found.tolist() == case.ids[start:stop]
+
+
+@pytest.mark.parametrize("extra", ["b.txt", "b.bin", "b.array_record"])
+def test_files_of_a_format_are_named_alone(root: Path, extra: str) -> None:
+    (root / "megatron" / extra).write_text("text")
+    with pytest.raises(DataError, match=r"\d of \d+ files are of a kind .* or nothing but \.idx or \.array_record"):
+        find_source(f"{root}/megatron/*")
+
+
+@pytest.mark.parametrize("content", ['{"format": 1, "shards": []}', '{"version": 2', ""])
+def test_an_index_of_mds_is_told_from_that_of_a_corpus_and_of_nothing(root: Path, content: str) -> None:
+    directory = root / "mds/zstd"
+    assert find_corpus(str(directory)) is find_corpus(f"{directory}/index.json") is None
+    (directory / "index.json").write_text(content)
+    assert find_corpus(str(directory)) == find_corpus(f"{directory}/index.json") == str(directory)
+    with pytest.raises(DataError, match=r"index\.json is no index of a corpus: "):
+        load(directory, cache=root / "cache")
+
+
+def test_ids_may_be_believed_to_be_in_a_vocabulary_and_are_then_looked_at(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.data.store.SCANNED_TOKENS_MAX", 10)
+    monkeypatch.delattr(Tokens, "scan")
+    source = open_format(find_source(f"{root}/megatron/int32.idx"), {}, root / "cache", 90_000)
+    assert source.vocabulary_size == 90_000
+    with pytest.raises(DataError, match=r"token id 9\d,\d+ at position \d+ of .*int32\.bin is beyond"):
+        source.read(0, len(source))
