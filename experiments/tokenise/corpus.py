@@ -19,7 +19,7 @@ from experiments.tokenise.pipeline import Encoded
 from experiments.tokenise.source import InputFile
 from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard
 from runner.errors import DataError, InvalidError
-from runner.storage import JsonObject, Store, create, digest_of, encode_json, read_json
+from runner.storage import JsonObject, Store, create, encode_json, read_json
 
 OWNER, SOURCES = "owner.json", "sources.json"
 _NUM_READERS = 16
@@ -140,10 +140,9 @@ class _PieceWriter:
     def _publish(self) -> None:
         name = f"{self._name}-{len(self._shards):03}"
         ids, ends = np.concatenate(self._ids), np.concatenate(self._ends).astype(ENDS_DTYPE)
-        tokens, places = ids.tobytes(), ends.tobytes()
-        self._store.write(f"{name}.bin", tokens)
-        self._store.write(f"{name}.ends", places)
-        self._shards.append(Shard(name, len(ids), len(ends), int(ids.max()), digest_of(tokens), digest_of(places)))
+        self._store.write(f"{name}.bin", ids.tobytes())
+        self._store.write(f"{name}.ends", ends.tobytes())
+        self._shards.append(Shard.of(name, ids, ends))
         self._ids, self._ends, self._num_tokens = [], [], 0
 
 

@@ -59,10 +59,9 @@ class BucketReader:
             if present is None or (present.size_bytes, present.version) != (file.size_bytes, file.version):
                 raise changed(file)
 
-    def touch(self, files: Sequence[BucketFile]) -> None:
-        """Fetch a byte of each, past the cache. Raises `DataError` if one may not be read."""
-        ranges = [ByteRange(file, 0, min(file.size_bytes, 1)) for file in files]
-        in_parallel([self._request(ranges, [index]) for index in range(len(ranges))])
+    def fetch(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """The bytes of each range from the bucket itself, past the cache. Raises as `read` does."""
+        return in_parallel([self._request(ranges, [index]) for index in range(len(ranges))])
 
     def _request(self, ranges: Sequence[ByteRange], group: Sequence[int]) -> Callable[[], bytes]:
         file, start, _ = ranges[group[0]]

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.data.bucket import BucketReader
+from runner.data.bucket import BucketReader, ByteRange
 from runner.data.bucket_tokens import ObjectTokens
-from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard
+from runner.data.index import ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard
 from runner.data.protocol import Source, first_bad
 from runner.data.range_cache import CacheSettings
 from runner.data.source import BucketFile, blaming, describe_file
-from runner.data.store import TokenFile, Tokens
+from runner.data.store import TokenFile, Tokens, read_bytes
 from runner.errors import DataError
 from runner.storage import ChangedError, DeniedError, ForbiddenError, Listed, Store, digest_of, open_store
 
 VERIFIED_BYTES_MAX = 1 << 27  # shards on a disk, up to so many bytes in all, are read whole at the start (0.1 s)
-TOUCHED_FILES_MAX = 1024  # of more files in a bucket so many, evenly spaced, are asked for a byte at the start
+LOOKED_AT_MAX = 1024  # of more shards in a bucket the heads of so many, evenly spaced, are looked at, at the start
 ENDS_BYTES_MAX = 1 << 28  # of document ends in memory
 
 Listing = dict[str, Listed]
@@ -28,14 +28,15 @@ Listing = dict[str, Listed]
 class Corpus(Tokens, Source):
     """The shards of an index, in its order. What is found, and when:
 
-    - a file that is missing, of another size, or (up to 1,024 of them) may not be read: at the start;
-    - other content of the same size: at the start, where the store reports CRC-32C (Google's), or the shards are on a
-      disk and small; else by an id beyond the largest of the index, and of document ends by their CRC, when they are
-      read;
+    - a file that is missing, of another size, or (of up to 1,024 shards) may not be read: at the start;
+    - other tokens of the same size: at the start, by the head of a shard (of up to 1,024 in a bucket); behind the head,
+      where the store reports CRC-32C (Google's), or the shards are on a disk and small, or an id is beyond the largest
+      of the index when it is read;
+    - other document ends: by their CRC, when they are read;
     - a file that is replaced while the job runs: by `check`, before each save; in a bucket by the next read of it.
 
-    So what is never found is this: of a corpus that is large, or on S3 or Azure, a shard is replaced between two
-    attempts by another of its size, all of whose ids are in the vocabulary.
+    So what is never found is this: of a corpus that is large, or on S3 or Azure, tokens behind the head of a shard are
+    changed between two attempts into others that are in the vocabulary.
     """
 
     has_documents = True
@@ -174,7 +175,7 @@ def _refuse_digest(where: str, found: str, expected: str) -> None:
 
 
 def _open_files(store: Store, root: Path, index: CorpusIndex) -> list[TokenFile]:
-    """The shards on a disk; small ones are read."""
+    """The shards on a disk. Small ones are read, of larger ones the head."""
     dtype = np.dtype(index.dtype).newbyteorder("<")
     is_small = index.num_tokens * dtype.itemsize <= VERIFIED_BYTES_MAX
     parts = []
@@ -185,18 +186,29 @@ def _open_files(store: Store, root: Path, index: CorpusIndex) -> list[TokenFile]
                 raise DataError(f"{path} cannot be read: no permission")
         if is_small:
             _refuse_digest(str(file), store.digest(file.path.name), shard.tokens_crc32c)
+        else:
+            head = read_bytes(file, 0, min(HEAD_BYTES, file.size_bytes))
+            _refuse_digest(str(file), digest_of(head), shard.head_crc32c)
         parts.append(TokenFile(file, dtype, shard.num_tokens, 0))
     return parts
 
 
 def _open_objects(store: Store, index: CorpusIndex, listing: Listing, ranges: CacheSettings) -> list[ObjectTokens]:
-    """The shards in a bucket. A listing does not tell who may read, so of each file a byte is asked for."""
+    """The shards in a bucket. A listing does not tell who may read, nor what: of each file the head is asked for."""
     dtype = np.dtype(index.dtype).newbyteorder("<")
     reader = BucketReader(store, ranges.open(dtype.itemsize))
-    names = [f"{shard.name}.{suffix}" for shard in index.shards for suffix in ("bin", "ends")]
-    files = [BucketFile(store.url, name, listing[name].size_bytes, listing[name].version) for name in names]
-    reader.touch(files[:: max(1, -(-len(files) // TOUCHED_FILES_MAX))])
-    return [
-        ObjectTokens(file, dtype, shard.num_tokens, 0, reader, "")
-        for file, shard in zip(files[::2], index.shards, strict=True)
+
+    def file_of(shard: Shard, suffix: str) -> BucketFile:
+        listed = listing[f"{shard.name}.{suffix}"]
+        return BucketFile(store.url, f"{shard.name}.{suffix}", listed.size_bytes, listed.version)
+
+    looked_at = [shard for shard in index.shards if shard.num_tokens]
+    looked_at = looked_at[:: max(1, -(-len(looked_at) // LOOKED_AT_MAX))]
+    heads = [
+        ByteRange(file, 0, min(HEAD_BYTES, file.size_bytes)) for shard in looked_at for file in [file_of(shard, "bin")]
     ]
+    ends = [ByteRange(file_of(shard, "ends"), 0, 1) for shard in looked_at]
+    found = reader.fetch([*heads, *ends])
+    for shard, head, content in zip(looked_at, heads, found, strict=False):
+        _refuse_digest(str(head.file), digest_of(content), shard.head_crc32c)
+    return [ObjectTokens(file_of(shard, "bin"), dtype, shard.num_tokens, 0, reader, "") for shard in index.shards]

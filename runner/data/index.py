@@ -16,18 +16,24 @@ import numpy as np
 
 from runner.errors import DataError
 from runner.record import Key, check
-from runner.storage import JsonObject, encode_json, parse_json
+from runner.storage import JsonObject, digest_of, encode_json, parse_json
 
 INDEX = "index.json"
 FORMAT = 1
 DTYPES = ("uint16", "uint32")
 ENDS_DTYPE = np.dtype("<i8")
+HEAD_BYTES = 1 << 12
 
 _OF_SHARD = (
     Key("name", str, "its files are `<name>.bin` and `<name>.ends`"),
     Key("num_tokens", int, "ids in it"),
     Key("num_documents", int, "documents in it"),
     Key("largest_id", int, "its largest id; -1 if it is empty"),
+    Key(
+        "head_crc32c",
+        str,
+        "CRC-32C of the first 4,096 bytes of `<name>.bin`, looked at when a run starts",
+    ),
     Key("tokens_crc32c", str, "CRC-32C of `<name>.bin`"),
     Key("ends_crc32c", str, "CRC-32C of `<name>.ends`"),
 )
@@ -51,8 +57,17 @@ class Shard:
     num_tokens: int
     num_documents: int
     largest_id: int
+    head_crc32c: str
     tokens_crc32c: str
     ends_crc32c: str
+
+    @classmethod
+    def of(cls, name: str, ids: np.ndarray, ends: np.ndarray) -> Self:
+        """What the index says of a shard of these ids and document ends, which are of the types of its files."""
+        tokens, places = ids.tobytes(), ends.tobytes()
+        largest = int(ids.max()) if len(ids) else -1
+        digests = digest_of(tokens[:HEAD_BYTES]), digest_of(tokens), digest_of(places)
+        return cls(name, len(ids), len(ends), largest, *digests)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard
-from runner.storage import LocalStore, Version, digest_of
+from runner.storage import LocalStore, Version
 from runner.storage.bucket import BucketStore
 from tests.support.memory_bucket import MemoryDriver
 
@@ -61,13 +61,11 @@ def write_corpus(
     store, entries = LocalStore(directory), []
     for number, documents in enumerate(shards):
         ids = np.concatenate([np.empty(0, dtype), *(np.asarray(document, dtype) for document in documents)])
-        content = ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
-        ends = np.cumsum([len(document) for document in documents]).astype(ENDS_DTYPE).tobytes()
-        store.write(f"{number:05}.bin", content)
-        store.write(f"{number:05}.ends", ends)
-        largest = max(map(int, ids), default=-1)
-        digests = digest_of(content), digest_of(ends)
-        entries.append(Shard(f"{number:05}", len(ids), len(documents), largest, *digests))
+        ids = ids.astype(np.dtype(dtype).newbyteorder("<"))
+        ends = np.cumsum([len(document) for document in documents]).astype(ENDS_DTYPE)
+        store.write(f"{number:05}.bin", ids.tobytes())
+        store.write(f"{number:05}.ends", ends.tobytes())
+        entries.append(Shard.of(f"{number:05}", ids, ends))
     index = change(CorpusIndex(dtype, vocabulary_size, {"kind": "bytes"}, None, tuple(entries)))
     store.write(INDEX, index.encode())
     return directory

@@ -166,14 +166,32 @@ def test_a_damaged_file_is_one_line_at_the_start_or_when_it_is_read(
         tokens.document_ends(0, NUM_TOKENS)
         tokens.read_many([0, 1000, 2500], 1000)
 
-    if (name, damage, where) == ("00003.bin", reverse, "bucket"):
-        message = "beyond 99., the largest of the corpus by its index.json"
-    elif (name, damage, where) == ("00003.bin", fill, "bucket"):
-        message = "token id 61,166 at position 0 of s3://bkt/corpus/00003.bin is beyond 99."
     with pytest.raises(DataError, match=message) as caught:
         use()
     assert "\n" not in str(caught.value)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_another_shard_of_its_size_is_told_before_training_however_large(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr("runner.data.corpus.VERIFIED_BYTES_MAX", 0)
+    reverse(corpus / "00003.bin")
+    with pytest.raises(DataError, match=rf"00003\.bin {OTHER}"):
+        open_at(where, corpus, monkeypatch)
+
+
+def test_other_tokens_behind_the_head_are_told_when_one_is_beyond_the_largest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_corpus(tmp_path / "corpus", random_shards([[5000]], vocabulary_size=900), vocabulary_size=1000)
+    content = (directory / "00000.bin").read_bytes()
+    (directory / "00000.bin").write_bytes(content[:5000] + b"\xee" * 5000)
+    tokens = open_at("bucket", directory, monkeypatch)
+    tokens.read_many([0], 2500)
+    with pytest.raises(DataError, match=r"id 61,166 at position 2500 of s3://bkt/corpus/00000\.bin is beyond 899"):
+        tokens.read_many([2400], 200)
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -219,9 +237,9 @@ def rewrite_ends(directory: Path, content: bytes) -> None:
 def test_the_start_does_not_grow_with_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.data.corpus.VERIFIED_BYTES_MAX", 0)
     fetched = []
-    for size in (1000, 100_000):
+    for size in (10_000, 100_000):
         directory = write_corpus(tmp_path / str(size), random_shards([[size]] * 4), vocabulary_size=1000)
         driver = put_in_bucket(monkeypatch, directory, CountingDriver())
         assert load(URL, cache=tmp_path / "cache", cache_bytes=0).num_train_tokens == int(4 * size * 0.8)
         fetched.append(driver.bytes_fetched)
-    assert fetched == [8, 8]
+    assert fetched == [4 * (4096 + 1)] * 2

@@ -476,7 +476,7 @@ def test_a_file_that_changes_under_the_job_ends_it(tmp_path):
 def test_a_person_is_told_now_and_then_how_far_the_job_is():
     tally = Tally(40)
     tally.begin(10)
-    tally.add(Done("", (Shard("a", 700, 7, 3, "", ""), Shard("b", 300, 3, 3, "", "")), 1, "here:1", 0))
+    tally.add(Done("", (Shard("a", 700, 7, 3, "", "", ""), Shard("b", 300, 3, 3, "", "", "")), 1, "here:1", 0))
     began = time.monotonic()
     assert tally.line([tally.own()], began + 1) is None
     line = tally.line([tally.own(), [4, 90, 9000, 0]], began + 20)

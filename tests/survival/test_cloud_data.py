@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests.data.buckets import random_shards, write_corpus
+from tests.data.corpus import write_bin, write_npy
 from tests.support.cloud import CloudJob, free_name
 from tests.support.harness import LITTLE, WHOLE_RUN_DEADLINE_SECONDS, Job
-from tests.support.servers import BACKENDS, Faults, start_backend
+from tests.support.servers import Faults, start_backend
 
 NUM_PROCESSES = 4
 NUM_STRIKES = 3
@@ -22,6 +23,32 @@ OPTIONS = (
     "config.eval.every_steps=12",
     "checkpoint.every_steps=4",
 )
+
+
+def mixture(place: str) -> str:
+    """Three sources of three kinds below a directory or a URL."""
+    sources = (("corpus", "corpus", 2), ("tokens", "tokens/*.bin", 1.5), ("array", "array.npy", 0.5))
+    named = [f"{{name: {name}, source: {place}/{path}, weight: {weight}}}" for name, path, weight in sources]
+    return f"config.data.mixture=[{', '.join(named)}]"
+
+
+# What the data is made of: options for what lies at a place.
+KINDS = {
+    "corpus": lambda place: (f"config.data.source={place}/corpus",),
+    "documents": lambda place: (f"config.data.source={place}/corpus", "config.data.packing=documents"),
+    "tokens": lambda place: (f"config.data.source={place}/tokens/*.bin",),
+    "mixture": lambda place: (mixture(place), f"config.data.validation={{other: {place}/tokens/b.bin}}"),
+}
+CASES = [("gs", "mixture"), ("s3", "documents"), ("az", "tokens"), ("az", "mixture"), ("s3", "corpus")]
+
+
+def write_data(directory: Path) -> None:
+    """What all the kinds are made of."""
+    shards = random_shards([[500, 3000, 40], [7000], [60, 9000], [100] * 50])
+    write_corpus(directory / "corpus", shards, vocabulary_size=1000)
+    write_bin(directory / "tokens" / "a.bin", np.arange(9000) % 1000)
+    write_bin(directory / "tokens" / "b.bin", np.arange(7000) * 7 % 1000)
+    write_npy(directory / "array.npy", np.arange(4000) * 3 % 1000)
 
 
 def spoil(cache: Path, chance: random.Random) -> None:
@@ -38,23 +65,21 @@ def spoil(cache: Path, chance: random.Random) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_four_processes_with_a_bucket_in_trouble_train_to_the_bits_of_a_run_from_a_disk(
-    name: str, tmp_path: Path
+    name: str, kind: str, tmp_path: Path
 ) -> None:
-    chance = random.Random(name)
-    corpus = write_corpus(
-        tmp_path / "corpus", random_shards([[500, 3000, 40], [7000], [60, 9000]]), vocabulary_size=1000
-    )
-    whole = Job("specs/gpt_nano.yaml", tmp_path / "whole", (*OPTIONS, f"config.data.source={corpus}"))
+    chance = random.Random(f"{name} {kind}")
+    write_data(tmp_path / "data")
+    whole = Job("specs/gpt_nano.yaml", tmp_path / "whole", (*OPTIONS, *KINDS[kind](str(tmp_path / "data"))))
     for attempt in whole.start_processes(NUM_PROCESSES):  # as many: another topology rounds otherwise
         attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
     with start_backend(name) as backend:
         place = free_name("data")
-        for path in corpus.iterdir():
-            backend.write(f"{place}/{path.name}", path.read_bytes())
+        for path in (tmp_path / "data").rglob("*.*"):
+            backend.write(f"{place}/{path.relative_to(tmp_path / 'data')}", path.read_bytes())
         cache = tmp_path / "cache"
-        options = (*OPTIONS, f"config.data.source={backend.url(place)}", "config.data.cache_bytes=1000000")
+        options = (*OPTIONS, *KINDS[kind](backend.url(place)), "config.data.cache_bytes=1000000")
         job = CloudJob(
             backend, free_name("run"), "specs/gpt_nano.yaml", options, variables={"RUNNER_CACHE": str(cache)}
         )
@@ -74,3 +99,4 @@ def test_four_processes_with_a_bucket_in_trouble_train_to_the_bits_of_a_run_from
         for attempt in attempts:
             attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
         assert job.result()["fingerprint"] == whole.result()["fingerprint"]
+        assert job.rows() == whole.rows()
