@@ -7,17 +7,10 @@
 - `extra`      packages that not everybody has
 - `subword`    tokenizers of files, which take many documents at once
 - `cache`      records and arrays on disk that many processes may race for and that no kill leaves half written
-- `range_cache` ranges of a bucket's objects, kept on this host's disk
-- `bucket`     objects of a bucket, read by ranges, many requests at a time
-- `bucket_tokens` `.bin` and `.npy` objects
+- `remote`     ids in a bucket: exactly what is asked for, kept on this host's disk
 - `store`      token arrays, files and objects, read as one sequence
 - `corpus`     shards with an index, and their documents
-- `document`   token files that know where their documents end
-- `megatron`   Megatron's pairs of `.idx` and `.bin`
-- `mds_column` where the ids lie in a sample of MDS
-- `mds`        MosaicML's directories of shards
-- `array_record` files whose records are documents
-- `format`     those formats by name
+- `format`     files that other tools have written
 - `text`       text files -> cached tokens
 - `opening`    from the keys of a spec to a `Source`
 - `window`     the split into train and validation, and the shuffled order of examples

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.data.bucket import BucketReader, ByteRange
-from runner.data.bucket_tokens import ObjectTokens
 from runner.data.index import ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard
 from runner.data.protocol import Source, first_bad
-from runner.data.range_cache import CacheSettings
+from runner.data.remote.cache import CacheSettings
+from runner.data.remote.reader import BucketReader, ByteRange
+from runner.data.remote.tokens import ObjectTokens
 from runner.data.source import BucketFile, blaming, describe_file
 from runner.data.store import TokenFile, Tokens, read_bytes
 from runner.errors import DataError

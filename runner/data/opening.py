@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.data.corpus import open_corpus
-from runner.data.format import open_format
+from runner.data.format.opening import open_format
 from runner.data.protocol import Checked, Source
-from runner.data.range_cache import CacheSettings
+from runner.data.remote.cache import CacheSettings
 from runner.data.source import BucketFiles, SourceFiles, find_corpus, find_source, is_class
 from runner.data.store import open_token_files
 from runner.data.text import Text, load_text

@@ -18,10 +18,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from runner.data.bucket_tokens import ObjectTokens, check_objects, open_object_tokens, read_objects
 from runner.data.cache import cache_key, read_record, warn_unwritable, write_record
 from runner.data.protocol import Source, first_bad
-from runner.data.range_cache import CacheSettings
+from runner.data.remote.cache import CacheSettings
+from runner.data.remote.tokens import ObjectTokens, check_objects, open_object_tokens, read_objects
 from runner.data.source import BucketFiles, SourceFile, SourceFiles, describe_file
 from runner.errors import DataError
 

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from runner.data import array_record, check_vocabulary, mds
-from runner.data.document import DocumentFiles
-from runner.data.format import open_format
+from runner.data import check_vocabulary
+from runner.data.format import array_record, mds
+from runner.data.format.document import DocumentFiles
+from runner.data.format.opening import open_format
 from runner.data.source import find_corpus, find_source, is_available
 from runner.data.store import Tokens, open_token_files
 from runner.errors import DataError

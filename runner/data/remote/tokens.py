@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runner.data.bucket import BucketReader, ByteRange
-from runner.data.range_cache import CacheSettings
+from runner.data.remote.cache import CacheSettings
+from runner.data.remote.reader import BucketReader, ByteRange
 from runner.data.source import BucketFile, BucketFiles
 from runner.errors import DataError
 

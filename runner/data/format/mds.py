@@ -21,8 +21,8 @@ import numpy as np
 import zstandard
 
 from runner.data.cache import cache_key, publish
-from runner.data.document import DocumentFiles, RecordFile
-from runner.data.mds_column import Column, parse_column
+from runner.data.format.document import DocumentFiles, RecordFile
+from runner.data.format.mds_column import Column, parse_column
 from runner.data.source import SourceFile, describe_file, read_source_file
 from runner.data.store import read_bytes
 from runner.errors import DataError

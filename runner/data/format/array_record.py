@@ -16,7 +16,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
 from runner.data.cache import cache_key, publish, read_record, warn_unwritable, write_record
-from runner.data.document import DocumentFiles, RecordFile, parse_dtype
+from runner.data.format.document import DocumentFiles, RecordFile, parse_dtype
 from runner.data.source import SourceFile, describe_file
 from runner.data.store import OPEN_FILES_MAX, changed
 from runner.errors import DataError

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from runner.data.range_cache import RangeCache
+from runner.data.remote.cache import RangeCache
 from runner.data.source import BucketFile
 from runner.errors import DataError
 from runner.storage import ChangedError, DeniedError, Store

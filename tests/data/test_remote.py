@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from runner.data import Dataset, check_vocabulary
-from runner.data.bucket import in_parallel
 from runner.data.index import HEAD_BYTES
-from runner.data.range_cache import FILE
+from runner.data.remote.cache import FILE
+from runner.data.remote.reader import in_parallel
 from runner.errors import DataError, PreemptedError, StorageError
 from runner.storage import ABSENT, DeniedError, LocalStore, read_json
 from runner.storage.retry import TransientError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runner.data.document import ID_DTYPES, parse_dtype
+from runner.data.format.document import ID_DTYPES, parse_dtype
 
 # Of an array of one dimension: its first byte, the bytes of its dimension, the smallest and largest that takes so many.
 SHAPES = ((4, 1, 1, 0xFF), (5, 2, 0x100, 0xFFFF), (6, 4, 0x10000, 0xFFFFFFFF))

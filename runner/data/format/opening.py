@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from runner.data.array_record import open_array_record
-from runner.data.document import DocumentFiles
-from runner.data.mds import open_mds
-from runner.data.megatron import open_megatron
+from runner.data.format.array_record import open_array_record
+from runner.data.format.document import DocumentFiles
+from runner.data.format.mds import open_mds
+from runner.data.format.megatron import open_megatron
 from runner.data.source import SourceFiles
 from runner.errors import DataError
 

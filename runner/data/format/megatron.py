@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.data.document import DocumentFile, DocumentFiles
+from runner.data.format.document import DocumentFile, DocumentFiles
 from runner.data.source import SourceFile, describe_file
 from runner.data.store import read_bytes
 from runner.errors import DataError
