@@ -23,6 +23,7 @@ OPTIONS = (
     "config.eval.every_steps=12",
     "checkpoint.every_steps=4",
 )
+SMALL = ("config.train.total_steps=200", "checkpoint.every_steps=25", "config.data.packing=documents")
 
 
 def mixture(place: str) -> str:
@@ -98,5 +99,35 @@ def test_four_processes_with_a_bucket_in_trouble_train_to_the_bits_of_a_run_from
         backend.proxy.faults = Faults()
         for attempt in attempts:
             attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
+        assert job.result()["fingerprint"] == whole.result()["fingerprint"]
+        assert job.rows() == whole.rows()
+
+
+@pytest.mark.soak
+def test_gpt_small_on_a_bpe_corpus_in_a_bucket_killed_three_times_has_the_bits_of_a_run_from_a_disk(
+    tmp_path: Path,
+) -> None:
+    on_disk = Job("specs/tokenise_stdlib.yaml", tmp_path / "tokens", (f"config.output={tmp_path / 'corpus'}",))
+    on_disk.finish()
+    whole = Job("specs/gpt_small.yaml", tmp_path / "whole", (*SMALL, f"config.data.source={tmp_path / 'corpus'}"))
+    whole.finish()
+    with start_backend("s3") as backend:
+        place = free_name("corpus")
+        CloudJob(
+            backend, free_name("tokens"), "specs/tokenise_stdlib.yaml", (f"config.output={backend.url(place)}",)
+        ).finish()
+        assert backend.read(f"{place}/index.json") == (tmp_path / "corpus" / "index.json").read_bytes()
+        job = CloudJob(
+            backend,
+            free_name("small"),
+            "specs/gpt_small.yaml",
+            (*SMALL, f"config.data.source={backend.url(place)}"),
+            variables={"RUNNER_CACHE": str(tmp_path / "cache")},
+        )
+        for _ in range(NUM_STRIKES):
+            step, attempt = job.newest(), job.start()
+            attempt.until_server(lambda step=step: job.newest() > step, "commit")
+            attempt.kill()
+        job.finish()
         assert job.result()["fingerprint"] == whole.result()["fingerprint"]
         assert job.rows() == whole.rows()
