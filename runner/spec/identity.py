@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -25,7 +26,8 @@ def filled_in(saved: Trajectory, present: Trajectory, config: JobConfig) -> Traj
     define one today; `config` is what they come from, and tells which defaults its choices lead to.
     """
     defaults = _defaults_beside(saved, config, "config")
-    return {key: value for key, value in defaults.items() if key in present} | saved
+    filled = {key: value for key, value in defaults.items() if key in present} | saved
+    return {key: _entries_filled_in(value, config, key.split(".")[1:]) for key, value in filled.items()}
 
 
 def _defaults_beside(saved: Trajectory, model: BaseModel, prefix: str) -> Trajectory:
@@ -39,6 +41,19 @@ def _defaults_beside(saved: Trajectory, model: BaseModel, prefix: str) -> Trajec
             default = type(model).model_construct(**{name: field.get_default(call_default_factory=True)})
             found |= _flatten(default.model_dump(mode="json", include={name}), f"{prefix}.")
     return found
+
+
+def _entries_filled_in(saved: Any, model: Any, path: Sequence[str]) -> Any:
+    """A saved list of sections, each with today's default of every key that it lacks; any other value as it is."""
+    for name in path:
+        model = getattr(model, name, None)
+    if not (isinstance(saved, list) and isinstance(model, list) and model and isinstance(model[0], BaseModel)):
+        return saved
+    fields = type(model[0]).model_fields
+    names = {name for name, field in fields.items() if not field.is_required()}
+    defaults = {name: fields[name].get_default(call_default_factory=True) for name in names}
+    dumped = type(model[0]).model_construct(**defaults).model_dump(mode="json", include=names)
+    return [dumped | entry if isinstance(entry, dict) else entry for entry in saved]
 
 
 def hash_of(record: dict[str, Any]) -> str:

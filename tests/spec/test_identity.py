@@ -63,11 +63,17 @@ class Decay(Frozen):
     every: int = 2
 
 
+class Part(Frozen):
+    name: str
+    weight: float = 1.0
+
+
 class LaterConfig(JobConfig):
     width: int
     optimizer: Adam | Sgd = Field(default=Adam(), discriminator="name")
     average: Decay | None = None
     decay: Decay = Decay(factor=0.9)
+    parts: list[Part] = []
     free: int = 3
 
     @property
@@ -108,6 +114,11 @@ OLD = {"config.width": 8}
         (OLD | {"config.optimizer.name": "adam"}, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name"}),
         (OLD, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name", "config.optimizer.momentum"}),
         (OLD | {"config.gone": 1}, {}, {"config.gone"}),
+        (OLD | {"config.parts": [{"name": "a"}]}, {"parts": [{"name": "a"}]}, set()),
+        (OLD | {"config.parts": [{"name": "a"}]}, {"parts": [{"name": "a", "weight": 2}]}, {"config.parts"}),
+        (OLD | {"config.parts": [{"name": "b"}]}, {"parts": [{"name": "a"}]}, {"config.parts"}),
+        (OLD | {"config.parts": [{"name": "a"}]}, {}, {"config.parts"}),
+        (OLD | {"config.parts": [{"weight": 1.0}]}, {"parts": [{"name": "a"}]}, {"config.parts"}),
         (OLD | {"config.decay.gone": 1}, {}, {"config.decay.gone", "config.decay.factor"}),
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
