@@ -1,3 +1,4 @@
+import json
 import socket
 import subprocess
 import sys
@@ -85,7 +86,9 @@ def test_any_step_is_reached_at_once(dataset: Dataset) -> None:
     np.testing.assert_array_equal(batch["x"][0], dataset.rows("train", 4 * 10**9, 4)["x"])
 
 
+NUM_DEVICES = 4
 HOST_PROGRAM = """
+import json
 import sys
 from pathlib import Path
 
@@ -95,8 +98,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner.data import Dataset, global_batch
 from tests.data.corpus import load_kind
 
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
-dataset = load_kind(sys.argv[3], Path(sys.argv[4]))
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", int(sys.argv[2]), int(sys.argv[3]))
+dataset = load_kind(sys.argv[4], Path(sys.argv[5]))
 read = []
 rows = Dataset.rows
 
@@ -107,29 +110,33 @@ def record(self, split, first, count):
 Dataset.rows = record
 sharding = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec(None, "data"))
 batch = global_batch(dataset, "train", 5, accumulate_steps=2, micro_batch=4, sharding=sharding)
-shards = batch["x"].addressable_shards
-print(len(shards), sorted(read), [shard.data[:, 0, 0].tolist() for shard in shards])
+held = {name: [shard.data[:, 0].tolist() for shard in array.addressable_shards] for name, array in batch.items()}
+print(json.dumps([sorted(read), held]))
 """
+HOSTS = [(2, "tokens"), *(pytest.param(n, kind, marks=pytest.mark.soak) for n in (1, 2, 4) for kind in KINDS)]
 
 
-@pytest.mark.parametrize("kind", ["tokens", *(pytest.param(k, marks=pytest.mark.soak) for k in KINDS if k != "tokens")])
-def test_each_host_reads_the_rows_of_its_own_devices_and_no_others(dataset: Dataset, kind: str, place: Path) -> None:
+@pytest.mark.parametrize(("num_hosts", "kind"), HOSTS)
+def test_each_host_reads_the_rows_of_its_own_devices_and_no_others(
+    dataset: Dataset, num_hosts: int, kind: str, place: Path
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
+    each = NUM_DEVICES // num_hosts
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST_PROGRAM, port, str(process_id), kind, str(place)],
-            env=faked.environment(2),
+            [sys.executable, "-c", HOST_PROGRAM, port, str(num_hosts), str(process_id), kind, str(place)],
+            env=faked.environment(each),
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
             text=True,
         )
-        for process_id in range(2)
+        for process_id in range(num_hosts)
     ]
-    outputs = [host.communicate(timeout=600)[0].splitlines()[-1] for host in hosts]
-    first_tokens = dataset.rows("train", 40, 8)["x"][:, 0].tolist()
-    for process_id, output in enumerate(outputs):
-        own = [[2 * process_id + device, 4 + 2 * process_id + device] for device in range(2)]
-        expected_rows = sorted(40 + row for rows in own for row in rows)
-        assert output == f"2 {expected_rows} {[[first_tokens[row] for row in rows] for rows in own]}"
+    outputs = [json.loads(host.communicate(timeout=600)[0].splitlines()[-1]) for host in hosts]
+    expected = dataset.rows("train", 40, 8)
+    for process_id, (read, held) in enumerate(outputs):
+        own = [[device, NUM_DEVICES + device] for device in range(process_id * each, (process_id + 1) * each)]
+        assert read == sorted(40 + row for rows in own for row in rows)
+        assert held == {name: [field[rows].tolist() for rows in own] for name, field in expected.items()}

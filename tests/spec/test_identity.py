@@ -73,7 +73,7 @@ class LaterConfig(JobConfig):
     optimizer: Adam | Sgd = Field(default=Adam(), discriminator="name")
     average: Decay | None = None
     decay: Decay = Decay(factor=0.9)
-    parts: list[Part] = []
+    parts: list[Part] = Field(default=[])
     free: int = 3
 
     @property
