@@ -57,7 +57,7 @@ def _mixture(directory: Path) -> dict[str, Any]:
 def _corpus(directory: Path) -> str:
     sizes = np.random.default_rng(5).zipf(1.4, 300).clip(1, 400).tolist()
     shards = [sizes[:100], sizes[100:], [3]]
-    return str(write_corpus(directory, random_shards(shards)))
+    return str(write_corpus(directory, random_shards(shards), vocabulary_size=1000))
 
 
 # What a data set may be made of. A test that holds for one holds for all of them.

@@ -37,19 +37,25 @@ def make_sharding(data: int, fsdp: int, tensor: int, *axes: object) -> NamedShar
     return NamedSharding(Mesh(devices, ("data", "fsdp", "tensor")), PartitionSpec(*(axes or (None, ("data", "fsdp")))))
 
 
-@pytest.mark.parametrize(
-    ("S", "B", "sharding"),
-    [
-        (1, 16, (1, 1, 1)),
-        (1, 16, (8, 1, 1)),
-        (2, 8, (2, 4, 1)),
-        (2, 8, (2, 2, 2)),
-        (4, 4, (1, 2, 4)),
-        (16, 1, (1, 1, 8)),
-        (2, 8, (2, 2, 2, "data", "fsdp", "tensor")),
-        (2, 8, (2, 2, 2, None, None, ("data", "tensor"))),
-    ],
-)
+SPLITS: list[tuple[int, int, tuple]] = [
+    (2, 8, (2, 2, 2)),
+    (1, 16, (1, 1, 1)),
+    (1, 16, (8, 1, 1)),
+    (2, 8, (2, 4, 1)),
+    (4, 4, (1, 2, 4)),
+    (16, 1, (1, 1, 8)),
+    (2, 8, (2, 2, 2, "data", "fsdp", "tensor")),
+    (2, 8, (2, 2, 2, None, None, ("data", "tensor"))),
+]
+# All of them of one kind, and one of them of each kind; every other in the soak.
+CASES = [
+    pytest.param(kind, *split, marks=() if kind == "tokens" or split == SPLITS[0] else pytest.mark.soak)
+    for kind in KINDS
+    for split in SPLITS
+]
+
+
+@pytest.mark.parametrize(("kind", "S", "B", "sharding"), CASES)
 def test_a_step_holds_the_same_examples_on_every_mesh_and_split(
     dataset: Dataset, S: int, B: int, sharding: tuple
 ) -> None:
