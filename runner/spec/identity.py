@@ -53,7 +53,12 @@ def _entries_filled_in(saved: Any, model: Any, path: Sequence[str]) -> Any:
     names = {name for name, field in fields.items() if not field.is_required()}
     defaults = {name: fields[name].get_default(call_default_factory=True) for name in names}
     dumped = type(model[0]).model_construct(**defaults).model_dump(mode="json", include=names)
-    return [dumped | entry if isinstance(entry, dict) else entry for entry in saved]
+    return [_in_order(dumped | entry, list(fields)) if isinstance(entry, dict) else entry for entry in saved]
+
+
+def _in_order(entry: Trajectory, names: Sequence[str]) -> Trajectory:
+    """The same with its keys as a model writes them."""
+    return {name: entry[name] for name in (*(name for name in names if name in entry), *(entry.keys() - set(names)))}
 
 
 def hash_of(record: dict[str, Any]) -> str:
