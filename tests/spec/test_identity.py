@@ -63,8 +63,13 @@ class Decay(Frozen):
     every: int = 2
 
 
+class Part(Decay):
+    limit: int = 1
+
+
 class LaterConfig(JobConfig):
     width: int
+    parts: list[Part] = Field(default=[])
     optimizer: Adam | Sgd = Field(default=Adam(), discriminator="name")
     average: Decay | None = None
     decay: Decay = Decay(factor=0.9)
@@ -72,7 +77,7 @@ class LaterConfig(JobConfig):
 
     @property
     def free_keys(self) -> frozenset[str]:
-        return frozenset({"free"})
+        return frozenset({"free", "parts.limit"})
 
 
 def compare(saved: Trajectory, **config: Any) -> set[str]:
@@ -107,6 +112,11 @@ OLD = {"config.width": 8}
         (OLD | {"config.optimizer.name": "sgd"}, {"optimizer": {"name": "sgd"}}, set()),
         (OLD | {"config.optimizer.name": "adam"}, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name"}),
         (OLD, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name", "config.optimizer.momentum"}),
+        (OLD, {"parts": [{"limit": 2}]}, {"config.parts.0.factor", "config.parts.0.every"}),
+        (OLD | {"config.parts.0.factor": 0.5}, {"parts": [{"limit": 2}]}, set()),
+        (OLD | {"config.parts": [{"factor": 0.5}]}, {"parts": [{"limit": 2}]}, set()),
+        (OLD | {"config.parts.0.factor": 0.4}, {"parts": [{}]}, {"config.parts.0.factor"}),
+        (OLD | {"config.parts.0.factor": 0.5}, {"parts": []}, {"config.parts.0.factor", "config.parts"}),
         (OLD | {"config.gone": 1}, {}, {"config.gone"}),
         (OLD | {"config.decay.gone": 1}, {}, {"config.decay.gone", "config.decay.factor"}),
     ],
