@@ -93,7 +93,7 @@ class DataConfig(TokenSource):
     cache_bytes: NonNegativeInt | None = Field(
         default=None,
         description="Most that a host keeps of a bucket's tokens on its disk, in RUNNER_CACHE; null: a quarter of what "
-        "is free, 0: nothing.",
+        "is free, 0: nothing. Never more than is free.",
     )
 
     @property

@@ -32,12 +32,15 @@ def batch_fields(config: "DataConfig") -> Fields:
 
     `x` is the input, `y` the token after it, `padding_mask` is True where the target is real. Where an example may hold
     several documents, `segment` counts them from 1 (0: padding), and `position` begins anew in each. What a class of
-    somebody else's declares stands beside them.
+    somebody else's declares stands beside them. Raises DataError if it declares one of these.
     """
     fields = dict(TOKEN_FIELDS if config.packing == "concatenate" else DOCUMENT_FIELDS)
     for named in config.sources:
         if is_class(named.source):
-            fields |= load_own(named).fields
+            own = load_own(named).fields
+            if taken := sorted({*DOCUMENT_FIELDS} & {*own}):
+                raise DataError(f"data.source={named.source}: declares the field {taken[0]}, which is the batch's own")
+            fields |= own
     return fields
 
 

@@ -1,7 +1,7 @@
 """A source of one's own: what it promises is held against what it gives, and a run on it is restored like any other."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -60,6 +60,10 @@ class Negative(Squares):
 
 class Nameless(Squares):
     fingerprint = ""
+
+
+class Taking(Squares):
+    fields: ClassVar = {"weight": np.float32, "y": np.float32}
 
 
 class Drifting(Squares):
@@ -150,6 +154,7 @@ def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str)
         ("Squares", {"first": 1, "last": 2}, r"data\.options: got an unexpected keyword argument 'last'"),
         ("Nameless", {"first": 1}, r"Nameless: fingerprint is '', needs a text"),
         ("Unfinished", {}, r"Unfinished: lacks __len__, fingerprint, read, vocabulary_size"),
+        ("Taking", {"first": 1}, r"Taking: declares the field y, which is the batch's own"),
         ("Sqares", {"first": 1}, r"has no Sqares; did you mean Squares\?"),
         ("DataConfig", {}, r"DataConfig is not a subclass of Source"),
     ],
