@@ -250,8 +250,7 @@ class BaseTrainer(RestoreableJob):
     def identity(self) -> Trajectory:
         """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
         known = super().identity() | {"config.data": self.dataset.fingerprint}
-        sizes = {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
-        return known | sizes
+        return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:
         """The spec with mesh, vocabulary and micro-batch filled in."""

@@ -62,11 +62,6 @@ class RangeCache:
         except OSError as error:
             self._stop_writing(error)
 
-    @property
-    def num_slots(self) -> int:
-        """0: nothing is kept."""
-        return self._num_slots
-
     def get(self, name: str, start: int, stop: int) -> bytes | None:
         """Bytes `start .. stop` of `name`, which tells the object and its version; None if they are not there."""
         pieces = []
