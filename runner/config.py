@@ -93,7 +93,7 @@ class DataConfig(TokenSource):
     cache_bytes: NonNegativeInt | None = Field(
         default=None,
         description="Most that a host keeps of a bucket's tokens on its disk, in RUNNER_CACHE; null: a quarter of what "
-        "is free, 0: nothing.",
+        "is free, 0: nothing. Never more than is free.",
     )
 
     @property
@@ -282,8 +282,9 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Evaluation and its sets, micro-batches, what is kept; the total too where the learning rate is constant."""
+        """Evaluation and its sets, micro-batches, what is kept, limits; with a constant learning rate the total too."""
         free = {"eval", "memory", "train.micro_batch_examples", "data.validation", "data.cache_bytes"}
+        free |= {"data.mixture.max_epochs"}
         if self.schedule.name == "constant":
             free |= {"train.total_steps", "train.total_tokens"}
         return frozenset(free)

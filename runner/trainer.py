@@ -248,8 +248,9 @@ class BaseTrainer(RestoreableJob):
         return frozenset(f"config.{key}" for key in self.design.recipe.unread())
 
     def identity(self) -> Trajectory:
-        """The trajectory's keys and the data set's fingerprint."""
-        return super().identity() | {"config.data": self.dataset.fingerprint}
+        """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
+        known = super().identity() | {"config.data": self.dataset.fingerprint}
+        return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:
         """The spec with mesh, vocabulary and micro-batch filled in."""

@@ -28,14 +28,19 @@ class Claimant:
     unread: Container[str]
 
     def refuse_another_trajectory(self, saved: Trajectory, owner: str, url: str) -> None:
-        """Raise `ResumeError` with a line for each key in which `saved`, of `owner`, is another trajectory."""
+        """Raise `ResumeError` with a line for each key in which `saved`, of `owner`, is another trajectory.
+
+        What is `auto` on one side is not known there yet. A checkpoint's identity has what it led to.
+        """
         saved, present = filled_in(saved, self.identity, self.config), self.identity
         lines = [
             self.document.line(
                 tuple(key.split(".")), f"{owner} has {_value(saved, key)}, the spec {_value(present, key)}"
             )
             for key in saved | present
-            if key not in self.unread and _value(saved, key) != _value(present, key)
+            if key not in self.unread
+            and _value(saved, key) != _value(present, key)
+            and "auto" not in (saved.get(key), present.get(key))
         ]
         if lines:
             raise ResumeError("\n".join(lines) + f"\n{url}: this would be another trajectory; use another directory")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from runner.data.index import ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard
-from runner.data.protocol import Source, first_bad
+from runner.data.protocol import Source
 from runner.data.remote.cache import CacheSettings
 from runner.data.remote.reader import BucketReader, ByteRange
 from runner.data.remote.tokens import ObjectTokens
@@ -40,6 +40,7 @@ class Corpus(Tokens, Source):
     """
 
     has_documents = True
+    id_limit: int  # the largest of the index + 1
 
     def __init__(
         self, index: CorpusIndex, parts: Sequence[TokenFile | ObjectTokens], store: Store, listing: Listing
@@ -47,7 +48,7 @@ class Corpus(Tokens, Source):
         super().__init__(parts)
         self._index, self._store = index, store
         self._shards = [shard for shard in index.shards if shard.num_tokens]
-        self._largest_id = max((shard.largest_id for shard in self._shards), default=-1)
+        self.id_limit = 1 + max((shard.largest_id for shard in self._shards), default=-1)
         self._versions = {name: listed.version for name, listed in listing.items()}
         most_bytes = max((shard.num_documents for shard in self._shards), default=1) * ENDS_DTYPE.itemsize
         self._document_ends = functools.lru_cache(max(1, ENDS_BYTES_MAX // max(most_bytes, 1)))(self._read_ends)
@@ -72,35 +73,15 @@ class Corpus(Tokens, Source):
         need = self.vocabulary_size
         if need > size:
             raise DataError(
-                f"its tokenizer has {need:,} ids (the largest in the corpus is {self._largest_id:,}), the model's "
+                f"its tokenizer has {need:,} ids (the largest in the corpus is {self.id_limit - 1:,}), the model's "
                 f"vocabulary {size:,}; use a vocabulary of at least {need:,}"
             )
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """See `Source`."""
-        return self.read_many([start], stop - start)[0]
-
-    def read_many(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """See `Source`. Raises DataError naming the place of an id that is beyond the largest of the index."""
-        found = super().read_many(starts, length)
-        place = first_bad(found.ravel(), self._largest_id + 1)
-        if place is not None:
-            row, column = divmod(place, length)
-            raise self._beyond(int(found[row, column]), int(starts[row]) + column)
-        return found
-
-    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """See `Source`, and `read_many`."""
-        found = super().read_ranges(ranges)
-        for (start, _), ids in zip(ranges, found, strict=True):
-            if (place := first_bad(ids, self._largest_id + 1)) is not None:
-                raise self._beyond(int(ids[place]), start + place)
-        return found
-
-    def _beyond(self, token: int, position: int) -> DataError:
+    def _bad_id(self, token: int, position: int, limit: int) -> DataError:
+        """See `Tokens`."""
         return DataError(
-            f"token id {token:,} at {self.describe_position(position)} is beyond {self._largest_id:,}, the largest of "
-            f"the corpus by its {INDEX}: the shard is not the one that this was written for"
+            f"token id {token:,} at {self.describe_position(position)} is beyond {limit - 1:,}, the largest of the "
+            f"corpus by its {INDEX}: the shard is not the one that this was written for"
         )
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runner.data.mixture import Mixture
-from runner.data.opening import load_own, open_source
+from runner.data.opening import load_own, open_source, refuse_unread
 from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, Rows
 from runner.data.protocol import Source
 from runner.data.source import is_class
@@ -22,7 +22,7 @@ from runner.errors import DataError
 from runner.storage import JsonObject, default_cache_directory
 
 if TYPE_CHECKING:
-    from runner.config import DataConfig, MixtureSource
+    from runner.config import DataConfig, MixtureSource, TokenSource
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -32,12 +32,15 @@ def batch_fields(config: "DataConfig") -> Fields:
 
     `x` is the input, `y` the token after it, `padding_mask` is True where the target is real. Where an example may hold
     several documents, `segment` counts them from 1 (0: padding), and `position` begins anew in each. What a class of
-    somebody else's declares stands beside them.
+    somebody else's declares stands beside them. Raises DataError if it declares one of these.
     """
     fields = dict(TOKEN_FIELDS if config.packing == "concatenate" else DOCUMENT_FIELDS)
     for named in config.sources:
         if is_class(named.source):
-            fields |= load_own(named).fields
+            own = load_own(named).fields
+            if taken := sorted({*DOCUMENT_FIELDS} & {*own}):
+                raise DataError(f"data.source={named.source}: declares the field {taken[0]}, which is the batch's own")
+            fields |= own
     return fields
 
 
@@ -105,8 +108,8 @@ class Dataset:
 
     @property
     def vocabulary_size(self) -> int:
-        """Every id is below it: the tokenizer's, or the source's own; token files are read whole, once."""
-        return max(source.vocabulary_size for source in self._sources.values())
+        """Every id to train on is below it: the tokenizer's, or the source's own; token files are read whole, once."""
+        return max(part.source.vocabulary_size for part in self.parts)
 
     def check(self) -> None:
         """Raise DataError if the tokens are no longer those that the job began with. Cheap: before each save.
@@ -199,20 +202,29 @@ def load_dataset(
     data cannot serve the config.
     """
     cache_directory = default_cache_directory() if cache_directory is None else cache_directory
+
+    def opened(label: str, named: "TokenSource") -> Source:
+        try:
+            return open_source(named, config, cache_directory, vocabulary_size)
+        except DataError as error:
+            key = label.partition("=")[0]
+            raise error if key == "data.source" else DataError(f"{key}: {error}") from error
+
     sources: dict[str, Source] = {}
     parts: list[Part] = []
     validation: dict[str, Examples] = {}
     for named in config.sources:
         label = f"data.mixture.{named.name}={named.source}" if config.mixture else f"data.source={named.source}"
-        source = sources[label] = open_source(named, config, cache_directory, vocabulary_size)
+        source = sources[label] = opened(label, named)
         train, held_out = _split(label, source, config)
         parts.append(_make_part(named, label, source, train, config, seed))
         if held_out.num_tokens:
             validation[named.name if config.mixture else VALIDATION] = PACKINGS[config.packing](source, held_out)
     for name, further in config.validation.items():
         label = f"data.validation.{name}={further.source}"
-        source = sources[label] = open_source(further, config, cache_directory, vocabulary_size)
+        source = sources[label] = opened(label, further)
         validation[name] = PACKINGS[config.packing](source, Split(0, len(source), config.sequence_length))
+    refuse_unread(config, sources.values())
     fields = batch_fields(config)
     _refuse_unusable(
         fields,
@@ -283,7 +295,10 @@ def _content(part: Part) -> JsonObject:
         "tokenizer": tokenizer and [tokenizer.name, tokenizer.vocabulary_size, tokenizer.characters],
         "order": probe_order(part.order, num_windows=part.examples.num_examples),
     }
-    return content | ({"packing": part.examples.fingerprint} if part.examples.fingerprint else {})
+    if not part.examples.fingerprint:
+        return content
+    ends = hashlib.sha256(part.source.ends.astype("<i8").data).hexdigest() if isinstance(part.source, Text) else None
+    return content | {"packing": part.examples.fingerprint, "ends": ends}
 
 
 def check_vocabulary(dataset: Dataset, vocabulary_size: int) -> None:

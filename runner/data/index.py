@@ -23,6 +23,7 @@ FORMAT = 1
 DTYPES = ("uint16", "uint32")
 ENDS_DTYPE = np.dtype("<i8")
 HEAD_BYTES = 1 << 12
+VOCABULARY_MAX = 1 << 32
 
 _OF_SHARD = (
     Key("name", str, "its files are `<name>.bin` and `<name>.ends`"),
@@ -102,14 +103,23 @@ class CorpusIndex:
         """Parse the content of the file at `where`. Raises `DataError` if it is damaged or newer than this runner."""
         try:
             record = parse_json(content)
-            if record.get("format") != FORMAT and isinstance(record.get("format"), int):
+            if isinstance(record.get("format"), int) and record["format"] > FORMAT:
                 raise DataError(f"{where} has format {record['format']}, needs {FORMAT}: written by a newer runner")
             check(record, _OF_INDEX, [key.name for key in _OF_INDEX])
             if record.pop("digest") != _digest(record):
                 raise ValueError("it does not match its own digest")
+            if record["format"] != FORMAT:
+                raise ValueError(f"its format is {record['format']}, needs {FORMAT}")
             if record["dtype"] not in DTYPES:
                 raise ValueError(f"dtype is {record['dtype'][:20]!r}, needs one of {', '.join(DTYPES)}")
             shards = tuple(map(_parse_shard, record["shards"]))
+            if len({shard.name for shard in shards}) < len(shards):
+                raise ValueError("two of its shards have one name")
+            largest, size = max((shard.largest_id for shard in shards), default=-1), record["vocabulary_size"]
+            if not largest < size <= VOCABULARY_MAX:
+                raise ValueError(f"vocabulary_size is {size}, needs more than its largest id, {largest}, and 32 bits")
+        except DataError:
+            raise
         except (ValueError, TypeError) as error:
             raise DataError(f"{where} is no index of a corpus: {error}") from error
         return cls(record["dtype"], record["vocabulary_size"], record["tokenizer"], record["separator"], shards)
@@ -119,6 +129,8 @@ class CorpusIndex:
 
 
 def _parse_shard(record: JsonObject) -> Shard:
+    if not isinstance(record, dict):
+        raise ValueError(f"{str(record)[:20]!r} is no shard")
     check(record, _OF_SHARD, [key.name for key in _OF_SHARD])
     shard = Shard(**record)
     if not re.fullmatch(r"\w[\w.-]*", shard.name):

@@ -1,7 +1,7 @@
 """From the keys of a spec to a `Source`: which class reads what they name. Refuses keys that it does not read."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from runner.data.format.opening import open_format
 from runner.data.protocol import Checked, Source
 from runner.data.remote.cache import CacheSettings
 from runner.data.source import BucketFiles, SourceFiles, find_corpus, find_source, is_class
-from runner.data.store import open_token_files
+from runner.data.store import Tokens, open_token_files
 from runner.data.text import Text, load_text
 from runner.errors import DataError, InvalidError
 from runner.spec import load_class
@@ -42,32 +42,41 @@ def open_source(
 
 def _open(named: "TokenSource", config: "DataConfig", cache_directory: Path, vocabulary_size: int | None) -> Source:
     if is_class(named.source):
-        _refuse_unread(named, config, "is a class", ("dtype", "document_separator", "cache_bytes"))
+        _refuse_unread(named, "is a class", "dtype")
         return _make_own(named)
     ranges = CacheSettings(cache_directory, config.cache_bytes, config.sequence_length + 1)
-    unread = () if "://" in named.source else ("cache_bytes",)
     if (corpus := find_corpus(named.source)) is not None:
-        _refuse_unread(named, config, "names a corpus", ("dtype", "document_separator", "options", *unread))
+        _refuse_unread(named, "names a corpus", "dtype", "options")
         return open_corpus(named.source, corpus, ranges)
     files = find_source(named.source)
     if isinstance(files, SourceFiles) and files.format:
-        _refuse_unread(named, config, f"is of {files.format}", ("dtype", "document_separator", *unread))
+        _refuse_unread(named, f"is of {files.format}", "dtype")
         return open_format(files, named.options, cache_directory, vocabulary_size)
     if isinstance(files, BucketFiles) or files.holds_tokens:
-        _refuse_unread(named, config, "names token files", ("document_separator", "options", *unread))
+        _refuse_unread(named, "names token files", "options")
         return open_token_files(files, cache_directory, named.dtype, vocabulary_size, ranges)
-    _refuse_unread(named, config, "names text files", ("dtype", "options", *unread))
+    _refuse_unread(named, "names text files", "dtype", "options")
     return Text(load_text(files, config.tokenizer, cache_directory, _SEPARATORS[config.document_separator]))
 
 
-def _refuse_unread(named: "TokenSource", config: "DataConfig", kind: str, keys: Sequence[str]) -> None:
-    """Refuse a key that says something, and that a source of this kind does not read."""
+def _refuse_unread(named: "TokenSource", kind: str, *keys: str) -> None:
+    """Refuse a key of the source that says something, and that one of this kind does not read."""
     for key in keys:
-        owner = named if key in type(named).model_fields else config
-        value = getattr(owner, key)
-        is_of_one = owner is named or len(config.sources) == 1
-        if is_of_one and value != type(owner).model_fields[key].get_default(call_default_factory=True):
+        if (value := getattr(named, key)) != type(named).model_fields[key].default:
             raise DataError(f"data.{key}={value}: nothing reads it, data.source={named.source} {kind}; leave it out")
+
+
+def refuse_unread(config: "DataConfig", sources: Collection[Source]) -> None:
+    """Raise `DataError` if a key that is said once, for all sources of `config`, is read by none of them."""
+    is_read = {
+        "document_separator": any(isinstance(source, Text) for source in sources),
+        "cache_bytes": any(isinstance(source, Tokens) and source.bytes_fetched_per_token for source in sources),
+    }
+    reader = {"document_separator": "text", "cache_bytes": "in a bucket"}
+    for key, is_needed in is_read.items():
+        value = getattr(config, key)
+        if not is_needed and value != type(config).model_fields[key].default:
+            raise DataError(f"data.{key}={value}: nothing reads it, no source is {reader[key]}; leave it out")
 
 
 def _make_own(named: "TokenSource") -> Source:

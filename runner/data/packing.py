@@ -111,11 +111,14 @@ class _Documents:
         """What an example holds, in order."""
         raise NotImplementedError
 
+    def _sample(self) -> list[int]:
+        """Some of the examples, from the first to the last."""
+        return np.linspace(0, self.num_examples - 1, min(self.num_examples, 16)).astype(np.int64).tolist()
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Of what some of the examples hold, from the first to the last: see `Examples`."""
-        numbers = np.linspace(0, self.num_examples - 1, min(self.num_examples, 16)).astype(np.int64)
-        held = [[(piece.start, piece.length) for piece in self.pieces(int(number))] for number in numbers]
+        held = [[(piece.start, piece.length) for piece in self.pieces(number)] for number in self._sample()]
         return hashlib.sha256(repr((type(self).__name__, self.num_examples, held)).encode()).hexdigest()
 
     def read(self, numbers: np.ndarray) -> Rows:
@@ -153,6 +156,8 @@ class Packed(_Documents):
         self._rest_examples = next(count for count in range(self._block_examples + 1) if _filled(count * T) >= rest)
         self.num_examples = self._num_whole_blocks * self._block_examples + self._rest_examples
         self._plan: Callable[[int], list[list[Piece]]] = functools.lru_cache(maxsize=PLANS_KEPT)(self._make_plan)
+        if not any(map(self.pieces, self._sample())):
+            self.num_examples = 0  # documents of one token alone: all would be padding
 
     def pieces(self, number: int) -> list[Piece]:
         """See `_Documents`."""

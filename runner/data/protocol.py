@@ -32,7 +32,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Another one for other ids: a run that has begun with one is never continued with another.
+        """Another one for other ids or documents: a run that has begun with one is never continued with another.
 
         Asked at the start and before each save, so it should cost little.
         """
@@ -49,7 +49,7 @@ class Source(ABC):
         """The ids of `length` positions from each start on: (number of starts, length)."""
         if not len(starts):
             return np.zeros((0, length), np.int32)
-        return np.stack([self.read(int(start), int(start) + length) for start in starts])
+        return np.stack(self.read_ranges([(start, start + length) for start in np.asarray(starts).tolist()]))
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """The ids of several stretches of positions, each from a start to a stop. Replace it where each read waits."""
@@ -113,7 +113,16 @@ class Checked(Source):
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """See `Source`. Raises `DataError` naming the position too where an id is beyond the vocabulary."""
-        found = self._source.read(start, stop)
+        return self._looked_at(self._source.read(start, stop), start, stop)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """See `Source`, and `read`."""
+        found = self._source.read_ranges(ranges)
+        if len(found) != len(ranges):
+            raise self._broken(f"read_ranges gave {len(found)} arrays, needs {len(ranges)}")
+        return [self._looked_at(ids, *range_) for ids, range_ in zip(found, ranges, strict=True)]
+
+    def _looked_at(self, found: np.ndarray, start: int, stop: int) -> np.ndarray:
         if not isinstance(found, np.ndarray) or found.shape != (stop - start,) or found.dtype.kind not in "iu":
             what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else type(found).__name__
             raise self._broken(f"read({start}, {stop}) gave {what}, needs an array of {stop - start} integers")

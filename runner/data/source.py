@@ -109,6 +109,8 @@ def find_source(name: str) -> SourceFiles | BucketFiles:
     if "://" in name:
         return _find_in_bucket(name)
     paths = _stdlib_paths() if name == PYTHON_STDLIB else _matching_paths(name)
+    if not paths and os.path.exists(os.path.expanduser(name)):
+        raise DataError(f"data.source={name}: is a device, a pipe or a socket; needs a file")
     if not paths:
         raise DataError(f"data.source={name}: no file matches{_nearest_name(name)}")
     formats = {_format_of(path) for path in paths}

@@ -111,7 +111,14 @@ class IdRange:
 
 
 class Tokens:
-    """Parts read as if they were concatenated: a range may span parts, nothing is copied until it is read."""
+    """Parts read as if they were concatenated: a range may span parts, nothing is copied until it is read.
+
+    Attributes:
+        id_limit: every id must be below it and none negative, which is looked at where ids are read: by `read`,
+            `read_many` and `read_ranges` alike. None: it is known already.
+    """
+
+    id_limit: int | None = None
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = [part for part in parts if len(part)]
@@ -139,9 +146,18 @@ class Tokens:
     def read_many(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """The ids of `length` positions from each of `starts` on: (number of starts, length).
 
-        Of a file each row is one `pread` into its place; of objects all rows are asked for at a time.
+        Of a file each row is one `pread` into its place; of objects all rows are asked for at a time. Raises DataError
+        naming the place of an id beyond `id_limit`.
         """
         starts = np.asarray(starts, np.int64)
+        found = self._gather(starts, length)
+        if self.id_limit is not None and (place := first_bad(found.ravel(), self.id_limit)) is not None:
+            row, column = divmod(place, length)
+            raise self._bad_id(int(found[row, column]), int(starts[row]) + column, self.id_limit)
+        return found
+
+    def _gather(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """What `read_many` gives, not looked at."""
         assert not starts.size or (starts.min() >= 0 and starts.max() + length <= len(self))
         if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
             return np.lib.stride_tricks.sliding_window_view(self.parts[0], length)[starts]
@@ -156,7 +172,10 @@ class Tokens:
         return out
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """The ids of several stretches, each from a start to a stop; of objects all are asked for at a time."""
+        """The ids of several stretches, each from a start to a stop; of objects all are asked for at a time.
+
+        Raises DataError as `read_many` does.
+        """
         if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
             return [self.parts[0][start:stop] for start, stop in ranges]
         found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
@@ -165,6 +184,8 @@ class Tokens:
             part = bisect.bisect_right(self._ends, start)
             pieces += self._split(part, start - int(self._bounds[part]), row)
         self._fill(pieces)
+        for (start, _), ids in zip(ranges, found, strict=True):
+            self._refuse_bad_id(ids, start)
         return found
 
     def _split(self, part: int, offset: int, row: np.ndarray) -> Iterator[Piece]:
@@ -188,17 +209,27 @@ class Tokens:
                     out[:] = part[offset : offset + len(out)]
         read_objects(remote)
 
-    def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fill the 1-D array `out` with the ids from position `start` on, cast to its dtype."""
-        done = 0
-        for piece in self._pieces(start, start + len(out)):
-            out[done : done + len(piece)] = piece
-            done += len(piece)
-
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The ids of positions `start .. stop`, copied only where they span parts."""
+        """The ids of positions `start .. stop`, copied only where they span parts. Raises as `read_many` does."""
         pieces = list(self._pieces(start, stop))
-        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
+        found = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
+        self._refuse_bad_id(found, start)
+        return found
+
+    def _refuse_bad_id(self, ids: np.ndarray, start: int) -> None:
+        """Raise `DataError` if one of the ids from position `start` on is none."""
+        if self.id_limit is not None and (place := first_bad(ids, self.id_limit)) is not None:
+            raise self._bad_id(int(ids[place]), start + place, self.id_limit)
+
+    def _bad_id(self, token: int, position: int, limit: int) -> DataError:
+        """The error of an id that is negative, or not below `limit`."""
+        where = self.describe_position(position)
+        if token < 0:
+            return DataError(f"token id {token} at {where} is negative")
+        return DataError(
+            f"token id {token:,} at {where} is beyond the model's vocabulary of {limit:,} ids; use a vocabulary of at "
+            f"least {token + 1:,}"
+        )
 
     def check(self) -> None:
         """Raise DataError if a file has another size or time than when the job began, or is gone. Reads no content.
@@ -228,7 +259,7 @@ class Tokens:
         block_tokens = min(PROBE_BLOCK_BYTES // max(part.dtype.itemsize for part in self.parts), len(self))
         num_blocks = min(PROBE_BLOCKS, -(-len(self) // block_tokens))
         starts = [(len(self) - block_tokens) * i // max(num_blocks - 1, 1) for i in range(num_blocks)]
-        digest.update(Tokens.read_many(self, starts, block_tokens).astype("<i8").data)
+        digest.update(self._gather(np.array(starts, np.int64), block_tokens).astype("<i8").data)
         return digest.hexdigest()
 
     def scan(self) -> IdRange:
@@ -260,31 +291,7 @@ class TokenFiles(Tokens, Source):
         super().__init__(parts)
         self._cache_directory = cache_directory
         self._is_in_bucket = any(isinstance(part, ObjectTokens) for part in self.parts)
-        self._believed = believed if self._is_in_bucket or len(self) > SCANNED_TOKENS_MAX else None
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """See `Source`. Raises DataError naming the place of an id that is beyond a vocabulary that was believed."""
-        found = super().read(start, stop)
-        if self._believed is not None and (place := first_bad(found, self._believed)) is not None:
-            raise self._beyond(int(found[place]), start + place, self._believed)
-        return found
-
-    def read_many(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """See `Source`, and `read`."""
-        found = super().read_many(starts, length)
-        if self._believed is not None and (place := first_bad(found.ravel(), self._believed)) is not None:
-            row, column = divmod(place, length)
-            raise self._beyond(int(found[row, column]), int(starts[row]) + column, self._believed)
-        return found
-
-    def _beyond(self, token: int, position: int, size: int) -> DataError:
-        where = self.describe_position(position)
-        if token < 0:
-            return DataError(f"token id {token} at {where} is negative")
-        return DataError(
-            f"token id {token:,} at {where} is beyond the model's vocabulary of {size:,} ids; use a vocabulary of at "
-            f"least {token + 1:,}"
-        )
+        self.id_limit = believed if self._is_in_bucket or len(self) > SCANNED_TOKENS_MAX else None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -294,7 +301,7 @@ class TokenFiles(Tokens, Source):
     @property
     def vocabulary_size(self) -> int:
         """The one believed, else the largest id + 1. Raises DataError if an id is negative."""
-        return self._id_range.largest + 1 if self._believed is None else self._believed
+        return self._id_range.largest + 1 if self.id_limit is None else self.id_limit
 
     @functools.cached_property
     def _id_range(self) -> IdRange:
@@ -305,13 +312,13 @@ class TokenFiles(Tokens, Source):
             )
         found = scan_cached(self, self._cache_directory)
         if found.smallest < 0:
-            raise self._beyond(found.smallest, found.smallest_position, 0)
+            raise self._bad_id(found.smallest, found.smallest_position, 0)
         return found
 
     def refuse_vocabulary(self, size: int) -> None:
         """See `Source`. Reads all ids the first time, and the answer is cached."""
         if self.vocabulary_size > size:
-            raise self._beyond(self._id_range.largest, self._id_range.largest_position, size)
+            raise self._bad_id(self._id_range.largest, self._id_range.largest_position, size)
 
 
 def changed(file: SourceFile) -> DataError:

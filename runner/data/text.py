@@ -38,7 +38,8 @@ class TokenisedText:
 class Text(Tokens, Source):
     """The tokens of text files, which this host has made or has found in its cache. They are read no more.
 
-    A file is a document. What separates it from the next is its own end.
+    A file is a document. What separates it from the next is its own end. The fingerprint is that of the ids alone:
+    where documents matter, `ends` (int64, of the files, in ids) is looked at too.
     """
 
     has_documents = True
@@ -46,7 +47,7 @@ class Text(Tokens, Source):
     def __init__(self, text: TokenisedText) -> None:
         super().__init__([text.ids])
         self.tokenizer = text.tokenizer
-        self._sha256, self._document_ends = text.sha256, text.ends
+        self._sha256, self.ends = text.sha256, text.ends
 
     @property
     def fingerprint(self) -> str:
@@ -59,8 +60,8 @@ class Text(Tokens, Source):
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
         """See `Source`."""
-        first, last = np.searchsorted(self._document_ends, (start, stop), side="right")
-        return self._document_ends[first:last]
+        first, last = np.searchsorted(self.ends, (start, stop), side="right")
+        return self.ends[first:last]
 
     def refuse_vocabulary(self, size: int) -> None:
         """See `Source`."""

@@ -52,7 +52,8 @@ class Design:
     @functools.cached_property
     def dataset(self) -> Dataset:
         """The tokens that the spec names. Reads the data on this host."""
-        with self.document.blaming("config.data.source"):
+        is_one = not self.config.data.mixture and not self.config.data.validation
+        with self.document.blaming("config.data.source" if is_one else "config.data"):
             named = self.vocabulary_size if self.names_vocabulary else None
             dataset = load_dataset(self.config.data, seed=self.seed, vocabulary_size=named)
         if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from runner.config import DataConfig
-from runner.data import Dataset, load_dataset
+from runner.data import Dataset, Source, load_dataset
 from tests.data.buckets import random_shards, write_corpus
 
 DEFAULTS = {"sequence_length": 8, "validation_fraction": 0.2}
@@ -19,6 +19,14 @@ def load(
 ) -> Dataset:
     config = DataConfig.model_validate({**DEFAULTS, "source": str(source), **changes})
     return load_dataset(config, seed=seed, vocabulary_size=vocabulary_size, cache_directory=cache)
+
+
+# All the ways in which the ids of a source are read.
+READS: dict[str, Callable[[Source, int, int], Any]] = {
+    "read": lambda source, start, stop: source.read(start, stop),
+    "read_many": lambda source, start, stop: source.read_many(np.array([start, 0]), stop - start),
+    "read_ranges": lambda source, start, stop: source.read_ranges([(start, stop), (0, 5)]),
+}
 
 
 def write_bin(path: Path, ids: Sequence[int] | np.ndarray) -> Path:

@@ -47,6 +47,18 @@ def test_a_key_that_is_missing_or_of_another_kind_is_told(name, value):
         CorpusIndex.decode(rewritten(**{name: value}), "here")
 
 
+@pytest.mark.parametrize("size", [-1, 0, 40, 1 << 33])
+def test_a_vocabulary_that_cannot_be_is_told(size):
+    index = dataclasses.replace(INDEX, vocabulary_size=size)
+    with pytest.raises(DataError, match=rf"^here is no index of a corpus: vocabulary_size is {size}"):
+        CorpusIndex.decode(index.encode(), "here")
+
+
+def test_a_newer_format_is_told():
+    with pytest.raises(DataError, match=r"^here has format 2, needs 1: written by a newer runner"):
+        CorpusIndex.decode(rewritten(format=2), "here")
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"null", INDEX.encode()[:-3], b"[" * 99999])
 def test_what_is_no_index_is_told(content):
     with pytest.raises(DataError, match=r"^here is no index of a corpus"):
@@ -54,9 +66,13 @@ def test_what_is_no_index_is_told(content):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"name": ""}, {"name": "../00000"}, {"name": "/etc/passwd"}, {"num_tokens": -1}, {"num_documents": -1}]
+    "changes",
+    [
+        *({"name": name} for name in ("", "../00000", "/etc/passwd", "00001")),
+        *({"num_tokens": -1}, {"num_documents": -1}, {"largest_id": -2}, {"largest_id": 50}),
+    ],
 )
 def test_a_shard_that_cannot_be_is_told(changes):
-    index = dataclasses.replace(INDEX, shards=(dataclasses.replace(SHARD, **changes),))
+    index = dataclasses.replace(INDEX, shards=(dataclasses.replace(SHARD, **changes), *INDEX.shards[1:]))
     with pytest.raises(DataError, match=r"^here is no index of a corpus"):
         CorpusIndex.decode(index.encode(), "here")

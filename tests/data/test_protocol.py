@@ -1,7 +1,7 @@
 """A source of one's own: what it promises is held against what it gives, and a run on it is restored like any other."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from runner.config import DataConfig
 from runner.data import Source, check_vocabulary, load_dataset
 from runner.errors import DataError, InvalidError, PreemptedError
 from runner.storage import LocalStore, read_json
+from tests.data.corpus import READS
 from tests.support.tiny import StopAfter, gpt
 
 
@@ -61,6 +62,10 @@ class Nameless(Squares):
     fingerprint = ""
 
 
+class Taking(Squares):
+    fields: ClassVar = {"weight": np.float32, "y": np.float32}
+
+
 class Drifting(Squares):
     reads = 0
 
@@ -109,6 +114,22 @@ def test_another_fingerprint_or_length_is_another_data_set() -> None:
     assert fingerprints[0] == load("Squares").fingerprint
 
 
+def test_all_ways_to_read_lead_to_the_one_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def read_ranges(source: Squares, ranges: Any) -> list[np.ndarray]:
+        asked.append(ranges)
+        return [source.read(*range_) for range_ in ranges]
+
+    monkeypatch.setattr(Squares, "read_ranges", read_ranges)
+    source = load("Squares").parts[0].source
+    assert (source.read_many(np.array([7, 20]), 9)[1] == source.read_ranges([(20, 29)])[0]).all()
+    assert asked == [[(7, 16), (20, 29)], [(20, 29)]]
+    monkeypatch.setattr(Squares, "read_ranges", lambda source, ranges: [])
+    with pytest.raises(DataError, match="read_ranges gave 0 arrays, needs 1"):
+        source.read_ranges([(0, 9)])
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -121,8 +142,9 @@ def test_another_fingerprint_or_length_is_another_data_set() -> None:
 )
 def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str) -> None:
     dataset = load(name, validation_fraction=0.0)
-    with pytest.raises(DataError, match=message):
-        dataset.parts[0].source.read(0, 9)
+    for read in READS.values():
+        with pytest.raises(DataError, match=message):
+            read(dataset.parts[0].source, 0, 9)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +154,7 @@ def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str)
         ("Squares", {"first": 1, "last": 2}, r"data\.options: got an unexpected keyword argument 'last'"),
         ("Nameless", {"first": 1}, r"Nameless: fingerprint is '', needs a text"),
         ("Unfinished", {}, r"Unfinished: lacks __len__, fingerprint, read, vocabulary_size"),
+        ("Taking", {"first": 1}, r"Taking: declares the field y, which is the batch's own"),
         ("Sqares", {"first": 1}, r"has no Sqares; did you mean Squares\?"),
         ("DataConfig", {}, r"DataConfig is not a subclass of Source"),
     ],
@@ -141,11 +164,9 @@ def test_a_class_that_cannot_serve_is_refused_with_a_line(name: str, options: di
         load(name, options=options)
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "uint16"}, {"document_separator": "nul"}])
-def test_keys_that_it_does_not_read_are_refused(changes: dict[str, str]) -> None:
-    (key,) = changes
-    with pytest.raises(DataError, match=rf"data\.{key}=.*: nothing reads it, data\.source=.*Squares is a class"):
-        load("Squares", **changes)
+def test_a_type_of_ids_is_refused_that_it_does_not_read() -> None:
+    with pytest.raises(DataError, match=r"data\.dtype=.*: nothing reads it, data\.source=.*Squares is a class"):
+        load("Squares", dtype="uint16")
 
 
 def test_options_are_refused_where_no_class_reads_them(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_a_damaged_cache_is_a_miss(bins: Pair, damage: Callable[[Path], None]) -
     bins.refuse_difference(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 41, 42, 100, 1 << 15, None])
+@pytest.mark.parametrize("cache_bytes", [0, 41, 42, 100, 1 << 15, 1 << 70, None])
 def test_a_cache_of_any_size_gives_the_same_rows_and_stays_within_it(bins: Pair, cache_bytes: int | None) -> None:
     for sequence_length in (8, 5):
         local = load(bins.directory / bins.pattern, cache=bins.cache, sequence_length=sequence_length)

@@ -1,5 +1,6 @@
 """Several sources in one data set: mixtures, sets to validate on, and what is refused of them."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,40 @@ def test_keys_that_do_not_fit_together_are_refused(case: str) -> None:
         DataConfig.model_validate({"sequence_length": T, **given})
 
 
+SHARED = {"document_separator": ("nul", "no source is text"), "cache_bytes": (9, "no source is in a bucket")}
+
+
+@pytest.mark.parametrize("key", SHARED)
+def test_a_key_of_all_sources_is_refused_where_none_reads_it(tmp_path: Path, key: str) -> None:
+    value, words = SHARED[key]
+    tokens = write_bin(tmp_path / "tokens.bin", range(500))
+    sets = {"one": {"source": str(tokens)}, "many": {"source": "python-stdlib", "mixture": three(tmp_path)}}
+    for names in sets.values():
+        with pytest.raises(DataError, match=f"data.{key}={value}: nothing reads it, {words}"):
+            load(cache=tmp_path / "cache", **names, **{key: value})
+
+
+def test_a_separator_is_read_by_a_set_to_validate_on(tmp_path: Path) -> None:
+    tokens, sets = write_bin(tmp_path / "a.bin", range(500)), {"text": write_documents(tmp_path / "text", 60, seed=4)}
+    load(tokens, cache=tmp_path / "cache", validation=sets, document_separator="nul")
+
+
+def test_what_validates_is_no_part_of_the_vocabulary(tmp_path: Path) -> None:
+    tokens, larger = write_bin(tmp_path / "a.bin", range(500)), write_bin(tmp_path / "larger.bin", range(900))
+    dataset = load(tokens, cache=tmp_path / "cache", validation={"larger": str(larger)})
+    assert dataset.vocabulary_size == 500
+    with pytest.raises(DataError, match=r"data\.validation\.larger=.*: token id 899 .* at least 900"):
+        check_vocabulary(dataset, dataset.vocabulary_size)
+
+
+def test_an_error_names_the_source_of_several(tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone.bin")
+    with pytest.raises(DataError, match=r"data\.mixture\.b: data\.source=.*gone\.bin: no file matches"):
+        load_three(tmp_path, mixture=three(tmp_path, b={"source": gone}))
+    with pytest.raises(DataError, match=r"data\.validation\.web: data\.source=.*gone\.bin: no file matches"):
+        load_three(tmp_path, validation={"web": gone})
+
+
 @pytest.mark.parametrize("packing", ["documents", "pad"])
 def test_tokens_without_documents_are_not_packed_by_documents(tmp_path: Path, packing: str) -> None:
     with pytest.raises(
@@ -178,9 +213,16 @@ def test_documents_of_one_token_hold_no_target(tmp_path: Path) -> None:
     for index in range(40):
         (tmp_path / f"{index}.txt").write_text("a")
     only = {"cache": tmp_path / "cache", "validation_fraction": 0}
-    with pytest.raises(DataError, match="no document has two tokens"):
-        load(f"{tmp_path}/*.txt", packing="pad", **only)
-    assert not load(f"{tmp_path}/*.txt", packing="documents", **only).rows("train", 0, 2)["padding_mask"].any()
+    for packing in ("pad", "documents"):
+        with pytest.raises(DataError, match="no document has two tokens"):
+            load(f"{tmp_path}/*.txt", packing=packing, **only)
+        with pytest.raises(DataError, match=r"data\.validation ones: holds less than one example"):
+            load(
+                write_documents(tmp_path / packing, 60, seed=4),
+                packing=packing,
+                cache=tmp_path / "cache",
+                validation={"ones": f"{tmp_path}/*.txt"},
+            )
 
 
 def test_a_vocabulary_that_is_too_small_for_one_source_names_it(tmp_path: Path) -> None:
@@ -188,6 +230,21 @@ def test_a_vocabulary_that_is_too_small_for_one_source_names_it(tmp_path: Path) 
     check_vocabulary(dataset, 20_400)
     with pytest.raises(DataError, match=r"^data\.mixture\.c=.*c\.bin: token id 20,399 .* vocabulary of 20,000"):
         check_vocabulary(dataset, 20_000)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "documents", "pad"])
+def test_other_ends_of_one_document_are_other_data_wherever_documents_matter(tmp_path: Path, packing: str) -> None:
+    text, prints = bytes(97 + place % 26 for place in range(2000)), []
+    for first in (20, 19):  # of a hundred documents the fourth and the fifth
+        directory = tmp_path / str(first)
+        directory.mkdir()
+        edges = [*range(0, 2000, 20), 2000]
+        edges[4] = 60 + first
+        for number, (start, stop) in enumerate(itertools.pairwise(edges)):
+            (directory / f"{number:03}.txt").write_bytes(text[start:stop])
+        found = load(f"{directory}/*.txt", cache=tmp_path / "cache", packing=packing, validation_fraction=0)
+        prints.append(found.fingerprint)
+    assert (prints[0] == prints[1]) == (packing == "concatenate")
 
 
 def test_an_empty_document_is_none(tmp_path: Path) -> None:

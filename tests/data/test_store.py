@@ -13,9 +13,9 @@ from tests.data.corpus import write_bin, write_npy
 
 
 def read(tokens: Tokens, start: int, stop: int) -> list[int]:
-    out = np.empty(stop - start, np.int32)
-    tokens.read_into(out, start)
-    return out.tolist()
+    found = tokens.read(start, stop).tolist()
+    assert found == tokens.read_ranges([(start, stop)])[0].tolist()
+    return found
 
 
 def test_files_of_a_glob_read_as_one_sequence_and_ranges_may_span_them(tmp_path: Path) -> None:
@@ -42,9 +42,7 @@ def test_uint32_ids_are_read_as_such_where_the_spec_says_so(tmp_path: Path) -> N
     ids = np.random.default_rng(0).integers(0, 2**32, 300)
     ids.astype("<u4").tofile(tmp_path / "a.bin")
     tokens = open_token_files(find_source(f"{tmp_path}/a.bin"), tmp_path, "uint32")
-    out = np.empty(300, np.int64)
-    tokens.read_into(out, 0)
-    assert out.tolist() == ids.tolist()
+    assert read(tokens, 0, 300) == ids.tolist()
 
 
 @pytest.mark.parametrize("vocabulary_size", [4, 256, 50_304, 100_000, 1_000_000])

@@ -63,22 +63,21 @@ class Decay(Frozen):
     every: int = 2
 
 
-class Part(Frozen):
-    name: str
-    weight: float = 1.0
+class Part(Decay):
+    limit: int = 1
 
 
 class LaterConfig(JobConfig):
     width: int
+    parts: list[Part] = Field(default=[])
     optimizer: Adam | Sgd = Field(default=Adam(), discriminator="name")
     average: Decay | None = None
     decay: Decay = Decay(factor=0.9)
-    parts: list[Part] = Field(default=[])
     free: int = 3
 
     @property
     def free_keys(self) -> frozenset[str]:
-        return frozenset({"free"})
+        return frozenset({"free", "parts.limit"})
 
 
 def compare(saved: Trajectory, **config: Any) -> set[str]:
@@ -113,12 +112,12 @@ OLD = {"config.width": 8}
         (OLD | {"config.optimizer.name": "sgd"}, {"optimizer": {"name": "sgd"}}, set()),
         (OLD | {"config.optimizer.name": "adam"}, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name"}),
         (OLD, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name", "config.optimizer.momentum"}),
+        (OLD, {"parts": [{"limit": 2}]}, {"config.parts.0.factor", "config.parts.0.every"}),
+        (OLD | {"config.parts.0.factor": 0.5}, {"parts": [{"limit": 2}]}, set()),
+        (OLD | {"config.parts": [{"factor": 0.5}]}, {"parts": [{"limit": 2}]}, set()),
+        (OLD | {"config.parts.0.factor": 0.4}, {"parts": [{}]}, {"config.parts.0.factor"}),
+        (OLD | {"config.parts.0.factor": 0.5}, {"parts": []}, {"config.parts.0.factor", "config.parts"}),
         (OLD | {"config.gone": 1}, {}, {"config.gone"}),
-        (OLD | {"config.parts": [{"name": "a"}]}, {"parts": [{"name": "a"}]}, set()),
-        (OLD | {"config.parts": [{"name": "a"}]}, {"parts": [{"name": "a", "weight": 2}]}, {"config.parts"}),
-        (OLD | {"config.parts": [{"name": "b"}]}, {"parts": [{"name": "a"}]}, {"config.parts"}),
-        (OLD | {"config.parts": [{"name": "a"}]}, {}, {"config.parts"}),
-        (OLD | {"config.parts": [{"weight": 1.0}]}, {"parts": [{"name": "a"}]}, {"config.parts"}),
         (OLD | {"config.decay.gone": 1}, {}, {"config.decay.gone", "config.decay.factor"}),
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),

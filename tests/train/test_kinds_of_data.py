@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from runner.errors import PreemptedError
+from runner.spec import load_document, validate_spec
 from runner.storage import parse_lines
 from tests.data.corpus import KINDS, kept, write_documents
 from tests.support.tiny import RecordingGPT, StopAfter, gpt, leaves_equal, recorded_rows
@@ -26,13 +27,14 @@ def test_stopped_and_resumed_every_bit_is_the_same(tmp_path: Path, kind: str) ->
     data["validation"] = {"other": write_documents(tmp_path / "other", 60, 9)}
     if "mixture" in data:
         data["mixture"] = [named | {"max_epochs": 1000} for named in data["mixture"]]
-    changes = {"config.data": data, "config.model.vocabulary_size": 4096}
+    changes = {"config.data": data}
     whole = gpt(tmp_path / "whole", RecordingGPT, **changes)
     whole()
     parts = gpt(tmp_path / "parts", RecordingGPT, **changes)
     with pytest.raises(PreemptedError):
         parts(stop=StopAfter(parts, STOP))
-    parts = gpt(tmp_path / "parts", RecordingGPT, **changes)
+    document = load_document(tmp_path / "parts" / "spec.yaml")  # as the run has written it, nothing left open
+    parts = RecordingGPT(validate_spec(document), document)
     parts()
     assert parts.step == whole.step == STEPS
     assert leaves_equal(parts.state, whole.state)

@@ -62,11 +62,6 @@ class RangeCache:
         except OSError as error:
             self._stop_writing(error)
 
-    @property
-    def num_slots(self) -> int:
-        """0: nothing is kept."""
-        return self._num_slots
-
     def get(self, name: str, start: int, stop: int) -> bytes | None:
         """Bytes `start .. stop` of `name`, which tells the object and its version; None if they are not there."""
         pieces = []
@@ -130,16 +125,15 @@ def _open(path: Path) -> FileIO:
 
 
 def _size_file(file: FileIO, max_bytes: int | None) -> int:
-    """Give the file its size, without taking the space yet. Raises OSError.
+    """Give the file its size, without taking the space yet: `max_bytes`, or what the disk has. Raises OSError.
 
-    Without a size in the spec one that is near the share is kept: with another number of slots all would be misses.
+    What depends on the free disk is kept while it is near: with another number of slots all would be misses.
     """
-    status = os.fstat(file.fileno())
-    if max_bytes is None:
-        disk = os.fstatvfs(file.fileno())
-        max_bytes = (disk.f_bavail * disk.f_frsize + status.st_blocks * 512) // FREE_SHARE
-        if max_bytes // 2 <= status.st_size <= 2 * max_bytes:
-            return status.st_size
-    if status.st_size != max_bytes:
-        os.ftruncate(file.fileno(), max_bytes)
-    return max_bytes
+    status, disk = os.fstat(file.fileno()), os.fstatvfs(file.fileno())
+    free_bytes = disk.f_bavail * disk.f_frsize + status.st_blocks * 512
+    size_bytes = free_bytes // FREE_SHARE if max_bytes is None else min(max_bytes, free_bytes)
+    if size_bytes != max_bytes and size_bytes // 2 <= status.st_size <= 2 * size_bytes:
+        return status.st_size
+    if status.st_size != size_bytes:
+        os.ftruncate(file.fileno(), size_bytes)
+    return size_bytes
