@@ -22,6 +22,7 @@ from runner.errors import DataError, InvalidError
 from runner.storage import JsonObject, Store, create, encode_json, read_json
 
 OWNER, SOURCES = "owner.json", "sources.json"
+NAMES = (OWNER, INDEX, "00000-000.bin", "00000-000.ends")  # one of each kind
 _NUM_READERS = 16
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of a store on a disk
 

@@ -19,7 +19,7 @@ from experiments.tokenise import corpus
 from experiments.tokenise.config import BpeConfig, TokeniseConfig
 from experiments.tokenise.piece import Piece, cut_into_pieces
 from experiments.tokenise.pipeline import Encoded, encoded, too_many
-from experiments.tokenise.source import InputFile, find_files, fingerprint_of
+from experiments.tokenise.source import InputFile, find_files, fingerprint_of, would_name
 from experiments.tokenise.tally import Tally
 from experiments.tokenise.vocabulary import Vocabulary, read_vocabulary, sample_of, train, trained_vocabulary
 from runner import ExecutionSpec, RestoreableJob
@@ -32,6 +32,7 @@ from runner.storage import JsonObject, Store, open_store, probe
 
 ROUNDS = 1000  # the last step; so many that a stop is heard soon, and so few that a round without work costs nothing
 _DIGEST_WORDS = 8
+_NAMES_OF_A_RUN = ("events.jsonl", "metrics.jsonl", "spec.yaml")  # of a kind that is read
 
 
 class Tokenise(RestoreableJob):
@@ -80,6 +81,7 @@ class Tokenise(RestoreableJob):
 
     def setup(self, hosts: Hosts) -> None:
         """Find the input and read the tokenizer. Raises `InvalidError` on every host if these do not serve."""
+        self._refuse_own_files()
         self._refuse_unread()
         seen = [fingerprint_of(self.files), len(self.pieces)]
         if not isinstance(self.config.tokenizer, BpeConfig):
@@ -140,6 +142,18 @@ class Tokenise(RestoreableJob):
         return super().result() | {"tokens": index.num_tokens}
 
     # The parts of it.
+
+    def _refuse_own_files(self) -> None:
+        """A source that names what the job writes would be another one at the next attempt."""
+        own = [f"{self.store.url}/{name}" for name in _NAMES_OF_A_RUN]
+        own += [f"{self.output.url}/{name}" for name in corpus.NAMES]
+        found = next((path for path in own if would_name(self.config.source, path)), None)
+        if found is not None:
+            raise self.document.error(
+                "config.source",
+                f"{self.config.source} names what this job writes, as {found}; use a narrower source, or another "
+                "directory and output",
+            )
 
     def _refuse_unread(self) -> None:
         """`field` and `skip_bad` say nothing of text files."""
