@@ -223,7 +223,7 @@ def _nearest_object(store: Store, name: str, listing: dict[str, Listed]) -> str:
         return f"; {store.url}/{name}/ holds no {INDEX}: name its objects, as {store.url}/{name}/*.bin"
     if glob.has_magic(name):
         return ""
-    near = difflib.get_closematches_glob(name, sorted(store.children("")), n=1)
+    near = difflib.get_close_matches(name, sorted(store.children("")), n=1)
     return f"; did you mean {store.url}/{near[0]}?" if near else ""
 
 
@@ -314,7 +314,7 @@ def _nearest_name(name: str) -> str:
     """What to try instead of a source that matched nothing: '; did you mean ...?', or '' if nothing is near."""
     if any(character in name for character in "*?["):
         return ""
-    if difflib.get_closematches_glob(name, [PYTHON_STDLIB]):
+    if difflib.get_close_matches(name, [PYTHON_STDLIB]):
         return f"; did you mean {PYTHON_STDLIB}?"
     missing = Path(os.path.abspath(os.path.expanduser(name)))
     while not missing.parent.exists():
@@ -323,5 +323,5 @@ def _nearest_name(name: str) -> str:
         siblings = sorted(os.listdir(missing.parent))
     except OSError:
         return ""
-    near = difflib.get_closematches_glob(missing.name, siblings, n=1)
+    near = difflib.get_close_matches(missing.name, siblings, n=1)
     return f"; did you mean {missing.parent / near[0]}?" if near else f"; {missing.parent} holds no {missing.name}"
