@@ -79,6 +79,13 @@ class Tokenise(RestoreableJob):
 
     # What a job says of itself.
 
+    def check_directory_and_ask_if_done(self) -> bool:
+        """See `RestoreableJob`; of a job that is done, the corpus must be there whole."""
+        is_done = super().check_directory_and_ask_if_done()
+        if is_done:
+            corpus.refuse_loss(self.output)
+        return is_done
+
     def setup(self, hosts: Hosts) -> None:
         """Find the input and read the tokenizer. Raises `InvalidError` on every host if these do not serve."""
         self._refuse_own_files()

@@ -109,7 +109,7 @@ class CorpusIndex:
                 raise ValueError("it does not match its own digest")
             if record["dtype"] not in DTYPES:
                 raise ValueError(f"dtype is {record['dtype'][:20]!r}, needs one of {', '.join(DTYPES)}")
-            shards = tuple(map(_parse_shard, record["shards"]))
+            shards = tuple(map(parse_shard, record["shards"]))
         except (ValueError, TypeError) as error:
             raise DataError(f"{where} is no index of a corpus: {error}") from error
         return cls(record["dtype"], record["vocabulary_size"], record["tokenizer"], record["separator"], shards)
@@ -118,7 +118,8 @@ class CorpusIndex:
         return {"format": FORMAT, **asdict(self), "shards": [asdict(shard) for shard in self.shards]}
 
 
-def _parse_shard(record: JsonObject) -> Shard:
+def parse_shard(record: JsonObject) -> Shard:
+    """What the index says of a shard. Raises `ValueError` if it is damaged."""
     check(record, _OF_SHARD, [key.name for key in _OF_SHARD])
     shard = Shard(**record)
     if not re.fullmatch(r"\w[\w.-]*", shard.name):

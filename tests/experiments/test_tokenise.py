@@ -321,6 +321,34 @@ def test_what_was_lost_since_is_told_or_made_again(tmp_path, name):
     assert decode_corpus(run / "corpus") == DOCUMENTS
 
 
+@pytest.mark.parametrize("name", ["index.json", "00001-000.bin", "00001-000.ends"])
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_corpus_that_was_lost_since_the_job_was_done_is_told(tmp_path, name, damage):
+    job = tokenise(tmp_path / "run", **_some(tmp_path))
+    job()
+    tokenise(tmp_path / "run", **_some(tmp_path))()
+    path = tmp_path / "run/corpus" / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(content[:-1])
+    with pytest.raises(InvalidError, match=f"{name.partition('.')[0]}.*(since the job was done|is no index)"):
+        tokenise(tmp_path / "run", **_some(tmp_path))()
+
+
+@pytest.mark.parametrize("damage", [b"{", b"[]", b"{}", b'{"num_bad": "x"}', b'{"shards": [3]}'])
+def test_a_damaged_record_is_named_and_its_piece_made_again(tmp_path, damage):
+    run = _stopped(tmp_path)
+    path = run / "corpus/00001.json"
+    record = path.read_bytes()
+    is_part = damage.startswith(b'{"')
+    path.write_bytes(json.dumps(json.loads(record) | json.loads(damage)).encode() if is_part else damage)
+    assert "00001.json is missing or damaged; remove it and run again" in refusal(run, **_some(tmp_path))
+    path.unlink()
+    tokenise(run, **_some(tmp_path))()
+    assert path.read_bytes() == record
+
+
 def test_what_a_killed_process_was_writing_does_not_stay(tmp_path):
     run = _stopped(tmp_path)
     (run / "corpus/.00009-000.bin.0123abcd.tmp").write_bytes(b"half")
