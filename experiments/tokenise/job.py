@@ -88,7 +88,7 @@ class Tokenise(RestoreableJob):
 
     def setup(self, hosts: Hosts) -> None:
         """Find the input and read the tokenizer. Raises `InvalidError` on every host if these do not serve."""
-        self._refuse_own_files()
+        _refuse_own_files(self)
         self._refuse_unread()
         seen = [fingerprint_of(self.files), len(self.pieces)]
         if not isinstance(self.config.tokenizer, BpeConfig):
@@ -149,18 +149,6 @@ class Tokenise(RestoreableJob):
         return super().result() | {"tokens": index.num_tokens}
 
     # The parts of it.
-
-    def _refuse_own_files(self) -> None:
-        """A source that names what the job writes would be another one at the next attempt."""
-        own = [f"{self.store.url}/{name}" for name in _NAMES_OF_A_RUN]
-        own += [f"{self.output.url}/{name}" for name in corpus.NAMES]
-        found = next((path for path in own if would_name(self.config.source, path)), None)
-        if found is not None:
-            raise self.document.error(
-                "config.source",
-                f"{self.config.source} names what this job writes, as {found}; use a narrower source, or another "
-                "directory and output",
-            )
 
     def _refuse_unread(self) -> None:
         """`field` and `skip_bad` say nothing of text files."""
@@ -273,6 +261,19 @@ class Tokenise(RestoreableJob):
             f"vocabulary {index.vocabulary_size:,} ({dtype}); train on it with config.data.source: {url}"
         )
         return index.digest
+
+
+def _refuse_own_files(job: Tokenise) -> None:
+    """A source that names what the job writes would be another one at the next attempt."""
+    own = [f"{job.store.url}/{name}" for name in _NAMES_OF_A_RUN]
+    own += [f"{job.output.url}/{name}" for name in corpus.NAMES]
+    found = next((path for path in own if would_name(job.config.source, path)), None)
+    if found is not None:
+        raise job.document.error(
+            "config.source",
+            f"{job.config.source} names what this job writes, as {found}; use a narrower source, or another "
+            "directory and output",
+        )
 
 
 def _read_bits(text: str) -> list[int]:
