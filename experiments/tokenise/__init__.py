@@ -2,6 +2,7 @@
 
 - `config`      the keys
 - `source`      which files are read
+- `object_file` a large file in a bucket, in blocks
 - `reading`     a part of a file to its documents
 - `piece`       the work, cut into pieces
 - `pipeline`    documents to ids, on all cores

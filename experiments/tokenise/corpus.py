@@ -17,12 +17,21 @@ import numpy as np
 
 from experiments.tokenise.pipeline import Encoded
 from experiments.tokenise.source import InputFile
-from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard
+from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard, parse_shard
 from runner.errors import DataError, InvalidError
+from runner.record import Key, check
 from runner.storage import JsonObject, Store, create, encode_json, read_json
 
 OWNER, SOURCES = "owner.json", "sources.json"
+NAMES = (OWNER, INDEX, "00000-000.bin", "00000-000.ends")  # one of each kind
 _NUM_READERS = 16
+_OF_DONE = (
+    Key("tokenizer", str, "SHA-256 of its file"),
+    Key("shards", list, "the shards of the piece"),
+    Key("num_bad", int, "lines without a text"),
+    Key("first_bad", str, "where the first of them is, and what it lacks"),
+    Key("num_left_out", int, "documents without tokens"),
+)
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of a store on a disk
 
 
@@ -38,8 +47,9 @@ class Done:
 
     @classmethod
     def parse(cls, record: JsonObject) -> Self:
-        """Raises `TypeError` or `KeyError` if it is damaged."""
-        return cls(**record | {"shards": tuple(Shard(**shard) for shard in record["shards"])})
+        """Raises `ValueError` or `TypeError` if it is damaged."""
+        check(record, _OF_DONE, [key.name for key in _OF_DONE])
+        return cls(**record | {"shards": tuple(map(parse_shard, record["shards"]))})
 
     @property
     def num_tokens(self) -> int:
@@ -168,18 +178,15 @@ def read_done(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> l
         where = f"{store.url}/{name_of(piece)}.json"
         try:
             done = Done.parse(read_json(store, f"{name_of(piece)}.json"))
-        except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+        except (FileNotFoundError, ValueError, TypeError) as error:
             raise DataError(
                 f"{where} is missing or damaged; remove it and run again: its piece is made anew"
             ) from error
         if done.tokenizer != tokenizer:
             raise DataError(f"{where} was made with another tokenizer; remove {store.url} and run again")
-        for shard in done.shards:
-            found = sizes.get(f"{shard.name}.bin"), sizes.get(f"{shard.name}.ends")
-            if found != (itemsize * shard.num_tokens, ENDS_DTYPE.itemsize * shard.num_documents):
-                raise DataError(
-                    f"{store.url}/{shard.name}.bin or .ends is missing or cut; remove {where} and run again"
-                )
+        lacking = _first_cut(done.shards, itemsize, sizes)
+        if lacking is not None:
+            raise DataError(f"{store.url}/{lacking}.bin or .ends is missing or cut; remove {where} and run again")
         return done
 
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="read") as pool:
@@ -200,6 +207,15 @@ def refuse_another_tokenizer(store: Store, tokenizer: str) -> None:
             f"{store.url}: the tokenizer is not the one that its pieces were made with; put it back, or use another "
             "directory"
         )
+
+
+def _first_cut(shards: Iterable[Shard], itemsize: int, sizes: dict[str, int]) -> str | None:
+    """The first shard one of whose files is not there, or not of its size."""
+    for shard in shards:
+        found = sizes.get(f"{shard.name}.bin"), sizes.get(f"{shard.name}.ends")
+        if found != (itemsize * shard.num_tokens, ENDS_DTYPE.itemsize * shard.num_documents):
+            return shard.name
+    return None
 
 
 def read_index(store: Store) -> CorpusIndex:

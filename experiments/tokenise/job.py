@@ -19,7 +19,7 @@ from experiments.tokenise import corpus
 from experiments.tokenise.config import BpeConfig, TokeniseConfig
 from experiments.tokenise.piece import Piece, cut_into_pieces
 from experiments.tokenise.pipeline import Encoded, encoded, too_many
-from experiments.tokenise.source import InputFile, find_files, fingerprint_of
+from experiments.tokenise.source import InputFile, find_files, fingerprint_of, would_name
 from experiments.tokenise.tally import Tally
 from experiments.tokenise.vocabulary import Vocabulary, read_vocabulary, sample_of, train, trained_vocabulary
 from runner import ExecutionSpec, RestoreableJob
@@ -32,6 +32,7 @@ from runner.storage import JsonObject, Store, open_store, probe
 
 ROUNDS = 1000  # the last step; so many that a stop is heard soon, and so few that a round without work costs nothing
 _DIGEST_WORDS = 8
+_NAMES_OF_A_RUN = ("events.jsonl", "metrics.jsonl", "spec.yaml")  # of a kind that is read
 
 
 class Tokenise(RestoreableJob):
@@ -80,6 +81,7 @@ class Tokenise(RestoreableJob):
 
     def setup(self, hosts: Hosts) -> None:
         """Find the input and read the tokenizer. Raises `InvalidError` on every host if these do not serve."""
+        _refuse_own_files(self)
         self._refuse_unread()
         seen = [fingerprint_of(self.files), len(self.pieces)]
         if not isinstance(self.config.tokenizer, BpeConfig):
@@ -252,6 +254,19 @@ class Tokenise(RestoreableJob):
             f"vocabulary {index.vocabulary_size:,} ({dtype}); train on it with config.data.source: {url}"
         )
         return index.digest
+
+
+def _refuse_own_files(job: Tokenise) -> None:
+    """A source that names what the job writes would be another one at the next attempt."""
+    own = [f"{job.store.url}/{name}" for name in _NAMES_OF_A_RUN]
+    own += [f"{job.output.url}/{name}" for name in corpus.NAMES]
+    found = next((path for path in own if would_name(job.config.source, path)), None)
+    if found is not None:
+        raise job.document.error(
+            "config.source",
+            f"{job.config.source} names what this job writes, as {found}; use a narrower source, or another "
+            "directory and output",
+        )
 
 
 def _read_bits(text: str) -> list[int]:

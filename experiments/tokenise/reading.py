@@ -11,9 +11,10 @@ from typing import Any, BinaryIO, Protocol
 
 import zstandard
 
-from experiments.tokenise.source import InputFile, open_place
+from experiments.tokenise.object_file import BLOCK_BYTES, ObjectFile, read_object
+from experiments.tokenise.source import InputFile
 from runner.data.extra import import_extra
-from runner.errors import DataError
+from runner.errors import DataError, RetryableError
 
 _CHUNK_BYTES = 1 << 20
 _LONGEST_WINDOW_BYTES = 1 << 31  # of .zst files made with --ultra --long=31
@@ -44,18 +45,10 @@ class Bad:
 
 
 def fetch(part: Part) -> bytes | None:
-    """The content of a file in a bucket; None of one on a disk, which is read as it is needed."""
-    if part.file.place is None:
+    """The content of a small file in a bucket; None of any other, which is read as it is needed."""
+    if part.file.place is None or part.file.size_bytes > BLOCK_BYTES:
         return None
-    try:
-        content = open_place(part.file.place).read(part.file.name)
-    except FileNotFoundError as error:
-        raise DataError(f"{part.file.where} is gone since the job started") from error
-    except PermissionError as error:
-        raise DataError(f"cannot read {part.file.where}: no permission ({error})") from error
-    if len(content) != part.file.size_bytes:
-        raise DataError(f"{part.file.where} has changed since the job started; use a source that nobody writes to")
-    return content
+    return read_object(part.file, 0, part.file.size_bytes)
 
 
 def documents(part: Part, content: bytes | None, field: str) -> Iterator[bytes | Bad]:
@@ -65,15 +58,21 @@ def documents(part: Part, content: bytes | None, field: str) -> Iterator[bytes |
     """
     part.file.refuse_change()
     try:
-        with open(part.file.name, "rb") if content is None else io.BytesIO(content) as file:
+        with _open(part.file) if content is None else io.BytesIO(content) as file:
             if part.file.form == "text":
                 yield file.read()
             elif part.file.form == "jsonl":
                 yield from _of_lines(part, file, field)
             else:
                 yield from _of_table(part, file, field)
+    except RetryableError:
+        raise
     except OSError as error:
         raise DataError(f"cannot read {part.file.where}: {error.strerror or error}") from error
+
+
+def _open(file: InputFile) -> BinaryIO:
+    return open(file.name, "rb") if file.place is None else io.BufferedReader(ObjectFile(file), _CHUNK_BYTES)
 
 
 def _of_lines(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
@@ -99,8 +98,13 @@ def _lack(record: Any, field: str) -> str:
     if field in record:
         return f"{field!r} is no text: {json.dumps(record[field])[:40]}"
     near = difflib.get_close_matches(field, record, n=1)
-    hint = f"did you mean config.field: {near[0]}?" if near else f"it has {', '.join(list(record)[:8]) or 'none'}"
+    hint = f"did you mean config.field: {near[0]}?" if near else f"it has {_some(list(record))}"
     return f"has no {field!r}; {hint}"
+
+
+def _some(names: list[str]) -> str:
+    """The first of them, for a message of one line."""
+    return ", ".join(repr(name[:40]) for name in names[:8]) or "none"
 
 
 def _place(part: Part, number: int) -> str:
@@ -185,7 +189,7 @@ def _of_table(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
                 number += 1
                 value = text.as_buffer()
                 yield value.to_pybytes() if value is not None else Bad(_row(part, number), f"{field!r} is null")
-    except DataError:
+    except (DataError, RetryableError):
         raise
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{part.file.where} is no whole {part.file.form} file: {_first_line(error)}") from error
@@ -208,9 +212,11 @@ def _batches(part: Part, file: BinaryIO, field: str) -> Iterator[Any]:
 
 
 def _refuse_missing(part: Part, field: str, names: list[str]) -> None:
+    if names.count(field) > 1:
+        raise DataError(f"{part.file.where} has {names.count(field)} columns {field!r}, needs one")
     if field not in names:
         near = difflib.get_close_matches(field, names, n=1)
-        hint = f"did you mean config.field: {near[0]}?" if near else f"it has {', '.join(names[:8])}"
+        hint = f"did you mean config.field: {near[0]}?" if near else f"it has {_some(names)}"
         raise DataError(f"{part.file.where} has no column {field!r}; {hint}")
 
 

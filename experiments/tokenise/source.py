@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runner.data.source import PYTHON_STDLIB, TEXT_SUFFIXES, SourceFiles, find_source
+from runner.data.source import PYTHON_STDLIB, TEXT_SUFFIXES, SourceFiles, find_source, matches_glob
 from runner.errors import DataError
-from runner.storage import ForbiddenError, Store, check_url, local_directory, store_at
+from runner.storage import ForbiddenError, Listed, Store, Version, check_url, local_directory, store_at
 
 Form = Literal["text", "jsonl", "parquet", "arrow"]
 _SUFFIXES: dict[str, Form] = {
@@ -36,14 +36,15 @@ class InputFile:
         place: the URL of the bucket's prefix that `name` is below; None for a file on a disk.
         name: its path, absolute on a disk.
         label: what it is called in the source's fingerprint; the same on every host.
-        version: time of its last change in nanoseconds; "" where that differs between hosts, or is not known.
+        version: time of its last change in nanoseconds, in a bucket its version; "" of python-stdlib, where each host
+            has its own copy: there names and sizes tell.
     """
 
     place: str | None
     name: str
     label: str
     size_bytes: int
-    version: str
+    version: Version
     form: Form
 
     @property
@@ -130,28 +131,34 @@ def _size_and_version(path: Path) -> tuple[int, str]:
 
 
 def _in_bucket(source: str) -> tuple[InputFile, ...]:
-    """Of a glob, of a prefix, or of one object. No version: listings have none that all services share."""
+    """Of a glob, of a prefix, or of one object, whose own name may hold brackets. One listing, but for one object."""
     scheme, _, rest = source.partition("://")
-    wild = _WILD.search(rest)
-    if wild:
-        fixed = rest[: wild.start()].rpartition("/")[0]
-        if not fixed:
-            raise DataError(f"{source}: the bucket's name cannot hold {wild[0]}")
-        pattern = _pattern(rest[len(fixed) + 1 :])
-        names = [(name, size) for name, size in _sizes(f"{scheme}://{fixed}").items() if pattern.fullmatch(name)]
+    parts = rest.rstrip("/").split("/")
+    num_fixed = next((i for i, part in enumerate(parts) if _WILD.search(part)), len(parts))
+    if num_fixed == 0:
+        raise DataError(f"{source}: the bucket's name cannot hold {_WILD.findall(parts[0])[0]}")
+    place, patterns = f"{scheme}://{'/'.join(parts[:num_fixed])}", parts[num_fixed:]
+    exact = "/".join(patterns)
+    listing = _listing(place, _WILD.split(exact)[0])
+    if exact in listing:
+        names = [exact]
+    elif patterns:
+        names = [name for name in listing if matches_glob(name.split("/"), patterns)]
     else:
-        fixed = rest.rstrip("/")
-        names = list(_sizes(f"{scheme}://{fixed}").items())
-        if not names and "/" in fixed:
-            fixed, _, own = fixed.rpartition("/")
-            names = [(name, size) for name, size in _sizes(f"{scheme}://{fixed}").items() if name == own]
-    place = f"{scheme}://{fixed}"
-    return tuple(InputFile(place, name, f"{place}/{name}", size, "", _form_of(name)) for name, size in sorted(names))
+        names = list(listing)
+    if not listing and not patterns and num_fixed > 1:
+        place, _, own = place.rpartition("/")
+        listing = _listing(place, own)
+        names = [own] if own in listing else []
+    return tuple(
+        InputFile(place, name, f"{place}/{name}", listing[name].size_bytes, listing[name].version, _form_of(name))
+        for name in names
+    )
 
 
-def _sizes(place: str) -> dict[str, int]:
+def _listing(place: str, start: str) -> dict[str, Listed]:
     try:
-        return open_place(place).sizes("")
+        return open_place(place).listing(start)
     except FileNotFoundError as error:
         raise DataError(f"{place} is not there: {error}") from error
     except ForbiddenError:
@@ -160,13 +167,15 @@ def _sizes(place: str) -> dict[str, int]:
         raise DataError(f"cannot read {place}: no permission ({error})") from error
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    """A glob as a regular expression: `**/` is any directories, `*` and `?` stay in one."""
-    words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", text)
-    return re.compile(
-        "".join(words.get(part, part.replace("[!", "[^") if part[:1] == "[" else re.escape(part)) for part in parts)
-    )
+def would_name(source: str, path: str) -> bool:
+    """Whether `source` names the file at a path or URL, were it there."""
+    if ("://" in source) != ("://" in path) or source == PYTHON_STDLIB:
+        return False
+    if "://" not in source:
+        source = str(local_directory(source))
+    elif not _WILD.search(source):
+        source = f"{source.rstrip('/')}/**"
+    return matches_glob(path.split("/"), source.split("/"))
 
 
 def _form_of(name: str) -> Form:

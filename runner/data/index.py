@@ -112,7 +112,7 @@ class CorpusIndex:
                 raise ValueError(f"its format is {record['format']}, needs {FORMAT}")
             if record["dtype"] not in DTYPES:
                 raise ValueError(f"dtype is {record['dtype'][:20]!r}, needs one of {', '.join(DTYPES)}")
-            shards = tuple(map(_parse_shard, record["shards"]))
+            shards = tuple(map(parse_shard, record["shards"]))
             if len({shard.name for shard in shards}) < len(shards):
                 raise ValueError("two of its shards have one name")
             largest, size = max((shard.largest_id for shard in shards), default=-1), record["vocabulary_size"]
@@ -128,7 +128,8 @@ class CorpusIndex:
         return {"format": FORMAT, **asdict(self), "shards": [asdict(shard) for shard in self.shards]}
 
 
-def _parse_shard(record: JsonObject) -> Shard:
+def parse_shard(record: JsonObject) -> Shard:
+    """What the index says of a shard. Raises `ValueError` if it is damaged."""
     if not isinstance(record, dict):
         raise ValueError(f"{str(record)[:20]!r} is no shard")
     check(record, _OF_SHARD, [key.name for key in _OF_SHARD])

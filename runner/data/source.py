@@ -194,7 +194,7 @@ def _find_in_bucket(name: str) -> BucketFiles:
         store = open_store(url)
         listing = store.listing(start)
     exact = "/".join(patterns)
-    names = [exact] if exact in listing else [found for found in listing if _matches(found.split("/"), patterns)]
+    names = [exact] if exact in listing else [found for found in listing if matches_glob(found.split("/"), patterns)]
     if not names:
         raise DataError(f"data.source={name}: no object matches{_nearest_object(store, exact, listing)}")
     if not _hold_tokens(name, [PurePath(found) for found in names]):
@@ -206,17 +206,17 @@ def _find_in_bucket(name: str) -> BucketFiles:
     return BucketFiles(name, files, store, start)
 
 
-def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+def matches_glob(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     """Whether a name matches a glob, part by part: `**` stands for any number of parts; `*` for no hidden one."""
     if not patterns:
         return not parts
-    if patterns[0] == "**" and _matches(parts, patterns[1:] or ["*"]):
+    if patterns[0] == "**" and matches_glob(parts, patterns[1:] or ["*"]):
         return True
     if not parts or (parts[0].startswith(".") and not patterns[0].startswith(".")):
         return False
     if patterns[0] == "**":
-        return _matches(parts[1:], patterns)
-    return fnmatch.fnmatchcase(parts[0], patterns[0]) and _matches(parts[1:], patterns[1:])
+        return matches_glob(parts[1:], patterns)
+    return fnmatch.fnmatchcase(parts[0], patterns[0]) and matches_glob(parts[1:], patterns[1:])
 
 
 def _nearest_object(store: Store, name: str, listing: dict[str, Listed]) -> str:

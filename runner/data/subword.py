@@ -93,10 +93,15 @@ class HuggingFace(BatchTokenizer):
         self._library.no_padding()
         self._library.no_truncation()
         self.vocabulary_size = max(self.tokens().values(), default=-1) + 1
+        if not self.vocabulary_size:
+            raise DataError("is no tokenizer.json of use: it has no tokens")
 
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """See `BatchTokenizer`."""
-        found = self._library.encode_batch_fast(_texts(documents), add_special_tokens=False)
+        """See `BatchTokenizer`. Raises `DataError` for a text that has no ids, where none stands for the unknown."""
+        try:
+            found = self._library.encode_batch_fast(_texts(documents), add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more special
+            raise DataError(f"the tokenizer cannot encode a document: {_first_line(error)}") from error
         return [np.array(encoding.ids, self.dtype) for encoding in found]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

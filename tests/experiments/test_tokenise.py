@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import tokenizers
 
+from experiments.tokenise import object_file, reading
 from experiments.tokenise.corpus import Done
 from experiments.tokenise.piece import cut_into_pieces
 from experiments.tokenise.reading import Bad, documents
@@ -19,7 +21,8 @@ from experiments.tokenise.source import find_files, open_place
 from experiments.tokenise.tally import Tally
 from experiments.tokenise.vocabulary import sample_of, train
 from runner.data.index import Shard
-from runner.errors import DataError, InvalidError, PreemptedError
+from runner.errors import DataError, InvalidError, PreemptedError, StorageError
+from runner.storage import DeadlineError
 from tests.support import inputs
 from tests.support.inputs import (
     DOCUMENTS,
@@ -197,9 +200,39 @@ def test_one_object_of_a_bucket_is_a_source(tmp_path, monkeypatch):
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
 
 
+@pytest.mark.parametrize("own", ["a[1].jsonl", "a b*.jsonl"])
+def test_an_object_whose_name_holds_wild_characters_is_a_source(tmp_path, monkeypatch, own):
+    bucket = inputs.Bucket(monkeypatch)
+    bucket.write(f"web/{own}", inputs.lines(DOCUMENTS))
+    bucket.write("web/a1.jsonl", b"not read")
+    tokenise(tmp_path / "run", **{"config.source": f"gs://b/web/{own}"})()
+    assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
+
+
+@pytest.mark.parametrize("name", ["texts.txt", *FORMS])
+def test_a_large_file_in_a_bucket_is_read_in_blocks(tmp_path, monkeypatch, name):
+    bucket, most_bytes, block_bytes = inputs.Bucket(monkeypatch), 0, 512
+    monkeypatch.setattr(object_file, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", block_bytes)
+    real = bucket.driver.get_range
+
+    def get_range(key: str, start: int, stop: int, version: str) -> bytes:
+        nonlocal most_bytes
+        most_bytes = max(most_bytes, stop - start)
+        return real(key, start, stop, version)
+
+    monkeypatch.setattr(bucket.driver, "get_range", get_range)
+    texts = ["".join(DOCUMENTS)] if name == "texts.txt" else DOCUMENTS
+    bucket.write(f"web/{name}", texts[0].encode() if name == "texts.txt" else FORMS[name](texts))
+    tokenise(tmp_path / "run", **{"config.source": f"gs://b/web/{name}"})()
+    assert decode_corpus(tmp_path / "run/corpus") == texts
+    assert most_bytes == block_bytes
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("gs://b/[z-a]/*", "no file matches"),
         ("gs://b/wep/*.jsonl", "no file matches gs://b/wep"),
         ("gs://b*/web/*.jsonl", "the bucket's name cannot hold *"),
         ("gs://b/*/a.*", "matches jsonl and text files"),
@@ -212,25 +245,38 @@ def test_a_source_that_a_bucket_does_not_have_is_refused(tmp_path, monkeypatch, 
     assert message in refusal(tmp_path / "run", **{"config.source": source})
 
 
+@pytest.mark.parametrize("block_bytes", [None, 512])
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.zst", "c.parquet"])
 @pytest.mark.parametrize(
     ("error", "raised"),
-    [(PermissionError("denied"), InvalidError), (FileNotFoundError("gone"), InvalidError), ("cut", InvalidError)],
+    [
+        (PermissionError("denied"), InvalidError),
+        (FileNotFoundError("gone"), InvalidError),
+        ("cut", InvalidError),
+        ("replaced", InvalidError),
+        (DeadlineError("silent: web/c"), StorageError),
+    ],
+    ids=str,
 )
-def test_an_object_that_cannot_be_read_is_named(tmp_path, monkeypatch, error, raised):
+def test_an_object_that_cannot_be_read_is_named(tmp_path, monkeypatch, error, raised, name, block_bytes):
     bucket = inputs.Bucket(monkeypatch)
-    for name in "abc":
-        bucket.write(f"web/{name}.jsonl", inputs.lines(DOCUMENTS))
-    content = bucket.driver.objects["web/c.jsonl"][0]
+    if block_bytes is not None:
+        monkeypatch.setattr(object_file, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(reading, "BLOCK_BYTES", block_bytes)
+    key = f"web/{name}"
+    form = {"c.jsonl": "a.jsonl", "c.parquet": "d.parquet"}.get(name, name)
+    bucket.write(key, FORMS[form](DOCUMENTS))
+    content = bucket.driver.objects[key][0]
 
-    def strike(verb: str, key: str) -> None:
-        if (verb, key) == ("get", "web/c.jsonl"):
+    def strike(verb: str, struck: str) -> None:
+        if (verb, struck) == ("get", key):
             if isinstance(error, OSError):
                 raise error
-            bucket.driver.objects[key] = (content[:-1], "2")
+            bucket.driver.objects[key] = (content[:-1] if error == "cut" else content[::-1], "other")
 
     bucket.driver.before = strike
-    with pytest.raises(raised, match=r"gs://b/web/c.jsonl"):
-        tokenise(tmp_path / "run", **{"config.source": "gs://b/web/*"})()
+    with pytest.raises(raised, match=r"web/c"):
+        tokenise(tmp_path / "run", **{"config.source": f"gs://b/web/{name}"})()
 
 
 # A job that is stopped, and what may have changed when it goes on.
@@ -275,6 +321,26 @@ def test_what_was_lost_since_is_told_or_made_again(tmp_path, name):
     assert decode_corpus(run / "corpus") == DOCUMENTS
 
 
+def test_a_job_that_is_done_does_nothing_even_if_its_corpus_was_moved_away(tmp_path):
+    tokenise(tmp_path / "run", **_some(tmp_path))()
+    (tmp_path / "run/corpus").rename(tmp_path / "elsewhere")
+    tokenise(tmp_path / "run", **_some(tmp_path))()
+    assert not (tmp_path / "run/corpus").exists()
+
+
+@pytest.mark.parametrize("damage", [b"{", b"[]", b"{}", b'{"num_bad": "x"}', b'{"shards": [3]}'])
+def test_a_damaged_record_is_named_and_its_piece_made_again(tmp_path, damage):
+    run = _stopped(tmp_path)
+    path = run / "corpus/00001.json"
+    record = path.read_bytes()
+    is_part = damage.startswith(b'{"')
+    path.write_bytes(json.dumps(json.loads(record) | json.loads(damage)).encode() if is_part else damage)
+    assert "00001.json is missing or damaged; remove it and run again" in refusal(run, **_some(tmp_path))
+    path.unlink()
+    tokenise(run, **_some(tmp_path))()
+    assert path.read_bytes() == record
+
+
 def test_what_a_killed_process_was_writing_does_not_stay(tmp_path):
     run = _stopped(tmp_path)
     (run / "corpus/.00009-000.bin.0123abcd.tmp").write_bytes(b"half")
@@ -297,6 +363,18 @@ def test_another_input_is_refused_and_named(tmp_path):
     assert "new.txt is new" in refusal(run, **source)
     (tmp_path / "in/new.txt").unlink()
     tokenise(run, **source)()
+
+
+def test_an_object_that_was_replaced_by_one_of_its_size_is_refused_and_named(tmp_path, monkeypatch):
+    bucket = inputs.Bucket(monkeypatch)
+    bucket.write("web/a.jsonl", inputs.lines(DOCUMENTS[:60]))
+    bucket.write("web/b.jsonl", inputs.lines(DOCUMENTS[60:]))
+    changes = {"config.source": "gs://b/web/*"}
+    job = tokenise(tmp_path / "run", **changes)
+    with pytest.raises(PreemptedError):
+        job(stop=StopAfter(job, 500))
+    bucket.write("web/b.jsonl", inputs.lines(DOCUMENTS[:59:-1]))
+    assert "gs://b/web/b.jsonl has changed since this job began" in refusal(tmp_path / "run", **changes)
 
 
 def test_another_tokenizer_is_refused(tmp_path, kinds):
@@ -372,6 +450,10 @@ def test_two_runs_never_write_one_corpus(tmp_path):
         ({"config.tokenizer": {"kind": "sentencepiece", "file": "TEXT"}}, "is no model of sentencepiece"),
         ({"config.tokenizer": {"kind": "tiktoken", "file": "TEXT", "pattern": "."}}, "line 1 is no rank of tiktoken"),
         ({"config.output": "TEXT"}, "needs a directory"),
+        ({"config.source": "IN/[0]*", "config.output": "IN"}, "names what this job writes, as .*/in/00000-000.bin"),
+        ({"config.source": "TOP/**"}, "names what this job writes, as .*/run/events.jsonl; use a narrower source"),
+        ({"config.source": "TOP/**/*.jsonl"}, "names what this job writes, as .*/run/events.jsonl"),
+        ({"config.tokenizer": {"kind": "hf", "file": "EMPTY"}}, "is no tokenizer.json of use: it has no tokens"),
     ],
     ids=str,
 )
@@ -379,7 +461,9 @@ def test_a_wrong_value_is_refused_in_one_line_before_anything_is_written(tmp_pat
     source = write_texts(tmp_path / "in", DOCUMENTS[:3])
     (tmp_path / "in/a.jsonl").write_bytes(inputs.lines(DOCUMENTS))
     (tmp_path / "in/b.zip").write_bytes(b"PK")
+    (tmp_path / "in/none.json").write_text(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
     words = {"IN": str(tmp_path / "in"), "TEXT": str(tmp_path / "in/00000.txt"), "OTHER": str(tmp_path / "in/b.zip")}
+    words["EMPTY"] = str(tmp_path / "in/none.json")
     words["MIXED"] = str(tmp_path / "in/[0a]*")
 
     def real(value: Any) -> Any:
@@ -387,7 +471,11 @@ def test_a_wrong_value_is_refused_in_one_line_before_anything_is_written(tmp_pat
             return {key: real(inner) for key, inner in value.items()}
         if value in kinds:
             return kinds[value] if value == "hf" and change.get("config.tokenizer") == "hf" else value
-        return re.sub("^IN/", f"{tmp_path}/in/", words.get(value, value)) if isinstance(value, str) else value
+        return (
+            re.sub("^TOP/", f"{tmp_path}/", re.sub("^IN/", f"{tmp_path}/in/", words.get(value, value)))
+            if isinstance(value, str)
+            else value
+        )
 
     changes = {"config.source": source} | {key: real(value) for key, value in change.items()}
     assert re.search(message, refusal(tmp_path / "run", **changes))
@@ -421,6 +509,11 @@ DAMAGES: dict[str, tuple[list[str], Any, str]] = {
         "has no 'text'; did you mean config.field: txt?",
     ),
     "a number": (["a.jsonl"], lambda content: content + b'{"text": 1}\n', "'text' is no text: 1"),
+    "strange fields": (
+        ["a.jsonl"],
+        lambda content: content + b'{"a\\nb": 1}\n',
+        r"has no 'text'; it has 'a\\nb'",
+    ),
     "empty": (["a.jsonl"], lambda _: b"", "holds no document"),
     "blank": (["a.jsonl"], lambda _: b"\n \n\n", "holds no document"),
 }
@@ -434,6 +527,23 @@ def test_a_damaged_input_ends_the_job_with_one_line_that_names_it(tmp_path, name
     found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / name)})
     assert re.search(message, found), found
     assert name in found
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "e.arrow", "f.arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path, monkeypatch, name):
+    twice = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    monkeypatch.setattr(inputs, "table", lambda _: twice)
+    (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+    found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / name)})
+    assert f"{name} has 2 columns 'text', needs one" in found
+
+
+def test_a_text_that_the_tokenizer_has_no_ids_for_ends_the_job_with_one_line(tmp_path):
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]"))
+    (tmp_path / "t.json").write_text(library.to_str())
+    changes = {"config.tokenizer": {"kind": "hf", "file": str(tmp_path / "t.json")}}
+    found = refusal(tmp_path / "run", **_some(tmp_path), **changes)
+    assert "the tokenizer cannot encode a document: WordLevel error: Missing [UNK] token" in found
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "d.parquet", "e.arrow"])
