@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 
 from runner.checkpoint.save import Payload
 from runner.config import ModelConfig, TrainerConfig
-from runner.data import Dataset, Prefetcher, batch_fields, check_vocabulary, global_batch
+from runner.data import Dataset, Prefetcher, batch_fields, global_batch
 from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.spec import Document, ExecutionSpec, Trajectory
@@ -215,7 +215,7 @@ class BaseTrainer(RestoreableJob):
         with self.document.blaming("topology.accelerator"):
             refuse_other_hardware(self.spec, self.topology, self.config)
         self.blueprint = self.design.draw(jax.devices())
-        check_vocabulary(self.dataset, self.vocabulary_size)
+        self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
         self.design.trace(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
 

@@ -28,7 +28,7 @@ Importing it imports jax and grain (half a second and more): do that when a job 
 """
 
 from runner.data.batch import global_batch
-from runner.data.dataset import Dataset, batch_fields, check_vocabulary, load_dataset
+from runner.data.dataset import Dataset, batch_fields, load_dataset
 from runner.data.packing import Rows
 from runner.data.prefetch import Prefetcher
 from runner.data.protocol import Source
@@ -45,7 +45,6 @@ __all__ = [
     "Source",
     "Tokenizer",
     "batch_fields",
-    "check_vocabulary",
     "default_cache_directory",
     "global_batch",
     "is_available",

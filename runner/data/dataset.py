@@ -120,7 +120,11 @@ class Dataset:
             source.check()
 
     def refuse_vocabulary(self, size: int) -> None:
-        """Raise DataError if a source is known to hold a token id that a model of `size` ids cannot embed."""
+        """Raise DataError if a source is known to hold a token id that a model of `size` ids cannot embed.
+
+        Immediate for text and corpora; token files are read whole the first time, and the answer is cached, unless they
+        are too many for that: then a row that holds such an id raises it.
+        """
         for label, source in self._sources.items():
             try:
                 source.refuse_vocabulary(size)
@@ -299,12 +303,3 @@ def _content(part: Part) -> JsonObject:
         return content
     ends = hashlib.sha256(part.source.ends.astype("<i8").data).hexdigest() if isinstance(part.source, Text) else None
     return content | {"packing": part.examples.fingerprint, "ends": ends}
-
-
-def check_vocabulary(dataset: Dataset, vocabulary_size: int) -> None:
-    """Raise DataError if the data holds a token id that a model of `vocabulary_size` ids cannot embed.
-
-    Immediate for text; token files are read whole the first time, and the answer is cached, unless they are too many
-    for that: then a row that holds such an id raises it.
-    """
-    dataset.refuse_vocabulary(vocabulary_size)

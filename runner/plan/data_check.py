@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from runner.data import Dataset, check_vocabulary
+from runner.data import Dataset
 from runner.plan.checks import Findings
 from runner.plan.figure import Section
 from runner.train.design import Design
@@ -29,7 +29,7 @@ def check_data(design: Design, total_steps: int, findings: Findings, num_hosts: 
         return DataCheck(section, False, design.names_vocabulary)
     is_vocabulary_known = is_read = False
     with findings.collect():
-        check_vocabulary(found, design.vocabulary_size)
+        found.refuse_vocabulary(design.vocabulary_size)
         is_vocabulary_known = True
     batch = design.config.train.global_batch_examples
     with findings.collect():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.data import Source, check_vocabulary
+from runner.data import Source
 from runner.data.index import INDEX, CorpusIndex
 from runner.errors import DataError
 from runner.storage import digest_of
@@ -85,10 +85,10 @@ def test_a_corpus_is_named_by_its_directory_or_by_its_index(corpus: Path, monkey
 def test_its_vocabulary_is_that_of_its_tokenizer(corpus: Path) -> None:
     dataset = load(corpus, cache=corpus.parent / "cache")
     assert dataset.vocabulary_size == 1000
-    check_vocabulary(dataset, 1000)
+    dataset.refuse_vocabulary(1000)
     message = r"its tokenizer has 1,000 ids \(the largest in the corpus is 99\d\), the model's vocabulary 999; use"
     with pytest.raises(DataError, match=message):
-        check_vocabulary(dataset, 999)
+        dataset.refuse_vocabulary(999)
 
 
 def test_a_type_of_ids_is_refused_that_a_corpus_does_not_read(corpus: Path) -> None:

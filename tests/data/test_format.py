@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from runner.data import check_vocabulary
 from runner.data.format import array_record, mds
 from runner.data.format.document import DocumentFiles
 from runner.data.format.opening import open_format
@@ -111,13 +110,13 @@ def test_any_range_is_a_slice_of_the_whole(root: Path, name: str) -> None:
 def test_rows_of_two_steps_are_windows_of_the_ids(root: Path, name: str) -> None:
     case = CASES[name]
     dataset = load(f"{root}/{case.source}", cache=root / "cache", options=dict(case.options), vocabulary_size=100_000)
-    check_vocabulary(dataset, 100_000)
+    dataset.refuse_vocabulary(100_000)
     windows = {tuple(case.ids[start : start + 9]) for start in range(0, len(case.ids), 8)}
     for step in range(2):
         rows = dataset.rows("train", 4 * step, 4)
         assert {(*x, y[-1]) for x, y in zip(rows["x"].tolist(), rows["y"].tolist(), strict=True)} <= windows
     with pytest.raises(DataError, match=rf"token id {max(case.ids):,} at position \d+ of .* is beyond the model's"):
-        check_vocabulary(dataset, max(case.ids))
+        dataset.refuse_vocabulary(max(case.ids))
 
 
 @each_case

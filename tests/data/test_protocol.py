@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runner.config import DataConfig
-from runner.data import Source, check_vocabulary, load_dataset
+from runner.data import Source, load_dataset
 from runner.errors import DataError, InvalidError, PreemptedError
 from runner.storage import LocalStore, read_json
 from tests.data.corpus import READS
@@ -99,12 +99,12 @@ def test_the_rows_are_those_of_the_sequence() -> None:
     np.testing.assert_array_equal(found["x"].ravel(), (3 + np.arange(900, 916)) ** 2 % 97)
     assert (found["y"][:, :-1] == found["x"][:, 1:]).all()
     assert dataset.vocabulary_size == 97
-    check_vocabulary(dataset, 97)
+    dataset.refuse_vocabulary(97)
 
 
 def test_the_vocabulary_of_the_model_must_hold_its_ids() -> None:
     with pytest.raises(DataError, match=r"Squares: its ids go up to 96, the model's vocabulary is 90; .* at least 97"):
-        check_vocabulary(load("Squares"), 90)
+        load("Squares").refuse_vocabulary(90)
 
 
 def test_another_fingerprint_or_length_is_another_data_set() -> None:

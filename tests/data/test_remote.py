@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.data import Dataset, check_vocabulary
+from runner.data import Dataset
 from runner.data.index import HEAD_BYTES
 from runner.data.remote.cache import FILE
 from runner.data.remote.reader import in_parallel
@@ -136,7 +136,7 @@ def test_a_bucket_of_few_ids_is_read_to_find_the_largest_where_the_spec_names_no
     with pytest.raises(
         DataError, match=r"token id \d+ at position \d+ of s3://bkt/corpus/\d\.bin is beyond the model's"
     ):
-        check_vocabulary(dataset, 500)
+        dataset.refuse_vocabulary(500)
 
 
 def test_many_ids_in_a_bucket_are_not_read_to_find_the_largest(bins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

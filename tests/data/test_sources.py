@@ -9,7 +9,6 @@ import pytest
 from pydantic import ValidationError
 
 from runner.config import DataConfig
-from runner.data import check_vocabulary
 from runner.errors import DataError
 from tests.data.corpus import KINDS, load, load_kind, write_bin, write_documents, write_npy
 
@@ -190,7 +189,7 @@ def test_what_validates_is_no_part_of_the_vocabulary(tmp_path: Path) -> None:
     dataset = load(tokens, cache=tmp_path / "cache", validation={"larger": str(larger)})
     assert dataset.vocabulary_size == 500
     with pytest.raises(DataError, match=r"data\.validation\.larger=.*: token id 899 .* at least 900"):
-        check_vocabulary(dataset, dataset.vocabulary_size)
+        dataset.refuse_vocabulary(dataset.vocabulary_size)
 
 
 def test_an_error_names_the_source_of_several(tmp_path: Path) -> None:
@@ -227,9 +226,9 @@ def test_documents_of_one_token_hold_no_target(tmp_path: Path) -> None:
 
 def test_a_vocabulary_that_is_too_small_for_one_source_names_it(tmp_path: Path) -> None:
     dataset = load_three(tmp_path)
-    check_vocabulary(dataset, 20_400)
+    dataset.refuse_vocabulary(20_400)
     with pytest.raises(DataError, match=r"^data\.mixture\.c=.*c\.bin: token id 20,399 .* vocabulary of 20,000"):
-        check_vocabulary(dataset, 20_000)
+        dataset.refuse_vocabulary(20_000)
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "documents", "pad"])
