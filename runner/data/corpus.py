@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.data.index import ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard
+from runner.data.index import ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard, read_tokenizer
 from runner.data.protocol import Source
 from runner.data.remote.cache import CacheSettings
 from runner.data.remote.reader import BucketReader, ByteRange
@@ -29,6 +29,7 @@ class Corpus(Tokens, Source):
     """The shards of an index, in its order. What is found, and when:
 
     - a file that is missing, of another size, or (of up to 1,024 shards) may not be read: at the start;
+    - another tokenizer beside the tokens than they were made with: at the start;
     - other tokens of the same size: at the start, by the head of a shard (of up to 1,024 in a bucket); behind the head,
       where the store reports CRC-32C (Google's), or the shards are on a disk and small, or an id is beyond the largest
       of the index when it is read;
@@ -124,6 +125,8 @@ def open_corpus(name: str, directory: str, ranges: CacheSettings) -> Corpus:
         store = open_store(directory)
         index = CorpusIndex.decode(store.read(INDEX), f"{directory}/{INDEX}")
         listing = store.listing("")
+        if any(index.tokenizer.get("file") == name for name in listing):
+            read_tokenizer(index.tokenizer, store)
         for shard in index.shards:
             _check_shard(directory, shard, np.dtype(index.dtype).itemsize, listing)
         parts: Sequence[TokenFile | ObjectTokens]

@@ -16,7 +16,7 @@ import numpy as np
 
 from runner.errors import DataError
 from runner.record import Key, check
-from runner.storage import JsonObject, digest_of, encode_json, parse_json
+from runner.storage import JsonObject, Store, digest_of, encode_json, parse_json
 
 INDEX = "index.json"
 FORMAT = 1
@@ -126,6 +126,20 @@ class CorpusIndex:
 
     def _content(self) -> JsonObject:
         return {"format": FORMAT, **asdict(self), "shards": [asdict(shard) for shard in self.shards]}
+
+
+def read_tokenizer(tokenizer: JsonObject, store: Store) -> bytes:
+    """The file of the tokenizer that a corpus in `store` was made with. Raises `DataError` if it is gone or another."""
+    name = tokenizer["file"]
+    try:
+        content = store.read(name)
+    except FileNotFoundError as error:
+        raise DataError(f"{store.url}/{name} is missing: the corpus was tokenised with it") from error
+    if hashlib.sha256(content).hexdigest() != tokenizer.get("sha256"):
+        raise DataError(
+            f"{store.url}/{name} is not the file that the corpus was tokenised with; put that back, or tokenise again"
+        )
+    return content
 
 
 def parse_shard(record: JsonObject) -> Shard:

@@ -6,7 +6,6 @@ name (`file`, beside the index) and its `sha256`; of tiktoken also what its file
 
 import base64
 import binascii
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import tokenizers
 
 from runner.data.extra import import_extra
+from runner.data.index import read_tokenizer
 from runner.data.tokenizer import ByteTokenizer
 from runner.errors import DataError
 from runner.storage import JsonObject, Store
@@ -195,19 +195,13 @@ def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:
 
 def load_tokenizer(record: JsonObject, store: Store) -> BatchTokenizer:
     """The tokenizer that a corpus in `store` was made with. Raises `DataError` if its file is gone or another."""
-    name = record.get("file")
-    if name is None:
+    if record.get("file") is None:
         return make_tokenizer(record, None)
-    try:
-        content = store.read(name)
-    except FileNotFoundError as error:
-        raise DataError(f"{store.url}/{name} is missing: the corpus was tokenised with it") from error
-    if hashlib.sha256(content).hexdigest() != record["sha256"]:
-        raise DataError(f"{store.url}/{name} is not the file that the corpus was tokenised with")
+    content = read_tokenizer(record, store)
     try:
         return make_tokenizer(record, content)
     except DataError as error:
-        raise DataError(f"{store.url}/{name}: {error}") from error
+        raise DataError(f"{store.url}/{record['file']}: {error}") from error
 
 
 def _texts(documents: Sequence[bytes]) -> list[str]:

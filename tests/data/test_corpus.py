@@ -1,6 +1,7 @@
 """A corpus, on a disk and in a bucket: its documents, and every damage to each of its files."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -178,6 +179,25 @@ def test_another_shard_of_its_size_is_told_before_training_however_large(
     reverse(corpus / "00003.bin")
     with pytest.raises(DataError, match=rf"00003\.bin {OTHER}"):
         open_at(where, corpus, monkeypatch)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_tokenizer_that_changed_since_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    record = {"kind": "hf", "file": "tokenizer.json", "sha256": hashlib.sha256(b"{}").hexdigest()}
+    directory = write_corpus(
+        tmp_path / "corpus",
+        random_shards([[200]], vocabulary_size=900),
+        vocabulary_size=1000,
+        change=lambda index: dataclasses.replace(index, tokenizer=record),
+    )
+    open_at(where, directory, monkeypatch)  # the ids are enough to train on
+    (directory / "tokenizer.json").write_bytes(b"{}")
+    open_at(where, directory, monkeypatch)
+    (directory / "tokenizer.json").write_bytes(b"[]")
+    with pytest.raises(DataError, match=r"tokenizer\.json is not the file that the corpus was tokenised with"):
+        open_at(where, directory, monkeypatch)
 
 
 def test_other_tokens_behind_the_head_are_told_when_one_is_beyond_the_largest(
