@@ -20,7 +20,8 @@ from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, command, env
 
 NANO = "specs/gpt_nano.yaml"
 PLANS = ROOT / "tests" / "golden" / "plans"
-DAILY = [("counter", "cpu-8"), ("gpt_nano", "v5e-4")]
+DAILY = [("counter", "cpu-8"), ("gpt_nano", "v5e-4"), ("tokenise_stdlib", "cpu-8")]
+IN_A_BUCKET = {"tokenise_web"}  # that only its user can reach
 PODS = [
     ("gpt_small", "v5e-16"),
     ("gpt2_124m", "v5e-16"),
@@ -72,7 +73,9 @@ def test_the_plan_of_a_shipped_spec_is_the_one_that_was_reviewed(spec: str, topo
 
 
 def test_every_shipped_spec_has_a_plan() -> None:
-    assert {path.stem for path in (ROOT / "specs").glob("*.yaml")} == {spec for spec, _ in (*DAILY, *PODS)}
+    assert {path.stem for path in (ROOT / "specs").glob("*.yaml")} - IN_A_BUCKET == {
+        spec for spec, _ in (*DAILY, *PODS)
+    }
     assert {path.name for path in PLANS.iterdir()} == {path_of(*names).name for names in (*DAILY, *PODS)}
 
 
