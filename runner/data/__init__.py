@@ -3,6 +3,7 @@
 - `protocol`   `Source`: tokens by position, and what is asked of somebody else's class
 - `index`      what stands beside the tokens of a corpus
 - `source`     which files `data.source` names
+- `id_file`    what is asked of a file of ids, wherever it lies
 - `tokenizer`  text <-> token ids
 - `extra`      packages that not everybody has
 - `subword`    tokenizers of files, which take many documents at once

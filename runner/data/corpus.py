@@ -125,7 +125,7 @@ def open_corpus(name: str, directory: str, ranges: CacheSettings) -> Corpus:
         store = open_store(directory)
         index = CorpusIndex.decode(store.read(INDEX), f"{directory}/{INDEX}")
         listing = store.listing("")
-        if any(index.tokenizer.get("file") == name for name in listing):
+        if any(index.tokenizer.get("file") == present for present in listing):
             read_tokenizer(index.tokenizer, store)
         for shard in index.shards:
             _check_shard(directory, shard, np.dtype(index.dtype).itemsize, listing)
@@ -188,9 +188,8 @@ def _open_objects(store: Store, index: CorpusIndex, listing: Listing, ranges: Ca
 
     looked_at = [shard for shard in index.shards if shard.num_tokens]
     looked_at = looked_at[:: max(1, -(-len(looked_at) // LOOKED_AT_MAX))]
-    heads = [
-        ByteRange(file, 0, min(HEAD_BYTES, file.size_bytes)) for shard in looked_at for file in [file_of(shard, "bin")]
-    ]
+    tokens = [file_of(shard, "bin") for shard in looked_at]
+    heads = [ByteRange(file, 0, min(HEAD_BYTES, file.size_bytes)) for file in tokens]
     ends = [ByteRange(file_of(shard, "ends"), 0, 1) for shard in looked_at]
     found = reader.fetch([*heads, *ends])
     for shard, head, content in zip(looked_at, heads, found, strict=False):

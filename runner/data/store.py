@@ -9,7 +9,6 @@ import functools
 import hashlib
 import itertools
 import os
-import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -19,6 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from runner.data.cache import cache_key, read_record, warn_unwritable, write_record
+from runner.data.id_file import num_ids, parsing_npy, refuse_other_array
 from runner.data.protocol import Source, first_bad
 from runner.data.remote.cache import CacheSettings
 from runner.data.remote.tokens import ObjectTokens, check_objects, open_object_tokens, read_objects
@@ -132,17 +132,6 @@ class Tokens:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """The ids of positions `start .. stop`, part by part."""
-        assert start >= 0
-        assert stop <= len(self)
-        part = bisect.bisect_right(self._ends, start)
-        offset = start - (self._ends[part - 1] if part else 0)
-        while start < stop:
-            piece = self.parts[part][offset : offset + stop - start]
-            yield piece
-            start, part, offset = start + len(piece), part + 1, 0
-
     def read_many(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """The ids of `length` positions from each of `starts` on: (number of starts, length).
 
@@ -176,6 +165,16 @@ class Tokens:
 
         Raises DataError as `read_many` does.
         """
+        found = self._stretches(ranges)
+        if self.id_limit is not None:
+            for (start, _), ids in zip(ranges, found, strict=True):
+                if (place := first_bad(ids, self.id_limit)) is not None:
+                    raise self._bad_id(int(ids[place]), start + place, self.id_limit)
+        return found
+
+    def _stretches(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """What `read_ranges` gives, not looked at."""
+        assert all(start >= 0 and stop <= len(self) for start, stop in ranges)
         if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
             return [self.parts[0][start:stop] for start, stop in ranges]
         found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
@@ -184,8 +183,6 @@ class Tokens:
             part = bisect.bisect_right(self._ends, start)
             pieces += self._split(part, start - int(self._bounds[part]), row)
         self._fill(pieces)
-        for (start, _), ids in zip(ranges, found, strict=True):
-            self._refuse_bad_id(ids, start)
         return found
 
     def _split(self, part: int, offset: int, row: np.ndarray) -> Iterator[Piece]:
@@ -210,16 +207,8 @@ class Tokens:
         read_objects(remote)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The ids of positions `start .. stop`, copied only where they span parts. Raises as `read_many` does."""
-        pieces = list(self._pieces(start, stop))
-        found = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
-        self._refuse_bad_id(found, start)
-        return found
-
-    def _refuse_bad_id(self, ids: np.ndarray, start: int) -> None:
-        """Raise `DataError` if one of the ids from position `start` on is none."""
-        if self.id_limit is not None and (place := first_bad(ids, self.id_limit)) is not None:
-            raise self._bad_id(int(ids[place]), start + place, self.id_limit)
+        """The ids of positions `start .. stop`. Raises as `read_many` does."""
+        return self.read_ranges([(start, stop)])[0]
 
     def _bad_id(self, token: int, position: int, limit: int) -> DataError:
         """The error of an id that is negative, or not below `limit`."""
@@ -386,17 +375,11 @@ def scan_cached(tokens: Tokens, cache_directory: Path) -> IdRange:
 
 def _open_token_file(file: SourceFile, dtype: np.dtype) -> TokenFile:
     if file.path.suffix == ".bin":
-        if file.size_bytes % dtype.itemsize:
-            raise DataError(
-                f"{file.path}: {file.size_bytes} bytes are no whole number of {dtype.itemsize}-byte ({dtype.name}) "
-                "token ids"
-            )
-        return TokenFile(file, dtype, file.size_bytes // dtype.itemsize, 0)
+        return TokenFile(file, dtype, num_ids(file, dtype), 0)
     array = _map_npy(file)
     if not isinstance(array, np.ndarray):  # numpy opens a zip archive of arrays under any name
         raise DataError(f"{file.path}: needs a 1-D array of integers, holds an archive of arrays")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(f"{file.path}: needs a 1-D array of integers, holds {array.dtype} of shape {array.shape}")
+    refuse_other_array(file, array.dtype, array.shape)
     return TokenFile(file, array.dtype, len(array), array.offset)
 
 
@@ -416,10 +399,8 @@ def _map_npy(file: SourceFile) -> np.memmap:
     if describe_file(file.path) != file:
         raise changed(file)
     try:
-        array: np.memmap = np.load(file.path, mmap_mode="r", allow_pickle=False)
+        with parsing_npy(file):
+            array: np.memmap = np.load(file.path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise DataError(f"data.source: cannot read {file.path}: {error.strerror or error}") from error
-    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # what numpy's header parser lets out
-        reason = (str(error).splitlines() or [""])[0]
-        raise DataError(f"{file.path}: is no whole .npy file of numbers ({reason})") from error
     return array

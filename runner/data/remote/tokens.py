@@ -1,12 +1,12 @@
 """Token ids in the objects of a bucket: `.bin` and `.npy`, of which no more is fetched than is asked for."""
 
 import io
-import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from runner.data.id_file import num_ids, parsing_npy, refuse_other_array
 from runner.data.remote.cache import CacheSettings
 from runner.data.remote.reader import BucketReader, ByteRange
 from runner.data.source import BucketFile, BucketFiles
@@ -67,34 +67,22 @@ def open_object_tokens(source: BucketFiles, dtype: np.dtype, ranges: CacheSettin
     contents = reader.read([ByteRange(file, 0, min(file.size_bytes, NPY_HEADER_BYTES)) for file in headers])
     header_of = dict(zip(headers, contents, strict=True))
     shapes = [
-        _parse_npy(file, header_of[file]) if file in header_of else _measure_bin(file, dtype) for file in source.files
+        _parse_npy(file, header_of[file]) if file in header_of else (dtype, num_ids(file, dtype), 0)
+        for file in source.files
     ]
     if headers:
         reader = BucketReader(source.store, ranges.open(max(dtype.itemsize for dtype, _, _ in shapes)))
     return [ObjectTokens(file, *shape, reader, source.listed) for file, shape in zip(source.files, shapes, strict=True)]
 
 
-def _measure_bin(file: BucketFile, dtype: np.dtype) -> tuple[np.dtype, int, int]:
-    """Type, number and offset of the ids."""
-    if file.size_bytes % dtype.itemsize:
-        raise DataError(
-            f"{file}: {file.size_bytes} bytes are no whole number of {dtype.itemsize}-byte ({dtype.name}) token ids"
-        )
-    return dtype, file.size_bytes // dtype.itemsize, 0
-
-
 def _parse_npy(file: BucketFile, head: bytes) -> tuple[np.dtype, int, int]:
-    """As the header says, which is compared with the object's size."""
+    """Type, number and offset of the ids, as the header says, which is compared with the object's size."""
     stream = io.BytesIO(head)
-    try:
+    with parsing_npy(file):
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(stream)
-    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # what numpy's header parser lets out
-        reason = (str(error).splitlines() or [""])[0]
-        raise DataError(f"{file}: is no whole .npy file of numbers ({reason})") from error
-    if len(shape) != 1 or dtype.kind not in "iu":
-        raise DataError(f"{file}: needs a 1-D array of integers, holds {dtype} of shape {shape}")
+    refuse_other_array(file, dtype, shape)
     num_tokens, offset = shape[0], stream.tell()
     if offset + num_tokens * dtype.itemsize > file.size_bytes:
         raise DataError(f"{file}: is no whole .npy file of numbers (it is cut: {file.size_bytes} bytes)")
