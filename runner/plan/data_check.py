@@ -18,20 +18,25 @@ class DataCheck:
     is_vocabulary_known: bool
 
 
-def check_data(design: Design, total_steps: int, findings: Findings, num_hosts: int = 1) -> DataCheck:
-    """Load the data, as each of `num_hosts` would: its tokens against the budget of `total_steps`, its first batch."""
-    section = Section("data")
-    found: Dataset | None = None
-    began = time.perf_counter()
+def load_data(design: Design, findings: Findings) -> tuple[Dataset | None, bool]:
+    """The data as the job would load them, None if they cannot be; and whether the vocabulary is known and fits."""
     with findings.collect():
         found = design.dataset
+        with findings.collect():
+            found.refuse_vocabulary(design.vocabulary_size)
+            return found, True
+        return found, False
+    return None, design.names_vocabulary
+
+
+def check_data(design: Design, total_steps: int, findings: Findings, num_hosts: int) -> DataCheck:
+    """Load the data, as each of `num_hosts` would: its tokens against the budget of `total_steps`, its first batch."""
+    section = Section("data")
+    began = time.perf_counter()
+    found, is_vocabulary_known = load_data(design, findings)
     if found is None:
-        return DataCheck(section, False, design.names_vocabulary)
-    is_vocabulary_known = is_read = False
-    with findings.collect():
-        found.refuse_vocabulary(design.vocabulary_size)
-        is_vocabulary_known = True
-    batch = design.config.train.global_batch_examples
+        return DataCheck(section, False, is_vocabulary_known)
+    batch, is_read = design.config.train.global_batch_examples, False
     with findings.collect():
         found.rows("train", 0, -(-batch // num_hosts))
         is_read = True

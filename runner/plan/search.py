@@ -20,7 +20,7 @@ from runner.accelerator import Accelerator, Speeds
 from runner.errors import InvalidError
 from runner.plan import checks, estimate, report
 from runner.plan.checks import Findings
-from runner.plan.data_check import check_data
+from runner.plan.data_check import load_data
 from runner.plan.estimate import TYPICAL_SHARE, Roofline, Work, split_over_domains
 from runner.plan.machine import Machine
 from runner.plan.program import Program, bytes_on_a_device, compile_design, num_elements
@@ -109,7 +109,7 @@ class Search:
         """The job, with the vocabulary that its data or its spec gives. Raises `InvalidError` with all problems."""
         findings = Findings()
         job = checks.open_job(self.document(more), findings)
-        if isinstance(job, BaseTrainer) and check_data(job.design, job.total_steps, findings).is_vocabulary_known:
+        if isinstance(job, BaseTrainer) and load_data(job.design, findings)[1]:
             return job
         raise InvalidError("\n".join(findings.problems) or "only a trainer has steps to search for")
 
