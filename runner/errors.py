@@ -95,3 +95,8 @@ def of_exit(error: SystemExit) -> FailedError:
 def first_line(error: BaseException) -> str:
     """The kind of an error and its first line."""
     return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:300]}"
+
+
+def reason_of(error: BaseException) -> str:
+    """What a library's error says, in one line; its kind if it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -14,7 +14,7 @@ import zstandard
 from experiments.tokenise.object_file import BLOCK_BYTES, ObjectFile, read_object
 from experiments.tokenise.source import InputFile
 from runner.data.extra import import_extra
-from runner.errors import DataError, RetryableError
+from runner.errors import DataError, RetryableError, reason_of
 
 _CHUNK_BYTES = 1 << 20
 _LONGEST_WINDOW_BYTES = 1 << 31  # of .zst files made with --ultra --long=31
@@ -192,7 +192,7 @@ def _of_table(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
     except (DataError, RetryableError):
         raise
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{part.file.where} is no whole {part.file.form} file: {_first_line(error)}") from error
+        raise DataError(f"{part.file.where} is no whole {part.file.form} file: {reason_of(error)}") from error
 
 
 def _batches(part: Part, file: BinaryIO, field: str) -> Iterator[Any]:
@@ -231,9 +231,5 @@ def row_groups(file: InputFile) -> list[int]:
     try:
         table = parquet.read_metadata(Path(file.name))
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{file.where} is no whole parquet file: {_first_line(error)}") from error
+        raise DataError(f"{file.where} is no whole parquet file: {reason_of(error)}") from error
     return [table.row_group(i).total_byte_size for i in range(table.num_row_groups)]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

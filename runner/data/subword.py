@@ -16,7 +16,7 @@ import tokenizers
 from runner.data.extra import import_extra
 from runner.data.index import read_tokenizer
 from runner.data.tokenizer import ByteTokenizer
-from runner.errors import DataError
+from runner.errors import DataError, reason_of
 from runner.storage import JsonObject, Store
 
 # Under which name the file of a kind stands beside the index of a corpus.
@@ -89,7 +89,7 @@ class HuggingFace(BatchTokenizer):
         except UnicodeDecodeError as error:
             raise DataError(f"is no tokenizer.json: {error}") from error
         except Exception as error:  # the library raises nothing more special
-            raise DataError(f"is no tokenizer.json: {_first_line(error)}") from error
+            raise DataError(f"is no tokenizer.json: {reason_of(error)}") from error
         self._library.no_padding()
         self._library.no_truncation()
         self.vocabulary_size = max(self.tokens().values(), default=-1) + 1
@@ -101,7 +101,7 @@ class HuggingFace(BatchTokenizer):
         try:
             found = self._library.encode_batch_fast(_texts(documents), add_special_tokens=False)
         except Exception as error:  # the library raises nothing more special
-            raise DataError(f"the tokenizer cannot encode a document: {_first_line(error)}") from error
+            raise DataError(f"the tokenizer cannot encode a document: {reason_of(error)}") from error
         return [np.array(encoding.ids, self.dtype) for encoding in found]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -123,7 +123,7 @@ class SentencePiece(BatchTokenizer):
         try:
             self._library = library.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
-            raise DataError(f"is no model of sentencepiece: {_first_line(error)}") from error
+            raise DataError(f"is no model of sentencepiece: {reason_of(error)}") from error
         self.vocabulary_size = int(self._library.get_piece_size())
         if not self.vocabulary_size:
             raise DataError("is no model of sentencepiece: it has no pieces")
@@ -160,7 +160,7 @@ class Tiktoken(BatchTokenizer):
                 "file", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
             )
         except ValueError as error:
-            raise DataError(f"does not fit its pattern: {_first_line(error)}") from error
+            raise DataError(f"does not fit its pattern: {reason_of(error)}") from error
         self._special_tokens = special_tokens
         self.vocabulary_size = max(taken) + 1
 
@@ -223,7 +223,3 @@ def _parse_ranks(content: bytes) -> dict[bytes, int]:
     if len(set(ranks.values())) < len(ranks):
         raise DataError("holds no ranks of tiktoken: two tokens have the same")
     return ranks
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -19,7 +19,7 @@ from runner.data.cache import cache_key, publish, read_record, warn_unwritable, 
 from runner.data.format.document import DocumentFiles, RecordFile, parse_dtype
 from runner.data.source import SourceFile, describe_file
 from runner.data.store import OPEN_FILES_MAX, changed
-from runner.errors import DataError
+from runner.errors import DataError, reason_of
 
 SCAN_RECORDS = 256
 READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # what the package advises for random access
@@ -85,8 +85,7 @@ class _Reader:
         return records
 
     def _damaged(self, error: Exception) -> DataError:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return DataError(f"{self._file.path}: is no whole ArrayRecord file ({reason[:200]})")
+        return DataError(f"{self._file.path}: is no whole ArrayRecord file ({reason_of(error)})")
 
 
 @functools.lru_cache(maxsize=OPEN_FILES_MAX)
