@@ -8,7 +8,7 @@ import base64
 import binascii
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tokenizers
@@ -75,7 +75,28 @@ class Bytes(BatchTokenizer):
         return {}
 
 
-class HuggingFace(BatchTokenizer):
+class _OfText(BatchTokenizer):
+    """One whose library takes texts and gives lists of ids."""
+
+    @abstractmethod
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        """The ids of each text."""
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """See `BatchTokenizer`. Raises `DataError` for a text that has no ids, where none stands for the unknown."""
+        texts = [document.decode(errors="replace") for document in documents]
+        return [np.array(ids, self.dtype) for ids in self._encode(texts)]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See `BatchTokenizer`."""
+        return self._decode([int(i) for i in ids])
+
+
+class HuggingFace(_OfText):
     """A `tokenizer.json` of the `tokenizers` library: its ids, without padding, truncation or added special tokens.
 
     A special token that stands in the text of a document becomes that token, as it does there.
@@ -96,24 +117,22 @@ class HuggingFace(BatchTokenizer):
         if not self.vocabulary_size:
             raise DataError("is no tokenizer.json of use: it has no tokens")
 
-    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """See `BatchTokenizer`. Raises `DataError` for a text that has no ids, where none stands for the unknown."""
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
         try:
-            found = self._library.encode_batch_fast(_texts(documents), add_special_tokens=False)
+            found = self._library.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises nothing more special
             raise DataError(f"the tokenizer cannot encode a document: {reason_of(error)}") from error
-        return [np.array(encoding.ids, self.dtype) for encoding in found]
+        return (encoding.ids for encoding in found)
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """See `BatchTokenizer`."""
-        return str(self._library.decode([int(i) for i in ids], skip_special_tokens=False))
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._library.decode(ids, skip_special_tokens=False))
 
     def tokens(self) -> dict[str, int]:
         """See `BatchTokenizer`."""
         return dict(self._library.get_vocab(with_added_tokens=True))
 
 
-class SentencePiece(BatchTokenizer):
+class SentencePiece(_OfText):
     """A model of the `sentencepiece` library, which is an extra."""
 
     name = "sentencepiece"
@@ -128,21 +147,19 @@ class SentencePiece(BatchTokenizer):
         if not self.vocabulary_size:
             raise DataError("is no model of sentencepiece: it has no pieces")
 
-    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """See `BatchTokenizer`."""
-        found = self._library.encode(_texts(documents), num_threads=os.cpu_count() or 1)
-        return [np.array(ids, self.dtype) for ids in found]
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        found: list[list[int]] = self._library.encode(texts, num_threads=os.cpu_count() or 1)
+        return found
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """See `BatchTokenizer`."""
-        return str(self._library.decode([int(i) for i in ids]))
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._library.decode(ids))
 
     def tokens(self) -> dict[str, int]:
         """See `BatchTokenizer`."""
         return {self._library.id_to_piece(i): i for i in range(self.vocabulary_size)}
 
 
-class Tiktoken(BatchTokenizer):
+class Tiktoken(_OfText):
     """A file of ranks of the `tiktoken` library, which is an extra. Special tokens in a document are but text."""
 
     name = "tiktoken"
@@ -164,14 +181,12 @@ class Tiktoken(BatchTokenizer):
         self._special_tokens = special_tokens
         self.vocabulary_size = max(taken) + 1
 
-    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """See `BatchTokenizer`."""
-        found = self._library.encode_ordinary_batch(_texts(documents), num_threads=os.cpu_count() or 1)
-        return [np.array(ids, self.dtype) for ids in found]
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        found: list[list[int]] = self._library.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+        return found
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """See `BatchTokenizer`."""
-        return str(self._library.decode([int(i) for i in ids]))
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._library.decode(ids))
 
     def tokens(self) -> dict[str, int]:
         """Those that the spec names: the others are bytes."""
@@ -202,10 +217,6 @@ def load_tokenizer(record: JsonObject, store: Store) -> BatchTokenizer:
         return make_tokenizer(record, content)
     except DataError as error:
         raise DataError(f"{store.url}/{record['file']}: {error}") from error
-
-
-def _texts(documents: Sequence[bytes]) -> list[str]:
-    return [document.decode(errors="replace") for document in documents]
 
 
 def _parse_ranks(content: bytes) -> dict[bytes, int]:
