@@ -187,9 +187,13 @@ class Job:
         return max(self.committed(), default=0)
 
     def largest_file(self, step: int) -> Path:
-        """The largest file of a checkpoint, which holds arrays."""
-        files = [path for path in (self.checkpoints / str(step)).rglob("*") if path.is_file()]
-        return max(files, key=lambda path: path.stat().st_size)
+        """The largest file of a checkpoint, which holds arrays. A living attempt may rename files meanwhile."""
+        sizes_bytes: dict[Path, int] = {}
+        for path in (self.checkpoints / str(step)).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file():
+                    sizes_bytes[path] = path.stat().st_size
+        return max(sizes_bytes, key=sizes_bytes.__getitem__)
 
     def num_attempts(self) -> int:
         """Attempts that have claimed the directory."""
