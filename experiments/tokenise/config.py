@@ -78,3 +78,8 @@ class TokeniseConfig(JobConfig):
     def free_keys(self) -> frozenset[str]:
         """How many bad lines are too many moves no token."""
         return frozenset({"skip_bad"})
+
+    @property
+    def output_keys(self) -> frozenset[str]:
+        """The corpus."""
+        return frozenset({"output"})

@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments.tokenise.pipeline import Encoded
 from experiments.tokenise.source import InputFile
-from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard, parse_shard
+from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard, Shards, parse_shard
 from runner.errors import DataError, InvalidError
 from runner.record import Key, check
 from runner.storage import JsonObject, Store, create, encode_json, read_json
@@ -36,7 +36,7 @@ _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of a store on a disk
 
 
 @dataclass(frozen=True)
-class Done:
+class Done(Shards):
     """What is known of a finished piece. `tokenizer` is the SHA-256 of its file, "" where it has none."""
 
     tokenizer: str
@@ -50,14 +50,6 @@ class Done:
         """Raises `ValueError` or `TypeError` if it is damaged."""
         check(record, _OF_DONE, [key.name for key in _OF_DONE])
         return cls(**record | {"shards": tuple(map(parse_shard, record["shards"]))})
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(shard.num_tokens for shard in self.shards)
-
-    @property
-    def num_documents(self) -> int:
-        return sum(shard.num_documents for shard in self.shards)
 
 
 def refuse_other_owner(store: Store, directory: str, run_id: str | None = None) -> None:

@@ -132,7 +132,8 @@ class Tokenise(RestoreableJob):
                     lacking = [piece for piece in lacking if piece >= end]
                     self._meet(tally)
                 if self.step + 1 == ROUNDS:
-                    self.state = self._state_of(hosts.main_first(self._end))
+                    with self.attempt.progress.during("the index"):
+                        self.state = self._state_of(hosts.main_first(self._end))
                 self.step += 1
                 self.save_or_stop()
 

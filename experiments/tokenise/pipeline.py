@@ -6,8 +6,6 @@ none of that.
 """
 
 import contextlib
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +16,7 @@ import numpy as np
 
 from experiments.tokenise.piece import Piece
 from experiments.tokenise.reading import Bad, documents, fetch
+from runner.data.prefetch import Prefetcher
 from runner.data.subword import BatchTokenizer
 from runner.errors import DataError
 
@@ -26,7 +25,6 @@ BATCH_DOCUMENTS = 16384
 _NUM_ENCODERS = 2
 _NUM_FETCHERS = 8
 _BATCHES_AHEAD = 8
-_POLL_SECONDS = 0.05
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -134,40 +132,8 @@ def _batches(
 
 def ahead(items: Generator[Out], depth: int) -> Generator[Out]:
     """The same items, made in a thread up to `depth` before they are asked for. Close it, or exhaust it."""
-    made: queue.Queue[tuple[list[Out], BaseException | None]] = queue.Queue(depth)
-    is_over = threading.Event()
-
-    def put(item: list[Out], error: BaseException | None) -> None:
-        while not is_over.is_set():
-            with contextlib.suppress(queue.Full):
-                made.put((item, error), timeout=_POLL_SECONDS)
-                return
-
-    def make() -> None:
-        error: BaseException | None = None
-        try:
-            with contextlib.closing(items):
-                for item in items:
-                    put([item], None)
-                    if is_over.is_set():
-                        return
-        except BaseException as raised:  # noqa: BLE001 - it is raised where the items are asked for
-            error = raised
-        put([], error)
-
-    thread = threading.Thread(target=make, name="ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = made.get()
-            if error is not None:
-                raise error
-            if not item:
-                return
-            yield item[0]
-    finally:
-        is_over.set()
-        thread.join()
+    with Prefetcher(items, depth) as made:
+        yield from made
 
 
 def mapped(function: Callable[[In], Out], items: Generator[In], num_threads: int) -> Generator[Out]:

@@ -1,8 +1,6 @@
 """Which files `config.source` names, in which order, on a disk or in a bucket. Knows names and sizes, no content."""
 
-import difflib
 import functools
-import glob
 import hashlib
 import json
 import os
@@ -13,7 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runner.data.source import PYTHON_STDLIB, TEXT_SUFFIXES, SourceFiles, find_source, matches_glob
+from runner.data.source import (
+    PYTHON_STDLIB,
+    TEXT_SUFFIXES,
+    SourceFiles,
+    cut_url,
+    files_named,
+    find_source,
+    fixed_start,
+    matches_glob,
+    nearest_name,
+    objects_named,
+)
 from runner.errors import DataError
 from runner.storage import ForbiddenError, Listed, Store, Version, check_url, local_directory, store_at
 
@@ -80,7 +89,7 @@ def find_files(source: str) -> tuple[InputFile, ...]:
     check_url(source)
     files = _in_bucket(source) if "://" in source else _on_disk(source)
     if not files:
-        raise DataError(f"no file matches {source}{_nearest(source)}")
+        raise DataError(f"no file matches {source}{'' if '://' in source else nearest_name(source)}")
     forms = sorted({file.form for file in files})
     if len(forms) > 1:
         first = [next(file.where for file in files if file.form == form) for form in forms]
@@ -106,15 +115,17 @@ def read_file(text: str) -> bytes:
     try:
         return open_place(place or "/").read(name)
     except FileNotFoundError as error:
-        raise DataError(f"{text} is not there") from error
+        near = "" if "://" in text else nearest_name(text)
+        is_name = "://" not in text and not os.path.isabs(text)
+        hint = "; needs a file: what a library or a hub knows by a name is saved as one first" if is_name else ""
+        raise DataError(f"is not there{near}{hint}") from error
 
 
 def _on_disk(source: str) -> tuple[InputFile, ...]:
     pattern = str(local_directory(source))
     if os.path.isdir(pattern):
         raise DataError(f"{source} is a directory; name its files, as {os.path.join(source, '*.jsonl')}")
-    is_file = os.path.isfile(pattern)  # before globbing: a file's own name may hold brackets
-    names = [pattern] if is_file else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    names = [str(path) for path in files_named(pattern)]
     files = [(name, *_size_and_version(Path(name))) for name in names]
     for name in names:
         if not os.access(name, os.R_OK):
@@ -131,25 +142,11 @@ def _size_and_version(path: Path) -> tuple[int, str]:
 
 
 def _in_bucket(source: str) -> tuple[InputFile, ...]:
-    """Of a glob, of a prefix, or of one object, whose own name may hold brackets. One listing, but for one object."""
-    scheme, _, rest = source.partition("://")
-    parts = rest.rstrip("/").split("/")
-    num_fixed = next((i for i, part in enumerate(parts) if _WILD.search(part)), len(parts))
-    if num_fixed == 0:
-        raise DataError(f"{source}: the bucket's name cannot hold {_WILD.findall(parts[0])[0]}")
-    place, patterns = f"{scheme}://{'/'.join(parts[:num_fixed])}", parts[num_fixed:]
-    exact = "/".join(patterns)
-    listing = _listing(place, _WILD.split(exact)[0])
-    if exact in listing:
-        names = [exact]
-    elif patterns:
-        names = [name for name in listing if matches_glob(name.split("/"), patterns)]
-    else:
-        names = list(listing)
-    if not listing and not patterns and num_fixed > 1:
-        place, _, own = place.rpartition("/")
-        listing = _listing(place, own)
-        names = [own] if own in listing else []
+    """Of a glob, of a prefix, or of one object, whose own name may hold brackets. One listing."""
+    place, patterns = cut_url(source)
+    listing, exact = _listing(place, fixed_start(patterns)), "/".join(patterns)
+    is_prefix = exact not in listing and not _WILD.search(exact)
+    names = objects_named([*patterns, "**"] if is_prefix else patterns, listing, [exact])
     return tuple(
         InputFile(place, name, f"{place}/{name}", listing[name].size_bytes, listing[name].version, _form_of(name))
         for name in names
@@ -186,14 +183,3 @@ def _form_of(name: str) -> Form:
     if Path(lower).suffix in TEXT_SUFFIXES:
         return "text"
     raise DataError(f"{name} is of a kind that is not read; needs text, {', '.join(_SUFFIXES)}")
-
-
-def _nearest(source: str) -> str:
-    if _WILD.search(source) or "://" in source:
-        return ""
-    path = local_directory(source)
-    siblings = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, n=1)
-    if difflib.get_close_matches(source, [PYTHON_STDLIB]):
-        return f"; did you mean {PYTHON_STDLIB}?"
-    return f"; did you mean {path.parent / near[0]}?" if near else ""

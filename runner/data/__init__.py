@@ -8,7 +8,8 @@
 - `extra`      packages that not everybody has
 - `subword`    tokenizers of files, which take many documents at once
 - `cache`      records and arrays on disk that many processes may race for and that no kill leaves half written
-- `remote`     ids in a bucket: exactly what is asked for, kept on this host's disk
+- `reader`     the bytes of files by ranges; here those of a disk
+- `remote`     the same of a bucket: exactly what is asked for, kept on this host's disk
 - `store`      token arrays, files and objects, read as one sequence
 - `corpus`     shards with an index, and their documents
 - `format`     files that other tools have written
@@ -19,7 +20,7 @@
 - `mixture`    which source each example comes from
 - `dataset`    `load_dataset` and the rows of an example range
 - `batch`      rows -> the sharded arrays of one step
-- `prefetch`   the same batches, made ahead on a thread
+- `prefetch`   what a generator yields, such as batches, made ahead on a thread
 
 **A batch is a pure function of (seed, step).** Nothing here holds a position: example r of step k is example
 `k * global_batch_examples + r` of an endless stream, any example of it is found in O(1), and so nothing of the data
@@ -29,7 +30,7 @@ Importing it imports jax and grain (half a second and more): do that when a job 
 """
 
 from runner.data.batch import global_batch
-from runner.data.dataset import Dataset, batch_fields, load_dataset
+from runner.data.dataset import Dataset, batch_fields, load_dataset, load_set
 from runner.data.packing import Rows
 from runner.data.prefetch import Prefetcher
 from runner.data.protocol import Source
@@ -50,4 +51,5 @@ __all__ = [
     "global_batch",
     "is_available",
     "load_dataset",
+    "load_set",
 ]

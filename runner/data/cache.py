@@ -51,7 +51,7 @@ def write_record(directory: Path, key: str, content: JsonObject) -> None:
 
 
 def publish(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write `path` so that it is seen whole or not at all. Raises OSError, leaving no temporary file."""
+    """Write `path` so that it is seen whole or not at all. Raises OSError or what `chunks` does, leaving nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
@@ -61,9 +61,8 @@ def publish(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except OSError:
+    finally:
         aside.unlink(missing_ok=True)
-        raise
 
 
 def warn_unwritable(directory: Path, error: OSError) -> None:

@@ -1,8 +1,9 @@
 """A corpus: shards of ids with an index, on a disk or in a bucket, and where its documents end."""
 
-import bisect
 import functools
+import math
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,17 +11,17 @@ import numpy as np
 
 from runner.data.index import ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard, read_tokenizer
 from runner.data.protocol import Source
+from runner.data.reader import ByteRange, DiskReader
 from runner.data.remote.cache import CacheSettings
-from runner.data.remote.reader import BucketReader, ByteRange
-from runner.data.remote.tokens import ObjectTokens
-from runner.data.source import BucketFile, blaming, describe_file
-from runner.data.store import TokenFile, Tokens, read_bytes
+from runner.data.remote.reader import BucketReader, in_parallel
+from runner.data.source import BucketFile, blaming, bucket_file, describe_file
+from runner.data.store import TokenFile, Tokens
 from runner.errors import DataError
 from runner.storage import ChangedError, DeniedError, ForbiddenError, Listed, Store, digest_of, open_store
 
 VERIFIED_BYTES_MAX = 1 << 27  # shards on a disk, up to so many bytes in all, are read whole at the start (0.1 s)
 LOOKED_AT_MAX = 1024  # of more shards in a bucket the heads of so many, evenly spaced, are looked at, at the start
-ENDS_BYTES_MAX = 1 << 28  # of document ends in memory
+ENDS_BYTES_MAX = 1 << 28  # of document ends: where a corpus has no more, those of a shard are read whole and kept
 
 Listing = dict[str, Listed]
 
@@ -33,26 +34,26 @@ class Corpus(Tokens, Source):
     - other tokens of the same size: at the start, by the head of a shard (of up to 1,024 in a bucket); behind the head,
       where the store reports CRC-32C (Google's), or the shards are on a disk and small, or an id is beyond the largest
       of the index when it is read;
-    - other document ends: by their CRC, when they are read;
+    - other document ends: by their CRC, when they are read whole; where there are more than `ENDS_BYTES_MAX`, so that
+      they are read in parts, only by numbers that cannot be;
     - a file that is replaced while the job runs: by `check`, before each save; in a bucket by the next read of it.
 
     So what is never found is this: of a corpus that is large, or on S3 or Azure, tokens behind the head of a shard are
-    changed between two attempts into others that are in the vocabulary.
+    changed between two attempts into others that are in the vocabulary; or ends, of a corpus that has so many.
     """
 
     has_documents = True
     id_limit: int  # the largest of the index + 1
 
-    def __init__(
-        self, index: CorpusIndex, parts: Sequence[TokenFile | ObjectTokens], store: Store, listing: Listing
-    ) -> None:
+    def __init__(self, index: CorpusIndex, parts: Sequence[TokenFile], store: Store, listing: Listing) -> None:
         super().__init__(parts)
         self._index, self._store = index, store
         self._shards = [shard for shard in index.shards if shard.num_tokens]
         self.id_limit = 1 + max((shard.largest_id for shard in self._shards), default=-1)
         self._versions = {name: listed.version for name, listed in listing.items()}
-        most_bytes = max((shard.num_documents for shard in self._shards), default=1) * ENDS_DTYPE.itemsize
-        self._document_ends = functools.lru_cache(max(1, ENDS_BYTES_MAX // max(most_bytes, 1)))(self._read_ends)
+        self._are_ends_kept = index.num_documents * ENDS_DTYPE.itemsize <= ENDS_BYTES_MAX
+        self._kept_ends = functools.cache(lambda shard: self._read_ends(shard, 0, self._shards[shard].num_documents))
+        self._keeping = [threading.Lock() for _ in self._shards]  # several threads that want one shard read it once
 
     @property
     def index(self) -> CorpusIndex:
@@ -86,34 +87,57 @@ class Corpus(Tokens, Source):
         )
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """See `Source`. The ends of a shard are read whole when one of them is first asked for."""
-        assert 0 <= start <= stop <= len(self)
-        found = [np.empty(0, np.int64)]
-        for index in range(bisect.bisect_right(self._ends, start), bisect.bisect_left(self._ends, stop) + 1):
-            if start == stop:
-                break
-            before = int(self._bounds[index])
-            ends = self._document_ends(index)
-            first, last = np.searchsorted(ends, [start - before, stop - before], side="right")
-            found.append(ends[first:last] + before)
-        return np.concatenate(found)
+        """See `Source`. No ends are read before they are asked for; those of several shards at a time."""
+        if self._are_ends_kept:
+            in_parallel([functools.partial(self._keep_ends, part) for part in self.parts_between(start, stop)])
+        return super().document_ends(start, stop)
 
-    def _read_ends(self, index: int) -> np.ndarray:
-        """Positions in a shard at which its documents end, each once: an empty document has no place of its own."""
+    def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
+        """See `Tokens`."""
+        return self._keep_ends(part) if self._are_ends_kept else self._find_ends(part, start, stop)
+
+    def _keep_ends(self, index: int) -> np.ndarray:
+        with self._keeping[index]:
+            return self._kept_ends(index)
+
+    def _find_ends(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Those ends of a shard that lie between two of its positions, and some around them.
+
+        They are looked for where they would be if all documents were alike, and from there on in both directions.
+        """
         shard = self._shards[index]
-        name, size = f"{shard.name}.ends", shard.num_documents * ENDS_DTYPE.itemsize
+        num_documents, margin = shard.num_documents, math.isqrt(shard.num_documents) + 1
+        first = max(0, num_documents * start // shard.num_tokens - margin)
+        last = min(num_documents, num_documents * stop // shard.num_tokens + margin)
+        ends = self._read_ends(index, first, last)
+        while first and ends[0] > start:
+            margin *= 2
+            before = max(0, first - margin)
+            first, ends = before, np.concatenate([self._read_ends(index, before, first), ends])
+        while last < num_documents and ends[-1] <= stop:
+            margin *= 2
+            after = min(num_documents, last + margin)
+            last, ends = after, np.concatenate([ends, self._read_ends(index, last, after)])
+        return ends
+
+    def _read_ends(self, index: int, first: int, last: int) -> np.ndarray:
+        """The positions in a shard at which its documents `first .. last` end, `first < last`."""
+        shard, itemsize = self._shards[index], ENDS_DTYPE.itemsize
+        name, is_whole = f"{shard.name}.ends", last - first == shard.num_documents
         try:
-            content = self._store.read_range(name, 0, size, self._versions[name])
+            content = self._store.read_range(name, first * itemsize, last * itemsize, self._versions[name])
         except (ChangedError, FileNotFoundError, ForbiddenError, DeniedError) as error:
             raise DataError(f"{self._store.url}/{name} cannot be read as at the start: {error}") from error
-        _refuse_digest(f"{self._store.url}/{name}", digest_of(content), shard.ends_crc32c)
+        if is_whole:
+            _refuse_digest(f"{self._store.url}/{name}", digest_of(content), shard.ends_crc32c)
         ends = np.frombuffer(content, ENDS_DTYPE).astype(np.int64)
-        if not len(ends) or ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] != shard.num_tokens:
+        highest = shard.num_tokens if last == shard.num_documents else min(ends[-1], shard.num_tokens)
+        if not len(ends) or ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] != highest:
             raise DataError(
                 f"{self._store.url}/{name}: are no ends of documents: needs numbers that never fall, the last of them "
                 f"{shard.num_tokens}"
             )
-        return np.unique(ends[ends > 0])
+        return ends
 
 
 def open_corpus(name: str, directory: str, ranges: CacheSettings) -> Corpus:
@@ -129,11 +153,10 @@ def open_corpus(name: str, directory: str, ranges: CacheSettings) -> Corpus:
             read_tokenizer(index.tokenizer, store)
         for shard in index.shards:
             _check_shard(directory, shard, np.dtype(index.dtype).itemsize, listing)
-        parts: Sequence[TokenFile | ObjectTokens]
         if store.root is not None:
-            parts = _open_files(store, store.root, index)
+            parts = _open_files(store, store.root, index, ranges)
         else:
-            parts = _open_objects(store, index, listing, ranges)
+            parts = _open_objects(name, store, index, listing, ranges)
         return Corpus(index, parts, store, listing)
 
 
@@ -158,8 +181,9 @@ def _refuse_digest(where: str, found: str, expected: str) -> None:
         raise DataError(f"{where} is not the file that {INDEX} was written for: CRC-32C {found}, needs {expected}")
 
 
-def _open_files(store: Store, root: Path, index: CorpusIndex) -> list[TokenFile]:
+def _open_files(store: Store, root: Path, index: CorpusIndex, ranges: CacheSettings) -> list[TokenFile]:
     """The shards on a disk. Small ones are read, of larger ones the head."""
+    reader = DiskReader(ranges.directory)
     dtype = np.dtype(index.dtype).newbyteorder("<")
     is_small = index.num_tokens * dtype.itemsize <= VERIFIED_BYTES_MAX
     parts = []
@@ -171,20 +195,21 @@ def _open_files(store: Store, root: Path, index: CorpusIndex) -> list[TokenFile]
         if is_small:
             _refuse_digest(str(file), store.digest(file.path.name), shard.tokens_crc32c)
         else:
-            head = read_bytes(file, 0, min(HEAD_BYTES, file.size_bytes))
+            (head,) = reader.read([ByteRange(file, 0, min(HEAD_BYTES, file.size_bytes))])
             _refuse_digest(str(file), digest_of(head), shard.head_crc32c)
-        parts.append(TokenFile(file, dtype, shard.num_tokens, 0))
+        parts.append(TokenFile(file, dtype, shard.num_tokens, 0, reader))
     return parts
 
 
-def _open_objects(store: Store, index: CorpusIndex, listing: Listing, ranges: CacheSettings) -> list[ObjectTokens]:
+def _open_objects(
+    name: str, store: Store, index: CorpusIndex, listing: Listing, ranges: CacheSettings
+) -> list[TokenFile]:
     """The shards in a bucket. A listing does not tell who may read, nor what: of each file the head is asked for."""
     dtype = np.dtype(index.dtype).newbyteorder("<")
-    reader = BucketReader(store, ranges.open(dtype.itemsize))
+    reader = BucketReader(name, store, ranges, dtype.itemsize)
 
     def file_of(shard: Shard, suffix: str) -> BucketFile:
-        listed = listing[f"{shard.name}.{suffix}"]
-        return BucketFile(store.url, f"{shard.name}.{suffix}", listed.size_bytes, listed.version)
+        return bucket_file(store.url, f"{shard.name}.{suffix}", listing[f"{shard.name}.{suffix}"])
 
     looked_at = [shard for shard in index.shards if shard.num_tokens]
     looked_at = looked_at[:: max(1, -(-len(looked_at) // LOOKED_AT_MAX))]
@@ -194,4 +219,4 @@ def _open_objects(store: Store, index: CorpusIndex, listing: Listing, ranges: Ca
     found = reader.fetch([*heads, *ends])
     for shard, head, content in zip(looked_at, heads, found, strict=False):
         _refuse_digest(str(head.file), digest_of(content), shard.head_crc32c)
-    return [ObjectTokens(file_of(shard, "bin"), dtype, shard.num_tokens, 0, reader, "") for shard in index.shards]
+    return [TokenFile(file_of(shard, "bin"), dtype, shard.num_tokens, 0, reader) for shard in index.shards]

@@ -4,7 +4,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from runner.data.opening import load_own, open_source, refuse_unread
 from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, Rows
 from runner.data.protocol import Source
 from runner.data.source import is_class
+from runner.data.store import IdRange, TokenFiles
 from runner.data.text import Text
 from runner.data.tokenizer import Tokenizer
 from runner.data.window import Split, probe_order, split_tokens
@@ -131,6 +132,28 @@ class Dataset:
             except DataError as error:
                 raise DataError(f"{label}: {error}") from error
 
+    @property
+    def has_unread_ids(self) -> bool:
+        """Whether all ids of a token file are to be read, to know which they are."""
+        return any(isinstance(source, TokenFiles) and source.id_limit is None for source in self._sources.values())
+
+    def find_ids(self, believed: int | None) -> dict[str, JsonObject]:
+        """Which ids the token files hold, by source. Reads all of them, unless this host has done so before.
+
+        `believed` is a vocabulary that is known to hold the ids: then of many none is read before it is needed.
+        """
+        self.take_ids(believed, {})
+        sources = {label: source for label, source in self._sources.items() if isinstance(source, TokenFiles)}
+        return {label: asdict(source.id_range) for label, source in sources.items() if source.id_limit is None}
+
+    def take_ids(self, believed: int | None, found: Mapping[str, JsonObject]) -> None:
+        """Believe what `find_ids` has given on another host; an id that is beyond it is named when it is read."""
+        for label, source in self._sources.items():
+            if isinstance(source, TokenFiles) and believed is not None:
+                source.believe(believed)
+            if isinstance(source, TokenFiles) and label in found:
+                source.take(IdRange(**found[label]))
+
     def shares(self, num_examples: int) -> list[Share]:
         """What each part gives to the first `num_examples` of the run."""
         counts = self._mixture.counts(num_examples)
@@ -246,6 +269,25 @@ def load_dataset(
         _sources=sources,
         _mixture=Mixture([named.weight for named in config.sources]),
     )
+
+
+def load_set(config: "DataConfig", name: str, named: "TokenSource", *, vocabulary_size: int) -> Dataset:
+    """All tokens of one source in order, as the validation set `name`; there is nothing to train on.
+
+    `config` says how long rows are and what they hold. Called on every host. Raises DataError where the source cannot
+    serve that, or a model of `vocabulary_size` ids.
+    """
+    config = config.model_copy(update={"mixture": [], **{key: getattr(named, key) for key in type(named).model_fields}})
+    label = f"data.source={named.source}"
+    source = open_source(named, config, default_cache_directory(), vocabulary_size)
+    examples = PACKINGS[config.packing](source, Split(0, len(source), config.sequence_length))
+    fields = batch_fields(config)
+    _refuse_unusable(fields, {label: examples})
+    found = Dataset(
+        named.source, config.sequence_length, fields, "", None, (), {name: examples}, {label: source}, Mixture(())
+    )
+    found.refuse_vocabulary(vocabulary_size)
+    return found
 
 
 def _split(label: str, source: Source, config: "DataConfig") -> tuple[Split, Split]:

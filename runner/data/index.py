@@ -71,14 +71,9 @@ class Shard:
         return cls(name, len(ids), len(ends), largest, *digests)
 
 
-@dataclass(frozen=True)
-class CorpusIndex:
-    """The content of `index.json`; see `INDEX_KEYS`."""
+class Shards:
+    """What holds shards: a corpus, or a piece of one."""
 
-    dtype: str
-    vocabulary_size: int
-    tokenizer: JsonObject
-    separator: int | None
     shards: tuple[Shard, ...]
 
     @property
@@ -88,6 +83,17 @@ class CorpusIndex:
     @property
     def num_documents(self) -> int:
         return sum(shard.num_documents for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class CorpusIndex(Shards):
+    """The content of `index.json`; see `INDEX_KEYS`."""
+
+    dtype: str
+    vocabulary_size: int
+    tokenizer: JsonObject
+    separator: int | None
+    shards: tuple[Shard, ...]
 
     @property
     def digest(self) -> str:

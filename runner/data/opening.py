@@ -9,8 +9,8 @@ from runner.data.corpus import open_corpus
 from runner.data.format.opening import open_format
 from runner.data.protocol import Checked, Source
 from runner.data.remote.cache import CacheSettings
-from runner.data.source import BucketFiles, SourceFiles, find_corpus, find_source, is_class
-from runner.data.store import Tokens, open_token_files
+from runner.data.source import BucketFiles, find_corpus, find_source, is_class
+from runner.data.store import open_token_files
 from runner.data.text import Text, load_text
 from runner.errors import DataError, InvalidError
 from runner.spec import load_class
@@ -18,7 +18,7 @@ from runner.spec import load_class
 if TYPE_CHECKING:
     from runner.config import DataConfig, TokenSource
 
-_SEPARATORS = {"none": b"", "newline": b"\n", "nul": b"\0"}
+SEPARATORS = {"none": b"", "newline": b"\n", "nul": b"\0"}
 
 
 def open_source(
@@ -49,14 +49,14 @@ def _open(named: "TokenSource", config: "DataConfig", cache_directory: Path, voc
         _refuse_unread(named, "names a corpus", "dtype", "options")
         return open_corpus(named.source, corpus, ranges)
     files = find_source(named.source)
-    if isinstance(files, SourceFiles) and files.format:
+    if files.format:
         _refuse_unread(named, f"is of {files.format}", "dtype")
-        return open_format(files, named.options, cache_directory, vocabulary_size)
+        return open_format(files, named.options, cache_directory, vocabulary_size, ranges)
     if isinstance(files, BucketFiles) or files.holds_tokens:
         _refuse_unread(named, "names token files", "options")
         return open_token_files(files, cache_directory, named.dtype, vocabulary_size, ranges)
     _refuse_unread(named, "names text files", "dtype", "options")
-    return Text(load_text(files, config.tokenizer, cache_directory, _SEPARATORS[config.document_separator]))
+    return Text(load_text(files, config.tokenizer, cache_directory, SEPARATORS[config.document_separator]))
 
 
 def _refuse_unread(named: "TokenSource", kind: str, *keys: str) -> None:
@@ -70,7 +70,7 @@ def refuse_unread(config: "DataConfig", sources: Collection[Source]) -> None:
     """Raise `DataError` if a key that is said once, for all sources of `config`, is read by none of them."""
     is_read = {
         "document_separator": any(isinstance(source, Text) for source in sources),
-        "cache_bytes": any(isinstance(source, Tokens) and source.bytes_fetched_per_token for source in sources),
+        "cache_bytes": any("://" in named.source for named in [*config.sources, *config.validation.values()]),
     }
     reader = {"document_separator": "text", "cache_bytes": "in a bucket"}
     for key, is_needed in is_read.items():

@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from runner.data.protocol import Source
+from runner.data.remote.reader import in_parallel
 from runner.data.window import Split, make_order
 
 Rows = dict[str, np.ndarray]
@@ -158,6 +159,13 @@ class Packed(_Documents):
         self._plan: Callable[[int], list[list[Piece]]] = functools.lru_cache(maxsize=PLANS_KEPT)(self._make_plan)
         if not any(map(self.pieces, self._sample())):
             self.num_examples = 0  # documents of one token alone: all would be padding
+
+    def read(self, numbers: np.ndarray) -> Rows:
+        """See `Examples`. Of a bucket all blocks are asked for at a time where their documents end."""
+        if self._source.bytes_fetched_per_token:
+            blocks = np.unique(np.asarray(numbers, np.int64) // self._block_examples)
+            in_parallel([functools.partial(self._plan, int(block)) for block in blocks])
+        return super().read(numbers)
 
     def pieces(self, number: int) -> list[Piece]:
         """See `_Documents`."""

@@ -1,31 +1,32 @@
-"""Batches made ahead on a thread. A cache of a pure function of the step: it holds no position that must survive."""
+"""What a generator yields, made ahead on a thread, such as batches. It holds no position that must survive."""
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-DEPTH_BATCHES = 2  # the one that is needed next, and one more to ride out a slow read
+DEPTH = 2  # the batch that is needed next, and one more to ride out a slow read
 CLOSE_SECONDS = 5.0
 
 T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Yields `make_batch(first_step)`, `make_batch(first_step + 1)`, ... without end, made at most two ahead.
+    """Yields the items of a generator, made at most `depth` ahead; it is closed where it has run, on the thread.
 
-    What `make_batch` raises is raised by the `next` that would have returned its batch, and by every later one. The
+    What the generator raises is raised by the `next` that would have returned its item, and by every later one. The
     thread is a daemon: a read that hangs cannot keep a dying process alive.
     """
 
-    def __init__(self, make_batch: Callable[[int], T], *, first_step: int) -> None:
-        self._make_batch = make_batch
+    def __init__(self, items: Generator[T], depth: int = DEPTH) -> None:
+        self._items, self._depth = items, depth
         self._ready: deque[T] = deque()
         self._error: BaseException | None = None
-        self._closed = False
+        self._is_over = self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, args=(first_step,), name="prefetch", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -41,42 +42,40 @@ class Prefetcher(Generic[T]):
 
     def __next__(self) -> T:
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed)
-            if self._closed:
-                raise StopIteration
-            if self._ready:
+            self._changed.wait_for(lambda: self._ready or self._is_over or self._closed)
+            if self._ready and not self._closed:
                 self._changed.notify_all()
                 return self._ready.popleft()
-            assert self._error is not None
-            raise self._error
+            if self._error is not None and not self._closed:
+                raise self._error
+            raise StopIteration
 
     def close(self) -> None:
-        """End the thread and drop what it made. Waits for the batch in the making, but not for a read that hangs."""
+        """End the thread and drop what it made. Waits for the item in the making, but not for a read that hangs."""
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
         self._thread.join(CLOSE_SECONDS)
 
-    def _work(self, step: int) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: len(self._ready) < DEPTH_BATCHES or self._closed)
-                if self._closed:
-                    return
-            try:
-                batch = self._make_batch(step)
-            except BaseException as error:  # noqa: BLE001 - nothing is swallowed: the consumer raises it
-                self._finish(error=error)
-                return
-            with self._changed:
-                if self._closed:
-                    return
-                self._ready.append(batch)
-                self._changed.notify_all()
-            step += 1
-
-    def _finish(self, *, error: BaseException) -> None:
+    def _work(self) -> None:
+        error: BaseException | None = None
+        try:
+            with contextlib.closing(self._items):
+                for item in self._items:
+                    if not self._put(item):
+                        break
+        except BaseException as raised:  # noqa: BLE001 - nothing is swallowed: the consumer raises it
+            error = raised
         with self._changed:
-            self._error = error
+            self._error, self._is_over = error, True
             self._changed.notify_all()
+
+    def _put(self, item: T) -> bool:
+        """Hand it over, and wait until the next may be made; False if none shall be."""
+        with self._changed:
+            if not self._closed:
+                self._ready.append(item)
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._ready) < self._depth or self._closed)
+            return not self._closed

@@ -18,10 +18,12 @@ class Source(ABC):
         fields: what it says of each token beside its id, by name with its dtype, such as `{"loss_weight": np.float32}`.
             A batch holds them, where the token is the target.
         bytes_fetched_per_token: what reading a token takes over the network, where it does.
+        bytes_copied: what each host keeps on its disk of what cannot be read by ranges.
     """
 
     has_documents: bool = False
     bytes_fetched_per_token: int = 0
+    bytes_copied: int = 0
     fields: Mapping[str, type[np.generic]] = {}
 
     @property
@@ -98,7 +100,7 @@ class Checked(Source):
         if not isinstance(self._fingerprint, str) or not self._fingerprint:
             raise self._broken(f"fingerprint is {self._fingerprint!r}, needs a text")
         self.has_documents, self.fields = source.has_documents, source.fields
-        self.bytes_fetched_per_token = source.bytes_fetched_per_token
+        self.bytes_fetched_per_token, self.bytes_copied = source.bytes_fetched_per_token, source.bytes_copied
 
     @property
     def vocabulary_size(self) -> int:

@@ -8,8 +8,8 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from runner.data.index import INDEX
@@ -62,6 +62,7 @@ class BucketFile:
     name: str
     size_bytes: int
     version: Version
+    crc32c: str | None = field(default=None, compare=False)  # where the store reports it
 
     def __str__(self) -> str:
         return f"{self.url}/{self.name}"
@@ -75,6 +76,9 @@ class BucketFile:
     def versioned_url(self) -> str:
         """Another text for another content."""
         return f"{self}\0{self.version}"
+
+
+File = SourceFile | BucketFile
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,12 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class BucketFiles:
-    """Token files in a bucket, in reading order. `listed` begins the names of all of them."""
+    """Token files in a bucket, in reading order. `format` as of `SourceFiles`."""
 
     name: str
     files: tuple[BucketFile, ...]
     store: Store
-    listed: str
+    format: str | None = None
 
 
 def find_source(name: str) -> SourceFiles | BucketFiles:
@@ -112,12 +116,10 @@ def find_source(name: str) -> SourceFiles | BucketFiles:
     if not paths and os.path.exists(os.path.expanduser(name)):
         raise DataError(f"data.source={name}: is a device, a pipe or a socket; needs a file")
     if not paths:
-        raise DataError(f"data.source={name}: no file matches{_nearest_name(name)}")
-    formats = {_format_of(path) for path in paths}
-    if len(formats) == 1 and (only := formats.pop()):
-        return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens=True, format=only)
-    holds_tokens = _hold_tokens(name, paths)
-    return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens)
+        raise DataError(f"data.source={name}: no file matches{nearest_name(name)}")
+    format_name = _format_of(paths) or ("mds" if all(map(_is_mds_index, paths)) else None)
+    holds_tokens = format_name is not None or _hold_tokens(name, paths)
+    return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens, format_name)
 
 
 def find_corpus(name: str) -> str | None:
@@ -129,17 +131,14 @@ def find_corpus(name: str) -> str | None:
     directory, _, last = name.rstrip("/").rpartition("/")
     if "://" not in name:
         path = os.path.abspath(os.path.expanduser(name))
-        if _format_of(Path(path) / INDEX if os.path.isdir(path) else Path(path)):
-            return None
-        if os.path.isdir(path):
-            return path if os.path.isfile(os.path.join(path, INDEX)) else None
-        return os.path.dirname(path) if os.path.basename(path) == INDEX and os.path.isfile(path) else None
-    if last == INDEX:
-        return directory
-    if name == PYTHON_STDLIB or PurePath(last).suffix in TOKEN_SUFFIXES or glob.has_magic(last):
+        index = Path(path) / INDEX if os.path.isdir(path) else Path(path)
+        return str(index.parent) if index.name == INDEX and index.is_file() and not _is_mds_index(index) else None
+    directory = directory if last == INDEX else name.rstrip("/")
+    if glob.has_magic(directory) or PurePath(directory).suffix in TOKEN_SUFFIXES:
         return None
     with blaming(name):
-        return name.rstrip("/") if open_store(name).exists(INDEX) else None
+        store = open_store(directory)
+        return directory if store.exists(INDEX) and not _is_of_mds(store.read(INDEX)) else None
 
 
 def check_name(name: str) -> None:
@@ -183,27 +182,55 @@ def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
 
 def _find_in_bucket(name: str) -> BucketFiles:
     """One listing of what begins like the name's fixed part."""
-    scheme, _, rest = name.partition("://")
-    parts = rest.rstrip("/").split("/")
-    num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-    if num_fixed == 0:
-        raise DataError(f"data.source={name}: names no object; needs {scheme}://BUCKET/NAME")
-    url, patterns = f"{scheme}://{'/'.join(parts[:num_fixed])}", parts[num_fixed:]
-    start = re.split(r"[*?[]", patterns[0])[0]
+    url, patterns = cut_url(name)
+    if not patterns:
+        raise DataError(f"data.source={name}: names no object; needs {url}/NAME")
     with blaming(name):
         store = open_store(url)
-        listing = store.listing(start)
-    exact = "/".join(patterns)
-    names = [exact] if exact in listing else [found for found in listing if matches_glob(found.split("/"), patterns)]
-    if not names:
-        raise DataError(f"data.source={name}: no object matches{_nearest_object(store, exact, listing)}")
-    if not _hold_tokens(name, [PurePath(found) for found in names]):
+        listing = store.listing(fixed_start(patterns))
+        exact = "/".join(patterns)
+        names = objects_named(patterns, listing, (exact, f"{exact}/{INDEX}"))
+        if not names:
+            raise DataError(f"data.source={name}: no object matches{_nearest_object(store, exact, listing)}")
+        paths = [PurePath(found) for found in names]
+        format_name = _format_of(paths)
+        if {path.name for path in paths} == {INDEX} and _is_of_mds(store.read(names[0])):
+            format_name = "mds"
+    if not format_name and not _hold_tokens(name, paths):
         raise DataError(
             f"data.source={name}: is text in a bucket, which is not trained on as it is; tokenise it first: "
             "experiments/tokenise.py"
         )
-    files = tuple(BucketFile(url, found, listing[found].size_bytes, listing[found].version) for found in names)
-    return BucketFiles(name, files, store, start)
+    return BucketFiles(name, tuple(bucket_file(url, found, listing[found]) for found in names), store, format_name)
+
+
+def bucket_file(url: str, name: str, listed: Listed) -> BucketFile:
+    """The object that a listing has named."""
+    return BucketFile(url, name, listed.size_bytes, listed.version, listed.crc32c)
+
+
+def cut_url(name: str) -> tuple[str, list[str]]:
+    """The URL below which the objects of a URL or a glob lie, and the parts of their names there; none of a bucket.
+
+    Raises DataError if the bucket's own name is a glob.
+    """
+    scheme, _, rest = name.partition("://")
+    parts = rest.rstrip("/").split("/")
+    num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), max(len(parts) - 1, 1))
+    if num_fixed == 0:
+        raise DataError(f"{name}: the name of a bucket cannot hold *, ? or [; needs {scheme}://BUCKET/NAME")
+    return f"{scheme}://{'/'.join(parts[:num_fixed])}", parts[num_fixed:]
+
+
+def fixed_start(patterns: Sequence[str]) -> str:
+    """What the names of all objects begin with that the parts of a glob may match."""
+    return re.split(r"[*?[]", "/".join(patterns))[0]
+
+
+def objects_named(patterns: Sequence[str], listing: Mapping[str, Listed], exact: Sequence[str]) -> list[str]:
+    """The first of the names `exact` that is listed, for a name may look like a glob; else what the glob matches."""
+    found = next((name for name in exact if name in listing), None)
+    return [found] if found else [name for name in listing if matches_glob(name.split("/"), patterns)]
 
 
 def matches_glob(parts: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -292,28 +319,43 @@ def _stdlib_paths() -> list[Path]:
 def _matching_paths(name: str) -> list[Path]:
     pattern = os.path.abspath(os.path.expanduser(name))
     if os.path.isdir(pattern):
-        if _format_of(Path(pattern) / INDEX):
+        if _is_mds_index(Path(pattern) / INDEX):
             return [Path(pattern) / INDEX]
         files = os.path.join(name, "**", "*.txt")
         raise DataError(f"data.source={name}: is a directory, and no corpus ({INDEX}); name its files, as {files}")
+    return files_named(pattern)
+
+
+def files_named(pattern: str) -> list[Path]:
+    """The file that is called so, else those on the disk that match it as a glob, in order."""
     if os.path.isfile(pattern):  # before globbing: a file's own name may hold brackets
         return [Path(pattern)]
     return [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
 
 
-def _format_of(path: Path) -> str | None:
-    """The format of another tool that a file is of; by its name alone, but for the index of MDS."""
-    if path.name == INDEX and path.is_file():
-        try:
-            index = parse_json(path.read_bytes())
-        except (OSError, ValueError):
-            return None
-        return "mds" if {"version", "shards"} <= index.keys() else None
-    return next((name for name, pattern in FORMATS.items() if pattern.search(path.name)), None)
+def _format_of(paths: Sequence[PurePath]) -> str | None:
+    """The format of another tool that all these files are of, by their names; None if there is none."""
+    return next((name for name, pattern in FORMATS.items() if all(pattern.search(path.name) for path in paths)), None)
 
 
-def _nearest_name(name: str) -> str:
-    """What to try instead of a source that matched nothing: '; did you mean ...?', or '' if nothing is near."""
+def _is_mds_index(path: Path) -> bool:
+    """Whether a file of the disk is the index of a directory of MDS."""
+    try:
+        return path.name == INDEX and path.is_file() and _is_of_mds(path.read_bytes())
+    except OSError:
+        return False
+
+
+def _is_of_mds(content: bytes) -> bool:
+    """Whether an `index.json` is one of MDS, and not of a corpus."""
+    try:
+        return {"version", "shards"} <= parse_json(content).keys()
+    except ValueError:
+        return False
+
+
+def nearest_name(name: str) -> str:
+    """What to try instead of a path that matched nothing: '; did you mean ...?', or '' if nothing is near."""
     if any(character in name for character in "*?["):
         return ""
     if difflib.get_close_matches(name, [PYTHON_STDLIB]):

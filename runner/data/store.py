@@ -1,31 +1,25 @@
-"""Token ids at rest: arrays, files and objects, read as one long sequence. Knows no text and no windows.
-
-Files are read with `pread` and never through a mapping: one that is cut under a running job would end the process with
-SIGBUS, without a word. Of objects in a bucket exactly the ids that are asked for are fetched.
-"""
+"""Token ids at rest: arrays, files and objects, read as one long sequence. Knows no text and no windows."""
 
 import bisect
 import functools
 import hashlib
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from runner.data.cache import cache_key, read_record, warn_unwritable, write_record
-from runner.data.id_file import num_ids, parsing_npy, refuse_other_array
+from runner.data.id_file import NPY_HEADER_BYTES, num_ids, parse_npy
 from runner.data.protocol import Source, first_bad
+from runner.data.reader import ByteRange, Reader, fill_from_file
 from runner.data.remote.cache import CacheSettings
-from runner.data.remote.tokens import ObjectTokens, check_objects, open_object_tokens, read_objects
-from runner.data.source import BucketFiles, SourceFile, SourceFiles, describe_file
+from runner.data.remote.reader import in_parallel, open_reader
+from runner.data.source import BucketFile, BucketFiles, File, SourceFile, SourceFiles
 from runner.errors import DataError
 
-OPEN_FILES_MAX = 128  # a process may hold only so many, and a corpus may have thousands of files
 SCAN_CHUNK_TOKENS = 1 << 22
 SCANNED_TOKENS_MAX = 1 << 28  # a second or two; more of them only where the spec does not name the vocabulary
 PROBE_BLOCKS = 1024
@@ -40,56 +34,54 @@ HALVES_OBJECTS = 16  # of more objects in a bucket so many are looked at
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One `.bin` or `.npy` file, whose ids begin at `offset_bytes`; open while it is in use."""
+    """One file or object whose ids begin at `offset_bytes`, one after the other; `reader` reads it."""
 
-    file: SourceFile
+    file: File
     dtype: np.dtype
     num_tokens: int
     offset_bytes: int
+    reader: Reader
+
+    is_plain: ClassVar[bool] = True  # nothing but ids stands between the first and the last
+    is_ranged: ClassVar[bool] = True  # a range of ids is a range of bytes
 
     def __len__(self) -> int:
         return self.num_tokens
 
     def __getitem__(self, piece: slice) -> np.ndarray:
-        """Read a range of ids. Raises DataError if the file is no longer the one that was opened."""
+        """Read a range of ids. Raises as a `Reader` does."""
         start, stop, _ = piece.indices(self.num_tokens)
-        first, size = self.offset_bytes + start * self.dtype.itemsize, max(stop - start, 0) * self.dtype.itemsize
-        return np.frombuffer(read_bytes(self.file, first, first + size), self.dtype)
+        if start >= stop:
+            return np.empty(0, self.dtype)
+        (content,) = self.reader.read([self.locate(start, stop)])
+        return self.decode(content, start, stop)
+
+    def locate(self, start: int, stop: int) -> ByteRange:
+        """The bytes that hold the ids `start .. stop`, of which there is one at least."""
+        size, offset = self.dtype.itemsize, self.offset_bytes
+        return ByteRange(self.file, offset + start * size, offset + stop * size)
+
+    def decode(self, content: bytes, start: int, stop: int) -> np.ndarray:
+        """The ids `start .. stop`, of the bytes that `locate` has told. Raises DataError if they are damaged."""
+        return np.frombuffer(content, self.dtype)
 
     @property
     def meaning(self) -> str:
         """How the bytes of the file are read: two readings of one file are kept apart in the cache."""
         return self.dtype.name
 
-    def fill(self, targets: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Fill contiguous arrays of this dtype with the ids from the position beside each on. Raises DataError."""
-        file = _open_file(self.file)
-        itemsize, offset_bytes = self.dtype.itemsize, self.offset_bytes
-        for start, out in targets:
-            try:
-                size = os.preadv(file.fileno(), [out.data], offset_bytes + start * itemsize)
-            except OSError as error:
-                raise DataError(f"data.source: cannot read {self.file.path}: {error.strerror or error}") from error
-            if size < out.nbytes:
-                out[:] = self[start : start + len(out)]
+    @property
+    def bytes_fetched_per_token(self) -> int:
+        """What reading an id takes over the network."""
+        return self.dtype.itemsize if isinstance(self.file, BucketFile) else 0
+
+    @property
+    def bytes_copied(self) -> int:
+        """Of a file that a host keeps whole, though its source lies in a bucket."""
+        return self.file.size_bytes if self.reader.is_remote and isinstance(self.file, SourceFile) else 0
 
 
-def read_bytes(file: SourceFile, start: int, stop: int) -> bytes:
-    """Bytes `start .. stop` of a file. Raises DataError if it is no longer the one that was found, or has fewer."""
-    size = stop - start
-    opened = _open_file(file)  # held here: the cache may drop it meanwhile
-    try:
-        content = os.pread(opened.fileno(), size, start)
-        while len(content) < size and (more := os.pread(opened.fileno(), size - len(content), start + len(content))):
-            content += more
-    except OSError as error:
-        raise DataError(f"data.source: cannot read {file.path}: {error.strerror or error}") from error
-    if len(content) < size:
-        raise changed(file)
-    return content
-
-
-Part = TokenFile | ObjectTokens | np.ndarray
+Part = TokenFile | np.ndarray
 
 
 class Piece(NamedTuple):
@@ -113,6 +105,8 @@ class IdRange:
 class Tokens:
     """Parts read as if they were concatenated: a range may span parts, nothing is copied until it is read.
 
+    All files among them have one reader.
+
     Attributes:
         id_limit: every id must be below it and none negative, which is looked at where ids are read: by `read`,
             `read_many` and `read_ranges` alike. None: it is known already.
@@ -126,8 +120,9 @@ class Tokens:
         self._bounds = np.array([0, *self._ends])
         dtypes = {part.dtype for part in self.parts}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
-        remote = [part.dtype.itemsize for part in self.parts if isinstance(part, ObjectTokens)]
-        self.bytes_fetched_per_token = max(remote, default=0)
+        self._files = [part for part in self.parts if isinstance(part, TokenFile)]
+        self.bytes_fetched_per_token = max((part.bytes_fetched_per_token for part in self._files), default=0)
+        self.bytes_copied = sum(part.bytes_copied for part in self._files)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -193,18 +188,48 @@ class Tokens:
             row, part, offset = row[size:], part + 1, 0
 
     def _fill(self, pieces: Sequence[Piece]) -> None:
-        pieces = sorted(pieces, key=lambda piece: piece.part)
-        remote: list[tuple[ObjectTokens, int, np.ndarray]] = []
-        for index, group in itertools.groupby(pieces, key=lambda piece: piece.part):
-            part = self.parts[index]
-            if isinstance(part, ObjectTokens):
-                remote += [(part, offset, out) for _, offset, out in group]
-            elif isinstance(part, TokenFile) and part.dtype == self._dtype:
-                part.fill([(offset, out) for _, offset, out in group])
-            else:
-                for _, offset, out in group:
+        """Of plain ids on a disk each piece is read into its place; of all others the bytes are asked for at a time."""
+        asked: list[tuple[TokenFile, int, np.ndarray]] = []
+        for index, group in itertools.groupby(sorted(pieces, key=lambda piece: piece.part), lambda piece: piece.part):
+            part, places = self.parts[index], [(offset, out) for _, offset, out in group if len(out)]
+            if isinstance(part, np.ndarray) or not part.is_ranged:
+                for offset, out in places:
                     out[:] = part[offset : offset + len(out)]
-        read_objects(remote)
+            elif part.is_plain and part.dtype == self._dtype and isinstance(part.file, SourceFile):
+                itemsize = part.dtype.itemsize
+                fill_from_file(part.file, [(part.offset_bytes + offset * itemsize, out) for offset, out in places])
+            else:
+                asked += [(part, offset, out) for offset, out in places]
+        if asked:
+            contents = asked[0][0].reader.read([part.locate(at, at + len(out)) for part, at, out in asked])
+            for (part, at, out), content in zip(asked, contents, strict=True):
+                out[:] = part.decode(content, at, at + len(out))
+
+    def parts_between(self, start: int, stop: int) -> range:
+        """The parts that hold the positions `start .. stop`; none if these are the same."""
+        assert 0 <= start <= stop <= len(self)
+        first = bisect.bisect_right(self._ends, start)
+        return range(first, bisect.bisect_left(self._ends, stop) + 1 if start < stop else first)
+
+    def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
+        """Positions in a part at which its documents end, integers that never fall; of a source that has documents.
+
+        All p with `start < p <= stop` are among them; the last of all is the part's end. An empty document repeats the
+        end of the one before it, or is 0.
+        """
+        raise NotImplementedError
+
+    def document_ends(self, start: int, stop: int) -> np.ndarray:
+        """The positions p, `start < p <= stop`, at which a document ends: int64, ascending."""
+        found = [np.empty(0, np.int64)]
+        for part in self.parts_between(start, stop):
+            before = int(self._bounds[part])
+            here = max(start - before, 0), min(stop - before, len(self.parts[part]))
+            ends = self.part_ends(part, *here)
+            low, high = np.searchsorted(ends, here, side="right")
+            found.append(ends[low:high].astype(np.int64) + before)
+        ascending = np.concatenate(found)
+        return ascending[np.diff(ascending, prepend=start) > 0]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids of positions `start .. stop`. Raises as `read_many` does."""
@@ -225,10 +250,8 @@ class Tokens:
 
         In a bucket it is one listing, of sizes and versions.
         """
-        for part in self.parts:
-            if isinstance(part, TokenFile) and describe_file(part.file.path) != part.file:
-                raise changed(part.file)
-        check_objects([part for part in self.parts if isinstance(part, ObjectTokens)])
+        if self._files:
+            self._files[0].reader.check([part.file for part in self._files])
 
     def describe_position(self, position: int) -> str:
         """Return where a position is, for a message: 'position 7 of corpus.bin'."""
@@ -252,19 +275,23 @@ class Tokens:
         return digest.hexdigest()
 
     def scan(self) -> IdRange:
-        """Read every id once, in chunks."""
-        smallest, largest = (0, -1), (0, -1)
-        start = 0
-        for part in self.parts:
-            for offset in range(0, len(part), SCAN_CHUNK_TOKENS):
-                chunk = part[offset : offset + SCAN_CHUNK_TOKENS]
-                low, high = int(chunk.argmin()), int(chunk.argmax())
-                if smallest[1] < 0 or int(chunk[low]) < smallest[0]:
-                    smallest = (int(chunk[low]), start + offset + low)
-                if largest[1] < 0 or int(chunk[high]) > largest[0]:
-                    largest = (int(chunk[high]), start + offset + high)
-            start += len(part)
-        return IdRange(*smallest, *largest)
+        """Read every id once, in chunks, some of them at a time."""
+        chunks = [
+            (part, int(begin), offset)
+            for part, begin in zip(self.parts, self._bounds, strict=False)
+            for offset in range(0, len(part), SCAN_CHUNK_TOKENS)
+        ]
+        found = in_parallel([functools.partial(_range_of, *chunk) for chunk in chunks])
+        low = min(found, key=lambda each: each.smallest)
+        high = max(found, key=lambda each: each.largest)
+        return IdRange(low.smallest, low.smallest_position, high.largest, high.largest_position)
+
+
+def _range_of(part: Part, begin: int, offset: int) -> IdRange:
+    """The ids of one chunk of a part, which begins at the position `begin`."""
+    chunk = part[offset : offset + SCAN_CHUNK_TOKENS]
+    low, high = int(chunk.argmin()), int(chunk.argmax())
+    return IdRange(int(chunk[low]), begin + offset + low, int(chunk[high]), begin + offset + high)
 
 
 class TokenFiles(Tokens, Source):
@@ -274,13 +301,13 @@ class TokenFiles(Tokens, Source):
     `believed`, is taken at its word, and each id is looked at when it is read.
     """
 
-    def __init__(
-        self, parts: Sequence[TokenFile | ObjectTokens], cache_directory: Path, believed: int | None = None
-    ) -> None:
+    def __init__(self, parts: Sequence[TokenFile], cache_directory: Path, believed: int | None = None) -> None:
         super().__init__(parts)
         self._cache_directory = cache_directory
-        self._is_in_bucket = any(isinstance(part, ObjectTokens) for part in self.parts)
-        self.id_limit = believed if self._is_in_bucket or len(self) > SCANNED_TOKENS_MAX else None
+        self._is_in_bucket = any(part.reader.is_remote for part in self._files)
+        self._taken: IdRange | None = None
+        if self._is_in_bucket or len(self) > SCANNED_TOKENS_MAX:
+            self.id_limit = believed
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -290,10 +317,13 @@ class TokenFiles(Tokens, Source):
     @property
     def vocabulary_size(self) -> int:
         """The one believed, else the largest id + 1. Raises DataError if an id is negative."""
-        return self._id_range.largest + 1 if self.id_limit is None else self.id_limit
+        return self.id_range.largest + 1 if self.id_limit is None else self.id_limit
 
     @functools.cached_property
-    def _id_range(self) -> IdRange:
+    def id_range(self) -> IdRange:
+        """Which ids there are. Reads all of them the first time, and keeps the answer. Raises DataError."""
+        if self._taken is not None:
+            return self._taken
         if self._is_in_bucket and len(self) > SCANNED_TOKENS_MAX:
             raise DataError(
                 f"{len(self):,} ids in a bucket are not read to find the largest; name the vocabulary's size in the "
@@ -304,15 +334,19 @@ class TokenFiles(Tokens, Source):
             raise self._bad_id(found.smallest, found.smallest_position, 0)
         return found
 
+    def believe(self, vocabulary_size: int) -> None:
+        """Of many ids: do not read them to find the largest, but look at each when it is read."""
+        if self.id_limit is None and len(self) > SCANNED_TOKENS_MAX:
+            self.id_limit = vocabulary_size
+
+    def take(self, found: IdRange) -> None:
+        """Believe what another host has found, and look at each id when it is read."""
+        self._taken, self.id_limit = found, found.largest + 1
+
     def refuse_vocabulary(self, size: int) -> None:
         """See `Source`. Reads all ids the first time, and the answer is cached."""
         if self.vocabulary_size > size:
-            raise self._bad_id(self._id_range.largest, self._id_range.largest_position, size)
-
-
-def changed(file: SourceFile) -> DataError:
-    """The error of a file that has another size or time than when the job began."""
-    return DataError(f"{file.path}: changed since the job started; a running job needs its token files unchanged")
+            raise self._bad_id(self.id_range.largest, self.id_range.largest_position, size)
 
 
 def open_token_files(
@@ -327,16 +361,11 @@ def open_token_files(
     Without `dtype` a `.bin` file is uint16, and refused if its ids look like halves of wider ones. `vocabulary_size` is
     what the spec names, if it does; `ranges` says where ranges of objects are kept.
     """
-    files: Sequence[TokenFile | ObjectTokens]
-    id_type = np.dtype(dtype or "uint16").newbyteorder("<")
-    if isinstance(source, BucketFiles):
-        files = open_object_tokens(source, id_type, ranges or CacheSettings(cache_directory, 0, 1))
-    else:
-        files = [_open_token_file(file, id_type) for file in source.files]
+    reader = open_reader(source, ranges or CacheSettings(cache_directory, 0, 1))
+    files = _open_token_files(source.files, np.dtype(dtype or "uint16").newbyteorder("<"), reader)
     bins = [file for file in files if str(file.file).endswith(".bin")]
     if dtype is None:
-        sampled = bins[:: max(1, -(-len(bins) // HALVES_OBJECTS))] if isinstance(source, BucketFiles) else bins
-        for file in sampled:
+        for file in bins[:: max(1, -(-len(bins) // HALVES_OBJECTS))] if reader.is_remote else bins:
             if _is_of_halves(file):
                 raise DataError(
                     f"{file.file}: looks like uint32 ids read as uint16 (every other one is tiny); say which: "
@@ -347,7 +376,7 @@ def open_token_files(
     return TokenFiles(files, cache_directory, vocabulary_size)
 
 
-def _is_of_halves(file: TokenFile | ObjectTokens) -> bool:
+def _is_of_halves(file: TokenFile) -> bool:
     """Whether every other id is so small, in blocks all over the file, that they must be upper halves of wider ids."""
     if len(file) < 2 * HALVES_PAIRS_MIN:
         return False
@@ -373,34 +402,11 @@ def scan_cached(tokens: Tokens, cache_directory: Path) -> IdRange:
     return id_range
 
 
-def _open_token_file(file: SourceFile, dtype: np.dtype) -> TokenFile:
-    if file.path.suffix == ".bin":
-        return TokenFile(file, dtype, num_ids(file, dtype), 0)
-    array = _map_npy(file)
-    if not isinstance(array, np.ndarray):  # numpy opens a zip archive of arrays under any name
-        raise DataError(f"{file.path}: needs a 1-D array of integers, holds an archive of arrays")
-    refuse_other_array(file, array.dtype, array.shape)
-    return TokenFile(file, array.dtype, len(array), array.offset)
-
-
-@functools.lru_cache(maxsize=OPEN_FILES_MAX)
-def _open_file(file: SourceFile) -> FileIO:
-    """Open the file; keyed by its size and time too, so that a replaced file is never read as the one before."""
-    if describe_file(file.path) != file:
-        raise changed(file)
-    try:
-        return file.path.open("rb", buffering=0)
-    except OSError as error:
-        raise DataError(f"data.source: cannot read {file.path}: {error.strerror or error}") from error
-
-
-def _map_npy(file: SourceFile) -> np.memmap:
-    """What numpy makes of the file: its header is read, nothing of its ids."""
-    if describe_file(file.path) != file:
-        raise changed(file)
-    try:
-        with parsing_npy(file):
-            array: np.memmap = np.load(file.path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise DataError(f"data.source: cannot read {file.path}: {error.strerror or error}") from error
-    return array
+def _open_token_files(files: Sequence[File], dtype: np.dtype, reader: Reader) -> list[TokenFile]:
+    """What each file holds: `.bin` ids of `dtype`; of `.npy` the header is read."""
+    arrays = [file for file in files if str(file).endswith(".npy")]
+    heads = reader.read([ByteRange(file, 0, min(file.size_bytes, NPY_HEADER_BYTES)) for file in arrays])
+    shapes = {file: parse_npy(file, head) for file, head in zip(arrays, heads, strict=True)}
+    found = [shapes.get(file) or (dtype, num_ids(file, dtype), 0) for file in files]
+    reader = reader.for_ids_of(max(dtype.itemsize for dtype, _, _ in found))
+    return [TokenFile(file, *shape, reader) for file, shape in zip(files, found, strict=True)]

@@ -212,7 +212,11 @@ def load_tokenizer(record: JsonObject, store: Store) -> BatchTokenizer:
     """The tokenizer that a corpus in `store` was made with. Raises `DataError` if its file is gone or another."""
     if record.get("file") is None:
         return make_tokenizer(record, None)
-    content = read_tokenizer(record, store)
+    return parse_tokenizer(record, read_tokenizer(record, store), store)
+
+
+def parse_tokenizer(record: JsonObject, content: bytes, store: Store) -> BatchTokenizer:
+    """The tokenizer of a corpus in `store`, of the content of its file. Raises `DataError` if that is damaged."""
     try:
         return make_tokenizer(record, content)
     except DataError as error:

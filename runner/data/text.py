@@ -58,10 +58,9 @@ class Text(Tokens, Source):
         """The tokenizer's."""
         return self.tokenizer.vocabulary_size
 
-    def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """See `Source`."""
-        first, last = np.searchsorted(self.ends, (start, stop), side="right")
-        return self.ends[first:last]
+    def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
+        """See `Tokens`."""
+        return self.ends
 
     def refuse_vocabulary(self, size: int) -> None:
         """See `Source`."""

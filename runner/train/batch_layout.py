@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from runner.config import TrainerConfig
-from runner.data import batch_fields
+from runner.data import Dataset, batch_fields, global_batch
 from runner.train.mesh import batch_sharding, micro_batch_sizes, num_batch_shards
 
 
@@ -42,6 +42,17 @@ class BatchLayout:
         shape = (self.accumulate_steps, self.micro_batch, self.sequence_length)
         sharding = batch_sharding(self.mesh)
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in self.fields.items()}
+
+    def batch(self, dataset: Dataset, slice: str, step: int) -> dict[str, jax.Array]:
+        """The (S, B, T) batch of `slice` after `step` completed steps, see `global_batch`. Called on every host."""
+        return global_batch(
+            dataset,
+            slice,
+            step,
+            accumulate_steps=self.accumulate_steps,
+            micro_batch=self.micro_batch,
+            sharding=batch_sharding(self.mesh),
+        )
 
 
 def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = None) -> list[BatchLayout]:

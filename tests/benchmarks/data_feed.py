@@ -4,7 +4,9 @@
 2. the same from a bucket in memory that answers after 20 ms, and from the emulator of a service with that latency;
 3. bytes fetched from the bucket over bytes that the rows need;
 4. CPU of one ranged read of 4 KiB by the service's client;
-5. start-up with a corpus of 10 MB and a sparse one of 10 GB.
+5. start-up with a corpus of 10 MB and a sparse one of 10 GB;
+6. bytes that one of 1, 4, 16 and 64 hosts fetches over what its rows need, in an epoch with `packing: documents`:
+   where the ends of all documents are kept in memory, and where they are too many.
 
     python -m tests.benchmarks.data_feed [--backends gs s3 az] [--seconds 3]
 """
@@ -24,7 +26,7 @@ import pytest
 from runner.data import Source
 from runner.data.index import HEAD_BYTES, INDEX, CorpusIndex, Shard
 from runner.storage import LocalStore, Version, digest_of, open_store
-from tests.data.buckets import URL, CountingDriver, lead_to
+from tests.data.buckets import URL, CountingDriver, lead_to, put_in_bucket, write_corpus
 from tests.data.corpus import load
 from tests.support.servers import BACKENDS, Faults, start_backend
 
@@ -32,6 +34,9 @@ LATENCY_SECONDS = 0.02
 NUM_TOKENS = 1 << 26
 ROWS = {2048: 64, 8192: 16}  # tokens of a row: rows of a batch on this host
 READ_BYTES = 4096
+NUM_HOSTS = (1, 4, 16, 64)
+BATCH_EXAMPLES = 256
+DOCUMENT_TOKENS = 700  # the mean of a web corpus
 
 
 class SlowDriver(CountingDriver):
@@ -154,6 +159,31 @@ def measure_start(directory: Path) -> None:
         print(f"start of {size / 1e6:,.0f} MB: corpus {figure:.3f} s, .bin files without an index {bare:.3f} s")
 
 
+def measure_packing(directory: Path) -> None:
+    """Part 6, with a bucket in memory."""
+    random = np.random.default_rng(0)
+    sizes = random.lognormal(np.log(DOCUMENT_TOKENS) - 0.5, 1.0, NUM_TOKENS // DOCUMENT_TOKENS).astype(int) + 1
+    shards = np.array_split(sizes, 16)
+    write_corpus(directory / "packed", [[np.zeros(size, np.uint16) for size in shard] for shard in shards])
+    with pytest.MonkeyPatch.context() as patch:
+        driver = put_in_bucket(patch, directory / "packed", CountingDriver())
+        for max_bytes, what in ((8 * len(sizes), "ends kept"), (0, "ends too many")):
+            patch.setattr("runner.data.corpus.ENDS_BYTES_MAX", max_bytes)
+            for num_hosts in NUM_HOSTS:
+                driver.ranges.clear()
+                dataset = load(URL, cache=directory, cache_bytes=0, sequence_length=2048, packing="documents")
+                count, needed = BATCH_EXAMPLES // num_hosts, 0
+                for step in range(dataset.num_train_examples // BATCH_EXAMPLES):
+                    rows = dataset.rows("train", step * BATCH_EXAMPLES, count)
+                    needed += 2 * int(rows["padding_mask"].sum())
+                of_ends = sum(stop - start for key, start, stop in driver.ranges if key.endswith(".ends"))
+                print(
+                    f"packed, {what}, one of {num_hosts} hosts: fetched {driver.bytes_fetched / needed:.3f}, "
+                    f"of it ends {of_ends / needed:.3f}, in {len(driver.ranges):,} requests",
+                    flush=True,
+                )
+
+
 def main() -> None:
     """Print all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,6 +198,7 @@ def main() -> None:
         measure_local(Path(directory), options.seconds)
         measure_slow_bucket(Path(directory) / "cache", options.seconds)
         measure_start(Path(directory))
+        measure_packing(Path(directory))
     for name in options.backends:
         with start_backend(name) as backend:
             content = np.random.default_rng(0).integers(0, 50_000, NUM_TOKENS // 64, np.uint16).tobytes()

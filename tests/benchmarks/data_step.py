@@ -8,6 +8,7 @@ neighbouring slices.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -17,8 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from runner.data import Dataset, Prefetcher, global_batch
-from runner.train.mesh import batch_sharding
+from runner.data import Dataset, Prefetcher
 from tests.benchmarks.jobs import BATCHES, SIZES, make_job
 from tests.data.corpus import load
 from tests.support.attempt import start
@@ -55,17 +55,7 @@ def main() -> None:
             settings = {"sequence_length": length, "vocabulary_size": 1 << 16}
             cache = {} if source == str(path) else {"cache_bytes": 0}
             dataset: Dataset = load(source, cache=Path(directory) / "cache", **settings, **cache)
-            return Prefetcher(
-                lambda step: global_batch(
-                    dataset,
-                    "train",
-                    step,
-                    accumulate_steps=layout.accumulate_steps,
-                    micro_batch=layout.micro_batch,
-                    sharding=batch_sharding(layout.mesh),
-                ),
-                first_step=0,
-            )
+            return Prefetcher(layout.batch(dataset, "train", step) for step in itertools.count())
 
         seconds: list[list[float]] = []
         with batches(str(path)) as local, batches(f"{backend.url('step')}/train.bin") as remote:

@@ -1,5 +1,6 @@
 """A bucket in memory under its own URLs, and corpora to put there."""
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard
-from runner.storage import LocalStore, Version
+from runner.storage import LocalStore, TransientError, Version
 from runner.storage.bucket import BucketStore
 from tests.support.memory_bucket import MemoryDriver
 
@@ -28,6 +29,17 @@ class CountingDriver(MemoryDriver):
     @property
     def bytes_fetched(self) -> int:
         return sum(stop - start for _, start, stop in self.ranges)
+
+
+def fail_some(rate: float) -> Callable[[str, str], None]:
+    """What fails so many of a driver's requests, the same ones each time."""
+    chance = random.Random(0)
+
+    def before(verb: str, key: str) -> None:
+        if chance.random() < rate:
+            raise TransientError("503 Slow Down")
+
+    return before
 
 
 def put_in_bucket(monkeypatch: pytest.MonkeyPatch, directory: Path, driver: MemoryDriver | None = None) -> MemoryDriver:

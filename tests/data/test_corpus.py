@@ -2,6 +2,9 @@
 
 import dataclasses
 import hashlib
+import itertools
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +12,11 @@ import numpy as np
 import pytest
 
 from runner.data import Source
-from runner.data.index import INDEX, CorpusIndex
+from runner.data.index import HEAD_BYTES, INDEX, CorpusIndex, Shard
+from runner.data.packing import Packed
+from runner.data.window import Split
 from runner.errors import DataError
-from runner.storage import digest_of
+from runner.storage import DeniedError, digest_of
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, random_shards, write_corpus
 from tests.data.corpus import READS, load
 
@@ -20,12 +25,17 @@ NUM_TOKENS = 5000
 WHERE = ["disk", "bucket with digests", "bucket"]
 
 
-def open_at(where: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
-    """The corpus in `directory`, read there or from a bucket."""
+def open_at(
+    where: str,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[str, str], None] = lambda verb, key: None,
+) -> Source:
+    """The corpus in `directory`, read there or from a bucket, which calls `before`."""
     if where == "disk":
         return load(directory, cache=directory.parent / "cache").parts[0].source
     driver = CountingDriver()
-    driver.reports_digests = where == "bucket with digests"
+    driver.reports_digests, driver.before = where == "bucket with digests", before
     put_in_bucket(monkeypatch, directory, driver)
     return load(URL, cache=directory.parent / "cache", cache_bytes=0).parts[0].source
 
@@ -45,7 +55,12 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_documents_end_where_they_were_written_to(corpus: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+@pytest.mark.parametrize("are_kept", [True, False])
+def test_documents_end_where_they_were_written_to(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, where: str, are_kept: bool
+) -> None:
+    if not are_kept:
+        monkeypatch.setattr("runner.data.corpus.ENDS_BYTES_MAX", 0)
     tokens = open_at(where, corpus, monkeypatch)
     ends = np.unique(np.cumsum([size for shard in SIZES for size in shard]))
     ends = ends[ends > 0]
@@ -72,6 +87,55 @@ def test_the_ends_of_a_shard_are_read_once_and_only_when_they_are_asked_for(
     for _ in range(2):
         tokens.document_ends(0, 1241)
     assert driver.ranges == [("corpus/00000.ends", 0, 32)]
+
+
+SHAPES = {
+    "alike": lambda random: random.integers(1, 20, 4000),
+    "growing": lambda random: np.arange(4000) // 100,
+    "shrinking": lambda random: np.arange(4000)[::-1] // 100,
+    "one that is long": lambda random: np.where(np.arange(4000) == 3000, 30_000, 1),
+    "empty but a few": lambda random: random.integers(0, 2, 4000) * random.integers(0, 2, 4000) * 9,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_of_many_documents_the_ends_near_a_stretch_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    sizes = SHAPES[shape](np.random.default_rng(0))
+    directory = write_corpus(tmp_path / "corpus", [[np.zeros(size, np.uint16) for size in sizes]])
+    ends = np.unique(np.cumsum(sizes))
+    monkeypatch.setattr("runner.data.corpus.ENDS_BYTES_MAX", 0)
+    driver = put_in_bucket(monkeypatch, directory, CountingDriver())
+    tokens = load(URL, cache=tmp_path, cache_bytes=0).parts[0].source
+    starts, fetched = np.linspace(0, len(tokens) - 100, 50).astype(int).tolist(), []
+    for start in starts:
+        driver.ranges.clear()
+        found = tokens.document_ends(start, start + 100)
+        assert found.tolist() == ends[(ends > start) & (ends <= start + 100)].tolist()
+        fetched.append(driver.bytes_fetched)
+    if shape == "alike":
+        assert max(fetched) < 4000 * 8 / 8
+
+
+def test_the_ends_of_several_shards_are_asked_for_at_a_time_and_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.data.packing.BLOCK_POSITIONS", 5000)
+    directory = write_corpus(tmp_path / "corpus", random_shards([[100] * 100] * 4), vocabulary_size=1000)
+    driver = put_in_bucket(monkeypatch, directory, CountingDriver())
+    source = load(URL, cache=tmp_path, cache_bytes=0).parts[0].source
+    examples = Packed(source, Split(0, len(source), 8))  # which has looked at the first block
+    driver.ranges.clear()
+    together = threading.Barrier(3)
+
+    def meet(verb: str, key: str) -> None:
+        if key.endswith(".ends"):
+            together.wait(600)
+
+    driver.before = meet
+    assert examples.read(np.arange(examples.num_examples))["padding_mask"].sum() == len(source) - 400
+    assert sorted(key for key, *_ in driver.ranges if ".ends" in key) == [f"corpus/0000{n}.ends" for n in (1, 2, 3)]
 
 
 def test_a_corpus_is_named_by_its_directory_or_by_its_index(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +262,40 @@ def test_a_tokenizer_that_changed_since_is_told_before_training(
     (directory / "tokenizer.json").write_bytes(b"[]")
     with pytest.raises(DataError, match=r"tokenizer\.json is not the file that the corpus was tokenised with"):
         open_at(where, directory, monkeypatch)
+
+
+def test_the_third_of_a_hundred_shards_that_may_not_be_read_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = write_corpus(tmp_path / "corpus", random_shards([[20]] * 100), vocabulary_size=1000)
+    for where, name in itertools.product(WHERE, ("00002.bin", "00002.ends")):
+
+        def refuse(verb: str, key: str, name: str = name) -> None:
+            if (verb, key) == ("get", f"corpus/{name}"):
+                raise DeniedError(f"{key}: 403")
+
+        # Root may read everything.
+        monkeypatch.setattr("os.access", lambda path, _, name=name: Path(path).name != name)
+        with pytest.raises(DataError, match=rf"{name} cannot be read: no permission") as caught:
+            open_at(where, corpus, monkeypatch, before=refuse)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "documents", "pad"])
+def test_a_document_of_more_tokens_than_31_bits_count_is_read_to_its_end(tmp_path: Path, packing: str) -> None:
+    size = (1 << 31) + 100
+    ends = np.array([size], "<i8").tobytes()
+    huge = Shard("00000", size, 1, 0, digest_of(bytes(HEAD_BYTES)), "00000000", digest_of(ends))
+    write_corpus(tmp_path / "corpus", [[[5]]], change=lambda index: dataclasses.replace(index, shards=(huge,)))
+    (tmp_path / "corpus" / "00000.ends").write_bytes(ends)
+    (tmp_path / "corpus" / "00000.bin").write_bytes(b"")
+    os.truncate(tmp_path / "corpus" / "00000.bin", 2 * size)  # takes no space
+    settings = {"sequence_length": 4096, "packing": packing, "validation_fraction": 0}
+    examples = load(tmp_path / "corpus", cache=tmp_path / "cache", **settings).parts[0].examples
+    assert examples.num_examples >= size // 4096
+    rows = examples.read(np.array([0, examples.num_examples - 1]))
+    assert rows["padding_mask"][0].all()
+    assert not rows["y"].any()
 
 
 def test_other_tokens_behind_the_head_are_told_when_one_is_beyond_the_largest(

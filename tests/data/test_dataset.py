@@ -86,6 +86,27 @@ def make_bin(path: Path) -> None:
     write_bin(path, range(500))
 
 
+IDS = np.random.default_rng(0).integers(0, 60_000, (2, 500))
+BETWEEN_ATTEMPTS: dict[str, tuple[np.ndarray, np.ndarray, str]] = {
+    "cut": (IDS[0], IDS[1][:-9], "<u2"),
+    "another of its size": (IDS[0], IDS[1][::-1], "<u2"),
+    "in another order": (IDS[1], IDS[0], "<u2"),
+    "of another type": (IDS[0], IDS[1], "<u4"),
+}
+
+
+@pytest.mark.parametrize("change", BETWEEN_ATTEMPTS)
+def test_token_files_that_changed_between_two_attempts_are_other_data(tmp_path: Path, change: str) -> None:
+    found = {}
+    for name, (first, second, dtype) in {"as before": (*IDS, "<u2"), change: BETWEEN_ATTEMPTS[change]}.items():
+        (tmp_path / name).mkdir()
+        for file, ids in (("a.bin", first), ("b.bin", second)):
+            ids.astype(dtype).tofile(tmp_path / name / file)
+        names = {"<u2": "uint16", "<u4": "uint32"}
+        found[name] = load(tmp_path / name / "*.bin", cache=tmp_path / "cache", dtype=names[dtype]).fingerprint
+    assert found[change] != found["as before"]
+
+
 @pytest.mark.parametrize(
     "change",
     [{"seed": 1}, {"sequence_length": 7}, {"validation_fraction": 0.25}, {"tokenizer": "characters"}],

@@ -2,79 +2,35 @@
 
 import json
 import os
+import re
 import shutil
 import struct
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
 
-from runner.data.format import array_record, mds
-from runner.data.format.document import DocumentFiles
+from runner.data import reader
+from runner.data.format import array_record
 from runner.data.format.opening import open_format
 from runner.data.source import find_corpus, find_source, is_available
 from runner.data.store import Tokens, open_token_files
 from runner.errors import DataError
+from tests.data.buckets import URL, CountingDriver, put_in_bucket
 from tests.data.corpus import load
-from tests.data.formats.make import BLOCK, documents
+from tests.data.golden import CASES, NARROW, WIDE, Case, copy_golden, write_records
 
-GOLDEN = Path(__file__).parent / "formats"
-WIDE, NARROW = documents(100_000), documents(50_000)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A source of a format: what `data.source` and `data.options` say, and the documents that went in."""
-
-    source: str
-    options: Mapping[str, str]
-    documents: list[list[int]]
-    dtype: str
-
-    def open(self, root: Path, cache: Path | None = None) -> DocumentFiles:
-        return open_format(find_source(f"{root}/{self.source}"), self.options, cache or root / "cache")
-
-    @property
-    def ids(self) -> list[int]:
-        return [token for ids in self.documents for token in ids]
-
-    @property
-    def ends(self) -> list[int]:
-        return sorted({int(end) for end in np.cumsum([len(ids) for ids in self.documents])})
-
-
-CASES = {
-    "megatron_int32": Case("megatron/int32.idx", {}, WIDE, "int32"),
-    "megatron_int64": Case("megatron/int64.idx", {}, WIDE, "int64"),
-    "megatron_several": Case("megatron/uint16_*.idx", {}, NARROW, "uint16"),
-    "mds_bytes": Case("mds/bytes_int64", {"dtype": "int64"}, WIDE, "int64"),
-    "mds_array": Case("mds/ndarray_int32", {"column": "tokens"}, WIDE, "int32"),
-    "mds_zstd": Case("mds/zstd", {}, WIDE, "int32"),
-    "mds_indexes": Case("mds/*_int32/index.json", {}, WIDE, "int32"),
-    "mds_static": Case("mds/static", {}, documents(50_000, (BLOCK,) * 20), "uint16"),
-    "mds_columns": Case("mds/columns", {"column": "input_ids"}, NARROW, "uint16"),
-    "array_record": Case("array_record/single.array_record", {"dtype": "uint16"}, NARROW, "uint16"),
-    "array_record_several": Case("array_record/grouped_*", {"dtype": "int32"}, WIDE, "int32"),
-}
 each_case = pytest.mark.parametrize("name", CASES)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A copy of the golden files."""
-    place = tmp_path / "golden"
-    shutil.copytree(GOLDEN, place)
-    for packed in place.rglob("*.zlib"):
-        packed.with_suffix("").write_bytes(zlib.decompress(packed.read_bytes()))
-        packed.unlink()
-    return place
+    return copy_golden(tmp_path / "golden")
 
 
 def edges(case: Case) -> list[int]:
@@ -145,13 +101,6 @@ def test_the_fingerprint_is_that_of_the_content_wherever_it_lies(root: Path, tmp
     case = CASES[name]
     there = shutil.copytree(root, tmp_path / "elsewhere")
     assert case.open(there).fingerprint == case.open(root).fingerprint == case.open(root).fingerprint
-
-
-def write_records(path: Path, items: list[list[int]]) -> None:
-    writer = ArrayRecordWriter(str(path), "group_size:1")
-    for ids in items:
-        writer.write(np.array(ids, "<u2").tobytes())
-    writer.close()
 
 
 def another_id_in_records(root: Path) -> None:
@@ -311,14 +260,30 @@ def damages() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "path", "damage", "message"), list(damages()))
-def test_a_damaged_file_is_named_in_one_line(
-    root: Path, name: str, path: str, damage: Callable[[Path], Any], message: str
+def test_a_damaged_file_is_named_in_one_line_and_in_a_bucket_in_the_same(
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    path: str,
+    damage: Callable[[Path], Any],
+    message: str,
 ) -> None:
     damage(root / path)
     with pytest.raises(DataError, match=message) as caught:
         CASES[name].open(root)
     assert "\n" not in str(caught.value)
     assert Path(path).name.removesuffix(".zstd") in str(caught.value)
+    put_in_bucket(monkeypatch, root, CountingDriver())
+    with pytest.raises(DataError) as there:
+        CASES[name].open(URL, tmp_path / "there")
+    assert in_place(str(there.value).replace(URL, str(root))) == in_place(str(caught.value))
+
+
+def in_place(line: str) -> str:
+    """A line without what differs between a disk and a bucket: how a name that is not there is called."""
+    nothing = "no (file|object) matches|is a directory, and no corpus|1 of 1 files are of a kind that is not read"
+    return re.sub(rf"data\.source=\S+: ({nothing}).*", "names nothing", line)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +397,7 @@ def test_what_is_derived_is_derived_once_and_again_if_it_was_damaged(
     case.open(root)
     kept = [path for path in (root / "cache").iterdir() if path.suffix in (".mds", ".sizes")]
     with monkeypatch.context() as patch:
-        patch.delattr(mds, "publish")
+        patch.delattr(reader, "publish")
         patch.delattr(array_record, "_scan_sizes")
         assert case.open(root).read(0, 360).tolist() == case.ids
     for path in kept:
@@ -445,7 +410,7 @@ def test_a_cache_that_cannot_be_written_stops_only_what_needs_it(root: Path) -> 
     (root / "cache").write_text("no directory")
     case = CASES["array_record"]
     assert case.open(root).read(0, 360).tolist() == case.ids
-    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd: cannot be unpacked into .*/cache .*RUNNER_CACHE"):
+    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd: cannot be kept in .*/cache .*RUNNER_CACHE"):
         CASES["mds_zstd"].open(root)
 
 

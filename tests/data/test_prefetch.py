@@ -1,7 +1,8 @@
 import subprocess
 import sys
 import threading
-from itertools import islice
+from collections.abc import Generator
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.data.corpus import load, write_bin
 
 def test_prefetched_batches_equal_direct_ones(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    with Prefetcher(lambda step: dataset.rows("train", step * 4, 4), first_step=17) as batches:
+    with Prefetcher(dataset.rows("train", step * 4, 4) for step in count(17)) as batches:
         for step, batch in enumerate(islice(batches, 50), start=17):
             np.testing.assert_array_equal(batch["x"], dataset.rows("train", step * 4, 4)["x"])
 
@@ -28,7 +29,7 @@ def test_it_works_two_batches_ahead_and_no_further() -> None:
         two_ahead.release()
         return step
 
-    with Prefetcher(make_batch, first_step=0) as batches:
+    with Prefetcher(make_batch(step) for step in count()) as batches:
         for step in range(5):
             while len(made) < step + 2:
                 assert two_ahead.acquire(timeout=600)
@@ -42,7 +43,7 @@ def test_an_error_is_raised_in_its_turn_and_stays() -> None:
             raise DataError("the third batch is bad")
         return step
 
-    with Prefetcher(make_batch, first_step=0) as batches:
+    with Prefetcher(make_batch(step) for step in count()) as batches:
         assert [next(batches), next(batches)] == [0, 1]
         for _ in range(2):
             with pytest.raises(DataError, match="the third batch is bad"):
@@ -53,7 +54,7 @@ def test_closing_ends_the_thread_and_the_iteration() -> None:
     def running() -> bool:
         return any(thread.name == "prefetch" for thread in threading.enumerate())
 
-    with Prefetcher(lambda step: step, first_step=0) as batches:
+    with Prefetcher(step for step in count()) as batches:
         assert next(batches) == 0
         assert running()
     assert not running()
@@ -61,9 +62,26 @@ def test_closing_ends_the_thread_and_the_iteration() -> None:
     batches.close()
 
 
+def test_a_generator_that_ends_ends_the_iteration_and_one_that_is_left_is_closed() -> None:
+    closed: list[int] = []
+
+    def items(size: int) -> Generator[int]:
+        try:
+            yield from range(size)
+        finally:
+            closed.append(size)
+
+    with Prefetcher(items(5), depth=3) as made:
+        assert list(made) == [0, 1, 2, 3, 4]
+        assert list(made) == []
+    with Prefetcher(items(1000)) as made:
+        assert next(made) == 0
+    assert closed == [5, 1000]
+
+
 def test_closing_wakes_a_consumer_that_waits() -> None:
     release = threading.Event()
-    with Prefetcher(lambda step: release.wait(600), first_step=0) as batches:
+    with Prefetcher(release.wait(600) for _ in count()) as batches:
         seen: list[list[bool]] = []
         consumer = threading.Thread(target=lambda: seen.append(list(batches)))
         consumer.start()
@@ -79,7 +97,7 @@ def test_a_read_that_hangs_does_not_keep_a_dying_process_alive() -> None:
     program = (
         "import threading\n"
         "from runner.data import Prefetcher\n"
-        "Prefetcher(lambda step: threading.Event().wait(), first_step=0)\n"
+        "Prefetcher(threading.Event().wait() for _ in range(9))\n"
         "raise SystemExit(7)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=600, check=False).returncode == 7

@@ -183,6 +183,7 @@ def test_a_source_that_changes_is_found_before_a_save() -> None:
         dataset.check()
 
 
+@pytest.mark.soak
 def test_a_run_on_it_is_stopped_and_resumed_to_the_same_bits_and_refused_on_other_tokens(tmp_path: Path) -> None:
     def job(name: str, first: int = 3) -> Any:
         data = {"source": f"{HERE}:Squares", "options": {"first": first}, "sequence_length": 16}

@@ -17,8 +17,9 @@ from runner.data.remote.reader import in_parallel
 from runner.errors import DataError, PreemptedError, StorageError
 from runner.storage import ABSENT, DeniedError, LocalStore, read_json
 from runner.storage.retry import TransientError
-from tests.data.buckets import URL, CountingDriver, put_in_bucket, random_shards, write_corpus
+from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket, random_shards, write_corpus
 from tests.data.corpus import load, write_bin, write_npy
+from tests.data.golden import CASES, copy_golden
 from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
 from tests.support.tiny import StopAfter, gpt
 
@@ -307,16 +308,6 @@ def test_a_check_before_a_save_is_one_listing(pair: Pair) -> None:
 # What the bucket does.
 
 
-def fail_some(rate: float) -> Callable[[str, str], None]:
-    chance = random.Random(0)
-
-    def before(verb: str, key: str) -> None:
-        if chance.random() < rate:
-            raise TransientError("503 Slow Down")
-
-    return before
-
-
 def fail_the_first(number: int) -> Callable[[str, str], None]:
     calls: list[str] = []
 
@@ -367,7 +358,7 @@ def test_an_object_that_changes_under_a_running_job_is_found(
 ) -> None:
     dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
     change(bins.driver, "corpus/3.bin")
-    message = r"s3://bkt/corpus/3\.bin: changed or gone since the job started"
+    message = r"s3://bkt/corpus/3\.bin: changed since the job started, or gone"
     for act in (dataset.check, lambda: dataset.rows("train", 0, 100)):
         with pytest.raises(DataError, match=message):
             act()
@@ -489,7 +480,8 @@ def test_every_service_gives_the_same_rows_through_errors_and_tells_of_a_change(
     (tmp_path / "bin").mkdir()
     write_some_bin(tmp_path / "bin")
     write_corpus(tmp_path / "shards", random_shards(SIZES))
-    for path in tmp_path.rglob("*.*"):
+    copy_golden(tmp_path / "golden")
+    for path in filter(Path.is_file, tmp_path.rglob("*.*")):
         backend.write(f"{place}/{path.relative_to(tmp_path).as_posix()}", path.read_bytes())
     backend.proxy.faults = Faults(error_rate=0.3, cut_rate=0.1)
     for source in ("bin/*.bin", "shards"):
@@ -501,10 +493,14 @@ def test_every_service_gives_the_same_rows_through_errors_and_tells_of_a_change(
             there.parts[0].source.read_many(starts, 9), local.parts[0].source.read_many(starts, 9)
         )
         there.check()
+    for case in (CASES[name] for name in ("megatron_int32", "mds_zstd", "array_record")):
+        source = case.open(backend.url(f"{place}/golden"), tmp_path / "cache")
+        assert source.read(0, len(case.ids)).tolist() == case.ids
+        source.check()
     backend.proxy.faults = Faults()
     backend.write(f"{place}/shards/00003.bin", (tmp_path / "shards" / "00003.bin").read_bytes()[::-1])
     for act in (there.check, lambda: there.parts[0].source.read_many([1300], 100)):
-        with pytest.raises(DataError, match=r"00003\.bin: changed or gone since the job started"):
+        with pytest.raises(DataError, match=r"00003\.bin: changed since the job started, or gone"):
             act()
     is_third = f"/bkt/{place}/shards/00002.bin"
     backend.proxy.faults = Faults(forbidden=True, matching=lambda method, path: path == is_third)

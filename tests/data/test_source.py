@@ -96,9 +96,9 @@ def test_text_is_known_by_its_suffix_or_by_having_none(tmp_path: Path, name: str
     ("url", "message"),
     [
         ("https://example.org/a.bin", r"https:// is not known; .* needs a local path or one of gs://, s3://, az://"),
-        ("s3://bucket", "names no object; needs s3://BUCKET/NAME"),
+        ("s3://bucket", "names no object; needs s3://bucket/NAME"),
         ("s3://", "names no bucket"),
-        ("gs://buck*t/a.bin", "names no object"),
+        ("gs://buck*t/a.bin", "the name of a bucket cannot hold"),
     ],
 )
 def test_a_url_that_names_no_object_is_refused_without_touching_it(url: str, message: str) -> None:

@@ -83,7 +83,7 @@ def test_uint16_ids_are_not_taken_for_signed_ones(tmp_path: Path) -> None:
         (np.zeros((2, 3), np.int32), r"a\.npy: needs a 1-D array of integers, holds int32 of shape \(2, 3\)"),
         (np.zeros(3, np.float32), r"holds float32 of shape \(3,\)"),
         (np.zeros(3, np.bool_), r"holds bool of shape \(3,\)"),
-        (np.array(["object", None]), r"a\.npy: is no whole \.npy file of numbers"),
+        (np.array(["object", None]), r"holds object of shape \(2,\)"),
     ],
 )
 def test_an_npy_file_of_anything_but_1d_integers_is_refused(tmp_path: Path, array: np.ndarray, message: str) -> None:
@@ -193,7 +193,11 @@ def test_the_probe_of_a_large_data_set_sees_sizes_types_and_both_ends() -> None:
         assert Tokens([altered]).probe() != probe
 
 
-def test_a_scan_finds_the_first_smallest_and_largest_id_across_parts() -> None:
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 1 << 22])
+def test_a_scan_finds_the_first_smallest_and_largest_id_across_parts(
+    chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.data.store.SCAN_CHUNK_TOKENS", chunk_tokens)
     tokens = Tokens([np.array([3, 7, 3]), np.array([9, 1, 9, 1], "u8")])
     found = tokens.scan()
     assert (found.smallest, found.smallest_position, found.largest, found.largest_position) == (1, 4, 9, 3)

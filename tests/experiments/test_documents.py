@@ -4,7 +4,6 @@ Alone, each document has a row of its own and the model is told of no segments, 
 one document. Shape legend: S accumulation steps, B examples, T sequence length.
 """
 
-import contextlib
 import functools
 
 import flax.linen as nn
@@ -14,11 +13,11 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from experiments import gpt
-from experiments.attention import blocked_attention, pallas_attention, xla_attention
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
+from experiments.model.attention import blocked_attention, splash_attention, xla_attention
 from runner.config import MemoryConfig
 from runner.train.mesh import batch_sharding
 from runner.train.state import abstract_state, sharding_rules, shardings_of, variable_shardings
@@ -27,13 +26,7 @@ from tests.support.tiny import leaves_equal, mesh_of
 VOCABULARY, T = 31, 128
 LENGTHS = [[37, 1, 60, 22], [90, 20], [128], [5, 5, 5]]  # of the documents of each row; the rest is padding
 NUM_DOCUMENTS = sum(map(len, LENGTHS))
-FORMS = {
-    "blocks": blocked_attention,
-    "xla": xla_attention,
-    "tpu": functools.partial(pallas_attention, block_tokens=128),
-}
-
-
+FORMS = {"blocks": blocked_attention, "xla": xla_attention, "tpu": splash_attention}
 TX = optax.sgd(1.0)  # so that the parameters that a step takes away are its gradient
 
 
@@ -85,14 +78,14 @@ def compiled(model, form):
         batch = batch | {"example": jnp.arange(batch["x"].shape[0])}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpt, "causal_attention", FORMS[form])
+            patch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
             return PretrainGPT.forward(model.apply, params, batch, None)[0]
 
     return jax.jit(jax.value_and_grad(loss))
 
 
 def loss_and_gradients(batch, model=None, form="blocks"):
-    with pltpu.force_tpu_interpret_mode() if form == "tpu" else contextlib.nullcontext():
-        return jax.device_get(compiled(model or make_model(), form)(initial_params(), batch))
+    return jax.device_get(compiled(model or make_model(), form)(initial_params(), batch))
 
 
 def assert_same(actual, expected):

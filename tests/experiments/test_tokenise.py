@@ -234,7 +234,7 @@ def test_a_large_file_in_a_bucket_is_read_in_blocks(tmp_path, monkeypatch, name)
     [
         ("gs://b/[z-a]/*", "no file matches"),
         ("gs://b/wep/*.jsonl", "no file matches gs://b/wep"),
-        ("gs://b*/web/*.jsonl", "the bucket's name cannot hold *"),
+        ("gs://b*/web/*.jsonl", "the name of a bucket cannot hold *"),
         ("gs://b/*/a.*", "matches jsonl and text files"),
     ],
 )
@@ -445,7 +445,12 @@ def test_two_runs_never_write_one_corpus(tmp_path):
         ({"config.separator": 256}, "config.separator: is 256, the tokenizer's ids go up to 255"),
         ({"config.separator": "</s>"}, "a tokenizer of kind bytes has no token '</s>'; needs an id"),
         ({"config.tokenizer": "hf", "config.separator": "<|endoftxt|>"}, r"did you mean '<\|endoftext\|>'?"),
-        ({"config.tokenizer": {"kind": "hf", "file": "/nowhere/t.json"}}, "config.tokenizer: .*/t.json is not there"),
+        ({"config.tokenizer": {"kind": "hf", "file": "/nowhere/t.json"}}, "config.tokenizer: .*/t.json: is not there"),
+        (
+            {"config.tokenizer": {"kind": "tiktoken", "file": "cl100k_base", "pattern": "."}},
+            "config.tokenizer: cl100k_base: is not there; .* holds no cl100k_base; needs a file: what a library or a ",
+        ),
+        ({"config.tokenizer": {"kind": "hf", "file": "IN/00000.tx"}}, "is not there; did you mean .*/in/00000.txt?"),
         ({"config.tokenizer": {"kind": "hf", "file": "TEXT"}}, "is no tokenizer.json"),
         ({"config.tokenizer": {"kind": "sentencepiece", "file": "TEXT"}}, "is no model of sentencepiece"),
         ({"config.tokenizer": {"kind": "tiktoken", "file": "TEXT", "pattern": "."}}, "line 1 is no rank of tiktoken"),

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,14 @@ import pytest
 
 from tests.data.buckets import random_shards, write_corpus
 from tests.data.corpus import write_bin, write_npy
+from tests.data.golden import write_megatron, write_records
 from tests.support.cloud import CloudJob, free_name
-from tests.support.harness import LITTLE, WHOLE_RUN_DEADLINE_SECONDS, Job
-from tests.support.servers import Faults, start_backend
+from tests.support.harness import LITTLE, WHOLE_RUN_DEADLINE_SECONDS, Job, undisturbed
+from tests.support.servers import BACKENDS, Faults, start_backend
 
 NUM_PROCESSES = 4
 NUM_STRIKES = 3
+OUTAGE_SECONDS = 60.0
 NUM_REFUSED = 30  # requests of an outage, which the retries of all processes make in half a minute
 OPTIONS = (
     *LITTLE,
@@ -23,7 +26,7 @@ OPTIONS = (
     "config.eval.every_steps=12",
     "checkpoint.every_steps=4",
 )
-SMALL = ("config.train.total_steps=200", "checkpoint.every_steps=25", "config.data.packing=documents")
+SMALL = ("config.data.packing=documents",)
 
 
 def mixture(place: str) -> str:
@@ -33,14 +36,28 @@ def mixture(place: str) -> str:
     return f"config.data.mixture=[{', '.join(named)}]"
 
 
+def formats(place: str) -> str:
+    """Files of other tools below a directory or a URL, read by ranges and whole."""
+    web = f"{{name: web, source: {place}/web.idx, weight: 2}}"
+    return f"config.data.mixture=[{web}, {{name: code, source: {place}/code.array_record, options: {{dtype: uint16}}}}]"
+
+
 # What the data is made of: options for what lies at a place.
 KINDS = {
     "corpus": lambda place: (f"config.data.source={place}/corpus",),
     "documents": lambda place: (f"config.data.source={place}/corpus", "config.data.packing=documents"),
     "tokens": lambda place: (f"config.data.source={place}/tokens/*.bin",),
+    "formats": lambda place: (formats(place), "config.data.packing=documents"),
     "mixture": lambda place: (mixture(place), f"config.data.validation={{other: {place}/tokens/b.bin}}"),
 }
-CASES = [("gs", "mixture"), ("s3", "documents"), ("az", "tokens"), ("az", "mixture"), ("s3", "corpus")]
+CASES = [
+    ("gs", "mixture"),
+    ("s3", "documents"),
+    ("az", "tokens"),
+    ("az", "mixture"),
+    ("s3", "corpus"),
+    ("gs", "formats"),
+]
 
 
 def write_data(directory: Path) -> None:
@@ -50,6 +67,8 @@ def write_data(directory: Path) -> None:
     write_bin(directory / "tokens" / "a.bin", np.arange(9000) % 1000)
     write_bin(directory / "tokens" / "b.bin", np.arange(7000) * 7 % 1000)
     write_npy(directory / "array.npy", np.arange(4000) * 3 % 1000)
+    write_megatron(directory / "web.idx", shards[1] + shards[3])
+    write_records(directory / "code.array_record", shards[0] + shards[2])
 
 
 def spoil(cache: Path, chance: random.Random) -> None:
@@ -99,6 +118,41 @@ def test_four_processes_with_a_bucket_in_trouble_train_to_the_bits_of_a_run_from
         backend.proxy.faults = Faults()
         for attempt in attempts:
             attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
+        assert job.result()["fingerprint"] == whole.result()["fingerprint"]
+        assert job.rows() == whole.rows()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all the kinds are made of, on a disk."""
+    directory = tmp_path_factory.mktemp("data")
+    write_data(directory)
+    return directory
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_bucket_that_is_cut_off_for_a_minute_delays_four_processes_and_moves_no_bit(name: str, data: Path) -> None:
+    long = ("config.train.total_steps=600", "checkpoint.every_steps=100", "config.eval.every_steps=300")
+    options = (*OPTIONS, *long)  # so that steps are left whose tokens nobody has asked for yet
+    whole = undisturbed("specs/gpt_nano.yaml", (*options, *KINDS["mixture"](str(data))), num_processes=NUM_PROCESSES)
+    with start_backend(name) as backend:
+        place, proxy = free_name("data"), backend.proxy
+        for path in data.rglob("*.*"):
+            backend.write(f"{place}/{path.relative_to(data)}", path.read_bytes())
+        options = (*options, *KINDS["mixture"](backend.url(place)), "config.data.cache_bytes=0")
+        job = CloudJob(backend, free_name("run"), "specs/gpt_nano.yaml", options)
+        attempts = job.start_processes(NUM_PROCESSES)
+        attempts[0].until_server(lambda: job.events("progress"), "some steps")
+        begun, num_requests = time.monotonic(), len(proxy.requests)
+        proxy.faults = Faults(outage=True)
+        attempts[0].until_server(lambda: time.monotonic() - begun >= OUTAGE_SECONDS, "the end of the outage")
+        refused = [path for _, path in proxy.requests[num_requests:]]
+        proxy.faults = Faults()
+        for attempt in attempts:
+            attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
+        assert proxy.fired["outage"] >= NUM_REFUSED
+        assert any(place in path for path in refused)
         assert job.result()["fingerprint"] == whole.result()["fingerprint"]
         assert job.rows() == whole.rows()
 

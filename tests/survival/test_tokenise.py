@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import DEADLINE_SECONDS, WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job
+from tests.support.faked import environment
+from tests.support.harness import DEADLINE_SECONDS, LITTLE, WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, command
 from tests.support.inputs import DOCUMENTS, SEPARATOR, content_of, tokenise, tokenise_document, write_texts
 
 NUM_KILLS = 30
@@ -73,6 +74,37 @@ def test_one_job_gives_the_same_corpus_on_one_three_and_two_hosts_through_a_stor
     last = job.launch(2, max_restarts=0)
     last.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
     expect_whole(job)
+
+
+@pytest.mark.soak
+def test_of_one_document_three_hosts_make_a_corpus_and_train_on_it(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", ["all that there is " * 100])
+    jobs = [Job("specs/tokenise_stdlib.yaml", tmp_path / name, (f"config.source={source}",)) for name in ("one", "few")]
+    jobs[0].finish()
+    jobs[1].launch(3).expect(0, WHOLE_RUN_DEADLINE_SECONDS)
+    assert content_of(jobs[1].directory / "corpus") == content_of(jobs[0].directory / "corpus")
+    data = (f"config.data.source={jobs[1].directory / 'corpus'}", "config.data.packing=documents")
+    options = (*LITTLE, *data, "config.data.validation_fraction=0", "config.train.total_steps=3")
+    options = (*options, "config.train.global_batch_examples=6", "config.schedule.warmup_steps=1")
+    Job("specs/gpt_nano.yaml", tmp_path / "train", options).launch(3).expect(0, WHOLE_RUN_DEADLINE_SECONDS)
+
+
+@pytest.mark.soak
+def test_the_shipped_spec_under_launch_local_and_verify_resume(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", DOCUMENTS * 40)
+    small = (f"config.source={source}", "config.tokenizer.vocabulary_size=280", "config.shard_bytes=200")
+    alone, pair = (Job("specs/tokenise_stdlib.yaml", tmp_path / name, small) for name in ("alone", "pair"))
+    alone.finish()
+    pair.launch(2).expect(0, WHOLE_RUN_DEADLINE_SECONDS)
+    assert content_of(pair.directory / "corpus") == content_of(alone.directory / "corpus")
+    assert pair.result() == alone.result()
+    output = tmp_path / "of the user"
+    arguments = alone.with_options(f"config.output={output}").arguments
+    counts = ("--steps", "1000", "--kills", "4", "--processes", "2")
+    code, said = command(environment(1), "verify-resume", *arguments, *counts, deadline_seconds=DEADLINE_SECONDS)
+    assert code == 0, said
+    assert "SAME BITS after 4 kills: every leaf at steps 142, 284, 426, 568, 710, 852, 994, 1000" in said
+    assert not output.exists()
 
 
 def strike(job: Job, attempts: list[Attempt], chance: random.Random, until_pieces: int) -> None:

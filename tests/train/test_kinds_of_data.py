@@ -12,7 +12,7 @@ from tests.data.corpus import KINDS, kept, write_documents
 from tests.support.tiny import RecordingGPT, StopAfter, gpt, leaves_equal, recorded_rows
 
 STOP, STEPS = 4, 8
-DAILY = ("mixture", "documents")
+DAILY = ("mixture",)
 
 
 def rows_of(directory: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runner.data.source import BucketFile
 from runner.data.store import TokenFile, TokenFiles
 from runner.errors import DataError
 
@@ -35,10 +36,12 @@ class DocumentFile(TokenFile):
 class RecordFile(DocumentFile):
     """One whose ids do not lie one after the other: other bytes stand between its documents."""
 
-    def fill(self, targets: Sequence[tuple[int, np.ndarray]]) -> None:
-        """See `TokenFile`."""
-        for start, out in targets:
-            out[:] = self[start : start + len(out)]
+    is_plain = False
+
+    @property
+    def bytes_fetched_per_token(self) -> int:
+        """See `TokenFile`: what stands between is fetched too."""
+        return -(-self.file.size_bytes // self.num_tokens) if isinstance(self.file, BucketFile) else 0
 
 
 class DocumentFiles(TokenFiles):
@@ -48,23 +51,17 @@ class DocumentFiles(TokenFiles):
 
     def __init__(self, parts: Sequence[DocumentFile], cache_directory: Path, believed: int | None = None) -> None:
         super().__init__(parts, cache_directory, believed)
-        self._files = [part for part in parts if len(part)]
+        self._document_files = [part for part in parts if len(part)]
 
-    def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """The positions p, `start < p <= stop`, at which a document ends: int64, ascending."""
-        found = [np.empty(0, np.int64)]
-        begin = 0
-        for file in self._files:
-            low, high = np.searchsorted(file.bounds, [start - begin, stop - begin], side="right")
-            found.append(file.bounds[max(low, 1) : high].astype(np.int64) + begin)
-            begin += len(file)
-        return np.unique(np.concatenate(found))
+    def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
+        """See `Tokens`."""
+        return self._document_files[part].bounds[1:]
 
     @cached_property
     def fingerprint(self) -> str:
         """Of sizes, types and a sample of the ids, see `probe`; and of where each document ends."""
         digest = hashlib.sha256(self.probe().encode())
-        for file in self._files:
+        for file in self._document_files:
             ends = file.bounds[1:][np.diff(file.bounds) > 0].astype("<i8")
             digest.update(f"{len(ends)}\n".encode())
             digest.update(ends.data)

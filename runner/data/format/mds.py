@@ -13,18 +13,21 @@ bytes a sample. A shard of which there only is one compressed with zstd is unpac
 """
 
 import difflib
-from collections.abc import Sequence
+import posixpath
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import zstandard
 
-from runner.data.cache import cache_key, publish
+from runner.data.cache import cache_key
 from runner.data.format.document import DocumentFiles, RecordFile
 from runner.data.format.mds_column import Column, parse_column
-from runner.data.source import SourceFile, describe_file, read_source_file
-from runner.data.store import read_bytes
+from runner.data.reader import ByteRange, Derived, Reader
+from runner.data.remote.reader import in_parallel
+from runner.data.source import File
 from runner.errors import DataError
 from runner.record import Key, check
 from runner.storage import JsonObject, parse_json
@@ -50,7 +53,8 @@ _OF_FILE = (Key("basename", str, "its path below the index"), Key("bytes", int, 
 
 
 def open_mds(
-    indexes: Sequence[SourceFile],
+    indexes: Sequence[File],
+    reader: Reader,
     cache_directory: Path,
     believed: int | None = None,
     *,
@@ -62,24 +66,31 @@ def open_mds(
     `believed` is the vocabulary that the spec names, if it does. `column` holds the ids, `dtype` is their type,
     which a column of bytes does not say.
     """
-    parts = []
-    for index in indexes:
-        for record in _parse_index(index):
-            file = _find_file(record, index.path.parent, cache_directory)
-            try:
-                place = _find_column(record["column_names"], column)
-                layout = parse_column(record["column_encodings"][place], tuple(record["column_sizes"]), place, dtype)
-            except DataError:
-                raise
-            except ValueError as error:
-                raise DataError(f"{index.path}: column {column}: {error}") from error
-            try:
-                parts.append(_open_shard(file, record, layout))
-            except DataError:
-                raise
-            except ValueError as error:
-                raise DataError(f"{file.path}: {error}") from error
-    return DocumentFiles(parts, cache_directory, believed)
+    contents = reader.read([ByteRange(index, 0, index.size_bytes) for index in indexes])
+    records = [
+        (index, record)
+        for index, content in zip(indexes, contents, strict=True)
+        for record in _parse_index(index, content)
+    ]
+    layouts = [_parse_layout(index, record, column, dtype) for index, record in records]
+    files = _find_files(records, reader)
+    reader = reader.for_ids_of(max((layout.item_bytes for layout in layouts), default=1))
+    acts = [
+        partial(_open_shard, file, record, layout, reader)
+        for file, (_, record), layout in zip(files, records, layouts, strict=True)
+    ]
+    return DocumentFiles(in_parallel(acts), cache_directory, believed)
+
+
+def _parse_layout(index: File, record: JsonObject, column: str, dtype: str | None) -> Column:
+    """Where the ids lie in the samples of a shard. Raises DataError."""
+    try:
+        place = _find_column(record["column_names"], column)
+        return parse_column(record["column_encodings"][place], tuple(record["column_sizes"]), place, dtype)
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{index}: column {column}: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,25 +107,32 @@ class MdsShard(RecordFile):
     samples: np.ndarray
     starts: np.ndarray
 
-    def __getitem__(self, piece: slice) -> np.ndarray:
+    def locate(self, start: int, stop: int) -> ByteRange:
+        """See `TokenFile`."""
+        _, highs, origin = self._places(start, stop)
+        return ByteRange(self.file, origin, int(highs[-1]))
+
+    def decode(self, content: bytes, start: int, stop: int) -> np.ndarray:
         """See `TokenFile`. What each sample begins with is held against what was found at the start."""
-        start, stop, _ = piece.indices(self.num_tokens)
-        if start >= stop:
-            return np.empty(0, self.dtype)
+        found = np.frombuffer(content, np.uint8)
+        lows, highs, origin = self._places(start, stop)
+        first, last = self.documents_in(start, stop)
+        first += start > self.bounds[first]
+        if first < last:
+            self._check_heads(found, origin, first, last)
+        edges = np.stack([lows, highs], axis=1) - origin
+        pieces = [found[low:high] for low, high in edges.tolist()]
+        return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(self.dtype)
+
+    def _places(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """The bytes at which the ids of each sample begin and end, and the byte from which on all of them is read."""
         first, last = self.documents_in(start, stop)
         bounds, item_bytes = self.bounds[first : last + 1], self.dtype.itemsize
         starts = self.starts[first:last].astype(np.int64)
         lows = starts + np.maximum(start - bounds[:-1], 0) * item_bytes
         highs = starts + (np.minimum(stop, bounds[1:]) - bounds[:-1]) * item_bytes
         is_cut = start > bounds[0]  # the first sample is read from the middle of its ids on
-        origin = int(lows[0] if is_cut else self.samples[first])
-        content = np.frombuffer(read_bytes(self.file, origin, int(highs[-1])), np.uint8)
-        if first + is_cut < last:
-            self._check_heads(content, origin, first + is_cut, last)
-        pieces = [
-            content[low:high] for low, high in zip((lows - origin).tolist(), (highs - origin).tolist(), strict=True)
-        ]
-        return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(self.dtype)
+        return lows, highs, int(lows[0] if is_cut else self.samples[first])
 
     def _check_heads(self, content: np.ndarray, origin: int, first: int, last: int) -> None:
         """Raise DataError unless samples `first .. last` begin as they should. `content` begins at byte `origin`."""
@@ -122,7 +140,7 @@ class MdsShard(RecordFile):
         try:
             self.column.check(content, samples, starts, np.diff(self.bounds[first : last + 1]))
         except ValueError as error:
-            raise DataError(f"{self.file.path}: {error}; it is one of samples {first} to {last - 1}") from error
+            raise DataError(f"{self.file}: {error}; it is one of samples {first} to {last - 1}") from error
 
     @property
     def meaning(self) -> str:
@@ -130,9 +148,8 @@ class MdsShard(RecordFile):
         return f"mds{self.column.place}-{self.dtype.name}"
 
 
-def _parse_index(index: SourceFile) -> list[JsonObject]:
+def _parse_index(index: File, raw: bytes) -> list[JsonObject]:
     """The records of the shards. Raises DataError."""
-    raw = read_source_file(index)
     try:
         content = parse_json(raw)
         check(content, (Key("version", int, ""), Key("shards", list, "")), ("version", "shards"))
@@ -142,7 +159,7 @@ def _parse_index(index: SourceFile) -> list[JsonObject]:
         for record in content["shards"]:
             _check_record(record)
     except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(f"{index.path} is no index of MDS: {error}") from error
+        raise DataError(f"{index} is no index of MDS: {error}") from error
     shards: list[JsonObject] = content["shards"]
     return shards
 
@@ -177,70 +194,85 @@ def _find_column(names: Sequence[str], column: str) -> int:
     raise ValueError(f"there is none; {hint} data.options.column names the one that holds the ids")
 
 
-def _find_file(record: JsonObject, directory: Path, cache_directory: Path) -> SourceFile:
-    """The shard, as it was written or as it was unpacked. Raises DataError."""
-    raw = record["raw_data"]
-    if record["zip_data"] is None or (directory / raw["basename"]).exists():
-        file = describe_file(directory / raw["basename"])
-    else:
-        packed = describe_file(directory / record["zip_data"]["basename"])
-        kind = (record["compression"] or "").partition(":")[0]
-        if kind != "zstd":
-            raise DataError(f"{packed.path}: is compressed by {kind or 'nothing known'}, needs zstd or none")
-        file = _unpack(packed, raw["bytes"], cache_directory)
-    if file.size_bytes != raw["bytes"]:
-        raise DataError(f"{file.path}: {file.size_bytes:,} bytes, needs {raw['bytes']:,}, as its index says: it is cut")
-    return file
+def _find_files(records: Sequence[tuple[File, JsonObject]], reader: Reader) -> list[File]:
+    """The shards, as they were written or as they were unpacked. Raises DataError."""
+    raw_places = [_place(index, record["raw_data"]) for index, record in records]
+    packed_places = [_place(index, record["zip_data"] or record["raw_data"]) for index, record in records]
+    found = dict(zip(places := [*raw_places, *packed_places], reader.find(places), strict=True))
+    files: dict[str, File] = {}
+    unpacked: dict[str, Derived] = {}
+    for raw_place, packed_place, (_, record) in zip(raw_places, packed_places, records, strict=True):
+        raw, packed, size_bytes = found[raw_place], found[packed_place], record["raw_data"]["bytes"]
+        if raw is not None:
+            files[raw_place] = raw
+        elif packed is None:
+            raise DataError(f"{packed_place} is missing: its index names it")
+        else:
+            kind = (record["compression"] or "").partition(":")[0]
+            if kind != "zstd":
+                raise DataError(f"{packed}: is compressed by {kind or 'nothing known'}, needs zstd or none")
+            name = f"{cache_key('mds', [packed])}.mds"
+            unpacked[raw_place] = Derived(packed, name, size_bytes, partial(_unpack, packed, size_bytes, reader))
+    files |= dict(zip(unpacked, reader.keep([*unpacked.values()]), strict=True))
+    for place, (_, record) in zip(raw_places, records, strict=True):
+        if (size := files[place].size_bytes) != record["raw_data"]["bytes"]:
+            raise DataError(
+                f"{place}: {size:,} bytes, needs {record['raw_data']['bytes']:,}, as its index says: it is cut"
+            )
+    return [files[place] for place in raw_places]
 
 
-def _unpack(packed: SourceFile, size_bytes: int, cache_directory: Path) -> SourceFile:
-    """The shard of `size_bytes` from the cache, where it is put if it is not there. Raises DataError."""
-    path = cache_directory / f"{cache_key('mds', [packed])}.mds"
-    if path.exists() and path.stat().st_size == size_bytes:
-        return describe_file(path)
-    content = read_source_file(packed)
+def _place(index: File, named: JsonObject) -> str:
+    """The path or URL of a file that an index names."""
+    return posixpath.join(posixpath.dirname(str(index)), named["basename"])
+
+
+def _unpack(packed: File, size_bytes: int, reader: Reader) -> Iterator[bytes]:
+    """The `size_bytes` of a shard. Raises DataError if it does not hold them."""
+    (content,) = reader.read([ByteRange(packed, 0, packed.size_bytes)])
     try:
         if zstandard.frame_content_size(content) not in (size_bytes, -1):
             raise zstandard.ZstdError(f"it does not hold the {size_bytes:,} bytes that its index says")
-        publish(path, [zstandard.ZstdDecompressor().decompress(content, max_output_size=size_bytes)])
+        yield zstandard.ZstdDecompressor().decompress(content, max_output_size=size_bytes)
     except zstandard.ZstdError as error:
-        raise DataError(f"{packed.path}: cannot be unpacked: {error}") from error
-    except OSError as error:
-        raise DataError(
-            f"{packed.path}: cannot be unpacked into {cache_directory} ({error.strerror or error}); unpack the shards "
-            "beside their index, or set RUNNER_CACHE to a directory that has room"
-        ) from error
-    return describe_file(path)
+        raise DataError(f"{packed}: cannot be unpacked: {error}") from error
 
 
-def _open_shard(file: SourceFile, record: JsonObject, column: Column) -> MdsShard:
-    """Read where the samples lie, and the ids in them. Raises ValueError where that cannot be of one whole shard."""
-    samples = _read_samples(file, record)
-    at = samples.astype(np.int64)
-    if column.is_alone:
-        starts, counts = column.locate_by_size(np.diff(at))
-    else:
-        content = np.frombuffer(read_bytes(file, 0, file.size_bytes), np.uint8)
-        starts, counts = column.locate(content, at[:-1])
-    starts += at[:-1]
-    if (starts + counts * column.dtype.itemsize > at[1:]).any():
-        raise ValueError("the ids of a sample reach beyond its end")
+def _open_shard(file: File, record: JsonObject, column: Column, reader: Reader) -> MdsShard:
+    """Read where the samples lie, and the ids in them. Raises DataError where that cannot be of one whole shard."""
+    try:
+        samples = _read_samples(file, record, reader)
+        at = samples.astype(np.int64)
+        if column.is_alone:
+            starts, counts = column.locate_by_size(np.diff(at))
+        else:
+            (content,) = reader.read([ByteRange(file, 0, file.size_bytes)])
+            starts, counts = column.locate(np.frombuffer(content, np.uint8), at[:-1])
+        starts += at[:-1]
+        if (starts + counts * column.dtype.itemsize > at[1:]).any():
+            raise ValueError("the ids of a sample reach beyond its end")
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{file}: {error}") from error
     bounds = np.concatenate([[0], np.cumsum(counts)])
-    return MdsShard(file, column.dtype, int(bounds[-1]), 0, bounds, column, samples, starts.astype(np.uint32))
+    return MdsShard(file, column.dtype, int(bounds[-1]), 0, reader, bounds, column, samples, starts.astype(np.uint32))
 
 
-def _read_samples(file: SourceFile, record: JsonObject) -> np.ndarray:
+def _read_samples(file: File, record: JsonObject, reader: Reader) -> np.ndarray:
     """The byte at which each sample begins, and the end of the last: uint32. Raises ValueError."""
     table_bytes = 4 * (record["samples"] + 2)
     if record["samples"] < 0 or file.size_bytes < table_bytes:
         raise ValueError(f"{file.size_bytes:,} bytes cannot hold {record['samples']:,} samples, as its index says")
-    numbers = np.frombuffer(read_bytes(file, 0, table_bytes), "<u4")
+    (table,) = reader.read([ByteRange(file, 0, table_bytes)])
+    numbers = np.frombuffer(table, "<u4")
     samples: np.ndarray = numbers[1:]
     if numbers[0] != record["samples"]:
         raise ValueError(f"holds {numbers[0]:,} samples, needs {record['samples']:,}, as its index says")
     if samples[0] < table_bytes or samples[-1] != file.size_bytes or (samples[1:] < samples[:-1]).any():
         raise ValueError("its samples do not lie one after the other up to its end: it is damaged")
-    columns = parse_json(read_bytes(file, table_bytes, int(samples[0])))
+    (described,) = reader.read([ByteRange(file, table_bytes, int(samples[0]))])
+    columns = parse_json(described)
     for key in _OF_COLUMNS:
         if columns.get(key.name) != record[key.name]:
             raise ValueError(f"its own {key.name} are not those of its index: the two are of different data sets")

@@ -7,15 +7,19 @@ at which each begins; m int64: the documents' bounds, as numbers of sequences, f
 nothing else; what stays in memory is 8 bytes a document. A multimodal index has n int8 more, and is not read.
 """
 
+import itertools
+import os
 import struct
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from runner.data.format.document import DocumentFile, DocumentFiles
-from runner.data.source import SourceFile, describe_file
-from runner.data.store import read_bytes
+from runner.data.reader import ByteRange, Reader
+from runner.data.remote.reader import in_parallel
+from runner.data.source import File
 from runner.errors import DataError
 
 MAGIC = b"MMIDIDX\0\0"
@@ -25,34 +29,44 @@ DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = (6, 7)
 
 
-def open_megatron(indexes: Sequence[SourceFile], cache_directory: Path, believed: int | None = None) -> DocumentFiles:
+def open_megatron(
+    indexes: Sequence[File], reader: Reader, cache_directory: Path, believed: int | None = None
+) -> DocumentFiles:
     """Open the pairs of these `.idx` files. Raises DataError, with a line that names the file, on any other content.
 
     `believed` is the vocabulary that the spec names, if it does.
     """
-    return DocumentFiles([_open_pair(index) for index in indexes], cache_directory, believed)
+    places = [str(index).removesuffix(".idx") + ".bin" for index in indexes]
+    for place, tokens in zip(places, found := reader.find(places), strict=True):
+        if tokens is None:
+            raise DataError(f"{place} is missing: its .idx needs it")
+    acts = [partial(_parse_pair, index, tokens, reader) for index, tokens in zip(indexes, found, strict=True) if tokens]
+    pairs = in_parallel(acts)
+    reader = reader.for_ids_of(max(dtype.itemsize for _, dtype, _ in pairs))
+    parts = [DocumentFile(tokens, dtype, int(bounds[-1]), 0, reader, bounds) for tokens, dtype, bounds in pairs]
+    return DocumentFiles(parts, cache_directory, believed)
 
 
-def _open_pair(index: SourceFile) -> DocumentFile:
-    tokens = describe_file(index.path.with_suffix(".bin"))
+def _parse_pair(index: File, tokens: File, reader: Reader) -> tuple[File, np.dtype, np.ndarray]:
+    """The file of the ids, their type, and the bounds of the documents in it. Raises DataError."""
     try:
-        dtype, bounds = _parse(index)
+        dtype, bounds = _parse(index, reader)
     except DataError:
         raise
     except ValueError as error:
-        raise DataError(f"{index.path}: {error}") from error
+        raise DataError(f"{index}: {error}") from error
     size_bytes = int(bounds[-1]) * dtype.itemsize
     if tokens.size_bytes != size_bytes:
         raise DataError(
-            f"{tokens.path}: {tokens.size_bytes:,} bytes, needs {size_bytes:,}: {index.path.name} counts "
+            f"{tokens}: {tokens.size_bytes:,} bytes, needs {size_bytes:,}: {os.path.basename(str(index))} counts "
             f"{int(bounds[-1]):,} tokens of {dtype.itemsize} bytes; one of the two is cut, or they are no pair"
         )
-    return DocumentFile(tokens, dtype, int(bounds[-1]), 0, bounds)
+    return tokens, dtype, bounds
 
 
-def _parse(index: SourceFile) -> tuple[np.dtype, np.ndarray]:
+def _parse(index: File, reader: Reader) -> tuple[np.dtype, np.ndarray]:
     """The type of the ids, and the bounds of the documents in tokens. Raises ValueError."""
-    header = read_bytes(index, 0, min(HEADER.size, index.size_bytes))
+    (header,) = reader.read([ByteRange(index, 0, min(HEADER.size, index.size_bytes))])
     if not header.startswith(MAGIC):
         raise ValueError(f"begins with {header[:9]!r}, needs {MAGIC!r}: is no index of Megatron's token files")
     if len(header) < HEADER.size:
@@ -73,12 +87,11 @@ def _parse(index: SourceFile) -> tuple[np.dtype, np.ndarray]:
             "documents"
         )
     dtype = np.dtype(DTYPES[code])
-    start, pieces = HEADER.size, []
-    for kind, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds)):
-        stop = start + np.dtype(kind).itemsize * count
-        pieces.append(np.frombuffer(read_bytes(index, start, stop), kind))
-        start = stop
-    lengths, pointers, documents = pieces
+    kinds, counts = ("<i4", "<i8", "<i8"), (num_sequences, num_sequences, num_bounds)
+    ends = HEADER.size + np.cumsum([np.dtype(kind).itemsize * count for kind, count in zip(kinds, counts, strict=True)])
+    stops = ends.tolist()
+    contents = reader.read([ByteRange(index, *edges) for edges in itertools.pairwise([HEADER.size, *stops])])
+    lengths, pointers, documents = map(np.frombuffer, contents, kinds)
     return dtype, _bounds_of(lengths, pointers, documents, dtype.itemsize)
 
 

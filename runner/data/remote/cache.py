@@ -3,7 +3,8 @@
 1. One sparse file of slots of one size. A range has one slot, by the hash of its object, version, start and stop; what
    is written to a slot replaces what was there. So the file is bounded, and nothing is looked for or kept in memory.
 2. A slot begins with the CRC-32C of the rest, the length, and the digest of what it holds. A slot that is torn by a
-   kill, raced for by two processes, of another slot size, or damaged does not match, and is a miss.
+   kill, raced for by two processes, or damaged does not match, and is a miss. So is one that was written over by one
+   of another size: sources whose ids differ in width share the file, and its space, as those of one width do.
 3. A range longer than a slot is kept in several, one much longer than that not at all.
 4. A file that cannot be written costs a warning and the requests, and never stops a run.
 """

@@ -1,0 +1,88 @@
+"""Files that the tools of other formats wrote (`formats/make.py`), and what went into them."""
+
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from runner.data.format.document import DocumentFiles
+from runner.data.format.megatron import HEADER, MAGIC, VERSION
+from runner.data.format.opening import open_format
+from runner.data.remote.cache import CacheSettings
+from runner.data.source import find_source
+from tests.data.formats.make import BLOCK, documents
+
+GOLDEN = Path(__file__).parent / "formats"
+WIDE, NARROW = documents(100_000), documents(50_000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source of a format: what `data.source` and `data.options` say, and the documents that went in."""
+
+    source: str
+    options: Mapping[str, str]
+    documents: list[list[int]]
+    dtype: str
+
+    def open(self, root: Path | str, cache: Path | None = None, cache_bytes: int | None = 1 << 20) -> DocumentFiles:
+        """The source below a directory, or below a URL; then `cache` must be given."""
+        kept = cache or Path(root) / "cache"
+        settings = CacheSettings(kept, cache_bytes, 9)
+        return open_format(find_source(f"{root}/{self.source}"), self.options, kept, ranges=settings)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for ids in self.documents for token in ids]
+
+    @property
+    def ends(self) -> list[int]:
+        return sorted({int(end) for end in np.cumsum([len(ids) for ids in self.documents])})
+
+
+CASES = {
+    "megatron_int32": Case("megatron/int32.idx", {}, WIDE, "int32"),
+    "megatron_int64": Case("megatron/int64.idx", {}, WIDE, "int64"),
+    "megatron_several": Case("megatron/uint16_*.idx", {}, NARROW, "uint16"),
+    "mds_bytes": Case("mds/bytes_int64", {"dtype": "int64"}, WIDE, "int64"),
+    "mds_array": Case("mds/ndarray_int32", {"column": "tokens"}, WIDE, "int32"),
+    "mds_zstd": Case("mds/zstd", {}, WIDE, "int32"),
+    "mds_indexes": Case("mds/*_int32/index.json", {}, WIDE, "int32"),
+    "mds_static": Case("mds/static", {}, documents(50_000, (BLOCK,) * 20), "uint16"),
+    "mds_columns": Case("mds/columns", {"column": "input_ids"}, NARROW, "uint16"),
+    "array_record": Case("array_record/single.array_record", {"dtype": "uint16"}, NARROW, "uint16"),
+    "array_record_several": Case("array_record/grouped_*", {"dtype": "int32"}, WIDE, "int32"),
+}
+
+
+def copy_golden(place: Path) -> Path:
+    """A copy of the golden files, unpacked."""
+    shutil.copytree(GOLDEN, place)
+    for packed in place.rglob("*.zlib"):
+        packed.with_suffix("").write_bytes(zlib.decompress(packed.read_bytes()))
+        packed.unlink()
+    return place
+
+
+def write_records(path: Path, items: Sequence[Sequence[int]]) -> None:
+    """An ArrayRecord file of documents of uint16."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for ids in items:
+        writer.write(np.array(ids, "<u2").tobytes())
+    writer.close()
+
+
+def write_megatron(path: Path, items: Sequence[Sequence[int]]) -> None:
+    """A pair of Megatron's, of documents of int32 that are a sequence each; `path` is that of the `.idx`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lengths = np.array([len(ids) for ids in items], "<i4")
+    starts = np.concatenate([[0], np.cumsum(lengths[:-1])]) * 4
+    header = HEADER.pack(MAGIC, VERSION, 4, len(items), len(items) + 1)
+    tables = (lengths, starts.astype("<i8"), np.arange(len(items) + 1, dtype="<i8"))
+    path.write_bytes(header + b"".join(table.tobytes() for table in tables))
+    path.with_suffix(".bin").write_bytes(np.concatenate(list(map(np.asarray, items))).astype("<i4").tobytes())

@@ -1,0 +1,92 @@
+"""Which ids token files hold is found by one host, once, and known to all."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.checkpoint.manifest import Manifest
+from runner.data import store as tokens
+from runner.errors import DataError, InvalidError
+from runner.hosts.agreement import Hosts
+from runner.storage import LocalStore
+from runner.train.same_data import share_ids
+from tests.data.corpus import load, write_bin, write_npy
+from tests.support.coordinator import MemoryCoordinator, play
+
+NUM_HOSTS = 3
+
+
+def count_scans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each scan from now on has read."""
+    scanned: list[int] = []
+    scan = tokens.Tokens.scan
+
+    def counted(self: tokens.Tokens) -> Any:
+        scanned.append(len(self))
+        return scan(self)
+
+    monkeypatch.setattr(tokens.Tokens, "scan", counted)
+    return scanned
+
+
+def test_one_host_reads_all_ids_and_all_know_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = write_bin(tmp_path / "a.bin", np.arange(2000) % 700)
+    second = write_npy(tmp_path / "b.npy", np.arange(1000) % 900)
+    scanned = count_scans(monkeypatch)
+    mixture = [{"name": "a", "source": str(first)}, {"name": "b", "source": str(second)}]
+    datasets = [load("python-stdlib", cache=tmp_path / f"{host}", mixture=mixture) for host in range(NUM_HOSTS)]
+
+    def know(hosts: Hosts) -> tuple[int, str]:
+        dataset = datasets[hosts.process_id]
+        share_ids(dataset, LocalStore(tmp_path / "run"), hosts)
+        with pytest.raises(DataError) as caught:
+            dataset.refuse_vocabulary(800)
+        return dataset.vocabulary_size, str(caught.value)
+
+    found = play(MemoryCoordinator(NUM_HOSTS).hosts(), know)
+    assert sorted(scanned) == [1000, 2000]
+    assert [size for size, _ in found] == [900] * NUM_HOSTS
+    assert {line for _, line in found} == {found[0][1]}
+    assert "token id 899 at position 899 of" in found[0][1]
+
+
+def test_what_the_one_host_finds_wrong_ends_all_in_one_line(tmp_path: Path) -> None:
+    path = write_npy(tmp_path / "a.npy", [*range(200), -1, *range(200)])
+    datasets = [load(path, cache=tmp_path / f"{host}") for host in range(NUM_HOSTS)]
+
+    def know(hosts: Hosts) -> str:
+        with pytest.raises(InvalidError) as caught:
+            share_ids(datasets[hosts.process_id], LocalStore(tmp_path / "run"), hosts)
+        return str(caught.value)
+
+    lines = play(MemoryCoordinator(NUM_HOSTS).hosts(), know)
+    assert lines == [f"token id -1 at position 200 of {path} is negative"] * NUM_HOSTS
+
+
+def test_an_id_that_a_hosts_own_copy_alone_holds_is_named_when_it_is_read(tmp_path: Path) -> None:
+    ids = np.arange(2000) % 700
+    path = write_bin(tmp_path / "a.bin", ids)
+    found = load(path, cache=tmp_path / "first").find_ids(None)
+    ids[1234] = 5000
+    second = load(write_bin(path, ids), cache=tmp_path / "second")
+    second.take_ids(None, found)
+    with pytest.raises(DataError, match=rf"token id 5,000 at position 1234 of {path} is beyond .* 700 ids"):
+        second.parts[0].source.read(1200, 1300)
+
+
+@pytest.mark.parametrize("has_other_data", [False, True])
+def test_an_attempt_that_goes_on_on_the_same_data_reads_none_of_many_ids_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_other_data: bool
+) -> None:
+    path = write_bin(tmp_path / "a.bin", np.arange(4000) % 200)
+    monkeypatch.setattr(tokens, "SCANNED_TOKENS_MAX", 100)
+    dataset = load(path, cache=tmp_path / "cache")
+    fingerprint = "another" if has_other_data else dataset.fingerprint
+    identity = {"config.data": fingerprint, "config.model.vocabulary_size": 300}
+    store = LocalStore(tmp_path / "run")
+    store.write("checkpoints/4/manifest.json", Manifest(name="4", step=4, identity=identity).encode())
+    scanned = count_scans(monkeypatch)
+    share_ids(dataset, store, Hosts.alone())
+    assert (scanned, dataset.vocabulary_size) == (([4000], 200) if has_other_data else ([], 300))
