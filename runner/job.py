@@ -43,6 +43,8 @@ from runner.spec import (
 )
 from runner.storage import JsonObject
 from runner.terminal import say
+from runner.weights.family import Family
+from runner.weights.source import check_source, load_source
 
 
 class RestoreableJob:
@@ -83,12 +85,12 @@ class RestoreableJob:
         raise NotImplementedError
 
     def weights(self, state: Any) -> Any:
-        """The part of `state` that `checkpoint.init_from` takes from another run, under the names it has there."""
+        """The fields of `state`, which is then a dataclass, that `checkpoint.init_from` replaces."""
         raise self.document.error("checkpoint.init_from", f"{type(self).__name__} has no weights to take over")
 
-    def with_weights(self, state: Any, weights: Any) -> Any:
-        """`state` with its weights replaced by `weights`; by default its fields of these names, as of a dataclass."""
-        return dataclasses.replace(state, **weights)
+    def family(self) -> Family | None:
+        """How the weights are called and laid out in Hugging Face's files; None: they have no form there."""
+        return None
 
     def abstract_state(self) -> Any:
         """Shape, dtype and sharding of every leaf of the state, by default a copy on every device of the job."""
@@ -172,8 +174,8 @@ class RestoreableJob:
     def claim(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
         """Check all that can be checked, and take the next attempt: from here on every earlier one is fenced."""
         self.setup(hosts)
-        hosts.main_first(self.refuse_other_checkpoints)
         identity, abstract = trajectory(self.spec, self.config), self.abstract_state()
+        hosts.main_first(lambda: self.refuse_other_checkpoints(abstract))
         refuse_what_cannot_be_kept(abstract)
         attempt = claim(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
         self.attempt = attempt
@@ -201,10 +203,11 @@ class RestoreableJob:
         check_directory(self.store, self.spec.name, Claimant(self.document, self.config, identity, self.unread_keys))
         return self.done
 
-    def refuse_other_checkpoints(self) -> None:
-        """As `restore.refuse_other_checkpoints`, for those in the run's directory. Main host only. Needs `setup`."""
+    def refuse_other_checkpoints(self, abstract: Any = None) -> None:
+        """Those of the directory; where it has none, weights that do not fit `abstract`. Main host, after `setup`."""
         claimant = Claimant(self.document, self.config, self.identity(), self.unread_keys)
-        refuse_other_checkpoints(self.store, claimant, self.spec.checkpoint.init_from)
+        if not refuse_other_checkpoints(self.store, claimant):
+            check_source(self.document, self.spec.checkpoint.weights, self.family, lambda: self.weights(abstract))
 
     def _restore_or_init(self) -> None:
         """Take up the newest good checkpoint, or begin at step 0, and save the resolved spec."""
@@ -224,13 +227,12 @@ class RestoreableJob:
         self.report.resume(self.step, found.attachments if found is not None else {})
 
     def _first_state(self) -> Any:
-        """The state at step 0, with the weights of another run if the spec names one."""
-        state, source = self.init_state(), self.spec.checkpoint.init_from
-        if source is None:
+        """The state at step 0, with the weights of another run or of others if the spec names them."""
+        state, rule = self.init_state(), self.spec.checkpoint.weights
+        if rule is None:
             return state
-        with self.document.blaming("checkpoint.init_from"):
-            found = self.checkpointer.load_weights(source, self.weights(state))
-        return self.with_weights(state, found.state)
+        weights = load_source(self.document, rule, self.family, self.weights(state), self.checkpointer, self.attempt)
+        return dataclasses.replace(state, **weights)
 
     def _finish(self) -> None:
         check_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
@@ -239,7 +241,7 @@ class RestoreableJob:
         result = self.result()
         self.attempt.finish(self.step, result)
         self.checkpointer.close()
-        self.attempt.say_end(self.spec.name, self.step, result["fingerprint"])
+        self.attempt.say_end(self.spec.name, self.step, result["fingerprint"], self.report.next_lines())
 
     # What a job calls.
 

@@ -1,5 +1,7 @@
 """What a job keeps beside its state, and tells at its end: nothing, unless its class has more to tell."""
 
+from collections.abc import Sequence
+
 from runner.storage import JsonObject
 
 
@@ -22,3 +24,7 @@ class Account:
     def result(self, step: int) -> JsonObject:
         """What `result.json` says besides step and fingerprint. Called at the end, on every host."""
         return {}
+
+    def next_lines(self) -> Sequence[str]:
+        """What one may want of the run now that it has ended: lines for a person, printed last."""
+        return ()

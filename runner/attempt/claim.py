@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,10 +76,10 @@ class Attempt:
         self.record("done", step, fingerprint=result["fingerprint"])
         self.hosts.barrier()
 
-    def say_end(self, name: str, step: int, fingerprint: str) -> None:
-        """Print what a person wants to know when the job `name` has ended."""
+    def say_end(self, name: str, step: int, fingerprint: str, next_lines: Sequence[str]) -> None:
+        """Print what a person wants to know when the job `name` has ended; `next_lines` are those of its account."""
         self.say(f"{name}: done at step {step}, fingerprint {fingerprint}")
-        for line in lines_at_the_end(self.store.url, step):
+        for line in (*lines_at_the_end(self.store.url, step), *next_lines):
             self.say(line)
 
     def say_what_has_changed(self, saved_with: JsonObject | None, step: int) -> None:

@@ -72,8 +72,8 @@ def open_directory(document: Document, spec: ExecutionSpec) -> Store:
         if spec.checkpoint.local_directory is not None:
             check_way(local_directory(spec.checkpoint.local_directory))
     with document.blaming("checkpoint.init_from"):
-        if spec.checkpoint.init_from is not None:
-            check_url(spec.checkpoint.init_from)
+        if spec.checkpoint.weights is not None:
+            check_url(spec.checkpoint.weights.path)
     return store
 
 

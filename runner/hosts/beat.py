@@ -1,7 +1,10 @@
 """What every process reports each second, and the one line that says what is wrong by all reports."""
 
 import collections
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from runner.hosts.progress import DATA, STEP
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,21 @@ class Beat:
     seconds: float
     is_overdue: bool
     suspects_peer: bool
+
+
+def is_overdue(beats: Collection[Beat], seconds_since_data: float, step_deadline_seconds: float) -> bool:
+    """Whether one of them is overdue for no reason that is known.
+
+    A step lasts on every host while one of them waits for its data, and for a step's time after that:
+    `seconds_since_data` is how long ago one was last seen at it.
+    """
+    is_fed = seconds_since_data > step_deadline_seconds
+    return any(beat.is_overdue and (is_fed or beat.phase != STEP) for beat in beats)
+
+
+def waits_for_data(beats: Collection[Beat]) -> bool:
+    """Whether one of them does."""
+    return any(beat.phase == DATA for beat in beats)
 
 
 def describe(beats: dict[int, Beat], silent: dict[int, str]) -> str:
@@ -52,4 +70,4 @@ def _name(processes: list[int], beat: Beat | None) -> str:
 
 def _where(beat: Beat) -> str:
     """The phase, and the step: the one in hand, which is the one after the last completed."""
-    return f"in step {beat.step + 1}" if beat.phase == "step" else f"in {beat.phase} at step {beat.step}"
+    return f"in step {beat.step + 1}" if beat.phase == STEP else f"in {beat.phase} at step {beat.step}"

@@ -7,12 +7,14 @@ and passes them on: it never speaks for a training thread that hangs.
    thread, since when, and whether that is overdue. It reads the verdict, if there is one.
 2. Process 0 reads all beats. If one stays the same for LOST_SECONDS, its process is frozen or cut off. A process that
    has crashed is known at once, by its peer socket (`liveness`).
-3. If a process is lost or overdue, process 0 writes the verdict: a line that names it and the phase it was in.
+3. If a process is lost or overdue, process 0 writes the verdict: a line that names it and the phase it was in. Where
+   a process waits for its data, that the others' step takes long is no verdict.
 4. On a verdict every process calls `on_verdict`, which keeps the stacks of its threads, and ends with 76. A process
    that cannot reach process 0 any more judges for itself.
 """
 
 import faulthandler
+import math
 import socket
 import tempfile
 import threading
@@ -25,7 +27,7 @@ import jax
 from runner.errors import EXIT_RETRYABLE, PeerLostError, RunnerError, first_line
 from runner.hosts import key_value
 from runner.hosts.agreement import Hosts
-from runner.hosts.beat import Beat, describe
+from runner.hosts.beat import Beat, describe, is_overdue, waits_for_data
 from runner.hosts.preemption import end_process
 from runner.hosts.progress import Progress
 from runner.hosts.straggler import Rounds, Straggling
@@ -70,6 +72,7 @@ class Watchdog:
         self._num_beats = 0
         self._seen: dict[int, tuple[int, float]] = {}  # process -> (number of its last beat, when it came)
         self._reached_seconds = self._looked_seconds = time.monotonic()
+        self._data_seconds = -math.inf  # when a process was last seen to wait for its data
         self._rounds = Rounds(hosts, self.progress)
 
     def __enter__(self) -> Progress:
@@ -184,7 +187,10 @@ class Watchdog:
             for process, (_, since_seconds) in self._seen.items()
             if now - since_seconds > limit_seconds
         } | dict.fromkeys(crashed, "has died")
-        if silent or any(beat.is_overdue for beat in beats.values()):
+        if waits_for_data(beats.values()):
+            self._data_seconds = now
+        step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)
+        if silent or is_overdue(beats.values(), now - self._data_seconds, step_deadline_seconds):
             return describe(beats, silent)
         return None
 

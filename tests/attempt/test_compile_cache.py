@@ -88,6 +88,7 @@ def entries(cache: Path) -> set[str]:
     return {path.name for path in (cache / "compiled").iterdir() if not path.name.startswith(".")}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("end", "code"), [("die", -9), ("full", 0)])
 def test_half_an_entry_is_never_seen(end: str, code: int, tmp_path: Path) -> None:
     first = compile_once(tmp_path, end)
@@ -363,6 +364,7 @@ def test_a_killed_job_compiles_nothing_again_on_a_fresh_machine(tmp_path: Path) 
     assert first.outcome() == whole.outcome()
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("explained", "keeps_all")
 def test_damaged_programs_are_compiled_anew_and_healed(tmp_path: Path) -> None:
     first = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, SHARED), cache=tmp_path / "first machine")

@@ -17,9 +17,13 @@ def test_the_lines_are_few_and_none_looks_like_the_one_that_scripts_read() -> No
 
 
 @pytest.mark.parametrize("make", [gpt, counter])
-def test_the_files_that_are_named_are_there(make, tmp_path: Path) -> None:
+def test_the_files_that_are_named_are_there_and_of_a_model_the_last_line_shows_it(
+    make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make(tmp_path / "run", **{"config.train.total_steps" if make is gpt else "config.total_steps": 3})()
     found = re.fullmatch(r"files: (\S+) \((.*) \.\.\.\)", lines_at_the_end(str(tmp_path / "run"), 3)[0])
     assert found is not None
     for name in found[2].split(", "):
         assert (Path(found[1]) / name).exists()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(f"python -m runner sample {found[1]}") == (make is gpt)

@@ -1,6 +1,9 @@
 """The line that says what is wrong."""
 
-from runner.hosts.beat import Beat, describe
+import pytest
+
+from runner.hosts.beat import Beat, describe, is_overdue, waits_for_data
+from runner.hosts.progress import DATA
 
 
 def beat(step, phase="step", seconds=3.0, is_overdue=False):
@@ -14,3 +17,21 @@ def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
         "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
     )
     assert describe({}, {5: "has died"}) == "the job does not go on: process 5 has died"
+
+
+@pytest.mark.parametrize(
+    ("phases", "seconds_since_data", "found"),
+    [
+        (("step", "step"), float("inf"), True),
+        (("step", "step"), 61.0, True),
+        (("step", "step"), 59.0, False),
+        (("step", DATA), 0.0, False),
+        (("step", "evaluation"), 0.0, True),
+    ],
+)
+def test_a_step_is_not_overdue_where_one_host_waits_for_its_data_nor_for_a_steps_time_after_that(
+    phases: tuple[str, str], seconds_since_data: float, found: bool
+) -> None:
+    beats = [beat(41, phase, 90.0, is_overdue=phase != DATA) for phase in phases]
+    assert waits_for_data(beats) == (DATA in phases)
+    assert is_overdue(beats, seconds_since_data, 60.0) == found

@@ -55,6 +55,7 @@ def machine(monkeypatch):
     server.shutdown()
 
 
+@pytest.mark.soak
 def test_a_preempted_machine_saves_and_ends_with_75_and_a_later_sigterm_does_not_hurt(machine, tmp_path):
     is_preempted, requests = machine
     job = Job(SPEC, tmp_path / "run", ("config.step_seconds=0.02", "checkpoint.every_steps=1000", "config.width=64"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.hosts.progress import Progress
+from runner.hosts.progress import DATA, Progress
 from runner.spec import Deadlines
 
 
@@ -43,6 +43,26 @@ def test_what_is_no_step_has_its_own_deadline_and_does_not_count_as_one(clock):
     clock[0] += 1.0
     progress.arrive(2)
     assert progress.gaps() == [1.0, 1.0]
+
+
+def test_a_wait_for_data_has_a_phases_deadline_and_is_no_part_of_the_step(clock):
+    progress, deadlines = Progress(), Deadlines(phase_seconds=500.0, step_seconds=3.0)
+    progress.arrive(0)
+    clock[0] += 1.0
+    progress.arrive(1)
+    clock[0] += 0.5
+
+    def batches():
+        assert (progress.phase, progress.since_seconds) == (DATA, clock[0])
+        assert progress.deadline_seconds(deadlines) == 500.0
+        clock[0] += 100.0
+        yield "batch"
+
+    assert progress.take(batches()) == "batch"
+    assert (progress.phase, clock[0] - progress.since_seconds) == ("step", 0.5)
+    clock[0] += 1.0
+    progress.arrive(2)
+    assert progress.gaps() == [1.0, 1.5]
 
 
 def test_an_awaited_step_wakes_who_waits_for_it():
