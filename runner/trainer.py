@@ -8,21 +8,22 @@ since each job has a class of its own that holds it.
 """
 
 import functools
+import itertools
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import optax
-from flax.training.train_state import TrainState
 
 from runner.checkpoint.save import Payload
 from runner.config import ModelConfig, TrainerConfig
-from runner.data import Dataset, Prefetcher, batch_fields, global_batch
+from runner.data import Dataset, Prefetcher, batch_fields
 from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.train import state as train_state
 from runner.train import step as pure
+from runner.train import variables as other_variables
 from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE, CompiledStep
 from runner.train.design import Design
@@ -30,12 +31,13 @@ from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
-from runner.train.mesh import batch_sharding, device_memory_bytes
+from runner.train.mesh import device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.optimizer import SPEC
 from runner.train.report import Evaluator, Report
-from runner.train.same_data import refuse_changed_data, refuse_different_data
+from runner.train.same_data import refuse_changed_data, refuse_different_data, share_ids
 from runner.train.validation import Validation, validation_sets
+from runner.train.variables import TrainState
 
 
 class BaseTrainer(RestoreableJob):
@@ -48,6 +50,7 @@ class BaseTrainer(RestoreableJob):
     compiled: CompiledStep  # from `prepare` on
 
     sharded_init = staticmethod(train_state.sharded_init)
+    update_variables = staticmethod(other_variables.unchanged)
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
@@ -86,7 +89,7 @@ class BaseTrainer(RestoreableJob):
         `batch` holds `x`, `y` and `padding_mask` (B, T), what else the data declares (see `runner.train.fields`; what
         is not read is refused), and `example` (B): the place of each example in the step. What is random should depend
         on that and the step's `key`; this default draws by micro-batch. A forward that masks targets itself returns as
-        meta `token_count` how many it has counted.
+        meta `token_count` how many it has counted; meta `statistics` is summed for `update_variables`.
         """
         rngs = None if key is None else {"dropout": jax.random.fold_in(key, batch["example"][0])}
         documents = document_arguments(apply_fn, batch)
@@ -132,11 +135,11 @@ class BaseTrainer(RestoreableJob):
         cls, state: TrainState, batch: pure.Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
         """One optimizer step over (S, B, T): (state, loss, meta). Pure."""
-        return pure.train_step(cls.forward, state, batch, key, accumulate_steps)
+        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, cls.update_variables)
 
     @classmethod
     def val_step(cls, state: TrainState, batch: pure.Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(loss_sum, token_count, last_meta) over (S, B, T). Pure; of `state` it may read step and params."""
+        """(loss_sum, token_count, last_meta) over (S, B, T). Pure; of `state` it reads no `opt_state`."""
         return pure.val_step(cls.forward, state, batch)
 
     def batch(self, slice: str = "train", step: int | None = None) -> pure.Batch:
@@ -144,15 +147,7 @@ class BaseTrainer(RestoreableJob):
 
         `slice` is `train` or the name of a validation set. Raises ValueError for any other.
         """
-        layout = self.compiled.layout
-        return global_batch(
-            self.dataset,
-            slice,
-            self.step if step is None else step,
-            accumulate_steps=layout.accumulate_steps,
-            micro_batch=layout.micro_batch,
-            sharding=batch_sharding(layout.mesh),
-        )
+        return self.compiled.layout.batch(self.dataset, slice, self.step if step is None else step)
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
@@ -160,9 +155,9 @@ class BaseTrainer(RestoreableJob):
         with report.showing(self.step):
             if not report.complete_row(self.weights(self.state), self.step):
                 self.save_or_stop()
-            with Prefetcher(lambda step: self.batch("train", step), first_step=self.step) as batches:
+            with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
                 while self.step < self.total_steps:
-                    self.state, loss, meta = train_step(self.state, next(batches), key)
+                    self.state, loss, meta = train_step(self.state, self.attempt.progress.take(batches), key)
                     self.step += 1
                     report.window.add(self.step, loss, meta)
                     if report.is_row_due(self.step):
@@ -186,14 +181,13 @@ class BaseTrainer(RestoreableJob):
         """The rows of this attempt."""
         found = self.evaluator()
         evaluators = [] if found is None else found if isinstance(found, list) else [found]
-        mfu = mfu_of_a_token_per_second(self.flops_per_token, self.blueprint)
         compile_validation = self.validation.begin_to_compile if self.validation in evaluators else lambda: None
         return Report(
             self.attempt,
             self.resolved_spec(),
             self.config,
             evaluators,
-            mfu,
+            mfu_of_a_token_per_second(self.flops_per_token, self.blueprint),
             lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),
             compile_validation,
         )
@@ -214,7 +208,7 @@ class BaseTrainer(RestoreableJob):
         """Check the devices, the mesh, the batch and the data against the spec."""
         with self.document.blaming("topology.accelerator"):
             refuse_other_hardware(self.spec, self.topology, self.config)
-        self.blueprint = self.design.draw(jax.devices())
+        self.blueprint = self.design.draw(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
         self.design.trace(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
@@ -239,8 +233,8 @@ class BaseTrainer(RestoreableJob):
         return self.blueprint.init_state()
 
     def weights(self, state: TrainState) -> Any:
-        """The parameters."""
-        return {"params": state.params}
+        """The parameters, and the model's other variables where it has any."""
+        return other_variables.weights_of(state)
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -260,7 +254,7 @@ class BaseTrainer(RestoreableJob):
         """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
         self.report.window.fetch()
         best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
-        refuse_changed_data(self.dataset, hosts)
+        refuse_changed_data(self.dataset, self.attempt)
         return Payload(
             None if best is None else self.report.metric(best.metric, self.step),
             record_of(self.blueprint, self.compiled.layout, hosts),

@@ -22,9 +22,10 @@ from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
 from runner.config import TrainerConfig
-from runner.data import is_available, load_dataset, store
+from runner.data import Dataset, is_available, load_dataset, store
 from runner.errors import DataError, DivergedError, InvalidError, PreemptedError, SpecError, StateError
 from runner.hosts.agreement import Hosts
+from runner.hosts.progress import DATA
 from runner.plan.checks import Findings, open_job
 from runner.spec import hash_of, parse_document, read_spec, validate_config, validate_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
@@ -238,7 +239,13 @@ def elsewhere(request, directory, interrupted):
 
 @pytest.mark.parametrize(
     "elsewhere",
-    ["fsdp 4 x tensor 2", pytest.param("data 2 x fsdp 2", marks=pytest.mark.soak), "one device", "two processes"],
+    [
+        *(
+            pytest.param(mesh, marks=pytest.mark.soak)
+            for mesh in ("fsdp 4 x tensor 2", "data 2 x fsdp 2", "one device")
+        ),
+        "two processes",
+    ],
     indirect=True,
 )
 def test_resumed_on_another_mesh_batches_are_the_same_and_losses_within_rounding(undisturbed, elsewhere):
@@ -543,7 +550,7 @@ def test_meta_that_no_row_can_hold_is_refused_before_the_directory_is_claimed(tm
     assert not (tmp_path / "run").exists()
 
 
-def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tmp_path):
+def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tmp_path, monkeypatch):
     path = tmp_path / "tokens.bin"
     np.arange(4000, dtype="<u2").__mod__(200).tofile(path)
 
@@ -555,12 +562,30 @@ def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tm
 
     changes = {"config.data.source": str(path), "config.model.layers": 1, "checkpoint.every_steps": 2}
     job = gpt(tmp_path / "run", Overwritten, **changes)
+    phases = {
+        place: note_phases(monkeypatch, job, holder, place)
+        for holder, place in ((trainer.Prefetcher, "__next__"), (Dataset, "check"))
+    }
     with pytest.raises(DataError, match=r"tokens\.bin: changed since the job started") as caught:
         job()
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
     job.checkpointer.settle()
     assert list(committed(job.store)) == [2]
+    # What may wait for a bucket is no step to the watchdog.
+    assert phases == {"__next__": {DATA}, "check": {"save"}}
+
+
+def note_phases(monkeypatch, job, holder, name):
+    """The phases, as they become known, in which the job calls a function."""
+    phases, function = set(), getattr(holder, name)
+
+    def noting(*arguments):
+        phases.add(job.attempt.progress.phase)
+        return function(*arguments)
+
+    monkeypatch.setattr(holder, name, noting)
+    return phases
 
 
 def test_a_bad_id_among_many_ends_the_run_with_2_when_it_is_met(tmp_path, monkeypatch):

@@ -263,20 +263,15 @@ class Restorer:
         return next(place for place in places if place.removeprefix(f"{QUARANTINE}/") not in taken)
 
 
-def refuse_other_checkpoints(store: Store, claimant: Claimant, init_from: str | None) -> None:
-    """Refuse to continue checkpoints of another trajectory, or to begin with weights that are not there.
-
-    Main host only.
-    """
+def refuse_other_checkpoints(store: Store, claimant: Claimant) -> bool:
+    """Refuse to continue checkpoints of another trajectory; whether there are any. Main host only."""
     manifest = newest_manifest(store)
     if manifest is not None:
         claimant.refuse_another_trajectory(manifest.identity, f"checkpoint {manifest.name}", store.url)
-    elif init_from is not None:
-        with claimant.document.blaming("checkpoint.init_from"):
-            _check_source(init_from)
+    return manifest is not None
 
 
-def _check_source(text: str) -> None:
+def check_source(text: str) -> None:
     """Raise `InvalidError` if `text`, another run or one of its checkpoints, has nothing that could be restored."""
     directory, name = split_checkpoint(text)
     store = open_store(directory)

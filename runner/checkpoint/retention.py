@@ -25,11 +25,16 @@ def superfluous(
     kept = set(steps[-keep_last:])
     if keep_every_steps is not None:
         kept |= {step for step in steps if step % keep_every_steps == 0}
-    measured = {step: value for step, value in sorted(metrics.items()) if value is not None and value == value}
-    if best is not None and measured:
-        choose = min if best == "min" else max
-        kept.add(choose(measured, key=lambda step: measured[step]))
+    if best is not None:
+        kept |= {step for step in [best_step(metrics, best)] if step is not None}
     return [step for step in steps if step not in kept]
+
+
+def best_step(metrics: Mapping[int, float | None], mode: Mode) -> int | None:
+    """The step with the best value, of equals the older; None if none has a value."""
+    measured = {step: value for step, value in sorted(metrics.items()) if value is not None and value == value}
+    choose = min if mode == "min" else max
+    return choose(measured, key=lambda step: measured[step]) if measured else None
 
 
 def delete(attempt: Attempt, step: int) -> None:

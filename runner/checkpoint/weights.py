@@ -5,84 +5,139 @@ manifest and in `spec.yaml`.
 """
 
 import os
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 
+from runner.checkpoint import fingerprint, reader
+from runner.checkpoint.leaves import from_stored, named, stored
 from runner.checkpoint.look import read_leaves
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     Manifest,
     NotCommittedError,
+    check_leaves,
+    committed,
     file_problems,
     read_manifest,
     steps,
 )
-from runner.errors import InvalidError, NewerFormatError, StorageError
-from runner.spec import ExecutionSpec, parse_document, validate_spec
-from runner.storage import Store, open_store, split_checkpoint
+from runner.checkpoint.retention import best_step
+from runner.errors import InvalidError, StorageError
+from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
+from runner.storage import ForbiddenError, OtherKindError, Store, open_store, split_checkpoint
 from runner.terminal import warn
 
+Result = TypeVar("Result")
+
 SPEC = "spec.yaml"
-_WEIGHTS = "params"
+_WEIGHTS = ("params", "variables")
+_OF_ONE = (OtherKindError, ForbiddenError)  # what stands there is not good; another checkpoint may be
 _MOST_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is read
 
 
-def open_checkpoint(where: str | os.PathLike[str], step: int | str = "newest") -> tuple[Any, ExecutionSpec]:
+def open_checkpoint(
+    where: str | os.PathLike[str], step: int | str = "newest", like: Any = None
+) -> tuple[Any, ExecutionSpec]:
     """The weights of a checkpoint, and the resolved spec of its run. Changes nothing, and may be called beside the run.
 
-    `where` is the directory or URL of a run, or `<run>/checkpoints/<name>`; `step` a step, the name of a checkpoint, or
-    `newest`: the newest that is good; one that is not is told on standard error. Every bit is checked as in a restore.
+    `where` is the directory or URL of a run, or `<run>/checkpoints/<name>`; `step` a step, the name of a checkpoint,
+    `best` by the metric of `checkpoint.keep_best`, or `newest`: the newest that is good; one that is not is told on
+    standard error. Every bit is checked as in a restore.
 
-    The weights are `{"params": ...}`, or the whole state of a job that has no `params`: dictionaries by the parts of
-    the dotted names in the manifest, jax arrays of the saved types on the first device of this process.
+    The weights are `{"params": ...}`, with `variables` of a model that has others, or the whole state of a job that has
+    no `params`: dictionaries by the parts of the dotted names in the manifest, jax arrays of the saved types on the
+    first device of this process. With `like`, a tree of arrays or of `jax.ShapeDtypeStruct` with shardings, such as
+    `{"params": blueprint.abstract_state.params}`,
+    they are leaves like these, on any mesh, of which each host reads its part. It is then called on every host, with
+    the name of one checkpoint: see `find_checkpoint`.
 
     Raises `InvalidError` if there is no such checkpoint or it is not good, `StorageError` if it cannot be read now.
+    """
+
+    def read(store: Store, manifest: Manifest) -> Any:
+        return _whole(store, manifest) if like is None else _like(store, manifest, like)
+
+    return use_checkpoint(where, step, read)
+
+
+def find_checkpoint(where: str | os.PathLike[str], step: int | str = "newest") -> tuple[str, ExecutionSpec]:
+    """`<run>/checkpoints/<name>` of what `open_checkpoint` would open, as far as its files show without the bits.
+
+    To be asked on one host, and told to the others.
+    """
+    return use_checkpoint(where, step, lambda store, manifest: f"{store.url}/{CHECKPOINTS}/{manifest.name}")
+
+
+def use_checkpoint(
+    where: str | os.PathLike[str], step: int | str, use: Callable[[Store, Manifest], Result]
+) -> tuple[Result, ExecutionSpec]:
+    """What `use` makes of a checkpoint, and the resolved spec of its run; `where` and `step` as in `open_checkpoint`.
+
+    Of `newest`, `use` is called with the next older one where it raises `ValueError` or `OSError`, but for those of
+    the user's and of the store. Raises like `open_checkpoint`.
     """
     directory, name = split_checkpoint(os.fspath(where))
     if name is not None and step != "newest":
         raise InvalidError(f"{os.fspath(where)} names a checkpoint already; got step={step} besides")
     store = open_store(directory)
     try:
-        spec = _read_spec(store)
+        spec = validate_spec(read_document(store))
         if name is None and step == "newest":
-            return _newest(store), spec
-        return _weights_of(store, name or str(step)), spec
+            return _newest(store, use), spec
+        name = name or (_best(store, spec) if step == "best" else str(step))
+        return _use(store, name, use), spec
     except (InvalidError, StorageError):
         raise
     except (OSError, ValueError) as error:
         raise InvalidError(f"{store.url}/{CHECKPOINTS}/{name or step}: {error}") from error
 
 
-def _read_spec(store: Store) -> ExecutionSpec:
+def _best(store: Store, spec: ExecutionSpec) -> str:
+    """The name of the best checkpoint by the metric that the run keeps it by."""
+    rule = spec.checkpoint.keep_best
+    if rule is None:
+        raise InvalidError(f"{store.url}: its spec has no checkpoint.keep_best, which says what is best; name a step")
+    found = best_step({step: manifest.metric for step, manifest in committed(store).items()}, rule.mode)
+    if found is None:
+        raise InvalidError(f"{store.url}: no checkpoint has {rule.metric}, by which the best is kept; name a step")
+    return str(found)
+
+
+def read_document(store: Store) -> Document:
+    """The resolved spec of the run in `store`, not yet validated.
+
+    Raises `InvalidError` if no run has begun there, `StorageError` if it cannot be read now.
+    """
     try:
         text = store.read(SPEC).decode()
     except FileNotFoundError as error:
         raise InvalidError(f"{store.url}: no {SPEC} is here; needs the directory of a run that has begun") from error
     except UnicodeDecodeError as error:
         raise InvalidError(f"{store.url}/{SPEC}: is no text: {error}") from error
-    return validate_spec(parse_document(text, f"{store.url}/{SPEC}"))
+    return parse_document(text, f"{store.url}/{SPEC}")
 
 
-def _newest(store: Store) -> Any:
-    """The weights of the newest good step."""
+def _newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Result:
+    """What `use` makes of the newest good step."""
     for _ in range(_MOST_LISTINGS):
         rejected: list[str] = []
         has_vanished = False
         for step in reversed(steps(store)):
             try:
-                weights = _weights_of(store, str(step))
+                found = _use(store, str(step), use)
             except NotCommittedError:
                 continue
-            except (NewerFormatError, StorageError):
-                raise
             except (OSError, ValueError) as error:
+                if isinstance(error, InvalidError | StorageError) and not isinstance(error, _OF_ONE):
+                    raise
                 has_vanished = has_vanished or not _is_committed(store, step)
                 rejected.append(f"checkpoint {step} is not good: {error}")
                 continue
             for line in rejected:
                 warn(line)
-            return weights
+            return found
         if not has_vanished:
             raise InvalidError("; ".join([f"{store.url}: no good checkpoint is here", *rejected]))
     raise StorageError(f"{store.url}: {_MOST_LISTINGS} times a checkpoint was deleted while it was read")
@@ -99,23 +154,46 @@ def _is_committed(store: Store, step: int) -> bool:
     return True
 
 
-def _weights_of(store: Store, name: str) -> Any:
-    """The weights of one checkpoint. Raises `ValueError` or `OSError` if it is not good."""
+def _use(store: Store, name: str, use: Callable[[Store, Manifest], Result]) -> Result:
+    """What `use` makes of one checkpoint whose files are good. Raises `ValueError` or `OSError` if they are not."""
     directory = f"{CHECKPOINTS}/{name}"
     manifest = read_manifest(store, directory)
     problem = next(iter(file_problems(store, directory, manifest.files)), None) if manifest.shards is None else None
     if problem is not None:
         raise ValueError(problem)
-    arrays: dict[str, jax.Array] = {}
-    for leaf in read_leaves(store, directory, manifest, _names_of_weights(manifest)):
+    return use(store, manifest)
+
+
+def read_weights(store: Store, manifest: Manifest) -> Iterator[tuple[str, jax.Array]]:
+    """The leaves of the weights by their names in the manifest, some at a time, on the first device of this process.
+
+    Raises `ValueError` or `OSError` as soon as one is not good.
+    """
+    for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, weight_names(manifest)):
         if leaf.problem is not None:
             raise ValueError(leaf.problem)
-        arrays[leaf.name] = leaf.array
-    return _nest(arrays)
+        yield leaf.name, leaf.array
 
 
-def _names_of_weights(manifest: Manifest) -> list[str]:
-    weights = [name for name in manifest.leaves if name == _WEIGHTS or name.startswith(f"{_WEIGHTS}.")]
+def _whole(store: Store, manifest: Manifest) -> Any:
+    return _nest(dict(read_weights(store, manifest)))
+
+
+def _like(store: Store, manifest: Manifest, like: Any) -> Any:
+    """Leaves like those of `like`, which has the names of the manifest. Called on every host."""
+    check_leaves(manifest, like, may_hold_more=True)
+    abstract = named(like)
+    directory = f"{CHECKPOINTS}/{manifest.name}"
+    found = from_stored(reader.read(store, directory, manifest, stored(abstract)), abstract)
+    for name, digest in fingerprint.leaf_digests(found).items():
+        if digest != manifest.leaves[name]["digest"]:
+            raise ValueError(f"the bits of {name} are not those that were saved")
+    return jax.tree.unflatten(jax.tree.structure(like), found.values())
+
+
+def weight_names(manifest: Manifest) -> list[str]:
+    """The leaves that are weights; all of them, where none is called so."""
+    weights = [name for name in manifest.leaves if name.partition(".")[0] in _WEIGHTS]
     return weights or list(manifest.leaves)
 
 

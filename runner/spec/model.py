@@ -1,6 +1,6 @@
 """The frozen models of a spec. Owns its keys, defaults, descriptions and the checks that one section can make alone."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -22,6 +22,11 @@ class JobConfig(Frozen):
     @property
     def free_keys(self) -> frozenset[str]:
         """Dotted keys (or whole sections) inside `config` that a resumed job may change: they move no bit of it."""
+        return frozenset()
+
+    @property
+    def output_keys(self) -> frozenset[str]:
+        """Keys inside `config` that lead what a job writes out of its directory; where they are null it stays there."""
         return frozenset()
 
 
@@ -72,7 +77,7 @@ class Deadlines(Frozen):
         default=None, description="For one step; null: 20 times the usual one, and at least 60."
     )
     phase_seconds: PositiveFloat = Field(
-        default=3600.0, description="For anything else: compile, restore, evaluation, a save."
+        default=3600.0, description="For anything else: compile, restore, data, evaluation, a save."
     )
 
 
@@ -81,6 +86,22 @@ class Best(Frozen):
 
     metric: str = Field(min_length=1, description="Key of a row of metrics.jsonl, such as val/loss.")
     mode: Literal["min", "max"] = Field(default="min", description="Whether less or more is better.")
+
+
+class InitFrom(Frozen):
+    """Weights to begin with, and what of them need not be as the model has it."""
+
+    path: str = Field(min_length=1, description="What init_from is where it is text alone.")
+    allow_missing: list[str] = Field(
+        default=[],
+        description="Patterns (*, ?) of tensors, in Hugging Face's names, that may be missing or of another shape, and "
+        "of keys of config.json, as config.KEY, that may differ.",
+    )
+    rename: dict[str, str | None] = Field(
+        default={},
+        description="By the name of a tensor in the files, or the first parts of its dotted name, what the model calls "
+        "it; null: not read.",
+    )
 
 
 class Checkpoint(Frozen):
@@ -104,10 +125,10 @@ class Checkpoint(Frozen):
     keep_best: Best | None = Field(
         default=None, description="The best checkpoint by a metric stays too; null: none does."
     )
-    init_from: str | None = Field(
+    init_from: Annotated[str, Field(min_length=1)] | InitFrom | None = Field(
         default=None,
-        min_length=1,
-        description="Begin with the weights of this run (or RUN/checkpoints/STEP), where there is no own checkpoint.",
+        description="Begin with the weights of this run (or RUN/checkpoints/STEP), or of this directory or URL in "
+        "Hugging Face's layout, where there is no own checkpoint.",
     )
     local_directory: str | None = Field(
         default=None,
@@ -123,6 +144,11 @@ class Checkpoint(Frozen):
     max_unsaved_minutes: PositiveFloat = Field(
         default=60.0, description="If no save could be committed for so long, the run ends with 76."
     )
+
+    @property
+    def weights(self) -> InitFrom | None:
+        """What `init_from` says."""
+        return InitFrom(path=self.init_from) if isinstance(self.init_from, str) else self.init_from
 
     @model_validator(mode="before")
     @classmethod

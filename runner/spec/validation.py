@@ -47,9 +47,11 @@ def _explain(
 ) -> Iterator[tuple[KeyPath, str]]:
     """Pairs of key path and message; the branches of a union that all failed become one message."""
     misfits: dict[KeyPath, tuple[Any, list[ErrorDetails]]] = {}
+    inside: set[KeyPath] = set()  # of mappings in which a key is at fault, and so not their being mappings
     for detail in details:
         kind, (inner, value) = detail["type"], _locate(detail["loc"], data)
         path = section + inner
+        inside |= {path} if kind == "missing" else {path[:n] for n in range(len(path))}
         if kind == "missing":
             yield path, f"missing key {detail['loc'][-1]}"
         elif kind == "extra_forbidden":
@@ -66,6 +68,8 @@ def _explain(
         else:
             misfits.setdefault(path, (value, []))[1].append(detail)
     for path, (value, branches) in misfits.items():
+        if path in inside:
+            continue
         needs = " or ".join(dict.fromkeys(_need(detail) for detail in branches))
         choices = [choice for detail in branches for choice in _choices(detail)]
         yield path, f"got {got(value)}, needs {needs}{did_you_mean(str(value), choices)}"

@@ -67,7 +67,7 @@ class LocalStore:
         path = self.root / name
         with translating(path), _written_aside(path, chunks) as aside:
             os.replace(aside, path)
-            _sync_directory(path.parent)
+            flush(path.parent)
 
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
         """See `Store`."""
@@ -81,7 +81,7 @@ class LocalStore:
                 if self.read_versioned(name)[1] != version:
                     raise FileExistsError(f"{path} has changed")
                 os.replace(aside, path)
-            _sync_directory(path.parent)
+            flush(path.parent)
             return new
 
     def create_from(self, directory: str, name: str, content: bytes) -> None:
@@ -92,7 +92,7 @@ class LocalStore:
         path, beside = self.root / name, self.root / directory / Path(name).name
         with translating(beside), _written_aside(beside, [content], make_parents=False) as aside:
             os.link(aside, path)
-            _sync_directory(path.parent)
+            flush(path.parent)
 
     def exists(self, name: str) -> bool:
         """See `Store`."""
@@ -200,7 +200,8 @@ def _written_aside(path: Path, chunks: Iterable[bytes], make_parents: bool = Tru
         aside.unlink(missing_ok=True)
 
 
-def _sync_directory(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Bring a file, or what a directory names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

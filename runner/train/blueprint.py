@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import optax
-from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
 from runner.errors import InvalidError
@@ -28,6 +27,7 @@ from runner.train.compilation import (
     trace_train_step,
 )
 from runner.train.optimizer import in_float32
+from runner.train.variables import PARAMS, TrainState, others
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def draw(
 ) -> Blueprint:
     """The blueprint of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
-    `sharded_init(model, key, tokens, mesh=..., deterministic=...)` makes the parameters, and says how they lie;
+    `sharded_init(model, key, tokens, mesh=..., deterministic=...)` makes the variables, and says how they lie;
     `example` is what the model is shown to find its shapes; `make_optimizer` takes a pytree of bools, which parameters
     are matrices.
     """
@@ -112,32 +112,32 @@ def draw(
         return init(key, jax.numpy.zeros(example.shape, example.dtype), deterministic=True, **options)
 
     born = functools.partial(variables, init=functools.partial(sharded_init, model), mesh=mesh)
-    boxed = jax.eval_shape(functools.partial(variables, init=model.init), key)["params"]
-    optimizer = in_float32(make_optimizer(train_state.matrices(boxed)))
-    params, shardings = nn.unbox(boxed), train_state.variable_shardings(boxed, mesh)
-    if sharded_init is not train_state.sharded_init:  # whose parameters are known without tracing it
-        params, shardings = _params_of(born, key, mesh)
-        if _names(params) != _names(nn.unbox(boxed)):
-            raise InvalidError("sharded_init returns other parameters than those of the model, by their names")
+    boxed = jax.eval_shape(functools.partial(variables, init=model.init), key)
+    optimizer = in_float32(make_optimizer(train_state.matrices(boxed[PARAMS])))
+    shapes, shardings = nn.unbox(boxed), train_state.variable_shardings(boxed, mesh)
+    if sharded_init is not train_state.sharded_init:  # whose variables are known without tracing it
+        shapes, shardings = _variables_of(born, key, mesh)
+        if _names(shapes) != _names(nn.unbox(boxed)):
+            raise InvalidError("sharded_init returns other parameters or variables than the model's, by their names")
 
-    def make_state(params: Any) -> TrainState:
-        return train_state.state_of(model, params, optimizer)
+    def make_state(variables: Any) -> TrainState:
+        return train_state.state_of(model, variables, optimizer)
 
-    abstract = train_state.abstract_state(make_state, params, shardings, mesh)
-    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(born(key)[0]["params"]))
+    abstract = train_state.abstract_state(make_state, shapes, shardings[PARAMS], mesh, others(shardings))
+    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(born(key)[0]))
 
 
-def _params_of(born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh) -> tuple[Any, Any]:
-    """Shapes and shardings of the parameters that `born` makes, which is traced and not run."""
+def _variables_of(born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh) -> tuple[Any, Any]:
+    """Shapes and shardings of the variables that `born` makes, which is traced and not run."""
     found: list[Any] = []
 
-    def params(key: jax.Array) -> Any:
-        variables, shardings = born(key)
-        found.append(shardings["params"])
-        return variables["params"]
+    def variables(key: jax.Array) -> Any:
+        made, shardings = born(key)
+        found.append(shardings)
+        return made
 
     with train_state.sharding_rules(mesh):
-        return jax.eval_shape(params, key), found[0]
+        return jax.eval_shape(variables, key), found[0]
 
 
 def _names(tree: Any) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint.leaves import form_problems, strong
@@ -20,6 +19,7 @@ from runner.errors import InvalidError, StateError
 from runner.train.batch_layout import BatchLayout
 from runner.train.state import sharding_rules, shardings_of
 from runner.train.step import Batch, refuse_meta
+from runner.train.variables import TrainState
 
 MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use
 

@@ -84,9 +84,16 @@ class Design:
             batch_layouts(self.config, mesh)
         return mesh
 
-    def draw(self, devices: Sequence[jax.Device]) -> Blueprint:
-        """The job on these devices: mesh, optimizer, and the abstract state. Allocates nothing."""
-        return self.draw_on(self.lay_out(devices), jax.random.key(self.seed))
+    def draw(self, devices: Sequence[jax.Device], share_ids: Callable[[Dataset], None] | None = None) -> Blueprint:
+        """The job on these devices: mesh, optimizer, and the abstract state. Allocates nothing.
+
+        `share_ids` is called with the data when the spec has been checked, before the vocabulary is asked for.
+        """
+        self.refuse_unread_keys()
+        mesh = self.lay_out(devices)
+        if share_ids is not None:
+            share_ids(self.dataset)
+        return self.draw_on(mesh, jax.random.key(self.seed))
 
     def draw_on(self, mesh: Mesh, key: jax.Array) -> Blueprint:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started."""

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from runner.errors import InvalidError
+from runner.train.variables import model_of
 
 _DOCUMENT_FIELDS = {"segments": "segment", "positions": "position"}  # by the name of a model's argument
 # A loss may do without the target, and attention whose positions are relative without these: it has the segments.
@@ -52,7 +53,7 @@ def document_arguments(apply_fn: Callable[..., Any], batch: Mapping[str, jax.Arr
     attend across documents.
     """
     found = {argument: batch[field] for argument, field in _DOCUMENT_FIELDS.items() if field in batch}
-    model = getattr(apply_fn, "__self__", None)
+    model = model_of(apply_fn)
     if found and isinstance(model, nn.Module):
         taken = inspect.signature(type(model).__call__).parameters.values()
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken)

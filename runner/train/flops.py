@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from runner.accelerator import chip_of
+from runner.config import MemoryConfig
 from runner.train.blueprint import Blueprint
+from runner.train.variables import with_variables
 
 CALLS = (
     "jit",
@@ -48,15 +50,53 @@ class Sizing:
     tensor_bytes_per_token: float = 0.0  # of the arrays that tensor parallelism reduces, forward and backward
 
 
+def transformer_sizing(
+    *,
+    layers: int,
+    width: int,
+    output_width: int,
+    sequence_length: int,
+    itemsize: int,
+    memory: MemoryConfig,
+    tensor: int,
+    kept: float,
+    kept_of_dots: float,
+) -> Sizing:
+    """Return the sizes of a decoder by formula: what its layers keep, the logits that exist at once, what is reduced.
+
+    Args:
+        width: of the residual stream, and of a layer's input.
+        output_width: the vocabulary's size.
+        itemsize: bytes of an activation.
+        tensor: devices that single matrices lie on.
+        kept: activations of a token that a layer keeps, and needs while it is computed again, where it keeps all.
+        kept_of_dots: those that it keeps with `remat: dots`.
+    """
+    kept_of_layer = {"none": kept, "dots": kept_of_dots, "layers": float(width)}[memory.remat]
+    positions = memory.loss_chunk_positions or sequence_length
+    logits = output_width * (itemsize + 4) * positions / sequence_length / tensor
+    reductions = 6 if memory.remat == "layers" else 4  # of each layer's attention and MLP, in each pass
+    return Sizing(itemsize * (layers * kept_of_layer + kept) + logits, reductions * layers * width * itemsize)
+
+
+def memory_choices(sequence_length: int) -> dict[str, tuple[Any, ...]]:
+    """What a search may vary of a decoder's memory: what is kept, and whether the loss is computed in chunks."""
+    chunk = max(size for size in range(1, 513) if sequence_length % size == 0)
+    return {
+        "config.memory.remat": ("none", "dots", "layers"),
+        "config.memory.loss_chunk_positions": (None, chunk),
+    }
+
+
 def transformer_flops(
     *,
     layers: int,
-    layer_parameters: int,
+    layer_parameters: float,
     output_parameters: int,
     attention_width: int,
     attended_keys: float,
     remat: Literal["none", "dots", "layers"] = "none",
-    last_parameters: int = 0,
+    last_parameters: float = 0,
     is_attention_recomputed: bool = True,
     is_loss_recomputed: bool = False,
 ) -> Flops:
@@ -68,7 +108,7 @@ def transformer_flops(
 
     Args:
         layers: transformer layers.
-        layer_parameters: parameters of one layer's dense matmuls.
+        layer_parameters: parameters of one layer's dense matmuls, or the mean where layers differ.
         output_parameters: parameters of the matmul that makes logits, tied or not.
         attention_width: query heads times their width, however many heads of keys and values they share.
         attended_keys: keys that a query sees on average; half of the row where it is causal, which for rows of several
@@ -85,8 +125,8 @@ def transformer_flops(
     again = 2 * (layer_parameters - last_parameters) if remat == "layers" else 0
     recomputed = layers * (again + attention * per_key * attended_keys) + is_loss_recomputed * 2 * output_parameters
     formula = (
-        f"6 x ({layers} layers x {layer_parameters:,} matmul parameters + {output_parameters:,} of the output matmul) "
-        f"+ 12 x {layers} layers x {attention_width:,} wide x {attended_keys:,g} keys a query "
+        f"6 x ({layers} layers x {layer_parameters:,.0f} matmul parameters + {output_parameters:,} of the output "
+        f"matmul) + 12 x {layers} layers x {attention_width:,} wide x {attended_keys:,g} keys a query "
         f"= {per_token:,.0f}, lookups not counted"
     )
     return Flops(per_token, recomputed, formula)
@@ -171,14 +211,15 @@ def flops_of_forward(
     `fields` are the arrays of a batch with their dtypes. Raises `ValueError` for kernels that cannot be counted.
     """
     abstract = blueprint.abstract_state
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract.params)
+    state = abstract.params, abstract.variables
+    params, variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     batch = {name: jax.ShapeDtypeStruct((1, length), dtype) for name, dtype in fields.items()}
     batch["example"] = jax.ShapeDtypeStruct((1,), jnp.int32)
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        return forward(abstract.apply_fn, params, batch, None)[0]
+    def loss(params: Any, variables: Any, batch: Any) -> jax.Array:
+        return forward(with_variables(abstract.apply_fn, variables), params, batch, None)[0]
 
-    return counted_flops(loss, params, batch, num_tokens=length, platform="cpu")
+    return counted_flops(loss, params, variables, batch, num_tokens=length, platform="cpu")
 
 
 def mfu_of_a_token_per_second(flops_per_token: Callable[[Blueprint], Flops], blueprint: Blueprint) -> float:

@@ -13,10 +13,14 @@ import jax
 import jax.numpy as jnp
 
 
-def cross_entropy_sum(logits_BxTxV: jax.Array, y_BxT: jax.Array, mask_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def cross_entropy_sum(
+    logits_BxTxV: jax.Array, y_BxT: jax.Array, mask_BxT: jax.Array, z_loss: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
     """Sum -log p(y) over the tokens where `mask` is 1; returns (loss_sum, token_count), both float32 scalars.
 
-    A mask that is not of ones and zeros weighs: each token's loss by its own value, and the count is their sum.
+    A mask that is not of ones and zeros weighs: each token's loss by its own value, and the count is their sum. With
+    `z_loss` each token's loss has that times the square of its logsumexp added to it, which keeps logits from drifting
+    (Chowdhery et al., 2022).
 
     The logits may be of any float type and may be sharded over V: the label's logit is picked by comparison, which
     stays on the shard that holds it, and not by a gather.
@@ -25,7 +29,10 @@ def cross_entropy_sum(logits_BxTxV: jax.Array, y_BxT: jax.Array, mask_BxT: jax.A
     mask_BxT = mask_BxT.astype(jnp.float32)
     is_label_BxTxV = jnp.arange(logits_BxTxV.shape[-1]) == y_BxT[..., None]
     label_logit_BxT = jnp.sum(jnp.where(is_label_BxTxV, logits_BxTxV, 0), axis=-1)
-    loss_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1) - label_logit_BxT
+    log_sum_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1)
+    loss_BxT = log_sum_BxT - label_logit_BxT
+    if z_loss:
+        loss_BxT += z_loss * jnp.square(log_sum_BxT)
     return jnp.sum(loss_BxT * mask_BxT), jnp.sum(mask_BxT)
 
 
@@ -37,8 +44,9 @@ def chunked_cross_entropy_sum(
     mask_BxT: jax.Array,
     *,
     chunk_positions: int,
+    z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `cross_entropy_sum(unembed(weights, x), y, mask)`, never holding the logits of more than a chunk.
+    """Return `cross_entropy_sum(unembed(weights, x), y, mask, z_loss)`, never holding the logits of more than a chunk.
 
     `unembed` maps (weights, (B, C, D)) to (B, C, V), position by position. The backward pass computes each chunk's
     logits again. Chunks are cut along T, so that a batch that is sharded over B stays as it lies.
@@ -53,7 +61,7 @@ def chunked_cross_entropy_sum(
     def sum_of_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_BxCxD, y_BxC, mask_BxC = chunk
         narrow = jax.tree.map(lambda leaf, given: leaf.astype(given.dtype), wide, weights)
-        return cross_entropy_sum(unembed(narrow, x_BxCxD), y_BxC, mask_BxC)
+        return cross_entropy_sum(unembed(narrow, x_BxCxD), y_BxC, mask_BxC, z_loss)
 
     def in_chunks(leaf_BxT: jax.Array) -> jax.Array:
         B, T, *rest = leaf_BxT.shape

@@ -1,6 +1,7 @@
 """The rows of a run: collected without waiting, evaluated, written on the main host, shown wherever a person looks."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -148,6 +149,10 @@ class Report(Account):
         row: Row = self._attempt.hosts.agree(self._newest_row())
         tokens = tokens_at(step, self._config.tokens_per_step)
         return {"tokens": tokens, "train_loss": row.get("train/loss"), "val_loss": row.get("val/loss")}
+
+    def next_lines(self) -> Sequence[str]:
+        """The command that shows what the model has learned."""
+        return [f"text from the model: python -m runner sample {shlex.quote(self._attempt.store.url)}"]
 
     def metric(self, name: str, step: int) -> float | None:
         """The value in the row of `step`, the newest; None if it has none. On other hosts than the main one, None."""

@@ -11,11 +11,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.leaves import strong
 from runner.train.mesh import LOGICAL_AXIS_RULES
+from runner.train.variables import PARAMS, TrainState, others
 
 
 @contextlib.contextmanager
@@ -90,20 +90,29 @@ def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwa
 
 def make_state(model: nn.Module, key: jax.Array, tx: Any, *args: Any, **kwargs: Any) -> TrainState:
     """The state at step 0."""
-    return state_of(model, nn.unbox(model.init(key, *args, **kwargs))["params"], tx)
+    return state_of(model, nn.unbox(model.init(key, *args, **kwargs)), tx)
 
 
-def state_of(model: nn.Module, params: Any, tx: Any) -> TrainState:
-    """The state at step 0 with these parameters."""
+def state_of(model: nn.Module, variables: Any, tx: Any) -> TrainState:
+    """The state at step 0 with these variables, as `init` of the model makes them."""
+    params = variables[PARAMS]
     return TrainState(
-        step=jnp.zeros((), jnp.int32), apply_fn=model.apply, params=params, tx=tx, opt_state=tx.init(params)
+        step=jnp.zeros((), jnp.int32),
+        apply_fn=model.apply,
+        params=params,
+        tx=tx,
+        opt_state=tx.init(params),
+        variables=others(variables),
     )
 
 
-def abstract_state(make: Any, argument: Any, param_shardings: Any, mesh: Mesh) -> TrainState:
+def abstract_state(
+    make: Any, argument: Any, param_shardings: Any, mesh: Mesh, shardings_of_others: Any = None
+) -> TrainState:
     """Shape, dtype and sharding of every leaf of `make(argument)`: moments lie like their parameter, by name and shape.
 
-    Nothing is computed: `argument` may be abstract.
+    The model's other variables lie as `shardings_of_others` says, if it has any. Nothing is computed: `argument` may be
+    abstract.
     """
     shapes = jax.eval_shape(make, argument)
     params, _ = jax.tree_util.tree_flatten_with_path(shapes.params)
@@ -117,9 +126,16 @@ def abstract_state(make: Any, argument: Any, param_shardings: Any, mesh: Mesh) -
         suffixes = (keys[start:] for start in range(len(keys)))
         found = next((known[suffix, leaf.shape] for suffix in suffixes if (suffix, leaf.shape) in known), None)
         sharding = found or _fit(leaf.shape, PartitionSpec(), mesh)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return _lying(leaf, sharding)
 
-    return jax.tree_util.tree_map_with_path(place, shapes)
+    abstract = jax.tree_util.tree_map_with_path(place, shapes)
+    if not shardings_of_others:
+        return abstract
+    return abstract.replace(variables=jax.tree.map(_lying, shapes.variables, shardings_of_others))
+
+
+def _lying(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _keys(path: Any) -> tuple[str, ...]:

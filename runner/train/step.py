@@ -6,7 +6,7 @@ means would weigh a short micro-batch like a long one. Gradients are added up in
 
 What is a real token `padding_mask` says, and what it counts for `loss_weight` where the data has that, before `forward`
 is called: each share of the loss is divided by all of them at once. A forward that counts others returns as meta
-`token_count` how many; then the sum is divided at the end.
+`token_count` how many; then the sum is divided at the end. Its meta `statistics` are added up, see `variables`.
 
 Shape legend: S accumulation steps, B examples, T sequence length.
 """
@@ -19,11 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.training.train_state import TrainState
 from jax import lax
 
 from runner.errors import InvalidError
 from runner.train.fields import refuse_unread, target_weights, uncounted
+from runner.train.variables import (
+    STATISTICS,
+    TrainState,
+    UpdateVariables,
+    total,
+    variables_of,
+    with_variables,
+    without_statistics,
+)
 
 Batch = dict[str, jax.Array]
 # (apply_fn, params, micro-batch, key of the step or None) -> (loss_sum, meta); no key = deterministic.
@@ -57,12 +65,16 @@ def _divisor(batch: Batch, count: jax.Array) -> jax.Array:
 
 
 def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int) -> tuple[Any, ...]:
-    """Loss, float32 gradients and the last micro-batch's meta, over a batch of (S, B, T); `token_count` is of all."""
+    """Loss, float32 gradients and the last micro-batch's meta, over a batch of (S, B, T).
+
+    Of the meta, `token_count` and `statistics` are of all micro-batches.
+    """
+    apply_fn = with_variables(state.apply_fn, variables_of(state))
     num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
     batch = _numbered(batch)
 
     def share_of_loss(params: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        loss_sum, meta = forward(state.apply_fn, params, micro, key)
+        loss_sum, meta = forward(apply_fn, params, micro, key)
         if TOKEN_COUNT in meta:
             return loss_sum, meta
         if num_tokens is None:
@@ -76,7 +88,7 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
 
     if num_steps == 1:
         (loss, meta), grads = value_and_grad(state.params, jax.tree.map(lambda leaf: leaf[0], batch))
-        return _divided(batch, loss, to_float32(grads), meta, meta)
+        return _divided(batch, loss, to_float32(grads), meta, meta | total(meta, num_steps=1))
 
     def accumulate(carry: tuple[jax.Array, Any], micro: Batch) -> tuple[tuple[jax.Array, Any], Any]:
         (loss, meta), grads = value_and_grad(state.params, micro)
@@ -84,7 +96,8 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
 
     zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), state.params)
     (loss, grads), metas = lax.scan(accumulate, (jnp.float32(0), zeros), batch)
-    return _divided(batch, loss, grads, metas, jax.tree.map(lambda leaf: leaf[-1], metas))
+    last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
+    return _divided(batch, loss, grads, metas, last_meta | total(metas, num_steps))
 
 
 def _divided(batch: Batch, loss: jax.Array, grads: Any, metas: Any, last_meta: Any) -> tuple[Any, ...]:
@@ -97,18 +110,29 @@ def _divided(batch: Batch, loss: jax.Array, grads: Any, metas: Any, last_meta: A
 
 
 def train_step(
-    forward: Forward, state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int
+    forward: Forward,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    accumulate_steps: int,
+    update_variables: UpdateVariables,
 ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
     """One optimizer step over a global batch of (S, B, T) arrays: (state, loss, meta).
 
     `loss` is the mean over the real target tokens of the whole batch; `meta` holds `grad_norm` (before clipping) and
-    what the last micro-batch's forward returned, but for `token_count`, which is of all. Raises `InvalidError` if
-    `forward` does not read a field that the data declares, or if nothing says how many targets are real.
+    what the last micro-batch's forward returned, but for `token_count`, which is of all, and for `statistics`, of whose
+    total `update_variables` makes the next variables and more scalars. Raises `InvalidError` if `forward` does not read
+    a field that the data declares, or if nothing says how many targets are real.
     """
     S, _ = _leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
-    refuse_unread(forward, state.apply_fn, state.params, batch, key)
+    variables = variables_of(state)
+    refuse_unread(forward, with_variables(state.apply_fn, variables), state.params, batch, key)
     loss, grads, meta = _gradients(forward, state, batch, key, accumulate_steps)
+    if STATISTICS in meta:
+        changed, scalars = update_variables(variables, meta[STATISTICS])
+        meta = without_statistics(meta) | scalars
+        state = state.replace(variables=changed) if variables else state
     if GRAD_NORM in meta:
         raise InvalidError(f"forward returns {GRAD_NORM!r} as meta, a name of the runner's own; use another")
     grad_norm = optax.tree.norm(grads)
@@ -121,10 +145,12 @@ def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Arr
     The tokens are those of `padding_mask`, by their weights where there are any, or those that `forward` has counted.
     """
 
+    apply_fn = with_variables(state.apply_fn, variables_of(state))
+
     def add(carry: tuple[jax.Array, jax.Array], micro: Batch) -> tuple[tuple[jax.Array, jax.Array], Any]:
-        loss_sum, meta = forward(state.apply_fn, state.params, micro, None)
+        loss_sum, meta = forward(apply_fn, state.params, micro, None)
         count = meta[TOKEN_COUNT] if TOKEN_COUNT in meta else _count(micro)
-        return (carry[0] + loss_sum, carry[1] + count), meta
+        return (carry[0] + loss_sum, carry[1] + count), without_statistics(meta)
 
     (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), _numbered(batch))
     return loss_sum, token_count, jax.tree.map(lambda leaf: leaf[-1], metas)

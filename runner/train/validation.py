@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.training.train_state import TrainState
 
 from runner.config import TrainerConfig
 from runner.data import Dataset
 from runner.hosts.agreement import Hosts
 from runner.train.step import Batch, finite, is_scalar
+from runner.train.variables import PARAMS, VARIABLES, TrainState
 
 Figures = dict[str, float | None]
 
@@ -73,7 +73,8 @@ class Validation:
 
     def state_of(self, weights: Any, step: int) -> TrainState:
         """What `val_step` is shown: the weights of `step`, and no optimizer state."""
-        return self._abstract.replace(params=weights["params"], step=np.int32(step))
+        variables = weights.get(VARIABLES, {})
+        return self._abstract.replace(params=weights[PARAMS], variables=variables, step=np.int32(step))
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
         """The mean loss over all tokens of all batches, by its key in a row; None if the job was asked to stop.
@@ -86,7 +87,7 @@ class Validation:
         loss_sum, token_count = 0.0, 0.0
         for held in self._sets:
             prefix = f"val/{held.name}" if len(self._sets) > 1 else "val"
-            sums = self._sum(state, held)
+            sums = self.sum(state, held)
             if sums is None:
                 return None
             loss, count, meta = sums
@@ -95,7 +96,7 @@ class Validation:
             loss_sum, token_count = loss_sum + loss, token_count + count
         return figures | {"val/loss": loss_sum / (token_count or 1.0)}
 
-    def _sum(self, state: TrainState, held: ValidationSet) -> tuple[float, float, Batch] | None:
+    def sum(self, state: TrainState, held: ValidationSet) -> tuple[float, float, Batch] | None:
         """Loss and real tokens of a set, added up, and the last meta; None if the job was asked to stop."""
         loss_sum, token_count, meta = jnp.float32(0), jnp.float32(0), {}
         for index in range(held.num_batches):

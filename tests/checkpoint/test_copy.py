@@ -61,6 +61,7 @@ def test_a_step_goes_from_cloud_to_cloud_and_home_and_the_run_goes_on_from_it_to
     assert home.result() == undisturbed(SPEC, OPTIONS).result()
 
 
+@pytest.mark.soak
 def test_a_run_in_a_bucket_goes_on_from_a_step_that_was_copied_there(backends: dict[str, Backend]) -> None:
     origin = killed_after(4, SPEC, OPTIONS)
     job = CloudJob(backends["gs"], free_name("moved"), SPEC, OPTIONS)
@@ -96,6 +97,7 @@ def test_weights_of_a_run_in_one_cloud_begin_a_run_in_another(
     assert job.result() == expected
 
 
+@pytest.mark.soak
 def test_a_damaged_step_is_not_copied_and_one_that_is_there_is_not_replaced(
     backends: dict[str, Backend], tmp_path: Path
 ) -> None:

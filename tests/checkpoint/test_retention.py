@@ -147,6 +147,7 @@ def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
         assert_only(store, [900, 1000])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", [pytest.param("min", marks=pytest.mark.soak), "max"])
 def test_the_best_by_a_metric_outlives_its_age_and_a_kill(mode, tmp_path):
     options = (

@@ -73,6 +73,15 @@ def test_a_good_spec_is_read_with_defaults_filled_in(tmp_path: Path) -> None:
             "specs/x.yaml:7: checkpoint: every_steps and every_minutes are both null; "
             "a restorable job needs one of them",
         ),
+        *(
+            (replaced("every_steps: 50", f"init_from: {given}"), f"specs/x.yaml:8: checkpoint.init_from{message}")
+            for given, message in {
+                "5": ": got 5, needs text or a mapping",
+                "{allow_missing: [a]}": ": missing key path",
+                "{path: x, alow: [a]}": ".alow: unknown key; choose from path, allow_missing, rename",
+                "{path: x, rename: {a: 3}}": ".rename.a: got 3, needs text",
+            }.items()
+        ),
         (replaced("mesh: {data: auto, fsdp: 1}", "mesh: 8"), "specs/x.yaml:6: topology.mesh: got 8, needs a mapping"),
         (replaced("directory: runs/tiny\n", ""), "specs/x.yaml:1: missing key directory"),
         (

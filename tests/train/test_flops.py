@@ -53,7 +53,9 @@ def flops_of_train_step(model, num_steps, platform):
     return count(step, jax.eval_shape(make), batch, jax.random.key(0), platform=platform) / (B * T)
 
 
-@pytest.mark.parametrize(("platform", "num_steps", "heads"), [("cpu", 1, 4), ("cuda", 2, 1)])
+@pytest.mark.parametrize(
+    ("platform", "num_steps", "heads"), [("cpu", 1, 4), pytest.param("cuda", 2, 1, marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("chunk", [None, 32])
 @pytest.mark.parametrize("remat", ["none", "dots", "layers"])
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])

@@ -113,9 +113,9 @@ def test_the_gradient_of_bfloat16_weights_is_added_up_over_chunks_in_float32(hid
     weights_VxD, x_BxTxD, *targets = hidden
     half = weights_VxD.astype(jnp.bfloat16), jnp.abs(x_BxTxD).astype(jnp.bfloat16)
     gradient_VxD, _ = jax.grad(chunked_loss(1), has_aux=True)(*half, *targets)
+    gradient_of_part = jax.jit(jax.grad(whole_loss, has_aux=True))
     parts = [
-        jax.grad(whole_loss, has_aux=True)(half[0], *(leaf[:, t : t + 1] for leaf in (half[1], *targets)))[0]
-        for t in range(CHUNKED_T)
+        gradient_of_part(half[0], *(leaf[:, t : t + 1] for leaf in (half[1], *targets)))[0] for t in range(CHUNKED_T)
     ]
     assert gradient_VxD.dtype == jnp.bfloat16
     assert (gradient_VxD == sum(part.astype(jnp.float32) for part in reversed(parts)).astype(jnp.bfloat16)).all()

@@ -46,9 +46,11 @@ def test_sharded_init_equals_the_unsharded_init_bit_for_bit(unsharded, sizes):
 
 
 def abstract_states(tmp_path, name, sizes):
-    job = gpt(tmp_path / "run", **set_mesh(*sizes), **{"config.optimizer.name": name})
-    job.setup(Hosts.alone())
-    return job.abstract_state()
+    return blueprint_of(gpt(tmp_path / "run", **set_mesh(*sizes), **{"config.optimizer.name": name})).abstract_state
+
+
+def blueprint_of(job):
+    return job.design.draw(jax.devices())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -84,9 +86,7 @@ def test_the_tensor_axis_cuts_every_matrix_of_heads_mlp_and_vocabulary(tmp_path,
     "sizes", [*(pytest.param(sizes, marks=pytest.mark.soak) for sizes in ((1, 8, 1), (1, 2, 4))), (2, 2, 2)]
 )
 def test_every_device_holds_only_its_share(tmp_path, sizes):
-    job = gpt(tmp_path / "run", **set_mesh(*sizes))
-    job.setup(Hosts.alone())
-    state = job.init_state()
+    state = blueprint_of(gpt(tmp_path / "run", **set_mesh(*sizes))).init_state()
     matrices = [leaf for leaf in jax.tree.leaves(state) if leaf.size >= 256 * 32]
     assert len(matrices) >= 3
     for leaf in jax.tree.leaves(state):
@@ -95,7 +95,7 @@ def test_every_device_holds_only_its_share(tmp_path, sizes):
         assert leaf.addressable_shards[0].data.size == leaf.size // (sizes[1] * sizes[2])
 
 
-def compiled_init(monkeypatch, job):
+def compiled_init(monkeypatch, blueprint):
     """What the one jit of `init_state` compiled to."""
     compiled = []
 
@@ -113,7 +113,7 @@ def compiled_init(monkeypatch, job):
     real_jit = jax.jit
     with monkeypatch.context() as patch:
         patch.setattr(train_state.jax, "jit", record)
-        job.init_state()
+        blueprint.init_state()
     (program,) = compiled
     return program.memory_analysis()
 
@@ -123,10 +123,9 @@ def test_nothing_is_materialised_unsharded(tmp_path, monkeypatch):
     wide = {"config.model.width": 256, "config.model.layers": 2, "config.optimizer.name": "adamw"}
     figures = {}
     for sizes in ((8, 1, 1), (1, 8, 1)):
-        job = gpt(tmp_path / "run", **set_mesh(*sizes), **wide)
-        job.setup(Hosts.alone())
-        full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(job.abstract_state()))
-        analysis = compiled_init(monkeypatch, job)
+        blueprint = blueprint_of(gpt(tmp_path / "run", **set_mesh(*sizes), **wide))
+        full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(blueprint.abstract_state))
+        analysis = compiled_init(monkeypatch, blueprint)
         figures[sizes] = analysis.output_size_in_bytes, analysis.temp_size_in_bytes
     assert figures[8, 1, 1][0] >= full
     output, temporaries = figures[1, 8, 1]
@@ -173,24 +172,22 @@ class Halved(PretrainGPT):
         return jax.tree.map(lambda leaf: leaf / 2, variables), jax.tree.map(lambda _: whole, shardings)
 
 
+@pytest.mark.soak
 def test_parameters_are_born_by_sharded_init_and_lie_as_it_says(tmp_path, monkeypatch):
-    usual, halved = (gpt(tmp_path / "run", job, **set_mesh(1, 8, 1)) for job in (PretrainGPT, Halved))
-    for job in (usual, halved):
-        job.setup(Hosts.alone())
+    usual, halved = (blueprint_of(gpt(tmp_path / "run", job, **set_mesh(1, 8, 1))) for job in (PretrainGPT, Halved))
     state = halved.init_state()
     assert leaves_equal(state.params, jax.tree.map(lambda leaf: leaf / 2, usual.init_state().params))
     assert all(axes_of(leaf.sharding) == set() for leaf in jax.tree.leaves(state.params))
-    for leaf, abstract in zip(jax.tree.leaves(state), jax.tree.leaves(halved.abstract_state()), strict=True):
+    for leaf, abstract in zip(jax.tree.leaves(state), jax.tree.leaves(halved.abstract_state), strict=True):
         assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
     compiled_init(monkeypatch, halved)
 
 
 def test_the_state_at_step_0_has_the_bits_of_sharded_init(tmp_path):
     job = gpt(tmp_path / "run", **set_mesh(2, 2, 2))
-    job.setup(Hosts.alone())
-    key, mesh = job.blueprint.key, job.blueprint.mesh
-    variables, _ = job.sharded_init(job.model(), key, TOKENS_BxT, mesh=mesh, deterministic=True)
-    assert leaves_equal(job.init_state().params, variables["params"])
+    blueprint = blueprint_of(job)
+    variables, _ = job.sharded_init(job.model(), blueprint.key, TOKENS_BxT, mesh=blueprint.mesh, deterministic=True)
+    assert leaves_equal(blueprint.init_state().params, variables["params"])
 
 
 def test_other_parameters_than_the_models_are_refused(tmp_path):

@@ -77,13 +77,13 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("S", [2, 4, pytest.param(8, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("S", [*(pytest.param(S, marks=pytest.mark.soak) for S in (2, 8)), 4])
 def test_loss_and_gradients_do_not_depend_on_the_split_into_micro_batches(state, train, whole, S):
     actual = run(train, state, split(rows(ragged_lengths()), S), S)
     assert_close(actual, whole)
 
 
-@pytest.mark.parametrize("S", SPLITS[1:])
+@pytest.mark.parametrize("S", [2, *(pytest.param(S, marks=pytest.mark.soak) for S in SPLITS[2:])])
 def test_a_mean_of_means_would_fail_that(state, val, whole, S):
     """The test above has power: weighing a short micro-batch like a long one moves the loss far more."""
     batch = split(rows(ragged_lengths()), S)
@@ -147,7 +147,7 @@ def sparing(model, remat, chunk_positions=None):
     ("remat", "chunk_positions", "layer_loop"),
     [
         pytest.param("none", 4, "scan", marks=pytest.mark.soak),
-        ("dots", None, "scan"),
+        pytest.param("dots", None, "scan", marks=pytest.mark.soak),
         pytest.param("layers", None, "scan", marks=pytest.mark.soak),
         pytest.param("dots", None, "unroll", marks=pytest.mark.soak),
         ("layers", 4, "unroll"),
@@ -160,7 +160,8 @@ def test_loss_and_gradients_do_not_depend_on_what_is_kept(state, train, whole, r
     assert_close(actual, whole)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.soak), "layers"])
+@pytest.mark.soak
+@pytest.mark.parametrize("remat", ["dots", "layers"])
 def test_a_layer_that_is_computed_again_draws_the_same_dropout(state, train, remat):
     noisy = MODEL.clone(config=MODEL.config.model_copy(update={"dropout": 0.5}))
     batch = split(rows(ragged_lengths()), 2)
@@ -170,9 +171,8 @@ def test_a_layer_that_is_computed_again_draws_the_same_dropout(state, train, rem
     assert_close(again, kept)
 
 
-@pytest.mark.parametrize(
-    "sizes", [*(pytest.param(sizes, marks=pytest.mark.soak) for sizes in ((8, 1, 1), (2, 2, 2))), (1, 8, 1)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
 def test_a_step_that_keeps_little_does_not_depend_on_the_devices(state, whole, sizes):
     actual = run_on(mesh_of(*sizes), state.replace(apply_fn=sparing(MODEL, "layers", 4).apply), 2)
     assert_close(actual, whole)
@@ -183,7 +183,7 @@ def test_the_step_counts_optimizer_steps_and_not_micro_batches(state, train):
     assert int(new.step) == int(state.step) + 1
 
 
-@pytest.mark.parametrize("S", SPLITS)
+@pytest.mark.parametrize("S", [*(pytest.param(S, marks=pytest.mark.soak) for S in SPLITS[:-1]), SPLITS[-1]])
 def test_validation_returns_sums_over_tokens(state, val, S):
     batch = rows(ragged_lengths())
     loss_sum, token_count, meta = val(state, split(batch, S))
@@ -249,7 +249,7 @@ class Masking(PretrainGPT):
         return loss_sum, meta | {"token_count": jnp.sum(mask)}
 
 
-@pytest.mark.parametrize("S", [1, 4])
+@pytest.mark.parametrize("S", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_a_forward_that_masks_by_itself_says_how_many_tokens_are_left(state, train, val, S):
     """So it is the same as a batch that comes masked."""
     batch = rows(ragged_lengths())
@@ -278,7 +278,7 @@ def weighted_rows():
     return batch | {"loss_weight": np.where(batch["padding_mask"], weight_RxT, np.nan)}
 
 
-@pytest.mark.parametrize("S", [1, 4])
+@pytest.mark.parametrize("S", [pytest.param(1, marks=pytest.mark.soak), 4])
 @pytest.mark.parametrize("job", [BaseTrainer, PretrainGPT])
 def test_the_weighted_loss_and_its_gradient_are_those_of_float64(job, S):
     batch = weighted_rows()

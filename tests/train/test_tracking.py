@@ -64,6 +64,7 @@ def runs(tmp_path_factory):
     return base, outputs
 
 
+@pytest.mark.soak
 def test_offline_every_attempt_writes_to_the_run_of_the_job(runs):
     base, outputs = runs
     job_id = read_json(LocalStore(base / "offline"), "job.json")["id"]
@@ -75,6 +76,7 @@ def test_offline_every_attempt_writes_to_the_run_of_the_job(runs):
     assert "wandb is off" not in outputs["first"] + outputs["second"]
 
 
+@pytest.mark.soak
 def test_it_is_told_the_resolved_spec(runs):
     base, _ = runs
     for path in offline_runs(base / "offline"):
@@ -93,6 +95,7 @@ def test_what_it_writes_offline_for_a_run_in_a_bucket_ends_there(tmp_path):
     assert store.read(f"wandb/{names[1]}") == b"offline-run-1-x/run-x.wandb"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["offline", "dead"])
 def test_tracking_changes_neither_the_weights_nor_the_rows(runs, name):
     base, outputs = runs
