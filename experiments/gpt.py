@@ -6,34 +6,35 @@ mesh axes by the rules of the caller, and without rules every annotation is a no
 Tokens are flattened to two dimensions before each matmul, which runs three times faster on a CPU than a batch of
 them, and still shards over batch.
 
-Shape legend: B batch, T sequence, V vocabulary, D width, M = 4 D width of the MLP, N heads, H = D / N width of a head,
-I and O input and output of any dense layer.
+Shape legend: B batch, T sequence, S positions of a cache, L layers, V vocabulary, D width, M = 4 D width of the MLP,
+N heads, H = D / N width of a head, I and O input and output of any dense layer.
 """
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.nn.initializers import Initializer
+from jax import lax
 from jax.typing import DTypeLike
 from pydantic import Field, PositiveInt, model_validator
 
-from experiments.attention import causal_attention
+from experiments.gpt_2_files import GPT2Files
+from experiments.model.attention import cached_attention, causal_attention
+from experiments.model.blocks import INIT_STDDEV, Dense, gelu, loss_sum_of, rematerialised, unembed, with_axes
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, TrainerConfig
 from runner.spec import Auto
 from runner.train.blueprint import Blueprint
 from runner.train.fields import document_arguments, target_weights
-from runner.train.flops import Flops, Sizing, transformer_flops
-from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
+from runner.train.flops import Flops, Sizing, memory_choices, transformer_flops, transformer_sizing
 from runner.train.step import Batch
 
-INIT_STDDEV = 0.02
 LAYER_NORM_EPSILON = 1e-5
+
+Cache = dict[str, jax.Array]  # keys and values of what was read before: (L, B, S, N, H), of one layer without L
 
 
 class GPTConfig(ModelConfig):
@@ -59,28 +60,6 @@ class GPTConfig(ModelConfig):
                 f"width={self.width} does not divide over heads={self.heads}; use a multiple of {self.heads}"
             )
         return self
-
-
-class Dense(nn.Module):
-    """Matmul and bias.
-
-    Kernels and biases stay as flat as they are multiplied: heads and their width are one axis, so that what has two
-    axes is a matrix, and what has one is not.
-    """
-
-    features: int
-    axes: tuple[str, str]
-    stddev: float
-    param_dtype: DTypeLike
-    compute_dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x_BTxI: jax.Array) -> jax.Array:
-        kernel_init = with_axes(nn.initializers.normal(self.stddev), *self.axes)
-        bias_init = with_axes(nn.initializers.zeros, self.axes[1])
-        kernel_IxO = self.param("kernel", kernel_init, (x_BTxI.shape[1], self.features), self.param_dtype)
-        bias_O = self.param("bias", bias_init, (self.features,), self.param_dtype)
-        return x_BTxI @ kernel_IxO.astype(self.compute_dtype) + bias_O.astype(self.compute_dtype)
 
 
 class Dropout(nn.Module):
@@ -111,8 +90,13 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, examples_B: jax.Array, segments_BxT: jax.Array | None
-    ) -> tuple[jax.Array, None]:
+        self,
+        x_BxTxD: jax.Array,
+        examples_B: jax.Array,
+        segments_BxT: jax.Array | None,
+        cache: Cache | None,
+        start: jax.Array | None,
+    ) -> tuple[jax.Array, Cache | None]:
         B, T, D = x_BxTxD.shape
         N, H = self.config.heads, D // self.config.heads
         residual_stddev = INIT_STDDEV / math.sqrt(2 * self.config.layers)
@@ -127,8 +111,14 @@ class Block(nn.Module):
             )
             for name in ("query", "key", "value")
         )
-        a_BTxD = causal_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, segments_BxT).reshape(B * T, D)
-        a_BTxD = self._dense("attention_out", D, ("heads", "embed"), residual_stddev)(a_BTxD)
+        if cache is None:
+            a_BxTxNxH = causal_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, segments_BxT)
+        else:
+            assert start is not None, "a cache is read from a position on"
+            new = {"key": k_BxTxNxH, "value": v_BxTxNxH}
+            cache = {name: lax.dynamic_update_slice_in_dim(cache[name], new[name], start, axis=1) for name in new}
+            a_BxTxNxH = cached_attention(q_BxTxNxH, cache["key"], cache["value"], start)
+        a_BTxD = self._dense("attention_out", D, ("heads", "embed"), residual_stddev)(a_BxTxNxH.reshape(B * T, D))
         x_BxTxD += dropout(a_BTxD.reshape(B, T, D))
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
 
@@ -137,7 +127,7 @@ class Block(nn.Module):
         h_BxTxM = gelu(nn.with_logical_constraint(h_BxTxM, ("batch", "sequence", "mlp")))
         h_BTxD = self._dense("mlp_out", D, ("mlp", "embed"), residual_stddev)(h_BxTxM.reshape(B * T, 4 * D))
         x_BxTxD += dropout(h_BTxD.reshape(B, T, D))
-        return nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act")), None
+        return nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act")), cache
 
     def _dense(self, name: str, features: int, axes: tuple[str, str], stddev: float = INIT_STDDEV) -> Dense:
         return Dense(features, axes, stddev, self.param_dtype, self.compute_dtype, name=name)
@@ -168,15 +158,20 @@ class GPT(nn.Module):
         *,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
+        cache: Cache | None = None,
+        start: jax.Array | None = None,
         deterministic: bool,
-    ) -> jax.Array:
+    ) -> Any:
         """Return logits (B, T, V) of the next token, in `compute_dtype`; needs a "dropout" key unless deterministic.
 
         With `targets`, (y_BxT, weight_BxT), it is the summed cross entropy that is returned, for which not all logits
         need ever exist (`memory.loss_chunk_positions`). `examples_B` says where in the step each example stands;
         dropout depends on that and not on the split. `segments` and `positions` (B, T) are those of rows that hold
-        several documents: attention stays within a segment (see `experiments.attention`), and a token has the
+        several documents: attention stays within a segment (see `experiments.model.attention`), and a token has the
         position embedding of its place in its document; without them, of its place in the row.
+
+        With `cache` (see `init_cache`) the tokens stand at positions `start` .. `start + T - 1` (int32 scalar), behind
+        those that it has; it is (logits, the cache with theirs) that is returned.
         """
         B, T = tokens_BxT.shape
         examples_B = jnp.arange(B) if examples_B is None else examples_B
@@ -192,59 +187,41 @@ class GPT(nn.Module):
         # where it is needed cut by batch, and the partitioner bridges that by gathering the whole batch.
         embedding_VxD = nn.with_logical_constraint(embedding_VxD, ("vocab", "embed_act"))
         positions_TxD = nn.with_logical_constraint(positions_TxD, ("sequence", "embed_act"))
+        if start is not None:
+            positions = start + jnp.arange(T)
         x_BxTxD = embedding_VxD[tokens_BxT] + (positions_TxD[:T] if positions is None else positions_TxD[positions])
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
         x_BxTxD = Dropout(self.config.dropout, deterministic)(x_BxTxD, examples_B)
-        blocks = nn.scan(
+        x_BxTxD, cache = self._blocks(deterministic)(x_BxTxD, examples_B, segments, cache, start)
+        x_BxTxD = make_layer_norm("final_norm", self.param_dtype, self.compute_dtype)(x_BxTxD)
+
+        if targets is not None:
+            chunk = self.memory.loss_chunk_positions
+            return loss_sum_of(unembed, embedding_VxD, x_BxTxD, targets, chunk_positions=chunk)
+        logits_BxTxV = unembed(embedding_VxD, x_BxTxD)
+        return logits_BxTxV if cache is None else (logits_BxTxV, cache)
+
+    @nn.nowrap
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:
+        """An empty cache of `length` positions for rows that are read bit by bit."""
+        N = self.config.heads
+        shape = (self.config.layers, batch, length, N, self.config.width // N)
+        return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+
+    def _blocks(self, deterministic: bool) -> Any:
+        """All layers, as one that is called once: `(x, examples, segments, cache, start) -> (x, cache)`."""
+        return nn.scan(
             self._remat(Block),
             variable_axes={"params": 0},
-            in_axes=nn.broadcast,
+            in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
             split_rngs={"params": True, "dropout": True},
             length=self.config.layers,
             unroll=1 if self.config.layer_loop == "scan" else self.config.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(self.config, deterministic, self.param_dtype, self.compute_dtype, name="blocks")
-        x_BxTxD, _ = blocks(x_BxTxD, examples_B, segments)
-        x_BxTxD = make_layer_norm("final_norm", self.param_dtype, self.compute_dtype)(x_BxTxD)
 
-        return unembed(embedding_VxD, x_BxTxD) if targets is None else self._loss_sum(embedding_VxD, x_BxTxD, *targets)
-
-    def _loss_sum(
-        self, embedding_VxD: jax.Array, x_BxTxD: jax.Array, y_BxT: jax.Array, weight_BxT: jax.Array
-    ) -> jax.Array:
-        chunk = self.memory.loss_chunk_positions
-        if chunk is None:
-            return cross_entropy_sum(unembed(embedding_VxD, x_BxTxD), y_BxT, weight_BxT)[0]
-        return chunked_cross_entropy_sum(unembed, embedding_VxD, x_BxTxD, y_BxT, weight_BxT, chunk_positions=chunk)[0]
-
-    def _remat(self, block: type[Block]) -> type[Block]:
-        """`block`, keeping what `memory.remat` says of what it computes."""
-        if self.memory.remat == "none":
-            return block
-        policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "layers": None}
-        # In a loop the backward pass is a loop of its own. In line, only a barrier keeps the compiler from finding the
-        # forward pass's results equal to what is computed again, and from keeping them; the CPU's compiler then still
-        # moves things to where they save nothing.
-        is_in_line = self.config.layer_loop == "unroll"
-        return nn.remat(block, prevent_cse=is_in_line, policy=policies[self.memory.remat])
-
-
-def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array) -> jax.Array:
-    """Return logits (B, T, V) of normalised hidden states, by the tied embedding."""
-    B, T, D = x_BxTxD.shape
-    logits_BxTxV = (x_BxTxD.reshape(B * T, D) @ embedding_VxD.T).reshape(B, T, -1)
-    return nn.with_logical_constraint(logits_BxTxV, ("batch", "sequence", "vocab"))
-
-
-def with_axes(init: Initializer, *axes: str) -> Callable[..., jax.Array]:
-    """Return `init` with a logical name for every axis of what it makes."""
-    return nn.with_logical_partitioning(init, axes)  # type: ignore[return-value]
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def gelu(x: jax.Array) -> jax.Array:
-    """Return GELU by tanh, keeping only `x` for the backward pass."""
-    return nn.gelu(x, approximate=True)
+    def _remat(self, block: type[Block]) -> type[nn.Module]:
+        return rematerialised(block, self.memory.remat, is_in_line=self.config.layer_loop == "unroll")
 
 
 def make_layer_norm(name: str, param_dtype: DTypeLike, compute_dtype: DTypeLike) -> nn.LayerNorm:
@@ -277,6 +254,11 @@ class PretrainGPT(BaseTrainer):
             config.memory,
         )
 
+    def family(self) -> GPT2Files:
+        """As `transformers` has it."""
+        model, length = self.config.model, self.config.data.sequence_length
+        return GPT2Files(model.layers, model.heads, model.width, self.vocabulary_size, length, model.dropout)
+
     def flops_per_token(self, blueprint: Blueprint) -> Flops:
         """By formula: causal attention as half of its square, whose scores every fused form computes again.
 
@@ -298,23 +280,22 @@ class PretrainGPT(BaseTrainer):
         """By formula. In units of D a layer keeps its input, two normalised copies and the stream between, whole; and
         q, k, v, attention's result and 4 + 4 of the hidden layer before and after its GELU, cut by heads or columns.
         """
-        model, memory, length = self.config.model, self.config.memory, self.config.data.sequence_length
-        itemsize = jnp.dtype(self.config.precision.compute).itemsize
-        whole = 4 + 12 / tensor
-        kept = {"none": whole, "dots": 3 + 7 / tensor, "layers": 1.0}[memory.remat]
-        layers = itemsize * model.width * (model.layers * kept + whole)
-        logits = self.vocabulary_size * (itemsize + 4) * (memory.loss_chunk_positions or length) / length / tensor
-        reductions = 6 if memory.remat == "layers" else 4  # of each layer's attention and MLP, in each pass
-        return Sizing(layers + logits, reductions * model.layers * model.width * itemsize)
+        model = self.config.model
+        return transformer_sizing(
+            layers=model.layers,
+            width=model.width,
+            output_width=self.vocabulary_size,
+            sequence_length=self.config.data.sequence_length,
+            itemsize=jnp.dtype(self.config.precision.compute).itemsize,
+            memory=self.config.memory,
+            tensor=tensor,
+            kept=model.width * (4 + 12 / tensor),
+            kept_of_dots=model.width * (3 + 7 / tensor),
+        )
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
         """What is kept, and whether the loss is computed in chunks."""
-        length = self.config.data.sequence_length
-        chunk = max(size for size in range(1, 513) if length % size == 0)
-        return {
-            "config.memory.remat": ("none", "dots", "layers"),
-            "config.memory.loss_chunk_positions": (None, chunk),
-        }
+        return memory_choices(self.config.data.sequence_length)
 
     @classmethod
     def forward(

@@ -83,6 +83,7 @@ def test_both_layer_loops_have_the_same_weights_and_logits():
     np.testing.assert_allclose(*logits, atol=1e-6)
 
 
+@pytest.mark.soak
 def test_scanned_layers_compile_to_a_program_that_does_not_grow_with_depth():
     def program_lines(layers, layer_loop):
         model = make_gpt(layers=layers, layer_loop=layer_loop)
@@ -124,6 +125,7 @@ def test_dropout_follows_its_key_and_is_off_when_deterministic(layer_loop):
     assert (logits(0, deterministic=True) == make_gpt().apply(params, TOKENS_BxT, deterministic=True)).all()
 
 
+@pytest.mark.soak
 def test_bfloat16_compute_keeps_float32_params_and_stays_close():
     full, half = make_gpt(), make_gpt(compute_dtype=jnp.bfloat16)
     params = init(half)
@@ -153,6 +155,7 @@ def test_sharded_gpt_equals_one_device_and_gathers_weights_but_no_activations(la
         assert (result["gathers"] > 0) == (result["mesh"][1] > 1), result
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("splits", [(4,), pytest.param((2, 8), marks=pytest.mark.soak)], ids=str)
 def test_dropout_does_not_depend_on_the_split_into_micro_batches(splits):
     model = make_gpt(dropout=0.3)
@@ -189,6 +192,7 @@ def temporary_bytes(compiled):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.soak
 def test_the_less_of_a_layer_is_kept_the_less_memory_a_step_needs():
     config = {"layers": 6, "heads": 2, "width": 32}
     everything, dots, layers = (
@@ -198,6 +202,7 @@ def test_the_less_of_a_layer_is_kept_the_less_memory_a_step_needs():
     assert layers < 0.75 * dots
 
 
+@pytest.mark.soak
 def test_layers_in_line_are_computed_again_too():
     """A CPU's compiler may move them to where they save nothing; what matters here is that it does not merge them."""
     config = {"layers": 3, "heads": 2, "width": 32, "layer_loop": "unroll"}
@@ -205,6 +210,7 @@ def test_layers_in_line_are_computed_again_too():
     assert again.count(" tanh(") >= 2 * kept.count(" tanh(") > 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("remat", ["none", "layers"])
 def test_a_loss_in_chunks_never_has_all_logits(remat):
     (B, T), V = (2, 96), 1021

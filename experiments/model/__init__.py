@@ -1,0 +1,54 @@
+"""Models, and the blocks that a model of one's own is made of, which can be imported from here.
+
+- `preset`        published models by name
+- `rotary`        rotary positions
+- `config`        the keys of a decoder
+- `attention`     causal attention, in the form that is fast on each platform
+- `blocks`        projections, norms, the gated MLP, what is kept for the backward pass, the loss
+- `grouped`       matmuls of tokens that are grouped by expert
+- `moe`           mixture of experts: routing, balancing, counts
+- `dialect`       the config.json of a decoder in the words of each family of transformers
+- `hugging_face`  which tensor of Hugging Face's files is which parameter of a decoder
+- `decoder`       one decoder for today's open families, and the job that trains it
+
+A loss's parts of `runner.train` can be imported from here too. Blocks know no trainer, no mesh's sizes and no data set.
+"""
+
+from experiments.model.attention import cached_attention, causal_attention
+from experiments.model.blocks import (
+    Dense,
+    GatedMLP,
+    RMSNorm,
+    embed,
+    loss_sum_of,
+    rematerialised,
+    unembed,
+    with_axes,
+)
+from experiments.model.moe import MixtureOfExperts, MoeConfig
+from experiments.model.rotary import Rope, Rotation, rotate, rotation_at
+from runner.train.fields import document_arguments, target_weights
+from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
+
+__all__ = [
+    "Dense",
+    "GatedMLP",
+    "MixtureOfExperts",
+    "MoeConfig",
+    "RMSNorm",
+    "Rope",
+    "Rotation",
+    "cached_attention",
+    "causal_attention",
+    "chunked_cross_entropy_sum",
+    "cross_entropy_sum",
+    "document_arguments",
+    "embed",
+    "loss_sum_of",
+    "rematerialised",
+    "rotate",
+    "rotation_at",
+    "target_weights",
+    "unembed",
+    "with_axes",
+]

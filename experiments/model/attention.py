@@ -1,0 +1,389 @@
+"""Causal attention, in the form that is fast on the platform the program is compiled for.
+
+Owns the choice between implementations and nothing else: no parameters, no dropout, no model. Every form computes
+softmax(cap(q k^T scale)) v over past and present positions, with the softmax in float32. `FORMS` says which forms a
+platform has, and what each can do.
+
+- Grouped queries: K heads of keys and values serve N heads of queries, N / K neighbours each. Keys are never repeated
+  in a device's memory.
+- `window`: how many positions a query sees, its own included; None is all of its past.
+- `softcap`: a score s becomes softcap tanh(s / softcap), before what may not be seen is masked.
+- `scale`: what scores are multiplied by; None is 1 / sqrt(H).
+- `segments_BxT` (int32), where a row holds several documents, numbers them: 1, 2, ... in a row, 0 is padding. Then
+  every form attends within a segment alone. Padding attends to padding: each position sees itself at least, so that
+  all values are finite, and no real position ever sees padding. Without segments the program is that of rows which are
+  one document.
+
+Shape legend: B batch, T sequence, N heads of queries, K heads of keys and values, H width of a head of queries and
+keys, W width of a head of values, Q queries of one block, S keys that a block of queries sees, or those of a cache.
+"""
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from runner.errors import InvalidError
+
+AXES = ("batch", "sequence", "heads", "head_dim")
+MAX_BLOCKS = 8
+MIN_BLOCK_TOKENS = 64
+TPU_BLOCK_TOKENS = (512, 256, 128)
+TPU_LONG_BLOCK_TOKENS = 1024  # where a query sees at least four times as many keys
+
+
+def causal_attention(
+    q_BxTxNxH: jax.Array,
+    k_BxTxKxH: jax.Array,
+    v_BxTxKxW: jax.Array,
+    segments_BxT: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attend from every position to itself and the past of its segment; returns (B, T, N, W) in the dtype of `v`.
+
+    The platform is that of the mesh (`jax.set_mesh`), so that compiling ahead of time for a TPU on a machine without
+    one takes the TPU's kernel; without a mesh, the one that the program is lowered for. Under a mesh with logical axis
+    rules, batch and heads may be sharded; heads of keys need not divide over the devices that heads of queries do.
+    Raises `InvalidError` for sizes and options that no form can serve.
+    """
+    _check(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, window, softcap)
+    if window is not None and window >= q_BxTxNxH.shape[1]:
+        window = None
+    k_BxTxKxH, v_BxTxKxW = (_spread_over_mesh(x, q_BxTxNxH.shape[2]) for x in (k_BxTxKxH, v_BxTxKxW))
+    arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
+    forms = {}
+    for platform, candidates in FORMS.items():
+        form = next(one for one in candidates if _can(one, arrays, softcap))
+        forms[platform] = functools.partial(form.attend, window=window, softcap=softcap, scale=scale)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        platform = "cuda" if device.platform == "gpu" else device.platform
+        return forms.get(platform, forms["default"])(*arrays)
+    return jax.lax.platform_dependent(*arrays, **forms)
+
+
+def cached_attention(
+    q_BxTxNxH: jax.Array,
+    k_BxSxKxH: jax.Array,
+    v_BxSxKxW: jax.Array,
+    start: jax.Array | int,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attend from positions `start` to `start` + T - 1 to the keys of a cache; returns (B, T, N, W), the dtype of `v`.
+
+    The keys stand at positions 0 to S - 1, and each query sees those at its own position and before. What lies behind
+    is not seen, but must be finite. `start` may be traced. No gradient is asked for.
+    """
+    _check(q_BxTxNxH, k_BxSxKxH, v_BxSxKxW, window, softcap)
+    q_BxNxTxH, k_BxKxSxH, v_BxKxSxW = (x.transpose(0, 2, 1, 3) for x in (q_BxTxNxH, k_BxSxKxH, v_BxSxKxW))
+    places_Tx1 = (start + jnp.arange(q_BxTxNxH.shape[1]))[:, None]
+    visible_TxS = _visible(places_Tx1, jnp.arange(k_BxSxKxH.shape[1]), window)
+    out_BxNxTxW = _attend(q_BxNxTxH, k_BxKxSxH, v_BxKxSxW, visible_TxS, softcap, scale)
+    return out_BxNxTxW.transpose(0, 2, 1, 3)
+
+
+def blocked_attention(
+    q_BxTxNxH: jax.Array,
+    k_BxTxKxH: jax.Array,
+    v_BxTxKxW: jax.Array,
+    segments_BxT: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attend block of queries by block of queries, each to the keys that its queries may see and hardly any others.
+
+    Skips nearly half of the work of a masked square, and with a window what lies left of it. Batch and heads lead, as
+    adjacent batch dimensions of plain matmuls: XLA's CPU backend merges them into one, and the partitioner still sees
+    them apart and shards both. The backward pass keeps q, k and v alone and computes the weights again, which is faster
+    than writing them out and reading them back in a scan over layers.
+    """
+    T = q_BxTxNxH.shape[1]
+    block_tokens = max(MIN_BLOCK_TOKENS, -(-T // MAX_BLOCKS))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def attend(*arrays: jax.Array) -> jax.Array:
+        q_BxNxTxH, k_BxKxTxH, v_BxKxTxW = (x.transpose(0, 2, 1, 3) for x in arrays[:3])
+        blocks = []
+        for start in range(0, T, block_tokens):
+            stop = min(start + block_tokens, T)
+            first = 0 if window is None else max(0, start - window + 1)
+            visible = _visible(jnp.arange(start, stop)[:, None], jnp.arange(first, stop), window)
+            for ids_BxT in arrays[3:]:
+                visible &= _same_segment(ids_BxT[:, start:stop], ids_BxT[:, first:stop])  # (B, 1, Q, S)
+            keys, values = k_BxKxTxH[:, :, first:stop], v_BxKxTxW[:, :, first:stop]
+            blocks.append(_attend(q_BxNxTxH[:, :, start:stop], keys, values, visible, softcap, scale))
+        return jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3)
+
+    return attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
+
+
+def xla_attention(
+    q_BxTxNxH: jax.Array,
+    k_BxTxKxH: jax.Array,
+    v_BxTxKxH: jax.Array,
+    segments_BxT: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    softcap: None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attend by JAX's own composition of matmuls and a float32 softmax."""
+    assert softcap is None
+    mask_Bx1xTxT = None if segments_BxT is None else _same_segment(segments_BxT, segments_BxT)
+    return _attend_by_jax("xla", q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, mask_Bx1xTxT, window, scale)
+
+
+def cudnn_attention(
+    q_BxTxNxH: jax.Array,
+    k_BxTxKxH: jax.Array,
+    v_BxTxKxH: jax.Array,
+    *,
+    window: int | None = None,
+    softcap: None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attend by cuDNN's fused kernel."""
+    assert softcap is None
+    return _attend_by_jax("cudnn", q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, None, window, scale)
+
+
+def _attend_by_jax(
+    implementation: Literal["xla", "cudnn"],
+    q_BxTxNxH: jax.Array,
+    k_BxTxKxH: jax.Array,
+    v_BxTxKxH: jax.Array,
+    mask_Bx1xTxT: jax.Array | None,
+    window: int | None,
+    scale: float | None,
+) -> jax.Array:
+    return jax.nn.dot_product_attention(
+        q_BxTxNxH,
+        k_BxTxKxH,
+        v_BxTxKxH,
+        mask=mask_Bx1xTxT,
+        scale=scale,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+    )
+
+
+def splash_attention(
+    q_BxTxNxH: jax.Array,
+    k_BxTxKxH: jax.Array,
+    v_BxTxKxW: jax.Array,
+    segments_BxT: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attend by the fused TPU kernel, which leaves out the blocks of keys that no query of a block may see.
+
+    T is padded to whole blocks: at the end, where no real position sees it. The partitioner cannot split such a kernel,
+    so under a mesh each device runs it on its own rows and heads.
+    """
+    splash = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")  # slow, and for TPUs alone
+    T, N, H = q_BxTxNxH.shape[1:]
+    group, padding = N // k_BxTxKxH.shape[2], -T % _tpu_block_tokens(T, window)[0]
+    factor = 1 / math.sqrt(H) if scale is None else scale
+
+    def attend(*arrays: jax.Array) -> jax.Array:
+        q, k, v, *ids = (jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)) for x in arrays)
+        # The kernel takes no scale. In 16 bits the product is rounded once, and not its factor before.
+        q = (q.astype(jnp.float32) * factor).astype(q.dtype)
+        q_BxKxGxTxH = q.reshape(*q.shape[:2], -1, group, H).transpose(0, 2, 3, 1, 4)
+        # Rows and heads of keys are axes that the two cores of a chip may share, those of the kernel itself are not.
+        kernel = _make_splash_kernel(splash, group, T, window, softcap)
+        of_row = jax.vmap(kernel, in_axes=(0, 0, 0, *[None] * len(ids)))
+        keys = (x.transpose(0, 2, 1, 3) for x in (k, v))
+        out_BxKxGxTxW = jax.vmap(of_row)(q_BxKxGxTxH, *keys, *(splash.SegmentIds(x, x) for x in ids))
+        return out_BxKxGxTxW.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[:, :T]
+
+    segments = () if segments_BxT is None else (segments_BxT,)
+    if not jax.sharding.get_abstract_mesh().empty:
+        spec, spec_of_ids = _partition_spec(AXES), _partition_spec(AXES[:2])
+        in_specs = (spec, spec, spec, *[spec_of_ids] * len(segments))
+        attend = jax.shard_map(attend, in_specs=in_specs, out_specs=spec, check_vma=False)
+    return attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *segments)
+
+
+def _make_splash_kernel(
+    splash: ModuleType, num_heads: int, length: int, window: int | None, softcap: float | None
+) -> Callable[..., jax.Array]:
+    """Attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), over a row that is padded."""
+    unit, block = _tpu_block_tokens(length, window)
+    shape = (length + -length % unit,) * 2
+    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    sizes = splash.BlockSizes(
+        **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block),
+        **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), unit),
+    )
+    masks = splash.MultiHeadMask([mask] * num_heads)
+    kernel: Callable[..., jax.Array] = splash.make_splash_mqa(
+        masks, block_sizes=sizes, attn_logits_soft_cap=softcap, head_shards=1, q_seq_shards=1
+    )
+    return kernel
+
+
+def _cudnn_takes(head_width: int) -> bool:
+    """Ask the GPU at hand, as tracing the form does, too: without one the form cannot be offered."""
+    if jax.default_backend() != "gpu" or "cuda" not in jax.local_devices()[0].client.platform_version:
+        return False
+    is_hopper_or_later = float(jax.local_devices()[0].compute_capability) >= 9
+    return head_width % 8 == 0 and head_width <= (256 if is_hopper_or_later else 128)
+
+
+class Form(NamedTuple):
+    """A form of attention, and what it can do. Grouped heads, windows and scales are for all of them."""
+
+    attend: Callable[..., jax.Array]
+    dtypes: tuple[DTypeLike, ...] = ()  # none named: all
+    softcap: bool = True
+    segments: bool = True
+    value_width: bool = True  # values of another width than keys
+    takes_head_width: Callable[[int], bool] = lambda _: True
+    length_multiple: int = 1  # up to which a row is padded; by more than an eighth of it none is
+    divides_over_mesh: bool = False  # rows and heads must: a kernel that the partitioner cannot split
+
+
+# By platform, the fastest first; the last of each can do everything. With segments cuDNN would take a mask as a bias of
+# all T x T scores, JAX then asks it for that bias's gradient too, and together with that gradient not every GPU has an
+# algorithm that gives the same bits twice.
+BLOCKS = Form(blocked_attention)
+XLA = Form(xla_attention, softcap=False, value_width=False)
+CUDNN = XLA._replace(
+    attend=cudnn_attention, dtypes=(jnp.bfloat16, jnp.float16), segments=False, takes_head_width=_cudnn_takes
+)
+SPLASH = Form(splash_attention, length_multiple=min(TPU_BLOCK_TOKENS), divides_over_mesh=True)
+FORMS: dict[str, tuple[Form, ...]] = {
+    "cpu": (BLOCKS,),
+    "cuda": (CUDNN, XLA._replace(dtypes=(jnp.float32,)), BLOCKS),
+    "tpu": (SPLASH, XLA, BLOCKS),
+    "default": (XLA, BLOCKS),
+}
+
+
+def _can(form: Form, arrays: tuple[jax.Array, ...], softcap: float | None) -> bool:
+    q_BxTxNxH, k_BxTxKxH, v_BxTxKxW = arrays[:3]
+    return (
+        (not form.dtypes or q_BxTxNxH.dtype in form.dtypes)
+        and (form.softcap or softcap is None)
+        and (form.segments or len(arrays) == 3)
+        and (form.value_width or v_BxTxKxW.shape[3] == k_BxTxKxH.shape[3])
+        and form.takes_head_width(q_BxTxNxH.shape[3])
+        and _is_worth_padding(q_BxTxNxH.shape[1], form.length_multiple)
+        and (not form.divides_over_mesh or _divides_over_mesh(q_BxTxNxH))
+    )
+
+
+def _is_worth_padding(length: int, multiple: int) -> bool:
+    return 8 * (-length % multiple) <= length
+
+
+def _tpu_block_tokens(length: int, window: int | None) -> tuple[int, int]:
+    """The multiple to which a row is padded, whose keys are computed at once, and the block that is read at once.
+
+    By what libtpu's schedules take on v5e and v5p (`tests/benchmarks/tpu_attention.py`): larger blocks lose less
+    between two of them, and leave out less of the square.
+    """
+    unit = next(size for size in TPU_BLOCK_TOKENS if _is_worth_padding(length, size))
+    padded = length + -length % unit
+    is_long = min(padded, window or padded) >= 4 * TPU_LONG_BLOCK_TOKENS and padded % TPU_LONG_BLOCK_TOKENS == 0
+    return unit, TPU_LONG_BLOCK_TOKENS if is_long else unit
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, softcap: float | None) -> None:
+    num_heads, num_key_heads = q.shape[2], k.shape[2]
+    if num_heads % num_key_heads:
+        raise InvalidError(
+            f"{num_heads} heads of queries do not divide over {num_key_heads} heads of keys and values; "
+            f"use a multiple of {num_key_heads}"
+        )
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise InvalidError(f"queries {q.shape}, keys {k.shape} and values {v.shape} do not fit each other")
+    if window is not None and window < 1:
+        raise InvalidError(f"window={window} lets a query see nothing; use 1 or more, or null for all of its past")
+    if softcap is not None and softcap <= 0:
+        raise InvalidError(f"softcap={softcap} is no bound of a score; use a number above 0, or null for none")
+
+
+def _attend(
+    q_BxNxQxH: jax.Array,
+    k_BxKxSxH: jax.Array,
+    v_BxKxSxW: jax.Array,
+    visible: jax.Array,
+    softcap: float | None,
+    scale: float | None,
+) -> jax.Array:
+    """Attend to what is `visible`, (Q, S) or (B, 1, Q, S): the queries of a group are rows of one matmul."""
+    B, N, Q, H = q_BxNxQxH.shape
+    K = k_BxKxSxH.shape[1]
+    rows = (B, K, N // K * Q)
+    scores = jnp.einsum("bkrh,bksh->bkrs", q_BxNxQxH.reshape(*rows, H), k_BxKxSxH, preferred_element_type=jnp.float32)
+    scores_BxNxQxS = scores.reshape(B, N, Q, -1) / (math.sqrt(H) if scale is None else 1 / scale)
+    if softcap is not None:
+        scores_BxNxQxS = softcap * jnp.tanh(scores_BxNxQxS / softcap)
+    scores_BxNxQxS = jnp.where(visible, scores_BxNxQxS, -jnp.inf)
+    weights_BxNxQxS = jax.nn.softmax(scores_BxNxQxS, axis=-1).astype(v_BxKxSxW.dtype)
+    out = jnp.einsum("bkrs,bksw->bkrw", weights_BxNxQxS.reshape(*rows, -1), v_BxKxSxW)
+    return out.reshape(B, N, Q, -1)
+
+
+def _visible(places_Qx1: jax.Array, places_S: jax.Array, window: int | None) -> jax.Array:
+    """Which keys each query may see: (Q, S)."""
+    visible_QxS = places_Qx1 >= places_S
+    return visible_QxS if window is None else visible_QxS & (places_Qx1 - places_S < window)
+
+
+def _same_segment(queries_BxQ: jax.Array, keys_BxS: jax.Array) -> jax.Array:
+    """Which queries and keys are of one segment: (B, 1, Q, S)."""
+    return (queries_BxQ[:, :, None] == keys_BxS[:, None, :])[:, None]
+
+
+def _spread_over_mesh(x_BxTxKxH: jax.Array, num_heads: int) -> jax.Array:
+    """Keys or values of as many heads as divide over the devices that share the heads of queries.
+
+    Where they do not by themselves each device would hold all of them. So each is repeated as often as there are
+    devices that need it, of which each then holds its own alone.
+    """
+    K = x_BxTxKxH.shape[2]
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = () if mesh.empty else _partition_spec(AXES)[2:3]
+    names = [name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis)]
+    num_shards = math.prod(mesh.shape[name] for name in names)
+    if num_heads % num_shards or K % num_shards == 0:
+        return x_BxTxKxH
+    repeated = jnp.repeat(x_BxTxKxH, math.lcm(K, num_shards) // K, axis=2)
+    return nn.with_logical_constraint(repeated, AXES)
+
+
+def _divides_over_mesh(q_BxTxNxH: jax.Array) -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return True
+    sharding = jax.sharding.NamedSharding(mesh, _partition_spec(AXES))
+    try:
+        sharding.shard_shape(q_BxTxNxH.shape)
+    except ValueError:
+        return False
+    return True
+
+
+def _partition_spec(axes: tuple[str, ...]) -> jax.sharding.PartitionSpec:
+    return nn.logical_to_mesh_axes(axes) or jax.sharding.PartitionSpec()

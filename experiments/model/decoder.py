@@ -1,0 +1,474 @@
+"""One decoder for today's open families, by config: Llama, Qwen, Mistral, Gemma, OLMo and those built like them.
+
+Owns the architecture and the logical name of every parameter axis. Knows no mesh, optimizer or data: names become mesh
+axes by the rules of the caller, and without rules every annotation is a no-op.
+
+Shape legend: B batch, T sequence, V vocabulary, D width, N heads of queries, K heads of keys and values, H width of a
+head, S positions that a cache holds.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+
+from experiments.model.attention import cached_attention, causal_attention
+from experiments.model.blocks import (
+    INIT_STDDEV,
+    Dense,
+    GatedMLP,
+    RMSNorm,
+    embed,
+    loss_sum_of,
+    rematerialised,
+    unembed,
+    with_axes,
+)
+from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage
+from experiments.model.hugging_face import DecoderFiles
+from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, next_biases, scalars
+from experiments.model.rotary import Rotation, rotate, rotation_at
+from runner import BaseTrainer
+from runner.config import MemoryConfig
+from runner.errors import InvalidError
+from runner.train.blueprint import Blueprint
+from runner.train.fields import document_arguments, target_weights
+from runner.train.flops import Flops, Sizing, memory_choices, transformer_flops, transformer_sizing
+from runner.train.step import Batch
+from runner.train.variables import STATISTICS
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, or of several that are stacked, at positions 0 to S - 1."""
+
+    keys: jax.Array  # (B, S, K, H)
+    values: jax.Array
+
+
+class Row(NamedTuple):
+    """What every layer is told of the rows at hand."""
+
+    rotations: Mapping[LayerKind, Rotation | None]
+    segments: jax.Array | None  # (B, T), of rows that hold several documents; 0 is padding
+    real: jax.Array  # (B, T), bool: what is no padding
+    start: jax.Array | None  # position of the first token, where there is a cache
+
+
+class Precision(NamedTuple):
+    """Parameters are kept in one type, and multiplied in the other."""
+
+    params: DTypeLike
+    compute: DTypeLike
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped queries, from projections in to the projection out."""
+
+    config: DecoderConfig
+    kind: LayerKind
+    precision: Precision
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array, row: Row, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
+        config, (B, T, D) = self.config, x_BxTxD.shape
+        N, K, H = config.heads, config.key_heads, config.head_size
+        refuse_cut_heads(N)
+        # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
+        x_BTxD = x_BxTxD.reshape(B * T, D)
+        has_bias = config.bias.query_key_value
+        q_BTxNH = self._dense("query", N * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
+        k_BTxKH = self._dense("key", K * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
+        v_BTxKH = self._dense("value", K * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
+        q_BxTxNxH = self._rotated(self._by_head("query_norm", q_BTxNH, (B, T, N, H)), row)
+        k_BxTxKxH = self._rotated(self._by_head("key_norm", k_BTxKH, (B, T, K, H)), row)
+        v_BxTxKxH = _cut_by_heads(v_BTxKH.reshape(B, T, K, H))
+
+        scale = None if config.query_scale == "auto" else config.query_scale
+        options: Any = {"window": config.window_of(self.kind), "softcap": config.attention_softcap, "scale": scale}
+        if cache is None:
+            a_BxTxNxH = causal_attention(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, row.segments, **options)
+        else:
+            assert row.start is not None, "a cache is read from a position on"
+            place = (0, row.start, 0, 0)
+            cache = LayerCache(
+                jax.lax.dynamic_update_slice(cache.keys, k_BxTxKxH.astype(cache.keys.dtype), place),
+                jax.lax.dynamic_update_slice(cache.values, v_BxTxKxH.astype(cache.values.dtype), place),
+            )
+            a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, row.start, **options).astype(q_BxTxNxH.dtype)
+        out = self._dense("out", D, ("heads", "embed"), residual_stddev(config), config.bias.attention_out)
+        return out(a_BxTxNxH.reshape(B * T, N * H)).reshape(B, T, D), cache
+
+    def _by_head(self, name: str, x_BTxNH: jax.Array, shape: tuple[int, int, int, int]) -> jax.Array:
+        """Queries or keys by head, normalised as the config says."""
+        if self.config.query_key_norm == "whole":
+            x_BTxNH = make_norm(name, self.config, self.precision, "heads")(x_BTxNH)
+        x_BxTxNxH = _cut_by_heads(x_BTxNH.reshape(shape))
+        if self.config.query_key_norm == "head":
+            x_BxTxNxH = make_norm(name, self.config, self.precision, "head_dim")(x_BxTxNxH)
+        return x_BxTxNxH
+
+    def _rotated(self, x_BxTxNxH: jax.Array, row: Row) -> jax.Array:
+        rotation = row.rotations[self.kind]
+        return x_BxTxNxH if rotation is None else rotate(x_BxTxNxH, rotation)
+
+    def _dense(self, name: str, features: int, axes: tuple[str, str], stddev: float, has_bias: bool) -> Dense:
+        return Dense(features, axes, stddev, *self.precision, has_bias, name=name)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each added to the residual stream, with norms before, after, or both."""
+
+    config: DecoderConfig
+    kind: LayerKind
+    precision: Precision
+    is_sparse: bool = False
+
+    @nn.compact
+    def __call__(
+        self, x_BxTxD: jax.Array, row: Row, cache: LayerCache | None
+    ) -> tuple[jax.Array, tuple[LayerCache | None, Statistics]]:
+        attention = Attention(self.config, self.kind, self.precision, name="attention")
+        y_BxTxD, cache = attention(self._norm("attention_norm", "pre", x_BxTxD), row, cache)
+        x_BxTxD += self._norm("attention_post_norm", "post", y_BxTxD)
+        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
+
+        y_BxTxD, statistics = self._mlp(self._norm("mlp_norm", "pre", x_BxTxD), row.real)
+        x_BxTxD += self._norm("mlp_post_norm", "post", y_BxTxD)
+        return nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act")), (cache, statistics)
+
+    def _mlp(self, h_BxTxD: jax.Array, real_BxT: jax.Array) -> tuple[jax.Array, Statistics]:
+        """What is added for each token, and what is to be known of how it came about: nothing of an MLP."""
+        config, stddev = self.config, residual_stddev(self.config)
+        if config.moe is not None and self.is_sparse:
+            moe = MixtureOfExperts(config.moe, config.expert_width, config.mlp, stddev, *self.precision, name="moe")
+            return moe(h_BxTxD, real_BxT)
+        mlp = GatedMLP(config.mlp_width, config.mlp, stddev, config.bias.mlp, *self.precision, name="mlp")
+        return mlp(h_BxTxD), {}
+
+    def _norm(self, name: str, place: str, x_BxTxD: jax.Array) -> jax.Array:
+        return make_norm(name, self.config, self.precision)(x_BxTxD) if self.config.norm in (place, "both") else x_BxTxD
+
+
+class Turn(nn.Module):
+    """The layers of one turn of the pattern."""
+
+    config: DecoderConfig
+    kinds: tuple[LayerKind, ...]
+    precision: Precision
+    memory: MemoryConfig
+    is_in_line: bool
+    is_sparse: bool
+
+    @nn.compact
+    def __call__(
+        self, x_BxTxD: jax.Array, row: Row, caches: Mapping[str, LayerCache] | None
+    ) -> tuple[jax.Array, tuple[dict[str, LayerCache] | None, dict[str, Statistics]]]:
+        block = rematerialised(Block, self.memory.remat, is_in_line=self.is_in_line)
+        found = {}
+        for name, kind in zip(layer_names(self.kinds), self.kinds, strict=True):
+            layer = block(self.config, kind, self.precision, self.is_sparse, name=name)
+            x_BxTxD, found[name] = layer(x_BxTxD, row, None if caches is None else caches[name])
+        new = None if caches is None else {name: cache for name, (cache, _) in found.items()}
+        return x_BxTxD, (new, {name: statistics for name, (_, statistics) in found.items()})
+
+
+class Decoder(nn.Module):
+    """A decoder over rows of any length.
+
+    Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, norms, rotations and softmax in float32.
+    """
+
+    config: DecoderConfig
+    vocabulary_size: int
+    param_dtype: DTypeLike = jnp.float32
+    compute_dtype: DTypeLike = jnp.float32
+    memory: MemoryConfig = MemoryConfig()
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens_BxT: jax.Array,
+        *,
+        targets: tuple[jax.Array, jax.Array] | None = None,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: Any = None,
+        start: jax.Array | None = None,
+        deterministic: bool,
+    ) -> Any:
+        """Return logits (B, T, V) of the next token, in `compute_dtype`.
+
+        With `targets`, (y_BxT, weight_BxT), it is the summed loss that is returned, for which not all logits need ever
+        exist (`memory.loss_chunk_positions`); `deterministic` leaves `z_loss` and the losses of routers out of it.
+        `segments` and `positions` (B, T) are those of rows that hold several documents: attention stays within a
+        segment, and a token is rotated by its place in its document; without them, by its place in the row.
+
+        Where layers have experts, their statistics are sown in the collection `statistics`, by stage and layer.
+
+        With `cache`, of `init_cache`, the tokens stand at positions `start` to start + T - 1 and see what was cached
+        before them; returned are logits and the cache with these tokens in it.
+        """
+        embedding_VxD, head_VxD = self._embeddings()
+        if positions is None:
+            positions = jnp.arange(tokens_BxT.shape[1])[None] + (0 if start is None else start)
+        row = Row(self._rotations(positions), segments, _real(tokens_BxT, targets, segments), start)
+        x_BxTxD = self._scaled(embed(embedding_VxD, tokens_BxT))
+        new_cache, statistics = {}, {}
+        for stage in self.config.stages:
+            stage_cache = None if cache is None else cache[stage.name]
+            x_BxTxD, found = self._layers(stage)(x_BxTxD, row, stage_cache)
+            new_cache[stage.name], statistics[stage.name] = found
+        losses_of_rows_B = self._tell(statistics)
+        x_BxTxD = make_norm("final_norm", self.config, Precision(self.param_dtype, self.compute_dtype))(x_BxTxD)
+
+        def logits_of(weights_VxD: jax.Array, x_BxTxD: jax.Array) -> jax.Array:
+            return unembed(weights_VxD, x_BxTxD, self.config.logit_softcap)
+
+        if targets is not None:
+            z_loss = 0.0 if deterministic else self.config.z_loss
+            chunk = self.memory.loss_chunk_positions
+            loss_sum = loss_sum_of(logits_of, head_VxD, x_BxTxD, targets, chunk_positions=chunk, z_loss=z_loss)
+            if deterministic or losses_of_rows_B is None:
+                return loss_sum
+            return loss_sum + jnp.sum(losses_of_rows_B * jnp.sum(targets[1], axis=1, dtype=jnp.float32))
+        logits_BxTxV = logits_of(head_VxD, x_BxTxD)
+        return logits_BxTxV if cache is None else (logits_BxTxV, new_cache)
+
+    @nn.nowrap
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        """An empty cache for so many rows of at most `length` tokens."""
+        config = self.config
+        shape = (batch, length, config.key_heads, config.head_size)
+
+        def stacked(repeats: int) -> LayerCache:
+            return LayerCache(jnp.zeros((repeats, *shape), dtype), jnp.zeros((repeats, *shape), dtype))
+
+        return {
+            stage.name: {name: stacked(stage.repeats) for name in layer_names(stage.kinds)} for stage in config.stages
+        }
+
+    def _tell(self, statistics: dict[str, dict[str, Statistics]]) -> jax.Array | None:
+        """Sow the statistics of all layers with experts, and return what they add to the loss of each row's token."""
+        sparse = {stage.name: statistics[stage.name] for stage in self.config.stages if stage.is_sparse}
+        if not sparse:
+            return None
+        layers = [layer for stage in sparse.values() for layer in stage.values()]
+        losses_B = sum(jnp.sum(layer.pop("loss_B"), axis=0) for layer in layers)
+        if not self.is_initializing():
+            self.sow(STATISTICS, STATISTICS, sparse, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+        return jnp.asarray(losses_B)
+
+    def _scaled(self, x_BxTxD: jax.Array) -> jax.Array:
+        """Embeddings as the first layer gets them."""
+        scale = self.config.embedding_scale
+        if scale == 1:
+            return x_BxTxD
+        return x_BxTxD * jnp.asarray(math.sqrt(self.config.width) if scale == "sqrt_width" else scale, x_BxTxD.dtype)
+
+    def _embeddings(self) -> tuple[jax.Array, jax.Array]:
+        """What tokens are looked up in, and what logits are made by, (V, D)."""
+        init = with_axes(nn.initializers.normal(INIT_STDDEV), "vocab", "embed")
+        shape = (self.vocabulary_size, self.config.width)
+        embedding_VxD = self.param("embedding", init, shape, self.param_dtype).astype(self.compute_dtype)
+        if self.config.tied_embedding:
+            return embedding_VxD, embedding_VxD
+        return embedding_VxD, self.param("head", init, shape, self.param_dtype).astype(self.compute_dtype)
+
+    def _rotations(self, positions_BxT: jax.Array) -> dict[LayerKind, Rotation | None]:
+        ropes = {kind: self.config.rope_of(kind) for kind in self.config.layer_pattern}
+        return {
+            kind: None if rope is None else rotation_at(positions_BxT, rope, self.config.head_size)
+            for kind, rope in ropes.items()
+        }
+
+    def _layers(self, stage: Stage) -> Any:
+        """The layers of a stage, with parameters stacked by turns of the pattern."""
+        is_in_line = self.config.layer_loop == "unroll" or stage.repeats == 1
+        return nn.scan(
+            Turn,
+            variable_axes={"params": 0, BALANCE: 0},
+            in_axes=(nn.broadcast, 0),
+            split_rngs={"params": True},
+            length=stage.repeats,
+            unroll=stage.repeats if is_in_line else 1,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )(
+            self.config,
+            stage.kinds,
+            Precision(self.param_dtype, self.compute_dtype),
+            self.memory,
+            is_in_line or len(stage.kinds) > 1,
+            stage.is_sparse,
+            name=stage.name,
+        )
+
+
+def _real(
+    tokens_BxT: jax.Array, targets: tuple[jax.Array, jax.Array] | None, segments_BxT: jax.Array | None
+) -> jax.Array:
+    """Which tokens are no padding: those of a segment, or else those that a target that counts comes after."""
+    if segments_BxT is not None:
+        return segments_BxT > 0
+    if targets is None:
+        return jnp.ones(tokens_BxT.shape, jnp.bool_)
+    return jax.lax.cummax((targets[1] > 0).astype(jnp.int32), axis=1, reverse=True) > 0
+
+
+def _by_layer(config: DecoderConfig, statistics: Mapping[str, Mapping[str, Statistics]]) -> dict[int, Statistics]:
+    """The statistics of each layer that has experts, by its number."""
+    sparse = [stage for stage in config.stages if stage.is_sparse]
+    places = [
+        (statistics[stage.name][name], turn)
+        for stage in sparse
+        for turn in range(stage.repeats)
+        for name in layer_names(stage.kinds)
+    ]
+    first = config.layers - len(places)
+    return {
+        first + number: {name: leaf[turn] for name, leaf in layer.items()}
+        for number, (layer, turn) in enumerate(places)
+    }
+
+
+def layer_names(kinds: tuple[LayerKind, ...]) -> list[str]:
+    """Names of the layers of one turn of the pattern."""
+    return [f"layer_{number}" for number in range(len(kinds))]
+
+
+def make_norm(name: str, config: DecoderConfig, precision: Precision, axis: str = "embed") -> RMSNorm:
+    """A norm as the config says."""
+    return RMSNorm(config.norm_epsilon, axis, config.norm_offset, *precision, name=name)
+
+
+def refuse_cut_heads(num_heads: int) -> None:
+    """Raise `InvalidError` if devices would share a head, by the mesh and the rules of the caller."""
+    mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes(("heads",))
+    if mesh.empty or not spec:
+        return
+    try:
+        NamedSharding(mesh, spec).shard_shape((num_heads,))
+    except ValueError:
+        sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        raise InvalidError(
+            f"config.model.heads={num_heads} does not divide over the devices that share the heads (mesh: {sizes}); "
+            "make topology.mesh.tensor a divisor of it"
+        ) from None
+
+
+def residual_stddev(config: DecoderConfig) -> float:
+    """Of the matmuls whose results are added to the residual stream."""
+    return INIT_STDDEV / math.sqrt(2 * config.layers)
+
+
+def _cut_by_heads(x_BxTxNxH: jax.Array) -> jax.Array:
+    return nn.with_logical_constraint(x_BxTxNxH, ("batch", "sequence", "heads", "head_dim"))
+
+
+class PretrainDecoder(BaseTrainer):
+    """Trains a decoder on the next token."""
+
+    Config = DecoderTrainerConfig
+    config: DecoderTrainerConfig
+
+    def model(self) -> Decoder:
+        """The decoder that the spec describes."""
+        config, precision = self.config, self.config.precision
+        return Decoder(config.model, self.vocabulary_size, precision.params, precision.compute, config.memory)
+
+    def family(self) -> DecoderFiles:
+        """As `transformers` has it."""
+        return DecoderFiles(self.config.model, self.vocabulary_size, self.config.data.sequence_length)
+
+    def flops_per_token(self, blueprint: Blueprint) -> Flops:
+        """By formula: causal attention as half of its square, and of a window what it sees of the row on average.
+
+        Of rows that hold several documents that is an upper bound: within a row no form leaves out other documents.
+        """
+        config, memory, length = self.config.model, self.config.memory, self.config.data.sequence_length
+        windows = [min(config.window_of(kind) or length, length) for kind in config.kinds]
+        keys = [window - window**2 / (2 * length) for window in windows]
+        has_post_norm = config.norm != "pre"  # its gradient needs the result of the layer's last matmul
+        flops = transformer_flops(
+            layers=config.layers,
+            layer_parameters=config.layer_matmul_parameters,
+            output_parameters=self.vocabulary_size * config.width,
+            attention_width=config.heads * config.head_size,
+            attended_keys=sum(keys) / len(keys),
+            remat=memory.remat,
+            last_parameters=0 if has_post_norm else config.last_matmul_parameters,
+            is_loss_recomputed=memory.loss_chunk_positions is not None,
+        )
+        return replace(flops, recomputed_per_token=flops.recomputed_per_token + self._experts_recomputed())
+
+    def _experts_recomputed(self) -> float:
+        """FLOPs of routed experts whose results `dots` does not keep, since no plain matmul makes them."""
+        moe, memory = self.config.model.moe, self.config.memory
+        if moe is None or memory.remat != "dots":
+            return 0.0
+        share = moe.experts_per_token / (moe.experts_per_token + moe.shared_experts)
+        layers = self.config.model.layers - moe.dense_layers
+        return 2 * layers * share * self.config.model.expert_matmul_parameters
+
+    def sizing(self, tensor: int) -> Sizing:
+        """By formula. A layer keeps its input, two normalised copies and the stream between, whole, and of every norm
+        after a part that part's result; and q, k, v, attention's result and the parts of the MLP's hidden layer, cut
+        by heads or columns.
+        """
+        config = self.config.model
+        query, keys = config.heads * config.head_size, 2 * config.key_heads * config.head_size
+        halves = 1 if config.mlp == "squared_relu" else 2
+        norms = {"pre": 4, "post": 4, "both": 6}[config.norm]
+        return transformer_sizing(
+            layers=config.layers,
+            width=config.width,
+            output_width=self.vocabulary_size,
+            sequence_length=self.config.data.sequence_length,
+            itemsize=jnp.dtype(self.config.precision.compute).itemsize,
+            memory=self.config.memory,
+            tensor=tensor,
+            kept=norms * config.width + (2 * query + keys + (halves + 1) * config.mlp_width) / tensor,
+            kept_of_dots=3 * config.width + (query + keys + halves * config.mlp_width) / tensor,
+        )
+
+    def search_space(self) -> dict[str, tuple[Any, ...]]:
+        """What is kept, and whether the loss is computed in chunks."""
+        return memory_choices(self.config.data.sequence_length)
+
+    @classmethod
+    def forward(
+        cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Summed cross entropy, in training with the z-loss and the losses of routers."""
+        loss_sum, sown = apply_fn(
+            {"params": params},
+            batch["x"],
+            targets=(batch["y"], target_weights(batch)),
+            **document_arguments(apply_fn, batch),
+            deterministic=key is None,
+            mutable=[STATISTICS],
+        )
+        return loss_sum, sown.get(STATISTICS, {})
+
+    @classmethod
+    def update_variables(cls, variables: Any, statistics: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """The biases that balance the load of experts, and what a row tells of each layer that has experts."""
+        config, moe = cls.config.model, cls.config.model.moe
+        assert moe is not None, "statistics are of layers with experts"
+        found = scalars(_by_layer(config, statistics), moe)
+        if BALANCE not in variables:
+            return variables, found
+
+        def moved(layer: Any, statistics: Statistics) -> Any:
+            return {"moe": {"bias": next_biases(layer["moe"]["bias"], statistics["load_E"], moe.bias_rate or 0.0)}}
+
+        biases = {
+            stage: {name: moved(layer, statistics[stage][name]) for name, layer in layers.items()}
+            for stage, layers in variables[BALANCE].items()
+        }
+        return variables | {BALANCE: biases}, found

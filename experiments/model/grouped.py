@@ -1,0 +1,188 @@
+"""Matmuls of tokens that are grouped by expert, in the form that is fast on the platform. Knows no router.
+
+Assignments of tokens to experts are laid out expert by expert in P slots, multiplied, and added up token by token.
+Three layouts:
+
+- `batched`, where no expert gets more than a fixed number of rows: that many slots each, one batch of matmuls.
+- `blocked`: slots of an expert begin at a multiple of a block, and a loop multiplies block by block with the one expert
+  it belongs to. No work but the rest of the last block of each. On CPU and GPU, where `jax.lax.ragged_dot` multiplies
+  all rows by all experts.
+- `ragged`: without gaps, by `jax.lax.ragged_dot`. On TPU, which has it in hardware's own tiles.
+
+Between tokens and slots every array is gathered, in the backward pass too, and never scattered.
+
+Shape legend: M tokens, K experts of a token, A = M * K assignments, E experts, P slots, N blocks of slots, D width, F
+width of an expert's hidden layer, I and O input and output of one matmul.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MIN_BLOCK, MAX_BLOCK = 8, 256
+Matmul = Callable[[jax.Array, jax.Array], jax.Array]  # ((P, I), (E, I, O)) -> (P, O), each slot by its expert
+
+
+class Layout(NamedTuple):
+    """Where each assignment lies."""
+
+    slots: jax.Array  # (M, K), P of what is not routed
+    assignments: jax.Array  # (P), A of a slot that is empty
+
+
+def grouped(
+    x_MxD: jax.Array,
+    experts_MxK: jax.Array,
+    weights_MxK: jax.Array,
+    kept_MxK: jax.Array,
+    apply: Callable[[jax.Array, Matmul], jax.Array],
+    *,
+    num_experts: int,
+    most_rows: int | None,
+    platform: str,
+) -> jax.Array:
+    """Return for every token the sum of what its experts make of it, each times its weight: (M, D), of the type of `x`.
+
+    `apply(x_PxD, matmul)` is the experts' function of the rows at hand. What is not kept is not computed, and counts
+    nothing. With `most_rows` no expert may have more rows than that.
+    """
+    chosen_MxKxE = (experts_MxK[..., None] == jnp.arange(num_experts)) & kept_MxK[..., None]
+    place_MxE = jnp.cumsum(jnp.any(chosen_MxKxE, axis=1), axis=0, dtype=jnp.int32)
+    rank_MxK = jnp.sum(jnp.where(chosen_MxKxE, place_MxE[:, None] - 1, 0), axis=-1)
+    num_slots, starts_E, matmul = _layout(place_MxE[-1], experts_MxK.size, num_experts, most_rows, platform)
+    slot_MxK = jnp.where(kept_MxK, starts_E[experts_MxK] + rank_MxK, num_slots)
+    assignments = jnp.arange(slot_MxK.size, dtype=jnp.int32)
+    empty_P = jnp.full(num_slots, slot_MxK.size, jnp.int32)
+    layout = Layout(slot_MxK, empty_P.at[slot_MxK.reshape(-1)].set(assignments, mode="drop"))
+    return _combine(apply(_dispatch(x_MxD, layout), matmul), weights_MxK, layout)
+
+
+def _layout(
+    counts_E: jax.Array, num_assignments: int, num_experts: int, most_rows: int | None, platform: str
+) -> tuple[int, jax.Array, Matmul]:
+    """Number of slots, the first of each expert, and the matmul of slots by their experts."""
+    if most_rows is not None:
+        return num_experts * most_rows, jnp.arange(num_experts) * most_rows, batched_matmul
+    if platform == "tpu":
+        return num_assignments, jnp.cumsum(counts_E) - counts_E, functools.partial(_ragged_matmul, counts_E)
+    block = block_rows(num_assignments, num_experts)
+    num_blocks = (num_assignments + num_experts * (block - 1)) // block
+    ends_E = jnp.cumsum(-(-counts_E // block))
+    expert_N = jnp.sum(jnp.arange(num_blocks)[:, None] >= ends_E[:-1], axis=1, dtype=jnp.int32)
+    starts_E = block * (ends_E + counts_E // -block)
+    return num_blocks * block, starts_E, functools.partial(blocked_matmul, expert_N, ends_E[-1], block)
+
+
+def block_rows(num_assignments: int, num_experts: int) -> int:
+    """Rows of a block: a power of two, about a quarter of what an expert has on average."""
+    rows = MIN_BLOCK
+    while 2 * rows <= min(MAX_BLOCK, num_assignments // (4 * num_experts)):
+        rows *= 2
+    return rows
+
+
+@jax.custom_vjp
+def _dispatch(x_MxD: jax.Array, layout: Layout) -> jax.Array:
+    """The tokens in their slots, (P, D); in an empty slot stands some token."""
+    return x_MxD[_token_of_slot(layout)]
+
+
+def _dispatch_forward(x_MxD: jax.Array, layout: Layout) -> tuple[jax.Array, Layout]:
+    return _dispatch(x_MxD, layout), layout
+
+
+def _dispatch_backward(layout: Layout, dx_PxD: jax.Array) -> tuple[jax.Array, None]:
+    dx_MxD = jnp.sum(_in_tokens(dx_PxD, layout), axis=1, dtype=jnp.float32)
+    return dx_MxD.astype(dx_PxD.dtype), None
+
+
+_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@jax.custom_vjp
+def _combine(y_PxD: jax.Array, weights_MxK: jax.Array, layout: Layout) -> jax.Array:
+    """The sum over each token's slots, weighted; in float32, (M, D) in the type of `y`."""
+    y_MxKxD = _in_tokens(y_PxD, layout).astype(jnp.float32)
+    return jnp.sum(y_MxKxD * weights_MxK[..., None].astype(jnp.float32), axis=1).astype(y_PxD.dtype)
+
+
+def _combine_forward(y_PxD: jax.Array, weights_MxK: jax.Array, layout: Layout) -> tuple[jax.Array, Any]:
+    return _combine(y_PxD, weights_MxK, layout), (y_PxD, weights_MxK, layout)
+
+
+def _combine_backward(kept: Any, dy_MxD: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    y_PxD, weights_MxK, layout = kept
+    dy_Mx1xD = dy_MxD[:, None].astype(jnp.float32)
+    dweights_MxK = jnp.sum(_in_tokens(y_PxD, layout).astype(jnp.float32) * dy_Mx1xD, axis=-1)
+    weight_P = weights_MxK.reshape(-1).at[layout.assignments].get(mode="fill", fill_value=0)
+    dy_PxD = dy_MxD[_token_of_slot(layout)].astype(jnp.float32) * weight_P[:, None].astype(jnp.float32)
+    return dy_PxD.astype(y_PxD.dtype), dweights_MxK.astype(weights_MxK.dtype), None
+
+
+_combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _token_of_slot(layout: Layout) -> jax.Array:
+    M, K = layout.slots.shape
+    return jnp.minimum(layout.assignments // K, M - 1)
+
+
+def _in_tokens(x_PxD: jax.Array, layout: Layout) -> jax.Array:
+    """What stands in each token's slots, (M, K, D); nothing for what is not routed."""
+    return x_PxD.at[layout.slots].get(mode="fill", fill_value=0)
+
+
+def batched_matmul(x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
+    """Each expert by as many slots, (P, O)."""
+    E, I, O = w_ExIxO.shape  # noqa: E741
+    return jnp.einsum("epi,eio->epo", x_PxI.reshape(E, -1, I), w_ExIxO).reshape(-1, O)
+
+
+def _ragged_matmul(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
+    return lax.ragged_dot(x_PxI, w_ExIxO, counts_E)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def blocked_matmul(
+    expert_N: jax.Array, num_blocks: jax.Array, block: int, x_PxI: jax.Array, w_ExIxO: jax.Array
+) -> jax.Array:
+    """Each block of slots by the expert that `expert_N` names; of the blocks only the first `num_blocks`. (P, O)"""
+
+    def multiply(number: jax.Array, y_PxO: jax.Array) -> jax.Array:
+        x_bxI = lax.dynamic_slice_in_dim(x_PxI, number * block, block)
+        y_bxO = jnp.dot(x_bxI, w_ExIxO[expert_N[number]])
+        return lax.dynamic_update_slice_in_dim(y_PxO, y_bxO, number * block, axis=0)
+
+    return lax.fori_loop(0, num_blocks, multiply, jnp.zeros((x_PxI.shape[0], w_ExIxO.shape[2]), x_PxI.dtype))
+
+
+def _blocked_forward(
+    expert_N: jax.Array, num_blocks: jax.Array, block: int, x_PxI: jax.Array, w_ExIxO: jax.Array
+) -> tuple[jax.Array, Any]:
+    return blocked_matmul(expert_N, num_blocks, block, x_PxI, w_ExIxO), (expert_N, num_blocks, x_PxI, w_ExIxO)
+
+
+def _blocked_backward(block: int, kept: Any, dy_PxO: jax.Array) -> tuple[None, None, jax.Array, jax.Array]:
+    expert_N, num_blocks, x_PxI, w_ExIxO = kept
+
+    def multiply(number: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        dx_PxI, dw_ExIxO = sums
+        expert, start = expert_N[number], number * block
+        x_bxI, dy_bxO = (lax.dynamic_slice_in_dim(rows, start, block) for rows in (x_PxI, dy_PxO))
+        dx_bxI = jnp.dot(dy_bxO, w_ExIxO[expert].T)
+        dw_IxO = dw_ExIxO[expert] + jnp.dot(x_bxI.T, dy_bxO, preferred_element_type=jnp.float32)
+        return (
+            lax.dynamic_update_slice_in_dim(dx_PxI, dx_bxI, start, axis=0),
+            lax.dynamic_update_index_in_dim(dw_ExIxO, dw_IxO, expert, axis=0),
+        )
+
+    zeros = jnp.zeros_like(x_PxI), jnp.zeros(w_ExIxO.shape, jnp.float32)
+    dx_PxI, dw_ExIxO = lax.fori_loop(0, num_blocks, multiply, zeros)
+    return None, None, dx_PxI, dw_ExIxO.astype(w_ExIxO.dtype)
+
+
+blocked_matmul.defvjp(_blocked_forward, _blocked_backward)

@@ -1,0 +1,139 @@
+"""Published models by name: the keys of `config.model` that describe each, as its config.json has them.
+
+Knows nothing of what the keys do. A preset is a starting point: what a spec gives beside it replaces its values.
+"""
+
+from typing import Any
+
+from runner.storage import JsonObject
+
+Keys = JsonObject
+
+
+def _sizes(layers: int, width: int, heads: int, key_value_heads: int, mlp_width: int) -> Keys:
+    sizes = {"layers": layers, "width": width, "heads": heads, "key_value_heads": key_value_heads}
+    return sizes | {"mlp_width": mlp_width}
+
+
+def _llama2(*sizes: int) -> Keys:
+    return _sizes(*sizes) | {"vocabulary_size": 32_000}
+
+
+def _llama3(*sizes: int, factor: float | None = None, **others: Any) -> Keys:
+    rope: Keys = {"theta": 500_000.0}
+    if factor is not None:
+        rope["scaling"] = {"name": "llama3", "factor": factor, "original_positions": 8192}
+    return _sizes(*sizes) | {"rope": rope, "vocabulary_size": 128_256} | others
+
+
+def _qwen25(*sizes: int, **others: Any) -> Keys:
+    of_all = {"rope": {"theta": 1_000_000.0}, "bias": {"query_key_value": True}, "norm_epsilon": 1e-6}
+    return _sizes(*sizes) | of_all | {"vocabulary_size": 152_064} | others
+
+
+def _qwen3(*sizes: int, **others: Any) -> Keys:
+    of_all = {"rope": {"theta": 1_000_000.0}, "head_dim": 128, "query_key_norm": "head", "norm_epsilon": 1e-6}
+    return _sizes(*sizes) | of_all | {"vocabulary_size": 151_936} | others
+
+
+def _mistral(*sizes: int, **others: Any) -> Keys:
+    return _sizes(*sizes) | others
+
+
+def _gemma(*sizes: int, head_dim: int, query_scale_of: int, **others: Any) -> Keys:
+    norms = {"norm": "both", "norm_epsilon": 1e-6, "norm_offset": True}
+    embedding = {"tied_embedding": True, "embedding_scale": "sqrt_width"}
+    heads = {"head_dim": head_dim, "query_scale": query_scale_of**-0.5}
+    return _sizes(*sizes) | {"mlp": "geglu"} | norms | embedding | heads | others
+
+
+def _gemma2(*sizes: int, head_dim: int, query_scale_of: int) -> Keys:
+    windows: Keys = {"layer_pattern": ["window", "full"], "window": 4096}
+    softcaps = {"attention_softcap": 50.0, "logit_softcap": 30.0}
+    own = _gemma(*sizes, head_dim=head_dim, query_scale_of=query_scale_of)
+    return own | windows | softcaps | {"vocabulary_size": 256_000}
+
+
+def _gemma3(
+    *sizes: int, head_dim: int = 256, query_scale_of: int = 256, factor: float | None = 8.0, **others: Any
+) -> Keys:
+    rope: Keys = {"theta": 1_000_000.0}
+    if factor is not None:
+        rope["scaling"] = {"name": "linear", "factor": factor}
+    windows: Keys = {"layer_pattern": ["window"] * 5 + ["full"], "window": 1024, "window_rope": {"theta": 10_000.0}}
+    own = _gemma(*sizes, head_dim=head_dim, query_scale_of=query_scale_of)
+    return own | windows | {"rope": rope, "query_key_norm": "head", "vocabulary_size": 262_208} | others
+
+
+def _olmo2(*sizes: int) -> Keys:
+    norms = {"norm": "post", "norm_epsilon": 1e-6, "query_key_norm": "whole"}
+    return _sizes(*sizes) | norms | {"rope": {"theta": 500_000.0}, "vocabulary_size": 100_352}
+
+
+def _olmoe(*sizes: int, experts: int) -> Keys:
+    moe = {"experts": experts, "experts_per_token": 8, "normalise_gates": False}
+    return _sizes(*sizes) | {"query_key_norm": "whole", "moe": moe, "vocabulary_size": 50_304}
+
+
+def _smollm2(*sizes: int, theta: float = 100_000.0) -> Keys:
+    return _sizes(*sizes) | {"rope": {"theta": theta}, "tied_embedding": True, "vocabulary_size": 49_152}
+
+
+def _smollm3(*sizes: int) -> Keys:
+    layers: Keys = {"layer_pattern": ["full"] * 3 + ["no_rope"], "rope": {"theta": 5_000_000.0}}
+    return _sizes(*sizes) | layers | {"norm_epsilon": 1e-6, "tied_embedding": True, "vocabulary_size": 128_256}
+
+
+PRESETS: dict[str, Keys] = {
+    "llama2_7b": _llama2(32, 4096, 32, 32, 11_008),
+    "llama2_13b": _llama2(40, 5120, 40, 40, 13_824),
+    "llama2_70b": _llama2(80, 8192, 64, 8, 28_672),
+    "llama3_8b": _llama3(32, 4096, 32, 8, 14_336),
+    "llama3_70b": _llama3(80, 8192, 64, 8, 28_672),
+    "llama3.1_8b": _llama3(32, 4096, 32, 8, 14_336, factor=8.0),
+    "llama3.1_70b": _llama3(80, 8192, 64, 8, 28_672, factor=8.0),
+    "llama3.1_405b": _llama3(126, 16_384, 128, 8, 53_248, factor=8.0),
+    "llama3.2_1b": _llama3(16, 2048, 32, 8, 8192, factor=32.0, tied_embedding=True),
+    "llama3.2_3b": _llama3(28, 3072, 24, 8, 8192, factor=32.0, tied_embedding=True),
+    "qwen2.5_0.5b": _qwen25(24, 896, 14, 2, 4864, vocabulary_size=151_936, tied_embedding=True),
+    "qwen2.5_1.5b": _qwen25(28, 1536, 12, 2, 8960, vocabulary_size=151_936, tied_embedding=True),
+    "qwen2.5_3b": _qwen25(36, 2048, 16, 2, 11_008, vocabulary_size=151_936, tied_embedding=True),
+    "qwen2.5_7b": _qwen25(28, 3584, 28, 4, 18_944),
+    "qwen2.5_14b": _qwen25(48, 5120, 40, 8, 13_824, norm_epsilon=1e-5),
+    "qwen2.5_32b": _qwen25(64, 5120, 40, 8, 27_648, norm_epsilon=1e-5),
+    "qwen2.5_72b": _qwen25(80, 8192, 64, 8, 29_568, norm_epsilon=1e-5),
+    "qwen3_0.6b": _qwen3(28, 1024, 16, 8, 3072, tied_embedding=True),
+    "qwen3_1.7b": _qwen3(28, 2048, 16, 8, 6144, tied_embedding=True),
+    "qwen3_4b": _qwen3(36, 2560, 32, 8, 9728, tied_embedding=True),
+    "qwen3_8b": _qwen3(36, 4096, 32, 8, 12_288),
+    "qwen3_14b": _qwen3(40, 5120, 40, 8, 17_408),
+    "qwen3_32b": _qwen3(64, 5120, 64, 8, 25_600),
+    "mistral_7b": _mistral(32, 4096, 32, 8, 14_336, window=4096, layer_pattern=["window"], vocabulary_size=32_000),
+    "mistral_7b_v0.3": _mistral(32, 4096, 32, 8, 14_336, rope={"theta": 1_000_000.0}, vocabulary_size=32_768),
+    "mistral_nemo_12b": _mistral(
+        *(40, 5120, 32, 8, 14_336), head_dim=128, rope={"theta": 1_000_000.0}, vocabulary_size=131_072
+    ),
+    "mixtral_8x7b": _mistral(
+        *(32, 4096, 32, 8, 14_336),
+        rope={"theta": 1_000_000.0},
+        moe={"experts": 8, "experts_per_token": 2},
+        vocabulary_size=32_000,
+    ),
+    "qwen3_30b_a3b": _qwen3(48, 2048, 32, 4, 768, moe={"experts": 128, "experts_per_token": 8}),
+    "olmoe_1b_7b": _olmoe(16, 2048, 16, 16, 1024, experts=64),
+    "gemma2_2b": _gemma2(26, 2304, 8, 4, 9216, head_dim=256, query_scale_of=256),
+    "gemma2_9b": _gemma2(42, 3584, 16, 8, 14_336, head_dim=256, query_scale_of=256),
+    "gemma2_27b": _gemma2(46, 4608, 32, 16, 36_864, head_dim=128, query_scale_of=144),
+    "gemma3_1b": _gemma3(26, 1152, 4, 1, 6912, window=512, factor=None, vocabulary_size=262_144),
+    "gemma3_4b": _gemma3(34, 2560, 8, 4, 10_240),
+    "gemma3_12b": _gemma3(48, 3840, 16, 8, 15_360),
+    "gemma3_27b": _gemma3(62, 5376, 32, 16, 21_504, head_dim=128, query_scale_of=168),
+    "olmo2_1b": _olmo2(16, 2048, 16, 16, 8192),
+    "olmo2_7b": _olmo2(32, 4096, 32, 32, 11_008),
+    "olmo2_13b": _olmo2(40, 5120, 40, 40, 13_824),
+    "olmo2_32b": _olmo2(64, 5120, 40, 8, 27_648),
+    "smollm2_135m": _smollm2(30, 576, 9, 3, 1536),
+    "smollm2_360m": _smollm2(32, 960, 15, 5, 2560),
+    "smollm2_1.7b": _smollm2(24, 2048, 32, 32, 8192, theta=130_000.0),
+    "smollm3_3b": _smollm3(36, 2048, 16, 4, 11_008),
+}

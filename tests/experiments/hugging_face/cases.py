@@ -1,0 +1,60 @@
+"""Small models of each family, as arguments of the config classes of transformers, with what can differ in each.
+
+The first of a family has a fixture in `fixtures/`, which `write.py` makes with the real library.
+"""
+
+from typing import Any
+
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+UNGROUPED = {"num_attention_heads": 2, "num_key_value_heads": 2}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BASE = SIZES | GROUPED | TOKENS | {"max_position_embeddings": 64, "initializer_range": 0.3}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+ORIGINAL = {"original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+THETA = {"rope_theta": 100.0}
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+DENSE_FIRST = EXPERTS | {"moe_intermediate_size": 12, "mlp_only_layers": [0], "num_hidden_layers": 3}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_scaling": LLAMA3 | ORIGINAL, **THETA}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {"rope_scaling": YARN | ORIGINAL, "tie_word_embeddings": True, **THETA}),
+    "qwen3": ("qwen3", {}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 4}),
+    "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 12, "num_hidden_layers": 3}),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 5, "sliding_window_pattern": 2, "num_hidden_layers": 5, "rope_scaling": LINEAR},
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", DENSE_FIRST | {"norm_topk_prob": True}),
+    "olmoe": ("olmoe", EXPERTS | {"head_dim": 4, "num_key_value_heads": 4}),
+    # The rest is compared live alone.
+    "llama-ungrouped": ("llama", UNGROUPED),
+    "llama-linear": ("llama", {"rope_scaling": LINEAR, **THETA}),
+    "llama-yarn": ("llama", {"rope_scaling": YARN | ORIGINAL | {"beta_fast": 4.0, "beta_slow": 0.5}, **THETA}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral-without-window": ("mistral", {"sliding_window": None}),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3-ungrouped": ("qwen3", UNGROUPED | {"tie_word_embeddings": True}),
+    "olmo2-grouped": ("olmo2", {"attention_bias": True}),
+    "gemma2-without-softcaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-tight-softcaps": ("gemma2", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5}),
+    "qwen3_moe-all-sparse": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 12}),
+    "olmoe-normalised": ("olmoe", EXPERTS | {"head_dim": 4, "norm_topk_prob": True}),
+    "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 2.0, "num_hidden_layers": 7, "sliding_window": 3}),
+}
+DAILY = [name for name in CASES if "-" not in name]
+
+
+def arguments(name: str) -> tuple[str, dict[str, Any]]:
+    """The model_type and the config class's arguments of a case."""
+    model_type, changes = CASES[name]
+    return model_type, BASE | changes

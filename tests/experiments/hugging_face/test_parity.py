@@ -1,0 +1,99 @@
+"""Decoders compute what transformers computes: on fixtures that it has written, and in the soak on live models.
+
+Shape legend: B batch, T sequence, V vocabulary.
+"""
+
+import importlib
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from experiments.model.decoder import Decoder
+from experiments.model.dialect import FAMILIES, decoder_of
+from experiments.model.hugging_face import DecoderFiles
+from tests.experiments.hugging_face.cases import CASES, DAILY
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TOKENS_BxT = np.random.default_rng(1).integers(0, 64, (2, 24))
+
+
+def files_of(config, sequence_length=64):
+    return DecoderFiles(config, 64, sequence_length)
+
+
+def params_from(tensors, files):
+    """The parameters that these tensors are, each stacked from its pieces; every tensor is used once."""
+    slices = {}
+    left = dict(tensors)
+    for piece in files.pieces():
+        tensor = left.pop(piece.tensor)
+        slices.setdefault(piece.leaf, {})[piece.index] = tensor.T if piece.transpose else tensor
+    assert left == {}
+    params = {}
+    for leaf, found in slices.items():
+        *parents, name = leaf.split(".")
+        section = params
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        places = sorted(found)
+        stacked = np.stack([found[place] for place in places])
+        section[name] = stacked.reshape(*(last + 1 for last in places[-1]), *stacked.shape[1:])
+    return params
+
+
+def our_logits(config, params):
+    model = Decoder(config, 64)
+    return np.asarray(jax.jit(lambda params: model.apply({"params": params}, TOKENS_BxT, deterministic=True))(params))
+
+
+def assert_same_logits(actual_BxTxV, expected_BxTxV):
+    np.testing.assert_allclose(actual_BxTxV, expected_BxTxV, atol=1e-4, rtol=0)
+    assert (actual_BxTxV.argmax(-1) == expected_BxTxV.argmax(-1)).mean() >= 0.999
+
+
+def test_every_family_has_a_fixture():
+    assert {CASES[name][0] for name in DAILY} == set(FAMILIES)
+
+
+SPARED = ("mistral", "qwen3", "smollm3", "olmoe")  # whose every part is in another family too
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in SPARED else name for name in DAILY]
+)
+def test_a_family_computes_what_transformers_has_computed(name):
+    config = decoder_of(json.loads((FIXTURES / name / "config.json").read_text()))
+    params = params_from(load_file(FIXTURES / name / "model.safetensors"), files_of(config))
+    assert_same_logits(our_logits(config, params), np.load(FIXTURES / name / "logits.npy"))
+
+
+@pytest.mark.parametrize("name", DAILY)
+def test_what_a_decoder_writes_as_its_config_describes_it(name):
+    found = json.loads((FIXTURES / name / "config.json").read_text())
+    files = files_of(decoder_of(found))
+    written = files.config()
+    assert (written["model_type"], written["architectures"]) == (found["model_type"], found["architectures"])
+    assert files.differences(found) == files.differences(written) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CASES)
+def test_a_decoder_computes_what_transformers_computes_and_the_other_way_round(name, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs pip install 'runner[parity]'")
+    write = importlib.import_module("tests.experiments.hugging_face.write")
+    model = write.make(name)
+    expected_BxTxV = write.logits_of(model, TOKENS_BxT)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    found = model.config.to_dict()
+    files = files_of(decoder_of(found))
+    assert_same_logits(our_logits(decoder_of(found), params_from(tensors, files)), expected_BxTxV)
+
+    written = transformers.AutoConfig.for_model(**files.config(), attn_implementation="eager")
+    again = transformers.AutoModelForCausalLM.from_config(written).float().eval()
+    again.load_state_dict(model.state_dict())
+    np.testing.assert_array_equal(write.logits_of(again, TOKENS_BxT), expected_BxTxV)

@@ -1,0 +1,48 @@
+"""Write the fixtures anew: `python -m tests.experiments.hugging_face.write`, with torch and transformers installed.
+
+Each is a directory as `save_pretrained` leaves it, with the logits of some tokens beside it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from tests.experiments.hugging_face.cases import DAILY, arguments
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TOKENS_BxT = np.random.default_rng(1).integers(0, 64, (2, 24))
+
+
+def make(name: str) -> Any:
+    """A small random model of transformers, float32, whose every parameter matters."""
+    model_type, options = arguments(name)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **options, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # scales of norms and biases, which begin as ones or zeros
+                parameter += 0.2 * torch.randn(parameter.shape)
+    return model
+
+
+def logits_of(model: Any, tokens_BxT: np.ndarray) -> np.ndarray:
+    """What the model says of each next token, (B, T, V)."""
+    with torch.no_grad():
+        return model(torch.tensor(tokens_BxT)).logits.numpy()
+
+
+def main() -> None:
+    """Write every daily case."""
+    for name in DAILY:
+        model = make(name)
+        model.save_pretrained(FIXTURES / name)
+        np.save(FIXTURES / name / "logits.npy", logits_of(model, TOKENS_BxT))
+        print(name, sum(path.stat().st_size for path in (FIXTURES / name).iterdir()) // 1000, "kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Every form of causal attention computes the same function.
+
+Shape legend: B batch, T sequence, N heads of queries, K heads of keys and values, H width of a head of queries and
+keys, W width of a head of values.
+"""
+
+import functools
+import re
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.model.attention import (
+    BLOCKS,
+    FORMS,
+    SPLASH,
+    blocked_attention,
+    cached_attention,
+    causal_attention,
+    splash_attention,
+    xla_attention,
+)
+from runner.errors import InvalidError
+from runner.train.state import sharding_rules
+from tests.support.tiny import mesh_of
+
+ON_A_CPU = [causal_attention, xla_attention]
+SPLITS = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 2, 4), (4, 1, 2)]
+
+
+class Case(NamedTuple):
+    """Sizes of arrays, and what attention is asked for beside plain rows."""
+
+    T: int = 150
+    N: int = 4
+    K: int = 4
+    H: int = 8
+    W: int = 8
+    B: int = 2
+    segments: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+
+    @property
+    def options(self):
+        names = ("window", "softcap", "scale")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def arrays(self):
+        """Return queries, keys, values and an output gradient."""
+        generator = np.random.default_rng(0)
+        shapes = [(self.N, self.H), (self.K, self.H), (self.K, self.W), (self.N, self.W)]
+        return [generator.normal(size=(self.B, self.T, *shape)).astype(np.float32) for shape in shapes]
+
+    def segments_of_rows(self):
+        """Several segments in every row, other ones in each, and padding at the end; none if the case has none."""
+        if not self.segments:
+            return []
+        generator = np.random.default_rng(1)
+        cuts_Bx4 = np.sort(generator.integers(0, self.T + 1, (self.B, 4)))
+        number_BxT = 1 + (np.arange(self.T) >= cuts_Bx4[:, :3, None]).sum(1)
+        return [np.where(np.arange(self.T) < cuts_Bx4[:, 3:], number_BxT, 0).astype(np.int32)]
+
+
+ALL_BUT_CAP = Case(segments=True, window=20, N=4, K=2, scale=0.3)
+CASES = [
+    *((form, case) for form in ON_A_CPU for case in (Case(), ALL_BUT_CAP)),
+    *(
+        (causal_attention, case)
+        for case in (
+            Case(T=1),
+            Case(T=64, N=4, K=1),
+            Case(window=1),
+            Case(window=150, softcap=2.0),
+            Case(T=600, B=1, N=4, K=2, W=16, segments=True, window=50, softcap=1.5, scale=0.5),
+        )
+    ),
+    *(
+        pytest.param(form, case, marks=pytest.mark.soak)
+        for form in ON_A_CPU
+        for case in (
+            *(Case(T) for T in (1, 16, 64, 100, 128, 600)),
+            *(Case(N=6, K=K) for K in (1, 2, 3)),
+            *(Case(window=window) for window in (1, 2, 63, 64, 65, 149, 150, 1000)),
+            Case(T=600, window=70, N=4, K=2),
+            Case(scale=0.2),
+            Case(segments=True),
+        )
+    ),
+    *(
+        pytest.param(causal_attention, case, marks=pytest.mark.soak)
+        for case in (Case(softcap=2.0), Case(W=4), Case(W=16, segments=True), Case(softcap=50.0, scale=3.0))
+    ),
+]
+
+
+def reference(case, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW, segments_BxT=None):
+    """Output and gradients in float64, one head of queries at a time."""
+    q, k, v, g = (x.astype(np.float64) for x in (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW))
+    (B, T, N), scale = q.shape[:3], case.scale or 1 / np.sqrt(q.shape[3])
+    results = [np.zeros_like(x) for x in (g, q, k, v)]
+    segments_BxT = np.ones((B, T)) if segments_BxT is None else segments_BxT
+    distance_TxT = np.arange(T)[:, None] - np.arange(T)
+    for b, n in np.ndindex(B, N):
+        head = (b, slice(None), n), (b, slice(None), n // (N // k.shape[2]))
+        q_TxH, k_TxH, v_TxW, g_TxW = q[head[0]], k[head[1]], v[head[1]], g[head[0]]
+        s_TxT, slope_TxT = q_TxH @ k_TxH.T * scale, np.full((T, T), scale)
+        if case.softcap:
+            tanh_TxT = np.tanh(s_TxT / case.softcap)
+            s_TxT, slope_TxT = case.softcap * tanh_TxT, scale * (1 - tanh_TxT**2)
+        p_TxT = np.exp(s_TxT) * (distance_TxT >= 0) * (distance_TxT < (case.window or T))
+        p_TxT *= segments_BxT[b][:, None] == segments_BxT[b]
+        p_TxT /= p_TxT.sum(axis=1, keepdims=True)
+        dp_TxT = g_TxW @ v_TxW.T
+        ds_TxT = p_TxT * (dp_TxT - (p_TxT * dp_TxT).sum(axis=1, keepdims=True)) * slope_TxT
+        results[0][head[0]] = p_TxT @ v_TxW
+        results[1][head[0]] = ds_TxT @ k_TxH
+        results[2][head[1]] += ds_TxT.T @ q_TxH
+        results[3][head[1]] += p_TxT.T @ g_TxW
+    return results
+
+
+def value_and_gradients(form, q, k, v, g, *segments, **options):
+    out, pullback = jax.vjp(lambda *qkv: form(*qkv, *segments, **options), q, k, v)
+    return out, *pullback(g)
+
+
+def check(form, case):
+    arrays, segments = case.arrays(), case.segments_of_rows()
+    run = jax.jit(functools.partial(value_and_gradients, form, **case.options))
+    actual = run(*map(jnp.asarray, arrays), *map(jnp.asarray, segments))
+    for got, want, tolerance in zip(actual, reference(case, *arrays, *segments), [1e-5] + [1e-4] * 3, strict=True):
+        np.testing.assert_allclose(got, want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("form", "case"), CASES)
+def test_form_equals_a_float64_reference_with_gradients(form, case):
+    check(form, case)
+
+
+TPU_CASES = [
+    Case(T=380, B=1, N=4, K=2, H=64, W=32, segments=True, window=140, softcap=2.0, scale=0.2),
+    *(
+        pytest.param(case, marks=pytest.mark.soak)
+        for case in (
+            Case(T=256, B=1, N=1, K=1, H=64, W=64),
+            Case(T=256, B=1, N=4, K=2, H=128, W=128, segments=True),
+            Case(T=384, B=1, N=1, K=1, H=64, W=64, window=1),
+        )
+    ),
+]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """TPU kernels run here."""
+    monkeypatch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
+
+
+@pytest.mark.parametrize("case", TPU_CASES)
+def test_tpu_kernel_interpreted_equals_a_float64_reference(case, interpreted):
+    check(splash_attention, case)
+
+
+@pytest.mark.parametrize(
+    ("form", "sizes"),
+    [
+        (BLOCKS, (1, 1, 8)),
+        *(pytest.param(BLOCKS, sizes, marks=pytest.mark.soak) for sizes in SPLITS),
+        pytest.param(SPLASH, (2, 1, 4), marks=pytest.mark.soak),
+    ],
+)
+def test_attention_is_the_same_in_any_split_also_where_key_heads_do_not_divide(form, sizes, interpreted, monkeypatch):
+    monkeypatch.setitem(FORMS, "cpu", (form,))
+    case = Case(T=125, N=24, K=6, B=8, segments=True, window=20, softcap=3.0)
+    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    want = jax.jit(functools.partial(value_and_gradients, blocked_attention, **case.options))(*arrays)
+    mesh = mesh_of(*sizes)
+    with sharding_rules(mesh):
+        rows, heads = nn.logical_to_mesh_axes(("batch", "heads"))
+        specs = [PartitionSpec(rows, None, heads if x.shape[2] % sizes[2] == 0 else None) for x in arrays[:4]]
+        split = jax.device_put(arrays, [NamedSharding(mesh, spec) for spec in (*specs, PartitionSpec(rows))])
+        actual = jax.jit(functools.partial(value_and_gradients, causal_attention, **case.options))(*split)
+        forward = jax.jit(functools.partial(causal_attention, **case.options)).lower(*split[:3], split[4]).compile()
+    for got, expected in zip(actual, want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert not re.findall(r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", forward.as_text())
+
+
+@pytest.mark.parametrize("form", ON_A_CPU)
+def test_future_tokens_do_not_change_past_outputs(form):
+    q, k, v, _ = map(jnp.asarray, Case().arrays())
+    changed_k, changed_v = k.at[:, 70:].add(1), v.at[:, 70:].add(1)
+    run = jax.jit(form)
+    before, after = run(q, k, v), run(q, changed_k, changed_v)
+    assert (before[:, :70] == after[:, :70]).all()
+    assert (before[:, 70:] != after[:, 70:]).any()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm", "tpu"])
+@pytest.mark.parametrize(
+    ("case", "has_kernel"),
+    [
+        (Case(T=256, H=64, W=64), True),
+        (Case(T=250, N=4, K=2, H=64, W=32, segments=True, window=100, softcap=30.0, scale=0.1), True),
+        (Case(T=100, H=64, W=64, segments=True), False),  # more than an eighth would be padding
+    ],
+)
+def test_every_platform_has_a_form_and_a_tpu_its_kernel_where_a_row_nearly_fills_its_blocks(case, has_kernel, platform):
+    q, k, v, _ = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.arrays())
+    attend = jax.jit(functools.partial(causal_attention, **case.options))
+    lowered = attend.trace(q, k, v, *case.segments_of_rows()).lower(lowering_platforms=(platform,))
+    assert ("tpu_custom_call" in lowered.as_text()) == (has_kernel and platform == "tpu")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(T=40), Case(T=40, N=4, K=1, window=7, softcap=3.0, scale=0.5, W=4)],
+    ids=["plain", "all options"],
+)
+def test_tokens_that_come_one_by_one_or_in_pieces_attend_as_in_one_row(case):
+    q, k, v, _ = map(jnp.asarray, case.arrays())
+    want = jax.jit(functools.partial(blocked_attention, **case.options))(q, k, v)
+    attend = jax.jit(functools.partial(cached_attention, **case.options))
+    cache_k, cache_v = (jnp.full((case.B, 48, *x.shape[2:]), 9.0) for x in (k, v))  # positions that none may see
+    start = 0
+    for length in (18, 1, 1, 20):
+        here = slice(start, start + length)
+        cache_k, cache_v = cache_k.at[:, here].set(k[:, here]), cache_v.at[:, here].set(v[:, here])
+        np.testing.assert_allclose(attend(q[:, here], cache_k, cache_v, start), want[:, here], atol=1e-6)
+        start += length
+
+
+def test_softmax_of_bfloat16_inputs_runs_in_float32():
+    q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in Case(T=64).arrays())
+    half = blocked_attention(q, k, v)
+    full = blocked_attention(*(x.astype(jnp.float32) for x in (q, k, v)))
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(jnp.float32), full, atol=0.03)
+    assert "exp bf16" not in str(jax.make_jaxpr(blocked_attention)(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case(N=6, K=4), "6 heads of queries do not divide over 4 heads of keys and values; use a multiple of 4"),
+        (Case(window=0), "window=0 lets a query see nothing; use 1 or more, or null for all of its past"),
+        (Case(softcap=0.0), "softcap=0.0 is no bound of a score; use a number above 0, or null for none"),
+    ],
+)
+def test_what_no_form_can_do_is_one_line(case, message):
+    with pytest.raises(InvalidError) as error:
+        causal_attention(*case.arrays()[:3], **case.options)
+    assert str(error.value) == message

@@ -1,0 +1,276 @@
+"""The decoder: its sizes, its loops, its cache, its loss, its rows of several documents, and many devices.
+
+Shape legend: B batch, T sequence, V vocabulary.
+"""
+
+import functools
+import json
+import math
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from pydantic import ValidationError
+
+from experiments.model.config import DecoderConfig, DecoderTrainerConfig
+from experiments.model.decoder import Decoder, PretrainDecoder
+from experiments.model.preset import PRESETS
+from runner.config import MemoryConfig
+from runner.errors import InvalidError
+from runner.train.mesh import BATCH_AXES
+from runner.train.state import sharding_rules, variable_shardings
+from tests.experiments.test_documents import LENGTHS, NUM_DOCUMENTS, alone, documents, pack
+from tests.support.tiny import mesh_of
+
+SOAK = pytest.mark.soak
+VOCABULARY = 31
+# Every branch of the model at once, with more layers than whole turns of the pattern.
+EVERYTHING = {
+    "layers": 5,
+    "width": 32,
+    "heads": 8,
+    "key_value_heads": 2,
+    "head_dim": 8,
+    "mlp_width": 48,
+    "mlp": "geglu",
+    "norm": "both",
+    "norm_offset": True,
+    "query_key_norm": "head",
+    "bias": {"query_key_value": True, "attention_out": True, "mlp": True},
+    "layer_pattern": ["window", "full"],
+    "window": 9,
+    "rope": {"theta": 100.0, "scaling": {"name": "yarn", "factor": 4.0, "original_positions": 16}},
+    "window_rope": {"theta": 50.0},
+    "query_scale": 0.3,
+    "attention_softcap": 3.0,
+    "logit_softcap": 2.0,
+    "embedding_scale": "sqrt_width",
+    "z_loss": 0.1,
+}
+LLAMA = {"layers": 2, "width": 32, "heads": 4, "key_value_heads": 2, "mlp_width": 48}
+OLMO = LLAMA | {"norm": "post", "query_key_norm": "whole", "mlp": "squared_relu", "tied_embedding": True}
+MODELS = {name: keys | {"heads": 8} for name, keys in {"everything": EVERYTHING, "llama": LLAMA, "olmo": OLMO}.items()}
+LLAMA3_SCALING = {"name": "llama3", "factor": 2.0, "original_positions": 8}
+TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
+
+
+def make_decoder(keys, memory=None, **changes):
+    return Decoder(DecoderConfig(**keys | changes), VOCABULARY, memory=MemoryConfig(**memory or {}))
+
+
+def boxed_params(model):
+    return jax.eval_shape(functools.partial(model.init, deterministic=True), jax.random.key(0), TOKENS_BxT)
+
+
+@functools.cache
+def params_of(name):
+    """Random parameters, none of them a one or a zero."""
+    generator = np.random.default_rng(1)
+    shapes = nn.unbox(boxed_params(make_decoder(MODELS[name])))
+    return jax.tree.map(lambda leaf: generator.normal(0.1, 0.2, leaf.shape).astype(leaf.dtype), shapes)
+
+
+@functools.cache
+def logits_of(name):
+    model = make_decoder(MODELS[name])
+    return np.asarray(jax.jit(functools.partial(model.apply, deterministic=True))(params_of(name), TOKENS_BxT))
+
+
+# What the model is.
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama3_8b", 8_030_261_248),
+        ("qwen2.5_0.5b", 494_032_768),
+        *(
+            pytest.param(*published, marks=SOAK)
+            for published in [
+                ("llama2_7b", 6_738_415_616),
+                ("gemma3_1b", 999_885_952),
+                ("qwen3_0.6b", 596_049_920),
+                ("mistral_7b", 7_241_732_096),
+                ("gemma2_2b", 2_614_341_888),
+                ("olmo2_7b", 7_298_617_344),
+                ("smollm2_135m", 134_515_008),
+                ("smollm3_3b", 3_075_098_624),
+            ]
+        ),
+    ],
+)
+def test_a_preset_has_exactly_its_published_number_of_parameters(name, parameters):
+    config = DecoderConfig(preset=name)
+    shapes = nn.unbox(boxed_params(Decoder(config, config.vocabulary_size)))["params"]
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == parameters
+    paths = jax.tree_util.tree_leaves_with_path(shapes)
+    kernels = sum(math.prod(leaf.shape) for path, leaf in paths if path[-1].key == "kernel")
+    assert kernels == config.layers * config.layer_matmul_parameters
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_config_whose_values_other_keys_replace(name):
+    config = DecoderConfig.model_validate_json(json.dumps({"preset": name, "layers": 2, "rope": {"theta": 7.0}}))
+    preset = DecoderConfig(**PRESETS[name])
+    rope = preset.rope.model_copy(update={"theta": 7.0})
+    assert config.model_copy(update={"preset": None}) == preset.model_copy(update={"layers": 2, "rope": rope})
+    assert "preset" not in config.model_dump()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_axis_has_a_name_and_matrices_are_told_from_vectors_by_them(name):
+    is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
+    boxed = boxed_params(make_decoder(MODELS[name]))["params"]
+    for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
+        assert len(box.names) == box.value.ndim
+        assert set(box.names) <= {"vocab", "embed", "heads", "head_dim", "mlp", "layers"}
+        assert (len(set(box.names) - {"layers"}) == 2) == (path[-1].key in ("kernel", "embedding", "head"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "llama3_7b"}, r"unknown preset 'llama3_7b'; did you mean llama3_70b\?"),
+        ({"width": 33}, "width=33 does not divide over heads=4; use a multiple of 4, or set head_dim"),
+        ({"head_dim": 7}, "head_dim=7 is odd; rotary positions need pairs"),
+        ({"key_value_heads": 3}, "heads=4 does not divide over key_value_heads=3"),
+        ({"layer_pattern": ["window"]}, "layer_pattern has window layers; set window"),
+        ({"window": 4}, "window is set, and layer_pattern has no window layer that reads it"),
+        (
+            {
+                "rope": {
+                    "scaling": {"name": "llama3", "factor": 2.0, "original_positions": 8, "low_frequency_factor": 4.0}
+                }
+            },
+            "low_frequency_factor=4.0 is not below high_frequency_factor=4.0",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_with_the_numbers(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        DecoderConfig(**LLAMA | changes)
+
+
+def test_a_window_larger_than_a_row_is_refused():
+    config = {
+        "model": LLAMA | {"layer_pattern": ["window"], "window": 65},
+        "data": {"source": "python-stdlib", "sequence_length": 64},
+        "optimizer": {"learning_rate": 0.1},
+        "train": {"total_steps": 200, "global_batch_examples": 8},
+    }
+    with pytest.raises(ValidationError, match=r"window=65 is larger than a row, data.sequence_length=64"):
+        DecoderTrainerConfig(**config)
+
+
+def test_heads_that_do_not_divide_over_devices_are_refused():
+    with (
+        sharding_rules(mesh_of(1, 1, 8)),
+        pytest.raises(
+            InvalidError, match=r"config.model.heads=4 does not divide .*make topology.mesh.tensor a divisor"
+        ),
+    ):
+        boxed_params(make_decoder(LLAMA))
+
+
+# What it computes.
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("everything", marks=SOAK)])
+def test_both_layer_loops_have_the_same_weights_and_logits(name):
+    unrolled = make_decoder(MODELS[name], layer_loop="unroll")
+    shapes = jax.tree.map(lambda leaf: leaf.shape, nn.unbox(boxed_params(unrolled)))
+    assert shapes == jax.tree.map(lambda leaf: leaf.shape, params_of(name))
+    logits = jax.jit(functools.partial(unrolled.apply, deterministic=True))(params_of(name), TOKENS_BxT)
+    np.testing.assert_allclose(logits, logits_of(name), atol=1e-5)
+
+
+STEPS = [6] * 4, [13] + [1] * 11  # tokens of each call; those of one length share a program
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("everything", STEPS[0]),
+        *(pytest.param(name, lengths, marks=SOAK) for name in MODELS for lengths in STEPS),
+    ],
+)
+def test_a_cached_decode_says_what_the_whole_row_says(name, lengths):
+    model = make_decoder(MODELS[name])
+    apply = jax.jit(functools.partial(model.apply, deterministic=True))
+    (B, T), start, found = TOKENS_BxT.shape, 0, []
+    cache = model.init_cache(B, T + 3, jnp.float32)
+    for length in lengths:
+        tokens_BxT = TOKENS_BxT[:, start : start + length]
+        logits_BxTxV, cache = apply(params_of(name), tokens_BxT, cache=cache, start=start)
+        found.append(logits_BxTxV)
+        start += length
+    np.testing.assert_allclose(np.concatenate(found, axis=1), logits_of(name), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"), [pytest.param("llama", "none", marks=SOAK), pytest.param("everything", "layers", marks=SOAK)]
+)
+def test_a_loss_in_chunks_is_that_of_all_logits_which_it_never_has(name, remat):
+    weights_BxT = np.random.default_rng(2).random(TOKENS_BxT.shape).astype(np.float32)
+    model = make_decoder(MODELS[name] | {"z_loss": 0.1}, {"remat": remat, "loss_chunk_positions": 8})
+
+    def loss(params):
+        return model.apply(params, TOKENS_BxT, targets=(TOKENS_BxT, weights_BxT), deterministic=False)
+
+    log_sum_BxT = jax.nn.logsumexp(logits_of(name), axis=-1)
+    label_BxT = np.take_along_axis(logits_of(name), TOKENS_BxT[..., None], axis=-1)[..., 0]
+    expected = ((log_sum_BxT - label_BxT + 0.1 * log_sum_BxT**2) * weights_BxT).sum()
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(params_of(name)).compile()
+    np.testing.assert_allclose(compiled(params_of(name))[0], expected, rtol=1e-5)
+    shapes = [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())]
+    assert max(math.prod(shape) for shape in shapes if VOCABULARY in shape) < TOKENS_BxT.size * VOCABULARY
+
+
+# Rows of several documents, and devices.
+
+
+def loss_and_gradients(model, params, batch, mesh=None):
+    """The summed training loss of a batch, and its gradients, on one device or over a mesh."""
+    batch = batch | {"example": np.arange(len(batch["x"]))}
+    grad = jax.value_and_grad(lambda params, batch: PretrainDecoder.forward(model.apply, params, batch, key)[0])
+    key = jax.random.key(0)
+    if mesh is None:
+        return jax.device_get(jax.jit(grad)(params, batch))
+    shardings = variable_shardings(boxed_params(model)["params"], mesh)
+    rows = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+    with sharding_rules(mesh):
+        jitted = jax.jit(grad, in_shardings=(shardings, None), out_shardings=(None, shardings))
+        return jax.device_get(jitted(jax.device_put(params, shardings), rows))
+
+
+@functools.cache
+def expected_alone(name):
+    """Loss and gradients of documents that have a row each, on one device, told of no segments."""
+    model = make_decoder(MODELS[name])
+    return loss_and_gradients(model, params_of(name)["params"], alone(documents(LENGTHS)))
+
+
+SPLITS = [
+    ("llama", (1, 2, 4)),
+    *(
+        pytest.param(name, sizes, marks=SOAK)
+        for name in MODELS
+        for sizes in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (4, 1, 2), (2, 2, 2), (1, 2, 4)]
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), SPLITS)
+def test_documents_in_one_row_on_many_devices_have_the_loss_and_gradients_that_they_have_alone_on_one(name, sizes):
+    rows = documents(LENGTHS) + [[]] * (8 - len(LENGTHS))  # so that they divide over every mesh
+    model = make_decoder(MODELS[name], {"loss_chunk_positions": 32})
+    actual = loss_and_gradients(model, params_of(name)["params"], pack(rows), mesh_of(*sizes))
+    expected = expected_alone(name)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
+    for got, want in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+    assert len(rows) < NUM_DOCUMENTS

@@ -1,0 +1,253 @@
+"""A decoder with experts: what padding, a split, a cache and many devices may not change, and its biases in a run.
+
+Shape legend: S accumulation steps, B examples, T sequence length.
+"""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.model.config import DecoderConfig
+from experiments.model.decoder import Decoder, PretrainDecoder
+from runner.config import MemoryConfig
+from runner.errors import PreemptedError
+from runner.storage import parse_lines, read_json
+from runner.train.flops import matmul_flops
+from runner.train.mesh import batch_sharding
+from runner.train.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
+from tests.experiments.test_documents import LENGTHS, documents, pack
+from tests.support.tiny import StopAfter, gpt, leaves_equal, mesh_of, set_mesh
+
+SOAK = pytest.mark.soak
+KEY = jax.random.key(0)
+V, T = 31, 128
+SIZES = {"layers": 3, "width": 32, "heads": 4, "key_value_heads": 2, "mlp_width": 48}
+LOSSES = {"auxiliary_loss": 0.1, "router_z_loss": 0.01}
+EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_width": 16, "dense_layers": 1, **LOSSES}
+MODELS = {
+    "biases": EXPERTS | {"gate": "sigmoid", "shared_experts": 1, "bias_rate": 0.01},
+    "capacity": EXPERTS | {"capacity_factor": 1.0},
+}
+PATTERN = {"layer_pattern": ["window", "full"], "window": 9}  # its first turn ends in the middle of those with experts
+
+
+def make_config(name, **changes):
+    return DecoderConfig(**SIZES | {"moe": MODELS[name]} | changes)
+
+
+@functools.cache
+def trainer(name):
+    """The class of a job with this model."""
+    settings = type("Settings", (), {"model": make_config(name, **PATTERN)})
+    return type("Trainer", (PretrainDecoder,), {"config": settings})
+
+
+def model_of(name, memory=None, **changes):
+    return Decoder(make_config(name, **PATTERN, **changes), V, memory=MemoryConfig(**memory or {}))
+
+
+def make(model, key):
+    return make_state(model, key, optax.sgd(1.0), jnp.zeros((1, T), jnp.int32), deterministic=True)
+
+
+@functools.cache
+def state_of(name):
+    """With scores far enough apart, so that rounding chooses no other experts."""
+    state = jax.jit(functools.partial(make, model_of(name)))(KEY)
+    return state.replace(params=jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 2 else leaf, state.params))
+
+
+def batch_of(S, tokens_of_padding=0):
+    """Packed documents, rows with padding at both ends, and a row of padding alone."""
+    rows = pack([*documents(LENGTHS), *documents(LENGTHS[:3]), []])
+    padding = rows["segment"] == 0
+    rows = rows | {"x": np.where(padding, tokens_of_padding, rows["x"])}
+    return {name: leaf.reshape(S, 8 // S, T) for name, leaf in rows.items()}
+
+
+def step(name, S, mesh=None, tokens_of_padding=0, **memory):
+    """(parameters' step, biases, loss, figures of the row) of one train step."""
+    state, batch = state_of(name), batch_of(S, tokens_of_padding)
+    model = model_of(name, memory)
+    state = state.replace(apply_fn=model.apply)
+    train_step = functools.partial(trainer(name).train_step, accumulate_steps=S)
+    if mesh is None:
+        after, loss, meta = jax.jit(train_step)(state, batch, KEY)
+    else:
+        boxed = jax.eval_shape(functools.partial(model.init, deterministic=True), KEY, jnp.zeros((1, T), jnp.int32))
+        shardings = variable_shardings(boxed, mesh)
+        others = {name: shardings[name] for name in shardings if name != "params"}
+        abstract = abstract_state(functools.partial(make, model), KEY, shardings["params"], mesh, others)
+        state = jax.device_put(state.replace(tx=abstract.tx), shardings_of(abstract).replace(apply_fn=model.apply))
+        with sharding_rules(mesh):
+            rows = jax.device_put(batch, batch_sharding(mesh))
+            jitted = jax.jit(train_step, out_shardings=(shardings_of(abstract), None, None))
+            after, loss, meta = jitted(state, rows, KEY)
+    return jax.device_get((after.params, after.variables, loss, meta))
+
+
+@functools.cache
+def expected(name):
+    return step(name, 1)
+
+
+def assert_same_step(name, actual):
+    params, variables, loss, meta = actual
+    expected_params, expected_variables, expected_loss, expected_meta = expected(name)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    before = jax.device_get(state_of(name).params)
+    for new, want, old in zip(*map(jax.tree.leaves, (params, expected_params, before)), strict=True):
+        np.testing.assert_allclose(new - old, want - old, rtol=0, atol=1e-4 * np.abs(want - old).max())
+    assert leaves_equal(variables, expected_variables)
+    for key, value in expected_meta.items():
+        np.testing.assert_allclose(meta[key], value, rtol=0 if key.endswith(("load", "dropped")) else 1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "S"), [("biases", 4), *(pytest.param(name, S, marks=SOAK) for name in MODELS for S in (2, 8))]
+)
+def test_neither_padding_nor_a_split_into_micro_batches_changes_anything_and_no_bit_of_a_bias(name, S):
+    assert_same_step(name, step(name, S, tokens_of_padding=7))
+    figures = expected(name)[3]
+    for layer in (1, 2):
+        assert 1 < figures[f"moe/{layer}/load"] < 4
+        assert 0 < figures[f"moe/{layer}/entropy"] < np.log(8)
+    assert ("moe/1/dropped" in figures) == (name == "capacity")
+    assert "moe/0/load" not in figures
+
+
+@pytest.mark.soak
+def test_the_biases_go_towards_the_mean_load():
+    _, variables, _, _ = expected("biases")
+    biases = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(variables)])
+    assert biases.shape == (2 * 8,)
+    assert set(np.abs(biases)) <= {np.float32(0), np.float32(0.01)}
+    assert biases.min() < 0 < biases.max()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("biases", (2, 2, 2)),
+        *(
+            pytest.param(name, sizes, marks=SOAK)
+            for name in MODELS
+            for sizes in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (4, 1, 2), (1, 2, 4)]
+        ),
+    ],
+)
+def test_a_step_on_many_devices_is_that_on_one(name, sizes):
+    assert_same_step(name, step(name, 1, mesh_of(*sizes)))
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        pytest.param(name, {"remat": remat, "loss_chunk_positions": 32}, marks=SOAK)
+        for name in MODELS
+        for remat in ("dots", "layers")
+    ],
+)
+def test_what_is_computed_again_changes_nothing(name, memory):
+    assert_same_step(name, step(name, 1, **memory))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_a_cached_decode_says_what_the_whole_row_says(layer_loop):
+    model, state = model_of("biases", layer_loop=layer_loop), state_of("biases")
+    variables = {"params": state.params, "balance": jax.tree.map(lambda leaf: leaf + 0.1, state.variables["balance"])}
+    apply = jax.jit(functools.partial(model.apply, deterministic=True))
+    tokens_BxT = np.random.default_rng(0).integers(0, V, (2, 12))
+    cache, found = model.init_cache(2, 14, jnp.float32), []
+    for start in range(0, 12, 4):
+        logits_BxTxV, cache = apply(variables, tokens_BxT[:, start : start + 4], cache=cache, start=start)
+        found.append(logits_BxTxV)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), apply(variables, tokens_BxT), atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=SOAK), pytest.param("dots", marks=SOAK), "layers"])
+def test_the_formula_counts_the_experts_that_compute(remat, tmp_path):
+    """With a capacity that is met exactly the slots are as many as the assignments.
+
+    The formula leaves out what a causal mask hides, which no form does in so short a row.
+    """
+    changes = {
+        "config.model": SIZES | {"moe": MODELS["capacity"] | {"shared_experts": 1}, "vocabulary_size": V},
+        "config.memory.remat": remat,
+    }
+    job = gpt(tmp_path / "run", PretrainDecoder, **changes)
+    model = job.model()
+    tokens_BxT, weight_BxT = jnp.zeros((1, 16), jnp.int32), jnp.ones((1, 16))
+    variables = nn.unbox(jax.eval_shape(functools.partial(model.init, deterministic=True), KEY, tokens_BxT))
+
+    def loss(params):
+        return model.apply({"params": params}, tokens_BxT, targets=(tokens_BxT, weight_BxT), deterministic=False)
+
+    executed = matmul_flops(jax.make_jaxpr(jax.grad(loss))(variables["params"]), platform="cpu") / 16
+    flops = job.flops_per_token(None)
+    hidden = 3 * 2 * 32 * 8 * (6 + {"none": 1, "dots": 3, "layers": 3}[remat])
+    assert executed == flops.per_token + flops.recomputed_per_token + hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "of_a_token"),
+    [
+        ("olmoe_1b_7b", 6_919_161_856, 1.3e9),
+        pytest.param("mixtral_8x7b", 46_702_792_704, 12.9e9, marks=SOAK),
+        pytest.param("qwen3_30b_a3b", 30_532_122_624, 3.3e9, marks=SOAK),
+    ],
+)
+def test_a_preset_has_its_published_number_of_parameters_and_of_those_that_compute_a_token(
+    name, parameters, of_a_token
+):
+    config = DecoderConfig(preset=name)
+    model = Decoder(config, config.vocabulary_size)
+    shapes = jax.eval_shape(functools.partial(model.init, deterministic=True), KEY, jnp.zeros((1, 8), jnp.int32))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nn.unbox(shapes)["params"])) == parameters
+    embedding_and_head = 2 * config.vocabulary_size * config.width
+    assert config.layers * config.layer_matmul_parameters + embedding_and_head == pytest.approx(of_a_token, rel=0.02)
+
+
+# As a job.
+
+JOB = {"config.model": SIZES | {"moe": MODELS["biases"]}, "config.train.total_steps": 6, "config.eval.every_steps": 3}
+
+
+def run(directory, **changes):
+    job = gpt(directory, PretrainDecoder, **JOB, **changes)
+    job()
+    return job
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("sparse") / "whole")
+
+
+@pytest.mark.parametrize(
+    "mesh", [{}, pytest.param(set_mesh(1, 4, 2), marks=SOAK)], ids=["the same devices", "another mesh"]
+)
+def test_a_run_that_was_stopped_ends_with_the_bits_and_rows_of_the_whole_one(tmp_path, whole, mesh):
+    first = gpt(tmp_path / "run", PretrainDecoder, **JOB)
+    with pytest.raises(PreemptedError):
+        first(stop=StopAfter(first, 2))
+    again = run(tmp_path / "run", **mesh)
+    rows, expected_rows = (parse_lines((job.store.root / "metrics.jsonl").read_bytes()) for job in (again, whole))
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        for key in ("train/moe/1/load", "train/moe/2/load", "train/moe/1/entropy", "train/loss"):
+            assert row[key] == (expected_row[key] if not mesh else pytest.approx(expected_row[key], rel=0.05))
+    if not mesh:
+        assert read_json(again.store, "result.json") == read_json(whole.store, "result.json")
+        assert leaves_equal(again.state, whole.state)
+    biases = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(again.state.variables))])
+    assert 0.01 < np.abs(biases).max() <= 6 * 0.0101

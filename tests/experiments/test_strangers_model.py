@@ -1,0 +1,234 @@
+"""The model that the page on models of one's own writes: from that page alone it gets all that ours have.
+
+Shape legend: T sequence.
+"""
+
+import importlib.util
+import re
+import shutil
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+
+from runner import BaseTrainer, ExecutionSpec
+from runner.config import MemoryConfig
+from runner.storage import parse_lines, read_json, read_log
+from runner.train.flops import counted_flops, transformer_flops
+from tests.experiments.test_documents import LENGTHS, VOCABULARY, T, alone, assert_same, documents, pack
+from tests.support.tiny import FACTORISATIONS, ROOT, TEXT, merge, set_mesh
+
+SOAK = pytest.mark.soak
+PAGE = (ROOT / "experiments" / "README.md").read_text()
+TYPES = {"param_dtype": "float32", "compute_dtype": "float32"}
+SAVED, STEPS = 2, 4
+# A step of it takes the gradient away, and nothing else.
+SGD = {"name": "sgd", "learning_rate": 1.0, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}
+KEPT = [("none", None), ("dots", None), ("layers", None), ("layers", 32)]  # of a layer, and how the loss is computed
+
+
+def written(name):
+    """The file of this name that the page writes."""
+    (text,) = re.findall(rf"^cat > {re.escape(name)} <<'END'\n(.*?)^END$", PAGE, re.DOTALL | re.MULTILINE)
+    return text
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The page's module, imported from the file that the page writes."""
+    path = tmp_path_factory.mktemp("page") / "parallel.py"
+    path.write_text(written("parallel.py"))
+    spec = importlib.util.spec_from_file_location("parallel", path)
+    module = sys.modules["parallel"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["parallel"]
+
+
+@pytest.fixture(scope="module")
+def make_job(page, tmp_path_factory):
+    """The job of the page's spec, with another text and fewer steps; `changes` are dotted keys."""
+    directory = tmp_path_factory.mktemp("jobs")
+    text = directory / "text.txt"
+    text.write_text(TEXT)
+    little = {
+        "config.data.source": str(text),
+        "config.data.validation_fraction": 0,
+        "config.train.total_steps": STEPS,
+        "checkpoint.every_steps": SAVED,
+        "logging.every_steps": 1,
+    }
+
+    def make(name, **changes):
+        document = merge(
+            yaml.safe_load(written("parallel.yaml")), little | {"directory": str(directory / name)} | changes
+        )
+        return page.PretrainParallel(ExecutionSpec.model_validate(document))
+
+    return make
+
+
+def trajectory(job):
+    """The rows without their speed."""
+    rows = parse_lines((job.store.root / "metrics.jsonl").read_bytes())
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_job):
+    """A run to the end, with what the page's spec says of memory, over a mesh of all three axes."""
+    job = make_job("undisturbed", **set_mesh(2, 2, 2))
+    job()
+    return job
+
+
+def test_gone_back_to_a_save_and_resumed_every_bit_is_the_same(undisturbed, make_job):
+    root = shutil.copytree(undisturbed.store.root, undisturbed.store.root.parent / "again")
+    *_, last = sorted((root / "checkpoints").iterdir())
+    shutil.rmtree(last)
+    (root / "result.json").unlink()
+    again = make_job("again", **set_mesh(2, 2, 2))
+    again()
+    resumed = next(event for event in read_log(again.store, "events") if event["event"] == "restore")
+    assert resumed["step"] == SAVED
+    assert [row["step"] for row in trajectory(again)] == list(range(1, STEPS + 1))
+    assert trajectory(again) == trajectory(undisturbed)
+    assert read_json(again.store, "result.json") == read_json(undisturbed.store, "result.json")
+
+
+def test_sharded_kept_by_layer_and_in_chunks_a_step_has_the_loss_of_the_whole_logits_on_one_device(
+    undisturbed, make_job
+):
+    """Loss and norm of the gradients, by the logits and the forward that every trainer has."""
+    job = make_job("one", **{"config.memory": {}})
+    batch = {name: leaf.reshape(-1, leaf.shape[-1]) for name, leaf in jax.device_get(undisturbed.batch(step=0)).items()}
+    loss = summed_loss(BaseTrainer.forward, job.model())
+    params = jax.device_get(undisturbed.blueprint.init_state().params)
+    loss_sum, gradients = jax.jit(jax.value_and_grad(loss))(params, batch | {"example": np.arange(len(batch["x"]))})
+    count = batch["padding_mask"].sum()
+    first = trajectory(undisturbed)[0]
+    assert first["train/loss"] == pytest.approx(float(loss_sum / count), abs=1e-5)
+    assert first["train/grad_norm"] == pytest.approx(float(optax.tree.norm(gradients) / count), rel=1e-4)
+
+
+def after_a_step(job, devices):
+    """Loss of the first step on these devices, and the parameters before and after it."""
+    blueprint = job.design.draw(devices)
+    compiled = job.design.compile(blueprint, 1 << 30)
+    state = blueprint.init_state()
+    before = jax.device_get(state.params)
+    batch = compiled.layout.batch(job.dataset, "train", 0)
+    state, loss, _ = compiled.executable(state, batch, blueprint.key)
+    return float(loss), before, jax.device_get(state.params)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(make_job):
+    return after_a_step(make_job("one", **{"config.optimizer": SGD}), jax.devices()[:1])
+
+
+@SOAK
+@pytest.mark.parametrize("mesh", FACTORISATIONS)
+def test_over_many_devices_loss_and_gradients_are_those_of_one(mesh, make_job, on_one_device):
+    expected, before, after = on_one_device
+    # Half as many heads of keys as of queries, and eight devices may share them.
+    loss, same_before, sharded_after = after_a_step(
+        make_job("many", **{"config.optimizer": SGD}, **set_mesh(*mesh)), jax.devices()
+    )
+    assert loss == pytest.approx(expected, abs=1e-5)
+    gradients, sharded = (
+        jax.tree.map(np.subtract, first, second) for first, second in ((before, after), (same_before, sharded_after))
+    )
+    for got, want in zip(jax.tree.leaves(sharded), jax.tree.leaves(gradients), strict=True):
+        assert np.abs(want).max() > 0
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def test_every_matrix_is_cut_by_names_and_stacked_vectors_are_no_matrices(make_job):
+    blueprint = make_job("names", **set_mesh(2, 2, 2)).design.draw(jax.devices())
+    shardings = blueprint.abstract_state.params
+    specs = {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.sharding.spec)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
+    }
+    assert specs["embedding"] == ("tensor", "fsdp")
+    assert specs["layers.query.kernel"] == specs["layers.mlp.up.kernel"] == (None, "fsdp", "tensor")
+    assert specs["layers.out.kernel"] == specs["layers.mlp.down.kernel"] == (None, "tensor", "fsdp")
+
+
+def test_its_flops_are_counted_and_are_those_of_the_formula(make_job):
+    job = make_job("flops")
+    model, length = job.config.model, job.config.data.sequence_length
+    width, keys = model.width, model.width * model.key_value_heads // model.heads
+    expected = transformer_flops(
+        layers=model.layers,
+        layer_parameters=2 * width**2 + 2 * width * keys + 3 * width * model.mlp_width,
+        output_parameters=job.vocabulary_size * width,
+        attention_width=width,
+        attended_keys=length,  # in rows this short there is one block, with all keys
+    )
+    found = job.flops_per_token(job.design.draw(jax.devices()))
+    assert found.per_token == pytest.approx(expected.per_token, rel=1e-6)
+    all_kept = make_job("kept", **{"config.memory": {}})
+    assert (
+        found.recomputed_per_token > all_kept.flops_per_token(all_kept.design.draw(jax.devices())).recomputed_per_token
+    )
+
+
+# The model alone: what `memory` says, and rows of several documents.
+
+
+def make_model(page, remat="none", chunk=None):
+    sizes = yaml.safe_load(written("parallel.yaml"))["config"]["model"]
+    memory = MemoryConfig(remat=remat, loss_chunk_positions=chunk)
+    return page.Parallel(page.ParallelConfig(**sizes), VOCABULARY, TYPES, memory)
+
+
+def summed_loss(forward, model):
+    return lambda params, batch: forward(model.apply, params, batch, None)[0]
+
+
+@pytest.fixture(scope="module")
+def params(page):
+    init = make_model(page).init
+    return nn.unbox(
+        jax.jit(lambda key: init(key, jnp.zeros((1, T), jnp.int32), deterministic=True))(jax.random.key(0))
+    )["params"]
+
+
+@pytest.fixture(scope="module")
+def expected(page, params):
+    """Loss and gradients of documents alone in their rows, by the logits: the call without targets."""
+    loss = summed_loss(BaseTrainer.forward, make_model(page))
+    batch = alone(documents(LENGTHS))
+    return jax.jit(jax.value_and_grad(loss))(params, batch | {"example": np.arange(len(batch["x"]))})
+
+
+@SOAK
+@pytest.mark.parametrize(("remat", "chunk"), KEPT)
+def test_whatever_is_kept_and_however_rows_are_packed_loss_and_gradients_are_the_same(
+    remat, chunk, page, params, expected
+):
+    loss = summed_loss(page.PretrainParallel.forward, make_model(page, remat, chunk))
+    assert_same(jax.jit(jax.value_and_grad(loss))(params, pack(documents(LENGTHS))), expected)
+
+
+@SOAK
+def test_less_kept_is_more_computed_again(page, params):
+    batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in pack(documents(LENGTHS)).items()}
+    again = [
+        counted_flops(
+            summed_loss(page.PretrainParallel.forward, make_model(page, *kept)),
+            params,
+            batch,
+            num_tokens=batch["x"].size,
+            platform="cpu",
+        ).recomputed_per_token
+        for kept in KEPT
+    ]
+    assert again == sorted(set(again)), again
