@@ -16,8 +16,10 @@ attempt      one start of a job in its directory: the fence, the ledger, compile
 checkpoint   save, commit, restore, retain, look at, copy
 data         tokens; a batch is a pure function of (seed, step)
 train        mesh, state, step, loss, optimizer, compilation, metrics
+weights      weights in the form that others read, in and out
 job          RestoreableJob: restore or init, run, save on notice, exit clean
 trainer      BaseTrainer: composes the above; `run` is the training loop
+inference    a run's weights at work, for whoever only looks: text from them, and their loss on data
 plan         what a job would do on hardware that is not here: check, compile, size, search
 command      one module a command of `python -m runner`
 __main__     the command: parse, resolve the job class, map errors to exit codes

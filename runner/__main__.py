@@ -11,8 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from runner.command.arguments import Helped, Parser
-from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError, RunnerError, of_exit
+from runner.command.arguments import Helped, Parser, check_placement
+from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, of_exit
 from runner.hosts.preemption import StopNotice
 from runner.spec import load_document, validate_spec
 from runner.terminal import warn
@@ -20,7 +20,10 @@ from runner.terminal import warn
 # Imported when they are asked for: most of them bring jax, which checking a spec must not wait for.
 COMMANDS = {
     "plan": "runner.command.plan",
+    "evaluate": "runner.command.evaluate",
+    "sample": "runner.command.sample",
     "checkpoints": "runner.command.checkpoints",
+    "export": "runner.command.export",
     "verify-resume": "runner.command.verify_resume",
     "schema": "runner.command.schema",
 }
@@ -31,15 +34,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("runner", description="Run the job that a spec describes.")
     parser.add_argument("spec", metavar="SPEC", help=f"YAML ExecutionSpec, or a command: {', '.join(COMMANDS)}")
     parser.add_set()
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    parser.add_argument("--num-processes", type=int, metavar="N")
-    parser.add_argument("--process-id", type=int, metavar="K")
+    parser.add_placement()
     parsed = parser.parse_args(arguments)
-    given = [parsed.coordinator, parsed.num_processes, parsed.process_id]
-    if any(value is None for value in given) and any(value is not None for value in given):
-        raise InvalidError("--coordinator, --num-processes and --process-id: give all three or none")
-    if parsed.num_processes is not None and not 0 <= parsed.process_id < parsed.num_processes:
-        raise InvalidError(f"--process-id {parsed.process_id} is not in 0 .. {parsed.num_processes - 1}")
+    check_placement(parsed)
     return parsed
 
 

@@ -10,6 +10,12 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
+def show(text: str) -> None:
+    """Print a piece of a line on standard output, as UTF-8 whatever the locale. Raises `BrokenPipeError`."""
+    sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
+    sys.stdout.buffer.flush()
+
+
 def warn(line: str) -> None:
     """Print a line on standard error, if anyone still reads it."""
     with contextlib.suppress(OSError):

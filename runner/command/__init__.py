@@ -3,7 +3,10 @@
 - `arguments` how command lines are read
 - `run` a SPEC
 - `plan` what a job would do on hardware that is not here
+- `evaluate` the loss of a run's weights
+- `sample` text from a run's model
 - `checkpoints` list, verify and copy checkpoints
+- `export` the weights of a run in Hugging Face's layout
 - `resume_proof` one undisturbed run and one killed again and again, compared
 - `verify_resume` prove resume on this machine
 - `schema` the JSON Schema of a spec

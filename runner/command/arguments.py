@@ -9,8 +9,13 @@ from runner.spec import load_document, validate_spec
 USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner plan SPEC [--topology ACCELERATOR] [--search] [--chips auto --hours H] [--json]
                                   [--set KEY=VALUE ...]
+       python -m runner sample SPEC_OR_DIRECTORY [--prompt TEXT] [--step N|newest|best] [--tokens N]
+                               [--temperature T] [--top-p P] [--seed S]
+       python -m runner evaluate SPEC_OR_DIRECTORY [--data SOURCE] [--step N|newest|best | --all] [--json]
+                                 [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner checkpoints SPEC_OR_DIRECTORY [--verify] [--deep]
        python -m runner checkpoints copy SOURCE TARGET
+       python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--dtype DTYPE] -o OUT
        python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M]
                                            [--seed S] [--set KEY=VALUE ...]
        python -m runner schema [SPEC]"""
@@ -39,6 +44,21 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable"
         )
+
+    def add_placement(self) -> None:
+        """The options that say which process of several this is; see `check_placement`."""
+        self.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+        self.add_argument("--num-processes", type=int, metavar="N")
+        self.add_argument("--process-id", type=int, metavar="K")
+
+
+def check_placement(parsed: argparse.Namespace) -> None:
+    """Raise `InvalidError` if the options of `add_placement` name no process."""
+    given = [parsed.coordinator, parsed.num_processes, parsed.process_id]
+    if any(value is None for value in given) and any(value is not None for value in given):
+        raise InvalidError("--coordinator, --num-processes and --process-id: give all three or none")
+    if parsed.num_processes is not None and not 0 <= parsed.process_id < parsed.num_processes:
+        raise InvalidError(f"--process-id {parsed.process_id} is not in 0 .. {parsed.num_processes - 1}")
 
 
 def directory_of(where: str) -> str:

@@ -53,6 +53,7 @@ class Trial:
         processes: of the job, on this machine.
         devices_per_process: faked CPU devices in each, None for those that are here.
         seed: of the moments of the kills.
+        output_keys: dotted keys that would lead what the job writes out of its directory.
     """
 
     arguments: Sequence[str]
@@ -61,6 +62,7 @@ class Trial:
     processes: int
     devices_per_process: int | None
     seed: int
+    output_keys: Sequence[str] = ()
 
     @property
     def every_steps(self) -> int:
@@ -93,6 +95,7 @@ class Run:
             "checkpoint.local_every_steps": "null",
             "logging.every_steps": 1,
             "logging.wandb": "disabled",
+            **dict.fromkeys(trial.output_keys, "null"),
         }
         options = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "runner", *trial.arguments, *options]

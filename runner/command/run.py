@@ -32,7 +32,7 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     if job_class.needs_topology and spec.topology is None:
         raise document.error("", f"missing key topology: {job_class.__name__} needs one")
     job = job_class(spec, document)
-    placement = _placement(parsed, spec.deadlines.start_seconds)
+    placement = placement_of(parsed, spec.deadlines.start_seconds)
     if placement is not None:
         stop.expect_peers()
     if spec.topology is None or spec.topology.deterministic:
@@ -59,7 +59,7 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     end_process(code)
 
 
-def _placement(parsed: argparse.Namespace, deadline_seconds: float) -> Placement | None:
+def placement_of(parsed: argparse.Namespace, deadline_seconds: float) -> Placement | None:
     """Where this process stands, as the command line or else the engine says; None if it is alone."""
     if parsed.coordinator is None:
         return detect(deadline_seconds)

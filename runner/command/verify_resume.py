@@ -7,6 +7,8 @@ from pathlib import Path
 from runner.command.arguments import Parser
 from runner.command.resume_proof import Trial, verify
 from runner.errors import InvalidError
+from runner.job import RestoreableJob
+from runner.spec import load_document, load_job_class, validate_config, validate_spec
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,6 +33,15 @@ def main(arguments: Sequence[str]) -> int:
         parsed.processes,
         parsed.devices_per_process,
         parsed.seed,
+        _output_keys(parsed.spec, parsed.set),
     )
     with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
         return verify(trial, Path(scratch))
+
+
+def _output_keys(spec: str, overrides: Sequence[str]) -> list[str]:
+    """Dotted keys of the spec that say where the job writes beside its directory. Raises `InvalidError`."""
+    document = load_document(spec, overrides)
+    validate_spec(document)
+    job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
+    return [f"config.{key}" for key in sorted(validate_config(document, job_class.Config).output_keys)]

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from runner.checkpoint.manifest import newest_manifest
 from runner.errors import RunnerError
@@ -12,6 +13,7 @@ from runner.job import RestoreableJob
 from runner.plan.figure import Section
 from runner.spec import Document, ExecutionSpec, load_job_class, validate_config, validate_spec
 from runner.trainer import BaseTrainer
+from runner.weights.source import check_source
 
 
 @dataclass
@@ -81,6 +83,13 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
         start = "begins at step 0"
     section.add("a start", start, "text", "counted")
     return section
+
+
+def check_weights(job: RestoreableJob, abstract: Any, findings: Findings) -> None:
+    """The weights that the run would begin with, against its state `abstract`, where it has no checkpoint yet."""
+    with findings.collect():
+        if newest_manifest(job.store) is None:
+            check_source(job.document, job.spec.checkpoint.weights, job.family, lambda: job.weights(abstract))
 
 
 def _check_writable(job: RestoreableJob, directory: Path) -> None:

@@ -66,3 +66,5 @@ def _describe(section: Section, found: Dataset, num_examples: int) -> None:
         )
     if fetched := sum(share.bytes_fetched for share in shares):
         section.add("fetched from buckets", fetched, "bytes", "counted", "by all hosts together, if none is cached")
+    if copied := sum(part.source.bytes_copied for part in found.parts):
+        section.add("copied from buckets", copied, "bytes", "counted", "by each host, whole, at its first start")

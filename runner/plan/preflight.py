@@ -94,12 +94,14 @@ def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) 
     if machine is None:
         return sections
     abstract = job.abstract_state()
+    checks.check_weights(job, abstract, findings)
     return [*sections, report.state_section(abstract), _checkpoint_section(job, abstract, machine, None, findings)]
 
 
 def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: Findings) -> list[Section]:
     blueprint = job.design.draw_on(mesh, jax.random.key(job.spec.seed))
     abstract = blueprint.abstract_state
+    checks.check_weights(job, abstract, findings)
     program, sections = _compile(job.design, blueprint, machine, findings)
     if program is None:
         return [*sections, _checkpoint_section(job, abstract, machine, None, findings)]

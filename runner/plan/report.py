@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from flax.training.train_state import TrainState
-
 from runner.checkpoint.interval import best_interval_seconds
 from runner.config import TrainerConfig
 from runner.periodic import tokens_at
@@ -16,6 +14,7 @@ from runner.spec import ExecutionSpec
 from runner.train.compilation import MEMORY_SHARE
 from runner.train.flops import Flops
 from runner.train.mesh import num_batch_shards
+from runner.train.variables import TrainState
 
 
 def job_section(spec: ExecutionSpec, machine: Machine) -> Section:
@@ -38,6 +37,7 @@ def state_section(abstract: Any) -> Section:
     if isinstance(abstract, TrainState):
         section.add("parameters", num_elements(abstract.params), "", "counted")
         parts = {"parameter": abstract.params, "optimizer": abstract.opt_state}
+        parts |= {"variable": abstract.variables} if abstract.variables else {}
     for name, part in parts.items():
         section.add(f"{name} bytes", bytes_of(part), "bytes", "counted")
         section.add(f"{name} bytes on a device", bytes_on_a_device(part), "bytes", "counted")

@@ -1,0 +1,92 @@
+"""From the directory of a run to its job, which is never run, and to the weights of one of its steps.
+
+The job is made of `spec.yaml`, as it was resolved when the run began: whoever looks needs no spec of his own, and one
+that has been edited since tells nothing of the run.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from runner.accelerator import set_deterministic
+from runner.checkpoint.manifest import CHECKPOINTS, committed
+from runner.checkpoint.weights import find_checkpoint, open_checkpoint, read_document
+from runner.errors import InvalidError, ResumeError
+from runner.job import RestoreableJob
+from runner.spec import load_job_class, validate_spec
+from runner.storage import Store, number_in, open_store
+from runner.trainer import BaseTrainer
+
+NEWEST, BEST = "newest", "best"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run that is looked at: its directory or URL, and its job, of which nothing is set up."""
+
+    directory: str
+    store: Store
+    job: BaseTrainer
+
+    def get_ready(self) -> None:
+        """Make programs be those of the run, and leave it the memory of its GPU. Before JAX is started."""
+        if self.job.topology.deterministic:
+            set_deterministic(os.environ)
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        self.job.compile_cache.open()
+
+    def steps(self) -> list[int]:
+        """All committed steps, ascending. Raises `InvalidError` if there is none yet."""
+        found = list(committed(self.store))
+        if not found:
+            raise InvalidError(f"{self.store.url}: no checkpoint is committed yet; run the job, or wait for its first")
+        return found
+
+    def checkpoint(self, step: int) -> str:
+        """The checkpoint of a step, to be given to `weights`."""
+        return f"{self.store.url}/{CHECKPOINTS}/{step}"
+
+    def is_there(self, checkpoint: str) -> bool:
+        """Whether the run has not deleted a checkpoint that was there."""
+        return step_of(checkpoint) in committed(self.store)
+
+    def find(self, step: str) -> str:
+        """The checkpoint that `newest`, `best` or a step's number names, to be given to `weights`. On one host.
+
+        Raises `InvalidError`, naming the steps that are there.
+        """
+        steps = self.steps()
+        if step not in (NEWEST, BEST) and number_in(step) not in steps:
+            known = ", ".join(map(str, steps))
+            raise InvalidError(f"{self.store.url}: got step {step}, has {known}; needs one of them, {NEWEST} or {BEST}")
+        return find_checkpoint(self.directory, step)[0] if step in (NEWEST, BEST) else self.checkpoint(int(step))
+
+    def weights(self, checkpoint: str, abstract: Any) -> Any:
+        """The weights of a checkpoint as `abstract` describes them: shape, dtype, sharding. Called on every host.
+
+        Raises `InvalidError` if the checkpoint is not good, or is of another model.
+        """
+        try:
+            return open_checkpoint(checkpoint, like=abstract)[0]
+        except ResumeError as error:
+            one_line = "; ".join(line.strip() for line in str(error).splitlines())
+            raise InvalidError(f"{self.store.url}: {one_line}") from error
+
+
+def step_of(checkpoint: str) -> int:
+    """The step of a checkpoint that `find` has found."""
+    return int(checkpoint.rpartition("/")[2])
+
+
+def open_run(directory: str) -> Opened:
+    """The run in a directory or at a URL. Reads `spec.yaml`, claims nothing.
+
+    Raises `InvalidError` if no run has begun there, or if its job is no trainer.
+    """
+    store = open_store(directory)
+    document = read_document(store)
+    spec = validate_spec(document)
+    job_class = load_job_class(document, RestoreableJob)
+    if not issubclass(job_class, BaseTrainer):
+        raise InvalidError(f"{store.url}: its job {spec.job} trains no model of tokens; needs a run of a BaseTrainer")
+    return Opened(directory, store, job_class(spec.model_copy(update={"directory": directory}), document))

@@ -1,0 +1,88 @@
+"""Text from a run's model, as it comes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from runner.errors import DataError, InvalidError
+from runner.inference.choice import Sampling
+from runner.inference.decode import generate, make_reader, vocabulary_size_of
+from runner.inference.opening import NEWEST, Opened, step_of
+from runner.inference.text import Language, encode_prompt, first_token, language_of, parse_ids, stream_text
+from runner.terminal import warn
+from runner.train.mesh import AXES, device_memory_bytes, make_mesh
+from runner.trainer import BaseTrainer
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: `num_tokens` after `prompt`, by the weights of `step` (a number, newest or best)."""
+
+    prompt: str = ""
+    step: str = NEWEST
+    num_tokens: int = 200
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise InvalidError(f"--tokens {self.num_tokens}: needs at least 1")
+
+
+def sample(run: Opened, request: Request) -> Iterator[str]:
+    """The prompt, and the text of each token after it; ids between spaces, where the data names no tokenizer.
+
+    Raises `InvalidError` before the first piece.
+    """
+    job = run.job
+    data, length = job.config.data, job.config.data.sequence_length
+    try:
+        language: Language | None = language_of(data)
+    except DataError as error:
+        warn(f"ids instead of text: {error}")
+        language = None
+    checkpoint = run.find(request.step)
+    abstract, mesh = _draw(job)
+    model = job.model()
+    num_ids = vocabulary_size_of(model, variables_of(abstract), length)
+    if language is not None and language.tokenizer.vocabulary_size > num_ids:
+        size = language.tokenizer.vocabulary_size
+        raise InvalidError(
+            f"{run.store.url}: its tokenizer has {size:,} ids, its model {num_ids:,}: not the same run's"
+        )
+    if language is None:
+        prompt = parse_ids(request.prompt, num_ids) or [0]
+    else:
+        num_ids = language.tokenizer.vocabulary_size
+        prompt = encode_prompt(language, request.prompt) or [first_token(language, data)]
+    variables = variables_of(run.weights(checkpoint, abstract))
+    warn(f"{job.spec.name}: step {step_of(checkpoint)}")
+    read = make_reader(model, variables, length, job.config.precision.compute, mesh)
+    tokens = generate(read, request.sampling.make_choose(num_ids), prompt, request.num_tokens, length)
+    return _pieces(tokens, prompt, request.prompt, language)
+
+
+def _draw(job: BaseTrainer) -> tuple[Any, Mesh]:
+    """The abstract weights, and where they go: the first device of this process, or all, if they fill half of it."""
+    for devices in (jax.local_devices()[:1], jax.local_devices()):
+        mesh = make_mesh(dict.fromkeys(AXES, 1) | {"fsdp": len(devices)}, devices)
+        abstract = job.weights(job.design.draw_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
+        if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) < device_memory_bytes() / 2:
+            break
+    return abstract, mesh
+
+
+def variables_of(weights: Any) -> Any:
+    """What a model is applied to: the parameters, and by collection what else it has."""
+    return {"params": weights["params"], **weights.get("variables", {})}
+
+
+def _pieces(tokens: Iterator[int], prompt: list[int], text: str, language: Language | None) -> Iterator[str]:
+    yield text + (" " if text and language is None else "")
+    if language is None:
+        yield from (f"{token} " for token in tokens)
+    else:
+        yield from stream_text(tokens, prompt, language.tokenizer.decode)
+    yield "\n"

@@ -1,0 +1,130 @@
+"""The loss of a run's weights on sets of examples: over all tokens, and over all bytes of their text.
+
+By the run's own `val_step`, so that on its own validation sets, on as many devices, the loss is that of its rows, bit
+for bit. Everything is called on every host of the command, which need not be as many as the run has.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+
+from runner.data import Dataset
+from runner.inference.opening import Opened, step_of
+from runner.inference.scored_data import Size
+from runner.storage import JsonObject
+from runner.train.batch_layout import BatchLayout
+from runner.train.mesh import AXES, does_mesh_fit, make_mesh, mesh_sizes, num_batch_shards
+from runner.train.validation import Validation, ValidationSet
+
+_LARGEST_EXPONENT = 700.0  # a double ends soon behind
+_STRETCH_BATCHES = 64  # whose losses are added up in float32, as those of a row; stretches are in float64
+
+
+@dataclass(frozen=True)
+class Score:
+    """The summed loss in nats of one step's weights, and the number of tokens, by set."""
+
+    step: int
+    sums: Mapping[str, tuple[float, float]]
+
+
+class Scorer:
+    """Scores checkpoints of `run` on all validation sets of `dataset`. Made on every host, and then asked there."""
+
+    def __init__(self, run: Opened, dataset: Dataset):
+        self._run, self._dataset, job = run, dataset, run.job
+        mesh = _mesh_here(run)
+        self._layout = _lay_out(run, mesh, dataset)
+        blueprint = job.design.draw_on(mesh, jax.random.key(job.spec.seed))
+        self._abstract = job.weights(blueprint.abstract_state)
+        self._validation = Validation(
+            blueprint.abstract_state,
+            lambda abstract: blueprint.compile_val(job.val_step, abstract, self._layout),
+            (),
+            lambda: False,
+        )
+
+    def score(self, checkpoint: str) -> Score:
+        """The score of one checkpoint, by the name that `Opened.find` gives. Raises as `Opened.weights` does."""
+        step = step_of(checkpoint)
+        state = self._validation.state_of(self._run.weights(checkpoint, self._abstract), step)
+        found = {}
+        for name in self._dataset.validation:
+            loss_sum = num_tokens = 0.0
+            for stretch in self._stretches(name):
+                sums = self._validation.sum(state, stretch)
+                assert sums is not None, "nobody asks it to stop"
+                loss_sum, num_tokens = loss_sum + sums[0], num_tokens + sums[1]
+            found[name] = loss_sum, num_tokens
+        return Score(step, found)
+
+    def _stretches(self, name: str) -> Iterator[ValidationSet]:
+        num_batches = -(-self._dataset.validation[name].num_examples // self._layout.global_batch_examples)
+        for first in range(0, num_batches, _STRETCH_BATCHES):
+            number = min(_STRETCH_BATCHES, num_batches - first)
+            yield ValidationSet(name, number, functools.partial(self._batch, name, first))
+
+    def _batch(self, name: str, first: int, index: int) -> dict[str, jax.Array]:
+        return self._layout.batch(self._dataset, name, first + index)
+
+
+def _mesh_here(run: Opened) -> Mesh:
+    """The run's own mesh if it fits on the devices at hand, else weights and batch cut over all of them."""
+    number, mesh = jax.device_count(), run.job.topology.mesh
+    sizes = mesh_sizes(mesh, number) if does_mesh_fit(mesh, number) else dict.fromkeys(AXES, 1) | {"fsdp": number}
+    return make_mesh(sizes)
+
+
+def _lay_out(run: Opened, mesh: Mesh, dataset: Dataset) -> BatchLayout:
+    """The run's own global batch, or the next larger one that divides over these devices; micro-batches no larger."""
+    train, shards = run.job.config.train, num_batch_shards(mesh)
+    share = -(-train.global_batch_examples // shards)
+    most = share if train.micro_batch_examples == "auto" else int(train.micro_batch_examples)
+    micro = max(size for size in range(1, share + 1) if share % size == 0 and size <= max(1, most))
+    return BatchLayout(mesh, share * shards, micro, run.job.config.data.sequence_length, dataset.fields)
+
+
+def record_of(score: Score, sizes: Mapping[str, Size]) -> JsonObject:
+    """The figures of a step: those of all its tokens, whose loss is `val/loss` of a row, and those of each set."""
+    sets = {name: _figures(*sums, _bytes_of(sizes[name], sums[1])) for name, sums in score.sums.items()}
+    loss_sum, num_tokens = (sum(sums) for sums in zip(*score.sums.values(), strict=True))
+    known = [figures["bytes"] for figures in sets.values()]
+    return {"step": score.step, **_figures(loss_sum, num_tokens, None if None in known else sum(known)), "sets": sets}
+
+
+def _bytes_of(size: Size, num_tokens: float) -> int | None:
+    """The bytes of a set's text, if the loss is of just its targets: a job's own may leave some out."""
+    return size.num_bytes if size.num_targets == num_tokens else None
+
+
+def _figures(loss_sum: float, num_tokens: float, num_bytes: int | None) -> JsonObject:
+    """What is not finite, or not known, is null."""
+    loss = loss_sum / (num_tokens or 1.0)
+    perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+    found = {"loss": loss, "perplexity": perplexity, "loss_per_byte": loss_sum / num_bytes if num_bytes else math.nan}
+    finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    tokens = int(num_tokens) if num_tokens.is_integer() else num_tokens  # weights need not add up to a whole number
+    return finite | {"tokens": tokens, "bytes": num_bytes}
+
+
+def lines_of(record: JsonObject) -> list[str]:
+    """For a person: a line for all sets, and before it one for each if there are several."""
+    sets = record["sets"] if len(record["sets"]) > 1 else {}
+    named = [*((name, figures) for name, figures in sets.items()), ("", record)]
+    return [f"step {record['step']}{f' {name}' if name else ''}: {_line(figures)}" for name, figures in named]
+
+
+def _line(figures: JsonObject) -> str:
+    if figures["loss"] is None:
+        return f"loss is not finite ({figures['tokens']:,.0f} tokens)"
+    parts = [f"loss {figures['loss']:.6f} nats a token"]
+    if figures["perplexity"] is not None:
+        parts.append(f"perplexity {figures['perplexity']:.4f}")
+    if figures["loss_per_byte"] is not None:
+        parts.append(f"{figures['loss_per_byte']:.6f} nats a byte")
+    size = f"{figures['tokens']:,.0f} tokens" + (f", {figures['bytes']:,} bytes" if figures["bytes"] else "")
+    return f"{', '.join(parts)} ({size})"

@@ -1,0 +1,113 @@
+"""The weights of a run in Hugging Face's layout, so that `transformers` opens them with no code of ours.
+
+Read as by whoever only looks: nothing is claimed, and the run may go on meanwhile.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from runner.checkpoint.leaves import dtype_called
+from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.weights import read_weights, use_checkpoint, weight_names
+from runner.config import DataConfig
+from runner.errors import DataError, InvalidError
+from runner.storage import JsonObject, Store, encode_json
+from runner.terminal import warn
+from runner.weights.directory import CONFIG
+from runner.weights.family import Family, Piece, Shape, table_problems, tensor_shapes
+from runner.weights.header import NAMES
+from runner.weights.tokenizer import TokenizerFiles, tokenizer_files
+from runner.weights.write import SHARD_BYTES, Writer, published_whole
+
+GENERATION_CONFIG = "generation_config.json"
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def export(
+    where: str,
+    step: int | str,
+    family: Family,
+    data: DataConfig | None,
+    out: str,
+    dtype: Dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write the weights of a checkpoint to `out`, a path or URL where nothing is yet; the step that they are of.
+
+    `where` and `step` as of `open_checkpoint`. `data` says which tokenizer goes with them; `dtype` is the type of the
+    files, by default that of each parameter. No more than a gibibyte, or one leaf, is in memory at a time.
+
+    Raises `InvalidError`, or `StorageError` if something cannot be reached; then nothing is at `out`.
+    """
+    with published_whole(out) as directory:
+
+        def use(store: Store, manifest: Manifest) -> int:
+            _write(directory, store, manifest, family, data, dtype, shard_bytes)
+            return manifest.step
+
+        return use_checkpoint(where, step, use)[0]
+
+
+def _write(
+    directory: Path,
+    store: Store,
+    manifest: Manifest,
+    family: Family,
+    data: DataConfig | None,
+    dtype: Dtype | None,
+    shard_bytes: int,
+) -> None:
+    pieces, tensors = _tensors(manifest, family, dtype)
+    tokenizer = _tokenizer(data, family.config())
+    writer = Writer(directory, tensors, shard_bytes)
+    for name, array in read_weights(store, manifest):
+        values = np.asarray(array)
+        for piece in pieces[name]:
+            writer.put(piece, values[piece.index])
+    writer.verify()
+    config = dict(family.config())
+    config["torch_dtype"] = max((dtype for dtype, _ in tensors.values()), key=lambda dtype: dtype.itemsize).name
+    if tokenizer.end is not None:
+        config["eos_token_id"] = tokenizer.end
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    files = {CONFIG: encode_json(config), GENERATION_CONFIG: encode_json({"_from_model_config": True, **ends})}
+    for name, content in {**tokenizer.files, **files}.items():
+        (directory / name).write_bytes(content)
+
+
+def _tensors(
+    manifest: Manifest, family: Family, dtype: Dtype | None
+) -> tuple[Mapping[str, list[Piece]], dict[str, tuple[np.dtype, Shape]]]:
+    """The pieces of each leaf, and the type and shape of every tensor, in the order of the table."""
+    shapes = {name: tuple(manifest.leaves[name]["shape"]) for name in weight_names(manifest)}
+    pieces = family.pieces()
+    wrong = table_problems(pieces, shapes)
+    if wrong:
+        raise InvalidError("\n".join(f"checkpoint {manifest.name} is not of this model: {line}" for line in wrong))
+    by_leaf: dict[str, list[Piece]] = defaultdict(list)
+    dtypes: dict[str, np.dtype] = {}
+    for piece in pieces:
+        by_leaf[piece.leaf_name].append(piece)
+        own = np.dtype(dtype_called(dtype or manifest.leaves[piece.leaf_name]["dtype"]))
+        if own not in NAMES:
+            raise InvalidError(f"{piece.leaf_name} is of type {own}; use --dtype")
+        dtypes[piece.tensor] = own
+    return by_leaf, {name: (dtypes[name], shape) for name, shape in tensor_shapes(pieces, shapes).items()}
+
+
+def _tokenizer(data: DataConfig | None, config: JsonObject) -> TokenizerFiles:
+    """The files of the tokenizer; none, and a line that says why, where it cannot be had."""
+    try:
+        found = TokenizerFiles(told="the job has no data") if data is None else tokenizer_files(data)
+    except DataError as error:
+        found = TokenizerFiles(told=str(error))
+    size = config.get("vocab_size")
+    if size is not None and found.vocabulary_size > size:
+        raise InvalidError(f"the tokenizer has {found.vocabulary_size:,} ids, the model a vocabulary of {size:,}")
+    if found.told is not None:
+        warn(f"no tokenizer.json is written: {found.told}")
+    return found

@@ -1,0 +1,307 @@
+"""`sample` and `evaluate` on a real run, also while it trains; and one line for whatever is wrong."""
+
+import hashlib
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from experiments.gpt import PretrainGPT
+from experiments.model.decoder import PretrainDecoder
+from runner import BaseTrainer
+from runner.__main__ import main
+from runner.data.subword import FILES
+from runner.process import make_placements
+from tests.data.buckets import write_corpus
+from tests.data.corpus import write_bin
+from tests.support.harness import hash_tree
+from tests.support.inputs import GPT2_PATTERN, SEPARATOR, Bucket, make_ranks
+from tests.support.tiny import counter, finish, gpt, start_python
+
+SETTINGS = {
+    "config.train.total_steps": 4,
+    "config.eval": {"every_steps": 2, "batches": 2},
+    "checkpoint.every_steps": 2,
+    "checkpoint.keep_last": 2,
+    "config.optimizer.learning_rate": 0.1,  # with which a step changes a text
+    "config.schedule.warmup_steps": 0,
+}
+
+
+def job(directory: Path, job_class: type[BaseTrainer] = PretrainGPT) -> BaseTrainer:
+    """Trains on one text, and validates on its end and on another."""
+    other = directory.parent / "other.txt"
+    other.write_text("naïve counting: one, two, three.\n" * 12)
+    return gpt(directory, job_class, **SETTINGS, **{"config.data.validation": {"other": str(other)}})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended, of a few steps."""
+    directory = tmp_path_factory.mktemp("look") / "run"
+    job(directory)()
+    return directory
+
+
+def changed(run: Path, name: str, **keys: object) -> Path:
+    """A copy of the run, whose spec says something else of its data."""
+    copy = run.parent / name
+    shutil.copytree(run, copy, dirs_exist_ok=True)
+    document = yaml.safe_load((copy / "spec.yaml").read_text())
+    document["config"]["data"] |= keys
+    (copy / "spec.yaml").write_text(yaml.safe_dump(document))
+    return copy
+
+
+def say(capfd: pytest.CaptureFixture[str], *words: object, command: str = "sample") -> tuple[int, str, str]:
+    """Exit code, output and errors of a command, in this process."""
+    capfd.readouterr()
+    code = main([command, *map(str, words)])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def test_a_text_goes_on_from_its_prompt_by_the_weights_of_a_step_and_is_the_same_again(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = hash_tree(run)
+    code, text, err = say(capfd, run, "--prompt", "12 squared", "--tokens", 40)
+    assert (code, err) == (0, "tiny: step 4\n")
+    assert text.startswith("12 squared")
+    shorter = say(capfd, run, "--prompt", "12 squared", "--tokens", 9)[1]
+    assert 12 < len(shorter) < len(text)
+    assert text.startswith(shorter.rstrip("\n\ufffd"))
+    code, other, err = say(capfd, run, "--prompt", "12 squared", "--tokens", 40, "--step", 2)
+    assert (code, err) == (0, "tiny: step 2\n")
+    assert other != text
+    assert hash_tree(run) == before
+
+
+def test_ids_are_printed_where_there_is_no_tokenizer_and_why(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = write_bin(run.parent / "ids.bin", np.arange(200))
+    copy = changed(run, "ids", source=str(source))
+    code, text, err = say(capfd, copy, "--prompt", "3, 4", "--tokens", 5)
+    assert code == 0
+    assert re.fullmatch(r"3, 4( \d+){5} \n", text)
+    assert re.fullmatch(r"ids instead of text: data\.source=.*ids\.bin: names files of token ids, .*\n.*step 4\n", err)
+
+
+def score(capfd: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
+    """What `evaluate --json` prints."""
+    code, out, err = say(capfd, *words, "--json", command="evaluate")
+    assert (code, err) == (0, "")
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def rows_of(run: Path) -> dict[int, dict[str, float]]:
+    """The rows that have been evaluated, by step."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows if "val/loss" in row}
+
+
+def test_the_loss_on_the_runs_own_sets_is_bit_for_bit_that_of_its_rows(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, rows = hash_tree(run), rows_of(run)
+    found = score(capfd, run, "--all")
+    assert [record["step"] for record in found] == list(rows) == [2, 4]
+    for record in found:
+        row, sets = rows[record["step"]], record["sets"]
+        for name in ("validation", "other"):
+            assert np.float32(sets[name]["loss"]) == np.float32(row[f"val/{name}/loss"])
+            assert sets[name]["perplexity"] == pytest.approx(math.exp(sets[name]["loss"]))
+            assert sets[name]["loss_per_byte"] == sets[name]["loss"]
+            assert sets[name]["bytes"] == sets[name]["tokens"] > 300
+        assert record["loss"] == row["val/loss"]
+        assert record["tokens"] == sum(figures["tokens"] for figures in sets.values())
+    assert score(capfd, run) == found[1:]
+    assert hash_tree(run) == before
+
+
+@pytest.mark.soak
+def test_the_loss_is_the_same_on_other_devices_and_over_all_of_a_source(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (alone,) = score(capfd, run, "--data", run.parent / "other.txt")
+    copy = changed(run, "mesh")
+    text = (copy / "spec.yaml").read_text()
+    assert "data: 8" in text
+    (copy / "spec.yaml").write_text(text.replace("data: 8", "data: 3").replace("examples: 16", "examples: 18"))
+    (there,) = score(capfd, copy)
+    assert there["sets"]["other"] == pytest.approx(alone["sets"]["data"], rel=1e-6)
+    row = rows_of(run)[4]
+    assert np.float32(alone["loss"]) == np.float32(row["val/other/loss"])
+    assert there["sets"]["validation"]["tokens"] == 36 * 16
+
+
+def test_bytes_are_those_of_the_text_and_told_to_be_unknown_where_they_are(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ids = write_bin(run.parent / "ids.bin", np.arange(200))
+    code, out, err = say(capfd, run, "--data", ids, command="evaluate")
+    assert code == 0
+    assert re.fullmatch(r"step 4: loss [\d.]+ nats a token, perplexity [\d.]+ \(192 tokens\)\n", out)
+    assert re.fullmatch(r"data: loss per byte is not known: .* names files of token ids, .*\n", err)
+
+
+def without_ledger(run: Path) -> dict[str, str]:
+    """Digests of the run's files, but for the ledger: its own watchdog writes there at any time."""
+    return {name: digest for name, digest in hash_tree(run).items() if name != "events.jsonl"}
+
+
+def test_looking_while_a_run_trains_changes_neither_its_files_nor_its_bits(run: Path) -> None:
+    """In a process of its own, between two steps: the run itself waits meanwhile, so that all can be compared."""
+    seen: list[str] = []
+
+    class Watched(PretrainGPT):
+        def save_or_stop(self) -> None:
+            super().save_or_stop()
+            if self.step == 3:
+                self.checkpointer.settle()
+                self.attempt.background.flush()
+                before = without_ledger(directory)
+                program = f"sys.exit(main(['sample', {str(directory)!r}]) or main(['evaluate', {str(directory)!r}]))"
+                program = f"import sys\nfrom runner.__main__ import main\n{program}"
+                seen.append(finish(start_python("-c", program, devices=8)))
+                assert without_ledger(directory) == before
+
+    directory = run.parent / "watched"
+    watched = job(directory, Watched)
+    watched()
+    assert "tiny: step 2" in seen[0]
+    assert re.search(r"step 2: loss [\d.]+ nats a token", seen[0])
+    assert watched.attempt.fence.newest() == 1
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    assert {(event["attempt"], event["process"]) for event in events} == {(1, 0)}
+    assert [event["event"] for event in events].count("start") == 1
+    for name in ("fingerprint", "val_loss"):
+        results = [json.loads((path / "result.json").read_text())[name] for path in (run, directory)]
+        assert results[0] == results[1]
+
+
+@pytest.mark.soak
+def test_a_run_in_a_bucket_is_looked_at_by_reading_alone(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, verbs = Bucket(monkeypatch), set()
+    for path in filter(Path.is_file, run.rglob("*")):
+        bucket.write(f"run/{path.relative_to(run)}", path.read_bytes())
+    bucket.driver.before = lambda verb, key: verbs.add(verb)
+    code, text, err = say(capfd, "gs://bucket/run", "--prompt", "12", "--tokens", 9)
+    assert (code, err) == (0, "tiny: step 4\n")
+    assert text.startswith("12")
+    assert verbs <= {"get", "list"}
+
+
+@pytest.mark.soak
+def test_experts_are_looked_at_with_the_biases_that_balance_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    experts = {
+        "experts": 4,
+        "experts_per_token": 2,
+        "expert_width": 16,
+        "dense_layers": 1,
+        "gate": "sigmoid",
+        "bias_rate": 0.5,
+    }
+    model = {"layers": 2, "heads": 4, "width": 32, "mlp_width": 48, "moe": experts}
+    job_name = {"job": "experiments.model.decoder:PretrainDecoder"}
+    gpt(tmp_path / "run", PretrainDecoder, **SETTINGS, **job_name, **{"config.model": model})()
+    (found,) = score(capfd, tmp_path / "run")
+    assert found["loss"] == rows_of(tmp_path / "run")[4]["val/loss"]
+    assert say(capfd, tmp_path / "run", "--tokens", 9)[0] == 0
+
+
+@pytest.mark.soak
+def test_several_processes_score_like_one(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (alone,) = score(capfd, run)
+    placements = make_placements(2)
+    words = ["-m", "runner", "evaluate", str(run), "--json"]
+    processes = [start_python(*words, *place, devices=4) for place in placements]
+    outputs = [finish(process) for process in processes]
+    several = json.loads(outputs[0].splitlines()[-1])
+    assert several["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert several["tokens"] == alone["tokens"]
+    assert "loss" not in outputs[1]
+
+
+BAD = {
+    "no run": ([], "no spec.yaml is here; needs the directory of a run that has begun"),
+    "no checkpoint": ([], "no checkpoint is committed yet"),
+    "counter": ([], "its job experiments.counter:Counter trains no model of tokens"),
+    "wider": ([], r"checkpoint 4 does not fit this job"),
+    "vocabulary": ([], "its tokenizer has 300 ids, its model 256"),
+    "ids": (["--prompt", "def"], "got 'def', needs ids from 0 to 255 where no tokenizer is known"),
+    "characters": (["--prompt", "Ω"], "character 'Ω'"),
+    "run": (["--step", "3"], "got step 3, has 2, 4; needs one of them, newest or best"),
+    "run ": (["--step", "best"], r"its spec has no checkpoint\.keep_best"),
+    "run  ": (["--tokens", "0"], "--tokens 0: needs at least 1"),
+    "run   ": (["--temperature", "-1"], "--temperature -1: needs a number of at least 0"),
+}
+
+
+def spoiled(run: Path, name: str) -> Path:
+    """The directory that a bad input is about."""
+    if name == "no run":
+        return run.parent / "nothing"
+    if name == "no checkpoint":
+        copy = changed(run, name)
+        shutil.rmtree(copy / "checkpoints")
+        return copy
+    if name == "counter":
+        counter(run.parent / name, **{"config.total_steps": 1})()
+        return run.parent / name
+    if name == "wider":
+        copy = changed(run, name)
+        text = (copy / "spec.yaml").read_text()
+        (copy / "spec.yaml").write_text(text.replace("width: 32", "width: 64"))
+        return copy
+    if name == "ids":
+        return changed(run, name, source=str(write_bin(run.parent / "ids.bin", np.arange(200))))
+    if name == "vocabulary":
+        content = make_ranks()
+        record = {"kind": "tiktoken", "file": FILES["tiktoken"], "sha256": hashlib.sha256(content).hexdigest()}
+        record |= {"pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 299}}
+        corpus = write_corpus(run.parent / "corpus", [[[1]]], change=lambda index: replace(index, tokenizer=record))
+        (corpus / FILES["tiktoken"]).write_bytes(content)
+        return changed(run, name, source=str(corpus))
+    if name == "characters":
+        return changed(run, name, tokenizer="characters", validation={})
+    return run
+
+
+def test_bad_input_to_evaluate_is_one_line_too(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spoiled(run, "vocabulary")  # which makes the corpus
+    (run.parent / "short.txt").write_text("short")
+    for words, message in (
+        ([run.parent / "nothing"], "no spec.yaml is here"),
+        ([run, "--step", "3"], "got step 3, has 2, 4"),
+        ([run, "--data", "nowhere.txt"], "no file matches"),
+        ([run, "--data", run.parent / "short.txt"], "holds less than one example"),
+        ([run, "--data", "{source: x, kind: y}"], "--data: .*unknown key"),
+        ([run, "--data", run.parent / "corpus"], r"its tokens are of another tokenizer \(tiktoken\) than"),
+        ([run, "--step", "2", "--all"], "not allowed with"),
+        ([changed(run, "all", validation_fraction=0.0, validation={})], "keeps no validation set; name a source"),
+        ([spoiled(run, "wider")], "checkpoint 4 does not fit this job"),
+    ):
+        code, out, err = say(capfd, *words, command="evaluate")
+        assert (code, out) == (2, "")
+        assert re.search(message, err.splitlines()[0]), err
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_input_is_one_line_and_ends_with_2(run: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    words, message = BAD[name]
+    directory = spoiled(run, name.strip())
+    code, out, err = say(capfd, directory, *words)
+    assert (code, out) == (2, "")
+    assert re.search(message, err.splitlines()[-1])
+    assert len(err.splitlines()) <= 2

@@ -1,0 +1,200 @@
+"""Token after token: what a cache gives is what the forward pass of training gives, at every position.
+
+Shape legend: B batch, T sequence, V vocabulary.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.gpt import GPT, GPTConfig
+from experiments.model.config import DecoderConfig
+from experiments.model.decoder import Decoder
+from runner.errors import InvalidError
+from runner.inference.choice import Sampling, keep_top
+from runner.inference.decode import CachedReader, PlainReader, generate, make_reader, vocabulary_size_of
+from runner.train.mesh import AXES, make_mesh
+
+VOCABULARY, SEQUENCE = 61, 24
+TOKENS_BxT = np.asarray(jax.random.randint(jax.random.key(7), (2, SEQUENCE), 0, VOCABULARY))
+
+
+def gpt(**config: Any) -> GPT:
+    return GPT(GPTConfig(**{"layers": 2, "heads": 2, "width": 32, **config}), VOCABULARY, SEQUENCE)
+
+
+def decoder(**config: Any) -> Decoder:
+    sizes = {"layers": 2, "heads": 4, "key_value_heads": 2, "width": 32, "mlp_width": 48, "window": 9}
+    return Decoder(DecoderConfig(**sizes, layer_pattern=["window", "full"], **config), VOCABULARY)
+
+
+# Every model of this repository that can be read bit by bit; the decoders have tests of their own too.
+MODELS = {
+    "gpt": gpt(),
+    "gpt, its layers in line": gpt(layer_loop="unroll", layers=1, heads=4, dropout=0.5),
+    "decoder": decoder(),
+    "decoder with experts": decoder(
+        moe={
+            "experts": 4,
+            "experts_per_token": 2,
+            "expert_width": 16,
+            "dense_layers": 1,
+            "gate": "sigmoid",
+            "bias_rate": 0.1,
+        }
+    ),
+}
+ONE = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
+PIECES = (8, *[1] * 7, 8, 1)  # in which a row is read
+
+
+@functools.cache
+def weights_of(name: str) -> Any:
+    """Weights so large that each token counts."""
+    init = functools.partial(MODELS[name].init, deterministic=True)
+    generator = np.random.default_rng(0)
+    shapes = nn.unbox(jax.eval_shape(init, jax.random.key(0), TOKENS_BxT))
+    return jax.tree.map(lambda leaf: generator.normal(0, 0.2, leaf.shape).astype(np.float32), shapes)
+
+
+@pytest.fixture(scope="module")
+def readers() -> tuple[CachedReader, PlainReader]:
+    """The first model's, the one on two devices; what a text has left in its cache must not show in the next."""
+    model, weights = MODELS["gpt"], weights_of("gpt")
+    mesh = make_mesh({"data": 1, "fsdp": 2, "tensor": 1}, jax.devices()[:2])
+    cut = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))
+    cut["params"]["embedding"] = jax.device_put(
+        weights["params"]["embedding"], NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    )
+    return CachedReader(model, cut, SEQUENCE, jnp.float32, mesh), PlainReader(model, weights, SEQUENCE, ONE)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt", *(pytest.param(name, marks=pytest.mark.soak) for name in MODELS if name != "gpt")]
+)
+def test_a_cached_decode_gives_the_logits_of_the_forward_pass_at_every_position(name):
+    model, weights = MODELS[name], weights_of(name)
+    step = jax.jit(functools.partial(model.apply, deterministic=True))
+    expected_BxTxV = step(weights, TOKENS_BxT)
+    # Longer than the sequence, and full of what must not be seen.
+    cache = jax.tree.map(lambda leaf: leaf + 1e3, model.init_cache(2, SEQUENCE + 8, jnp.float32))
+    found, start = [], 0
+    for length in PIECES:
+        tokens = TOKENS_BxT[:, start : start + length]
+        logits, cache = step(weights, tokens, cache=cache, start=jnp.int32(start))
+        found.append(logits)
+        start += length
+    assert start == SEQUENCE
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected_BxTxV, atol=1e-5, rtol=0)
+    assert np.ptp(expected_BxTxV, axis=-1).min() > 0.1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(1.0, top_p=0.7, seed=5)], ids=str)
+def test_a_text_is_the_same_by_cache_and_by_whole_rows_also_beyond_the_sequence_length(readers, sampling):
+    choose = sampling.make_choose(VOCABULARY)
+    for prompt in ([3], list(range(SEQUENCE - 1)), list(range(40))):
+        texts = [list(generate(read, choose, prompt, 40, SEQUENCE)) for read in readers]
+        assert texts[0] == texts[1]
+        assert len(texts[0]) == 40
+        assert len(set(texts[0])) > 3
+
+
+def test_the_window_is_the_last_tokens_and_when_it_is_full_its_last_half():
+    windows = []
+
+    def read(window, num_new):
+        windows.append((list(window), num_new))
+        return jnp.zeros(4)
+
+    assert list(generate(read, lambda logits, index: jnp.int32(index), [7, 8, 9, 10, 11], 4, 4)) == [0, 1, 2, 3]
+    assert windows == [([8, 9, 10, 11], 4), ([11, 0], 2), ([11, 0, 1], 1), ([11, 0, 1, 2], 1)]
+    windows.clear()
+    assert list(generate(read, lambda logits, index: jnp.int32(index), [7], 2, 1)) == [0, 1]
+    assert windows == [([7], 1), ([0], 1)]
+
+
+def test_a_token_depends_on_the_seed_and_its_place_and_on_no_other_draw(readers):
+    def text(num_tokens, seed):
+        choose = Sampling(1.0, seed=seed).make_choose(VOCABULARY)
+        return list(generate(readers[0], choose, [3], num_tokens, SEQUENCE))
+
+    assert text(20, 0) == text(33, 0)[:20]
+    assert text(20, 0) != text(20, 1)
+
+
+def test_a_model_without_a_cache_is_read_in_one_program():
+    class Bigram(nn.Module):
+        @nn.compact
+        def __call__(self, tokens_BxT: jax.Array, *, deterministic: bool) -> jax.Array:
+            return nn.Embed(5, 5)(tokens_BxT)
+
+    model = Bigram()
+    weights = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32), deterministic=True)
+    read = make_reader(model, weights, 4, jnp.float32, ONE)
+    choose = Sampling(temperature=0).make_choose(5)
+    following = np.argmax(weights["params"]["Embed_0"]["embedding"], axis=1)
+    tokens = list(generate(read, choose, [2], 9, 4))
+    assert tokens == [following[token] for token in [2, *tokens[:-1]]]
+    assert read._step._cache_size() == 1
+
+
+def test_what_returns_no_logits_is_no_model_of_tokens():
+    class Classifier(nn.Module):
+        @nn.compact
+        def __call__(self, tokens_BxT: jax.Array, *, deterministic: bool) -> jax.Array:
+            return nn.Embed(5, 3)(tokens_BxT).mean(axis=1)
+
+    model = Classifier()
+    weights = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32), deterministic=True)
+    with pytest.raises(InvalidError, match=r"Classifier returns an array of \(1, 3\) for tokens \(1, 4\); a model of"):
+        vocabulary_size_of(model, weights, 4)
+
+
+# The choice of a token.
+
+PROBABILITIES = np.array([0.15, 0.5, 0.1, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.1, [1]), (0.5, [1]), (0.51, [1, 3]), (0.8, [0, 1, 3]), (0.95, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])],
+)
+def test_top_p_keeps_the_fewest_tokens_whose_probabilities_add_up_to_it(top_p, kept):
+    logits_V = jnp.log(PROBABILITIES)
+    found = keep_top(logits_V, top_p)
+    assert np.flatnonzero(np.isfinite(found)).tolist() == kept
+    assert (found[np.array(kept)] == logits_V[np.array(kept)]).all()
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (2.0, 0.8)])
+def test_tokens_come_as_often_as_temperature_and_top_p_say(temperature, top_p):
+    expected = PROBABILITIES ** (1 / temperature)
+    expected /= expected.sum()
+    order = np.argsort(-expected)
+    dropped = order[np.cumsum(expected[order]) - expected[order] >= top_p]
+    expected[dropped] = 0
+    expected /= expected.sum()
+    choose = Sampling(temperature, top_p).make_choose(4)
+    drawn = jax.vmap(choose, (None, 0))(jnp.log(jnp.append(PROBABILITIES, 9.0)), jnp.arange(4000))
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, expected, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.5}, "--temperature -0.5: needs"),
+        ({"temperature": float("nan")}, "--temperature nan: needs"),
+        ({"top_p": 0}, "--top-p 0: needs"),
+        ({"top_p": 1.5}, "--top-p 1.5: needs"),
+        ({"seed": -1}, "--seed -1: needs"),
+    ],
+)
+def test_a_bad_number_is_refused(options, message):
+    with pytest.raises(InvalidError, match=message):
+        Sampling(**options)

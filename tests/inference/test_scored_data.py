@@ -1,0 +1,74 @@
+"""How many bytes of text the loss of a set is of: those of its targets, whatever the tokenizer and the packing."""
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from runner.config import DataConfig, TokenSource
+from runner.data import load_set
+from runner.data.subword import FILES, make_tokenizer
+from runner.inference.scored_data import DATA, ScoredData
+from runner.inference.text import find_language
+from tests.data.buckets import write_corpus
+from tests.data.corpus import write_bin
+from tests.support.inputs import DOCUMENTS, GPT2_PATTERN, SEPARATOR, make_hf, make_ranks
+
+LENGTH = 96
+RECORDS = {
+    "bytes": ({"kind": "bytes"}, None),
+    "hf": ({"kind": "hf"}, make_hf()),
+    "tiktoken": ({"kind": "tiktoken", "pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 258}}, make_ranks()),
+}
+
+
+def scored(source, **keys):
+    data = DataConfig.model_validate({"source": str(source), "sequence_length": LENGTH, **keys})
+    named = TokenSource(source=str(source))
+    return ScoredData(load_set(data, DATA, named, vocabulary_size=5000), {DATA: find_language(named, data)})
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "documents"])
+@pytest.mark.parametrize("kind", RECORDS)
+def test_the_bytes_are_those_of_the_text_of_all_targets_and_a_separator_has_none(tmp_path, kind, packing):
+    record, content = RECORDS[kind]
+    if content is not None:
+        record = record | {"file": FILES[kind], "sha256": hashlib.sha256(content).hexdigest()}
+    tokenizer = make_tokenizer(record, content)
+    separator = {"bytes": 0, "hf": tokenizer.vocabulary_size + 1, "tiktoken": 258}[kind]
+    documents = [[*tokenizer.encode(text).tolist(), separator] for text in DOCUMENTS]
+    told = lambda index: replace(index, tokenizer=record, separator=None if kind == "bytes" else separator)  # noqa: E731
+    corpus = write_corpus(tmp_path / "corpus", [documents], vocabulary_size=5000, change=told)
+    if content is not None:
+        (corpus / FILES[kind]).write_bytes(content)
+
+    size = scored(corpus, packing=packing).size(DATA)
+    if packing == "documents":
+        targets = [document[1:] for document in documents]
+    else:
+        ids = np.concatenate(documents)
+        num_targets = (len(ids) - 1) // LENGTH * LENGTH
+        ends = np.cumsum(list(map(len, documents)))
+        targets = [part.tolist() for part in np.split(ids[1 : 1 + num_targets], ends[ends <= num_targets] - 1)]
+    assert size.num_targets == sum(map(len, targets))
+    if kind == "bytes":
+        assert size.num_bytes == size.num_targets
+    else:
+        texts = [tokenizer.decode([token for token in part if token != separator]) for part in targets]
+        num_rows = -(-len(np.concatenate(documents)) // LENGTH)  # the end of each may cut a character
+        assert abs(size.num_bytes - sum(len(text.encode()) for text in texts)) <= num_rows * (packing == "documents")
+        assert size.num_bytes > size.num_targets
+
+
+def test_characters_count_by_their_bytes(tmp_path):
+    (tmp_path / "a.txt").write_text("né" * 500)
+    size = scored(tmp_path / "a.txt", tokenizer="characters").size(DATA)
+    assert (size.num_targets, size.num_bytes) == (960, 960 * 3 // 2)
+
+
+def test_why_the_bytes_are_not_known_is_told(tmp_path):
+    ids = write_bin(tmp_path / "ids.bin", np.arange(100))
+    data = DataConfig(source=str(ids), sequence_length=LENGTH)
+    found = load_set(data, DATA, TokenSource(source=str(ids)), vocabulary_size=100)
+    assert ScoredData(found, {DATA: "nobody knows"}).size(DATA).reason == "nobody knows"

@@ -1,0 +1,47 @@
+"""What is told of a score: figures that add up, in JSON that every reader takes."""
+
+import json
+import math
+
+import pytest
+
+from runner.inference.scored_data import Size
+from runner.inference.scoring import Score, lines_of, record_of
+
+
+def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> None:
+    score = Score(7, {"a": (30.0, 10.0), "b": (100.0, 90.0)})
+    record = record_of(score, {"a": Size(10, 40), "b": Size(90, 160)})
+    assert record["loss"] == 130 / 100
+    assert record["perplexity"] == math.exp(1.3)
+    assert (record["loss_per_byte"], record["bytes"], record["tokens"]) == (130 / 200, 200, 100)
+    assert record["sets"]["a"] == {
+        "loss": 3.0,
+        "perplexity": math.exp(3),
+        "loss_per_byte": 0.75,
+        "tokens": 10,
+        "bytes": 40,
+    }
+    assert lines_of(record) == [
+        "step 7 a: loss 3.000000 nats a token, perplexity 20.0855, 0.750000 nats a byte (10 tokens, 40 bytes)",
+        "step 7 b: loss 1.111111 nats a token, perplexity 3.0377, 0.625000 nats a byte (90 tokens, 160 bytes)",
+        "step 7: loss 1.300000 nats a token, perplexity 3.6693, 0.650000 nats a byte (100 tokens, 200 bytes)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sums", "size", "line"),
+    [
+        ((8.0, 4.0), Size(0, None, "why"), "loss 2.000000 nats a token, perplexity 7.3891 (4 tokens)"),
+        ((8.0, 4.0), Size(5, 20), "loss 2.000000 nats a token, perplexity 7.3891 (4 tokens)"),
+        ((5.0, 2.5), Size(3, 9), "loss 2.000000 nats a token, perplexity 7.3891 (2 tokens)"),
+        ((8000.0, 4.0), Size(0, None, "why"), "loss 2000.000000 nats a token (4 tokens)"),
+        ((math.nan, 4.0), Size(4, 4), "loss is not finite (4 tokens)"),
+        ((0.0, 0.0), Size(0, 0), "loss 0.000000 nats a token, perplexity 1.0000 (0 tokens)"),
+    ],
+)
+def test_what_is_not_known_or_not_finite_is_left_out(sums: tuple[float, float], size: Size, line: str) -> None:
+    record = record_of(Score(1, {"data": sums}), {"data": size})
+    assert lines_of(record) == [f"step 1: {line}"]
+    text = json.dumps(record, allow_nan=False)
+    assert json.loads(text)["sets"]["data"]["loss_per_byte"] is None

@@ -1,0 +1,106 @@
+"""A small family with every kind of piece, and directories of its weights that only numpy and the library wrote."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from runner.storage import JsonObject
+from runner.weights.family import Family, Piece
+
+L, E, V, D, M = 2, 3, 8, 16, 24
+SHAPES = {
+    "params.embedding": (V, D),
+    "params.scale": (),
+    "params.blocks.query": (L, D, D),
+    "params.blocks.key": (L, D, D // 2),
+    "params.blocks.bias": (L, D),
+    "params.blocks.expert": (L, E, D, M),
+    "params.blocks.gain": (L, E),
+}
+
+
+class SmallFiles(Family):
+    """Kernels are (out, in) in the files; query and key are one tensor there, each expert is one of its own."""
+
+    def pieces(self) -> list[Piece]:
+        found = [Piece("model.embedding.weight", "embedding"), Piece("model.scale", "scale")]
+        for layer in range(L):
+            prefix = f"model.layers.{layer}"
+            found.append(Piece(f"{prefix}.qk.weight", "blocks.query", (layer,), True, (0, 0, D)))
+            found.append(Piece(f"{prefix}.qk.weight", "blocks.key", (layer,), True, (0, D, D + D // 2)))
+            found.append(Piece(f"{prefix}.bias", "blocks.bias", (layer,)))
+            for expert in range(E):
+                found.append(Piece(f"{prefix}.experts.{expert}.gain", "blocks.gain", (layer, expert)))
+                found.append(Piece(f"{prefix}.experts.{expert}.weight", "blocks.expert", (layer, expert), True))
+        return found
+
+    def config(self) -> JsonObject:
+        return {"model_type": "small", "architectures": ["Small"], "theta": 1.0}
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        needed = {"model_type": "small", "theta": 1.0}
+        return [
+            f"{key}: got {config.get(key)!r}, the model needs {value!r}"
+            for key, value in needed.items()
+            if config.get(key) != value
+        ]
+
+
+def leaves(seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Weights by the names of the state."""
+    generator = np.random.default_rng(seed)
+    return {name: np.asarray(generator.normal(size=shape)).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def tensors(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same as a person would write it down for the files."""
+    files = {"model.embedding.weight": found["params.embedding"], "model.scale": found["params.scale"]}
+    for layer in range(L):
+        prefix = f"model.layers.{layer}"
+        query, key = found["params.blocks.query"][layer].T, found["params.blocks.key"][layer].T
+        files[f"{prefix}.qk.weight"] = np.concatenate([query, key])
+        files[f"{prefix}.bias"] = found["params.blocks.bias"][layer]
+        for expert in range(E):
+            files[f"{prefix}.experts.{expert}.gain"] = found["params.blocks.gain"][layer, expert]
+            files[f"{prefix}.experts.{expert}.weight"] = found["params.blocks.expert"][layer, expert].T
+    return {name: np.array(value, order="C") for name, value in files.items()}
+
+
+def publish(directory: Path, files: dict[str, np.ndarray], num_shards: int = 1, **config: Any) -> Path:
+    """A directory in Hugging Face's layout, written by the library."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(SmallFiles().config() | config))
+    if num_shards == 1:
+        save_file(files, directory / "model.safetensors")
+        return directory
+    weight_map = {}
+    for number in range(num_shards):
+        name = f"model-{number + 1:05}-of-{num_shards:05}.safetensors"
+        part = dict(list(files.items())[number::num_shards])
+        save_file(part, directory / name)
+        weight_map |= dict.fromkeys(part, name)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+def tree(found: dict[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries of dotted names."""
+    nested: dict[str, Any] = {}
+    for name, value in found.items():
+        *parents, last = name.split(".")
+        branch = nested
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[last] = value
+    return nested
+
+
+def same(found: Any, expected: dict[str, np.ndarray]) -> bool:
+    """Whether a tree of arrays has these bits."""
+    pairs = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == b.tobytes(), found, tree(expected))
+    return all(jax.tree.leaves(pairs))

@@ -1,0 +1,155 @@
+"""Directories in Hugging Face's layout that are whole, and every way in which they are not."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from runner.errors import InvalidError
+from runner.storage import LocalStore
+from runner.weights.directory import is_published, open_published
+from tests.weights.small import leaves, publish, tensors
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def header(path: Path) -> tuple[dict[str, dict[str, object]], bytes]:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def rewrite(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable[[Path], None]:
+    """Replace the header of the only file by a changed one."""
+
+    def act(directory: Path) -> None:
+        record, rest = header(directory / FILE)
+        found = change(record)
+        text = found.encode() if isinstance(found, str) else json.dumps(record).encode()
+        (directory / FILE).write_bytes(len(text).to_bytes(8, "little") + text + rest)
+
+    return act
+
+
+def write(name: str, content: bytes | str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def cut(num_bytes: int) -> Callable[[Path], None]:
+    return lambda directory: os.truncate(directory / FILE, num_bytes)
+
+
+def grow(directory: Path) -> None:
+    with (directory / FILE).open("ab") as file:
+        file.write(b"more")
+
+
+def move(record: dict[str, dict[str, object]], name: str, by: int) -> None:
+    record[name]["data_offsets"] = [offset + by for offset in record[name]["data_offsets"]]  # type: ignore[attr-defined]
+
+
+def point(**files: str) -> Callable[[Path], None]:
+    """Let the index name other files."""
+
+    def act(directory: Path) -> None:
+        record = json.loads((directory / INDEX).read_text())
+        record["weight_map"] |= {name.replace("__", "."): file for name, file in files.items()}
+        (directory / INDEX).write_text(json.dumps(record))
+
+    return act
+
+
+def pickled(directory: Path) -> None:
+    (directory / FILE).unlink()
+    (directory / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+
+
+def twice(directory: Path) -> None:
+    save_file({"model.scale": np.zeros((), np.float32)}, directory / SECOND)
+    (directory / INDEX).unlink()
+
+
+ONE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("no config", lambda directory: (directory / "config.json").unlink(), r"no config\.json is here"),
+    ("a torn config", write("config.json", "{"), r"config\.json cannot be read"),
+    ("a config that is a list", write("config.json", "[]"), r"config\.json cannot be read: not a JSON object"),
+    ("no file", lambda directory: (directory / FILE).unlink(), r"no \*\.safetensors is here"),
+    ("a pickle", pickled, r"pytorch_model\.bin may be a pickle.*needs \*\.safetensors"),
+    ("empty", cut(0), r"is torn: it has 0 bytes"),
+    ("torn in the header", cut(100), r"is torn: its header has [\d,]+ bytes, and it ends after 100"),
+    ("torn in the tensors", cut(5000), r"is torn: by its header it has [\d,]+ bytes, it has 5,000"),
+    ("more bytes", grow, r"holds more than its header says"),
+    ("no safetensors at all", write(FILE, b"<html>not found</html>"), r"is no safetensors file: its header would have"),
+    ("a header that is no JSON", rewrite(lambda record: "{]"), r"its header is no JSON"),
+    ("a header that is a list", rewrite(lambda record: "[]"), r"its header is no JSON object"),
+    ("a header nested deeply", rewrite(lambda record: "[" * 100_000), r"its header is nested too deeply|is no JSON"),
+    ("a tensor twice", rewrite(lambda record: '{"a": {}, "a": {}}'), r"its header names a twice"),
+    ("no shape", rewrite(lambda record: record["model.scale"].pop("shape")), r"scale has no shape"),
+    (
+        "a negative shape",
+        rewrite(lambda record: record["model.scale"].update(shape=[-1])),
+        r"scale has no shape",
+    ),
+    ("another shape", rewrite(lambda record: record["model.scale"].update(shape=[3])), r"scale is F32\[3\] and has 4"),
+    (
+        "a type of nobody",
+        rewrite(lambda record: record["model.scale"].update(dtype="F7")),
+        r"type F7, which is",
+    ),
+    ("an overlap", rewrite(lambda record: move(record, "model.scale", -4)), r"overlaps"),
+    ("a hole", rewrite(lambda record: move(record, "model.scale", 4)), r"leaves a hole after|holds more|is torn"),
+]
+TWO: list[tuple[str, Callable[[Path], object], str]] = [
+    ("no shard", lambda directory: (directory / SECOND).unlink(), rf"{SECOND} is missing, .*index\.json names it"),
+    ("a torn index", write(INDEX, "{"), r"index\.json cannot be read"),
+    ("an empty index", write(INDEX, "{}"), r"index\.json: has no weight_map"),
+    ("a file above", point(model__scale="../secret.safetensors"), r"names '\.\./secret\.safetensors', needs"),
+    ("a file elsewhere", point(model__scale="/etc/passwd.safetensors"), r"names '/etc/passwd\.safetensors', needs"),
+    ("another kind of file", point(model__scale="pytorch_model.bin"), r"names 'pytorch_model\.bin', needs"),
+    ("the wrong shard", point(model__embedding__weight=SECOND), r"embedding\.weight is in model-00001.*, not in"),
+    ("a tensor that is not there", point(model__nothing=SECOND), rf"tensor model\.nothing is not in {SECOND}"),
+    (
+        "in two shards",
+        lambda directory: save_file(tensors(leaves()), directory / SECOND),
+        r"is in model-00001.* and",
+    ),
+    ("two files and no index", lambda d: [twice(d), save_file(tensors(leaves()), d / FIRST)], r"model\.scale is in"),
+]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_every_tensor_is_found_where_it_lies(tmp_path: Path, num_shards: int):
+    files = tensors(leaves())
+    published = open_published(str(publish(tmp_path / "hf", files, num_shards)))
+    assert published.tensors.keys() == files.keys()
+    for name, found in published.tensors.items():
+        content = (tmp_path / "hf" / found.file).read_bytes()[found.start : found.stop]
+        assert (content, found.shape, found.dtype) == (files[name].tobytes(), files[name].shape, "F32")
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "damage", "message"),
+    [(number, *case[1:]) for number, table in ((1, ONE), (2, TWO)) for case in table],
+    ids=[case[0] for table in (ONE, TWO) for case in table],
+)
+def test_what_is_wrong_is_told_in_a_line(
+    tmp_path: Path, num_shards: int, damage: Callable[[Path], object], message: str
+):
+    directory = publish(tmp_path / "hf", tensors(leaves()), num_shards)
+    damage(directory)
+    with pytest.raises(InvalidError, match=message) as found:
+        open_published(str(directory))
+    assert all(line.startswith(str(directory)) for line in str(found.value).splitlines())
+
+
+def test_a_run_is_not_taken_for_published_weights(tmp_path: Path):
+    assert is_published(LocalStore(publish(tmp_path / "hf", tensors(leaves()))))
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "run" / "spec.yaml").write_text("")
+    assert not is_published(LocalStore(tmp_path / "run"))
+    assert not is_published(LocalStore(tmp_path / "nothing"))

@@ -1,0 +1,200 @@
+"""What an export writes: files that the format's own library reads, with the bits of the checkpoint, whole or not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from runner.checkpoint import weights
+from runner.config import DataConfig
+from runner.errors import InvalidError, StorageError
+from runner.spec import dump_spec
+from runner.storage import LocalStore, Store, open_store
+from runner.weights import write
+from runner.weights.export import export
+from tests.checkpoint.test_checkpoint import Attempt
+from tests.support.memory_bucket import MemoryDriver, memory_bucket
+from tests.support.tiny import counter
+from tests.weights.small import SmallFiles, leaves, publish, tensors, tree
+from tests.weights.test_read import born, load
+
+URL = "gs://bucket/run"
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    """Steps 1 and 2 of a run."""
+    store: Store = LocalStore(tmp_path / "run")
+    if request.param == "bucket":
+        store = memory_bucket()
+        monkeypatch.setattr(weights, "open_store", lambda text: store if text == URL else open_store(text))
+    attempt = Attempt(store, tmp_path / "staging")
+    attempt.where = URL if request.param == "bucket" else str(tmp_path / "run")
+    for step in (1, 2):
+        state = {"step": jnp.int32(step), **tree({name: jnp.asarray(leaf) for name, leaf in leaves(step).items()})}
+        attempt.save(str(step), state)
+        assert attempt.saver.wait()
+    attempt.attempt.background.flush()
+    store.write("spec.yaml", dump_spec(counter(tmp_path / "other").resolved_spec()).encode())
+    return attempt
+
+
+def exported(run: Attempt, out: Path, step: int | str = "newest", **options: Any) -> dict[str, np.ndarray]:
+    """The tensors of all files, as the library reads them."""
+    export(run.where, step, SmallFiles(), None, str(out), **options)
+    found: dict[str, np.ndarray] = {}
+    for path in sorted(out.glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            assert file.metadata() == {"format": "pt"}
+        found |= load_file(path)
+    return found
+
+
+def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
+    return found.keys() == expected.keys() and all(
+        (found[name].dtype, found[name].shape, found[name].tobytes()) == (value.dtype, value.shape, value.tobytes())
+        for name, value in expected.items()
+    )
+
+
+def test_what_is_exported_has_the_bits_of_the_step_and_comes_back(run: Attempt, tmp_path: Path):
+    before = run.content()
+    (tmp_path / "out").mkdir()  # an empty directory is as good as none
+    assert same(exported(run, tmp_path / "out"), tensors(leaves(2)))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == SmallFiles().config() | {"torch_dtype": "float32"}
+    for name, leaf in load(tmp_path / "out", born(leaves(5), (2, 2, 2))).items():
+        assert np.asarray(leaf).tobytes() == leaves(2)[name].tobytes(), name
+    assert same(exported(run, tmp_path / "first", 1), tensors(leaves(1)))
+    assert run.content() == before
+    run.fence.check()
+
+
+def test_shards_are_no_larger_than_said_and_the_index_names_them(run: Attempt, tmp_path: Path):
+    expected = tensors(leaves(2))
+    assert same(exported(run, tmp_path / "out", shard_bytes=4000), expected)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(value.nbytes for value in expected.values())}
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[-1] == f"model-{len(files):05}-of-{len(files):05}.safetensors"
+    for file in files:
+        held = load_file(tmp_path / "out" / file)
+        assert sum(value.nbytes for value in held.values()) <= 4000
+        assert {name for name, place in index["weight_map"].items() if place == file} == held.keys()
+    assert load(tmp_path / "out", born(leaves(5), (2, 2, 2))).keys() == leaves().keys()
+
+
+def test_another_type_is_the_nearest_of_it_and_what_it_cannot_hold_is_refused(run: Attempt, tmp_path: Path):
+    nearest = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors(leaves(2)).items()}
+    assert same(exported(run, tmp_path / "out", dtype="bfloat16"), nearest)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    large = {name: value * 1e6 for name, value in leaves(3).items()}
+    run.save("3", {"step": jnp.int32(3), **tree({name: jnp.asarray(leaf) for name, leaf in large.items()})})
+    assert run.saver.wait()
+    with pytest.raises(InvalidError, match="has values that float16 cannot hold; use another --dtype"):
+        exported(run, tmp_path / "narrow", dtype="float16")
+    assert sorted(path.name for path in tmp_path.iterdir() if "narrow" in path.name) == []
+
+
+def test_of_a_damaged_newest_step_the_one_before_it_is_exported_and_the_damage_told(
+    run: Attempt, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run.flip_bit(run.largest_file(2))
+    assert same(exported(run, tmp_path / "out"), tensors(leaves(1)))
+    assert "checkpoint 2 is not good" in capsys.readouterr().err
+    with pytest.raises(InvalidError, match="CRC-32C"):
+        exported(run, tmp_path / "other", 2)
+    assert [path.name for path in tmp_path.iterdir() if "other" in path.name and path.is_dir()] == []
+
+
+def test_what_is_there_already_is_refused_before_anything_is_read(tmp_path: Path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "kept").write_text("kept")
+    for out, message in (
+        ("full", "full is not empty; nothing is overwritten"),
+        ("full/kept", "is a file, needs a dir"),
+    ):
+        with pytest.raises(InvalidError, match=message):
+            export("nowhere", "newest", SmallFiles(), None, str(tmp_path / out))
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "kept"]
+
+
+def test_whoever_takes_the_place_meanwhile_keeps_it(run: Attempt, tmp_path: Path):
+    class Late(SmallFiles):
+        def config(self) -> dict[str, Any]:
+            (tmp_path / "out").mkdir(exist_ok=True)
+            (tmp_path / "out" / "other").write_text("kept")
+            return super().config()
+
+    with pytest.raises(InvalidError, match="out is not empty; nothing is overwritten"):
+        export(run.where, "newest", Late(), None, str(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["other"]
+    assert [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_leaf(run: Attempt, tmp_path: Path):
+    class Other(SmallFiles):
+        def pieces(self) -> list[Any]:
+            return super().pieces()[:-1]
+
+    with pytest.raises(InvalidError, match=r"checkpoint 2 is not of this model: params\.blocks\.expert: no piece has"):
+        export(run.where, "newest", Other(), None, str(tmp_path / "out"))
+
+
+def test_in_a_bucket_the_config_without_which_nobody_reads_the_rest_comes_last(
+    run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    driver = MemoryDriver()
+    out = memory_bucket(driver)
+    monkeypatch.setattr(write, "open_store", lambda text: out)
+    sent: list[str] = []
+    driver.before = lambda verb, key: sent.append(key) if verb == "put" else None
+    export(run.where, "newest", SmallFiles(), None, "gs://bucket/out", shard_bytes=4000)
+    assert sent[-1].endswith("config.json")
+    assert sum(key.endswith("config.json") and "generation" not in key for key in sent) == 1
+    found = load(out, born(leaves(5), (2, 2, 2)))
+    assert all(np.asarray(found[name]).tobytes() == value.tobytes() for name, value in leaves(2).items())
+    with pytest.raises(InvalidError, match="is not empty; nothing is overwritten"):
+        export(run.where, "newest", SmallFiles(), None, "gs://bucket/out")
+
+
+def test_a_full_disk_is_an_infrastructure_failure_and_leaves_nothing(
+    run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write.os, "posix_fallocate", full)
+    with pytest.raises(StorageError, match="No space left"):
+        exported(run, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+
+
+def test_a_vocabulary_that_the_tokenizer_exceeds_is_refused(run: Attempt, tmp_path: Path):
+    class Short(SmallFiles):
+        def config(self) -> dict[str, Any]:
+            return super().config() | {"vocab_size": 200}
+
+    text = tmp_path / "text.txt"
+    text.write_text("text")
+    data = DataConfig(source=str(text), sequence_length=16)
+    with pytest.raises(InvalidError, match="the tokenizer has 256 ids, the model a vocabulary of 200"):
+        export(run.where, "newest", Short(), data, str(tmp_path / "out"))
+
+
+def test_weights_written_by_hand_are_those_that_an_export_writes(run: Attempt, tmp_path: Path):
+    by_hand = publish(tmp_path / "hand", tensors(leaves(2)))
+    exported(run, tmp_path / "out")
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), load_file(by_hand / "model.safetensors"))

@@ -1,0 +1,74 @@
+"""A table of tensors names every leaf once and every tensor whole, or says where it does not."""
+
+import dataclasses
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.gpt import GPT, GPTConfig
+from experiments.gpt_2_files import GPT2Files
+from runner.checkpoint.leaves import named
+from runner.weights.family import Piece, Shape, table_problems, tensor_shapes
+from tests.weights.small import SHAPES, D, L, M, SmallFiles, V, leaves, tensors
+
+
+def gpt_shapes() -> dict[str, Shape]:
+    model = GPT(GPTConfig(layers=3, heads=2, width=16), 40, 8)
+    boxed = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 8), int), deterministic=True), jax.random.key(0))
+    return {name: leaf.shape for name, leaf in named({"params": nn.unbox(boxed)["params"]}).items()}
+
+
+def test_the_tables_fit_the_leaves_of_their_models():
+    assert table_problems(SmallFiles().pieces(), SHAPES) == []
+    assert table_problems(GPT2Files(3, 2, 16, 40, 8, 0.0).pieces(), gpt_shapes()) == []
+
+
+def test_the_shapes_of_tensors_are_those_that_the_files_have():
+    files = tensors(leaves())
+    assert tensor_shapes(SmallFiles().pieces(), SHAPES) == {name: value.shape for name, value in files.items()}
+
+
+Change = Callable[[list[Piece]], list[Piece]]
+
+
+def without(leaf: str) -> Change:
+    return lambda pieces: [piece for piece in pieces if piece.leaf != leaf]
+
+
+def replaced(of: str, /, **changes: object) -> Change:
+    return lambda pieces: [
+        dataclasses.replace(piece, **changes) if (piece.leaf, piece.index[:1]) in ((of, ()), (of, (0,))) else piece
+        for piece in pieces
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (without("embedding"), "params.embedding: no piece has this leaf"),
+        (replaced("embedding", leaf="embeding"), "params.embeding: the weights have no such leaf"),
+        (lambda pieces: pieces[:-1], "params.blocks.expert: no piece has its index [1, 2]"),
+        (replaced("blocks.bias", index=(5,)), "params.blocks.bias: it has no index [5]"),
+        (replaced("blocks.bias", index=(1,)), "params.blocks.bias: 2 pieces have its index [1]"),
+        (replaced("blocks.bias", index=()), "params.blocks.bias: its pieces have indexes of [0, 1] axes"),
+        (
+            replaced("blocks.bias", transpose=True),
+            "params.blocks.bias: it is to be transposed, and has the shape",
+        ),
+        (replaced("blocks.query", part=(0, 0, D - 1)), "model.layers.0.qk.weight: its part 0..15 of axis 0"),
+        (replaced("blocks.key", part=(0, D + 1, D + 9)), "model.layers.0.qk.weight: its part 17..25 of axis 0"),
+        (replaced("blocks.key", part=(1, 0, D)), "model.layers.0.qk.weight: its parts lie on several axes"),
+        (replaced("blocks.key", part=None), "model.layers.0.qk.weight: several pieces are the whole of it"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_table_that_does_not_fit_is_told_by_leaf_or_tensor(change: Change, problem: str):
+    found = table_problems(change(SmallFiles().pieces()), SHAPES)
+    assert any(line.startswith(problem) for line in found), found
+
+
+def test_the_sizes_of_the_example_are_told_apart():
+    assert len({L, D, M, V}) == 4

@@ -1,0 +1,34 @@
+"""GPT-2 as the real library has it: the weights that it has written give the logits that it has computed."""
+
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.gpt import GPT, GPTConfig
+from experiments.gpt_2_files import GPT2Files
+from runner.checkpoint.leaves import named
+from runner.spec import InitFrom
+from runner.weights.directory import open_published
+from runner.weights.match import match
+from runner.weights.read import read_leaf
+
+WRITTEN = Path(__file__).parent / "gpt2"  # by write_gpt2.py
+
+
+def test_the_logits_are_those_of_transformers():
+    model = GPT(GPTConfig(layers=2, heads=2, width=16), 40, 8)
+    tokens_BxT, expected_BxTxV = np.load(WRITTEN / "tokens.npy"), np.load(WRITTEN / "logits.npy")
+    like = nn.unbox(
+        jax.jit(lambda key: model.init(key, jnp.asarray(tokens_BxT), deterministic=True))(jax.random.key(0))
+    )
+    published = open_published(str(WRITTEN))
+    shapes = {name: leaf.shape for name, leaf in named(like).items()}
+    found = match(published, GPT2Files(2, 2, 16, 40, 8, 0.1), shapes, InitFrom(path=str(WRITTEN))).pieces
+    leaves = [read_leaf(published.store, published.versions, found[name], leaf) for name, leaf in named(like).items()]
+    variables = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    logits_BxTxV = np.asarray(model.apply(variables, jnp.asarray(tokens_BxT), deterministic=True))
+    np.testing.assert_allclose(logits_BxTxV, expected_BxTxV, atol=1e-4)
+    assert (logits_BxTxV.argmax(-1) == expected_BxTxV.argmax(-1)).all()

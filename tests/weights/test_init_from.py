@@ -1,0 +1,251 @@
+"""A job begins with what another has exported: once, outranked by its own checkpoints, refused where it misfits."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from experiments.gpt import PretrainGPT
+from runner import BaseTrainer, open_checkpoint
+from runner.checkpoint.leaves import named
+from runner.checkpoint.save import Payload
+from runner.command import export
+from runner.errors import InvalidError, PreemptedError
+from runner.plan.checks import Findings, check_weights
+from runner.spec import InitFrom
+from runner.storage import LocalStore, parse_lines, read_json
+from runner.weights.directory import open_published
+from runner.weights.match import match
+from runner.weights.read import read_leaf
+from tests.support.tiny import StopAfter, counter, gpt, leaves_equal
+from tests.weights.small import leaves, publish, tensors
+
+STOP, STEPS = 4, 8  # of a job like the one of test_trainer.py, whose compiled programs it shares
+JOB: dict[str, Any] = {"checkpoint.every_steps": STOP, "checkpoint.keep_best": {"metric": "val/loss"}}
+
+
+class Exporting(PretrainGPT):
+    """Is exported while it trains."""
+
+    def payload(self) -> Payload:
+        out = self.store.root.parent / "meanwhile"
+        if self.step == STEPS and not out.exists():
+            self.checkpointer.settle()  # the step before is committed, this one is not yet saved
+            assert export.main([str(self.store.root), "-o", str(out)]) == 0
+        return super().payload()
+
+
+class AtTheStart(PretrainGPT):
+    """Looks at its first state, and ends."""
+
+    def run(self) -> None:
+        self.first = jax.device_get(self.state.params)
+        self.evaluated = self.validation.evaluate(self.weights(self.state), 0, self.attempt.hosts)
+        raise PreemptedError("seen enough")
+
+
+def first(job: BaseTrainer) -> Any:
+    with pytest.raises(PreemptedError, match="seen enough"):
+        job()
+    return job.first
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("init_from")
+
+
+@pytest.fixture(scope="module")
+def run(directory: Path) -> BaseTrainer:
+    """A run that is done."""
+    job = gpt(directory / "run", **JOB)
+    job()
+    return job
+
+
+@pytest.fixture(scope="module")
+def exported(directory: Path, run: BaseTrainer) -> Path:
+    """What it has come to."""
+    assert export.main([str(run.store.root), "-o", str(directory / "exported")]) == 0
+    return directory / "exported"
+
+
+def trajectory(root: Path) -> Any:
+    """The rows without their speed, and the result."""
+    rows = parse_lines((root / "metrics.jsonl").read_bytes())
+    rows = [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+    return rows, read_json(LocalStore(root), "result.json")
+
+
+def events(root: Path) -> list[str]:
+    return sorted(event["event"] for event in parse_lines((root / "events.jsonl").read_bytes()))
+
+
+def begun_with(source: Path, job: BaseTrainer, params: Any = None, allowed: Sequence[str] = ()) -> Any:
+    """The parameters that the job would begin with, where its init has made `params`; else its present ones."""
+    like = {"params": job.state.params if params is None else params}
+    published = open_published(str(source))
+    rule = InitFrom(path=str(source), allow_missing=list(allowed))
+    shapes = {name: leaf.shape for name, leaf in named(like).items()}
+    pieces = match(published, job.family(), shapes, rule).pieces
+    leaves = [read_leaf(published.store, published.versions, pieces[name], leaf) for name, leaf in named(like).items()]
+    return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))["params"]
+
+
+def test_a_fine_tune_starts_with_the_weights_and_the_loss_that_the_run_ended_with(
+    directory: Path, run: BaseTrainer, exported: Path
+):
+    job = gpt(directory / "tuned", AtTheStart, **JOB | {"checkpoint.init_from": str(exported)})
+    assert leaves_equal(first(job), jax.device_get(run.state.params))
+    assert job.evaluated["val/loss"] == read_json(run.store, "result.json")["val_loss"]
+
+
+def test_the_weights_are_taken_once_and_a_run_that_is_exported_meanwhile_is_not_disturbed(
+    directory: Path, run: BaseTrainer, exported: Path
+):
+    source = shutil.copytree(exported, directory / "source")
+    begun = JOB | {"checkpoint.init_from": {"path": str(source)}}
+    whole = gpt(directory / "whole", Exporting, **begun)
+    whole()
+    stopped = gpt(directory / "stopped", **begun)
+    with pytest.raises(PreemptedError):
+        stopped(stop=StopAfter(stopped, STOP))
+    shutil.rmtree(source)  # its own checkpoint outranks what it began with
+    gpt(directory / "stopped", **begun)()
+    assert trajectory(directory / "stopped") == trajectory(directory / "whole")
+    assert events(directory / "whole") == events(run.store.root)
+    weights, _ = open_checkpoint(directory / "whole", STOP)
+    assert leaves_equal(begun_with(directory / "meanwhile", run), weights["params"])
+
+
+@pytest.mark.soak  # daily of a smaller family, in test_read.py
+def test_of_a_longer_context_and_vocabulary_the_first_rows_are_taken(directory: Path, run: BaseTrainer, exported: Path):
+    changes = {"config.data.sequence_length": 32, "config.model.vocabulary_size": 300}
+    longer = gpt(directory / "longer", **changes)
+    fresh = longer.design.draw(jax.devices()).init_state()
+    allowed = ["transformer.wte.weight", "transformer.wpe.weight"]
+    found = begun_with(exported, longer, fresh.params, allowed)
+    fresh = jax.device_get(fresh.params)
+    known = jax.device_get(run.state.params)
+    for name, size in (("embedding", 256), ("positions", 16)):
+        assert (found[name][:size] == known[name]).all()
+        assert (found[name][size:] == fresh[name][size:]).all()
+    assert leaves_equal(found["blocks"], known["blocks"])
+
+
+def test_the_names_of_the_first_release_are_known(directory: Path, run: BaseTrainer, exported: Path):
+    files = load_file(exported / "model.safetensors")
+    files = {name.removeprefix("transformer."): value for name, value in files.items()}
+    files |= {f"h.{layer}.attn.bias": np.tril(np.ones((1, 1, 16, 16), np.uint8)) for layer in range(2)}
+    files["lm_head.weight"] = files["wte.weight"]
+    (directory / "first").mkdir()
+    shutil.copy(exported / "config.json", directory / "first")
+    save_file(files, directory / "first" / "model.safetensors")
+    assert leaves_equal(begun_with(directory / "first", run), jax.device_get(run.state.params))
+
+
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"config.model": {"layers": 1, "heads": 4, "width": 32}},
+        [f"transformer.h.1.{name}.{kind}: is left over" for name in ("attn.c_attn", "mlp.c_fc") for kind in ("bias",)],
+    ),
+    ({"config.model": {"layers": 2, "heads": 2, "width": 32}}, ["config.json: n_head: got 4, the model needs 2"]),
+    ({"config.model.layers": 3}, ["transformer.h.2.ln_1.bias: is missing, the model needs [32]"]),
+    (
+        {"config.data.sequence_length": 32},
+        ["transformer.wpe.weight: has the shape [16, 32], the model needs [32, 32]"],
+    ),
+]
+
+
+def problems(job: BaseTrainer, abstract: Any = None) -> list[str]:
+    """What `plan` says of the weights that a job would begin with."""
+    findings = Findings()
+    check_weights(job, job.design.draw(jax.devices()).abstract_state if abstract is None else abstract, findings)
+    return findings.problems
+
+
+@pytest.mark.parametrize(("changes", "expected"), REFUSED, ids=str)
+def test_weights_that_do_not_fit_are_told_by_plan(
+    directory: Path, exported: Path, changes: dict[str, Any], expected: list[str]
+):
+    found = problems(gpt(directory / "misfit", **changes, **{"checkpoint.init_from": str(exported)}))
+    for line in expected:
+        assert any(line in problem for problem in found), found
+
+
+def test_weights_that_do_not_fit_are_refused_before_the_claim(directory: Path, exported: Path):
+    job = gpt(directory / "misfit", **{"config.model.heads": 2, "checkpoint.init_from": str(exported)})
+    with pytest.raises(InvalidError, match=r"checkpoint\.init_from: .*: n_head: got 4, the model needs 2"):
+        job()
+    assert not (directory / "misfit").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{run}", None),
+        (
+            {"path": "{run}", "allow_missing": ["*"]},
+            "allow_missing: nothing reads it: .* is not in Hugging",
+        ),
+        ({"path": "{run}", "rename": {"a": "b"}}, "rename: nothing reads it: .* export the run, and begin with that"),
+        ("{run}/checkpoints/3", "3: no manifest.json: it was never committed"),
+        ("{run}/nothing", "no checkpoint is here"),
+        ({"path": "{exported}", "rename": {"transformer.h.7": None}}, "rename: no tensor begins with transformer.h.7"),
+        ("{small}", "model_type: got 'small', the model needs 'gpt2'"),
+    ],
+    ids=str,
+)
+def test_what_can_be_begun_with(directory: Path, run: BaseTrainer, exported: Path, source: Any, message: str | None):
+    if not (directory / "small").exists():
+        publish(directory / "small", tensors(leaves()))
+    places = {"run": str(run.store.root), "exported": str(exported), "small": str(directory / "small")}
+    path = (source if isinstance(source, str) else source["path"]).format(**places)
+    rule = path if isinstance(source, str) else source | {"path": path}
+    job = gpt(directory / "chosen", **{"checkpoint.init_from": rule})
+    found = problems(job, run.abstract_state())
+    assert bool(found) == (message is not None)
+    assert message is None or re.search(message, found[0])
+
+
+def test_a_job_whose_weights_have_no_form_elsewhere_says_so(directory: Path, exported: Path, run: BaseTrainer):
+    class Nameless(PretrainGPT):
+        def family(self) -> None:
+            return None
+
+    job = gpt(directory / "nameless", Nameless, **{"checkpoint.init_from": str(exported)})
+    (problem,) = problems(job, run.abstract_state())
+    assert "the job does not say how its weights are called there: see `family`" in problem
+    counter(directory / "count")()
+    with pytest.raises(InvalidError, match="does not say how its weights are called elsewhere: see `family`"):
+        export.main([str(directory / "count"), "-o", str(directory / "none")])
+
+
+def test_the_best_checkpoint_is_the_one_that_the_run_keeps_as_such(directory: Path, run: BaseTrainer):
+    counter(directory / "no_best")()
+    rows, _ = trajectory(run.store.root)
+    losses = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
+    best = min(losses, key=lambda step: losses[step])
+    found, _ = open_checkpoint(run.store.root, "best")
+    assert leaves_equal(found, open_checkpoint(run.store.root, best)[0])
+    with pytest.raises(InvalidError, match=r"its spec has no checkpoint\.keep_best"):
+        open_checkpoint(directory / "no_best", "best")
+
+
+def test_like_a_sharded_state_each_device_has_its_part(run: BaseTrainer, directory: Path):
+    job = gpt(directory / "sharded", **{"topology.mesh": {"data": 2, "fsdp": 2, "tensor": 2}})
+    abstract = {"params": job.design.draw(jax.devices()).abstract_state.params}
+    found, _ = open_checkpoint(run.store.root, like=abstract)
+    assert leaves_equal(found["params"], run.state.params)
+    assert [leaf.sharding for leaf in jax.tree.leaves(found)] == [leaf.sharding for leaf in jax.tree.leaves(abstract)]
+    other = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*leaf.shape, 1), leaf.dtype), abstract)
+    message = r"params\.blocks\.attention_norm\.bias: checkpoint has float32\[2,32\], the job float32\[2,32,1\]"
+    with pytest.raises(InvalidError, match=message):
+        open_checkpoint(run.store.root, like=other)

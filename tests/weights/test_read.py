@@ -1,0 +1,221 @@
+"""Leaves from tensors: the same bits on every mesh, and of each file no more than a host's devices hold."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from runner.errors import InvalidError
+from runner.spec import InitFrom
+from runner.storage import LocalStore, Store
+from runner.weights import read
+from runner.weights.directory import open_published
+from runner.weights.match import match
+from runner.weights.read import byte_spans, read_leaf
+from tests.support.tiny import mesh_of
+from tests.weights.small import SHAPES, D, SmallFiles, V, leaves, publish, tensors
+
+CUTS = {
+    "params.embedding": ("fsdp", "tensor"),
+    "params.blocks.query": (None, "fsdp", "tensor"),
+    "params.blocks.key": (None, "tensor", "fsdp"),
+    "params.blocks.bias": (None, "tensor"),
+    "params.blocks.expert": ("data", None, "fsdp", "tensor"),
+}
+
+
+class CountingStore(LocalStore):
+    """A disk that notes which bytes were asked for."""
+
+    def __init__(self, root: Path):
+        super().__init__(root)
+        self.asked: list[tuple[str, int, int]] = []
+
+    def read_range(self, name: str, start: int, stop: int, version: str) -> bytes:
+        self.asked.append((name, start, stop))
+        return super().read_range(name, start, stop, version)
+
+
+def load(where: Path | Store, like: dict[str, Any], rule: InitFrom | None = None) -> dict[str, Any]:
+    """The leaves by name, in place of those of `like`."""
+    published = open_published(str(where) if isinstance(where, Path) else where)
+    shapes = {name: leaf.shape for name, leaf in like.items()}
+    found = match(published, SmallFiles(), shapes, rule or InitFrom(path=published.store.url))
+    return {
+        name: read_leaf(published.store, published.versions, found.pieces[name], leaf) for name, leaf in like.items()
+    }
+
+
+def born(values: dict[str, np.ndarray], sizes: tuple[int, int, int], dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Arrays on a mesh, as a job's init makes them."""
+    mesh = mesh_of(*sizes)
+    return {
+        name: jax.device_put(jnp.asarray(value, dtype), NamedSharding(mesh, PartitionSpec(*CUTS.get(name, ()))))
+        for name, value in values.items()
+    }
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 1), (1, 1, 8), (2, 2, 2)], ids=str)
+def test_every_mesh_reads_the_same_bits(tmp_path: Path, sizes: tuple[int, int, int]):
+    expected = leaves()
+    where = publish(tmp_path / "hf", tensors(expected), num_shards=sizes[0])
+    like = born(leaves(1), sizes)
+    for name, leaf in load(where, like).items():
+        assert np.asarray(leaf).tobytes() == expected[name].tobytes(), name
+        assert leaf.sharding == like[name].sharding
+
+
+def nearest(value: np.ndarray, dtype: Any) -> np.ndarray:
+    return np.asarray(jnp.asarray(value, jnp.float32).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_every_type_becomes_the_nearest_of_the_parameters(tmp_path: Path, stored: Any, dtype: Any):
+    expected = {name: value.astype(stored) for name, value in leaves().items()}
+    where = publish(tmp_path / "hf", tensors(expected))
+    for name, leaf in load(where, born(leaves(1), (2, 2, 2), dtype)).items():
+        assert leaf.dtype == dtype
+        assert np.asarray(leaf).tobytes() == nearest(expected[name].astype(np.float32), dtype).tobytes(), name
+
+
+def bytes_of(boxes: Sequence[Sequence[tuple[int, int]]], shape: tuple[int, ...], itemsize: int) -> set[int]:
+    """Every byte of a tensor that lies in one of the boxes."""
+    inside = np.zeros((*shape, itemsize), bool)
+    for box in boxes:
+        inside[tuple(slice(*bounds) for bounds in box)] = True
+    return set(np.flatnonzero(inside).tolist())
+
+
+def test_boxes_are_read_as_ranges_of_bytes_each_once(monkeypatch: pytest.MonkeyPatch):
+    generator = np.random.default_rng(0)
+    monkeypatch.setattr(read, "SPAN_BYTES", 40)
+    for _ in range(200):
+        shape = tuple(generator.integers(1, 6, generator.integers(0, 4)).tolist())
+        edges = [[sorted(generator.choice(size + 1, 2, replace=False).tolist()) for size in shape] for _ in range(2)]
+        boxes = [[(start, stop) for start, stop in box] for box in edges]
+        for gap in (0, 6):
+            monkeypatch.setattr(read, "GAP_BYTES", gap)
+            spans = list(byte_spans(shape, 2, boxes))
+            covered = [place for start, stop in spans for place in range(start, stop)]
+            assert len(covered) == len(set(covered))
+            assert set(covered) >= bytes_of(boxes, shape, 2)
+            if gap == 0:
+                assert set(covered) == bytes_of(boxes, shape, 2)
+
+
+@pytest.mark.parametrize("name", ["params.embedding", "params.blocks.key", "params.blocks.expert"])
+def test_a_host_reads_what_its_devices_hold_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr(read, "GAP_BYTES", 0)
+    expected = leaves()
+    where = publish(tmp_path / "hf", tensors(expected), 2)
+    published = open_published(str(where))
+    leaf = born(leaves(1), (1, 2, 4))[name]  # cut in two over fsdp, and so between the hosts
+    sources = match(published, SmallFiles(), SHAPES, InitFrom(path=str(where))).pieces[name]
+    for devices in (range(4), range(4, 8)):  # of two hosts
+        store = CountingStore(where)
+        blocks: read.Blocks = {}
+        for shard in leaf.addressable_shards:
+            if shard.device.id in devices:
+                blocks[read.bounds_of(shard.index, leaf.shape)] = np.empty(shard.data.shape, np.float32)
+        read.fill(store, published.versions, sources, blocks)
+        for bounds, block in blocks.items():
+            assert (block == expected[name][tuple(slice(*part) for part in bounds)]).all()
+        asked = sum(stop - start for _, start, stop in store.asked)
+        assert asked == leaf.nbytes // 2
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path):
+    where = publish(tmp_path / "hf", tensors(leaves()))
+    published = open_published(str(where))
+    sources = match(published, SmallFiles(), SHAPES, InitFrom(path=str(where))).pieces["params.embedding"]
+    (where / "model.safetensors").write_bytes((where / "model.safetensors").read_bytes())
+    with pytest.raises(InvalidError, match="no longer the file that it was"):
+        read_leaf(published.store, published.versions, sources, born(leaves(1), (2, 2, 2))["params.embedding"])
+
+
+# What is missing, left over or of another shape.
+
+
+def refused(where: Path, rule: InitFrom | None = None) -> list[str]:
+    """The lines, without the directory that each begins with."""
+    with pytest.raises(InvalidError) as found:
+        load(where, born(leaves(1), (2, 2, 2)), rule)
+    lines = str(found.value).splitlines()
+    assert all(line.startswith(f"{where}: ") for line in lines)
+    return [line.removeprefix(f"{where}: ") for line in lines]
+
+
+def test_all_that_does_not_fit_is_listed_in_order(tmp_path: Path):
+    files = tensors(leaves())
+    del files["model.layers.1.bias"]
+    files["model.embedding.weight"] = files["model.embedding.weight"][: V - 3]
+    files["model.head.weight"] = files["model.scale"]
+    files["model.layers.0.bias"] = files["model.layers.0.bias"].astype(np.int16)
+    assert refused(publish(tmp_path / "hf", files, theta=2.0)) == [
+        "config.json: theta: got 2.0, the model needs 1.0",
+        f"model.embedding.weight: has the shape [{V - 3}, {D}], the model needs [{V}, {D}]",
+        "model.head.weight: is left over, the model has no such tensor",
+        "model.layers.0.bias: is of type I16, needs one of F64, F32, F16, BF16",
+        f"model.layers.1.bias: is missing, the model needs [{D}]",
+    ]
+
+
+def test_of_another_family_that_alone_is_told(tmp_path: Path):
+    lines = refused(publish(tmp_path / "hf", {"x": np.zeros(1, np.float32)}, model_type="large"))
+    assert lines == ["config.json: model_type: got 'large', the model needs 'small'"]
+
+
+def test_what_the_spec_allows_begins_as_at_init(tmp_path: Path):
+    expected, fresh = leaves(), leaves(1)
+    files = tensors(expected)
+    del files["model.layers.1.bias"]
+    files["model.embedding.weight"] = files["model.embedding.weight"][: V - 3]  # the model has a longer vocabulary
+    files["model.layers.0.experts.1.weight"] = np.zeros((3, 3), np.float32)
+    files["old.scale"] = files.pop("model.scale")
+    files["old.head.weight"] = np.zeros(4, np.float32)
+    where = publish(tmp_path / "hf", files, theta=2.0)
+    allowed = ["model.embedding.weight", "*.1.bias", "model.layers.?.experts.1.weight", "config.theta"]
+    rule = InitFrom(path=str(where), allow_missing=allowed, rename={"old": "model", "old.head": None})
+    found = load(where, born(fresh, (2, 2, 2)), rule)
+    expected["params.embedding"][V - 3 :] = fresh["params.embedding"][V - 3 :]
+    expected["params.blocks.bias"][1] = fresh["params.blocks.bias"][1]
+    expected["params.blocks.expert"][0, 1] = fresh["params.blocks.expert"][0, 1]
+    for name, leaf in found.items():
+        assert np.asarray(leaf).tobytes() == expected[name].tobytes(), name
+    shapes = {name: leaf.shape for name, leaf in found.items()}
+    told = match(open_published(str(where)), SmallFiles(), shapes, rule).told
+    assert told == (
+        "config.json: theta: got 2.0, the model needs 1.0",
+        f"model.embedding.weight: has the shape [{V - 3}, {D}], the model needs [{V}, {D}]; what is behind its first "
+        f"{V - 3} begins as at the job's init",
+        "model.layers.0.experts.1.weight: has the shape [3, 3], the model needs [24, 16]; it begins as at the job's "
+        "init",
+        f"model.layers.1.bias: is missing, the model needs [{D}]; it begins as at the job's init",
+    )
+
+
+def test_a_part_of_a_shared_tensor_is_never_taken_from_a_shorter_one(tmp_path: Path):
+    files, fresh = tensors(leaves()), leaves(1)
+    files["model.layers.0.qk.weight"] = files["model.layers.0.qk.weight"][:4]
+    where = publish(tmp_path / "hf", files)
+    rule = InitFrom(path=str(where), allow_missing=["*.qk.weight"])
+    found = load(where, born(fresh, (2, 2, 2)), rule)
+    assert (np.asarray(found["params.blocks.query"])[0] == fresh["params.blocks.query"][0]).all()
+    assert (np.asarray(found["params.blocks.query"])[1] == leaves()["params.blocks.query"][1]).all()
+
+
+def test_a_name_that_nothing_has_or_two_would_have_is_refused(tmp_path: Path):
+    where = publish(tmp_path / "hf", tensors(leaves()))
+    rename = {"modle": "model", "model.layers.0.bias": "model.layers.1.bias"}
+    assert refused(where, InitFrom(path=str(where), rename=rename)) == [
+        f"model.layers.0.bias: is missing, the model needs [{D}]",
+        "model.layers.1.bias: both model.layers.0.bias and model.layers.1.bias would be it",
+        "rename: no tensor begins with modle",
+    ]

@@ -1,0 +1,55 @@
+"""The real `transformers` opens what is exported, computes the same, and what it saves comes back bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from runner import BaseTrainer, open_checkpoint
+from runner.weights.export import export
+from tests.support.tiny import TEXT, gpt, leaves_equal
+from tests.weights.test_init_from import begun_with
+
+pytestmark = pytest.mark.soak
+PROMPT = "12 squared is 144.\n"
+
+
+@pytest.fixture(scope="module", params=["bytes", "characters"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
+    directory = tmp_path_factory.mktemp("run") / "run"
+    job = gpt(directory, **{"config.train.total_steps": 4, "config.data.tokenizer": request.param})
+    job()
+    return job
+
+
+@pytest.mark.parametrize(("dtype", "shard_bytes"), [(None, 1 << 30), (None, 20_000), ("bfloat16", 1 << 30)])
+def test_what_is_exported_is_opened_and_what_is_saved_comes_back(
+    run: BaseTrainer, tmp_path: Path, dtype: Any, shard_bytes: int
+):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    where, out = str(run.store.root), tmp_path / "out"
+    export(where, "newest", run.family(), run.config.data, str(out), dtype, shard_bytes)
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(told.values()), told
+    assert model.dtype == getattr(torch, dtype or "float32")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    ids = tokenizer(PROMPT)["input_ids"]
+    assert ids == run.dataset.tokenizer.encode(PROMPT).tolist()
+    assert tokenizer.decode(ids) == PROMPT
+    assert set(tokenizer(TEXT[:5000])["input_ids"]) <= set(range(run.vocabulary_size))
+
+    params = open_checkpoint(where)[0]["params"]
+    tokens_BxT = np.array([ids[:16]], np.int32)
+    if dtype is None:
+        ours = np.asarray(run.model().apply({"params": params}, tokens_BxT, deterministic=True))
+        with torch.no_grad():
+            theirs = model(torch.tensor(tokens_BxT.astype(np.int64))).logits.numpy()
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+    model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    expected = jax.tree.map(lambda leaf: leaf.astype(dtype or leaf.dtype).astype(leaf.dtype), params)
+    assert leaves_equal(begun_with(tmp_path / "saved", run), expected)
