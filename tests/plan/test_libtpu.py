@@ -29,6 +29,10 @@ PODS = [
     ("gpt2_124m", "2xv5e-256"),
     ("gpt_7b", "v5p-512"),
     ("gpt3_175b", "v5p-4096"),
+    ("llama_nano", "v5e-4"),
+    ("moe_nano", "v5e-4"),
+    ("llama_1b", "v5e-64"),
+    ("llama3_8b", "v5p-128"),
 ]
 
 

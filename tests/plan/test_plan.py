@@ -62,7 +62,9 @@ def test_data_directory_and_mesh_are_all_checked_whatever_the_others_say(tmp_pat
         assert problem in output
 
 
-@pytest.mark.parametrize("accelerator", ["v9-16", "v5e", "h200", "2xv5p-12"])
+@pytest.mark.parametrize(
+    "accelerator", ["v9-16", *(pytest.param(name, marks=pytest.mark.soak) for name in ("v5e", "h200", "2xv5p-12"))]
+)
 def test_a_topology_that_does_not_exist_is_one_line_with_those_that_do(accelerator: str) -> None:
     output = plan("specs/counter.yaml", "--topology", accelerator, expected=2)
     (problem,) = [line for line in output.splitlines() if line.startswith("problem: ")]
@@ -114,7 +116,9 @@ def test_the_program_that_is_planned_is_the_one_that_several_processes_run(tmp_p
     assert event["program"] == planned["compilation"]["program"]["value"]
 
 
-@pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"data": 1, "fsdp": 8}, marks=pytest.mark.soak), {"data": 2, "fsdp": 2, "tensor": 2}]
+)
 def test_arguments_are_to_the_byte_what_the_run_holds_on_a_device(mesh: dict[str, int], tmp_path: Path) -> None:
     job = gpt(tmp_path / "run", **{"topology.mesh": mesh})
     start(job)
@@ -222,6 +226,7 @@ def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits(tm
 AUTO = ("--set", "config.precision.compute=bfloat16", "--set", "config.model.layers=2", "--chips", "auto", "--hours")
 
 
+@pytest.mark.soak
 def test_the_smallest_slice_that_ends_in_time() -> None:
     assert "v5e-1:" in plan_small(16e9, NANO, "--topology", "v5e-256", *AUTO, "1")
 
