@@ -3,7 +3,7 @@
 The keys are found in the models of a spec: a Literal, true or false, null, `auto`; what else a key may be is OPEN, and
 SOME says what to take for it. A new key or value joins by itself, and fails where it needs companions that WITH lacks.
 Daily, values that do not get in each other's way share a run: one of a GPT, the others of a model that compiles in no
-time. The soak tries each value by itself.
+time. The soak tries each value by itself. Values of a decoder's own keys are traced daily, and run in the soak.
 """
 
 import sys
@@ -21,6 +21,7 @@ import pytest
 from pydantic import BaseModel
 
 from experiments.gpt import PretrainGPT
+from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, ExecutionSpec, RestoreableJob
 from runner.config import PrecisionConfig
 from runner.errors import PreemptedError
@@ -36,6 +37,10 @@ BASE: dict[str, Any] = {
     "config.schedule": {"warmup_steps": 1},
     "config.train": {"total_steps": STEPS, "global_batch_examples": 16},
     "config.eval.batches": 1,
+}
+DECODER_BASE: dict[str, Any] = BASE | {
+    "config.model": {"layers": 2, "heads": 2, "width": 16, "mlp_width": 24},
+    "config.data.sequence_length": 16,
 }
 SOME: dict[str, Any] = {
     "topology.mesh.data": 8,
@@ -60,6 +65,21 @@ SOME: dict[str, Any] = {
     "config.memory.loss_chunk_positions": 8,
     "config.data.cache_bytes": 1 << 16,
     "config.data.mixture.*.max_epochs": 1000.0,
+    "config.model.preset": "smollm2_135m",
+    "config.model.key_value_heads": 1,
+    "config.model.head_dim": 6,
+    "config.model.window": 4,
+    "config.model.rope.scaling": {"name": "linear", "factor": 2.0},
+    "config.model.rope.scaling.attention_factor": 1.5,
+    "config.model.window_rope.scaling": {"name": "linear", "factor": 2.0},
+    "config.model.window_rope.scaling.attention_factor": 1.5,
+    "config.model.query_scale": 0.3,
+    "config.model.attention_softcap": 2.0,
+    "config.model.logit_softcap": 2.0,
+    "config.model.embedding_scale": 2.0,
+    "config.model.moe.expert_width": 24,
+    "config.model.moe.capacity_factor": 1.0,
+    "config.model.moe.bias_rate": 0.01,
 }
 # What no token files read, as it must stand beside them.
 OF_TOKENS: dict[str, Any] = {
@@ -82,18 +102,36 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.data.dtype", "uint16"): {"config.data.source": "UINT16"},
     ("config.data.dtype", "uint32"): {"config.data.source": "UINT32"},
     ("config.data.cache_bytes", OPEN): {"config.data.source": f"{URL}/uint16.bin", **OF_TOKENS},
-    ("config.data.packing", "documents"): {"config.data.source": "python-stdlib"},
-    ("config.data.packing", "pad"): {"config.data.source": "python-stdlib"},
+    ("config.data.packing", "documents"): {"config.data.source": "TEXTS"},
+    ("config.data.packing", "pad"): {"config.data.source": "TEXTS"},
     ("config.data.mixture.*.dtype", "uint32"): {"source": "UINT32"},
     ("config.data.validation.*.dtype", "uint32"): {"source": "UINT32"},
-    ("config.data.tokenizer", "characters"): {"config.data.source": "python-stdlib"},
-    ("config.data.document_separator", "newline"): {"config.data.source": "python-stdlib"},
-    ("config.data.document_separator", "nul"): {"config.data.source": "python-stdlib"},
+    ("config.data.tokenizer", "characters"): {"config.data.source": "TEXTS"},
+    ("config.data.document_separator", "newline"): {"config.data.source": "TEXTS"},
+    ("config.data.document_separator", "nul"): {"config.data.source": "TEXTS"},
     ("config.schedule.name", "wsd"): {"config.schedule.decay_steps": 1},
     ("config.schedule.decay_steps", OPEN): {"config.schedule.name": "wsd"},
+    ("config.model.preset", OPEN): {"config.model.key_value_heads": 1},
+    ("config.model.window", OPEN): {"config.model.layer_pattern": ["window"]},
     ("config.train.total_steps", None): {"config.train.total_tokens": TOKENS},
     ("config.train.total_tokens", OPEN): {"config.train.total_steps": None},
 }
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "llama3": {"factor": 2.0, "original_positions": 8},
+    "yarn": {"factor": 2.0, "original_positions": 8},
+}
+# What every value of keys that begin so needs.
+BESIDE: dict[str, dict[str, Any]] = {
+    "config.model.window_rope.": {"config.model.layer_pattern": ["window"], "config.model.window": 4},
+    "config.model.moe.": {"config.model.moe.experts": 4, "config.model.moe.experts_per_token": 2},
+}
+for _rope in ("config.model.rope", "config.model.window_rope"):
+    for _name, _options in SCALINGS.items():
+        WITH[f"{_rope}.scaling.name", _name] = {f"{_rope}.scaling.{key}": each for key, each in _options.items()}
+    for _value in (OPEN, "auto"):
+        _yarn = {f"{_rope}.scaling.{key}": each for key, each in {"name": "yarn", **SCALINGS["yarn"]}.items()}
+        WITH[f"{_rope}.scaling.attention_factor", _value] = _yarn
 # Sections that stand in a list or a mapping: one of them, as the key that holds it has it, and what must stand beside.
 INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "config.data.mixture": lambda entry: {
@@ -178,24 +216,40 @@ def choices(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, lis
             yield from choices(inner, inside)
 
 
-def cases() -> list[Case]:
-    found = []
-    for key, values in [*choices(ExecutionSpec), *choices(PretrainGPT.Config, "config.")]:
+def cases(found: Iterator[tuple[str, list[Any]]]) -> list[Case]:
+    """Every value of these keys."""
+    made = []
+    for key, values in found:
         for value in values:
             taken = SOME[key] if value == OPEN else value
-            found.append(Case(key, value, changes_for(key, taken, WITH.get((key, value), {}))))
-    return found
+            beside = [needs for begin, needs in BESIDE.items() if key.startswith(begin)]
+            companions = {name: each for needs in [*beside, WITH.get((key, value), {})] for name, each in needs.items()}
+            made.append(Case(key, value, changes_for(key, taken, companions)))
+    return made
 
 
 def changes_for(key: str, value: Any, companions: dict[str, Any]) -> dict[str, Any]:
     """What to set so that `key` has `value`; of a section of several the whole of what holds it."""
     holder, inside, name = key.partition(".*.")
     if not inside:
-        return {key: value} | companions
+        return companions | {key: value}
     return INSIDE[holder]({name: value} | companions)
 
 
-CASES = cases()
+def all_choices() -> Iterator[tuple[str, list[Any]]]:
+    """Keys of a GPT's spec."""
+    yield from choices(ExecutionSpec)
+    yield from choices(PretrainGPT.Config, "config.")
+
+
+def decoder_choices() -> Iterator[tuple[str, list[Any]]]:
+    """Keys of a decoder's own."""
+    yield from (
+        choice for choice in choices(PretrainDecoder.Config, "config.") if choice[0].startswith("config.model.")
+    )
+
+
+CASES, DECODERS = cases(all_choices()), cases(decoder_choices())
 TRAINERS = [case for case in CASES if (case.key, case.value) not in BY_ITSELF]
 
 
@@ -209,10 +263,10 @@ def is_inside(key: str, section: str) -> bool:
     return f"{key}.".startswith(f"{section}.")
 
 
-def packed() -> list[list[Case]]:
+def packed(cases: list[Case]) -> list[list[Case]]:
     """Every case once, in as few runs as first fit finds."""
     rows: list[list[Case]] = []
-    for case in TRAINERS:
+    for case in cases:
         fits = (row for row in rows if all(do_agree(case.changes, other.changes) for other in row))
         row = next(fits, None)
         if row is None:
@@ -281,15 +335,26 @@ def write_ids(path: Path, dtype: str) -> Path:
     return path
 
 
-def check(row: list[Case], directory: Path, job_class: type[BaseTrainer]) -> None:
+def write_texts(directory: Path) -> Path:
+    """A glob of text files, which are documents, made once."""
+    directory.mkdir(exist_ok=True)
+    for number in range(40):
+        path = directory / f"{number}.txt"
+        if not path.exists():
+            path.write_text("".join(f"{number} and {other} is {number + other}.\n" for other in range(5 + number)))
+    return directory / "*.txt"
+
+
+def check(row: list[Case], directory: Path, job_class: type[BaseTrainer], base: dict[str, Any] = BASE) -> None:
     """The values of a row, together."""
     together = {key: value for case in row for key, value in case.changes.items()}
 
     def make(name: str, **changes: Any) -> BaseTrainer:
         places = {"WARM": str(directory / "warm"), "LOCAL": str(directory / f"{name}.local")}
         places |= {each.upper(): str(write_ids(directory / f"{each}.bin", each)) for each in ("uint16", "uint32")}
+        places["TEXTS"] = str(write_texts(directory / "texts"))
         placed = {key: put_in_place(value, places) for key, value in together.items()}
-        return gpt(directory / name, job_class, **BASE | placed | changes)
+        return gpt(directory / name, job_class, **base | placed | changes)
 
     if "checkpoint.init_from" in together:
         make("warm", **{"checkpoint.init_from": None})()
@@ -325,7 +390,7 @@ def test_the_models_name_the_keys_that_are_known_to_have_few_values() -> None:
     assert known <= found
 
 
-@pytest.mark.parametrize("row", packed(), ids=lambda row: f"{len(row)} values")
+@pytest.mark.parametrize("row", packed(TRAINERS), ids=lambda row: f"{len(row)} values")
 def test_values_together_resume_to_the_bits_of_an_undisturbed_run(row: list[Case], tmp_path: Path) -> None:
     check(row, tmp_path, PretrainGPT if NEEDS_GPT.intersection(map(str, row)) else TrainLookup)
 
@@ -334,6 +399,20 @@ def test_values_together_resume_to_the_bits_of_an_undisturbed_run(row: list[Case
 @pytest.mark.parametrize("case", TRAINERS, ids=str)
 def test_each_value_alone_resumes_to_the_bits_of_an_undisturbed_run(case: Case, tmp_path: Path) -> None:
     check([case], tmp_path, PretrainGPT)
+
+
+@pytest.mark.parametrize("row", packed(DECODERS), ids=lambda row: f"{len(row)} values")
+def test_values_of_a_decoder_together_make_a_train_step(row: list[Case], tmp_path: Path) -> None:
+    together = {key: value for case in row for key, value in case.changes.items()}
+    job = gpt(tmp_path / "run", PretrainDecoder, **DECODER_BASE | together)
+    assert all(case.value == OPEN or value_in(job, case.key) == case.value for case in row)
+    job.design.trace(job.design.draw(jax.devices()))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", DECODERS, ids=str)
+def test_each_value_of_a_decoder_resumes_to_the_bits_of_an_undisturbed_run(case: Case, tmp_path: Path) -> None:
+    check([case], tmp_path, PretrainDecoder, DECODER_BASE)
 
 
 def test_a_job_without_a_topology_resumes_to_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:

@@ -33,7 +33,12 @@ from runner.train.metrics.row import ROW_KEYS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "specs" / "README.md"
 BEGIN = "<!-- From here on generated: python -m tests.repository.reference writes it anew. -->\n"
-TRAINER, OTHER = ROOT / "specs" / "gpt_nano.yaml", ROOT / "specs" / "counter.yaml"
+TRAINER = ROOT / "specs" / "gpt_nano.yaml"
+JOBS = (  # a shipped spec of each, and the section that is its own
+    (TRAINER, "config.model"),
+    (ROOT / "specs" / "moe_nano.yaml", "config.model"),
+    (ROOT / "specs" / "counter.yaml", "config"),
+)
 OWNER_KEY = "name"  # in no trajectory: job.json holds it, and another one is refused before any key is compared
 
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping", "null": "`null`"}
@@ -74,17 +79,18 @@ def sections_of(schema: Schema, name: str = "", meaning: str = "", definitions: 
     keys: list[SpecKey] = []
     inner: list[Section] = []
     for own, given in schema["properties"].items():
-        dotted, forms = f"{name}.{own}".removeprefix("."), given.get("anyOf", [given])
+        dotted = f"{name}.{own}".removeprefix(".")
+        forms = [form for some in given.get("anyOf", [given]) for form in some.get("oneOf", [some])]
         models = [definitions[form["$ref"].rpartition("/")[2]] for form in forms if "$ref" in form]
         described = given.get("description") or models[0]["description"]
         for model in models:
-            inner += sections_of(model, dotted, described, definitions)
+            inner += sections_of(model, dotted, model["description"] if len(models) > 1 else described, definitions)
         for model in filter(None, map(model_inside, forms)):
             inner += sections_of(definitions[model], f"{dotted}.*", described, definitions)
         if not models or len(forms) > 1:
-            default = "needed" if own in schema.get("required", ()) else f"`{literal(given['default'])}`"
+            default = f"`{literal(given['default'])}`" if "default" in given else "needed"
             choices = tuple(literal(choice) for form in forms for choice in choices_of(form))
-            keys.append(SpecKey(dotted, " or ".join(map(type_of, forms)), default, described, choices))
+            keys.append(SpecKey(dotted, " or ".join(dict.fromkeys(map(type_of, forms))), default, described, choices))
     return [Section(name, meaning, keys), *inner]
 
 
@@ -158,14 +164,14 @@ class Verdict:
 def spec_lines() -> Iterator[str]:
     """The tables of all the spec's keys, those of the shipped jobs' `config` too."""
     top = sections_of(ExecutionSpec.model_json_schema(), meaning="What every job has.")
-    for path, own in ((TRAINER, "config.model"), (OTHER, "config")):
+    for path, own in JOBS:
         document = load_document(path)
         job, config = document.data["job"], load_job_class(document, RestoreableJob).Config  # type: ignore[attr-defined]
         schema = config.model_json_schema()
         sections = sections_of(schema, "config", schema.get("description", ""))
         verdict = Verdict(path, config, [key for section in sections for key in section.keys])
-        for section in (*(top if path == TRAINER else ()), *sections):
-            if section.keys:
+        for section in (*top, *sections) if path == TRAINER else sections:
+            if section.keys and (path == TRAINER or f"{section.name}.".startswith(f"{own}.")):
                 title = f"`{section.name}`" if section.name else "Top level"
                 of = f" of `{job}`" if section.name == own else ""
                 yield from (f"### {title}{of}", "", section.meaning, "")

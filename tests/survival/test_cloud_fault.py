@@ -151,6 +151,7 @@ def outlast_the_patience(backend: Backend) -> None:
     finish_later(job)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", daily_on("gs"))
 def test_an_outage_longer_than_max_unsaved_minutes_ends_with_76_and_the_next_attempt_completes(name: str) -> None:
     play_on(name, outlast_the_patience)
@@ -199,6 +200,7 @@ def fill_the_staging_disk(backend: Backend) -> None:
     assert_same_outcome(job, whole_counter(SHORT))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", daily_on("az"))
 def test_a_full_staging_disk_fails_loudly_and_the_next_save_is_tried(name: str) -> None:
     play_on(name, fill_the_staging_disk)

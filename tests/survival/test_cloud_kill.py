@@ -133,6 +133,7 @@ def kill_a_counter(backend: Backend, options: tuple[str, ...], strikes: dict[str
     assert len(job.committed()) == 3
 
 
+@pytest.mark.soak
 def test_a_counter_killed_with_its_directory_in_a_bucket_ends_with_the_bits_of_an_undisturbed_run_on_a_disk() -> None:
     with start_backend("s3") as backend:
         kill_a_counter(backend, DAILY_COUNTER, {name: COUNTER_STRIKES[name] for name in DAILY_STRIKES})
@@ -176,6 +177,7 @@ def stop_with_sigterm(backend: Backend) -> None:
     assert_same_outcome(job, whole_counter(SHORT))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", daily_on("gs"))
 def test_sigterm_ends_with_75_and_the_step_that_was_running_is_in_the_bucket(name: str) -> None:
     whole_counter(SHORT)

@@ -107,6 +107,7 @@ def test_a_trainer_falls_back_with_each_row_once(tmp_path: Path) -> None:
     assert [event["step"] for event in attempt.events("restore")] == [OLDER]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "damage",
     [
@@ -207,6 +208,7 @@ def test_a_save_on_a_full_disk_fails_loudly_and_training_goes_on_to_the_next(tmp
         assert not any(path.is_file() for path in (job.checkpoints / str(step)).rglob("*")), "space was not freed"
 
 
+@pytest.mark.soak
 def test_a_kill_after_failed_saves_goes_back_to_the_last_good_checkpoint(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()
@@ -220,6 +222,7 @@ def test_a_kill_after_failed_saves_goes_back_to_the_last_good_checkpoint(tmp_pat
     assert job.outcome() == whole_counter(COUNTER).outcome()
 
 
+@pytest.mark.soak
 def test_a_final_save_that_fails_ends_with_76_and_the_next_attempt_completes(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()

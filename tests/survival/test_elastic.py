@@ -1,5 +1,7 @@
 """A pod that starts again with fewer hosts: refused with who is missing, or gone on with if the spec allows it."""
 
+import pytest
+
 from tests.support.harness import Attempt, Job, whole_counter
 
 SPEC = "specs/counter.yaml"
@@ -15,6 +17,7 @@ def without(job: Job, lost: int) -> list[Attempt]:
     return [attempt for process, attempt in enumerate(attempts) if process != lost]
 
 
+@pytest.mark.soak
 def test_hosts_that_do_not_come_are_named_and_nobody_runs_alone(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, SOON))
     without_second, without_first = without(job, 1), without(job, 0)
@@ -28,6 +31,7 @@ def test_hosts_that_do_not_come_are_named_and_nobody_runs_alone(tmp_path):
     assert not job.directory.exists()
 
 
+@pytest.mark.soak
 def test_an_elastic_job_resumes_with_the_hosts_that_came(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, "topology.elastic=true", "config.step_seconds=0.02"))
     attempts = job.start_processes(3)

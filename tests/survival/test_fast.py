@@ -91,6 +91,7 @@ def test_after_a_crash_the_newest_step_of_both_parts_is_restored_without_the_dur
     assert job.outcome() == expected(GPT)
 
 
+@pytest.mark.soak
 def test_when_one_machine_is_gone_all_go_back_to_the_durable_tier(tmp_path: Path) -> None:
     job = a_job(tmp_path)
     run_until(job, lambda: job.newest() >= 20 and max(common(tmp_path), default=0) > 21, "a durable step")
@@ -144,6 +145,7 @@ def test_parts_of_another_mesh_do_not_count(tmp_path: Path) -> None:
     assert (restore["step"], restore["tier"]) in {(durable, "durable")}
 
 
+@pytest.mark.soak
 def test_a_stop_right_after_a_restore_from_the_fast_tier_makes_the_step_durable(tmp_path: Path) -> None:
     options = ("config.total_steps=60", "config.step_seconds=0.05", "checkpoint.every_steps=60")
     fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=60")
@@ -158,6 +160,7 @@ def test_a_stop_right_after_a_restore_from_the_fast_tier_makes_the_step_durable(
     assert job.outcome() == undisturbed("specs/counter.yaml", options).outcome()
 
 
+@pytest.mark.soak
 def test_a_single_process_on_a_disk_restores_from_its_fast_tier(tmp_path: Path) -> None:
     options = ("config.total_steps=60", "config.step_seconds=0.02", "checkpoint.every_steps=30")
     fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=2")

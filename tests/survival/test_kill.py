@@ -73,6 +73,7 @@ def assert_each_logged_step_once(job: Job, every_steps: int, eval_steps: int, la
     assert [row["step"] for row in job.rows()] == sorted(due)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("num_kills", "last_step"),
     [(7, 300), pytest.param(14, 500, marks=pytest.mark.soak), pytest.param(50, 500, marks=pytest.mark.soak)],

@@ -98,6 +98,7 @@ def assert_all_is_saved(attempt: Attempt, restored_step: int) -> None:
     assert event["step"] == attempt.job.newest() == attempt.job.rows()[-1]["step"] > restored_step
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("target", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_sigterm_to_one_process_while_compiling_ends_all_with_75(job: Job, tmp_path: Path, target: int) -> None:
     cold = Job(job.spec, job.directory, job.options, job.devices, cache=tmp_path / "cold cache")

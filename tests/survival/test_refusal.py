@@ -56,6 +56,7 @@ def nano(tmp_path: Path) -> Job:
 # Whose directory is this?
 
 
+@pytest.mark.soak
 def test_a_directory_of_another_job_is_refused(nano: Job) -> None:
     refuse(nano.with_options("name=other"), "'gpt_nano'", "'other'", str(nano.directory))
 
@@ -82,6 +83,7 @@ def test_another_trajectory_is_refused_with_a_line_naming_each_key(nano: Job, op
             assert value in line
 
 
+@pytest.mark.soak
 def test_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be or not to be " * 1000)
@@ -130,6 +132,7 @@ def test_the_older_of_two_living_attempts_is_fenced_and_the_bits_are_right(tmp_p
     assert job.outcome() == whole_counter(COUNTER).outcome()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("spec", "options", "phase"),
     [

@@ -120,6 +120,7 @@ def test_sigterm_at_start_up_leaves_at_once(tmp_path: Path) -> None:
     assert hash_tree(job.directory) == before
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", SIGTERM_AND_IN_THE_SOAK_SIGINT)
 def test_a_signal_while_compiling_does_not_wait_for_the_compiler(tmp_path: Path, number: int) -> None:
     job = Job(NANO_SPEC, tmp_path / "run", NANO, cache=tmp_path / "cold cache")
@@ -130,6 +131,7 @@ def test_a_signal_while_compiling_does_not_wait_for_the_compiler(tmp_path: Path,
     finish_like(undisturbed(NANO_SPEC, NANO), Job(NANO_SPEC, tmp_path / "run", NANO), 0)
 
 
+@pytest.mark.soak
 def test_sigterm_while_restoring_leaves_the_checkpoint_for_the_next_attempt(tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
@@ -138,6 +140,7 @@ def test_sigterm_while_restoring_leaves_the_checkpoint_for_the_next_attempt(tmp_
     finish_like(undisturbed(NANO_SPEC, NANO), job, 6)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT], ids=["SIGTERM", "SIGINT"]
 )
@@ -156,19 +159,22 @@ def test_a_signal_between_steps_saves_the_step_that_was_running(tmp_path: Path, 
     finish_like(undisturbed(NANO_SPEC, NANO), job, step)
 
 
+@pytest.mark.soak
 def test_sigterm_while_saving_saves_the_step_after_it_too(tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
     assert attempt.freeze_in(saving), attempt.report("ended without a save")
     saved = job.uncommitted()[-1]
+    reached = max(saved, job.rows()[-1]["step"])  # steps go on while it is written
     attempt.process.send_signal(signal.SIGTERM)
     attempt.thaw()
     step = assert_stopped(attempt, saved=True)
-    assert step in (saved, saved + 1, saved + 2)
+    assert step in (reached, reached + 1, reached + 2)
     assert saved in job.committed()
     finish_like(undisturbed(NANO_SPEC, NANO), job, step)
 
 
+@pytest.mark.soak
 def test_sigterm_while_waiting_for_data_stops_after_the_step_that_waits(tmp_path: Path) -> None:
     job = Job(NANO_SPEC, tmp_path / "run", NANO)
     attempt = job.start_held(f"data {WAIT_STEP - 1}", until=tmp_path / "gate")

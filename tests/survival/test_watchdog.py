@@ -54,6 +54,7 @@ def test_a_frozen_process_is_named_and_the_others_end_with_76(frozen, tmp_path):
     assert job.result() == whole_counter(SLOW).result()
 
 
+@pytest.mark.soak
 def test_a_job_that_was_paused_from_outside_goes_on(tmp_path):
     options = ("config.width=64", "config.total_steps=300", f"deadlines.step_seconds={STEP_SECONDS}")
     job = Job(SPEC, tmp_path / "run", (*options, "config.step_seconds=0.02"))

@@ -1,0 +1,29 @@
+"""A mixture of experts whose biases balance its load, killed and moved: the bits and rows of an undisturbed run."""
+
+import pytest
+
+from tests.support.harness import Job, undisturbed
+from tests.survival.test_kill import NANO, TRAINER_DELAYS, assert_each_logged_step_once, kill_before_done, storm
+
+SPEC = "specs/moe_nano.yaml"
+pytestmark = pytest.mark.soak
+
+
+def test_moe_nano_killed_in_every_phase_ends_with_the_same_bits_and_rows(tmp_path):
+    job = Job(SPEC, tmp_path / "run", NANO)
+    storm(job, 7, seed=5, delays=TRAINER_DELAYS)
+    kill_before_done(job, 120)
+    job.finish()
+    assert_each_logged_step_once(job, 4, 10, 120)
+    assert job.outcome() == undisturbed(SPEC, NANO).outcome()
+
+
+def test_moe_nano_on_two_processes_killed_again_and_again_ends_with_the_same_bits_and_rows(tmp_path):
+    job = Job(SPEC, tmp_path / "run", NANO)
+    for step in (6, 30, 72):
+        attempt = job.launch(2)
+        attempt.until(lambda step=step: any(committed >= step for committed in job.committed()), f"step {step}")
+        attempt.kill_tree()
+    job.launch(2).expect(0)
+    assert_each_logged_step_once(job, 4, 10, 120)
+    assert job.outcome() == undisturbed(SPEC, NANO, num_processes=2).outcome()

@@ -1,0 +1,52 @@
+"""A job that begins with foreign weights, killed in every phase, and as several processes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.faked import environment
+from tests.support.harness import (
+    Job,
+    Phase,
+    command,
+    compiling,
+    has_state,
+    just_committed,
+    saving,
+    start_up,
+    undisturbed,
+)
+from tests.survival.test_kill import NANO, storm
+from tests.survival.test_process import DEVICES, NUM_PROCESSES, OPTIONS, SPEC
+
+pytestmark = pytest.mark.soak
+DELAYS: dict[Phase, float] = {start_up: 1.0, compiling: 0.5, has_state: 0.3, saving: 0.03, just_committed: 0.0}
+
+
+def exported(job: Job, directory: Path) -> Path:
+    code, output = command(environment(1), "export", str(job.directory), "-o", str(directory / "exported"))
+    assert code == 0, output
+    return directory / "exported"
+
+
+def test_killed_again_and_again_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    source = exported(undisturbed("specs/gpt_nano.yaml", NANO), tmp_path)
+    begun = (*NANO, f"checkpoint.init_from={source}")
+    whole = Job("specs/gpt_nano.yaml", tmp_path / "whole", begun)
+    whole.launch(1).expect(0)
+    job = Job("specs/gpt_nano.yaml", tmp_path / "killed", begun)
+    storm(job, 10, 0, DELAYS)
+    job.launch(1).expect(0)
+    assert job.outcome() == whole.outcome()
+
+
+def test_two_processes_begin_with_the_bits_of_one(tmp_path: Path) -> None:
+    source = exported(undisturbed(SPEC, OPTIONS, DEVICES, NUM_PROCESSES), tmp_path)
+    options = (*OPTIONS, f"checkpoint.init_from={source}", "topology.mesh={data: 1, fsdp: 2, tensor: 2}")
+    digests = []
+    for number, devices in ((1, 4), (2, 2)):
+        attempt = Job(SPEC, tmp_path / str(number), options, devices).launch(number)
+        attempt.expect(0)
+        digests += [event["fingerprint"] for event in attempt.events("init")]
+    assert len(digests) == 2
+    assert len(set(digests)) == 1
