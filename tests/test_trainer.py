@@ -237,6 +237,7 @@ def elsewhere(request, directory, interrupted):
     return copy
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "elsewhere",
     [
@@ -305,6 +306,7 @@ def needed_bytes(job):
     return resident + figures.temp_size_in_bytes
 
 
+@pytest.mark.soak
 def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, monkeypatch):
     changes = {"config.train.global_batch_examples": 64, "config.model.layers": 1, "config.eval.every_steps": None}
     memory = [1 << 40]
@@ -330,6 +332,7 @@ def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, mon
         assert row["train/tokens"] == reference["train/tokens"]
 
 
+@pytest.mark.soak
 def test_where_not_one_example_fits_the_numbers_are_given(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "device_memory_bytes", lambda: 100 * 2**10)
     with pytest.raises(SpecError, match=r"topology: a step with 1 example\(s\) a device needs 0\.\d+ GiB .* 0\.00 GiB"):
@@ -340,6 +343,7 @@ def test_where_not_one_example_fits_the_numbers_are_given(tmp_path, monkeypatch)
 # What a subclass may replace.
 
 
+@pytest.mark.soak
 def test_an_experiment_may_bring_an_optax_optimizer_and_its_own_schedule(tmp_path):
     class Own(PretrainGPT):
         @classmethod
@@ -409,6 +413,7 @@ class WithCoefficient(PretrainGPT):
         return optax.constant_schedule(cls.config.rate)
 
 
+@pytest.mark.soak
 def test_what_is_called_on_the_class_sees_the_config_of_its_job_and_of_no_other(tmp_path):
     changes = {"config.train.total_steps": 1, "config.schedule.warmup_steps": 0, "config.model.layers": 1}
     changes |= {"config.optimizer": {}}
@@ -550,6 +555,7 @@ def test_meta_that_no_row_can_hold_is_refused_before_the_directory_is_claimed(tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.soak
 def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tmp_path, monkeypatch):
     path = tmp_path / "tokens.bin"
     np.arange(4000, dtype="<u2").__mod__(200).tofile(path)
@@ -630,6 +636,7 @@ def test_a_named_checkpoint_round_trips_and_is_no_step(tmp_path):
     assert sorted(path.name for path in (job.store.root / "checkpoints").iterdir()) == ["8", "three"]
 
 
+@pytest.mark.soak
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     wild = {"config.optimizer.learning_rate": 1e30, "config.optimizer.clip_norm": None}
     wild |= {"config.schedule": {"name": "constant"}, "checkpoint.every_steps": 1}

@@ -341,6 +341,7 @@ def published(job: Job) -> list[str]:
     return []
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("explained", "keeps_all")
 def test_a_killed_job_compiles_nothing_again_on_a_fresh_machine(tmp_path: Path) -> None:
     first = Job("specs/gpt_nano.yaml", tmp_path / "run", (*NANO, SHARED), cache=tmp_path / "first machine")

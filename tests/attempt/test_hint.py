@@ -16,6 +16,7 @@ def test_the_lines_are_few_and_none_looks_like_the_one_that_scripts_read() -> No
     assert not any(re.search(r"done at step|attempt \d+ in", line) for line in lines)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("make", [gpt, counter])
 def test_the_files_that_are_named_are_there_and_of_a_model_the_last_line_shows_it(
     make, tmp_path: Path, capsys: pytest.CaptureFixture[str]

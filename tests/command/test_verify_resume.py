@@ -24,6 +24,7 @@ def verify(*arguments: str, devices: int = 1) -> tuple[int, str]:
     return code, output
 
 
+@pytest.mark.soak
 def test_a_counter_passes() -> None:
     code, output = verify(*COUNTER, "--kills", "2")
     assert code == 0, output

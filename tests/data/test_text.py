@@ -92,6 +92,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(tmp_path: Path, cap
     assert "set RUNNER_CACHE" in caplog.text
 
 
+@pytest.mark.soak
 def test_processes_that_race_for_one_cache_agree_and_leave_no_litter(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the quick brown fox " * 50_000)
     program = (

@@ -158,6 +158,7 @@ def step(rows, S, mesh):
     return jax.device_get((loss, meta["grad_norm"], new.params))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("S", "sizes"),
     [

@@ -75,6 +75,7 @@ def test_weights_start_as_gpt2_publishes_them():
     assert (kernel[0] != kernel[1]).any()
 
 
+@pytest.mark.soak
 def test_both_layer_loops_have_the_same_weights_and_logits():
     scanned, unrolled = make_gpt(layer_loop="scan"), make_gpt(layer_loop="unroll")
     params = init(scanned)
@@ -111,6 +112,7 @@ def test_a_shorter_sequence_gives_the_first_logits_of_a_longer_one():
     np.testing.assert_allclose(part, whole[:, :9], atol=1e-6)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_dropout_follows_its_key_and_is_off_when_deterministic(layer_loop):
     model = make_gpt(dropout=0.3, layer_loop=layer_loop)
@@ -143,6 +145,7 @@ def test_heads_that_do_not_divide_width_are_refused_with_the_numbers():
         GPTConfig(layers=1, heads=5, width=32)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layer_loop", ["scan", pytest.param("unroll", marks=pytest.mark.soak)])
 def test_sharded_gpt_equals_one_device_and_gathers_weights_but_no_activations(layer_loop):
     command = [sys.executable, "-m", "tests.experiments.sharded_gpt", layer_loop]

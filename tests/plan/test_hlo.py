@@ -557,6 +557,7 @@ def kinds(text, sizes):
 GRADIENTS = P + V * D
 
 
+@pytest.mark.soak
 def test_data_parallel_reduces_every_gradient_once_a_micro_batch(text_of):
     sizes = (8, 1, 1)
     assert kinds(text_of[sizes], sizes) == {"all-reduce"}

@@ -87,6 +87,7 @@ def test_the_largest_slice_of_every_chip_can_be_stood_in_for() -> None:
         assert largest <= machine._MOST_STAND_INS
 
 
+@pytest.mark.soak
 def test_what_a_start_would_resume_and_whose_the_directory_is(tmp_path: Path) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", ("config.total_steps=20", "checkpoint.every_steps=5"))
     assert "begins at step 0" in plan(*job.arguments)

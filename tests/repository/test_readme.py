@@ -30,6 +30,8 @@ PAGES = sorted(
 DEADLINE_SECONDS = 900.0  # for a hang
 LANGUAGES = {"bash", "text", "python", "yaml", "json"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# The first page is tried daily, those behind it in the soak.
+IN_SOAK = [page if page.parent == ROOT else pytest.param(page, marks=pytest.mark.soak) for page in PAGES]
 
 
 def blocks(page: Path) -> list[str]:
@@ -117,7 +119,7 @@ def test_the_kill_and_resume_demonstration_prints_the_same_fingerprint_twice(
     assert json.loads((checkout / "runs/killed/result.json").read_text())["step"] == 200
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT).parent))
+@pytest.mark.parametrize("page", IN_SOAK, ids=lambda page: str(page.relative_to(ROOT).parent))
 def test_every_other_command_of_a_page_runs(page: Path, checkout: Path, request: pytest.FixtureRequest) -> None:
     if "runs/undisturbed" in page.read_text():
         request.getfixturevalue("demonstration")  # which later commands look at

@@ -64,6 +64,7 @@ def train_with_many_errors(backend: Backend) -> None:
     assert_same_outcome(job, whole_counter(SHORT))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", daily_on("az"))
 def test_thirty_percent_of_requests_answered_with_503_or_429_change_no_bit(name: str) -> None:
     play_on(name, train_with_many_errors)

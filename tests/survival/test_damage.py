@@ -99,6 +99,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Job:
     return request.param(tmp_path / "run")
 
 
+@pytest.mark.soak
 def test_a_trainer_falls_back_with_each_row_once(tmp_path: Path) -> None:
     job = nano_at_newest(tmp_path / "run")
     flip_bit_in_largest_file(job)
@@ -136,6 +137,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(job: Job, damag
     assert_ends_like_undisturbed(job, attempt)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("damage", "rejected", "restored"),
     [
@@ -156,6 +158,7 @@ def test_a_directory_without_a_manifest_is_no_checkpoint(
     assert_ends_like_undisturbed(job, attempt)
 
 
+@pytest.mark.soak
 def test_several_damaged_checkpoints_fall_back_to_the_last_good_one(job: Job) -> None:
     for step in (OLDER, NEWEST):
         flip_bit(job.largest_file(step), 0.3)
@@ -166,6 +169,7 @@ def test_several_damaged_checkpoints_fall_back_to_the_last_good_one(job: Job) ->
     assert_ends_like_undisturbed(job, attempt)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "part", ["arrays", *(pytest.param(part, marks=pytest.mark.soak) for part in ("manifest.json", "everything"))]
 )

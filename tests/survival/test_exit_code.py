@@ -30,6 +30,7 @@ def test_diverged_is_1_and_the_last_good_step_stays(tmp_path):
     assert job.committed() == [10, 20]
 
 
+@pytest.mark.soak
 def test_a_bug_in_one_process_is_1_there_and_76_for_its_peers_and_1_for_the_job(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, "job=tests.support.faulty:HasABug"))
     first, second = job.start_processes(2)

@@ -102,6 +102,7 @@ def test_when_one_machine_is_gone_all_go_back_to_the_durable_tier(tmp_path: Path
     assert job.outcome() == expected()
 
 
+@pytest.mark.soak
 def test_a_step_of_which_one_host_has_lost_a_part_is_not_chosen(tmp_path: Path) -> None:
     job = a_job(tmp_path)
     run_until(job, lambda: len(common(tmp_path)) > 1 and common(tmp_path)[-1] > 21, "two fast steps beyond step 20")

@@ -1,6 +1,7 @@
 """kill -9 anywhere, over and over: the same bits and the same rows as a run that nobody disturbed."""
 
 import random
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ COUNTER_DELAYS: dict[Phase, float] = {
     retaining: 0.0,
 }
 TRAINER_DELAYS: dict[Phase, float] = COUNTER_DELAYS | {start_up: 1.0, compiling: 0.5, restoring: 0.2, has_state: 0.3}
-DAILY_TRAINER_DELAYS: dict[Phase, float] = {phase: TRAINER_DELAYS[phase] for phase in (saving, has_state, restoring)}
+DAILY_PHASES = (saving, has_state, restoring)
 
 
 def storm(job: Job, num_kills: int, seed: int, delays: dict[Phase, float]) -> None:
@@ -73,16 +74,18 @@ def assert_each_logged_step_once(job: Job, every_steps: int, eval_steps: int, la
     assert [row["step"] for row in job.rows()] == sorted(due)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("num_kills", "last_step"),
-    [(7, 300), pytest.param(14, 500, marks=pytest.mark.soak), pytest.param(50, 500, marks=pytest.mark.soak)],
+    ("num_kills", "last_step", "phases"),
+    [
+        (3, 100, DAILY_PHASES),
+        *(pytest.param(*storm, COUNTER_DELAYS, marks=pytest.mark.soak) for storm in [(7, 300), (14, 500), (50, 500)]),
+    ],
 )
 def test_counter_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_run(
-    tmp_path: Path, num_kills: int, last_step: int
+    tmp_path: Path, num_kills: int, last_step: int, phases: Collection[Phase]
 ) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, f"config.total_steps={last_step}"))
-    storm(job, num_kills, seed=1, delays=COUNTER_DELAYS)
+    storm(job, num_kills, seed=1, delays={phase: COUNTER_DELAYS[phase] for phase in phases})
     kill_before_done(job.with_options("config.step_seconds=0"), last_step, num_kills // 7)
     job.finish()
     assert job.outcome() == whole_counter((f"config.total_steps={last_step}", "config.width=1000000")).outcome()
@@ -90,22 +93,14 @@ def test_counter_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_run
     assert not job.uncommitted()
 
 
-@pytest.mark.parametrize(
-    ("num_kills", "delays"),
-    [
-        pytest.param(3, DAILY_TRAINER_DELAYS, id="3"),
-        pytest.param(7, TRAINER_DELAYS, marks=pytest.mark.soak, id="7"),
-        pytest.param(14, TRAINER_DELAYS, marks=pytest.mark.soak, id="14"),
-    ],
-)
-def test_gpt_nano_killed_in_every_phase_ends_with_the_same_bits_and_rows(
-    tmp_path: Path, num_kills: int, delays: dict[Phase, float]
-) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize("num_kills", [7, 14])
+def test_gpt_nano_killed_in_every_phase_ends_with_the_same_bits_and_rows(tmp_path: Path, num_kills: int) -> None:
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", NANO)
     cold = Job("specs/gpt_nano.yaml", tmp_path / "run", NANO, cache=tmp_path / "cold cache")
     first = cold.start()
     assert first.kill_in(compiling, 0.2), first.report("was not caught compiling")
-    storm(job, num_kills, seed=2, delays=delays)
+    storm(job, num_kills, seed=2, delays=TRAINER_DELAYS)
     kill_before_done(job, 120, num_kills // 7)
     job.finish()
     assert_each_logged_step_once(job, 4, 10, 120)

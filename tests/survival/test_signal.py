@@ -231,6 +231,7 @@ def test_a_counter_stopped_in_every_phase_ends_with_the_same_bits(tmp_path: Path
     finish_like(whole_counter(COUNTER), job, step)
 
 
+@pytest.mark.soak
 def test_a_second_sigterm_exits_at_once_and_leaves_the_last_commit(tmp_path: Path) -> None:
     job = killed_after(8, COUNTER_SPEC, COUNTER).copy_to(tmp_path / "run")
     before = hash_tree(job.checkpoints)
@@ -243,6 +244,7 @@ def test_a_second_sigterm_exits_at_once_and_leaves_the_last_commit(tmp_path: Pat
     finish_like(whole_counter(COUNTER), job, 8)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("spec", "options"),
     [

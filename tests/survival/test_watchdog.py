@@ -11,6 +11,7 @@ STEP_SECONDS = 8  # more than any step takes on a busy machine
 SLOW = ("config.step_seconds=0.03", "config.total_steps=600", "config.width=64")
 
 
+@pytest.mark.soak
 def test_a_step_that_hangs_ends_with_76_with_its_stacks_and_the_next_attempt_goes_on(tmp_path):
     options = ("config.total_steps=60", f"deadlines.step_seconds={STEP_SECONDS}", "checkpoint.every_steps=10")
     job = Job(SPEC, tmp_path / "run", options)

@@ -21,6 +21,7 @@ def rows_of(directory: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in DAILY else pytest.mark.soak) for k in KINDS])
 def test_stopped_and_resumed_every_bit_is_the_same(tmp_path: Path, kind: str) -> None:
     data = {"sequence_length": 16, "validation_fraction": 0.2, **kept(kind, tmp_path)}

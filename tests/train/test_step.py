@@ -193,6 +193,7 @@ def test_validation_returns_sums_over_tokens(state, val, S):
     assert meta == {}
 
 
+@pytest.mark.soak
 def test_dropout_is_drawn_from_the_key_and_validation_has_none(state, train, val):
     model = GPT(GPTConfig(layers=2, heads=4, width=32, dropout=0.5), VOCABULARY, T)
     noisy = state.replace(apply_fn=model.apply)
@@ -249,6 +250,7 @@ class Masking(PretrainGPT):
         return loss_sum, meta | {"token_count": jnp.sum(mask)}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("S", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_a_forward_that_masks_by_itself_says_how_many_tokens_are_left(state, train, val, S):
     """So it is the same as a batch that comes masked."""

@@ -264,6 +264,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "sizes"), SPLITS)
 def test_documents_in_one_row_on_many_devices_have_the_loss_and_gradients_that_they_have_alone_on_one(name, sizes):
     rows = documents(LENGTHS) + [[]] * (8 - len(LENGTHS))  # so that they divide over every mesh

@@ -116,6 +116,7 @@ def test_a_layer_is_the_sum_of_its_tokens_experts(family):
     check_against_reference(config, "swiglu")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("activation", ["squared_relu", pytest.param("geglu", marks=pytest.mark.soak)])
 def test_shared_experts_compute_every_token(activation):
     check_against_reference(MoeConfig(**SIZES, **SHARED), activation)

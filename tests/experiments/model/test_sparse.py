@@ -233,6 +233,7 @@ def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("sparse") / "whole")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "mesh", [{}, pytest.param(set_mesh(1, 4, 2), marks=SOAK)], ids=["the same devices", "another mesh"]
 )
