@@ -386,6 +386,7 @@ def test_damaged_programs_are_compiled_anew_and_healed(tmp_path: Path) -> None:
     assert first.outcome() == whole_counter(COUNTER).outcome()
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("keeps_all")
 def test_a_job_goes_on_where_no_program_can_be_read_or_published(tmp_path: Path) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, FAST, SHARED), cache=tmp_path / "machine")

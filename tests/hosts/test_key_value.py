@@ -23,6 +23,7 @@ def test_no_other_module_reaches_the_store():
     assert found == {"key_value.py"}
 
 
+@pytest.mark.soak
 def test_64_processes_agree_10_000_times_and_leave_no_more_keys_than_after_64():
     coordinator = MemoryCoordinator(64)
 

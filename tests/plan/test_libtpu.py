@@ -95,6 +95,7 @@ def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
     assert found["collectives of a step"]["all-reduce over data"]["value"] > 2 * 3 / 4 * 4 * 120_576 * 0.9
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("module", "message"),
     [("", "cannot compile for v5e:2x2"), ("raise ImportError('no')", "cannot compile for v5e:2x2")],
@@ -112,6 +113,7 @@ def test_a_libtpu_that_does_not_work_is_one_line(module: str, message: str, tmp_
     assert "needs libtpu==" in output
 
 
+@pytest.mark.soak
 def test_a_libtpu_that_another_process_holds_is_one_line() -> None:
     holder = (
         "import time; from runner.accelerator import parse_accelerator; from runner.plan.machine import open_machine\n"

@@ -111,6 +111,7 @@ def nano_at_six(directory: Path) -> Job:
 # A trainer.
 
 
+@pytest.mark.soak
 def test_sigterm_at_start_up_leaves_at_once(tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     before = hash_tree(job.directory)

@@ -65,6 +65,7 @@ def test_no_parameter_and_no_moment_is_replicated_over_fsdp(tmp_path, name):
             assert "fsdp" in axes_of(leaf.sharding), (sizes, leaf)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_a_moment_lies_like_its_parameter(tmp_path, name):
     for sizes in FACTORISATIONS:

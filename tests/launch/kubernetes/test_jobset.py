@@ -490,6 +490,7 @@ def test_a_missing_kubectl_is_one_line_and_2(monkeypatch, capsys, tmp_path):
 # The pods
 
 
+@pytest.mark.soak
 def test_the_pods_on_cpus_do_the_job_as_a_kubelet_would_start_them(rendered, tmp_path):
     spec = tmp_path / "spec.yaml"
     spec.write_text((ROOT / "specs" / "counter.yaml").read_text())
