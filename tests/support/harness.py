@@ -349,11 +349,13 @@ class Attempt:
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
 
     def children(self) -> list[int]:
-        """Process ids of the children, in the order in which they were started."""
+        """Process ids of the children, in the order in which they were started. Threads may end meanwhile."""
         found: list[int] = []
+        tasks = Path(f"/proc/{self.process.pid}/task")
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
+            for task in os.listdir(tasks):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    found += map(int, (tasks / task / "children").read_text().split())
         return sorted(found)
 
     def kill_tree(self) -> None:
