@@ -5,6 +5,7 @@ alone: on Linux each is asked to stop when whoever started it dies, of kill -9 t
 sees to that (`bind_to_parent`); it imports nothing of the project.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -24,6 +25,7 @@ _DEATH_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _NUM_FAKED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 _THREADS_PER_FAKED_DEVICE = 4
+_PORTS = range(20_000, 30_000)  # below those that systems give to connections
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -60,10 +62,12 @@ def num_cpus() -> int:
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free now, and that the system gives nobody who asks for any port before it is taken."""
+    while True:
+        port = _PORTS[int.from_bytes(os.urandom(4), "little") % len(_PORTS)]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def make_placements(num_processes: int) -> list[list[str]]:

@@ -13,6 +13,7 @@ from runner.process import (
     INSISTENT_SIGNALS,
     STOP_SIGNALS,
     bind_to_parent,
+    free_port,
     make_environment,
     make_placements,
     start_processes,
@@ -55,6 +56,13 @@ def test_more_devices_than_cpus_get_threads_to_work_while_all_of_them_wait(varia
     assert make_environment(num_devices).get("NPROC") == threads
     variables.setenv("NPROC", "5")
     assert make_environment(num_devices)["NPROC"] == "5"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_a_free_port_is_none_that_the_kernel_gives_to_a_connection_before_it_is_taken():
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [free_port() for _ in range(100)]
+    assert not [port for port in ports if first <= port <= last]
 
 
 def test_each_process_is_told_its_place_and_a_single_one_needs_none():

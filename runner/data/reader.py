@@ -9,13 +9,14 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from runner.data.cache import publish
+from runner.data.cache import publish_once
 from runner.data.source import File, SourceFile, describe_file
 from runner.errors import DataError, StorageError
 
@@ -109,8 +110,7 @@ class DiskReader:
         """See `Reader`."""
         for derived in wanted:
             path = self.directory / derived.name
-            if not path.exists() or path.stat().st_size != derived.size_bytes:
-                write_derived(derived, path)
+            write_derived(derived, path, partial(_has_size, path, derived.size_bytes))
         return [describe_file(self.directory / derived.name) for derived in wanted]
 
 
@@ -152,10 +152,17 @@ def fill_from_file(file: SourceFile, targets: Sequence[tuple[int, np.ndarray]]) 
             out[:] = np.frombuffer(read_file(file, start, start + out.nbytes), out.dtype)
 
 
-def write_derived(derived: Derived, path: Path) -> None:
-    """Make the file at `path`, where it is seen whole or not at all. Raises DataError if the disk does not take it."""
+def write_derived(derived: Derived, path: Path, is_whole: Callable[[], bool]) -> None:
+    """Make the file at `path`, in one process of this host, unless it `is_whole` there; it is never seen half.
+
+    Raises DataError if the disk does not take it.
+    """
     with needing_room(str(derived.origin), path.parent):
-        publish(path, derived.make())
+        publish_once(path, derived.make, is_whole)
+
+
+def _has_size(path: Path, size_bytes: int) -> bool:
+    return path.exists() and path.stat().st_size == size_bytes
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What every process reports each second, and the one line that says what is wrong by all reports."""
 
 import collections
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from runner.hosts.progress import DATA, STEP
@@ -42,6 +42,19 @@ def is_overdue(beats: Collection[Beat], seconds_since_data: float, step_deadline
 def waits_for_data(beats: Collection[Beat]) -> bool:
     """Whether one of them does."""
     return any(beat.phase == DATA for beat in beats)
+
+
+def find_silent(
+    quiet_seconds: Mapping[int, float], limit_seconds: float, left: Mapping[int, int], crashed: Collection[int]
+) -> dict[int, str]:
+    """Who is not there, and how. `quiet_seconds` is how long each process has published nothing new.
+
+    `left` holds the codes of those that have ended in order. The others are given the same time to follow.
+    """
+    silent = {process: seconds for process, seconds in quiet_seconds.items() if seconds > limit_seconds}
+    found = {process: f"does not answer for {seconds:.0f} s" for process, seconds in silent.items()}
+    found |= {process: f"has ended with {code}, and said why" for process, code in left.items() if process in silent}
+    return found | dict.fromkeys(crashed, "has died")
 
 
 def describe(beats: dict[int, Beat], silent: dict[int, str]) -> str:

@@ -50,6 +50,13 @@ class Liveness:
         """
         return [process for process in self.disconnected() if self._store.peek(_departure(process)) is None]
 
+    def left(self) -> dict[int, int]:
+        """Those that have left in order, and with which code. Never waits for a host. Any thread.
+
+        Raises `PeerLostError` if the coordinator cannot be reached.
+        """
+        return self._store.peek_all(key_value.DEPARTURES)
+
     def leave(self, code: int) -> None:
         """Say that this process is about to end in order, with `code`. Called on every host.
 
@@ -59,7 +66,7 @@ class Liveness:
             return
         _abort.code = code
         with contextlib.suppress(PeerLostError):
-            self._store.set(_departure(self._process_id), True)
+            self._store.set(_departure(self._process_id), code)
             if self._process_id == 0:
                 for process in range(self._num_processes):
                     self._store.get(_departure(process), _LEAVE_SECONDS, f"process {process}")

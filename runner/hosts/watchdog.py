@@ -27,7 +27,7 @@ import jax
 from runner.errors import EXIT_RETRYABLE, PeerLostError, RunnerError, first_line
 from runner.hosts import key_value
 from runner.hosts.agreement import Hosts
-from runner.hosts.beat import Beat, describe, is_overdue, waits_for_data
+from runner.hosts.beat import Beat, describe, find_silent, is_overdue, waits_for_data
 from runner.hosts.preemption import end_process
 from runner.hosts.progress import Progress
 from runner.hosts.straggler import Rounds, Straggling
@@ -182,11 +182,8 @@ class Watchdog:
                 self._seen[process] = (number, now)
         is_suspected = any(beat.suspects_peer for beat in beats.values())
         limit_seconds = SUSPECTED_LOST_SECONDS if is_suspected else LOST_SECONDS
-        silent = {
-            process: f"does not answer for {now - since_seconds:.0f} s"
-            for process, (_, since_seconds) in self._seen.items()
-            if now - since_seconds > limit_seconds
-        } | dict.fromkeys(crashed, "has died")
+        quiet_seconds = {process: now - since_seconds for process, (_, since_seconds) in self._seen.items()}
+        silent = find_silent(quiet_seconds, limit_seconds, self._hosts.liveness.left(), crashed)
         if waits_for_data(beats.values()):
             self._data_seconds = now
         step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.data import reader
 from runner.data.format import array_record
 from runner.data.format.opening import open_format
 from runner.data.source import find_corpus, find_source, is_available
@@ -397,7 +396,7 @@ def test_what_is_derived_is_derived_once_and_again_if_it_was_damaged(
     case.open(root)
     kept = [path for path in (root / "cache").iterdir() if path.suffix in (".mds", ".sizes")]
     with monkeypatch.context() as patch:
-        patch.delattr(reader, "publish")
+        patch.delattr(os, "replace")
         patch.delattr(array_record, "_scan_sizes")
         assert case.open(root).read(0, 360).tolist() == case.ids
     for path in kept:

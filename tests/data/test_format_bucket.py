@@ -241,6 +241,26 @@ def test_copies_that_nobody_reads_make_room_and_those_in_use_stay(golden: Golden
     os.close(held)
 
 
+@pytest.mark.parametrize("look", ["open", "scandir"])
+def test_a_directory_that_somebody_removes_when_it_is_looked_at_stops_nobody(
+    golden: Golden, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    golden.open("array_record")
+    (own,) = (golden.cache / DIRECTORY).iterdir()
+    (other := own.with_name("other")).mkdir()
+    doomed, really, removed = own if look == "open" else other, getattr(os, look), []
+
+    def remove_first(path: Any, *options: Any, **names: Any) -> Any:
+        if not removed and str(path) == str(doomed):
+            removed.append(path)
+            shutil.rmtree(doomed)
+        return really(path, *options, **names)
+
+    monkeypatch.setattr(os, look, remove_first)
+    refuse_difference(CASES["array_record"], golden.open("array_record"))
+    assert removed
+
+
 def test_what_a_killed_process_or_an_earlier_version_has_left_goes(golden: Golden) -> None:
     golden.open("mds_zstd")
     (directory,) = (golden.cache / DIRECTORY).iterdir()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.hosts.beat import Beat, describe, is_overdue, waits_for_data
+from runner.hosts.beat import Beat, describe, find_silent, is_overdue, waits_for_data
 from runner.hosts.progress import DATA
 
 
@@ -17,6 +17,23 @@ def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
         "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
     )
     assert describe({}, {5: "has died"}) == "the job does not go on: process 5 has died"
+
+
+@pytest.mark.parametrize(
+    ("quiet_seconds", "left", "crashed", "found"),
+    [
+        ({0: 1.0, 1: 29.0}, {}, [], {}),
+        ({0: 1.0, 1: 31.4}, {}, [], {1: "does not answer for 31 s"}),
+        ({0: 1.0, 1: 31.4}, {1: 2}, [], {1: "has ended with 2, and said why"}),
+        ({0: 1.0, 1: 31.4, 2: 1.0}, {1: 2, 2: 1}, [], {1: "has ended with 2, and said why"}),
+        ({0: 1.0, 1: 1.0, 2: 31.4}, {2: 0}, [1], {1: "has died", 2: "has ended with 0, and said why"}),
+        ({0: 1.0, 1: 31.4}, {}, [1], {1: "has died"}),
+    ],
+)
+def test_who_has_ended_alone_is_not_said_to_hang(
+    quiet_seconds: dict[int, float], left: dict[int, int], crashed: list[int], found: dict[int, str]
+) -> None:
+    assert find_silent(quiet_seconds, 30.0, left, crashed) == found
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ def test_who_ends_is_disconnected_at_once_and_has_crashed_unless_it_left_in_orde
     assert (main.disconnected(), main.crashed()) == ([], [])
     ends[2].close()
     assert (main.disconnected(), main.crashed()) == ([2], [2])
-    Liveness(KeyValueStore(coordinator), 1, 3, {}).leave(0)
+    Liveness(KeyValueStore(coordinator), 1, 3, {}).leave(2)
     assert (main.disconnected(), main.crashed()) == ([2], [2])
     ends[1].close()
-    assert (main.disconnected(), main.crashed()) == ([1, 2], [2])
+    assert (main.disconnected(), main.crashed(), main.left()) == ([1, 2], [2], {1: 2})
 
 
 def test_host_0_leaves_last(three):

@@ -21,7 +21,15 @@ import pytest
 
 from runner.process import make_placements
 from tests.support import harness
-from tests.support.harness import WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, Row, parse_lines, without_speed
+from tests.support.harness import (
+    WHOLE_RUN_DEADLINE_SECONDS,
+    Attempt,
+    Job,
+    Row,
+    introduce,
+    parse_lines,
+    without_speed,
+)
 from tests.support.servers import BACKENDS, BUCKET, Backend, Faults, start_backend
 
 POLL_SECONDS = 0.02  # between two looks at a server
@@ -68,7 +76,7 @@ class CloudJob:
 
     def start_processes(self, num_processes: int) -> list["CloudAttempt"]:
         """The same command on every host of a job, each with its place; `devices` is per process."""
-        return [self.start(*placement) for placement in make_placements(num_processes)]
+        return introduce([self.start(*placement) for placement in make_placements(num_processes)])
 
     def finish(self) -> "CloudAttempt":
         """Run to the end, which must be good."""

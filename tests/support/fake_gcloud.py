@@ -41,7 +41,7 @@ def end(errors: str) -> None:
 
 def kill_hosts() -> None:
     for path in WORLD.glob("hosts/*/*/pid"):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, ValueError):  # it has ended, or its id is not written yet
             os.killpg(int(path.read_text()), signal.SIGKILL)
 
 

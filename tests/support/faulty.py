@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from experiments.counter import Counter, advance
 from runner.checkpoint.save import Payload
-from runner.errors import DivergedError
+from runner.errors import DataError, DivergedError
+from runner.hosts.agreement import Hosts
 
 
 class Stepwise(Counter):
@@ -37,6 +38,17 @@ class KeepsStateOutside(Stepwise):
         """Add it."""
         self.seen += 1
         self.state = self.state | {"total": self.state["total"] + jnp.uint32(self.seen)}
+
+
+class RefusesAlone(Stepwise):
+    """Process 1 finds its data wrong, and the other waits for it."""
+
+    def setup(self, hosts: Hosts) -> None:
+        """Before anything is claimed."""
+        super().setup(hosts)
+        if not hosts.is_main:
+            raise DataError("no file matches")
+        hosts.barrier()
 
 
 class BecomesWeak(Stepwise):

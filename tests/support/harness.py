@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner.process import bind_to_parent, make_placements
 from tests.support.faked import environment
@@ -126,10 +126,12 @@ class Job:
 
     def start_processes(self, num_processes: int) -> list["Attempt"]:
         """The same command on every host of a job, each with its place; `devices` is per process."""
-        return [
-            Attempt(self, ["runner", *self.arguments, *placement], self.devices)
-            for placement in make_placements(num_processes)
-        ]
+        return introduce(
+            [
+                Attempt(self, ["runner", *self.arguments, *placement], self.devices)
+                for placement in make_placements(num_processes)
+            ]
+        )
 
     def launch(self, num_processes: int, max_restarts: int = 0, grace_seconds: int = 60) -> "Attempt":
         """`python -m launch local`; `devices` is per process."""
@@ -221,6 +223,7 @@ class Attempt:
         self._start(arguments, environment(devices, job.cache) | variables)
 
     def _start(self, arguments: Sequence[str], variables: dict[str, str]) -> None:
+        self.peers: Sequence[Attempt] = ()  # the other processes of the same job
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             bind_to_parent(self._command(arguments)),
@@ -285,9 +288,10 @@ class Attempt:
         assert got == code, self.report(f"ended with {got}, not {code}")
 
     def report(self, what: str) -> str:
-        """`what`, and all that is known about the process."""
+        """`what`, and all that is known about the process and about those of the same job: one may be the cause."""
         ledger = "\n".join(json.dumps(row) for row in self.job.events()[-12:])
-        return f"attempt {self.number} {what}\n--- output\n{self.output}\n--- end of the ledger\n{ledger}"
+        peers = "".join(f"\n--- output of a peer ({peer.process.poll()})\n{peer.output}" for peer in self.peers)
+        return f"attempt {self.number} {what}\n--- output\n{self.output}{peers}\n--- end of the ledger\n{ledger}"
 
     # Striking.
 
@@ -349,11 +353,13 @@ class Attempt:
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
 
     def children(self) -> list[int]:
-        """Process ids of the children, in the order in which they were started."""
+        """Process ids of the children, in the order in which they were started. Threads may end meanwhile."""
         found: list[int] = []
+        tasks = Path(f"/proc/{self.process.pid}/task")
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
+            for task in os.listdir(tasks):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    found += map(int, (tasks / task / "children").read_text().split())
         return sorted(found)
 
     def kill_tree(self) -> None:
@@ -369,6 +375,16 @@ class Attempt:
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+
+
+Started = TypeVar("Started", bound=Attempt)
+
+
+def introduce(attempts: list[Started]) -> list[Started]:
+    """The processes of one job, each of which knows the others."""
+    for attempt in attempts:
+        attempt.peers = [peer for peer in attempts if peer is not attempt]
+    return attempts
 
 
 class Opened:

@@ -1,5 +1,6 @@
 """Two processes of two devices: kill -9 and SIGTERM to either of them, or to the launcher above them."""
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -37,9 +38,9 @@ def assert_ends_like_undisturbed(job: Job) -> None:
 def child(launcher: Attempt, process_id: int) -> int:
     """Process id, in the system's sense, of one process of a launched job."""
     for pid in launcher.children():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if words[words.index(b"--process-id") + 1] == str(process_id).encode():
-            return pid
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if f"\0--process-id\0{process_id}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
     raise AssertionError(launcher.report(f"has no process {process_id}"))
 
 

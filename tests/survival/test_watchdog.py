@@ -56,6 +56,16 @@ def test_a_frozen_process_is_named_and_the_others_end_with_76(frozen, tmp_path):
 
 
 @pytest.mark.soak
+def test_a_process_that_refuses_alone_is_named_with_its_code_and_the_others_end_with_76(tmp_path):
+    job = Job(SPEC, tmp_path / "run", (*SLOW, "job=tests.support.faulty:RefusesAlone"))
+    other, refusing = job.start_processes(2)
+    refusing.expect(2)
+    other.expect(76)
+    assert "process 1" in other.output
+    assert "has ended with 2, and said why" in other.output, other.report("says else")
+
+
+@pytest.mark.soak
 def test_a_job_that_was_paused_from_outside_goes_on(tmp_path):
     options = ("config.width=64", "config.total_steps=300", f"deadlines.step_seconds={STEP_SECONDS}")
     job = Job(SPEC, tmp_path / "run", (*options, "config.step_seconds=0.02"))

@@ -2,8 +2,8 @@
 
 1. Each source has a directory of its own below `copies/`. A process that reads a source holds its directory (`flock`,
    shared) until it ends, however it ends.
-2. A file is published whole, under a name that tells the object's version. A record beside it tells its CRC-32C, which
-   is compared at the next start: a file that does not match is made again.
+2. A file is published whole, under a name that tells the object's version, by one process of this host. A record beside
+   it tells its CRC-32C, which is compared at the next start: a file that does not match is made again.
 3. Before files are made, what they need must fit into the bound, with what other sources hold. Those that nobody holds
    are removed for it, the one first that was opened longest ago.
 4. What an earlier version or a killed process has left in the source's own directory goes, if nobody else holds it.
@@ -17,6 +17,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import google_crc32c
@@ -72,13 +73,12 @@ class Copies:
             for chunk in derived.make():
                 checksum.update(chunk)
                 yield chunk
-            if derived.crc32c not in (None, checksum.hexdigest().decode()):
+            digest = checksum.hexdigest().decode()
+            if derived.crc32c not in (None, digest):
                 raise StorageError(f"{derived.origin}: came damaged; its CRC-32C is {derived.crc32c}")
+            write_record(self._directory, derived.name, {"crc32c": digest})  # first: a file without one is made again
 
-        if not self._is_whole(path, derived.size_bytes):
-            write_derived(replace(derived, make=summed), path)
-            with needing_room(self._what, self._root):
-                write_record(self._directory, derived.name, {"crc32c": checksum.hexdigest().decode()})
+        write_derived(replace(derived, make=summed), path, partial(self._is_whole, path, derived.size_bytes))
         return describe_file(path)
 
     def _is_whole(self, path: Path, size_bytes: int) -> bool:
@@ -97,7 +97,10 @@ class Copies:
         """Hold the directory, so that nobody removes it; if nobody else does, files of other names go."""
         while True:
             self._directory.mkdir(parents=True, exist_ok=True)
-            held = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                held = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:  # somebody has removed it before it was opened
+                continue
             if _is_held_alone(held):
                 for path in self._directory.iterdir():
                     if path.name.removesuffix(".json") not in names:
@@ -143,7 +146,8 @@ def _opened(directory: Path) -> int:
 def _size_of(directory: Path) -> int:
     """Bytes of all files below a directory, of which some may go meanwhile."""
     size_bytes = 0
-    for path in directory.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            size_bytes += path.lstat().st_size if path.is_file() else 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                size_bytes += os.lstat(os.path.join(parent, name)).st_size
     return size_bytes
