@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from runner.command.status import main
-from runner.errors import InvalidError
+from runner.errors import InvalidError, StorageError
 from runner.history.read import read_history
-from runner.storage import LocalStore
+from runner.storage import LocalStore, TransientError
 from tests.support.damage import ERRORS, damages_of, give_errors
+from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.survival.test_damage_table import RUNS, cases, daily, files_of, template
 
 
@@ -59,6 +60,24 @@ def test_no_damage_keeps_a_history_from_being_told(
             problems[f"{place}: {damage}"] = f"{type(error).__name__}: {error}"[:300]
         shutil.rmtree(base)
     assert not problems, "\n".join(f"{case}: {problem}" for case, problem in problems.items())
+
+
+def test_a_bucket_that_does_not_answer_says_nothing_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MemoryDriver()
+    store = memory_bucket(driver)
+    for name, content in files_of(template("finished") / "run").items():
+        store.write(name, content)
+    assert read_history(store).attempts
+    monkeypatch.setattr("runner.storage.bucket.CALL_SECONDS", 0.0)
+    for verb in ("get", "list"):
+
+        def fail(found: str, key: str, verb: str = verb) -> None:
+            if found == verb:
+                raise TransientError("unreachable")
+
+        driver.before = fail
+        with pytest.raises(StorageError):
+            read_history(store)
 
 
 def test_a_run_of_which_nothing_is_left_is_none(tmp_path: Path) -> None:
