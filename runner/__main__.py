@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "runner.command.plan",
     "evaluate": "runner.command.evaluate",
     "sample": "runner.command.sample",
+    "metrics": "runner.command.metrics",
     "checkpoints": "runner.command.checkpoints",
     "export": "runner.command.export",
     "verify-resume": "runner.command.verify_resume",

@@ -4,6 +4,11 @@ import contextlib
 import sys
 
 
+def one_line(text: str) -> str:
+    """`text` as one line that does nothing to a terminal: what is no plain character stands as its escape."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
 def say(line: str) -> None:
     """Print a line on standard output, if anyone still reads it."""
     with contextlib.suppress(OSError):

@@ -13,6 +13,7 @@ USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT 
                                [--temperature T] [--top-p P] [--seed S]
        python -m runner evaluate SPEC_OR_DIRECTORY [--data SOURCE] [--step N|newest|best | --all] [--json]
                                  [--coordinator HOST:PORT --num-processes N --process-id K]
+       python -m runner metrics SPEC_OR_DIRECTORY [--csv] [-o FILE]
        python -m runner checkpoints SPEC_OR_DIRECTORY [--verify] [--deep]
        python -m runner checkpoints copy SOURCE TARGET
        python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--dtype DTYPE] -o OUT

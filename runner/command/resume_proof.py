@@ -95,6 +95,7 @@ class Run:
             "checkpoint.local_every_steps": "null",
             "logging.every_steps": 1,
             "logging.wandb": "disabled",
+            "logging.tensorboard": False,
             **dict.fromkeys(trial.output_keys, "null"),
         }
         options = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]

@@ -179,6 +179,13 @@ class Logging(Frozen):
     wandb: Literal["disabled", "offline", "online"] = Field(
         default="disabled", description="Weights & Biases mode; without a key online becomes offline."
     )
+    wandb_entity: str | None = Field(
+        default=None, min_length=1, description="User or team in W&B; null: the default of whose key it is."
+    )
+    wandb_tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field(
+        default=[], description="Tags of the run in W&B."
+    )
+    tensorboard: bool = Field(default=False, description="Write TensorBoard's event files, into tensorboard/.")
 
 
 class ExecutionSpec(Frozen):

@@ -79,7 +79,7 @@ class Report(Account):
     def showing(self, step: int) -> Iterator[None]:
         """Inside, rows are shown; however it is left, the sinks are closed."""
         if self._attempt.hosts.is_main:
-            self._sinks = open_sinks(self._spec, self._config, self._attempt.run_id, self._attempt.store, step)
+            self._sinks = open_sinks(self._attempt, self._spec, self._config, step)
         self.window.restart_clock()
         try:
             yield
