@@ -7,6 +7,7 @@ called on every host; what only the main host does says so.
 
 import dataclasses
 import os
+import sys
 import time
 from typing import Any, ClassVar
 
@@ -169,7 +170,7 @@ class RestoreableJob:
                 raise
             finally:
                 self.compile_cache.close(DRAIN_SECONDS)
-                self.attempt.background.drain(DRAIN_SECONDS)
+                self.attempt.end(sys.exception())
 
     def claim(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
         """Check all that can be checked, and take the next attempt: from here on every earlier one is fenced."""

@@ -55,6 +55,8 @@ SOME: dict[str, Any] = {
     "checkpoint.grace_seconds": 30.0,
     "deadlines.step_seconds": 600.0,
     "logging.wandb_entity": "some-team",
+    "logging.notify.command": ["true"],
+    "logging.notify.webhook": "$NO_SUCH_NAME",
     "config.model.vocabulary_size": 300,
     "config.optimizer.learning_rate": 0.01,
     "config.optimizer.clip_norm": 0.01,

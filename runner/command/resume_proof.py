@@ -96,6 +96,7 @@ class Run:
             "logging.every_steps": 1,
             "logging.wandb": "disabled",
             "logging.tensorboard": False,
+            "logging.notify": "null",
             **dict.fromkeys(trial.output_keys, "null"),
         }
         options = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]

@@ -38,6 +38,7 @@ from runner.spec.model import (
     JobConfig,
     Logging,
     Mesh,
+    Notify,
     Topology,
 )
 from runner.spec.output import dump_spec, json_schema
@@ -58,6 +59,7 @@ __all__ = [
     "KeyPath",
     "Logging",
     "Mesh",
+    "Notify",
     "Place",
     "SpecModel",
     "Topology",

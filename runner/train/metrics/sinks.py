@@ -84,10 +84,10 @@ class PlainProgress:
         """Nothing is open."""
 
 
-def make_progress(name: str, total_steps: int, step: int, tokens_per_step: int) -> Sink:
-    """Live progress where standard output is a terminal, plain lines elsewhere."""
-    if sys.stdout.isatty():
-        return LiveProgress(name, total_steps, step, Console())
+def make_progress(spec: ExecutionSpec, total_steps: int, step: int, tokens_per_step: int) -> Sink:
+    """Live progress where standard output is a person's terminal, plain lines elsewhere."""
+    if sys.stdout.isatty() and spec.logging.format == "text":
+        return LiveProgress(spec.name, total_steps, step, Console())
     return PlainProgress(tokens_per_step, total_steps)
 
 
@@ -101,7 +101,7 @@ def open_sinks(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, ste
         warn(f"{name} is off: {reason}")
         attempt.record("sink_off", None, sink=name, reason=reason)
 
-    sinks: list[Sink] = [make_progress(spec.name, config.total_steps, step, config.tokens_per_step)]
+    sinks: list[Sink] = [make_progress(spec, config.total_steps, step, config.tokens_per_step)]
     if spec.logging.tensorboard:
         open_place = functools.partial(EventFile, attempt.store, attempt.run_id, attempt.number)
         sinks.append(Aside("tensorboard", open_place, earlier, on_off))
