@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 
-from runner.errors import PreemptedError, RetryableError, first_line
+from runner.errors import EXIT_RETRYABLE, first_line
 from runner.spec import Notify
 from runner.storage import JsonObject
 from runner.terminal import hide, warn
@@ -22,7 +22,7 @@ from runner.terminal import hide, warn
 DEADLINE_SECONDS = 30.0
 HOUR_SECONDS = 3600.0
 # Of the events in the ledger, those that are told, and the word for them.
-TOLD = {"done": "done", "fallback": "fallback", "stuck": "stalled"}
+TOLD = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
 
 
 class Alerts:
@@ -34,14 +34,9 @@ class Alerts:
         self._url = None if notify is None else _url(notify)
 
     def hear(self, event: str, step: int | None, details: JsonObject) -> None:
-        """An event has gone into the ledger. Any thread."""
-        if event in TOLD:
+        """An event has gone into the ledger. What is to be tried again is no failure. Any thread."""
+        if event in TOLD and details.get("code") != EXIT_RETRYABLE:
             self.tell(TOLD[event], step, details.get("reason"))
-
-    def hear_end(self, error: BaseException | None, step: int) -> None:
-        """The job has ended, by this error if it is one. What is to be tried again is no failure."""
-        if error is not None and not isinstance(error, PreemptedError | RetryableError):
-            self.tell("failed", step, first_line(error))
 
     def look_back(self, events: Sequence[JsonObject]) -> None:
         """At the start of an attempt: tell if the attempt before was preempted, as the first too many in an hour."""

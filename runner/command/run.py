@@ -14,6 +14,7 @@ from runner.accelerator import set_deterministic
 from runner.attempt.log_file import finish_log_file, keep_log_file
 from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, of_exit
 from runner.hosts import gcp_preemption
+from runner.hosts.clock import Bucket, Clock
 from runner.hosts.join import start
 from runner.hosts.placement import Placement, detect
 from runner.hosts.preemption import StopNotice, end_process
@@ -24,7 +25,7 @@ from runner.terminal import set_up, warn
 _CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")  # what they would print is told in one line
 
 
-def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, stop: StopNotice) -> None:
+def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> None:
     """Run the job to its end, and end this process with its exit code.
 
     Returns only by raising `RunnerError`, where nothing has begun yet. Called on every host.
@@ -41,7 +42,9 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     job.compile_cache.open()
     _log(spec)
     is_elastic = spec.topology is not None and spec.topology.elastic
+    clock.enter(Bucket.DISTRIBUTED_INIT)
     hosts = start(placement, spec.deadlines, is_elastic)
+    clock.enter(Bucket.SET_UP)
     if hosts.num_processes > 1:
         level = spec.logging.level if hosts.is_main else spec.logging.level_other_hosts
         set_up(spec.job, spec.logging.format, level, hosts.process_id)
@@ -50,7 +53,7 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     gcp_preemption.watch(stop.ask)
     code = EXIT_DONE
     try:
-        job(hosts, stop)
+        job(hosts, stop, clock)
     except RunnerError as error:
         warn(str(error))
         code = error.exit_code
@@ -61,6 +64,7 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
         end_process(EXIT_FAILED, str(of_exit(error)))
     finish_log_file()
     hosts.leave(code)
+    clock.end(code)
     end_process(code)
 
 

@@ -41,8 +41,8 @@ class Struck(PretrainGPT):
 
 
 def float32(row: Row) -> Row:
-    """As a format of single floats keeps it."""
-    return {key: struct.unpack("<f", struct.pack("<f", value))[0] for key, value in row.items()}
+    """As TensorBoard keeps it: in single floats, and the time beside them."""
+    return {key: struct.unpack("<f", struct.pack("<f", value))[0] for key, value in row.items() if key != "perf/time"}
 
 
 def rows_of(accumulator: EventAccumulator) -> list[Row]:
@@ -135,6 +135,11 @@ def test_after_a_rewind_every_sink_holds_the_one_trajectory(life: Life, name: st
     read, kept = SHOWN[name]
     assert [row["step"] for row in life.rows()] == list(range(1, 9))
     assert read(life) == [kept(row) for row in life.rows()]
+
+
+def test_tensorboard_draws_by_the_time_at_which_a_row_was_written(life: Life) -> None:
+    events = accumulate(life.directory / "tensorboard").Scalars("train/loss")
+    assert [event.wall_time for event in events] == [row["perf/time"] for row in life.rows()]
 
 
 def test_wandb_without_a_key_goes_offline_in_the_run_of_the_job_and_is_told_what_it_ran_with(life: Life) -> None:

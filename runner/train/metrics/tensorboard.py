@@ -24,6 +24,7 @@ _UPLOAD_DEADLINE_SECONDS = 60.0
 _STEM = "events.out.tfevents."  # TensorBoard knows its files by the second half
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _START = 1
+_TIME = "perf/time"  # the wall time of the events, not a curve: single floats count it in minutes
 
 
 def _varint(value: int) -> bytes:
@@ -49,7 +50,7 @@ def _summary(row: Row) -> bytes:
     values = (
         _field(1, _BYTES, key.encode(errors="replace")) + _field(2, _FIXED32, _float32(value))
         for key, value in row.items()
-        if key != "step" and isinstance(value, int | float)
+        if key not in ("step", _TIME) and isinstance(value, int | float)
     )
     return _field(5, _BYTES, b"".join(_field(1, _BYTES, value) for value in values))
 
@@ -88,14 +89,14 @@ class EventFile:
 
     def add(self, row: Row) -> None:
         """See `Place`."""
-        self._put(row["step"], _summary(row))
+        self._put(row["step"], _summary(row), row.get(_TIME))
         if self._is_published:
             self._file.flush()
             if time.monotonic() - self._uploaded_seconds >= UPLOAD_SECONDS:
                 self._upload()
 
-    def _put(self, step: int, what: bytes) -> None:
-        self._file.write(_record(_event(time.time(), step, what)))
+    def _put(self, step: int, what: bytes, seconds: float | None = None) -> None:
+        self._file.write(_record(_event(time.time() if seconds is None else seconds, step, what)))
 
     def supersede(self) -> None:
         """See `Place`."""
