@@ -1,8 +1,9 @@
 """Lines for a person, and for what collects logs. A closed terminal or a broken pipe never stops a run.
 
-`say` and `warn` are records of the standard logger `runner`; a job's own loggers end in the same places once `set_up`
-was called. What is below a warning goes to standard output, the rest to standard error. What is no plain character in a
-record stands there as its escape, and a secret as `***`, wherever the text came from.
+`say` and `warn` are records of the standard logger `runner`. What is below a warning goes to standard output, the rest
+to standard error. They are shown as they are, until a job is about to run and calls `set_up`: from then on a job's own
+loggers end in the same places, what is no plain character in a record stands there as its escape, and a secret as
+`***`, wherever the text came from.
 """
 
 import contextlib
@@ -89,7 +90,6 @@ class _Terminal(logging.Handler):
 
 
 _terminal = _Terminal()
-_terminal.setFormatter(LineFormatter("text", None))
 LOGGER.addHandler(_terminal)
 LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False  # what a library does to the root logger is not done to these lines

@@ -64,9 +64,9 @@ def test_a_record_is_one_fact_and_does_nothing_to_a_terminal(name: str, form: st
 
 
 def test_lines_stay_as_they_are_where_nothing_was_set_up(capsys: pytest.CaptureFixture[str]) -> None:
-    say("step 3/8  loss 5.5 é 100% ✓")
+    say("a shell's own\tline é 100% ✓ \u2028")
     warn("straggler: process 1\nand 2")
-    assert capsys.readouterr() == ("step 3/8  loss 5.5 é 100% ✓\n", "straggler: process 1\nand 2\n")
+    assert capsys.readouterr() == ("a shell's own\tline é 100% ✓ \u2028\n", "straggler: process 1\nand 2\n")
 
 
 def test_a_jobs_own_logger_is_shown_from_the_level_on_and_a_librarys_from_a_warning_on(

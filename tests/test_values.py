@@ -55,6 +55,7 @@ SOME: dict[str, Any] = {
     "checkpoint.grace_seconds": 30.0,
     "deadlines.step_seconds": 600.0,
     "logging.wandb_entity": "some-team",
+    "logging.profile": "1:3",
     "logging.notify.command": ["true"],
     "logging.notify.webhook": "$NO_SUCH_NAME",
     "config.model.vocabulary_size": 300,

@@ -165,6 +165,15 @@ EVENTS = (
         ),
     ),
     Event(
+        "profile",
+        "Steps were recorded: those after `start` up to `step`; trainers only.",
+        "main host",
+        (
+            Key("start", int, "Steps that were completed when the trace began."),
+            Key("path", str, "Where it is in the directory."),
+        ),
+    ),
+    Event(
         "sink_off",
         "Something that shows rows has failed or hangs, and gets no more of them in this attempt; the run goes on.",
         "main host",

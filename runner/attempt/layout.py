@@ -30,6 +30,7 @@ LAYOUT = {
     "quarantine": "a directory",
     "stacks": "a directory",
     "logs": "a directory",
+    "profiles": "a directory",
     "tensorboard": "a directory",
     "wandb": "a directory",
     "result.json": "a file",

@@ -29,6 +29,7 @@ from runner.spec.job_class import load_class, load_job_class
 from runner.spec.model import (
     JOB_PATTERN,
     NAME_PATTERN,
+    STEPS_OF_A_PROFILE_MAX,
     Auto,
     Checkpoint,
     Deadlines,
@@ -48,6 +49,7 @@ from runner.spec.wording import KeyPath, Place
 __all__ = [
     "JOB_PATTERN",
     "NAME_PATTERN",
+    "STEPS_OF_A_PROFILE_MAX",
     "Auto",
     "Checkpoint",
     "Deadlines",

@@ -2,13 +2,23 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 Auto = Literal["auto"]
 Level = Literal["debug", "info", "warning", "error"]
 
 SECRET = "$NOT_WRITTEN_DOWN"  # in the place of a URL in a spec that is written
 
+STEPS_OF_A_PROFILE_MAX = 100  # what is recorded is kept in memory, and written while the job stands still
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 JOB_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
@@ -220,8 +230,22 @@ class Logging(Frozen):
     format: Literal["text", "json"] = Field(
         default="text", description="Of what is shown: lines for a person, or an object a line for cloud logging."
     )
+    profile: str | None = Field(
+        default=None,
+        pattern=r"^\d{1,12}:\d{1,12}$",
+        description="START:STOP, in completed steps: record those after START up to STOP, "
+        f"{STEPS_OF_A_PROFILE_MAX} at most, on process 0.",
+    )
     notify: Notify | None = Field(default=None, description="Who is called when something happens; null: nobody.")
     tensorboard: bool = Field(default=False, description="Write TensorBoard's event files, into tensorboard/.")
+
+    @field_validator("profile")
+    @classmethod
+    def _some_steps(cls, profile: str | None) -> str | None:
+        start, stop = map(int, (profile or "0:1").split(":"))
+        if not start < stop <= start + STEPS_OF_A_PROFILE_MAX:
+            raise ValueError(f"{profile} are {stop - start} steps; needs 1 to {STEPS_OF_A_PROFILE_MAX}, START:STOP")
+        return profile
 
 
 class ExecutionSpec(Frozen):
