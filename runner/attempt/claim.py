@@ -78,6 +78,14 @@ class Attempt:
         self.record("start", None, began=began, processes=self.hosts.num_processes, **devices, **self.environment)
         self.say(f"{name}: attempt {self.number} in {self.store.url}")
 
+    def owns_directory(self) -> bool:
+        """Whether this attempt may still write, as far as can be told without waiting for a network. Any thread."""
+        try:
+            self.fence.glance()
+        except (FencedError, OSError):
+            return False
+        return True
+
     def record_idle_exit(self, step: int) -> None:
         """Tell that the job was asked to stop before it began, and so saves nothing. Any host, right before the end."""
         self.events.append("preempt", step, saved=False)
@@ -101,7 +109,7 @@ class Attempt:
             raise
         except BaseException as error:
             code = error.exit_code if isinstance(error, RunnerError) else FailedError.exit_code
-            if not isinstance(error, PreemptedError):
+            if not isinstance(error, PreemptedError) and self.owns_directory():
                 self.events.append("failed", self.progress.step, code=code, reason=_reason(error))
             raise
         finally:

@@ -2,7 +2,7 @@
 
 from runner import terminal
 from runner.attempt.claim import Attempt
-from runner.errors import EXIT_RETRYABLE, FencedError
+from runner.errors import EXIT_RETRYABLE
 from runner.hosts.straggler import Straggling
 from runner.hosts.watchdog import stacks_of_all_threads
 
@@ -46,9 +46,4 @@ class Incidents:
 
     def _owner(self) -> Attempt | None:
         """The attempt, if it has claimed the directory and no newer one has since."""
-        try:
-            if self.attempt is not None:
-                self.attempt.fence.glance()
-        except FencedError:
-            return None
-        return self.attempt
+        return self.attempt if self.attempt is not None and self.attempt.owns_directory() else None
