@@ -31,7 +31,7 @@ LINGER_SECONDS = 30.0  # what the others get to end by themselves, once one has 
 
 def _copy_lines(stream: IO[bytes], prefix: str) -> None:
     for line in io.TextIOWrapper(stream, errors="replace"):
-        say(f"{prefix}{line.rstrip()}")
+        say(f"{prefix}{line.rstrip().removeprefix(prefix)}")  # a runner of several says its number itself
 
 
 class Processes:

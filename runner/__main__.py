@@ -24,6 +24,8 @@ COMMANDS = {
     "status": "runner.command.status",
     "evaluate": "runner.command.evaluate",
     "sample": "runner.command.sample",
+    "metrics": "runner.command.metrics",
+    "profile": "runner.command.profile",
     "checkpoints": "runner.command.checkpoints",
     "export": "runner.command.export",
     "verify-resume": "runner.command.verify_resume",
@@ -36,8 +38,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("runner", description="Run the job that a spec describes.")
     parser.add_argument("spec", metavar="SPEC", help=f"YAML ExecutionSpec, or a command: {', '.join(COMMANDS)}")
     parser.add_set()
+    parser.add_argument("--profile", metavar="START:STOP", help="as --set logging.profile=START:STOP")
     parser.add_placement()
     parsed = parser.parse_args(arguments)
+    if parsed.profile is not None:
+        parsed.set.append(f"logging.profile={parsed.profile}")
     check_placement(parsed)
     return parsed
 

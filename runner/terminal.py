@@ -1,13 +1,45 @@
-"""Lines for a person. A closed terminal or a broken pipe never stops a run."""
+"""Lines for a person, and for what collects logs. A closed terminal or a broken pipe never stops a run.
+
+`say` and `warn` are records of the standard logger `runner`. What is below a warning goes to standard output, the rest
+to standard error. They are shown as they are, until a job is about to run and calls `set_up`: from then on a job's own
+loggers end in the same places, what is no plain character in a record stands there as its escape, and a secret as
+`***`, wherever the text came from.
+"""
 
 import contextlib
+import json
+import logging
+import os
+import re
 import sys
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+Form = Literal["text", "json"]
+
+LOGGER = logging.getLogger("runner")
+_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$")
+_LEAST_SECRET_CHARACTERS = 8
+_secrets: set[str] = set()
+
+
+def one_line(text: str) -> str:
+    """`text` as one line that does nothing to a terminal: what is no plain character stands as its escape."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def hide(secret: str) -> None:
+    """From now on `secret` stands in no record."""
+    if len(secret) >= _LEAST_SECRET_CHARACTERS:
+        _secrets.add(secret)
 
 
 def say(line: str) -> None:
     """Print a line on standard output, if anyone still reads it."""
-    with contextlib.suppress(OSError):
-        print(line, flush=True)
+    LOGGER.info("%s", line)
 
 
 def show(text: str) -> None:
@@ -18,5 +50,66 @@ def show(text: str) -> None:
 
 def warn(line: str) -> None:
     """Print a line on standard error, if anyone still reads it."""
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+    LOGGER.warning("%s", line)
+
+
+class LineFormatter(logging.Formatter):
+    """Records as lines.
+
+    `text` is the message as a person reads it, which may have several lines; `dated` is one line with time, level and
+    process; `json` is one line with the keys that Google Cloud's logging knows, severity, time and message.
+    """
+
+    def __init__(self, form: Form | Literal["dated"], process: int | None):
+        super().__init__()
+        self._form, self._process = form, process
+        self._prefix = "" if process is None else f"[{process}] "
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        message = record.getMessage()
+        if record.exc_info:
+            message = f"{message}\n{self.formatException(record.exc_info)}"
+        for secret in _secrets:
+            message = message.replace(secret, "***")
+        if self._form == "text":
+            return "\n".join(f"{self._prefix}{one_line(line)}" for line in message.expandtabs().split("\n"))
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z"
+        if self._form == "dated":
+            return f"{moment} {record.levelname} {self._prefix}{one_line(message)}"
+        process = {} if self._process is None else {"process": self._process}
+        return json.dumps({"severity": record.levelname, "time": moment, **process, "message": message})
+
+
+class _Terminal(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        stream = sys.stdout if record.levelno < logging.WARNING else sys.stderr
+        with contextlib.suppress(OSError):
+            print(self.format(record), file=stream, flush=True)
+
+
+_terminal = _Terminal()
+LOGGER.addHandler(_terminal)
+LOGGER.setLevel(logging.INFO)
+LOGGER.propagate = False  # what a library does to the root logger is not done to these lines
+
+
+def set_up(job_module: str, form: Form, level: str, process: int | None = None) -> None:
+    """Show records from `level` on in this form; `process` is this one's number, None where there is one alone.
+
+    The loggers of the job's own package are shown from there on too, those of libraries from a warning on. Secrets in
+    the environment are hidden. May be called again.
+    """
+    for secret in _secrets_of(os.environ):
+        hide(secret)
+    _terminal.setLevel(level.upper())
+    _terminal.setFormatter(LineFormatter(form, process))
+    logging.getLogger().addHandler(_terminal)
+    for name in (LOGGER.name, job_module.partition(".")[0]):
+        logging.getLogger(name).setLevel(min(logging.INFO, _terminal.level))
+
+
+def _secrets_of(variables: Mapping[str, str]) -> list[str]:
+    """What a variable holds whose name says that it is secret."""
+    return [value for name, value in variables.items() if _SECRET_NAME.search(name)]

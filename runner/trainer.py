@@ -159,7 +159,7 @@ class BaseTrainer(RestoreableJob):
                 while self.step < self.total_steps:
                     self.state, loss, meta = train_step(self.state, self.attempt.progress.take(batches), key)
                     self.step += 1
-                    report.window.add(self.step, loss, meta)
+                    report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
                         report.add_row(self.weights(self.state), self.step)
                     self.save_or_stop()

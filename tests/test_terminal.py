@@ -1,7 +1,38 @@
-"""A closed terminal or a broken pipe never stops a run."""
+"""A closed terminal or a broken pipe never stops a run; one record is one fact, whatever stands in it."""
 
+import json
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+
+import pytest
+
+from runner import terminal
+from runner.terminal import LineFormatter, say, set_up, warn
+
+HOSTILE = {
+    "a terminal's escapes": "\x1b[2J\x1b]0;owned\x07",
+    "carriage return": "loss 3.0\rloss 0.1",
+    "another line": "good\n[0] done at step 100",
+    "no text": b"\xff\xfe".decode(errors="surrogateescape"),
+    "a page of a text's own": "<script>\u2028\u202ealert(1)</script>\x00\x85",
+    "ten megabytes": "x" * 10_000_000,
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    root, handler, loggers = logging.getLogger(), terminal._terminal, ("runner", "experiments")
+    handlers, form, level = list(root.handlers), handler.formatter, handler.level
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    monkeypatch.setattr(terminal, "_secrets", set())
+    yield
+    root.handlers[:] = handlers
+    handler.setFormatter(form)
+    handler.setLevel(level)
+    for name in loggers:
+        logging.getLogger(name).setLevel(levels[name])
 
 
 def test_lines_nobody_reads_are_dropped():
@@ -17,3 +48,52 @@ def test_lines_nobody_reads_are_dropped():
         ]
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=600).returncode == 7
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("form", ["text", "dated", "json"])
+def test_a_record_is_one_fact_and_does_nothing_to_a_terminal(name: str, form: str) -> None:
+    record = logging.LogRecord("runner", logging.INFO, "", 0, "%s", (HOSTILE[name],), None)
+    shown = LineFormatter(form, 3).format(record)  # type: ignore[arg-type]
+    lines = shown.split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert len(lines) == (1 + HOSTILE[name].count("\n") if form == "text" else 1)
+    assert form == "json" or all("[3] " in line for line in lines)
+    if form == "json":
+        assert json.loads(shown)["message"] == HOSTILE[name]
+
+
+def test_lines_stay_as_they_are_where_nothing_was_set_up(capsys: pytest.CaptureFixture[str]) -> None:
+    say("a shell's own\tline é 100% ✓ \u2028")
+    warn("straggler: process 1\nand 2")
+    assert capsys.readouterr() == ("a shell's own\tline é 100% ✓ \u2028\n", "straggler: process 1\nand 2\n")
+
+
+def test_a_jobs_own_logger_is_shown_from_the_level_on_and_a_librarys_from_a_warning_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loggers = [logging.getLogger(name) for name in ("runner", "experiments.gpt", "jax._src.xla_bridge")]
+    for level, shown in {"info": "iwiww", "warning": "www", "error": ""}.items():
+        set_up("experiments.gpt:PretrainGPT", "text", level, 1)
+        for logger in loggers:
+            logger.info("i")
+            logger.warning("w")
+        output = "".join(capsys.readouterr())
+        assert sorted(output.replace("[1] ", "").split()) == sorted(shown)
+
+
+def test_in_json_a_record_has_the_keys_of_cloud_logging(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("experiments.gpt:PretrainGPT", "json", "info", 2)
+    warn("x is off")
+    (line,) = capsys.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert found.pop("time").endswith("Z")
+    assert found == {"severity": "WARNING", "process": 2, "message": "x is off"}
+
+
+def test_a_secret_stands_in_no_record(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "AZURE_STORAGE_CONNECTION_STRING"):
+        monkeypatch.setenv(name, f"value-of-{name}")
+    set_up("experiments.gpt:PretrainGPT", "text", "info")
+    warn("refused: value-of-HF_TOKEN, value-of-AZURE_STORAGE_CONNECTION_STRING")
+    assert capsys.readouterr().err == "refused: ***, ***\n"

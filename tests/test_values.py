@@ -54,6 +54,10 @@ SOME: dict[str, Any] = {
     "checkpoint.local_every_steps": 1,
     "checkpoint.grace_seconds": 30.0,
     "deadlines.step_seconds": 600.0,
+    "logging.wandb_entity": "some-team",
+    "logging.profile": "1:3",
+    "logging.notify.command": ["true"],
+    "logging.notify.webhook": "$NO_SUCH_NAME",
     "config.model.vocabulary_size": 300,
     "config.optimizer.learning_rate": 0.01,
     "config.optimizer.clip_norm": 0.01,
@@ -276,15 +280,18 @@ def packed(cases: list[Case]) -> list[list[Case]]:
 
 
 class SilentTracking:
-    """Takes the place of W&B, which would take seconds; tests/train/test_tracking.py has the real one."""
+    """Takes the place of W&B, which would take seconds; tests/train/test_sinks.py has the real one."""
 
     def __init__(self, *arguments: object):
         pass
 
-    def show(self, row: dict[str, Any]) -> None:
+    def add(self, row: dict[str, Any]) -> None:
         """Nowhere."""
 
-    def close(self) -> None:
+    def supersede(self) -> None:
+        """Nothing is there."""
+
+    def finish(self) -> None:
         """Nothing is open."""
 
 

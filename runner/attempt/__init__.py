@@ -11,6 +11,8 @@
 - `fence` which attempt a directory belongs to
 - `clock_file` where an attempt's time had gone when it was last alive
 - `event_log` the ledger `events.jsonl`
+- `alert` who wants to hear of a run is called
+- `log_file` what each process has said
 - `claim` taking a directory; `Attempt`, which is handed to all parts of a running job
 - `identity` whose directory this is: the wrong run is refused
 - `incident` what the watchdog finds, kept where a person looks

@@ -8,10 +8,12 @@ from typing import Any
 
 from runner import terminal
 from runner.attempt import clock_file
+from runner.attempt.alert import Alerts
 from runner.attempt.environment import changes, describe
 from runner.attempt.event_log import EventLog
 from runner.attempt.fence import Fence
 from runner.attempt.hint import lines_at_the_end
+from runner.attempt.log_file import begin_log_file
 from runner.attempt.owner import Owner, read_owner, write_owner
 from runner.attempt.result import RESULT
 from runner.errors import (
@@ -29,7 +31,7 @@ from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log
+from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
 
 DRAIN_SECONDS = 10.0  # for what grows in a bucket, when the process ends
 
@@ -46,6 +48,7 @@ class Attempt:
         progress: of the training thread, for the watchdog.
         background: sends what grows in a bucket.
         environment: versions, commit and hosts, see `environment`; empty on other hosts than the main one.
+        alerts: calls who wants to hear of the run; nobody on other hosts than the main one.
     """
 
     number: int
@@ -58,11 +61,11 @@ class Attempt:
     events: EventLog
     background: BackgroundWriter
     environment: JsonObject = field(default_factory=dict)
+    alerts: Alerts = field(default_factory=lambda: Alerts(None, {}))
 
     def say(self, line: str) -> None:
-        """Print a line, on the main host only."""
-        if self.hosts.is_main:
-            terminal.say(line)
+        """Tell a line. By default other hosts than the main one show warnings alone, and only log it."""
+        terminal.say(line)
 
     def record(self, event: str, step: int | None, **details: Any) -> None:
         """Put an event into the ledger, on the main host only."""
@@ -92,6 +95,7 @@ class Attempt:
         """Keep the exit code that this process has come to, and give what is on its way some seconds. Any thread."""
         self.progress.clock.end(code)
         self.background.drain(DRAIN_SECONDS)
+        self.alerts.drain(DRAIN_SECONDS)
 
     @contextlib.contextmanager
     def until_its_end(self) -> Iterator[None]:
@@ -175,10 +179,21 @@ def claim(
 
     run_id, number = hosts.main_first(take)
     fence.attempt = number
+    begin_log_file(store, run_id, number, hosts.process_id, background)
     if hosts.is_main:
         clock_file.keep(progress.clock, store, number, background)
     log = open_log(store, "events", f"{number:06}.{hosts.process_id}", background)
-    events = EventLog(log, number, hosts.process_id)
+    alerts = _alerts(spec, store, number, hosts)
+    events = EventLog(log, number, hosts.process_id, alerts.hear)
     names = hosts.gather(socket.gethostname())
     environment = describe(job_class, names) if hosts.is_main else {}
-    return Attempt(number, run_id, store, hosts, stop, progress, fence, events, background, environment)
+    return Attempt(number, run_id, store, hosts, stop, progress, fence, events, background, environment, alerts)
+
+
+def _alerts(spec: ExecutionSpec, store: Store, attempt: int, hosts: Hosts) -> Alerts:
+    """Those of this attempt; the ledger is read only where somebody wants to hear of it."""
+    notify = spec.logging.notify if hosts.is_main else None
+    alerts = Alerts(notify, {"run": spec.name, "directory": store.url, "attempt": attempt})
+    if notify is not None:
+        alerts.look_back(read_log(store, "events"))
+    return alerts

@@ -164,6 +164,21 @@ EVENTS = (
             Key("after_seconds", list, "Arrival of every process at `step`, after the first.", "s"),
         ),
     ),
+    Event(
+        "profile",
+        "Steps were recorded: those after `start` up to `step`; trainers only.",
+        "main host",
+        (
+            Key("start", int, "Steps that were completed when the trace began."),
+            Key("path", str, "Where it is in the directory."),
+        ),
+    ),
+    Event(
+        "sink_off",
+        "Something that shows rows has failed or hangs, and gets no more of them in this attempt; the run goes on.",
+        "main host",
+        (Key("sink", str, "`tensorboard` or `wandb`."), _REASON),
+    ),
     Event("stuck", "The job does not go on, and ends with 76; the stacks are in `stacks/`.", "any host", (_REASON,)),
     Event(
         "evaluate",

@@ -1,17 +1,27 @@
 """The ledger `events.jsonl`: what happened to a run, by all hosts of all attempts."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
-from runner.storage import Log
+from runner.storage import JsonObject, Log
 from runner.terminal import warn
 
 
 class EventLog:
-    """Append-only record of what happened, readable while the job runs. Any host may append."""
+    """Append-only record of what happened, readable while the job runs. Any host may append.
 
-    def __init__(self, log: Log, attempt: int, process: int):
-        self._log = log
+    `on_append` is told each event, step and details too.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        attempt: int,
+        process: int,
+        on_append: Callable[[str, int | None, JsonObject], None] = lambda event, step, details: None,
+    ):
+        self._log, self._on_append = log, on_append
         self._attempt = attempt
         self._process = process
 
@@ -22,3 +32,4 @@ class EventLog:
             self._log.append(row | details)
         except OSError as error:
             warn(f"the ledger cannot be written ({error}): {event} at step {step} {details}")
+        self._on_append(event, step, details)

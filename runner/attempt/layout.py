@@ -29,6 +29,9 @@ LAYOUT = {
     "checkpoints": "a directory",
     "quarantine": "a directory",
     "stacks": "a directory",
+    "logs": "a directory",
+    "profiles": "a directory",
+    "tensorboard": "a directory",
     "wandb": "a directory",
     "result.json": "a file",
 }

@@ -7,6 +7,8 @@
 - `status` where a run stands, and where its time went
 - `evaluate` the loss of a run's weights
 - `sample` text from a run's model
+- `metrics` the rows of a run, as JSON or CSV
+- `profile` have a running job record some steps
 - `checkpoints` list, verify and copy checkpoints
 - `export` the weights of a run in Hugging Face's layout
 - `resume_proof` one undisturbed run and one killed again and again, compared

@@ -6,7 +6,8 @@ from typing import NoReturn
 from runner.errors import InvalidError
 from runner.spec import load_document, validate_spec
 
-USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
+USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--profile START:STOP]
+                          [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner plan SPEC [--topology ACCELERATOR] [--search] [--chips auto --hours H] [--json]
                                   [--set KEY=VALUE ...]
        python -m runner status SPEC_OR_DIRECTORY [--json] [--watch]
@@ -14,6 +15,8 @@ USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT 
                                [--temperature T] [--top-p P] [--seed S]
        python -m runner evaluate SPEC_OR_DIRECTORY [--data SOURCE] [--step N|newest|best | --all] [--json]
                                  [--coordinator HOST:PORT --num-processes N --process-id K]
+       python -m runner metrics SPEC_OR_DIRECTORY [--csv] [-o FILE]
+       python -m runner profile SPEC_OR_DIRECTORY [--steps N]
        python -m runner checkpoints SPEC_OR_DIRECTORY [--verify] [--deep]
        python -m runner checkpoints copy SOURCE TARGET
        python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--dtype DTYPE] -o OUT

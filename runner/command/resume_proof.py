@@ -95,6 +95,9 @@ class Run:
             "checkpoint.local_every_steps": "null",
             "logging.every_steps": 1,
             "logging.wandb": "disabled",
+            "logging.tensorboard": "false",
+            "logging.notify": "null",
+            "logging.profile": "null",
             **dict.fromkeys(trial.output_keys, "null"),
         }
         options = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]

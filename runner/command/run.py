@@ -11,6 +11,7 @@ import traceback
 from types import TracebackType
 
 from runner.accelerator import set_deterministic
+from runner.attempt.log_file import finish_log_file, keep_log_file
 from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, of_exit
 from runner.hosts import gcp_preemption
 from runner.hosts.clock import Bucket, Clock
@@ -19,7 +20,7 @@ from runner.hosts.placement import Placement, detect
 from runner.hosts.preemption import StopNotice, end_process
 from runner.job import RestoreableJob
 from runner.spec import Document, ExecutionSpec, load_job_class
-from runner.terminal import warn
+from runner.terminal import set_up, warn
 
 _CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")  # what they would print is told in one line
 
@@ -39,12 +40,14 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     if spec.topology is None or spec.topology.deterministic:
         set_deterministic(os.environ)
     job.compile_cache.open()
-    for library in _CHATTY_LIBRARIES:
-        logging.getLogger(library).setLevel(logging.CRITICAL)
+    _log(spec)
     is_elastic = spec.topology is not None and spec.topology.elastic
     clock.enter(Bucket.DISTRIBUTED_INIT)
     hosts = start(placement, spec.deadlines, is_elastic)
     clock.enter(Bucket.SET_UP)
+    if hosts.num_processes > 1:
+        level = spec.logging.level if hosts.is_main else spec.logging.level_other_hosts
+        set_up(spec.job, spec.logging.format, level, hosts.process_id)
     sys.excepthook, sys.unraisablehook = _end_on_bug, _leave_out_late_writes
     stop.join(hosts if hosts.num_processes > 1 else None)
     gcp_preemption.watch(stop.ask)
@@ -55,12 +58,22 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
         warn(str(error))
         code = error.exit_code
         if isinstance(error, PeerLostError):
+            finish_log_file()
             end_process(code)
     except SystemExit as error:
         end_process(EXIT_FAILED, str(of_exit(error)))
+    finish_log_file()
     hosts.leave(code)
     clock.end(code)
     end_process(code)
+
+
+def _log(spec: ExecutionSpec) -> None:
+    """Show and keep what is said from now on."""
+    for library in _CHATTY_LIBRARIES:
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    set_up(spec.job, spec.logging.format, spec.logging.level)
+    keep_log_file()
 
 
 def placement_of(parsed: argparse.Namespace, deadline_seconds: float) -> Placement | None:
@@ -83,6 +96,6 @@ def _leave_out_late_writes(found: "sys.UnraisableHookArgs") -> None:
 
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End with 1 after the traceback."""
-    traceback.print_exception(kind, error, trace)
-    sys.stderr.flush()
+    warn("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+    finish_log_file()
     end_process(EXIT_FAILED)

@@ -31,6 +31,7 @@ RESTORE = Phase("restore", Bucket.RESTORE)
 STEP = Phase("step", Bucket.STEPS)
 DATA = Phase("the wait for data", Bucket.DATA_WAIT)
 EVALUATION = Phase("evaluation", Bucket.EVALUATION)
+PROFILE = Phase("profile", Bucket.STEPS)
 SAVE = Phase("save", Bucket.SAVE_STALL)
 END = Phase("the end", Bucket.SHUTDOWN)
 

@@ -29,6 +29,7 @@ from runner.spec.job_class import load_class, load_job_class
 from runner.spec.model import (
     JOB_PATTERN,
     NAME_PATTERN,
+    STEPS_OF_A_PROFILE_MAX,
     Auto,
     Checkpoint,
     Deadlines,
@@ -38,6 +39,7 @@ from runner.spec.model import (
     JobConfig,
     Logging,
     Mesh,
+    Notify,
     Topology,
 )
 from runner.spec.output import dump_spec, json_schema
@@ -47,6 +49,7 @@ from runner.spec.wording import KeyPath, Place
 __all__ = [
     "JOB_PATTERN",
     "NAME_PATTERN",
+    "STEPS_OF_A_PROFILE_MAX",
     "Auto",
     "Checkpoint",
     "Deadlines",
@@ -58,6 +61,7 @@ __all__ = [
     "KeyPath",
     "Logging",
     "Mesh",
+    "Notify",
     "Place",
     "SpecModel",
     "Topology",

@@ -2,10 +2,23 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 Auto = Literal["auto"]
+Level = Literal["debug", "info", "warning", "error"]
 
+SECRET = "$NOT_WRITTEN_DOWN"  # in the place of a URL in a spec that is written
+
+STEPS_OF_A_PROFILE_MAX = 100  # what is recorded is kept in memory, and written while the job stands still
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 JOB_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
@@ -170,6 +183,33 @@ class Checkpoint(Frozen):
         return self
 
 
+class Notify(Frozen):
+    """Who is called when the run is done, failed, fell back to an older checkpoint, stalled, or is often preempted."""
+
+    command: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None, description="A program and its arguments; what happened comes as JSON on its standard input."
+    )
+    webhook: str | None = Field(
+        default=None,
+        pattern=r"^(\$[A-Za-z_]\w*|https?://\S+)$",
+        description="URL to which JSON is posted, or $NAME of the variable in the environment of process 0 that holds "
+        "it. Of a URL nothing is written into the directory.",
+    )
+    preemptions_per_hour: PositiveInt = Field(
+        default=4, description="More preemptions than this within an hour are told, once."
+    )
+
+    @model_validator(mode="after")
+    def _somebody(self) -> "Notify":
+        if self.command is None and self.webhook is None:
+            raise ValueError("command and webhook are both null; give one of them, or notify: null")
+        return self
+
+    @field_serializer("webhook")
+    def _keep_secret(self, webhook: str | None) -> str | None:
+        return webhook if webhook is None or webhook.startswith("$") else SECRET
+
+
 class Logging(Frozen):
     """What is reported, and how often."""
 
@@ -179,6 +219,33 @@ class Logging(Frozen):
     wandb: Literal["disabled", "offline", "online"] = Field(
         default="disabled", description="Weights & Biases mode; without a key online becomes offline."
     )
+    wandb_entity: str | None = Field(
+        default=None, min_length=1, description="User or team in W&B; null: the default of whose key it is."
+    )
+    wandb_tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field(
+        default=[], description="Tags of the run in W&B."
+    )
+    level: Level = Field(default="info", description="What process 0 shows, from this level on.")
+    level_other_hosts: Level = Field(default="warning", description="Likewise what the other processes show.")
+    format: Literal["text", "json"] = Field(
+        default="text", description="Of what is shown: lines for a person, or an object a line for cloud logging."
+    )
+    profile: str | None = Field(
+        default=None,
+        pattern=r"^\d{1,12}:\d{1,12}$",
+        description="START:STOP, in completed steps: record those after START up to STOP, "
+        f"{STEPS_OF_A_PROFILE_MAX} at most, on process 0.",
+    )
+    notify: Notify | None = Field(default=None, description="Who is called when something happens; null: nobody.")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard's event files, into tensorboard/.")
+
+    @field_validator("profile")
+    @classmethod
+    def _some_steps(cls, profile: str | None) -> str | None:
+        start, stop = map(int, (profile or "0:1").split(":"))
+        if not start < stop <= start + STEPS_OF_A_PROFILE_MAX:
+            raise ValueError(f"{profile} are {stop - start} steps; needs 1 to {STEPS_OF_A_PROFILE_MAX}, START:STOP")
+        return profile
 
 
 class ExecutionSpec(Frozen):

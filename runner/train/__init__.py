@@ -16,6 +16,7 @@
 - `flops` what a train step computes, by formula and counted in a traced program
 - `validation` the loss on a validation set
 - `metrics` the rows of the surviving trajectory, and where people see them
+- `profile` traces of some steps, by jax.profiler
 - `report` the rows of an attempt: collected, evaluated, written, shown
 - `hint` other hardware is refused, with what would make the job run there
 """

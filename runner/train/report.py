@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import jax
+
 from runner.attempt.account import Account
 from runner.attempt.claim import Attempt
 from runner.config import TrainerConfig
@@ -20,6 +22,7 @@ from runner.train.metrics.line import Tail
 from runner.train.metrics.row import Row
 from runner.train.metrics.sinks import Sink, open_sinks
 from runner.train.metrics.window import Window
+from runner.train.profile import Profiler
 from runner.train.validation import Figures
 
 
@@ -53,6 +56,7 @@ class Report(Account):
         self._data_figures = data_figures
         self._metrics = open_metrics(attempt.store, attempt.background, attempt.fence)
         self._sinks: list[Sink] = []
+        self._profiler = Profiler(attempt, spec.logging.profile)
         self._resumed_row: Row | None = None  # of the step that was resumed from
         self.window = Window(0)
 
@@ -81,15 +85,23 @@ class Report(Account):
     def showing(self, step: int) -> Iterator[None]:
         """Inside, rows are shown; however it is left, the sinks are closed."""
         if self._attempt.hosts.is_main:
-            self._sinks = open_sinks(self._spec, self._config, self._attempt.run_id, self._attempt.store, step)
+            self._sinks = open_sinks(self._attempt, self._spec, self._config, step)
         self.window.restart_clock()
+        self._profiler.watch()
+        self._profiler.at(step)
         try:
             yield
         finally:
+            self._profiler.close(self._attempt.progress.step)
             for sink in self._sinks:
                 sink.close()
 
     # Rows.
+
+    def add_step(self, step: int, loss: jax.Array, meta: dict[str, jax.Array]) -> None:
+        """Take what step `step` returned. Waits for it only where a profile begins or ends."""
+        self.window.add(step, loss, meta)
+        self._profiler.at(step, loss)
 
     def is_row_due(self, step: int) -> bool:
         """Whether `step` has a row of its own: it is logged, or evaluated."""

@@ -24,6 +24,7 @@ from runner.train.metrics.sinks import LiveProgress, PlainProgress
 from runner.train.metrics.window import Window
 from tests.support.damage import ERRORS, damages_of, give_errors
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
+from tests.support.tiny import gpt_spec
 
 
 def row(step, **more):
@@ -789,5 +790,13 @@ def test_live_progress_shows_name_step_loss_speed_and_time_left():
     assert re.search(last_line, text)
 
 
-def test_progress_is_plain_where_output_is_no_terminal(capsys):
-    assert isinstance(sinks.make_progress("x", 10, 0, 64), PlainProgress)
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stream", "form"), [(io.StringIO, "text"), (io.StringIO, "json"), (Screen, "json")])
+def test_progress_is_plain_where_output_is_no_persons_terminal(stream, form, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", stream())
+    spec = gpt_spec(tmp_path / "run", **{"logging.format": form})
+    assert isinstance(sinks.make_progress(spec, 10, 0, 64), PlainProgress)

@@ -7,6 +7,7 @@ import yaml
 
 from runner.storage import LocalStore, parse_lines, read_json
 from runner.train.metrics.offline import upload_offline_runs
+from tests.support import wandb_file
 from tests.support.memory_bucket import memory_bucket
 from tests.support.tiny import finish, gpt, gpt_document, start_python
 
@@ -25,25 +26,6 @@ try:
 except PreemptedError:
     os._exit(0)
 """
-
-ROWS_ALONE = """
-import os, sys
-from pathlib import Path
-from runner.storage import LocalStore
-from runner.train.metrics.tracking import Tracking
-from tests.support.tiny import gpt_spec
-directory = Path(sys.argv[1])
-tracking = Tracking(gpt_spec(directory, **{"logging.wandb": sys.argv[2]}), "job1234", LocalStore(directory))
-for step in range(1, 6):
-    tracking.show({"step": step, "train/loss": 1 / step})
-tracking.close()
-print("closed", flush=True)
-os._exit(0)
-"""
-
-
-def offline_runs(directory):
-    return sorted(directory.rglob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
 
 
 def run_spec(directory, mode):
@@ -65,33 +47,24 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.soak
-def test_offline_every_attempt_writes_to_the_run_of_the_job(runs):
+def test_offline_an_attempt_holds_what_one_that_was_killed_has_logged(runs):
     base, outputs = runs
-    job_id = read_json(LocalStore(base / "offline"), "job.json")["id"]
-    files = offline_runs(base / "offline")
-    assert [path.name for path in files] == [f"run-{job_id}.wandb"] * 2
-    second = files[1].read_bytes()
-    assert all(key in second for key in (b"train/loss", b"val/loss", b"perf/tokens_per_second"))
-    assert "Traceback" not in outputs["first"] + outputs["second"]
-    assert "wandb is off" not in outputs["first"] + outputs["second"]
-
-
-@pytest.mark.soak
-def test_it_is_told_the_resolved_spec(runs):
-    base, _ = runs
-    for path in offline_runs(base / "offline"):
-        assert b'"micro_batch_examples":2' in path.read_bytes().replace(b" ", b"")
+    (path,) = (base / "offline").rglob("*run-*.wandb")
+    assert wandb_file.history(path) == parse_lines((base / "offline/metrics.jsonl").read_bytes())
+    assert "is off" not in outputs["first"] + outputs["second"]
 
 
 def test_what_it_writes_offline_for_a_run_in_a_bucket_ends_there(tmp_path):
     store, folder = memory_bucket(), tmp_path / "wandb" / "wandb"
+    for earlier in ("offline-run-0-x", "offline-run-0-y"):
+        store.write(f"wandb/wandb/{earlier}/run.wandb", b"of an attempt on another machine")
     for name in ("offline-run-1-x/run-x.wandb", "offline-run-1-x/files/requirements.txt", "run-2-x/run-x.wandb"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(name.encode())
     for _ in range(2):
         upload_offline_runs(tmp_path, store, 10.0)
     names = [f"wandb/offline-run-1-x/{name}" for name in ("files/requirements.txt", "run-x.wandb")]
-    assert sorted(store.sizes("wandb")) == names
+    assert sorted(store.sizes("wandb")) == ["wandb/offline-run-0-y/run.wandb", *names]
     assert store.read(f"wandb/{names[1]}") == b"offline-run-1-x/run-x.wandb"
 
 
@@ -105,17 +78,8 @@ def test_tracking_changes_neither_the_weights_nor_the_rows(runs, name):
     assert "Traceback" not in outputs.get(name, "")
 
 
-def test_online_without_a_key_it_goes_offline_and_says_so(tmp_path):
-    home = {"HOME": str(tmp_path / "home"), "XDG_CONFIG_HOME": str(tmp_path / "home")}
-    output = finish(start_python("-c", ROWS_ALONE, str(tmp_path / "run"), "online", **NO_KEY, **home))
-    assert "no API key here, logging offline" in output
-    assert output.splitlines()[-1] == "closed"
-    (file,) = offline_runs(tmp_path)
-    assert file.name == "run-job1234.wandb"
-    assert file.read_bytes().count(b"train/loss") >= 5
-
-
-def test_wandb_is_not_even_imported_where_it_is_disabled(tmp_path):
+def test_wandb_is_not_even_imported_where_it_is_disabled(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "runner.train.metrics.tracking", raising=False)
     gpt(tmp_path / "run", **SMALL)()
     assert not (tmp_path / "run" / "wandb").exists()
     assert "runner.train.metrics.tracking" not in sys.modules

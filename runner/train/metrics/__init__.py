@@ -6,7 +6,10 @@
 - `disk`      `metrics.jsonl` on a disk
 - `bucket`    `metrics.jsonl` in a bucket, in parts
 - `file`      `metrics.jsonl`, wherever it is
-- `offline`   what Weights & Biases has written, into a bucket
+- `table`     `metrics.jsonl` as CSV
+- `place`     where rows are kept for another tool, fed on a thread of its own
+- `tensorboard` event files
+- `offline`   what Weights & Biases has written: into a bucket, and away
 - `tracking`  Weights & Biases
 - `sinks`     a terminal, a log, and what the spec names
 """

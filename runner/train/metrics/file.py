@@ -5,13 +5,14 @@ its step is committed, and a resumed attempt first drops the rows beyond the che
 save costs, in time and memory, does not depend on how many rows there are; only a start reads them again.
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from runner.attempt.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, Store
 from runner.train.metrics.bucket import BucketMetrics, read_texts
-from runner.train.metrics.disk import MetricsFile
-from runner.train.metrics.line import Tail, surviving
+from runner.train.metrics.disk import NAME, MetricsFile
+from runner.train.metrics.line import Line, Tail, surviving
 from runner.train.metrics.row import Row
 
 
@@ -50,6 +51,12 @@ def open_metrics(store: Store, background: BackgroundWriter, fence: Fence) -> Me
     return MetricsFile(LocalStore(store.root), fence)
 
 
+def read_lines(store: Store, step: int | None = None) -> Iterator[Line]:
+    """The rows of a run up to `step` (None: all), for who looks at it; each once, in order, and no torn line."""
+    texts = read_texts(store) if store.root is None else LocalStore(store.root).lines(NAME)
+    return surviving(texts, step)
+
+
 def read_rows(store: Store) -> list[Row]:
-    """All rows of a run, for who looks at it; each step once, in order, and no torn line."""
-    return [line.row for line in surviving(read_texts(store))]
+    """All of them, decoded."""
+    return [line.row for line in read_lines(store)]

@@ -1,17 +1,25 @@
-"""Where people see the rows while the job runs: a live line on a terminal, plain lines in a log. Main host only."""
+"""Where people see the rows while the job runs: a live line on a terminal, plain lines in a log, and places.
 
+Main host only.
+"""
+
+import functools
 import importlib
 import sys
+from collections.abc import Iterator
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from runner.attempt.claim import Attempt
 from runner.config import TrainerConfig
 from runner.spec import ExecutionSpec
-from runner.storage import Store
-from runner.terminal import say
+from runner.terminal import say, warn
+from runner.train.metrics.file import read_lines
+from runner.train.metrics.place import Aside, Place
 from runner.train.metrics.row import Row
+from runner.train.metrics.tensorboard import EventFile
 
 
 class Sink(Protocol):
@@ -76,17 +84,33 @@ class PlainProgress:
         """Nothing is open."""
 
 
-def make_progress(name: str, total_steps: int, step: int, tokens_per_step: int) -> Sink:
-    """Live progress where standard output is a terminal, plain lines elsewhere."""
-    if sys.stdout.isatty():
-        return LiveProgress(name, total_steps, step, Console())
+def make_progress(spec: ExecutionSpec, total_steps: int, step: int, tokens_per_step: int) -> Sink:
+    """Live progress where standard output is a person's terminal, plain lines elsewhere."""
+    if sys.stdout.isatty() and spec.logging.format == "text":
+        return LiveProgress(spec.name, total_steps, step, Console())
     return PlainProgress(tokens_per_step, total_steps)
 
 
-def open_sinks(spec: ExecutionSpec, config: TrainerConfig, run_id: str, store: Store, step: int) -> list[Sink]:
-    """All places that the spec names, for a run that stands at `step`."""
-    sinks: list[Sink] = [make_progress(spec.name, config.total_steps, step, config.tokens_per_step)]
-    if spec.logging.wandb != "disabled":  # wandb takes a second to import
-        tracking = importlib.import_module("runner.train.metrics.tracking")
-        sinks.append(tracking.Tracking(spec, run_id, store))
+def open_sinks(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, step: int) -> list[Sink]:
+    """All places that the spec names, for an attempt that goes on from `step`."""
+
+    def earlier() -> Iterator[Row]:
+        return (line.row for line in read_lines(attempt.store, step))
+
+    def on_off(name: str, reason: str) -> None:
+        warn(f"{name} is off: {reason}")
+        attempt.record("sink_off", None, sink=name, reason=reason)
+
+    sinks: list[Sink] = [make_progress(spec, config.total_steps, step, config.tokens_per_step)]
+    if spec.logging.tensorboard:
+        open_place = functools.partial(EventFile, attempt.store, attempt.run_id, attempt.number)
+        sinks.append(Aside("tensorboard", open_place, earlier, on_off))
+    if spec.logging.wandb != "disabled":
+        sinks.append(Aside("wandb", functools.partial(_track, spec, attempt), earlier, on_off))
     return sinks
+
+
+def _track(spec: ExecutionSpec, attempt: Attempt) -> Place:
+    """Import wandb, which takes a second, on the thread that waits for it."""
+    place: Place = importlib.import_module("runner.train.metrics.tracking").Tracking(spec, attempt)
+    return place

@@ -1,8 +1,12 @@
-"""Weights & Biases as one more place to look at rows. It never stops a run and never slows one.
+"""Weights & Biases as a place that holds the rows (see `place`).
 
-All of wandb happens on a thread of its own behind a bounded queue: a start that hangs on a dead server, a missing key
-or a full disk costs rows in the dashboard and one line on the terminal, nothing else. The run id is the job's, so a
-resumed job goes on in the same run; steps that a killed attempt has already shown are dropped by wandb itself.
+The run id is the job's in all attempts, and each attempt gives wandb the whole trajectory. Offline that is one file for
+each attempt, of which the newest holds everything, and the earlier are removed: `wandb sync` of a file puts its history
+in the place of what the server has under that id, so of several that hold a part each only the last would be seen
+(https://github.com/wandb/wandb/issues/5865 and 3841). Online it is a start without `resume`, which writes over the
+run's history line by line from the first row on (issue 3424): rows of lost steps are gone as soon as the attempt has
+computed those steps anew. With `resume="allow"` the server keeps them for good, and drops the recomputed ones;
+`resume_from`, which would cut them off, is not on every server.
 
 Its own files are in `wandb/` of the run's directory. wandb can write to a disk alone, so for a run in a bucket they are
 in this machine's cache while the job runs, and are uploaded when it ends, those of attempts that were killed here too.
@@ -10,63 +14,45 @@ in this machine's cache while the job runs, and are uploaded when it ends, those
 
 import netrc
 import os
-import queue
-import threading
 import urllib.parse
 from pathlib import Path
 from typing import Any
 
 import wandb
 
+from runner.attempt.claim import Attempt
 from runner.spec import ExecutionSpec
-from runner.storage import Store, default_cache_directory
+from runner.storage import default_cache_directory
 from runner.terminal import warn
-from runner.train.metrics.offline import FOLDER, upload_offline_runs
+from runner.train.metrics.offline import FOLDER, remove_superseded, upload_offline_runs
+from runner.train.metrics.place import CLOSE_SECONDS
 from runner.train.metrics.row import Row
-
-_QUEUE_ROWS = 10_000
-_CLOSE_SECONDS = 10.0
-_ERRORS = (wandb.Error, OSError, RuntimeError, ValueError)
 
 
 class Tracking:
-    """A W&B run, shown `spec` as its config. Main host only."""
+    """A place: a W&B run, shown the resolved spec, versions, commit and hosts as its config."""
 
-    def __init__(self, spec: ExecutionSpec, run_id: str, store: Store):
-        self._store = store
-        directory = default_cache_directory() / "wandb" / run_id if store.root is None else store.root
-        self._rows: queue.Queue[Row | None] = queue.Queue(_QUEUE_ROWS)
-        self._thread = threading.Thread(target=self._work, args=(spec, run_id, directory), name="wandb", daemon=True)
-        self._thread.start()
+    def __init__(self, spec: ExecutionSpec, attempt: Attempt):
+        self._store = store = attempt.store
+        self._directory = default_cache_directory() / "wandb" / attempt.run_id if store.root is None else store.root
+        self._run = _start(spec, attempt, self._directory)
 
-    def show(self, row: Row) -> None:
-        """Queue one row; dropped if the queue is full."""
-        try:
-            self._rows.put_nowait(row)
-        except queue.Full:
-            return
+    def add(self, row: Row) -> None:
+        """See `Place`. A row of the same step completes the one before, which wandb holds until the next."""
+        self._run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
 
-    def close(self) -> None:
-        """Let the thread finish for some seconds, then leave it."""
-        try:
-            self._rows.put_nowait(None)
-        except queue.Full:
-            return
-        self._thread.join(_CLOSE_SECONDS)
+    def supersede(self) -> None:
+        """See `Place`."""
+        remove_superseded(Path(self._run.settings.sync_dir))
 
-    def _work(self, spec: ExecutionSpec, run_id: str, directory: Path) -> None:
-        try:
-            run = _start(spec, run_id, directory)
-            while (row := self._rows.get()) is not None:
-                run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
-            run.finish()
-            if self._store.root is None:
-                upload_offline_runs(directory, self._store, _CLOSE_SECONDS)
-        except _ERRORS as error:
-            warn(f"wandb is off: {type(error).__name__}: {error}".split("\n", 1)[0])
+    def finish(self) -> None:
+        """See `Place`."""
+        self._run.finish()
+        if self._store.root is None:
+            upload_offline_runs(self._directory, self._store, CLOSE_SECONDS)
 
 
-def _start(spec: ExecutionSpec, run_id: str, directory: Path) -> Any:
+def _start(spec: ExecutionSpec, attempt: Attempt, directory: Path) -> Any:
     mode = spec.logging.wandb
     if mode == "online" and not _has_key():
         warn("wandb: no API key here, logging offline; `wandb sync` uploads it later")
@@ -75,14 +61,15 @@ def _start(spec: ExecutionSpec, run_id: str, directory: Path) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))  # else its logs lie in the home directory
     return wandb.init(
+        entity=spec.logging.wandb_entity,
         project=spec.project,
         group=spec.group,
         name=spec.name,
-        id=run_id,
-        resume="allow",
+        tags=spec.logging.wandb_tags,
+        id=attempt.run_id,
         mode=mode,
         dir=str(folder),
-        config=spec.model_dump(mode="json"),
+        config=spec.model_dump(mode="json") | {"environment": attempt.environment},
         settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
     )
 

@@ -1,0 +1,185 @@
+"""Whoever wants to hear of a run is called once for each event; whoever does not answer costs a warning alone."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.counter import Counter
+from runner.attempt import alert
+from runner.attempt.alert import HOUR_SECONDS, TOLD, Alerts
+from runner.attempt.event import EVENTS
+from runner.errors import DivergedError, PreemptedError
+from runner.spec import Notify, read_spec
+from runner.storage import LocalStore, read_json
+from tests.support.tiny import StopAfter, counter
+
+RUN = {"run": "count", "directory": "runs/count", "attempt": 3}
+
+
+class Post(http.server.BaseHTTPRequestHandler):
+    """Notes what is posted."""
+
+    def do_POST(self) -> None:
+        self.server.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))  # type: ignore[attr-defined]
+        self.send_response(204 if self.path == "/good" else 500)
+        self.end_headers()
+
+    def log_message(self, *arguments: Any) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def server() -> Iterator[http.server.HTTPServer]:
+    server = http.server.HTTPServer(("127.0.0.1", 0), Post)
+    server.told = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def appending(path: Path) -> dict[str, Any]:
+    return {"command": ["sh", "-c", 'cat >> "$0"; echo >> "$0"', str(path)]}
+
+
+def told(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def what_is_told(path: Path) -> list[tuple[str, int | None, str | None]]:
+    return [(each["event"], each["step"], each["reason"]) for each in told(path)]
+
+
+def test_the_events_that_are_told_are_in_the_ledger() -> None:
+    assert TOLD.keys() <= {event.name for event in EVENTS}
+
+
+def test_a_command_gets_all_that_it_needs_to_know(tmp_path: Path) -> None:
+    alerts = Alerts(Notify(**appending(tmp_path / "told")), RUN)
+    alerts.hear("commit", 10, {})
+    alerts.hear("fallback", 20, {"rejected": 30, "reason": "flipped"})
+    alerts.drain(600)
+    (found,) = told(tmp_path / "told")
+    assert found.pop("host")
+    assert found.pop("time") > 0
+    assert found == {**RUN, "event": "fallback", "step": 20, "reason": "flipped"}
+
+
+def test_a_url_and_the_name_of_a_variable_that_holds_one_are_posted_to(
+    server: http.server.HTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("SOME_HOOK", f"{base}/good")
+    for number, url in enumerate(
+        (f"{base}/good", "$SOME_HOOK", f"{base}/bad", "$NO_SUCH_HOOK", "http://127.0.0.1:9/x")
+    ):
+        alerts = Alerts(Notify(webhook=url), RUN)
+        alerts.tell("done", number, None)
+        alerts.drain(600)
+    assert [each["step"] for each in server.told] == [0, 1, 2]  # type: ignore[attr-defined]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == [
+        "the webhook failed",
+        "there is no NO_SUCH_HOOK in the environment; nothing will be posted",
+        "the webhook failed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["sleep", "600"], "TimeoutExpired"),
+        (["sh", "-c", "sleep 600 & wait"], "TimeoutExpired"),
+        (["false"], "SubprocessError: it ended with 1"),
+        (["/no/such/program"], "FileNotFoundError"),
+        (["a\0b"], "ValueError"),
+    ],
+)
+def test_a_command_that_fails_or_hangs_costs_a_warning(
+    command: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(alert, "DEADLINE_SECONDS", 0.1)
+    alerts = Alerts(Notify(command=command), RUN)
+    alerts.tell("done", 1, None)
+    alerts.drain(600)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"notify: the command failed: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("minutes_ago", "attempt", "is_told"),
+    [
+        ([], 2, False),
+        ([1, 2], 2, False),
+        ([1, 2, 3], 2, True),
+        ([1, 2, 3], 1, False),  # the attempt before ended otherwise
+        ([1, 2, 3, 4], 2, False),  # it was told then
+        ([1, 2, 3, 70], 2, True),
+        ([1, 2, 61.5], 2, False),
+    ],
+)
+def test_one_preemption_too_many_in_an_hour_is_told_and_the_next_is_not(
+    minutes_ago: list[float], attempt: int, is_told: bool, tmp_path: Path
+) -> None:
+    events = [{"event": "preempt", "time": 2 * HOUR_SECONDS - 60 * each, "attempt": attempt} for each in minutes_ago]
+    alerts = Alerts(Notify(preemptions_per_hour=2, **appending(tmp_path / "told")), RUN)
+    alerts.look_back([{"event": "start", "time": 1.0, "attempt": 2}, {"event": "preempt"}, *events])
+    alerts.drain(600)
+    assert what_is_told(tmp_path / "told") == [("preempted", None, "3 times within an hour")] * is_told
+
+
+class Diverging(Counter):
+    def save_or_stop(self) -> None:
+        super().save_or_stop()
+        if self.step == 5:
+            raise DivergedError("step 5: training diverged")
+
+
+@pytest.mark.parametrize("code", [1, 2, 76])
+def test_an_end_that_is_tried_again_is_no_failure(code: int, tmp_path: Path) -> None:
+    alerts = Alerts(Notify(**appending(tmp_path / "told")), RUN)
+    alerts.hear("failed", 5, {"code": code, "reason": "so"})
+    alerts.drain(600)
+    assert what_is_told(tmp_path / "told") == [("failed", 5, "so")] * (code != 76)
+
+
+def test_over_the_life_of_a_run_each_event_is_told_once_and_the_url_stands_nowhere(
+    tmp_path: Path, server: http.server.HTTPServer
+) -> None:
+    secret = f"http://127.0.0.1:{server.server_port}/good"
+    changes = {
+        "config.step_seconds": 0,
+        "logging.notify": {"webhook": secret, "preemptions_per_hour": 1, **appending(tmp_path / "told")},
+    }
+    for steps in (3, 4):
+        job = counter(tmp_path / "run", **changes)
+        with pytest.raises(PreemptedError):
+            job(stop=StopAfter(job, steps))
+    with pytest.raises(DivergedError):
+        counter(tmp_path / "run", Diverging, **changes)()
+    counter(tmp_path / "run", **changes)()
+    counter(tmp_path / "run", **changes)()
+    assert what_is_told(tmp_path / "told") == [
+        ("preempted", None, "2 times within an hour"),
+        ("failed", 5, "step 5: training diverged"),
+        ("done", 40, None),
+    ]
+    assert server.told == told(tmp_path / "told")  # type: ignore[attr-defined]
+    assert not any(secret.encode() in path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    spec = read_spec(tmp_path / "run" / "spec.yaml")
+    assert spec.logging.notify is not None
+    assert spec.logging.notify.webhook == "$NOT_WRITTEN_DOWN"
+
+
+def test_nobody_who_answers_changes_neither_the_end_nor_the_result(tmp_path: Path) -> None:
+    counter(tmp_path / "plain")()
+    counter(tmp_path / "told", **{"logging.notify": {"command": ["false"], "webhook": "http://127.0.0.1:9"}})()
+    results = [read_json(LocalStore(tmp_path / name), "result.json") for name in ("plain", "told")]
+    assert results[0] == results[1]

@@ -1,0 +1,79 @@
+"""What a process has said is in its directory after its end, bounded, and costs the run nothing."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.attempt import log_file
+from runner.attempt.log_file import begin_log_file, finish_log_file, keep_log_file
+from runner.storage import BackgroundWriter, LocalStore, Store
+from runner.terminal import LOGGER, say, warn
+from tests.support.memory_bucket import memory_bucket
+
+
+@pytest.fixture(autouse=True)
+def _kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
+    root = logging.getLogger()
+    handlers = list(root.handlers), list(LOGGER.handlers)
+    keep_log_file()
+    yield
+    root.handlers[:], LOGGER.handlers[:] = handlers
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return LocalStore(tmp_path / "run") if request.param == "disk" else memory_bucket()
+
+
+def begin(store: Store) -> None:
+    begin_log_file(store, "job1234", 7, 1, BackgroundWriter())
+
+
+def messages(store: Store, name: str = "000007.1.log") -> list[str]:
+    """Level, process and message of each line."""
+    return [line.split(" ", 1)[1] for line in store.read(f"logs/{name}").decode().splitlines()]
+
+
+def test_all_that_is_said_ends_in_the_directory_also_what_came_before_it_was_claimed(store: Store) -> None:
+    say("early")
+    begin(store)
+    warn("straggler\n\x1b[2J")
+    logging.getLogger("some.library").warning("of a library")
+    finish_log_file()
+    assert messages(store) == ["INFO [1] early", r"WARNING [1] straggler\n\x1b[2J", "WARNING [1] of a library"]
+
+
+def test_a_long_log_keeps_its_newest_lines_and_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_file, "LOG_BYTES", 2000)
+    begin(store)
+    for number in range(200):
+        say(f"line {number}")
+    finish_log_file()
+    first, *kept = messages(store)
+    assert first.endswith("are in 000007.1.log.1; those before that, if there were any, are gone")
+    numbers = [int(line.split()[-1]) for line in messages(store, "000007.1.log.1")[1:] + kept]
+    assert numbers == list(range(numbers[0], 200))
+    assert sum(store.sizes("logs").values()) < 2 * 2000 + 200
+
+
+@pytest.mark.parametrize("place", ["logs/000007.1.log", "logs"])
+def test_a_disk_that_is_full_or_refuses_costs_the_log_and_one_line(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).symlink_to("/dev/full")
+    begin(LocalStore(tmp_path))
+    for _ in range(3):
+        say("on")
+    shown, warned = capsys.readouterr()
+    assert (shown, len(warned.splitlines())) == ("on\n" * 3, 1)
+
+
+def test_who_keeps_a_log_twice_has_one_file(tmp_path: Path) -> None:
+    keep_log_file()
+    begin(LocalStore(tmp_path))
+    say("once")
+    assert messages(LocalStore(tmp_path)) == ["INFO [1] once"]

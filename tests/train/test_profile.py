@@ -1,0 +1,166 @@
+"""Steps that are recorded: by the spec or on request, the right ones, the bits unmoved; a failure is a warning."""
+
+import gzip
+import json
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+
+from experiments.gpt import PretrainGPT
+from runner.command import profile as command
+from runner.errors import InvalidError, PreemptedError, SpecError
+from runner.spec import STEPS_OF_A_PROFILE_MAX, parse_document, validate_spec
+from runner.storage import JsonObject, LocalStore, Store, encode_json, read_json, read_log
+from runner.train import profile
+from runner.train.profile import REQUEST, Profiler, request, take_request
+from tests.support.attempt import make_attempt
+from tests.support.memory_bucket import memory_bucket
+from tests.support.tiny import StopAfter, gpt, gpt_document
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What jax's profiler is asked, which here records nothing."""
+    found: list[str] = []
+
+    def start_trace(folder: str) -> None:
+        found.append(f"begin {Path(folder).name}")
+        (Path(folder) / "trace").write_bytes(b"x")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", start_trace)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: found.append("end"))
+    monkeypatch.setattr(jax.profiler, "device_memory_profile", lambda: b"memory")
+    return found
+
+
+def events(store: Store) -> list[JsonObject]:
+    return [event for event in read_log(store, "events") if event["event"] == "profile"]
+
+
+def steps_of(found: list[JsonObject]) -> list[tuple[int, int]]:
+    return [(event["start"], event["step"]) for event in found]
+
+
+def test_the_steps_that_the_spec_names_are_recorded_and_the_bits_stay(tmp_path: Path) -> None:
+    gpt(tmp_path / "plain")()
+    gpt(tmp_path / "run", **{"logging.profile": "3:5"})()
+    plain, run = (LocalStore(tmp_path / name) for name in ("plain", "run"))
+    assert read_json(run, "result.json") == read_json(plain, "result.json")
+    (event,) = events(run)
+    assert (event["start"], event["step"], event["path"]) == (3, 5, "profiles/000001.3-5")
+    folder = tmp_path / "run" / event["path"]
+    assert gzip.decompress((folder / "memory.prof").read_bytes())
+    assert len(list(folder.rglob("*.xplane.pb"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "first", "steps", "recorded"),
+    [
+        ("3:5", 0, 8, [(3, 5)]),
+        ("0:2", 0, 8, [(0, 2)]),
+        ("3:5", 3, 8, [(3, 5)]),
+        ("3:6", 4, 8, [(4, 6)]),  # resumed within
+        ("3:5", 5, 8, []),
+        ("6:20", 0, 8, [(6, 8)]),  # the run ends within
+        (None, 0, 8, []),
+    ],
+)
+def test_which_steps_are_recorded(
+    spec: str | None, first: int, steps: int, recorded: list[tuple[int, int]], asked: list[str], tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path)
+    profiler = Profiler(make_attempt(store), spec)
+    for step in range(first, steps + 1):
+        profiler.at(step)
+    profiler.close(steps)
+    assert steps_of(events(store)) == recorded
+    assert asked[1::2] == ["end"] * len(recorded)
+
+
+class Asking(PretrainGPT):
+    """Asks, once, and does not go on before the other thread knows."""
+
+    has_been_asked = threading.Event()
+
+    def save_or_stop(self) -> None:
+        super().save_or_stop()
+        if self.step == 2:
+            assert command.main([str(self.store.url), "--steps", "3"]) == 0
+            while self.report._profiler._asked_steps is None:
+                assert not self.report._profiler._closed.wait(0.001)
+
+
+def test_a_running_job_records_its_next_steps_when_it_is_asked_to(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "POLL_SECONDS", 0.001)
+    job = gpt(tmp_path / "run", Asking)
+    with pytest.raises(PreemptedError):
+        job(stop=StopAfter(job, 7))
+    gpt(tmp_path / "run")()
+    assert steps_of(events(job.store)) == [(3, 6)]
+    assert asked == ["begin 000001.3-6", "end"]
+
+
+def test_in_a_bucket_a_profile_is_copied_there(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNNER_CACHE", str(tmp_path))
+    store = memory_bucket()
+    attempt = make_attempt(store)
+    profiler = Profiler(attempt, "1:2")
+    for step in range(4):
+        profiler.at(step)
+    profiler.close(3)
+    attempt.background.flush()
+    (event,) = events(store)
+    assert sorted(store.sizes(event["path"])) == ["memory.prof", "trace"]
+
+
+@pytest.mark.parametrize("place", ["start_trace", "stop_trace", "device_memory_profile"])
+def test_a_profile_that_fails_costs_a_warning(
+    place: str,
+    asked: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Only one profile may be run at a time.")
+
+    monkeypatch.setattr(jax.profiler, place, fail)
+    store = LocalStore(tmp_path)
+    profiler = Profiler(make_attempt(store), "1:3")
+    for step in range(5):
+        profiler.at(step)
+    profiler.close(4)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "no profile of steps 000001.1-3: RuntimeError: Only one profile may be run at a time."
+    assert events(store) == []
+
+
+@pytest.mark.parametrize("store", [memory_bucket(), None], ids=["bucket", "disk"])
+def test_a_request_is_taken_once_and_one_that_is_none_is_left_out(store: Store | None, tmp_path: Path) -> None:
+    store = store or LocalStore(tmp_path)
+    assert take_request(store) is None
+    request(store, 7)
+    assert [take_request(store), take_request(store)] == [7, None]
+    for other in (b"", b"[]", b"{}", encode_json({"steps": -1}), encode_json({"steps": 10**9}), b'{"steps": "3"}'):
+        store.write(REQUEST, other)
+        assert [take_request(store), store.exists(REQUEST)] == [None, False]
+
+
+@pytest.mark.parametrize("value", ["5:5", "5:3", f"0:{STEPS_OF_A_PROFILE_MAX + 1}", "5", "a:b", ""])
+def test_steps_that_cannot_be_recorded_are_refused(value: str, tmp_path: Path) -> None:
+    document = parse_document(json.dumps(gpt_document(tmp_path, **{"logging.profile": value})), "x.yaml")
+    with pytest.raises(SpecError, match=r"logging\.profile"):
+        validate_spec(document)
+
+
+@pytest.mark.parametrize("words", [["--steps", "0"], ["--steps", str(STEPS_OF_A_PROFILE_MAX + 1)], []])
+def test_a_request_for_too_much_or_where_no_run_is_is_refused(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(InvalidError):
+        command.main([str(tmp_path), *words])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,283 @@
+"""Whatever shows the rows holds the one surviving trajectory, and whatever fails there, training does not notice."""
+
+import csv
+import io
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from experiments.gpt import PretrainGPT
+from runner.command import metrics as metrics_command
+from runner.storage import LocalStore, encode_line, parse_lines, read_json, read_log
+from runner.train.metrics import place, sinks, tensorboard
+from runner.train.metrics.place import Aside
+from runner.train.metrics.row import Row
+from runner.train.metrics.tensorboard import EventFile
+from tests.support import wandb_file
+from tests.support.memory_bucket import memory_bucket
+from tests.support.tiny import gpt
+
+SAVED, STRUCK = 3, 5
+ALL_ON = {"logging.tensorboard": True, "logging.wandb": "online", "logging.wandb_tags": ["a tag"]}
+CHANGES = {"checkpoint.every_steps": SAVED}
+
+
+class StrikeError(Exception):
+    """A process that is killed, as far as what it has shown goes."""
+
+
+class Struck(PretrainGPT):
+    def save_or_stop(self) -> None:
+        super().save_or_stop()
+        self.checkpointer.settle()
+        if self.step == STRUCK:
+            raise StrikeError
+
+
+def float32(row: Row) -> Row:
+    """As TensorBoard keeps it: in single floats, and the time beside them."""
+    return {key: struct.unpack("<f", struct.pack("<f", value))[0] for key, value in row.items() if key != "perf/time"}
+
+
+def rows_of(accumulator: EventAccumulator) -> list[Row]:
+    """What TensorBoard would draw: by tag, each in order."""
+    found: dict[int, Row] = {}
+    for tag in accumulator.Tags()["scalars"]:
+        events = accumulator.Scalars(tag)
+        assert [event.step for event in events] == sorted({event.step for event in events})
+        for event in events:
+            found.setdefault(event.step, {"step": event.step})[tag] = event.value
+    return [found[step] for step in sorted(found)]
+
+
+def accumulate(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+class Life:
+    """A run that was struck and resumed while every sink looked on, and a TensorBoard that was open all the time."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        with pytest.raises(StrikeError):
+            gpt(directory, Struck, **CHANGES, **ALL_ON)()
+        self.lost = self.rows()[SAVED:]
+        self.looking_on = accumulate(directory / "tensorboard")
+        assert len(rows_of(self.looking_on)) == STRUCK
+        gpt(directory, **CHANGES, **ALL_ON)()
+        self.looking_on.Reload()
+
+    def rows(self) -> list[Row]:
+        return parse_lines((self.directory / "metrics.jsonl").read_bytes())
+
+    def wandb_files(self) -> list[Path]:
+        return sorted(self.directory.glob("wandb/wandb/*run-*/run-*.wandb"))
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+    base = tmp_path_factory.mktemp("sinks")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"WANDB_API_KEY": "", "NETRC": "/nonexistent", "WANDB_CACHE_DIR": str(base / "c")}.items():
+            patch.setenv(name, value)
+        for name in ("exit", "excepthook"):  # which wandb replaces
+            patch.setattr(sys, name, getattr(sys, name))
+        yield Life(base / "run")
+
+
+def shown_by_csv(life: Life) -> list[Row]:
+    output = life.directory.with_suffix(".csv")
+    assert metrics_command.main([str(life.directory), "--csv", "-o", str(output)]) == 0
+    rows = csv.DictReader(io.StringIO(output.read_text()))
+    return [
+        {key: int(value) if value.isdecimal() else float(value) for key, value in row.items() if value} for row in rows
+    ]
+
+
+def shown_by_json(life: Life) -> list[Row]:
+    output = life.directory.with_suffix(".jsonl")
+    assert metrics_command.main([str(life.directory), "-o", str(output)]) == 0
+    return parse_lines(output.read_bytes())
+
+
+def shown_by_wandb(life: Life) -> list[Row]:
+    (path,) = life.wandb_files()
+    return wandb_file.history(path)
+
+
+# What a sink holds, and how it keeps a row. A sink that the spec can name stands here by the name of its place.
+Shown = tuple[Callable[[Life], list[Row]], Callable[[Row], Row]]
+SHOWN: dict[str, Shown] = {
+    "metrics": (shown_by_json, dict),
+    "csv": (shown_by_csv, dict),
+    "tensorboard": (lambda life: rows_of(accumulate(life.directory / "tensorboard")), float32),
+    "tensorboard, open all the time": (lambda life: rows_of(life.looking_on), float32),
+    "wandb": (shown_by_wandb, dict),
+}
+
+
+def test_what_is_lost_is_another_row_than_what_is_computed_anew(life: Life) -> None:
+    anew = life.rows()[SAVED:STRUCK]
+    assert [row["step"] for row in life.lost] == [row["step"] for row in anew] == [SAVED + 1, STRUCK]
+    assert all(row != other for row, other in zip(life.lost, anew, strict=True))  # at another speed, at least
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_after_a_rewind_every_sink_holds_the_one_trajectory(life: Life, name: str) -> None:
+    read, kept = SHOWN[name]
+    assert [row["step"] for row in life.rows()] == list(range(1, 9))
+    assert read(life) == [kept(row) for row in life.rows()]
+
+
+def test_tensorboard_draws_by_the_time_at_which_a_row_was_written(life: Life) -> None:
+    events = accumulate(life.directory / "tensorboard").Scalars("train/loss")
+    assert [event.wall_time for event in events] == [row["perf/time"] for row in life.rows()]
+
+
+def test_wandb_without_a_key_goes_offline_in_the_run_of_the_job_and_is_told_what_it_ran_with(life: Life) -> None:
+    run_id = read_json(LocalStore(life.directory), "job.json")["id"]
+    (path,) = life.wandb_files()
+    assert (path.name, path.parent.name.partition("-")[0]) == (f"run-{run_id}.wandb", "offline")
+    told = wandb_file.config(path)
+    assert told["config"]["train"]["micro_batch_examples"] == 2
+    assert told["tags"] == ["a tag"]
+    assert {"versions", "hosts", "cpus"} <= told["environment"].keys()
+
+
+def test_only_the_newest_attempt_has_left_rows(life: Life) -> None:
+    sizes = [path.stat().st_size for path in sorted((life.directory / "tensorboard").iterdir())]
+    assert (len(sizes), sizes[0], sizes[1] > 0) == (2, 0, True)
+
+
+# Sinks that fail.
+
+
+class Broken:
+    """A place that fails in one way."""
+
+    def __init__(self, way: str, free: threading.Event):
+        self._way, self._free = way, free
+        if way == "raises when it is opened":
+            raise RuntimeError("no such server\nand more")
+
+    def add(self, row: Row) -> None:
+        if self._way == "raises at a row":
+            raise KeyError(row["step"])
+        self._free.wait()
+
+    def supersede(self) -> None:
+        """Nothing is there."""
+
+    def finish(self) -> None:
+        """Never called."""
+
+
+WAYS = {
+    "hangs": "it has not finished 0.1 s after the last row",
+    "fills up": "2 rows wait for it",
+    "raises at a row": "KeyError: 1",
+    "raises when it is opened": "RuntimeError: no such server",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_place_that_fails_is_left_off_once_and_nobody_waits_for_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "CLOSE_SECONDS", 0.1 if way == "hangs" else 600.0)
+    monkeypatch.setattr(place, "QUEUE_ROWS", 2 if way == "fills up" else 100)
+    free, heard = threading.Event(), []
+    aside = Aside("some", lambda: Broken(way, free), lambda: [], lambda name, reason: heard.append((name, reason)))
+    for step in range(1, 9):
+        aside.show({"step": step})
+    aside.close()
+    free.set()
+    assert heard == [("some", WAYS[way])]
+
+
+def test_sinks_that_fail_cost_a_line_and_an_event_each_and_the_bits_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt(tmp_path / "undisturbed")()
+    monkeypatch.setattr(place, "CLOSE_SECONDS", 0.1)
+    free, told = threading.Event(), {}
+
+    def broken(name: str, _: Any, earlier: Any, on_off: Any) -> Aside:
+        way = list(WAYS)[len(told) * 2]
+        told[name] = WAYS[way]
+        return Aside(name, lambda: Broken(way, free), earlier, on_off)
+
+    monkeypatch.setattr(sinks, "Aside", broken)
+    gpt(tmp_path / "run", **ALL_ON)()
+    free.set()
+    assert sorted(told) == sorted(SHOWN.keys() & {"tensorboard", "wandb"})
+    store = LocalStore(tmp_path / "run")
+    assert read_json(store, "result.json") == read_json(LocalStore(tmp_path / "undisturbed"), "result.json")
+    lines = [line for line in capsys.readouterr().err.splitlines() if " is off: " in line]
+    assert sorted(lines) == sorted(f"{name} is off: {reason}" for name, reason in told.items())
+    events = [event for event in read_log(store, "events") if event["event"] == "sink_off"]
+    assert [(event["sink"], event["reason"]) for event in events] == [tuple(line.split(" is off: ")) for line in lines]
+
+
+# Parts.
+
+
+class Noting:
+    """A place that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def add(self, row: Row) -> None:
+        self.told.append(row)
+
+    def supersede(self) -> None:
+        self.told.append("superseded")
+
+    def finish(self) -> None:
+        self.told.append("finished")
+
+
+def test_a_row_that_completes_the_last_of_the_earlier_ones_adds_only_what_is_new() -> None:
+    noting, earlier = Noting(), [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+    aside = Aside("noting", lambda: noting, lambda: earlier, lambda name, reason: None)
+    aside.show({"step": 2, "a": 2.0, "val/loss": 3.0})
+    aside.show({"step": 3, "a": 2.0})
+    aside.close()
+    assert noting.told == [*earlier, "superseded", {"step": 2, "val/loss": 3.0}, {"step": 3, "a": 2.0}, "finished"]
+
+
+def test_in_a_bucket_the_newest_event_file_ends_there_and_stands_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tensorboard, "UPLOAD_SECONDS", 0.0)
+    store = memory_bucket()
+    for attempt in (8, 9, 10):
+        file = EventFile(store, "job1234", attempt)
+        file.supersede()
+        for step in range(1, attempt):
+            file.add({"step": step, "train/loss": 1e300, "val/x": None})
+        *before, name = sorted(store.children("tensorboard"))
+        assert [store.read(f"tensorboard/{other}") for other in before] == [b""] * (attempt > 8)
+        (tmp_path / name).write_bytes(store.read(f"tensorboard/{name}"))
+        assert rows_of(accumulate(tmp_path / name)) == [
+            {"step": step, "train/loss": float("inf")} for step in range(1, attempt)
+        ]
+        file.finish()
+    assert name == "events.out.tfevents.0000000010"
+
+
+def test_a_name_in_a_row_does_nothing_to_a_terminal(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    store = LocalStore(tmp_path)
+    store.write("job.json", b'{"id": "x", "name": "x", "identity": {}}')
+    row = {"step": 1, "train/loss": 0.1 + 0.2, "train/\x1b[2J\n\ud800": 1}
+    store.write("metrics.jsonl", encode_line(row))
+    assert metrics_command.main([str(tmp_path), "--csv"]) == 0
+    assert capfdbinary.readouterr().out == b"step,train/loss,train/\\x1b[2J\\n\\ud800\n1,0.30000000000000004,1\n"
