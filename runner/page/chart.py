@@ -53,6 +53,11 @@ class Curves:
         self.left_out: set[str] = set()  # SERIES_MAX at most
         self.num_rows = 0
 
+    @property
+    def keys(self) -> list[str]:
+        """Of the series that are drawn."""
+        return list(self._by_key)
+
     def add(self, row: Row) -> None:
         """Feed the next row."""
         self.num_rows += 1

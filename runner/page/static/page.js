@@ -99,7 +99,7 @@
     if (state.axis === "tokens") return { title: "tokens", of: (run, series) => series.tokens };
     const longest = Math.max(1, ...runs.map((run) => run.seconds || 0));
     const [name, size] = timeUnit(longest);
-    const shift = (run, value) => (value === null || run.began === null ? null : (value - run.began) / size);
+    const shift = (run, value) => (value === null ? null : value / size);
     return {
       title: `wall time since the first start (${name})`, size,
       of: (run, series) => series.seconds && series.seconds.map((value) => shift(run, value)),
@@ -263,7 +263,8 @@
     }
     const saves = {
       type: "scatter", mode: "markers", name: "checkpoints", x: run.saves.map((save) => since(save.time)), y: run.saves.map((save) => save.step),
-      marker: { color: "#0072B2", symbol: "diamond", size: 7 }, text: run.saves.map((save) => plain(save.text)), hovertemplate: "step %{y:,}: %{text}<extra></extra>",
+      marker: { color: "#0072B2", symbol: "diamond", size: 7 }, text: run.saves.map((save) => [save.bytes === null ? "" : bytes(save.bytes), save.seconds === null ? "" : `durable after ${duration(save.seconds)}`].filter(Boolean).join(", ")),
+      hovertemplate: "step %{y:,} committed: %{text}<extra></extra>",
     };
     const drawn = layout(`wall time since the first start (${unit})`, "optimizer steps", { showlegend: true });
     return plot(`progress ${run.id}`, [kept, ghosts, saves], drawn);
@@ -347,10 +348,10 @@
       const title = (text) => (runs.length > 1 ? `${text}: ${run.label}` : text);
       const attempts = run.attempts.map((each) => [each.number, clock(each.began), duration(each.ended - each.began), each.how, count(each.resumed), count(each.reached), count(each.lost)]);
       const heads = ["attempt", "began", "lasted", "how it ended", "from step", "to step", "steps lost"];
-      const saves = run.checkpoints.map((save) => [count(save.step), save.bytes === null ? "" : bytes(save.bytes), clock(save.time), save.text]);
+      const saves = run.checkpoints.map((save) => [save.name, save.bytes === null ? "" : bytes(save.bytes), clock(save.time), save.text]);
       made.push(
         section(`attempts ${run.id}`, title(`Attempts (${run.attempts.length})`), table(heads, attempts.reverse())),
-        section(`checkpoints ${run.id}`, title(`Checkpoints (${run.checkpoints.length})`), table(["step", "size", "committed", ""], saves)),
+        section(`checkpoints ${run.id}`, title(`Checkpoints (${run.checkpoints.length})`), table(["checkpoint", "size", "committed", ""], saves)),
         section(`environment ${run.id}`, title("Environment and versions"), table(null, run.environment, "facts")),
         section(`spec ${run.id}`, title("Spec"), element("pre", {}, run.spec)),
         section(`events ${run.id}`, title("Newest events"), element("pre", {}, run.events.join("\n"))),
@@ -399,6 +400,7 @@
 
   function draw() {
     const data = state.data;
+    document.title = data.title;
     queue = [];
     const made = [element("h1", {}, data.title)];
     if (first.source && data.runs) made.push(element("p", {}, element("a", { href: first.top }, "all runs")));
