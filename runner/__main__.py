@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from runner.command.arguments import Helped, Parser, check_placement
 from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, of_exit
+from runner.hosts.clock import Clock
 from runner.hosts.preemption import StopNotice
 from runner.spec import load_document, validate_spec
 from runner.terminal import warn
@@ -42,7 +43,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    stop = StopNotice()
+    stop, clock = StopNotice(), Clock.of_this_process()
     stop.listen()
     with contextlib.suppress(ValueError):
         sys.path.remove("")
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         parsed = _parse(arguments)
         document = load_document(parsed.spec, parsed.set)
         spec = validate_spec(document)
-        importlib.import_module(RUN).run(parsed, document, spec, stop)
+        importlib.import_module(RUN).run(parsed, document, spec, stop, clock)
     except RunnerError as error:
         warn(str(error))
         return error.exit_code

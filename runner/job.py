@@ -28,8 +28,9 @@ from runner.checkpoint.restore import refuse_other_checkpoints
 from runner.checkpoint.save import Payload, SaveKind
 from runner.errors import DivergedError, MiscountError, PreemptedError, StateError
 from runner.hosts.agreement import Hosts
+from runner.hosts.clock import Bucket, Clock
 from runner.hosts.preemption import StopNotice
-from runner.hosts.progress import Progress
+from runner.hosts.progress import COMPILE, END, RESTORE, SET_UP, Progress
 from runner.hosts.watchdog import Watchdog
 from runner.spec import (
     Document,
@@ -146,30 +147,29 @@ class RestoreableJob:
         """Whether the job reached its end, now or in an earlier attempt."""
         return is_done(self.store, self.total_steps)
 
-    def __call__(self, hosts: Hosts | None = None, stop: StopNotice | None = None) -> None:
+    def __call__(self, hosts: Hosts | None = None, stop: StopNotice | None = None, clock: Clock | None = None) -> None:
         """Done? Then nothing. Else: barrier, restore or init, `run`, final save, `result.json`, barrier."""
-        hosts, stop, incidents = hosts or Hosts.alone(), stop or StopNotice(), Incidents()
-        deadlines = self.spec.deadlines
-        with Watchdog(
-            hosts, deadlines, incidents.on_verdict, incidents.on_straggler, incidents.on_progress
-        ) as progress:
+        hosts, stop, clock, found = hosts or Hosts.alone(), stop or StopNotice(), clock or Clock(), Incidents()
+        watch = Watchdog(hosts, self.spec.deadlines, clock, found.on_verdict, found.on_straggler, found.on_progress)
+        with watch as progress:
             if hosts.main_first(self.check_directory_and_ask_if_done):
                 if hosts.is_main:
                     say(f"{self.spec.name}: done, nothing to do")
                 return
-            with progress.during("set-up"):
-                incidents.attempt = self.claim(hosts, stop, progress)
-            try:
-                self.begin()
-                self.run()
-                with progress.during("the end"):
-                    self._finish()
-            except (DivergedError, MiscountError, StateError):
-                self.checkpointer.settle()  # what was good may still be on its way to the disk
-                raise
-            finally:
-                self.compile_cache.close(DRAIN_SECONDS)
-                self.attempt.background.drain(DRAIN_SECONDS)
+            with progress.during(SET_UP):
+                found.attempt = self.claim(hosts, stop, progress)
+            with self.attempt.until_its_end():
+                try:
+                    self.begin()
+                    self.run()
+                    with progress.during(END):
+                        self._finish()
+                except (DivergedError, MiscountError, StateError):
+                    self.checkpointer.settle()  # what was good may still be on its way to the disk
+                    raise
+                finally:
+                    clock.enter(Bucket.SHUTDOWN)
+                    self.compile_cache.close(DRAIN_SECONDS)
 
     def claim(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
         """Check all that can be checked, and take the next attempt: from here on every earlier one is fenced."""
@@ -182,18 +182,19 @@ class RestoreableJob:
         stop.on_idle_exit = lambda: attempt.record_idle_exit(self.step)
         with self.document.blaming("checkpoint.local_directory"):
             self.checkpointer = Checkpointer(attempt, self.spec, self.identity(), abstract)
-        attempt.start(self.spec.name, devices=jax.device_count(), device_kind=jax.devices()[0].device_kind)
+        devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
+        attempt.start(self.spec.name, total_steps=self.total_steps, **devices)
         self.compile_cache.publish(attempt.fence.check, hosts.process_id)
         return attempt
 
     def begin(self) -> None:
         """Compile, then restore or init: after it `run` may make its first step."""
         attempt, started = self.attempt, time.monotonic()
-        with attempt.progress.during("compile"):
+        with attempt.progress.during(COMPILE):
             self.prepare()
         seconds = round(time.monotonic() - started, 4)
         attempt.record("prepare", None, seconds=seconds, **self.compile_cache.counts())
-        with attempt.progress.during("restore"):
+        with attempt.progress.during(RESTORE):
             self._restore_or_init()
         attempt.progress.arrive(self.step)
 

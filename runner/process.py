@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
@@ -57,6 +58,33 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
 def num_cpus() -> int:
     """The CPUs that this process may run on, as XLA counts them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def age_seconds() -> float:
+    """Since this process was created, to a hundredth; 0 where the system does not tell (it does on Linux)."""
+    created = created_ticks(os.getpid())
+    if created is None:
+        return 0.0
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - created / os.sysconf("SC_CLK_TCK"), 0.0)
+
+
+def created_ticks(process_id: int) -> int | None:
+    """When a process of this machine was created, in ticks since its boot; None if none of this number lives."""
+    try:
+        with open(f"/proc/{process_id}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+            return None if state in b"ZX" else int(fields[18])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def machine_id() -> str:
+    """Tells this boot of this machine, and its processes' numbering, from any other; empty where nothing does."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def free_port() -> int:

@@ -25,7 +25,7 @@ from runner.config import TrainerConfig
 from runner.data import Dataset, is_available, load_dataset, store
 from runner.errors import DataError, DivergedError, InvalidError, PreemptedError, SpecError, StateError
 from runner.hosts.agreement import Hosts
-from runner.hosts.progress import DATA
+from runner.hosts.progress import DATA, SAVE
 from runner.plan.checks import Findings, open_job
 from runner.spec import hash_of, parse_document, read_spec, validate_config, validate_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
@@ -573,7 +573,7 @@ def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tm
     job.checkpointer.settle()
     assert list(committed(job.store)) == [2]
     # What may wait for a bucket is no step to the watchdog.
-    assert phases == {"__next__": {DATA}, "check": {"save"}}
+    assert phases == {"__next__": {DATA}, "check": {SAVE}}
 
 
 def note_phases(monkeypatch, job, holder, name):

@@ -27,11 +27,15 @@ from runner.data.index import CorpusIndex
 from runner.data.subword import FILES
 from runner.errors import DataError, InvalidError
 from runner.hosts.agreement import Hosts
+from runner.hosts.clock import Bucket
+from runner.hosts.progress import Phase
 from runner.spec import Trajectory
 from runner.storage import JsonObject, Store, open_store, probe
 
 ROUNDS = 1000  # the last step; so many that a stop is heard soon, and so few that a round without work costs nothing
 _DIGEST_WORDS = 8
+_TOKENISE = Phase("tokenise", Bucket.STEPS)
+_INDEX = Phase("the index", Bucket.STEPS)
 _NAMES_OF_A_RUN = ("events.jsonl", "metrics.jsonl", "spec.yaml")  # of a kind that is read
 
 
@@ -132,7 +136,7 @@ class Tokenise(RestoreableJob):
                     lacking = [piece for piece in lacking if piece >= end]
                     self._meet(tally)
                 if self.step + 1 == ROUNDS:
-                    with self.attempt.progress.during("the index"):
+                    with self.attempt.progress.during(_INDEX):
                         self.state = self._state_of(hosts.main_first(self._end))
                 self.step += 1
                 self.save_or_stop()
@@ -199,7 +203,7 @@ class Tokenise(RestoreableJob):
         if self.attempt.hosts.is_main:
             self.attempt.fence.glance()
         try:
-            with self.attempt.progress.during("tokenise"):
+            with self.attempt.progress.during(_TOKENISE):
                 return corpus.write_piece(self.output, piece, self.vocabulary.sha256, self._reported(stream))
         except FileNotFoundError:
             if self.attempt.hosts.is_main:
@@ -209,13 +213,13 @@ class Tokenise(RestoreableJob):
     def _reported(self, stream: Iterator[Encoded]) -> Iterator[Encoded]:
         """The same, each batch with a deadline of its own: a piece may be large."""
         while True:
-            with self.attempt.progress.during("tokenise"):
+            with self.attempt.progress.during(_TOKENISE):
                 batch = next(stream)
             yield batch
 
     def _meet(self, tally: Tally) -> None:
         """At the end of a round with work: hosts stay together, so that a stop finds them near one step."""
-        with self.attempt.progress.during("tokenise"):
+        with self.attempt.progress.during(_TOKENISE):
             parts = self.attempt.hosts.gather(tally.own())
         num_bad = sum(part[-1] for part in parts)
         if num_bad > self.config.skip_bad:

@@ -9,6 +9,7 @@
 - `hint` lines for a person at the end of a run
 - `owner` `job.json`: whose directory it is
 - `fence` which attempt a directory belongs to
+- `clock_file` where an attempt's time had gone when it was last alive
 - `event_log` the ledger `events.jsonl`
 - `claim` taking a directory; `Attempt`, which is handed to all parts of a running job
 - `identity` whose directory this is: the wrong run is refused

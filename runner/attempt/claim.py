@@ -2,18 +2,29 @@
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from runner import terminal
+from runner.attempt import clock_file
 from runner.attempt.environment import changes, describe
 from runner.attempt.event_log import EventLog
 from runner.attempt.fence import Fence
 from runner.attempt.hint import lines_at_the_end
 from runner.attempt.owner import Owner, read_owner, write_owner
 from runner.attempt.result import RESULT
-from runner.errors import InvalidError, StorageError
+from runner.errors import (
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    FailedError,
+    FencedError,
+    InvalidError,
+    PreemptedError,
+    RunnerError,
+    StorageError,
+    first_line,
+)
 from runner.hosts.agreement import Hosts
 from runner.hosts.preemption import StopNotice
 from runner.hosts.progress import Progress
@@ -60,13 +71,37 @@ class Attempt:
 
     def start(self, name: str, **devices: Any) -> None:
         """Tell, in the ledger and a line, that the job `name` begins on these devices."""
-        self.record("start", None, processes=self.hosts.num_processes, **devices, **self.environment)
+        began = self.progress.clock.began
+        self.record("start", None, began=began, processes=self.hosts.num_processes, **devices, **self.environment)
         self.say(f"{name}: attempt {self.number} in {self.store.url}")
 
     def record_idle_exit(self, step: int) -> None:
         """Tell that the job was asked to stop before it began, and so saves nothing. Any host, right before the end."""
         self.events.append("preempt", step, saved=False)
+        self.end(EXIT_PREEMPTED)
+
+    def end(self, code: int) -> None:
+        """Keep the exit code that this process has come to, and give what is on its way some seconds. Any thread."""
+        self.progress.clock.end(code)
         self.background.drain(DRAIN_SECONDS)
+
+    @contextlib.contextmanager
+    def until_its_end(self) -> Iterator[None]:
+        """Around all that the job does: however it ends is kept, and why, if it has failed. Called on every host."""
+        code = EXIT_DONE
+        try:
+            yield
+        except FencedError as error:
+            self.progress.clock.keep(None)  # the directory is another's, or gone
+            code = error.exit_code
+            raise
+        except BaseException as error:
+            code = error.exit_code if isinstance(error, RunnerError) else FailedError.exit_code
+            if not isinstance(error, PreemptedError):
+                self.events.append("failed", self.progress.step, code=code, reason=_reason(error))
+            raise
+        finally:
+            self.end(code)
 
     def finish(self, step: int, result: JsonObject) -> None:
         """Write `result.json`, unless a newer attempt has taken the directory, and wait for the others."""
@@ -91,6 +126,11 @@ class Attempt:
         if found:
             self.say(f"changed since step {step} was saved: {'; '.join(found)}")
             self.record("changed", step, changes=found)
+
+
+def _reason(error: BaseException) -> str:
+    """One line; a message of the runner's own is one for people."""
+    return str(error).split("\n", 1)[0][:500] if isinstance(error, RunnerError) else first_line(error)
 
 
 def claim(
@@ -127,6 +167,8 @@ def claim(
 
     run_id, number = hosts.main_first(take)
     fence.attempt = number
+    if hosts.is_main:
+        clock_file.keep(progress.clock, store, number, background)
     log = open_log(store, "events", f"{number:06}.{hosts.process_id}", background)
     events = EventLog(log, number, hosts.process_id)
     names = hosts.gather(socket.gethostname())

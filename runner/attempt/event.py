@@ -37,6 +37,8 @@ EVENTS = (
         "An attempt has claimed the directory.",
         "main host",
         (
+            Key("began", float, "When process 0 was created.", "Unix seconds"),
+            Key("total_steps", int, "Step at which the job is done."),
             Key("processes", int, "Processes of the job."),
             Key("devices", int, "Devices of the job, over all processes."),
             Key("device_kind", str, "What JAX calls the devices."),
@@ -85,6 +87,12 @@ EVENTS = (
         "main host",
         (
             Key("blocked_seconds", float, "How long training stood still for it.", "s"),
+            Key(
+                "clock",
+                dict,
+                "Seconds of this attempt by bucket when `step` was completed, see runner/history/README.md.",
+                "s",
+            ),
             Key("tier", str, "`fast` if only the fast tier saves; else absent."),
         ),
     ),
@@ -96,6 +104,7 @@ EVENTS = (
             _FINGERPRINT,
             Key("seconds_to_durable", float, "From the begin of the save.", "s"),
             Key("bytes", int, "Of all files of the checkpoint.", "bytes"),
+            Key("read_back", bool, "True if its bits were read back and compared, as those of a run's first are."),
             Key("tier", str, "`fast` in the fast tier, and then neither fingerprint nor bytes; else absent."),
         ),
     ),
@@ -156,6 +165,18 @@ EVENTS = (
         ),
     ),
     Event("stuck", "The job does not go on, and ends with 76; the stacks are in `stacks/`.", "any host", (_REASON,)),
+    Event(
+        "evaluate",
+        "The weights were evaluated; trainers only.",
+        "main host",
+        (Key("figures", dict, "What the row of `step` has of it: `val/loss` and its like."),),
+    ),
+    Event(
+        "failed",
+        "An attempt ends with an error. A crash that no code could answer, such as kill -9, leaves nothing.",
+        "any host",
+        (_REASON, Key("code", int, "The exit code of this process.")),
+    ),
     Event(
         "preempt",
         "The job stops as asked.",

@@ -1,8 +1,8 @@
 """What the watchdog finds is kept where a person looks: in the ledger, beside it, or on the terminal."""
 
 from runner import terminal
-from runner.attempt.claim import DRAIN_SECONDS, Attempt
-from runner.errors import FencedError
+from runner.attempt.claim import Attempt
+from runner.errors import EXIT_RETRYABLE, FencedError
 from runner.hosts.straggler import Straggling
 from runner.hosts.watchdog import stacks_of_all_threads
 
@@ -26,7 +26,7 @@ class Incidents:
             return
         attempt.events.append("stuck", attempt.progress.step, reason=verdict)
         attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
-        attempt.background.drain(DRAIN_SECONDS)
+        attempt.end(EXIT_RETRYABLE)
 
     def on_progress(self, step: int) -> None:
         """How far this attempt has come, for those who ask what a kill has cost. Main host only."""

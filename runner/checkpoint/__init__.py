@@ -1,10 +1,11 @@
 """Checkpoints that can be trusted: saved in one instant, restored only if every bit is right.
 
+- `manifest_key` the keys of `manifest.json`
 - `chunk` many leaves, few programs
 - `fingerprint` topology-free digest of a pytree, computed on device
 - `leaves` what a leaf of the state may be, and the form in which it is stored
-- `manifest_key` the keys of `manifest.json`
 - `manifest` what makes a directory a checkpoint
+- `fit` whether its leaves are those of a job's state
 - `tombstone` who decides about a step: its commit, or the mark that it will never be one
 - `pieces` arrays as pieces, written by each process and read by any
 - `writer` how arrays reach a directory: through orbax, or piece by piece

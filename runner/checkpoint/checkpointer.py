@@ -23,6 +23,7 @@ from runner.checkpoint.tombstone import BURIED
 from runner.checkpoint.writer import OrbaxWriter, PieceWriter, Writer
 from runner.errors import InvalidError, StorageError
 from runner.hosts.agreement import Hosts
+from runner.hosts.progress import SAVE
 from runner.spec import Checkpoint, ExecutionSpec, Trajectory
 from runner.storage import default_cache_directory, local_directory, open_store, split_checkpoint
 
@@ -102,7 +103,7 @@ class Checkpointer:
         here = self._attempt.environment or None
         job, identity = self._attempt.run_id, self._identity
         draft = Manifest(name=name or str(step), step=step, job=job, identity=identity, environment=here)
-        with self._attempt.progress.during("save"):
+        with self._attempt.progress.during(SAVE):
             is_durable, state = self._saver.save(draft, state, payload, kind)
         self._warn_of_grace(self._saver.durable_seconds, step)
         if is_durable:
@@ -113,14 +114,15 @@ class Checkpointer:
 
     def wait(self, step: int) -> None:
         """Block until what was saved last is committed. Raises `StorageError` if it could not be."""
-        with self._attempt.progress.during("save"):
+        with self._attempt.progress.during(SAVE):
             is_committed = self._saver.wait()
         if not is_committed:
             raise StorageError(f"the state of step {step} could not be saved; run the same command again")
 
     def settle(self) -> None:
         """Block until the save on its way, if there is one, is committed or given up."""
-        self._saver.wait()
+        with self._attempt.progress.during(SAVE):
+            self._saver.wait()
 
     def raise_if_hopeless(self) -> None:
         """Raise if the state was found corrupt, or nothing could be committed for too long. Never waits."""

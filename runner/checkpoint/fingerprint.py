@@ -14,7 +14,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.chunk import chunks
+from runner.checkpoint.manifest_key import LeafRecord, LeafShape
 from runner.errors import RetryableError
 
 _LANES = ((0x85EBCA6B, 15), (0x27D4EB2F, 13))  # of the digest: multiplier and shift
@@ -31,19 +32,6 @@ _PART_BYTES = 16 << 20  # that a host digests at a time
 
 class ReplicaError(RetryableError):
     """Devices that should hold the same bits do not."""
-
-
-class LeafShape(TypedDict):
-    """Shape and dtype of a leaf, as JSON."""
-
-    shape: list[int]
-    dtype: str
-
-
-class LeafRecord(LeafShape):
-    """What a manifest says of a leaf."""
-
-    digest: str
 
 
 def leaf_names(tree: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The manifest: what makes a directory a checkpoint, and what its files must look like. Knows no arrays.
+"""The manifest: what makes a directory a checkpoint, and what its files must look like. Knows no arrays and no jax.
 
 `manifest.json` holds the step, the identity of the run, shape, dtype and digest of every leaf, size and CRC-32C of
 every file, and a digest of itself. In a bucket a tombstone stands in its place (`tombstone`) where a step was never
@@ -9,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypedDict
 
-from runner.checkpoint.fingerprint import LeafRecord, LeafShape, describe
-from runner.checkpoint.leaves import listed, type_text
-from runner.checkpoint.manifest_key import MANIFEST_KEYS
-from runner.errors import NewerFormatError, ResumeError
+from runner.checkpoint.manifest_key import MANIFEST_KEYS, LeafRecord
+from runner.errors import NewerFormatError
 from runner.record import check
 from runner.spec import Trajectory, hash_of
 from runner.storage import (
@@ -217,21 +215,3 @@ def file_problems(
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         found = pool.map(problem, sorted(files)[part::num_parts])
         return [text for text in found if text is not None]
-
-
-def check_leaves(manifest: Manifest, abstract: Any, may_hold_more: bool = False) -> None:
-    """Raise `ResumeError` if the job's state has other leaves than the checkpoint: its code or spec has changed.
-
-    With `may_hold_more`, leaves that only the checkpoint has are passed over.
-    """
-    expected = describe(abstract)
-    saved = {name: LeafShape(shape=leaf["shape"], dtype=leaf["dtype"]) for name, leaf in manifest.leaves.items()}
-    compared = expected.keys() if may_hold_more else expected.keys() | saved.keys()
-    names = sorted(name for name in compared if expected.get(name) != saved.get(name))
-    if names:
-        lines = [f"{name}: checkpoint has {_leaf(saved, name)}, the job {_leaf(expected, name)}" for name in names]
-        raise ResumeError(f"checkpoint {manifest.name} does not fit this job{listed(lines)}")
-
-
-def _leaf(leaves: dict[str, LeafShape], name: str) -> str:
-    return type_text(leaves[name]["dtype"], leaves[name]["shape"]) if name in leaves else "nothing"

@@ -1,6 +1,7 @@
 """The keys of `manifest.json`, the file that makes a directory a checkpoint."""
 
 from dataclasses import replace
+from typing import TypedDict
 
 from runner.attempt.environment import ENVIRONMENT_KEYS
 from runner.record import Key
@@ -37,3 +38,16 @@ MANIFEST_KEYS = (
     Key("contested", bool, "True in a bucket where an earlier attempt may still try to commit the same step."),
     Key("void", int, "Attempt that gave the step up: this is no checkpoint. Then only `format` and `digest` beside."),
 )
+
+
+class LeafShape(TypedDict):
+    """Shape and dtype of a leaf, as JSON."""
+
+    shape: list[int]
+    dtype: str
+
+
+class LeafRecord(LeafShape):
+    """What a manifest says of a leaf."""
+
+    digest: str

@@ -18,13 +18,13 @@ from runner.attempt.claim import Attempt
 from runner.attempt.identity import Claimant
 from runner.checkpoint import fingerprint, reader
 from runner.checkpoint.fast import FastTier
+from runner.checkpoint.fit import check_leaves
 from runner.checkpoint.leaves import from_stored, named, stored
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
     Manifest,
     NotCommittedError,
-    check_leaves,
     file_problems,
     newest_manifest,
     read_manifest,

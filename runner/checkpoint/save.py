@@ -162,7 +162,8 @@ class Saver:
         stall_seconds = time.monotonic() - started_seconds
         self.stall_seconds = stall_seconds
         tier = {} if is_durable else {"tier": "fast"}
-        self._attempt.record("save", draft.step, blocked_seconds=round(stall_seconds, 4), **tier)
+        clock = self._attempt.progress.clock.at_step()
+        self._attempt.record("save", draft.step, blocked_seconds=round(stall_seconds, 4), clock=clock, **tier)
         return is_durable, self._buffer.swap(state, reader)
 
     def _is_left_out(self, step: int, kind: SaveKind) -> bool:
@@ -273,6 +274,7 @@ class Saver:
             fingerprint=manifest.fingerprint,
             seconds_to_durable=save.seconds,
             bytes=manifest.num_bytes,
+            read_back=save.read_back is not None,
         )
 
     def _give_up(self, save: _Save, failure: BaseException) -> None:

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import jax
 
 from runner.checkpoint import fingerprint, reader
+from runner.checkpoint.fit import check_leaves
 from runner.checkpoint.leaves import from_stored, named, stored
 from runner.checkpoint.look import read_leaves
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     Manifest,
     NotCommittedError,
-    check_leaves,
     committed,
     file_problems,
     read_manifest,

@@ -13,6 +13,7 @@ from types import TracebackType
 from runner.accelerator import set_deterministic
 from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, of_exit
 from runner.hosts import gcp_preemption
+from runner.hosts.clock import Bucket, Clock
 from runner.hosts.join import start
 from runner.hosts.placement import Placement, detect
 from runner.hosts.preemption import StopNotice, end_process
@@ -23,7 +24,7 @@ from runner.terminal import warn
 _CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")  # what they would print is told in one line
 
 
-def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, stop: StopNotice) -> None:
+def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> None:
     """Run the job to its end, and end this process with its exit code.
 
     Returns only by raising `RunnerError`, where nothing has begun yet. Called on every host.
@@ -41,13 +42,15 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     for library in _CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     is_elastic = spec.topology is not None and spec.topology.elastic
+    clock.enter(Bucket.DISTRIBUTED_INIT)
     hosts = start(placement, spec.deadlines, is_elastic)
+    clock.enter(Bucket.SET_UP)
     sys.excepthook, sys.unraisablehook = _end_on_bug, _leave_out_late_writes
     stop.join(hosts if hosts.num_processes > 1 else None)
     gcp_preemption.watch(stop.ask)
     code = EXIT_DONE
     try:
-        job(hosts, stop)
+        job(hosts, stop, clock)
     except RunnerError as error:
         warn(str(error))
         code = error.exit_code
@@ -56,6 +59,7 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     except SystemExit as error:
         end_process(EXIT_FAILED, str(of_exit(error)))
     hosts.leave(code)
+    clock.end(code)
     end_process(code)
 
 

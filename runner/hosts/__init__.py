@@ -8,6 +8,7 @@
 - `liveness` who has disconnected, who has crashed, how to leave in order
 - `agreement` `Hosts`: host 0 decides, every host hears
 - `join` start-up: makes `Hosts`
+- `clock` where the time of a process goes, by bucket
 - `progress` the phase and the last completed step of the training thread
 - `straggler` which hosts come late to a step
 - `beat` what every process reports each second

@@ -36,12 +36,12 @@ def is_overdue(beats: Collection[Beat], seconds_since_data: float, step_deadline
     `seconds_since_data` is how long ago one was last seen at it.
     """
     is_fed = seconds_since_data > step_deadline_seconds
-    return any(beat.is_overdue and (is_fed or beat.phase != STEP) for beat in beats)
+    return any(beat.is_overdue and (is_fed or beat.phase != STEP.name) for beat in beats)
 
 
 def waits_for_data(beats: Collection[Beat]) -> bool:
     """Whether one of them does."""
-    return any(beat.phase == DATA for beat in beats)
+    return any(beat.phase == DATA.name for beat in beats)
 
 
 def describe(beats: dict[int, Beat], silent: dict[int, str]) -> str:
@@ -70,4 +70,4 @@ def _name(processes: list[int], beat: Beat | None) -> str:
 
 def _where(beat: Beat) -> str:
     """The phase, and the step: the one in hand, which is the one after the last completed."""
-    return f"in step {beat.step + 1}" if beat.phase == STEP else f"in {beat.phase} at step {beat.step}"
+    return f"in step {beat.step + 1}" if beat.phase == STEP.name else f"in {beat.phase} at step {beat.step}"

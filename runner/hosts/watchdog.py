@@ -28,6 +28,7 @@ from runner.errors import EXIT_RETRYABLE, PeerLostError, RunnerError, first_line
 from runner.hosts import key_value
 from runner.hosts.agreement import Hosts
 from runner.hosts.beat import Beat, describe, is_overdue, waits_for_data
+from runner.hosts.clock import Clock
 from runner.hosts.preemption import end_process
 from runner.hosts.progress import Progress
 from runner.hosts.straggler import Rounds, Straggling
@@ -59,11 +60,12 @@ class Watchdog:
         self,
         hosts: Hosts,
         deadlines: Deadlines,
+        clock: Clock,
         on_verdict: Callable[[str], None],
         on_straggler: Callable[[Straggling], None],
         on_progress: Callable[[int], None],
     ):
-        self.progress = Progress()
+        self.progress = Progress(clock)
         self._hosts, self._deadlines = hosts, deadlines
         self._on_verdict, self._on_straggler, self._on_progress = on_verdict, on_straggler, on_progress
         self._reported_step, self._next_report_beat = 0, 1
@@ -117,6 +119,7 @@ class Watchdog:
         if is_time and not self._is_over.is_set():
             self._forgive_a_pause()
             beat = self._beat()
+            self.progress.clock.beat()
             self._report_progress(beat.step)
             if self._hosts.num_processes > 1:
                 self._exchange(beat)
@@ -149,7 +152,7 @@ class Watchdog:
         return Beat(
             number=self._num_beats,
             host=socket.gethostname(),
-            phase=progress.phase,
+            phase=progress.phase.name,
             step=progress.step,
             seconds=round(seconds, 1),
             is_overdue=seconds > progress.deadline_seconds(self._deadlines),

@@ -18,7 +18,7 @@ from runner.storage.background_writer import BackgroundWriter
 from runner.storage.cache_directory import default_cache_directory
 from runner.storage.failure import DiskError, ForbiddenError, OtherKindError, kind_of
 from runner.storage.local import LocalStore
-from runner.storage.log import Log, open_log, read_log
+from runner.storage.log import Log, iterate_log, open_log, read_log
 from runner.storage.retry import DeadlineError, DeniedError, TransientError
 from runner.storage.store import (
     ABSENT,
@@ -71,6 +71,7 @@ __all__ = [
     "encode_json",
     "encode_line",
     "extra_of",
+    "iterate_log",
     "kind_of",
     "local_directory",
     "number_in",

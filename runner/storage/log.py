@@ -1,13 +1,16 @@
 """Lines that are only ever appended: one file on a disk, parts of one writer each in a bucket."""
 
 import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from runner.storage.background_writer import BackgroundWriter
-from runner.storage.local import append_line
+from runner.storage.local import LocalStore, append_line
 from runner.storage.store import JsonObject, Store, encode_line, parse_lines
 
 PART_BYTES = 1 << 20
+_NUM_READERS = 16
 
 
 class Log(Protocol):
@@ -57,14 +60,22 @@ def open_log(store: Store, name: str, writer: str, background: BackgroundWriter)
 
 def read_log(store: Store, name: str) -> list[JsonObject]:
     """All rows of all writers; of several writers by their `time`."""
-    try:
-        rows = parse_lines(store.read(f"{name}.jsonl"))
-    except FileNotFoundError:
-        rows = []
-    parts = sorted(store.children(name)) if store.root is None else []
-    for part in parts:
-        rows += parse_lines(store.read(f"{name}/{part}"))
-    return sorted(rows, key=_time) if parts else rows
+    rows = list(iterate_log(store, name))
+    return sorted(rows, key=_time) if store.root is None else rows
+
+
+def iterate_log(store: Store, name: str) -> Iterator[JsonObject]:
+    """The rows one by one, so that they need not fit into memory: in a bucket those of one writer after another's."""
+    if store.root is not None:
+        lines: Iterable[bytes] = LocalStore(store.root).lines(f"{name}.jsonl")
+        for line in lines:
+            yield from parse_lines(line)
+        return
+    parts = sorted(store.children(name))
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        for start in range(0, len(parts), _NUM_READERS):
+            for content in pool.map(lambda part: store.read(f"{name}/{part}"), parts[start : start + _NUM_READERS]):
+                yield from parse_lines(content)
 
 
 def _time(row: JsonObject) -> float:

@@ -2,6 +2,7 @@
 
 import contextlib
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ from runner.attempt.account import Account
 from runner.attempt.claim import Attempt
 from runner.config import TrainerConfig
 from runner.hosts.agreement import Hosts
+from runner.hosts.progress import EVALUATION
 from runner.periodic import is_due, tokens_at
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
@@ -103,6 +105,7 @@ class Report(Account):
             row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_of_a_token_per_second
         if self._is_evaluation_due(step):
             row |= self._evaluate(weights, step) or {}
+        row |= {"perf/time": time.time(), "perf/attempt": self._attempt.number}
         if self._attempt.hosts.is_main:
             self._attempt.fence.glance()
             self._metrics.append(row)
@@ -129,13 +132,14 @@ class Report(Account):
     def _evaluate(self, weights: Any, step: int) -> Row | None:
         """Figures of all evaluators; None if the job was asked to stop meanwhile."""
         found: Row = {}
-        with self._attempt.progress.during("evaluation"):
+        with self._attempt.progress.during(EVALUATION):
             for evaluator in self._evaluators:
                 figures = evaluator.evaluate(weights, step, self._attempt.hosts)
                 if figures is None:
                     return None
                 found |= figures
         self.window.restart_clock()
+        self._attempt.record("evaluate", step, figures=found)
         return found
 
     def _show(self, row: Row) -> None:

@@ -5,6 +5,7 @@ from runner.checkpoint.manifest import newest_manifest
 from runner.data import Dataset
 from runner.errors import DataError
 from runner.hosts.agreement import Hosts
+from runner.hosts.progress import SAVE
 from runner.storage import JsonObject, Store
 
 
@@ -41,7 +42,7 @@ def refuse_changed_data(dataset: Dataset, attempt: Attempt) -> None:
     alone sees a change, in a copy of its own, ends so alone; the others then lose a peer.
     """
     problem = None
-    with attempt.progress.during("save"):
+    with attempt.progress.during(SAVE):
         try:
             dataset.check()
         except DataError as error:

@@ -77,7 +77,7 @@ def measure(spec: str, scratch: Path, num_processes: int, cold: bool) -> dict[st
     old_file = (directory / "metrics.jsonl").stat().st_ino
     spawned = time.time()
     processes = spawn(spec, directory, cache, num_processes)
-    attempt = max(int(path.name) for path in (directory / "attempts").iterdir()) + 1
+    attempt = max(int(path.name) for path in (directory / "attempts").glob("*[0-9]")) + 1
 
     def events() -> dict[str, float]:
         rows = read_log(LocalStore(directory), "events")

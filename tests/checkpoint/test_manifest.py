@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from runner.checkpoint.fit import check_leaves
 from runner.checkpoint.manifest import (
     MANIFEST,
     TOMBSTONE,
     Manifest,
     NotCommittedError,
-    check_leaves,
     committed,
     file_problems,
     newest_manifest,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.hosts.progress import DATA, Progress
+from runner.hosts.progress import DATA, EVALUATION, STEP, Progress
 from runner.spec import Deadlines
 
 
@@ -35,11 +35,11 @@ def test_what_is_no_step_has_its_own_deadline_and_does_not_count_as_one(clock):
     progress.arrive(0)
     clock[0] += 1.0
     progress.arrive(1)
-    with progress.during("evaluation"):
-        assert progress.phase == "evaluation"
+    with progress.during(EVALUATION):
+        assert progress.phase == EVALUATION
         assert progress.deadline_seconds(deadlines) == 500.0
         clock[0] += 100.0
-    assert (progress.phase, progress.since_seconds) == ("step", clock[0])
+    assert (progress.phase, progress.since_seconds) == (STEP, clock[0])
     clock[0] += 1.0
     progress.arrive(2)
     assert progress.gaps() == [1.0, 1.0]
@@ -59,7 +59,7 @@ def test_a_wait_for_data_has_a_phases_deadline_and_is_no_part_of_the_step(clock)
         yield "batch"
 
     assert progress.take(batches()) == "batch"
-    assert (progress.phase, clock[0] - progress.since_seconds) == ("step", 0.5)
+    assert (progress.phase, clock[0] - progress.since_seconds) == (STEP, 0.5)
     clock[0] += 1.0
     progress.arrive(2)
     assert progress.gaps() == [1.0, 1.5]

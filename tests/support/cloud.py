@@ -141,7 +141,7 @@ class CloudJob:
 
     def num_attempts(self) -> int:
         """Attempts that have claimed the directory."""
-        return len(self.files("attempts/"))
+        return sum(name.rpartition("/")[2].isdecimal() for name in self.files("attempts/"))
 
     def what_counts(self) -> dict[str, bytes]:
         """The objects that say where the run stands, byte by byte."""

@@ -33,6 +33,8 @@ ROW_KEYS = (
         "The model's FLOPs over the devices' peak; only on chips whose peak is known (`runner/accelerator.py`).",
         "share",
     ),
+    Key("perf/time", float, "When the row was written, by the clock of the main host.", "Unix seconds"),
+    Key("perf/attempt", int, "Number of the attempt that computed this step."),
     Key("data/<name>/tokens", int, "Tokens that a source of a mixture gave since step 0.", "tokens"),
     Key("data/<name>/epochs", float, "How often the run has read a source of a mixture."),
     Key("val/loss", float, "Mean cross entropy over the validation batches; only at evaluated steps.", "nats"),

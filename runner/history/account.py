@@ -1,0 +1,161 @@
+"""Every second of a run in exactly one bucket, and the steps that were lost. Pure.
+
+1. An attempt's window is from its begin to its last sign of life. Where the next attempt began before that, as a new
+   machine may while the old one still saves, the seconds belong to the older until the newer has claimed the directory,
+   and to the newer from then on: windows never overlap, and what lies between two of them is the gap.
+2. Within its window an attempt's clock says where the time went. What it does not is unattributed.
+3. Of an attempt's steps those beyond what any later attempt has resumed from were lost; their time is what the clock
+   had counted for steps at its end, less what it had when the save of that step was made.
+4. Of an attempt without a clock, by a runner that kept none, the ledger's own times are taken: from the state that was
+   ready to the last event, but for saves, all is steps, and what lies before the state is compile, restore, or
+   unattributed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from runner.attempt.clock_file import Kept
+from runner.history.ledger import Told
+from runner.hosts.clock import COUNTED, Bucket
+
+Seconds = dict[Bucket, float]
+_EARLY = (Bucket.UNATTRIBUTED, *COUNTED)  # what goes first where the begin of a window is cut off
+_LATE = (Bucket.UNATTRIBUTED, Bucket.STEPS, *reversed(COUNTED))  # and its end
+
+
+@dataclass(frozen=True)
+class Life:
+    """What is known of one attempt, from whichever source."""
+
+    told: Told
+    kept: Kept | None
+    claimed: float | None  # Unix seconds
+
+    @property
+    def began(self) -> float:
+        """The first that is known of it, in Unix seconds."""
+        if self.kept is not None:
+            return self.kept.began
+        began = self.told.start.get("began")
+        known = [began if isinstance(began, float) and began <= self.told.first else math.inf, self.told.first]
+        found = min(*known, math.inf if self.claimed is None else self.claimed)
+        return found if math.isfinite(found) else 0.0
+
+    @property
+    def ended(self) -> float:
+        """Its last sign of life."""
+        signs = [self.began, self.told.last]
+        if self.kept is not None:
+            signs.append(self.kept.reading.time)
+        return max(signs)
+
+    @property
+    def reached_step(self) -> int | None:
+        """The last step that it is known to have completed; None if it never had a state."""
+        kept = self.kept.reading.step if self.kept is not None and self.told.resumed_step is not None else None
+        steps = [step for step in (self.told.step, kept) if step is not None]
+        return max(steps) if steps and self.told.resumed_step is not None else None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one attempt has of the run's time: its window, which is at `began`, and the buckets that sum to it."""
+
+    began: float
+    ended: float
+    gap_seconds: float
+    seconds: Seconds
+    lost_steps: int
+
+
+def share_out(lives: Sequence[Life], now: float | None) -> list[Share]:
+    """The share of each attempt, in order; `now` ends the newest if that lives, else None."""
+    floors = _floors(lives)
+    shares: list[Share] = []
+    for index, life in enumerate(lives):
+        newer = lives[index + 1] if index + 1 < len(lives) else None
+        share = _alone(life, floors[index], now if newer is None else None)
+        if newer is not None:
+            share = _cut_end(share, newer.began if newer.claimed is None else newer.claimed)
+        shares.append(_after(share, shares[-1].ended if shares else None))
+    return shares
+
+
+def _floors(lives: Sequence[Life]) -> list[int | None]:
+    """For each attempt the lowest step that a later one has resumed from; None if none has."""
+    floors: list[int | None] = []
+    floor: int | None = None
+    for life in reversed(lives):
+        floors.append(floor)
+        resumed = life.told.resumed_step
+        if resumed is not None:
+            floor = resumed if floor is None else min(floor, resumed)
+    return floors[::-1]
+
+
+def _alone(life: Life, floor: int | None, now: float | None) -> Share:
+    """The share of an attempt as if there were no other."""
+    ended = life.ended if now is None else max(now, life.ended)
+    seconds = _counted(life) if life.kept is not None else _told(life.told)
+    if life.kept is not None and now is not None and life.kept.reading.code is None:
+        seconds[life.kept.reading.bucket] += max(ended - life.kept.reading.time, 0.0)
+    reached, resumed, lost_steps = life.reached_step, life.told.resumed_step, 0
+    if reached is not None and resumed is not None and floor is not None and floor < reached:
+        kept_step = max(floor, resumed)
+        steps_seconds = seconds[Bucket.STEPS]
+        lost_seconds = steps_seconds - life.told.steps_seconds_at(kept_step, reached, steps_seconds)
+        lost_seconds = min(max(lost_seconds, 0.0), steps_seconds)
+        seconds[Bucket.STEPS] -= lost_seconds
+        seconds[Bucket.LOST_STEPS] += lost_seconds
+        lost_steps = reached - kept_step
+    return _fitted(Share(life.began, ended, 0.0, seconds, lost_steps))
+
+
+def _counted(life: Life) -> Seconds:
+    assert life.kept is not None
+    return dict.fromkeys(Bucket, 0.0) | dict(zip(COUNTED, life.kept.reading.seconds, strict=True))
+
+
+def _told(told: Told) -> Seconds:
+    """Of an attempt without a clock."""
+    seconds = dict.fromkeys(Bucket, 0.0)
+    seconds[Bucket.COMPILE], seconds[Bucket.RESTORE] = told.compile_seconds, told.restore_seconds
+    if told.ready is not None:
+        seconds[Bucket.SAVE_STALL] = told.stall_seconds
+        seconds[Bucket.STEPS] = max(told.last - told.ready - told.stall_seconds, 0.0)
+    return seconds
+
+
+def _fitted(share: Share) -> Share:
+    """Its seconds as they sum to the window: what is missing is unattributed, what is too much is cut off its end."""
+    missing, seconds = share.ended - share.began - sum(share.seconds.values()), dict(share.seconds)
+    seconds[Bucket.UNATTRIBUTED] += max(missing, 0.0)
+    return replace(share, seconds=_without(seconds, max(-missing, 0.0), _LATE))
+
+
+def _cut_end(share: Share, moment: float) -> Share:
+    """Without what lies after `moment`."""
+    if share.ended <= moment:
+        return share
+    ended = max(moment, share.began)
+    return replace(share, ended=ended, seconds=_without(share.seconds, share.ended - ended, _LATE))
+
+
+def _after(share: Share, moment: float | None) -> Share:
+    """Without what lies before `moment`, where the attempt before has ended; with the gap since then."""
+    if moment is None or share.began >= moment:
+        return replace(share, gap_seconds=0.0 if moment is None else share.began - moment)
+    ended = max(share.ended, moment)
+    lacking = moment - share.began - (ended - share.ended)
+    return replace(share, began=moment, ended=ended, seconds=_without(share.seconds, lacking, _EARLY))
+
+
+def _without(seconds: Seconds, amount: float, order: Sequence[Bucket]) -> Seconds:
+    """The same with `amount` taken away, from the first of `order` that have any."""
+    left = dict(seconds)
+    for bucket in (Bucket.LOST_STEPS, *order) if order is _LATE else (*order, Bucket.LOST_STEPS):
+        taken = min(left[bucket], amount)
+        left[bucket] -= taken
+        amount -= taken
+    return left

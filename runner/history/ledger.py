@@ -1,0 +1,214 @@
+"""What the events tell of each attempt, read once from the first to the last, in bounded memory.
+
+What bounds it: an attempt keeps its newest `_MARKS_MAX` saves, the whole run `NOTICES_MAX` notices and `_POINTS_MAX`
+validation losses, commits only of the checkpoints that are there. Whatever in a line is not as it should be is taken
+for not there.
+"""
+
+import collections
+import math
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.history.record import Notice
+from runner.hosts.clock import Bucket
+from runner.storage import JsonObject
+
+NOTICES_MAX = 50
+_MARKS_MAX = 256
+_POINTS_MAX = 2048
+_OF_A_STEP = {"init", "restore", "save", "commit", "evaluate", "progress", "preempt", "done", "failed", "stuck"}
+_TEXT_MAX = 300
+
+
+@dataclass
+class Told:
+    """What the ledger tells of one attempt; what it does not is None, or 0 seconds."""
+
+    number: int
+    first: float = math.inf
+    last: float = -math.inf
+    start: JsonObject = field(default_factory=dict)
+    compile_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    ready: float | None = None  # when the state was there
+    resumed_step: int | None = None
+    step: int | None = None
+    num_saves: int = 0
+    stall_seconds: float = 0.0
+    marks: "collections.deque[tuple[int, float]]" = field(default_factory=lambda: collections.deque(maxlen=_MARKS_MAX))
+    end: str | None = None
+    code: int | None = None
+    reason: str | None = None
+    straggler: JsonObject = field(default_factory=dict)
+
+    def steps_seconds_at(self, step: int, reached_step: int, reached_seconds: float) -> float:
+        """What its steps had taken when `step` was completed: as the save of that step says, or in proportion."""
+        before, after = (self.resumed_step or 0, 0.0), (reached_step, reached_seconds)
+        for mark in self.marks:
+            if mark[0] <= step:
+                before = mark
+            elif mark[0] < after[0]:
+                after = mark
+        if step <= before[0] or after[0] <= before[0]:
+            return before[1]
+        return before[1] + (after[1] - before[1]) * (step - before[0]) / (after[0] - before[0])
+
+
+@dataclass
+class Ledger:
+    """All that the events tell.
+
+    Attributes:
+        checkpoints: the steps that are asked for.
+        commits: of them: time, bytes, attempt.
+        verified: of them, those whose bits were read back or restored since their last commit.
+        validation: (step, val/loss) of the surviving trajectory.
+    """
+
+    checkpoints: Set[int] = frozenset()
+    attempts: dict[int, Told] = field(default_factory=dict)
+    commits: dict[int, tuple[float, int, int]] = field(default_factory=dict)
+    verified: set[int] = field(default_factory=set)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    best_validation: tuple[int, float] | None = None
+    notices: "collections.deque[Notice]" = field(default_factory=lambda: collections.deque(maxlen=NOTICES_MAX))
+
+
+def whole_number(row: JsonObject, key: str) -> int | None:
+    """The value of a key if it is one."""
+    value = row.get(key)
+    return value if type(value) is int and abs(value) < 1 << 62 else None
+
+
+def number(row: JsonObject, key: str) -> float | None:
+    """The value of a key if it is a finite number."""
+    value = row.get(key)
+    if type(value) is int:
+        return float(value) if abs(value) < 1 << 62 else None
+    return value if isinstance(value, float) and math.isfinite(value) else None
+
+
+def text(value: Any) -> str:
+    """A value in one line of bounded length; what a terminal would obey is left out."""
+    shown = value if isinstance(value, str) else repr(value)
+    return "".join(each if each.isprintable() else " " for each in shown[: 4 * _TEXT_MAX]).strip()[:_TEXT_MAX]
+
+
+def read_ledger(rows: Iterable[JsonObject], checkpoints: Set[int]) -> Ledger:
+    """Take in all events; of commits those of the steps in `checkpoints`."""
+    ledger = Ledger(checkpoints)
+    for row in rows:
+        attempt, moment, event = whole_number(row, "attempt"), number(row, "time"), row.get("event")
+        if attempt is None or attempt < 1 or moment is None or not isinstance(event, str):
+            continue
+        told = ledger.attempts.setdefault(attempt, Told(attempt))
+        told.first, told.last = min(told.first, moment), max(told.last, moment)
+        step = whole_number(row, "step")
+        if step is not None and event in _OF_A_STEP:
+            told.step = step if told.step is None else max(told.step, step)
+        if event in _TAKE:
+            _TAKE[event](ledger, told, row, step, moment)
+        if event in _SAY:
+            ledger.notices.append(Notice(moment, attempt, event, step, text(_SAY[event](row))))
+    return ledger
+
+
+def _start(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+    told.start = row
+
+
+def _prepare(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+    told.compile_seconds = number(row, "seconds") or 0.0
+
+
+def _begin(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+    """`init` and `restore`: what lies beyond this step is done again."""
+    told.restore_seconds, told.ready = number(row, "seconds") or 0.0, moment
+    told.resumed_step = step
+    if step is None:
+        return
+    ledger.commits = {known: commit for known, commit in ledger.commits.items() if known <= step}
+    ledger.verified = {known for known in ledger.verified if known <= step}
+    if row.get("event") == "restore" and row.get("tier") != "fast" and step in ledger.checkpoints:
+        ledger.verified.add(step)
+    ledger.validation = [point for point in ledger.validation if point[0] <= step]
+    ledger.best_validation = min(ledger.validation, key=lambda point: point[1], default=None)
+
+
+def _save(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+    blocked_seconds, clock = number(row, "blocked_seconds") or 0.0, row.get("clock")
+    counted = number(clock, Bucket.STEPS.value) or 0.0 if isinstance(clock, dict) else None
+    if counted is None and told.ready is not None:  # of a runner that kept no clock
+        counted = max(moment - blocked_seconds - told.ready - told.stall_seconds, 0.0)
+    if step is not None and counted is not None:
+        told.marks.append((step, counted))
+    told.num_saves += 1
+    told.stall_seconds += blocked_seconds
+
+
+def _commit(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+    size = whole_number(row, "bytes")
+    if step is not None and step in ledger.checkpoints and row.get("tier") != "fast" and size is not None:
+        ledger.commits[step] = (moment, size, told.number)
+        if row.get("read_back") is True:
+            ledger.verified.add(step)
+
+
+def _evaluate(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+    figures = row.get("figures")
+    loss = number(figures, "val/loss") if isinstance(figures, dict) else None
+    if step is None or loss is None or (ledger.validation and step <= ledger.validation[-1][0]):
+        return
+    ledger.validation.append((step, loss))
+    if ledger.best_validation is None or loss < ledger.best_validation[1]:
+        ledger.best_validation = (step, loss)
+    if len(ledger.validation) > _POINTS_MAX:
+        ledger.validation = ledger.validation[::2]
+
+
+def _failed(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+    """The first that is told, the main host's before others': what comes after it is often its consequence."""
+    if told.end is None or (row.get("process") == 0 and told.end == "failed"):
+        told.end, told.code, told.reason = "failed", whole_number(row, "code"), text(row.get("reason"))
+
+
+def _stuck(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+    told.end, told.reason = "stuck", text(row.get("reason"))
+
+
+def _end(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+    """`preempt` and `done`."""
+    told.end = str(row["event"])
+
+
+def _straggler(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+    told.straggler = row
+
+
+_TAKE: dict[str, Callable[[Ledger, Told, JsonObject, int | None, float], None]] = {
+    "start": _start,
+    "prepare": _prepare,
+    "init": _begin,
+    "restore": _begin,
+    "save": _save,
+    "commit": _commit,
+    "evaluate": _evaluate,
+    "failed": _failed,
+    "stuck": _stuck,
+    "preempt": _end,
+    "done": _end,
+    "straggler": _straggler,
+}
+
+_SAY: dict[str, Callable[[JsonObject], Any]] = {
+    "failed": lambda row: row.get("reason"),
+    "stuck": lambda row: row.get("reason"),
+    "corruption": lambda row: row.get("reason"),
+    "save_failed": lambda row: f"the save of step {row.get('step')} failed: {row.get('reason')}",
+    "fallback": lambda row: f"checkpoint {row.get('rejected')} was not restored: {row.get('reason')}",
+    "quarantine": lambda row: f"checkpoint {row.get('step')} is in {row.get('moved_to')}: {row.get('reason')}",
+    "grace": lambda row: row.get("reason"),
+    "changed": lambda row: row.get("changes"),
+}

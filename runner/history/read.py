@@ -1,0 +1,245 @@
+"""The history of one directory. Reads each thing once, and tells what it could not read instead of falling over it."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import yaml
+
+from runner.attempt.clock_file import Kept, decode, name_of
+from runner.attempt.owner import read_owner
+from runner.attempt.result import Result, read_result
+from runner.errors import InvalidError, StorageError
+from runner.history.account import Life, Share, share_out
+from runner.history.checkpoint import list_names, read_checkpoints
+from runner.history.ending import Ending, ending_of
+from runner.history.ledger import Ledger, Told, number, read_ledger, text, whole_number
+from runner.history.record import Attempt, Checkpoint, History, Speed, State, Straggling
+from runner.history.row import read_sample
+from runner.hosts.clock import Bucket
+from runner.storage import DiskError, JsonObject, Store, iterate_log, number_in, read_json
+
+_NUM_READERS = 16
+_SPEED_ROWS = 20
+_LOOP = (Bucket.DATA_WAIT, Bucket.STEPS, Bucket.LOST_STEPS, Bucket.EVALUATION, Bucket.SAVE_STALL)
+_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+Value = TypeVar("Value")
+
+
+def read_history(store: Store, now: float | None = None) -> History:
+    """The history of the run in `store`, as it stands at `now` (Unix seconds; None: this moment).
+
+    Raises `InvalidError` where there is no run, `StorageError` if a bucket does not answer.
+    """
+    now = time.time() if now is None else now
+    reader = _Reader(store)
+    steps, names = reader.steps_and_names()
+    ledger = reader.ledger(set(steps))
+    lives = reader.lives(ledger)
+    if not lives:
+        raise InvalidError(f"{store.url}: no run is here" + "".join(f"; {line}" for line in reader.unread[:1]))
+    sample, spec, result = reader.sample(), reader.spec(), reader.result()
+    owner = reader.try_to(lambda: read_owner(store), None)
+    total_steps = _total_steps(lives, spec)
+    endings = [ending_of(life, newer, now) for life, newer in zip(lives, [*lives[1:], None], strict=True)]
+    shares = share_out(lives, now if endings[-1].is_alive else None)
+    attempts = tuple(map(_attempt, lives, shares, endings))
+    seconds, wall_seconds = _sum(shares), shares[-1].ended - shares[0].began
+    last, validation = attempts[-1], _validation(ledger, sample)
+    is_done = result is not None and result.step >= (total_steps or 0) and not endings[-1].is_alive
+    return History(
+        url=store.url,
+        id=None if owner is None else owner.id,
+        name=None if owner is None else text(owner.name),
+        now=now,
+        state=State.DONE if is_done else last.state,
+        since=last.since,
+        reason=None if is_done else last.reason,
+        step=_step(attempts, result if is_done else None),
+        total_steps=total_steps,
+        attempts=attempts,
+        seconds=seconds,
+        wall_seconds=wall_seconds,
+        goodput=seconds[Bucket.STEPS] / wall_seconds if wall_seconds > 0 else 0.0,
+        lost_steps=sum(attempt.lost_steps for attempt in attempts),
+        speed=_speed(sample, last, total_steps if endings[-1].is_alive else None),
+        checkpoints=reader.checkpoints(steps, names, ledger),
+        row=sample[-1] if sample else {},
+        trend=sample,
+        validation=tuple(validation),
+        best_validation=min(validation, key=lambda point: point[1], default=None),
+        straggling=_straggling(lives[-1].told),
+        warnings=tuple(ledger.notices),
+        spec=spec,
+        unread=tuple(reader.unread),
+    )
+
+
+class _Reader:
+    """Reads the parts of one directory; what is damaged is noted in `unread`, not raised."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self.unread: list[str] = []
+
+    def try_to(self, read: Callable[[], Value], otherwise: Value) -> Value:
+        """What `read` returns, `otherwise` if it cannot. Raises `StorageError` if a bucket does not answer."""
+        try:
+            return read()
+        except FileNotFoundError:
+            return otherwise
+        except DiskError as error:
+            self.unread.append(text(str(error)))
+        except StorageError:
+            raise
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            self.unread.append(text(str(error)))
+        return otherwise
+
+    def steps_and_names(self) -> tuple[list[int], list[str]]:
+        """Of the directories below `checkpoints/`."""
+        nothing: tuple[list[int], list[str]] = ([], [])
+        return self.try_to(lambda: list_names(self._store), nothing)
+
+    def checkpoints(self, steps: Sequence[int], names: Sequence[str], ledger: Ledger) -> tuple[Checkpoint, ...]:
+        """What is known of those."""
+        return tuple(self.try_to(lambda: read_checkpoints(self._store, steps, names, ledger), []))
+
+    def ledger(self, checkpoints: set[int]) -> Ledger:
+        """The events."""
+        return self.try_to(lambda: read_ledger(iterate_log(self._store, "events"), checkpoints), Ledger())
+
+    def sample(self) -> tuple[JsonObject, ...]:
+        """Rows of metrics, the newest last."""
+        return self.try_to(lambda: read_sample(self._store), ())
+
+    def result(self) -> Result | None:
+        """`result.json`."""
+        return self.try_to(lambda: read_result(self._store), None)
+
+    def spec(self) -> JsonObject:
+        """`spec.yaml` as it stands there, unchecked."""
+        content = self.try_to(lambda: self._store.read("spec.yaml"), b"")
+        found = self.try_to(lambda: yaml.load(content, _YAML_LOADER), None)  # noqa: S506 - both are safe loaders
+        return found if isinstance(found, dict) else {}
+
+    def lives(self, ledger: Ledger) -> list[Life]:
+        """Every attempt of which it is known when it was, in order."""
+        nothing: list[str] = []
+        names = set(self.try_to(lambda: self._store.children("attempts"), nothing))
+        claims = {found for found in map(number_in, names) if found is not None and found > 0}
+        numbers = sorted(claims | set(ledger.attempts))
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            kept = pool.map(lambda each: self._clock(each) if f"{each}.clock" in names else None, numbers)
+            claimed = pool.map(lambda each: self._claim(each) if each in claims else None, numbers)
+            told = [ledger.attempts.get(each) or Told(each) for each in numbers]
+            found = [Life(*parts) for parts in zip(told, kept, claimed, strict=True)]
+        return [life for life in found if life.kept or life.claimed is not None or math.isfinite(life.told.last)]
+
+    def _clock(self, attempt: int) -> Kept | None:
+        return self.try_to(lambda: decode(self._store.read(name_of(attempt))), None)
+
+    def _claim(self, attempt: int) -> float | None:
+        found: JsonObject = self.try_to(lambda: read_json(self._store, f"attempts/{attempt}"), {})
+        return number(found, "time")
+
+
+def _attempt(life: Life, share: Share, ending: Ending) -> Attempt:
+    start = life.told.start
+    hosts = start.get("hosts")
+    return Attempt(
+        number=life.told.number,
+        began=share.began,
+        ended=share.ended,
+        state=ending.state,
+        since=ending.since,
+        code=ending.code,
+        reason=ending.reason,
+        resumed_step=life.told.resumed_step,
+        reached_step=life.reached_step,
+        lost_steps=share.lost_steps,
+        gap_seconds=share.gap_seconds,
+        seconds=share.seconds,
+        hosts=tuple(map(text, hosts)) if isinstance(hosts, list) else (),
+        num_processes=whole_number(start, "processes"),
+        num_devices=whole_number(start, "devices"),
+        device_kind=text(start["device_kind"]) if "device_kind" in start else None,
+        num_saves=life.told.num_saves,
+    )
+
+
+def _sum(shares: Sequence[Share]) -> dict[Bucket, float]:
+    """All attempts and the gaps between them."""
+    seconds = {bucket: sum(share.seconds[bucket] for share in shares) for bucket in Bucket}
+    return seconds | {Bucket.GAP: sum(share.gap_seconds for share in shares)}
+
+
+def _total_steps(lives: Sequence[Life], spec: JsonObject) -> int | None:
+    """As the newest attempt that says has it; of a run by a runner that did not, from its spec."""
+    for life in reversed(lives):
+        found = whole_number(life.told.start, "total_steps")
+        if found is not None:
+            return found
+    config = spec.get("config")
+    sections = [config, config.get("train")] if isinstance(config, dict) else []
+    known = [whole_number(section, "total_steps") for section in sections if isinstance(section, dict)]
+    return next((found for found in known if found is not None), None)
+
+
+def _step(attempts: Sequence[Attempt], result: Result | None) -> int:
+    """Where the run stands: where its result, or else the newest attempt that came to a state, is."""
+    if result is not None:
+        return result.step
+    return next((each.reached_step for each in reversed(attempts) if each.reached_step is not None), 0)
+
+
+def _validation(ledger: Ledger, sample: Sequence[JsonObject]) -> list[tuple[int, float]]:
+    """By the ledger, and the best with it; of a run by a runner that did not say, by the sample of rows."""
+    points = dict(ledger.validation)
+    if ledger.best_validation is not None:
+        points.setdefault(*ledger.best_validation)
+    for row in sample:
+        loss = number(row, "val/loss")
+        if loss is not None:
+            points.setdefault(row["step"], loss)
+    return sorted(points.items())
+
+
+def _speed(sample: Sequence[JsonObject], attempt: Attempt, total_steps: int | None) -> Speed:
+    """Over the newest rows that the newest attempt has written, else over all of its loop."""
+    newest = [
+        row
+        for row in sample[-_SPEED_ROWS:]
+        if row.get("perf/attempt") == attempt.number and number(row, "perf/time") is not None
+    ]
+    step_seconds = None
+    if len(newest) > 1 and newest[-1]["perf/time"] > newest[0]["perf/time"]:
+        step_seconds = (newest[-1]["perf/time"] - newest[0]["perf/time"]) / (newest[-1]["step"] - newest[0]["step"])
+    elif attempt.reached_step is not None and attempt.reached_step > (attempt.resumed_step or 0):
+        loop_seconds = sum(attempt.seconds[bucket] for bucket in _LOOP)
+        step_seconds = loop_seconds / (attempt.reached_step - (attempt.resumed_step or 0))
+    row = sample[-1] if sample else {}
+    tokens = number(row, "perf/tokens_per_second")
+    left = None
+    if step_seconds is not None and total_steps is not None:
+        left = step_seconds * max(total_steps - (attempt.reached_step or 0), 0)
+    per_device = None if tokens is None or not attempt.num_devices else tokens / attempt.num_devices
+    return Speed(step_seconds, tokens, per_device, number(row, "perf/mfu"), left)
+
+
+def _straggling(told: Told) -> Straggling | None:
+    """Who comes late in the newest attempt, if anybody does."""
+    late, after = told.straggler.get("late"), told.straggler.get("after_seconds")
+    hosts = told.start.get("hosts")
+    if not (isinstance(late, list) and late and isinstance(after, list)):
+        return None
+    found = {}
+    for process in late:
+        if type(process) is int and 0 <= process < len(after) and isinstance(after[process], int | float):
+            is_named = isinstance(hosts, list) and process < len(hosts)
+            host = f" ({text(hosts[process])})" if isinstance(hosts, list) and is_named else ""
+            found[f"process {process}{host}"] = float(after[process])
+    return Straggling(whole_number(told.straggler, "step") or 0, found)

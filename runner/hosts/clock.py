@@ -1,0 +1,151 @@
+"""Where the time of a process goes: each second of it in one bucket. Does no I/O.
+
+`Bucket` is the table of all buckets and what each means; a process's clock counts those of `COUNTED`, the others appear
+when a run is looked at over all its attempts (`runner.history`).
+"""
+
+import enum
+import threading
+import time
+from typing import NamedTuple, Protocol
+
+from runner.process import age_seconds
+
+
+class Bucket(enum.Enum):
+    """What a second of wall time went into; exactly one each. In the order of an attempt's life.
+
+    The value is the name in files, `meaning` what counts.
+    """
+
+    meaning: str
+
+    def __new__(cls, key: str, meaning: str) -> "Bucket":
+        """A member whose value is `key` alone."""
+        member = object.__new__(cls)
+        member._value_, member.meaning = key, meaning
+        return member
+
+    GAP = "gap", "No process of the job lived: between two attempts, in a queue or waiting for a machine."
+    PROCESS_START = "process_start", "From the process's creation until it joins the others: Python, imports, the spec."
+    DISTRIBUTED_INIT = "distributed_init", "Until all processes of the job have found each other."
+    SET_UP = "set_up", "Devices, mesh and data are checked, the directory is claimed."
+    COMPILE = "compile", "The train step is traced and compiled, or found in a cache."
+    RESTORE = "restore", "A checkpoint is read and its bits are checked, or the state is made anew."
+    DATA_WAIT = "data_wait", "The training thread waits for a batch."
+    STEPS = "steps", "Steps that are part of the final trajectory: the loop, but for what has a bucket of its own."
+    LOST_STEPS = "lost_steps", "Steps that a later attempt has done again, since no save had kept them."
+    EVALUATION = "evaluation", "The weights are evaluated."
+    SAVE_STALL = "save_stall", "Training stands still for a save; what a save does in the background costs nothing."
+    SHUTDOWN = "shutdown", "From the last step, or the failure, to the end of the process."
+    UNATTRIBUTED = "unattributed", "Nothing is known of it."
+
+
+_OF_ALL_ATTEMPTS = (Bucket.GAP, Bucket.LOST_STEPS, Bucket.UNATTRIBUTED)
+COUNTED: tuple[Bucket, ...] = tuple(bucket for bucket in Bucket if bucket not in _OF_ALL_ATTEMPTS)
+_INDEX: dict[Bucket, int] = {bucket: index for index, bucket in enumerate(COUNTED)}
+
+
+class Reading(NamedTuple):
+    """What a clock says at one moment.
+
+    Attributes:
+        time: of the reading: Unix seconds at the process's start, and what has passed since by a steady clock.
+        step: the last one completed.
+        since: when the present phase began or the last step was completed, likewise.
+        bucket: of the present moment.
+        seconds: by bucket, in the order of `COUNTED`; they sum to `time` less when the process began.
+        code: the exit code that the job has come to, None while it lives.
+    """
+
+    time: float
+    step: int
+    since: float
+    bucket: Bucket
+    seconds: tuple[float, ...]
+    code: int | None
+
+
+class Keeper(Protocol):
+    """Keeps readings where they outlive the process. Neither call may raise, or wait for a network."""
+
+    def put(self, reading: Reading) -> None:
+        """Called by the training thread at each step and phase."""
+
+    def beat(self, reading: Reading) -> None:
+        """Called each second or so by another thread, and at the end."""
+
+
+class Clock:
+    """Seconds by bucket of this process. One a process; its training thread moves it, any thread reads it."""
+
+    def __init__(self, age: float = 0.0, bucket: Bucket = Bucket.SET_UP) -> None:
+        now = time.monotonic()
+        self.began = time.time() - age
+        self._origin_seconds = self.began - (now - age)  # from the steady clock to Unix time
+        self._seconds = [0.0] * len(COUNTED)
+        self._index, self._since_seconds = _INDEX[bucket], now - age
+        self._step, self._moved_seconds = 0, now - age
+        self._code: int | None = None
+        self._at_step: tuple[float, ...] = tuple(self._seconds)
+        self._lock = threading.Lock()
+        self._keeper: Keeper | None = None
+
+    @classmethod
+    def of_this_process(cls) -> "Clock":
+        """A clock that has run since the process was created."""
+        return cls(age_seconds(), Bucket.PROCESS_START)
+
+    def keep(self, keeper: Keeper | None) -> None:
+        """From now on give each reading to `keeper`; None: to nobody."""
+        self._keeper = keeper
+        self._put()
+
+    def enter(self, bucket: Bucket, is_kept: bool = True) -> None:
+        """From now on time goes into `bucket`. Training thread only; with `is_kept` False the keeper hears it later."""
+        with self._lock:
+            self._count(_INDEX[bucket])
+        if is_kept:
+            self._put()
+
+    def arrive(self, step: int) -> None:
+        """`step` is completed, or the one that the loop begins after. Training thread only."""
+        with self._lock:
+            self._count(_INDEX[Bucket.STEPS])
+            self._step, self._at_step = step, tuple(self._seconds)
+        self._put()
+
+    def _count(self, index: int) -> None:
+        now = time.monotonic()
+        self._seconds[self._index] += now - self._since_seconds
+        self._index, self._since_seconds, self._moved_seconds = index, now, now
+
+    def _put(self) -> None:
+        if self._keeper is not None:
+            self._keeper.put(self.read())
+
+    def beat(self) -> None:
+        """Tell the keeper that this process lives. Any thread."""
+        if self._keeper is not None:
+            self._keeper.beat(self.read())
+
+    def end(self, code: int) -> None:
+        """The job has come to this exit code; what comes now is its shutdown. Any thread, once or again."""
+        with self._lock:
+            self._count(_INDEX[Bucket.SHUTDOWN])
+            self._code = code
+        self.beat()
+
+    def read(self) -> Reading:
+        """What has been counted until now. Any thread."""
+        with self._lock:
+            now, seconds = time.monotonic(), self._seconds.copy()
+            index, step, moved_seconds, code = self._index, self._step, self._moved_seconds, self._code
+            seconds[index] += now - self._since_seconds
+        origin = self._origin_seconds
+        return Reading(now + origin, step, moved_seconds + origin, COUNTED[index], tuple(seconds), code)
+
+    def at_step(self) -> dict[str, float]:
+        """Seconds by bucket's name when the last step was completed, for the ledger; those that are not 0."""
+        counted = zip(COUNTED, self._at_step, strict=True)
+        return {bucket.value: round(seconds, 4) for bucket, seconds in counted if seconds >= 0.0001}
