@@ -286,7 +286,8 @@ def _environment(attempt: Attempt) -> list[tuple[str, str]]:
     found = [(str(name), str(text)) for name, text in versions.items()] if isinstance(versions, dict) else []
     if isinstance(commit := given.get("commit"), str):
         found.append(("commit", commit + (" with uncommitted changes" if given.get("dirty") is True else "")))
-    found += [("CPUs", str(given["cpus"]))] * ("cpus" in given)
+    if "cpus" in given:
+        found.append(("CPUs", str(given["cpus"])))
     if attempt.num_devices is not None:
         found.append(("devices", _devices(attempt)))
     if attempt.hosts:

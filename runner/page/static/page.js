@@ -77,7 +77,7 @@
         paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: "stays",
         font: { color: style("--text"), family: style("--font"), size: 12 },
         margin: { l: 12, r: 12, t: 8, b: 12 }, hovermode: "closest", showlegend: false, height: 300,
-        legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
+        legend: { orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom", x: 0 },
         hoverlabel: { bgcolor: style("--panel"), font: { color: style("--text") } },
         xaxis: { ...axis, title: { text: plain(x) } }, yaxis: { ...axis, title: { text: plain(y) } },
       },
@@ -218,7 +218,7 @@
     const [colour, pattern] = bucketStyle(data, name);
     return {
       type: "bar", orientation: "h", name: plain(label), base: [], x: [], y: [], customdata: [],
-      marker: { color: colour, line: { width: 0 }, pattern: { shape: pattern, size: 6, solidity: 0.35, fgcolor: style("--panel") } },
+      marker: { color: colour, line: { width: 0 }, pattern: { shape: pattern, size: 6, solidity: 0.3, fillmode: "overlay", fgcolor: style("--panel"), fgopacity: 1 } },
       hovertemplate: "attempt %{y}: %{customdata}<extra>" + plain(label) + "</extra>",
     };
   }
