@@ -23,6 +23,8 @@ COMMANDS = {
     "plan": "runner.command.plan",
     "evaluate": "runner.command.evaluate",
     "sample": "runner.command.sample",
+    "report": "runner.command.report",
+    "dashboard": "runner.command.dashboard",
     "checkpoints": "runner.command.checkpoints",
     "export": "runner.command.export",
     "verify-resume": "runner.command.verify_resume",

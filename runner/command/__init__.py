@@ -5,6 +5,8 @@
 - `plan` what a job would do on hardware that is not here
 - `evaluate` the loss of a run's weights
 - `sample` text from a run's model
+- `report` a page with pictures, of one run or several
+- `dashboard` all runs below a directory or prefix, live
 - `checkpoints` list, verify and copy checkpoints
 - `export` the weights of a run in Hugging Face's layout
 - `resume_proof` one undisturbed run and one killed again and again, compared

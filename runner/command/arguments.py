@@ -13,6 +13,8 @@ USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT 
                                [--temperature T] [--top-p P] [--seed S]
        python -m runner evaluate SPEC_OR_DIRECTORY [--data SOURCE] [--step N|newest|best | --all] [--json]
                                  [--coordinator HOST:PORT --num-processes N --process-id K]
+       python -m runner report SPEC_OR_DIRECTORY... -o OUT
+       python -m runner dashboard ROOT [--port P] [--host H] [--token T]
        python -m runner checkpoints SPEC_OR_DIRECTORY [--verify] [--deep]
        python -m runner checkpoints copy SOURCE TARGET
        python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--dtype DTYPE] -o OUT

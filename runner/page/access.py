@@ -68,7 +68,7 @@ class Access:
         wanted = self.token
         if wanted is None:
             return True
-        return any([hmac.compare_digest(token.encode(), wanted.encode()) for token in tokens])
+        return any(hmac.compare_digest(token.encode(), wanted.encode()) for token in tokens)
 
 
 def access_for(host: str, token: str | None) -> Access:

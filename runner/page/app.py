@@ -29,7 +29,7 @@ _HEADERS = [
 ]
 _METHODS = ("GET", "HEAD")
 _HTML, _JSON = "text/html; charset=utf-8", "application/json"
-_STATIC = {
+_STATIC: dict[str, tuple[str, Callable[[], str]]] = {
     "plotly.js": ("text/javascript; charset=utf-8", library),
     "page.js": ("text/javascript; charset=utf-8", lambda: static("page.js")),
     "page.css": ("text/css; charset=utf-8", lambda: static("page.css")),
@@ -68,7 +68,7 @@ class Dashboard:
     Attributes:
         access: who may look.
         data: the data of a run's page by its id, of the table of all runs by ""; None if there is no such run. It
-            answers at once or nearly so, and may be asked from several threads.
+            answers at once or nearly so, may be asked from several threads, and raises `TimeoutError`.
     """
 
     access: Access
@@ -103,7 +103,10 @@ class Dashboard:
             return Answer(http.HTTPStatus.BAD_REQUEST, headers=(no_store,))
         if not self.access.takes([*asked, *_tokens(environ)]):
             return Answer(http.HTTPStatus.UNAUTHORIZED, headers=(("WWW-Authenticate", "Bearer"), no_store))
-        body = self._body(path)
+        try:
+            body = self._body(path)
+        except TimeoutError:
+            return Answer(http.HTTPStatus.SERVICE_UNAVAILABLE, headers=(("Retry-After", "5"), no_store))
         if body is None:
             return Answer(http.HTTPStatus.NOT_FOUND, headers=(no_store,))
         if asked and self.access.token is not None:  # keep it out of the address from here on

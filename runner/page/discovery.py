@@ -18,7 +18,7 @@ RUNS_MAX = 1000
 
 
 class FoundRun(NamedTuple):
-    """A run: the name that it has in addresses, which says nothing of where it is, its path below the root, its store."""
+    """A run: its name in addresses, which says nothing of where it is, its path below the root, its store."""
 
     id: str
     path: str
@@ -43,7 +43,9 @@ def find_runs(root: Store) -> Found:
         for path in sorted(level):
             num_directories += 1
             if num_directories > DIRECTORIES_MAX or len(runs) >= RUNS_MAX:
-                note = f"The search ended after {num_directories - 1} directories and {len(runs)} runs; look below fewer."
+                note = (
+                    f"The search ended after {num_directories - 1} directories and {len(runs)} runs; look below fewer."
+                )
                 return Found(sorted(runs, key=_path_of), [note])
             names = _children(root, path)
             if _MARK in names:

@@ -61,7 +61,7 @@ class RunReader:
         """All of it, as it stands. Raises `OSError` if the store does not answer, `InvalidError` if no run is there."""
         history = read_history(self._store)
         notes: list[str] = []
-        newest = _noting(notes, self._read_rows, [])
+        newest: list[Row] = _noting(notes, self._read_rows, [])
         spec = _noting(notes, self._read_spec, None)
         log = _noting(notes, self._read_log, None)
         return Seen(self._name, history, self._curves, newest, spec, log, notes)

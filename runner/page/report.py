@@ -1,6 +1,7 @@
 """One self-contained page about one run or several, as they stand now."""
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def report(stores: Sequence[Store]) -> str:
     names = names_of([store.url for store in stores])
     seen = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
-    return self_contained(title, view_of(title, seen, POINTS_MAX))
+    data = view_of(title, seen, POINTS_MAX) | {"made": time.time()}
+    return self_contained(title, data)
 
 
 def write_report(stores: Sequence[Store], path: Path) -> int:

@@ -37,10 +37,11 @@ def view_of(title: str, seen: Sequence[Seen], points_max: int) -> JsonObject:
     attempts_max = max(ATTEMPTS_MAX // max(len(seen), 1), 20)
     runs = [_run(run, bins_max, attempts_max) for run in seen]
     found = {key: chart_of(key) for run in seen for key in run.curves.keys}
-    own = sorted({chart.title: chart for chart in found.values() if chart not in CHARTS}.values(), key=lambda c: c.title)
+    own = sorted(
+        {chart.title: chart for chart in found.values() if chart not in CHARTS}.values(), key=lambda c: c.title
+    )
     return {
         "title": title,
-        "made": max((run.history.now for run in seen), default=None),
         "runs": runs,
         "charts": [chart.to_json() for chart in (*CHARTS, *own)],
         "buckets": [
@@ -126,7 +127,9 @@ def _thinning(found: Iterable[Thinned]) -> str:
     broken = f", {num_broken} of which are not finite (crosses)" if num_broken else ""
     if num_points - num_broken == num_drawn:
         return f"every one of {num_points} values is drawn{broken}"
-    return f"{num_drawn} of {num_points} values{broken} are drawn: the lowest and the highest of each bin, so peaks stay"
+    return (
+        f"{num_drawn} of {num_points} values{broken} are drawn: the lowest and the highest of each bin, so peaks stay"
+    )
 
 
 def _tokens_per_step(history: History) -> float | None:
@@ -292,7 +295,9 @@ def _environment(attempt: Attempt) -> list[tuple[str, str]]:
         found.append(("devices", _devices(attempt)))
     if attempt.hosts:
         names = sorted(set(attempt.hosts))
-        found.append(("hosts", ", ".join(names) if len(names) <= _HOSTS_MAX else f"{names[0]} and {len(names) - 1} more"))
+        found.append(
+            ("hosts", ", ".join(names) if len(names) <= _HOSTS_MAX else f"{names[0]} and {len(names) - 1} more")
+        )
     return found
 
 

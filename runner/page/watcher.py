@@ -40,13 +40,17 @@ class Watcher:
         self._kept: dict[str, Kept] = {}  # bounded by what was asked for in the last KEEP_SECONDS
 
     def data(self, name: str) -> Body | None:
-        """What was last read of `name`. Any thread."""
+        """What was last read of `name`; None if there is no such thing. Any thread.
+
+        Raises `TimeoutError` if nothing was read of it within `wait_seconds`.
+        """
         with self._changed:
             self._wanted.add(name)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_fresh(name), self._wait_seconds)
-            kept = self._kept.get(name)
-            return None if kept is None else kept.body
+            if name not in self._kept:
+                raise TimeoutError(f"nothing was read within {self._wait_seconds} s")
+            return self._kept[name].body
 
     def _is_fresh(self, name: str) -> bool:
         kept = self._kept.get(name)

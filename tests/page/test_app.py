@@ -14,7 +14,7 @@ from runner.page.document import encode
 
 RUN = "0123456789abcdef"
 TOKEN = "a-token-of-some-length"
-HOSTILE = '</script><script>alert(1)</script> \u2028 \u2029 &amp; <!-- \udcff "\'\\'
+HOSTILE = "</script><script>alert(1)</script> \u2028 \u2029 &amp; <!-- \udcff \"'\\"
 
 
 def data(name: str) -> Body | None:
@@ -56,9 +56,10 @@ def test_there_is_nothing_but_reading(path, method):
 @pytest.mark.parametrize(
     "path",
     [
-        "/run/", "/run/0000", "/data/", "/data/0000", f"/data/{RUN}/", f"/data/{RUN}/..", "/static/", "/static/page.html",
-        "/static/../app.py", "/static/../../../../etc/passwd", "/../../etc/passwd", "/%2e%2e/etc/passwd", "//evil.example",
-        "/data/../../etc/passwd", "/run/..", "/static/page.js\0", "", "data", "/data/\xff\xfe", "/index.html", "/metrics.jsonl",
+        "/run/", "/run/0000", "/data/", "/data/0000", f"/data/{RUN}/", f"/data/{RUN}/..", "/static/", "/run/..",
+        "/static/page.html", "/static/../app.py", "/static/../../../../etc/passwd", "/static/page.js\0",
+        "/../../etc/passwd", "/%2e%2e/etc/passwd", "//evil.example", "/data/../../etc/passwd", "/data/\xff\xfe",
+        "", "data", "/index.html", "/metrics.jsonl",
     ],
 )  # fmt: skip
 def test_no_address_leads_anywhere_else(path):
@@ -131,14 +132,18 @@ def test_a_token_is_made_where_others_can_reach_the_server(host, is_own):
     assert is_own or access_for(host, None).token != access_for(host, None).token
 
 
-@pytest.mark.parametrize("token", ["", "short", "sixteen letters and blanks", "x" * 15, "ü" * 20, "x" * 20 + "\r\nA: b"])
+@pytest.mark.parametrize(
+    "token", ["", "short", "sixteen letters and blanks", "x" * 15, "ü" * 20, "x" * 20 + "\r\nA: b"]
+)
 def test_a_token_that_cannot_stand_in_an_address_is_refused(token):
     with pytest.raises(InvalidError, match="--token needs"):
         access_for("127.0.0.1", token)
 
 
 def test_the_real_server_speaks_of_itself_no_more_than_it_must():
-    server = waitress.create_server(Dashboard(access_for("127.0.0.1", None), data), host="127.0.0.1", port=0, ident=None)
+    server = waitress.create_server(
+        Dashboard(access_for("127.0.0.1", None), data), host="127.0.0.1", port=0, ident=None
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     connection = http.client.HTTPConnection("127.0.0.1", server.effective_port, timeout=60)

@@ -5,8 +5,11 @@
 (() => {
   const first = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
-  // Okabe and Ito's colours, which the colour-blind can tell apart; yellow is too pale for a line on white.
-  const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
+  // Okabe and Ito's colours, which the colour-blind can tell apart: on white without the pale ones, on black without blue.
+  const ON_WHITE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
+  const ON_BLACK = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00"];
+  const isDark = window.matchMedia("(prefers-color-scheme: dark)");
+  const colours = () => (isDark.matches ? ON_BLACK : ON_WHITE);
   const DASHES = ["solid", "dash", "dot", "dashdot"];
   const SYMBOLS = ["circle", "diamond", "square", "triangle-up", "cross", "star"];
   const GREY = "#8a8a8a";
@@ -114,11 +117,12 @@
       for (const series of run.charts[chart.title] || []) {
         const index = keys.indexOf(series.key);
         const isSparse = series.value.length <= 60 || !series.key.startsWith("train/");
-        const x = axis.of(run, series);
+        const isByTime = state.axis === "time";
+        const x = isByTime ? series.time && series.time.x.map((value) => value && value / axis.size) : axis.of(run, series);
         if (!x) continue;
-        const colour = alone ? COLOURS[index % COLOURS.length] : run.colour;
+        const colour = alone ? colours()[index % colours().length] : run.colour;
         traces.push({
-          type: "scatter", mode: isSparse && index ? "lines+markers" : "lines", x, y: series.value,
+          type: "scatter", mode: isSparse && index ? "lines+markers" : "lines", x, y: isByTime ? series.time.y : series.value,
           name: plain(alone ? series.key : `${run.label}: ${series.key}`), showlegend: alone && keys.length > 1,
           line: { color: colour, width: index ? 2 : 1.4, dash: alone ? "solid" : run.dash },
           marker: { color: colour, symbol: SYMBOLS[index % SYMBOLS.length], size: 6 },
@@ -179,6 +183,7 @@
       const drawn = layout(axis.title, chart.unit, { shapes });
       drawn.showlegend = traces.some((trace) => trace.showlegend);
       drawn.uirevision = state.axis;
+      if (state.axis === "time") drawn.xaxis.rangemode = "tozero";
       if (chart.log && state.log) Object.assign(drawn.yaxis, { type: "log", dtick: undefined, exponentformat: "e", nticks: 8 });
       made.push(element("figure", {}, element("figcaption", {}, chart.title), plot(`chart ${chart.title}`, traces, drawn)));
     }
@@ -206,7 +211,7 @@
 
   const PATTERNS = ["", "/", "x", "."];
   function bucketStyle(data, name) {
-    const fixed = { gap: ["#b8b8b8", "."], queue: ["#b8b8b8", "."], unattributed: ["#8a8a8a", "x"], steps: ["#009E73", ""], lost: ["#D55E00", "x"] };
+    const fixed = { gap: ["#b8b8b8", "."], unattributed: ["#8a8a8a", "x"], steps: ["#009E73", ""], lost_steps: ["#D55E00", "x"] };
     if (fixed[name]) return fixed[name];
     const others = data.buckets.map((bucket) => bucket.name).filter((other) => !fixed[other]);
     const palette = ["#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#F0E442"];
@@ -222,6 +227,15 @@
       hovertemplate: "attempt %{y}: %{customdata}<extra>" + plain(label) + "</extra>",
     };
   }
+
+  function swatch(data, name) {
+    const [colour, pattern] = bucketStyle(data, name);
+    const made = element("span", { class: `swatch ${{ "": "", "/": "striped", x: "crossed", ".": "dotted" }[pattern]}` });
+    made.style.backgroundColor = colour;
+    return made;
+  }
+
+  const withSwatch = (data, bucket) => element("span", { class: "named" }, swatch(data, bucket.name), bucket.label);
 
   function timeline(data, run) {
     const [unit, size] = timeUnit(run.seconds);
@@ -239,11 +253,13 @@
     const numbers = run.attempts.map((attempt) => attempt.number);
     const few = numbers.length <= 25;
     const drawn = layout(`wall time since the first start (${unit})`, "attempt", {
-      barmode: "overlay", showlegend: true, height: Math.min(90 + 24 * numbers.length, 700) + 60, bargap: few ? 0.25 : 0,
+      barmode: "overlay", height: Math.min(90 + 24 * numbers.length, 700) + 20, bargap: few ? 0.25 : 0,
     });
     Object.assign(drawn.yaxis, { autorange: "reversed", tickformat: "d", showgrid: false });
     if (few) Object.assign(drawn.yaxis, { tickmode: "array", tickvals: numbers });
-    return plot(`timeline ${run.id}`, [...traces.values()].filter((trace) => trace.x.length), drawn);
+    const seen = data.buckets.filter((bucket) => traces.get(bucket.name).x.length);
+    const names = element("div", { class: "names" }, ...seen.map((bucket) => withSwatch(data, bucket)));
+    return [names, plot(`timeline ${run.id}`, seen.map((bucket) => traces.get(bucket.name)), drawn)];
   }
 
   function progress(run) {
@@ -251,19 +267,25 @@
     const since = (seconds) => (seconds - run.began) / size;
     const kept = { type: "scatter", mode: "lines", name: "steps that stand", x: [], y: [], line: { color: "#009E73", width: 2 }, hovertemplate: "%{x:.4g} · step %{y:,}<extra></extra>" };
     const ghosts = { ...kept, name: "steps that were lost", x: [], y: [], line: { color: "#D55E00", width: 2, dash: "dot" } };
+    // Rows of the surviving trajectory say when their step was; where there are none, a line leads from begin to end.
+    const told = (run.charts.Loss || []).find((series) => series.seconds) || { step: [], seconds: [] };
+    const rows = told.seconds.map((seconds, index) => [seconds, told.step[index]]).filter(([seconds]) => seconds !== null);
     for (const attempt of run.attempts) {
       if (attempt.resumed === null || attempt.reached === null) continue;
-      const until = attempt.lost ? attempt.lost_since : attempt.ended;
-      kept.x.push(since(attempt.stepping), since(until), null);
-      kept.y.push(attempt.resumed, attempt.kept, null);
+      const [from, to] = [attempt.began - run.began, attempt.ended - run.began];
+      const own = rows.filter(([seconds, step]) => seconds >= from && seconds <= to && step <= attempt.kept);
+      const points = [[attempt.stepping - run.began, attempt.resumed], ...own];
+      if (!own.length && attempt.kept > attempt.resumed) points.push([(attempt.lost ? attempt.lost_since : attempt.ended) - run.began, attempt.kept]);
+      for (const [seconds, step] of points) { kept.x.push(seconds / size); kept.y.push(step); }
+      kept.x.push(null); kept.y.push(null);
       if (attempt.lost) {
-        ghosts.x.push(since(attempt.lost_since), since(attempt.ended), null);
-        ghosts.y.push(attempt.kept, attempt.reached, null);
+        ghosts.x.push(points[points.length - 1][0] / size, to / size, null);
+        ghosts.y.push(points[points.length - 1][1], attempt.reached, null);
       }
     }
     const saves = {
       type: "scatter", mode: "markers", name: "checkpoints", x: run.saves.map((save) => since(save.time)), y: run.saves.map((save) => save.step),
-      marker: { color: "#0072B2", symbol: "diamond", size: 7 }, text: run.saves.map((save) => [save.bytes === null ? "" : bytes(save.bytes), save.seconds === null ? "" : `durable after ${duration(save.seconds)}`].filter(Boolean).join(", ")),
+      marker: { color: colours()[0], symbol: "diamond", size: 7 }, text: run.saves.map((save) => [save.bytes === null ? "" : bytes(save.bytes), save.seconds === null ? "" : `durable after ${duration(save.seconds)}`].filter(Boolean).join(", ")),
       hovertemplate: "step %{y:,} committed: %{text}<extra></extra>",
     };
     const drawn = layout(`wall time since the first start (${unit})`, "optimizer steps", { showlegend: true });
@@ -283,34 +305,45 @@
   }
 
   function share(data, run) {
-    const total = data.buckets.reduce((sum, bucket) => sum + (run.buckets[bucket.name] || 0), 0) || 1;
     const traces = [];
-    const rows = [];
     for (const bucket of data.buckets) {
       const seconds = run.buckets[bucket.name] || 0;
       const trace = bars(data, bucket.name, bucket.label);
-      Object.assign(trace, { base: undefined, x: [seconds / total], y: [""], hovertemplate: "%{x:.2%}<extra>" + plain(bucket.label) + "</extra>" });
+      Object.assign(trace, { base: undefined, x: [seconds / total(run)], y: [""], hovertemplate: "%{x:.2%}<extra>" + plain(bucket.label) + "</extra>" });
       if (seconds) traces.push(trace);
-      rows.push([bucket.label, duration(seconds), `${(100 * seconds / total).toFixed(2)}%`, bucket.meaning]);
     }
-    const drawn = layout("share of wall time", "", { barmode: "stack", showlegend: true, height: 190 });
+    const drawn = layout("share of wall time", "", { barmode: "stack", height: 120 });
     Object.assign(drawn.xaxis, { tickformat: ".0%", range: [0, 1] });
-    return [plot(`share ${run.id}`, traces, drawn), table(["bucket", "time", "share", "meaning"], rows, "buckets")];
+    return plot(`share ${run.id}`, traces, drawn);
+  }
+
+  const total = (run) => Object.values(run.buckets).reduce((sum, seconds) => sum + seconds, 0) || 1;
+
+  function buckets(data, runs) {
+    const heads = ["bucket", ...runs.flatMap((run) => (runs.length > 1 ? [run.label, ""] : ["time", "share"])), "meaning"];
+    const rows = data.buckets.map((bucket) => [
+      withSwatch(data, bucket),
+      ...runs.flatMap((run) => [duration(run.buckets[bucket.name] || 0), `${(100 * (run.buckets[bucket.name] || 0) / total(run)).toFixed(2)}%`]),
+      bucket.meaning,
+    ]);
+    return table(heads, rows, "buckets");
   }
 
   function time(data, runs) {
     const known = runs.filter((run) => run.began !== null && run.attempts.length);
     if (!known.length) return null;
-    const made = [element("figure", {}, element("figcaption", {}, "Goodput so far"), goodput(known))];
+    const isMany = known.length > 3;
+    const figure = (text, ...children) => element("figure", {}, element("figcaption", {}, text), ...children);
+    const made = [figure("Goodput so far", goodput(known)), figure("Where the time went", ...known.flatMap((run) => [known.length > 1 ? element("div", {}, run.label) : null, share(data, run)]), buckets(data, known))];
     for (const run of known) {
       const title = (text) => (runs.length > 1 ? `${run.label}: ${text}` : text);
-      made.push(
-        element("figure", {}, element("figcaption", {}, title("Where the time went")), ...share(data, run)),
-        element("figure", {}, element("figcaption", {}, title("Attempts, one lane each: time by bucket, not by order within a lane")), timeline(data, run)),
-        element("figure", {}, element("figcaption", {}, title("Progress, with lost steps as ghosts")), progress(run)),
-      );
+      const own = [
+        figure(title("Attempts, one lane each: time by bucket, not by order within a lane"), ...timeline(data, run)),
+        figure(title("Progress, with lost steps as ghosts"), progress(run)),
+      ];
+      made.push(...(isMany ? [section(`time ${run.id}`, run.label, ...own)] : own));
     }
-    state.open.has("time seen") || state.open.add("time").add("time seen");
+    if (!state.open.has("time seen")) state.open.add("time").add("time seen");
     return section("time", "Where the time went", ...made);
   }
 
@@ -341,7 +374,7 @@
   function tables(data, runs) {
     const made = [];
     if (data.differences.length) {
-      state.open.has("differences seen") || state.open.add("differences").add("differences seen");
+      if (!state.open.has("differences seen")) state.open.add("differences").add("differences seen");
       made.push(section("differences", "Where the specs differ", table(["key", ...data.runs.map((run) => run.label)], data.differences.map(([key, values]) => [key, ...values]), "code")));
     }
     for (const run of runs) {
@@ -373,7 +406,7 @@
     const points = values.map((value, index) => [index, value]).filter(([, value]) => value !== null);
     const text = points.map(([index, value]) => `${(2 + 96 * index / (values.length - 1)).toFixed(1)},${(22 - 20 * (value - low) / (high - low || 1)).toFixed(1)}`).join(" ");
     const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
-    for (const [name, value] of Object.entries({ points: text, fill: "none", stroke: COLOURS[0], "stroke-width": 1.5 })) line.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ points: text, fill: "none", stroke: colours()[0], "stroke-width": 1.5 })) line.setAttribute(name, value);
     drawn.append(line);
     return drawn;
   }
@@ -381,35 +414,54 @@
   function overview(data) {
     const rows = data.table.map((run) => [
       element("a", { href: `run/${run.id}` }, run.name), element("span", { class: `state ${run.kind}` }, run.state), run.steps,
-      sparkline(run.trend), run.loss, run.validation, run.speed, run.goodput, run.age,
-    ]);
-    const heads = ["run", "state", "steps", "loss, its trend", "loss", "validation", "speed", "goodput", "last sign of life"];
+      sparkline(run.trend), run.loss, run.validation, run.speed, run.left, run.goodput, clock(run.alive),
+    ].map((cell) => (cell === undefined ? "" : cell)));
+    const heads = ["run", "state", "steps", "loss, its trend", "loss", "best validation", "speed", "time left", "goodput", "last sign of life"];
     const notes = data.notes.map((text) => element("p", { class: "note" }, text));
     return [rows.length ? table(heads, rows, "runs") : element("p", {}, "No runs here yet."), ...notes];
   }
 
   // The page.
 
+  // No line leads over the time between two attempts.
+  function breakBetween(run, series) {
+    if (!series.seconds || series.time) return;
+    const starts = run.attempts.map((attempt) => attempt.began - run.began).filter((start) => start > 0);
+    series.time = { x: [], y: [] };
+    let next = 0;
+    series.seconds.forEach((seconds, index) => {
+      if (seconds === null) return;
+      if (next < starts.length && seconds >= starts[next]) {
+        while (next < starts.length && seconds >= starts[next]) next += 1;
+        if (index) { series.time.x.push(null); series.time.y.push(null); }
+      }
+      series.time.x.push(seconds);
+      series.time.y.push(series.value[index]);
+    });
+  }
+
   function prepare(data) {
+    for (const run of data.runs || []) for (const chart of Object.values(run.charts)) chart.forEach((series) => breakBetween(run, series));
     (data.runs || []).forEach((run, index) => {
-      run.colour = COLOURS[index % COLOURS.length];
-      run.dash = DASHES[Math.floor(index / COLOURS.length) % DASHES.length];
+      run.colour = colours()[index % colours().length];
+      run.dash = DASHES[Math.floor(index / colours().length) % DASHES.length];
     });
     return data;
   }
 
   function draw() {
-    const data = state.data;
+    const data = prepare(state.data);
     document.title = data.title;
     queue = [];
     const made = [element("h1", {}, data.title)];
-    if (first.source && data.runs) made.push(element("p", {}, element("a", { href: first.top }, "all runs")));
-    if (data.table) made.push(...overview(data));
+    if (first.source && !data.table) made.push(element("p", {}, element("a", { href: first.top }, "all runs")));
+    if (data.problem) made.push(element("p", { class: "warnings" }, data.problem));
+    else if (data.table) made.push(...overview(data));
     else {
       const shown = data.runs.filter((run) => !state.hidden.has(run.id));
       made.push(summary(data.runs), legend(data.runs), charts(data, shown), time(data, shown), ...tables(data, shown));
     }
-    made.push(element("footer", {}, `${clock(data.made)}, ${first.source ? "updates itself" : "as it stood then"}`));
+    made.push(element("footer", {}, first.source ? "This page updates itself." : `As it stood at ${clock(data.made)}.`));
     const { scrollX, scrollY } = window;
     page.replaceChildren(...made.filter(Boolean));
     for (const act of queue) act();
@@ -423,7 +475,7 @@
         const answer = await fetch(first.source, { headers: version ? { "If-None-Match": version } : {}, cache: "no-store" });
         if (answer.ok) {
           version = answer.headers.get("ETag") || "";
-          state.data = prepare(await answer.json());
+          state.data = await answer.json();
           draw();
         } else if (answer.status !== 304) throw new Error(`${answer.status} ${answer.statusText}`);
       }
@@ -435,10 +487,10 @@
     setTimeout(poll, POLL_MILLISECONDS);
   }
 
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.data && draw());
+  isDark.addEventListener("change", () => state.data && draw());
   if (first.source) poll();
   else {
-    state.data = prepare(first);
+    state.data = first;
     draw();
   }
 })();
