@@ -7,7 +7,7 @@ from runner.errors import EXIT_DONE, InvalidError
 from runner.page.serve import serve
 from runner.storage import open_store
 
-_PORT = 8642
+_PORT, _PORT_MAX = 8642, 65535
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,6 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="default: this machine alone")
     parser.add_argument("--token", metavar="T", help="what a browser must bring; made if others can reach the server")
     parsed = parser.parse_args(arguments)
+    if not 0 <= parsed.port <= _PORT_MAX:
+        raise InvalidError(f"--port {parsed.port}: needs 0 to {_PORT_MAX}")
     root = open_store(parsed.root)
     if root.root is not None and not root.root.is_dir():
         raise InvalidError(f"{root.url}: no such directory")
