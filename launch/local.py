@@ -18,7 +18,7 @@ from typing import IO
 from launch.options import add_grace_seconds, grace_seconds, natural, positive, runner_arguments
 from launch.restart import summary
 from launch.restart.exit_code import job_code
-from launch.restart.ledger import newest_step, read_ledger
+from launch.restart.ledger import history_of, newest_step
 from launch.restart.supervisor import Supervisor
 from runner.errors import EXIT_DONE, RunnerError
 from runner.process import make_environment, start_processes, stop_signals
@@ -113,9 +113,9 @@ def run(parsed: argparse.Namespace) -> int:
         processes.run, lambda: newest_step(parsed.spec, parsed.set), lambda: processes.is_stopping, parsed.max_restarts
     )
     code, attempts = supervisor.run()
-    if len(attempts) > 1:
-        for line in summary.lines(attempts, read_ledger(parsed.spec, parsed.set)):
-            say(line)
+    history = history_of(parsed.spec, parsed.set) if len(attempts) > 1 else None
+    for line in [] if history is None else summary.lines(history):
+        say(line)
     return code
 
 

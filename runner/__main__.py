@@ -21,6 +21,7 @@ from runner.terminal import warn
 # Imported when they are asked for: most of them bring jax, which checking a spec must not wait for.
 COMMANDS = {
     "plan": "runner.command.plan",
+    "status": "runner.command.status",
     "evaluate": "runner.command.evaluate",
     "sample": "runner.command.sample",
     "report": "runner.command.report",

@@ -93,9 +93,8 @@ def encode_head(clock: Clock) -> bytes:
 
 def encode(number: int, reading: Reading) -> bytes:
     """A slot."""
-    code = -1 if reading.code is None else reading.code
-    bucket = COUNTED.index(reading.bucket)
-    content = _OWN_SLOT.pack(number, reading.time, reading.step, reading.since, bucket, code, *reading.seconds)
+    time, step, since, bucket, seconds, code = reading
+    content = _OWN_SLOT.pack(number, time, step, since, bucket.index, -1 if code is None else code, *seconds)
     return _CHECKSUM.pack(zlib.crc32(content)) + content
 
 

@@ -3,6 +3,8 @@
 - `arguments` how command lines are read
 - `run` a SPEC
 - `plan` what a job would do on hardware that is not here
+- `screen` a run's history as one screen of a terminal
+- `status` where a run stands, and where its time went
 - `evaluate` the loss of a run's weights
 - `sample` text from a run's model
 - `report` a page with pictures, of one run or several

@@ -9,6 +9,7 @@ from runner.spec import load_document, validate_spec
 USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner plan SPEC [--topology ACCELERATOR] [--search] [--chips auto --hours H] [--json]
                                   [--set KEY=VALUE ...]
+       python -m runner status SPEC_OR_DIRECTORY [--json] [--watch]
        python -m runner sample SPEC_OR_DIRECTORY [--prompt TEXT] [--step N|newest|best] [--tokens N]
                                [--temperature T] [--top-p P] [--seed S]
        python -m runner evaluate SPEC_OR_DIRECTORY [--data SOURCE] [--step N|newest|best | --all] [--json]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE
 from runner.history.account import Life
 from runner.history.record import State
-from runner.hosts.clock import COUNTED, Bucket
+from runner.hosts.clock import Bucket
 
 SILENT_SECONDS = 30.0
 SILENT_WITHOUT_CLOCK_SECONDS = 120.0  # of a runner that kept none, whose events are a minute apart
@@ -54,7 +54,7 @@ def ending_of(life: Life, newer: Life | None, now: float) -> Ending:
         return Ending(State.STALLED, life.ended)
     if kept is not None and kept.reading.bucket is Bucket.STEPS:
         steps = max(kept.reading.step - (told.resumed_step or 0), 0)
-        seconds = kept.reading.seconds[COUNTED.index(Bucket.STEPS)] - (now - kept.reading.since)
+        seconds = kept.reading.seconds[Bucket.STEPS.index] - (now - kept.reading.since)
         usual_seconds = max(seconds, 0.0) / steps if steps else 0.0
         if steps and now - kept.reading.since > max(_LEAST_STEP_SECONDS, _STEPS_FACTOR * usual_seconds):
             return Ending(State.STALLED, kept.reading.since, is_alive=True)

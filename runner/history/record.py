@@ -1,8 +1,10 @@
 """The records of a run's history: frozen, of plain values, in Unix seconds and seconds."""
 
 import enum
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 from runner.hosts.clock import Bucket
 from runner.storage import JsonObject
@@ -180,3 +182,18 @@ class History:
     events: tuple[JsonObject, ...] = ()
     spec: JsonObject = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+
+
+def as_json(value: Any) -> Any:
+    """A record, or a part of one, as plain JSON: enums by their value, what is no finite number as null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: as_json(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(as_json(key)): as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)

@@ -15,15 +15,16 @@ from runner.process import age_seconds
 class Bucket(enum.Enum):
     """What a second of wall time went into; exactly one each. In the order of an attempt's life.
 
-    The value is the name in files, `meaning` what counts.
+    The value is the name in files, `meaning` what counts, `index` the place in `COUNTED`, -1 for those that are not.
     """
 
     meaning: str
+    index: int
 
     def __new__(cls, key: str, meaning: str) -> "Bucket":
         """A member whose value is `key` alone."""
         member = object.__new__(cls)
-        member._value_, member.meaning = key, meaning
+        member._value_, member.meaning, member.index = key, meaning, -1
         return member
 
     GAP = "gap", "No process of the job lived: between two attempts, in a queue or waiting for a machine."
@@ -43,7 +44,8 @@ class Bucket(enum.Enum):
 
 _OF_ALL_ATTEMPTS = (Bucket.GAP, Bucket.LOST_STEPS, Bucket.UNATTRIBUTED)
 COUNTED: tuple[Bucket, ...] = tuple(bucket for bucket in Bucket if bucket not in _OF_ALL_ATTEMPTS)
-_INDEX: dict[Bucket, int] = {bucket: index for index, bucket in enumerate(COUNTED)}
+for _index, _bucket in enumerate(COUNTED):
+    _bucket.index = _index
 
 
 class Reading(NamedTuple):
@@ -84,7 +86,7 @@ class Clock:
         self.began = time.time() - age
         self._origin_seconds = self.began - (now - age)  # from the steady clock to Unix time
         self._seconds = [0.0] * len(COUNTED)
-        self._index, self._since_seconds = _INDEX[bucket], now - age
+        self._bucket, self._since_seconds = bucket, now - age
         self._step, self._moved_seconds = 0, now - age
         self._code: int | None = None
         self._at_step: tuple[float, ...] = tuple(self._seconds)
@@ -99,30 +101,41 @@ class Clock:
     def keep(self, keeper: Keeper | None) -> None:
         """From now on give each reading to `keeper`; None: to nobody."""
         self._keeper = keeper
-        self._put()
+        self._put(self.read())
 
     def enter(self, bucket: Bucket, is_kept: bool = True) -> None:
         """From now on time goes into `bucket`. Training thread only; with `is_kept` False the keeper hears it later."""
         with self._lock:
-            self._count(_INDEX[bucket])
-        if is_kept:
-            self._put()
+            now = self._count(bucket)
+            reading = self._reading(now) if is_kept and self._keeper is not None else None
+        self._put(reading)
 
     def arrive(self, step: int) -> None:
         """`step` is completed, or the one that the loop begins after. Training thread only."""
         with self._lock:
-            self._count(_INDEX[Bucket.STEPS])
-            self._step, self._at_step = step, tuple(self._seconds)
-        self._put()
+            now = self._count(Bucket.STEPS)
+            self._step = step
+            reading = self._reading(now)
+            self._at_step = reading.seconds
+        self._put(reading)
 
-    def _count(self, index: int) -> None:
+    def _count(self, bucket: Bucket) -> float:
+        """What has passed until now belongs to the bucket that was; the present time."""
         now = time.monotonic()
-        self._seconds[self._index] += now - self._since_seconds
-        self._index, self._since_seconds, self._moved_seconds = index, now, now
+        self._seconds[self._bucket.index] += now - self._since_seconds
+        self._bucket, self._since_seconds, self._moved_seconds = bucket, now, now
+        return now
 
-    def _put(self) -> None:
-        if self._keeper is not None:
-            self._keeper.put(self.read())
+    def _reading(self, now: float) -> Reading:
+        """What has been counted until `now`, when it was counted last."""
+        origin = self._origin_seconds
+        moved = self._moved_seconds + origin
+        return Reading(now + origin, self._step, moved, self._bucket, tuple(self._seconds), self._code)
+
+    def _put(self, reading: Reading | None) -> None:
+        keeper = self._keeper
+        if keeper is not None and reading is not None:
+            keeper.put(reading)
 
     def beat(self) -> None:
         """Tell the keeper that this process lives. Any thread."""
@@ -132,18 +145,17 @@ class Clock:
     def end(self, code: int) -> None:
         """The job has come to this exit code; what comes now is its shutdown. Any thread, once or again."""
         with self._lock:
-            self._count(_INDEX[Bucket.SHUTDOWN])
+            self._count(Bucket.SHUTDOWN)
             self._code = code
         self.beat()
 
     def read(self) -> Reading:
         """What has been counted until now. Any thread."""
         with self._lock:
-            now, seconds = time.monotonic(), self._seconds.copy()
-            index, step, moved_seconds, code = self._index, self._step, self._moved_seconds, self._code
-            seconds[index] += now - self._since_seconds
-        origin = self._origin_seconds
-        return Reading(now + origin, step, moved_seconds + origin, COUNTED[index], tuple(seconds), code)
+            now = time.monotonic()
+            self._seconds[self._bucket.index] += now - self._since_seconds
+            self._since_seconds = now
+            return self._reading(now)
 
     def at_step(self) -> dict[str, float]:
         """Seconds by bucket's name when the last step was completed, for the ledger; those that are not 0."""

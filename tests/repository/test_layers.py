@@ -92,13 +92,24 @@ def test_nothing_is_pickled_and_the_runner_never_imports_its_users(path):
 
 
 @pytest.mark.parametrize("path", LAUNCH, ids=lambda path: str(path.relative_to(ROOT)))
-def test_launch_starts_the_runner_and_knows_no_more_of_it_than_exit_codes_specs_and_chips(path):
+def test_launch_starts_the_runner_and_knows_no_more_of_it_than_exit_codes_specs_chips_and_history(path):
     roots = {name.split(".")[0] for name in imports(path)}
     assert not roots & {"jax", "flax", "optax", "orbax", "experiments"}
-    assert layers_imported(path) <= {"errors", "terminal", "process", "spec", "config", "accelerator", "storage"}
+    assert layers_imported(path) <= {
+        "errors",
+        "terminal",
+        "process",
+        "spec",
+        "config",
+        "accelerator",
+        "storage",
+        "history",
+    }
 
 
-@pytest.mark.parametrize("module", ["runner", "runner.spec", "runner.config", "runner.errors", "launch.__main__"])
+@pytest.mark.parametrize(
+    "module", ["runner", "runner.spec", "runner.config", "runner.errors", "runner.history.read", "launch.__main__"]
+)
 def test_checking_a_spec_loads_no_jax(module):
     heavy = "{'jax', 'flax', 'optax', 'orbax', 'numpy', 'wandb', 'grain'}"
     program = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

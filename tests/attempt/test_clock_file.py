@@ -1,0 +1,132 @@
+"""What an attempt's clock leaves behind: the newest reading that is whole, whatever happened to the file."""
+
+import os
+
+import pytest
+
+from runner.attempt import clock_file
+from runner.attempt.clock_file import HEAD_BYTES, NUM_SLOTS, decode, encode, encode_head, keep, name_of
+from runner.hosts.clock import COUNTED, Bucket, Clock, Reading
+from runner.storage import BackgroundWriter, LocalStore
+from tests.support.memory_bucket import memory_bucket
+
+SLOT_BYTES = len(encode(0, Reading(0.0, 0, 0.0, Bucket.STEPS, (0.0,) * len(COUNTED), None)))
+
+
+def reading(step: int, code: int | None = None) -> Reading:
+    return Reading(1000.0 + step, step, 999.5, Bucket.EVALUATION, tuple(step + 0.5 for _ in COUNTED), code)
+
+
+def content_of(*readings: Reading) -> bytes:
+    """A file in which these stand one after the other."""
+    content = bytearray(encode_head(Clock()).ljust(HEAD_BYTES + NUM_SLOTS * SLOT_BYTES, b"\0"))
+    for number, each in enumerate(readings):
+        start = HEAD_BYTES + number % NUM_SLOTS * SLOT_BYTES
+        content[start : start + SLOT_BYTES] = encode(number, each)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_the_newest_reading_is_found(count):
+    readings = [reading(step, code=0 if step == 8 else None) for step in range(count)]
+    assert decode(content_of(*readings)).reading == readings[-1]
+
+
+def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_none():
+    readings = [reading(step) for step in range(6)]
+    whole = content_of(*readings)
+    found = set()
+    for place in range(HEAD_BYTES, len(whole)):
+        flipped = bytearray(whole)
+        flipped[place] ^= 0x41
+        found.add(decode(bytes(flipped)).reading)
+    assert found <= set(readings)
+    for size in range(len(whole)):
+        try:
+            assert decode(whole[:size]).reading in readings
+        except ValueError:
+            assert size < HEAD_BYTES + SLOT_BYTES
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"", b"[]", b"{}", b"\xff\xfe", b'{"format": 2}', b"{" * 1000],
+    ids=["nothing", "list", "no keys", "no text", "newer", "deep"],
+)
+def test_a_head_that_is_none_is_refused(head):
+    with pytest.raises(ValueError, match=r"."):
+        decode(head.ljust(HEAD_BYTES) + content_of(reading(1))[HEAD_BYTES:])
+
+
+def test_buckets_that_another_version_counts_are_told_by_name(monkeypatch):
+    fewer = COUNTED[1:]
+    content = content_of(reading(3))
+    monkeypatch.setattr(clock_file, "COUNTED", fewer)
+    found = decode(content).reading
+    assert found.seconds == (3.5,) * len(fewer)
+    assert found.bucket is Bucket.EVALUATION
+
+
+def test_on_a_disk_each_step_stands_there_at_once_and_the_process_is_known(tmp_path):
+    (tmp_path / "attempts").mkdir()
+    store, clock = LocalStore(tmp_path), Clock()
+    keep(clock, store, 4, BackgroundWriter())
+    for step in range(1, 20):
+        clock.arrive(step)
+        kept = decode(store.read(name_of(4)))
+        assert kept.reading.step == step
+    assert kept.is_process_there
+    assert (kept.began, kept.pid) == (clock.began, os.getpid())
+    size = len(store.read(name_of(4)))
+    clock.end(76)
+    assert decode(store.read(name_of(4))).reading.code == 76
+    assert size == HEAD_BYTES + NUM_SLOTS * SLOT_BYTES
+
+
+@pytest.mark.parametrize("stands", ["nothing", "directory", "pipe", "link", "link to a file"])
+def test_what_stands_in_its_place_costs_the_record_at_most(stands, tmp_path, capsys):
+    other = tmp_path / "other"
+    other.write_bytes(b"mine")
+    path = tmp_path / name_of(1)
+    if stands != "nothing":
+        path.parent.mkdir()
+    act = {"directory": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("nowhere")}
+    act |= {"link to a file": lambda: path.symlink_to(other), "nothing": lambda: None}
+    act[stands]()
+    clock = Clock()
+    keep(clock, LocalStore(tmp_path), 1, BackgroundWriter())
+    clock.arrive(1)
+    clock.end(0)
+    assert other.read_bytes() == b"mine"
+    is_kept = stands not in ("nothing", "directory")
+    assert ("cannot be written" in capsys.readouterr().err) is not is_kept
+    assert not is_kept or decode(path.read_bytes()).reading.step == 1
+
+
+def test_in_a_bucket_it_is_put_again_and_again_and_at_the_end(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    store, background, clock = memory_bucket(), BackgroundWriter(), Clock()
+    monkeypatch.setattr(background, "mark", lambda name, send: send())
+    written: list[int] = []
+    write = store.write
+
+    def count(name, content):
+        written.append(decode(content).reading.step)
+        write(name, content)
+
+    monkeypatch.setattr(store, "write", count)
+    keep(clock, store, 2, background)
+    for step in range(1, 101):  # 10 s of steps, a beat each second
+        now[0] += 0.1
+        clock.arrive(step)
+        if step % 10 == 0:
+            clock.beat()
+    assert 4 <= len(written) <= 6
+    before = len(written)
+    for _ in range(60):  # a minute of standing still
+        now[0] += 1.0
+        clock.beat()
+    assert 5 <= len(written) - before <= 8
+    clock.end(75)
+    assert decode(store.read(name_of(2))).reading.code == 75

@@ -1,0 +1,47 @@
+"""What an attempt's clock costs a step: microseconds of the training thread, with and without a directory to keep it.
+
+python -m tests.benchmarks.clock [DIRECTORY]
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from runner.attempt.clock_file import keep
+from runner.hosts.progress import Progress
+from runner.storage import BackgroundWriter, LocalStore
+from runner.terminal import say
+
+STEPS = 100_000
+ROUNDS = 5
+
+
+def microseconds_a_step(directory: Path | None) -> float:
+    """The best of some rounds: a batch is taken and the step is completed."""
+    progress, batches = Progress(), iter(lambda: 0, 1)
+    if directory is not None:
+        (directory / "attempts").mkdir(exist_ok=True)
+        keep(progress.clock, LocalStore(directory), 1, BackgroundWriter())
+    found = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        for step in range(STEPS):
+            progress.take(batches)
+            progress.arrive(step)
+        found.append((time.perf_counter() - began) / STEPS * 1e6)
+    return min(found)
+
+
+def main(directory: Path) -> None:
+    """Print both figures, and what the loop that measures them costs."""
+    say(f"progress and clock: {microseconds_a_step(None):.2f} us a step")
+    say(f"kept in {directory}: {microseconds_a_step(directory):.2f} us a step")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]))
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            main(Path(scratch))

@@ -1,0 +1,187 @@
+"""The screen and the JSON of `status`: as wide as the terminal, nothing obeyed in it, nothing changed by asking."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from runner import __main__ as command
+from runner.command import status
+from runner.command.screen import amount, draw, lasting
+from runner.history.read import read_history
+from runner.history.record import State, as_json
+from runner.hosts.clock import Bucket
+from runner.storage import LocalStore, encode_line
+from tests.support import life
+from tests.support.memory_bucket import memory_bucket
+from tests.survival.test_damage_table import files_of
+
+HOSTILE = "<b>\x1b[31mred\x1b]0;title\x07\r\n[bold]\u202e\udcff\x9b2J" + "x" * 5000
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two attempts, rows, evaluations, a straggler."""
+    directory = tmp_path / "run"
+    life.stop_at(directory, 20)
+    life.make(directory)()
+    rows = [{"step": step, "train/loss": 5.0 / step, "train/tokens": step * 100} for step in range(1, 41)]
+    rows[-1] |= {"perf/tokens_per_second": 12345.0, "perf/mfu": 0.4, "val/loss": 0.25}
+    (directory / "metrics.jsonl").write_bytes(b"".join(map(encode_line, rows)))
+    return directory
+
+
+def screen(directory: Path, width: int = 80, **options: object) -> str:
+    console = Console(width=width, markup=False, highlight=False, emoji=False, file=None, **options)
+    with console.capture() as capture:
+        console.print(draw(read_history(LocalStore(directory))))
+    return capture.get()
+
+
+def test_the_screen_says_all_that_is_known(run: Path) -> None:
+    text = screen(run)
+    for words in (
+        "count  done",
+        "step 40 of 40",
+        "100.0%",
+        "4 k tokens  loss 0.1250  validation 0.2500  best 0.2500 at step 40",
+        "12.3 k tokens/s  1.54 k tokens/s a device  MFU 40.0%",
+        "goodput",
+        "2 attempts",
+        "0 to 20",
+        "preempted",
+        "20 to 40",
+        "4 checkpoints",
+        "verified",
+        "1 process on",
+    ):
+        assert words in text, f"{words!r} is not in\n{text}"
+    assert re.search(r"[\u2801-\u28ff]", text)
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_line_is_wider_than_the_terminal(run: Path, width: int) -> None:
+    assert max(map(len, screen(run, width).splitlines())) <= width
+
+
+def test_colours_are_for_terminals_that_want_them(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[" in screen(run, force_terminal=True, color_system="standard")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", screen(run, force_terminal=True))
+
+
+def test_the_json_holds_the_same_records_and_only_what_json_has(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 41, "train/loss": 1.0, "train/x": NaN}\n')
+    assert status.main([str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    expected = as_json(read_history(LocalStore(run)))
+    assert found.keys() == expected.keys()
+    assert found["attempts"] == expected["attempts"]
+    assert found["row"]["train/x"] is None
+    assert set(found["seconds"]) == {bucket.value for bucket in Bucket}
+
+
+def poison(directory: Path) -> None:
+    """What others may have written into every text that is shown."""
+    with (directory / "events.jsonl").open("ab") as file:
+        for event in ("failed", "stuck", "quarantine", "changed", "start", "grace", "straggler"):
+            details = dict.fromkeys(("reason", "moved_to", "changes", "device_kind"), HOSTILE)
+            details |= {"hosts": [HOSTILE] * 9, "late": [0], "after_seconds": [0.5]}
+            row = {"time": 2e9, "attempt": 2, "process": 0, "event": event, "step": 3} | details
+            file.write(encode_line(row))
+        file.write(b'{"time": 2e9, "attempt": 2, "event": "\xff\xfe"}\n' + b"x" * 10_000_000 + b'\n{"time": 1')
+    owner = json.loads((directory / "job.json").read_text()) | {"name": HOSTILE}
+    (directory / "job.json").write_text(json.dumps(owner))
+    (directory / "checkpoints" / "\x1b[31m[red]").mkdir()
+    (directory / "checkpoints" / "30" / "manifest.json").write_bytes(HOSTILE.encode(errors="surrogateescape"))
+
+
+def test_nothing_that_others_have_written_is_obeyed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    poison(run)
+    text = screen(run)
+    assert not [each for each in text if not (each.isprintable() or each == "\n")]
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) < 150
+    assert "[bold]" in text
+    assert status.main([str(run)]) == status.main([str(run), "--json"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_asking_changes_nothing_and_claims_nothing(run: Path) -> None:
+    before = files_of(run)
+    status.main([str(run)])
+    assert files_of(run) == before
+
+
+def test_where_there_is_no_run_the_command_ends_with_2_and_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.hosts.preemption.StopNotice.listen", lambda self: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert command.main(["status", str(tmp_path / "none")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"{tmp_path}/none: no run is here\n"
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_spec_names_its_directory(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "count.yaml"
+    spec.write_text((run / "spec.yaml").read_text())
+    assert status.main([str(spec)]) == 0
+    assert "step 40 of 40" in capsys.readouterr().out
+
+
+def test_watching_goes_on_until_the_run_is_done(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter([State.RUNNING, State.STALLED, State.DONE])
+    original = status.read_history
+
+    def history_of(store):
+        found = original(store)
+        object.__setattr__(found, "state", next(states))
+        return found
+
+    monkeypatch.setattr(status, "read_history", history_of)
+    monkeypatch.setattr(status, "WATCH_SECONDS", 0.0)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("signal.set_wakeup_fd", lambda *_: None)
+    assert status.main([str(run), "--watch", "--json"]) == 0
+    printed = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
+    assert printed == ["running", "stalled", "done"]
+
+
+def test_a_run_in_a_bucket_is_told_as_one_on_a_disk(run: Path) -> None:
+    bucket = memory_bucket()
+    for name, content in files_of(run).items():
+        bucket.write("events/000001.0.0000.jsonl" if name == "events.jsonl" else name, content)
+    now = read_history(LocalStore(run)).now
+    found, expected = (as_json(read_history(store, now)) for store in (bucket, LocalStore(run)))
+    assert found | {"url": expected["url"]} == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-1.0, "0.0 s"),
+        (8.21, "8.2 s"),
+        (250, "4 min 10 s"),
+        (5999, "99 min 59 s"),
+        (6000, "1 h 40 min"),
+        (71.5 * 3600, "71 h 30 min"),
+        (100 * 3600, "4 d 4 h"),
+        (1e9, "11,574 d 1 h"),
+    ],
+)
+def test_a_time_is_told_in_two_units(seconds: float, words: str) -> None:
+    assert lasting(seconds) == words
+
+
+@pytest.mark.parametrize(("value", "words"), [(0, "0"), (950, "950"), (12345, "12.3 k"), (7e13, "70 T")])
+def test_an_amount_has_three_digits(value: float, words: str) -> None:
+    assert amount(value) == words

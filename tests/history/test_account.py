@@ -1,0 +1,87 @@
+"""Every second in one bucket: of lives that overlap, whose clocks disagree, that left next to nothing."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.attempt.clock_file import Kept
+from runner.history.account import Life, Share, share_out
+from runner.history.ledger import Told
+from runner.hosts.clock import COUNTED, Bucket, Reading
+
+SECONDS = st.floats(0.0, 1000.0)
+
+
+def life(number=1, began=0.0, claimed=None, resumed=None, step=0, marks=(), **seconds: float) -> Life:
+    """An attempt whose clock has counted these seconds."""
+    counted = tuple(seconds.get(bucket.value, 0.0) for bucket in COUNTED)
+    told = Told(number, resumed_step=resumed, step=step, ready=None if resumed is None else began)
+    told.marks.extend(marks)
+    reading = Reading(began + sum(counted), step, 0.0, Bucket.STEPS, counted, 0)
+    return Life(told, Kept(began, "host", "", 1, None, reading), claimed)
+
+
+def check(lives: list[Life], shares: list[Share], now: float | None) -> None:
+    assert len(shares) == len(lives)
+    whole = shares[-1].ended - shares[0].began
+    total = sum(sum(share.seconds.values()) + share.gap_seconds for share in shares)
+    assert total == pytest.approx(whole, abs=1e-6, rel=1e-9)
+    for before, share in zip([None, *shares], shares, strict=False):
+        assert sum(share.seconds.values()) == pytest.approx(share.ended - share.began, abs=1e-6, rel=1e-9)
+        assert min(share.seconds.values()) >= -1e-9
+        assert share.lost_steps >= 0
+        if before is not None:
+            assert share.gap_seconds >= 0
+            assert share.began == pytest.approx(before.ended + share.gap_seconds)
+    assert now is None or shares[-1].ended >= now
+
+
+@st.composite
+def any_life(draw: st.DrawFn) -> Life:
+    began, resumed = draw(SECONDS), draw(st.none() | st.integers(0, 50))
+    step = None if resumed is None else resumed + draw(st.integers(0, 50))
+    marks = draw(st.lists(st.tuples(st.integers(0, 100), SECONDS), max_size=3))
+    told = Told(1, resumed_step=resumed, step=step, ready=draw(st.none() | SECONDS), stall_seconds=draw(SECONDS))
+    told.marks.extend(sorted(marks))
+    told.first, told.last = draw(SECONDS), draw(SECONDS)
+    counted = tuple(draw(SECONDS) for _ in COUNTED)
+    reading = Reading(
+        draw(SECONDS), step or 0, 0.0, draw(st.sampled_from(COUNTED)), counted, draw(st.none() | st.just(0))
+    )
+    kept = draw(st.none() | st.just(Kept(began, "host", "", 1, None, reading)))
+    return Life(told, kept, draw(st.none() | SECONDS))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(any_life(), min_size=1, max_size=6), st.none() | SECONDS)
+def test_the_buckets_sum_to_the_wall_time_whatever_is_told(lives: list[Life], now: float | None) -> None:
+    check(lives, share_out(lives, now), now)
+
+
+def test_what_two_attempts_share_belongs_to_the_older_until_the_newer_has_claimed() -> None:
+    older = life(1, began=0.0, resumed=0, step=100, process_start=10.0, steps=80.0, shutdown=10.0)
+    newer = life(2, began=70.0, claimed=90.0, resumed=60, process_start=15.0, set_up=5.0, steps=30.0, step=90)
+    shares = share_out([older, newer], None)
+    check([older, newer], shares, None)
+    assert [(share.began, share.ended) for share in shares] == [(0.0, 90.0), (90.0, 120.0)]
+    assert shares[0].seconds[Bucket.SHUTDOWN] + shares[0].seconds[Bucket.PROCESS_START] == 20.0
+    assert shares[0].seconds[Bucket.STEPS] + shares[0].seconds[Bucket.LOST_STEPS] == 70.0
+    assert {bucket: seconds for bucket, seconds in shares[1].seconds.items() if seconds} == {Bucket.STEPS: 30.0}
+
+
+@pytest.mark.parametrize(
+    ("marks", "lost_seconds"),
+    [((), 30.0), (((60, 45.0),), 5.0), (((40, 20.0),), 20.0), (((40, 20.0), (80, 40.0)), 20.0)],
+    ids=["in proportion", "by the save of that step", "after a save before it", "between two saves"],
+)
+def test_lost_steps_take_what_the_clock_says_or_their_share(marks, lost_seconds: float) -> None:
+    older = life(1, began=0.0, resumed=20, step=100, steps=50.0 if marks else 60.0, marks=marks)
+    shares = share_out([older, life(2, began=70.0, resumed=60, step=60)], None)
+    assert shares[0].lost_steps == 40
+    assert shares[0].seconds[Bucket.LOST_STEPS] == pytest.approx(lost_seconds)
+
+
+def test_of_an_attempt_that_lives_time_goes_on_in_its_bucket() -> None:
+    running = life(1, began=0.0, resumed=0, step=3, steps=5.0)
+    running = Life(running.told, Kept(0.0, "", "", 1, None, running.kept.reading._replace(code=None)), None)
+    assert share_out([running], 9.0)[0].seconds[Bucket.STEPS] == 9.0

@@ -1,0 +1,70 @@
+"""Every file and directory of a run x every damage: a history is told all the same, and asking changes nothing."""
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.command.status import main
+from runner.errors import InvalidError
+from runner.history.read import read_history
+from runner.storage import LocalStore
+from tests.support.damage import ERRORS, damages_of, give_errors
+from tests.survival.test_damage_table import RUNS, cases, daily, files_of, template
+
+
+@functools.cache
+def numbers(kind: str) -> list[int]:
+    """Of the attempts of a template."""
+    return [each.number for each in read_history(LocalStore(template(kind) / "run")).attempts]
+
+
+def some(kind: str) -> list[tuple[Path, str]]:
+    """Every third of the daily ones."""
+    return daily(kind)[::3]
+
+
+def strike(kind: str, place: Path, damage: str, base: Path) -> None:
+    """Look at a copy of a template where one thing is damaged."""
+    shutil.copytree(template(kind), base, symlinks=True)
+    path, run = base / place, base / "run"
+    if damage not in ERRORS:
+        damages_of(path)[damage](path)
+    before = files_of(base)
+    with pytest.MonkeyPatch.context() as patch:
+        if damage in ERRORS:
+            give_errors(patch, path, ERRORS[damage])
+        history = read_history(LocalStore(run))
+        assert main([str(run)]) == main([str(run), "--json"]) == 0
+    assert files_of(base) == before
+    assert abs(sum(history.seconds.values()) - history.wall_seconds) < 1e-3
+    if place.parts[1] not in ("attempts", "events.jsonl"):
+        assert [each.number for each in history.attempts] == numbers(kind)
+
+
+@pytest.mark.parametrize("choose", [some, pytest.param(cases, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", RUNS)
+def test_no_damage_keeps_a_history_from_being_told(
+    kind: str, choose: Callable[[str], list[tuple[Path, str]]], tmp_path: Path
+) -> None:
+    problems = {}
+    for number, (place, damage) in enumerate(case for case in choose(kind) if case[0].parts[0] == "run"):
+        base = tmp_path / str(number)
+        (base.parent / "elsewhere").mkdir(exist_ok=True)
+        try:
+            strike(kind, place, damage, base)
+        except Exception as error:  # noqa: BLE001 - whatever the reader lets out is what this test looks for
+            problems[f"{place}: {damage}"] = f"{type(error).__name__}: {error}"[:300]
+        shutil.rmtree(base)
+    assert not problems, "\n".join(f"{case}: {problem}" for case, problem in problems.items())
+
+
+def test_a_run_of_which_nothing_is_left_is_none(tmp_path: Path) -> None:
+    shutil.copytree(template("unfinished") / "run", tmp_path / "run")
+    for path in (tmp_path / "run/attempts").iterdir():
+        path.write_bytes(b"\0" * 99)
+    (tmp_path / "run/events.jsonl").write_bytes(b"\xff" * 99)
+    with pytest.raises(InvalidError, match="no run is here"):
+        read_history(LocalStore(tmp_path / "run"))

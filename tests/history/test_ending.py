@@ -1,0 +1,112 @@
+"""Every way an attempt can end, and what is said of it."""
+
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.attempt import clock_file
+from runner.attempt.fence import Fence
+from runner.errors import InvalidError
+from runner.history.read import read_history
+from runner.history.record import History, State
+from runner.storage import LocalStore
+from tests.support import life
+
+ENDS: dict[str, tuple[Callable[[Path], None], State, int | None, str | None]] = {
+    "done": (life.done, State.DONE, 0, None),
+    "preempted": (life.preempted, State.PREEMPTED, 75, None),
+    "idle": (life.idle, State.PREEMPTED, 75, None),
+    "broken": (life.broken, State.FAILED, 1, "ZeroDivisionError: division by zero"),
+    "diverged": (life.diverged, State.FAILED, 1, "step 13: training diverged"),
+    "refused": (life.refused, State.INVALID, 2, "a token file has changed"),
+    "unreachable": (life.unreachable, State.RETRYABLE, 76, "the bucket does not answer"),
+    "stuck": (life.stuck, State.RETRYABLE, 76, "the job does not go on: process 0 is in step 1"),
+    "fenced": (life.fenced, State.FENCED, None, None),
+    "killed": (life.killed, State.KILLED, None, None),
+}
+
+
+@functools.cache
+def template(name: str) -> Path:
+    directory = Path(os.environ["RUNNER_TESTS_SESSION"]) / "ends" / f"{name}.{os.getpid()}" / "run"
+    directory.parent.mkdir(parents=True)
+    ENDS[name][0](directory)
+    return directory
+
+
+@pytest.fixture(params=ENDS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def look(directory: Path, **when: float) -> History:
+    return read_history(LocalStore(directory), **when)
+
+
+def test_an_end_is_told_once_another_attempt_has_come(name: str, tmp_path: Path) -> None:
+    directory = shutil.copytree(template(name), tmp_path / "run")
+    Fence(LocalStore(directory)).claim()
+    first = look(directory).attempts[0]
+    _, state, code, reason = ENDS[name]
+    assert (first.state, first.code, first.reason) == (state, code, reason)
+
+
+def test_an_end_is_told_as_soon_as_it_has_come(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock_file, "created_ticks", lambda process: None)  # no process here lives
+    directory, (_, state, _, reason) = template(name), ENDS[name]
+    found = look(directory)
+    assert found.attempts[0].state is state
+    if name != "fenced":  # then it is the newer that counts
+        assert (found.state, found.reason, found.since) == (state, reason, found.attempts[-1].ended)
+
+
+def test_without_its_clock_an_end_is_told_by_the_events(name: str, tmp_path: Path) -> None:
+    directory = shutil.copytree(template(name), tmp_path / "run")
+    (directory / "attempts/1.clock").unlink()
+    Fence(LocalStore(directory)).claim()
+    state = ENDS[name][1]
+    assert look(directory).attempts[0].state is (State.KILLED if state is State.FENCED else state)
+
+
+def test_a_run_that_was_not_seen_to_end_lives_stalls_or_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = template("killed")  # this process, in which it ran, lives
+    last = look(directory, now=0.0).attempts[0].ended
+    assert look(directory, now=last + 20).state is State.RUNNING
+    assert look(directory, now=last + 40).state is State.STALLED
+    monkeypatch.setattr(clock_file, "machine_id", lambda: "another machine")
+    assert look(directory, now=last + 20).state is State.RUNNING
+    found = look(directory, now=last + 40)
+    assert (found.state, found.since) == (State.STALLED, last)
+
+
+def test_a_run_that_beats_and_makes_no_step_has_stalled_since_its_last(tmp_path: Path) -> None:
+    directory = shutil.copytree(template("killed"), tmp_path / "run")
+    path = directory / "attempts/1.clock"
+    kept = clock_file.decode(path.read_bytes())
+    later = kept.reading._replace(time=kept.reading.time + 500.0)
+    head = path.read_bytes()[: clock_file.HEAD_BYTES]
+    path.write_bytes(head + clock_file.encode(99, later))
+    found = look(directory, now=later.time + 1.0)
+    assert (found.state, found.since) == (State.STALLED, kept.reading.since)
+
+
+def test_a_run_that_lives_goes_on_until_now_and_one_that_does_not_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = template("killed")
+    last = look(directory, now=0.0).attempts[0].ended
+    assert look(directory, now=last + 7.0).attempts[0].ended == last + 7.0
+    assert look(directory, now=last + 700.0).attempts[0].ended == last
+    monkeypatch.setattr(clock_file, "created_ticks", lambda process: None)
+    assert look(directory, now=last + 7.0).attempts[0].ended == last
+
+
+@pytest.mark.parametrize("place", ["missing", "empty", "file"])
+def test_where_there_is_no_run_that_is_said(place: str, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    act = {"missing": lambda: None, "empty": directory.mkdir, "file": lambda: directory.write_bytes(b"")}
+    act[place]()
+    with pytest.raises(InvalidError, match="no run is here"):
+        look(directory)

@@ -1,0 +1,89 @@
+"""The history of whole lives: stopped, killed, resumed, fallen back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runner.history.read import read_history
+from runner.history.record import History, State, Trust
+from runner.hosts.clock import Bucket
+from runner.storage import LocalStore
+from tests.support import life
+
+STEP_SECONDS = 0.01
+
+
+def flip_a_bit(directory: Path) -> None:
+    """In the largest file of a checkpoint."""
+    path = max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def check_sums(history: History) -> None:
+    """Every second of the wall time is in one bucket, of each attempt and of all."""
+    assert sum(history.seconds.values()) == pytest.approx(history.wall_seconds, abs=1e-6)
+    assert history.wall_seconds == pytest.approx(history.attempts[-1].ended - history.attempts[0].began)
+    for before, attempt in zip([None, *history.attempts], history.attempts, strict=False):
+        assert sum(attempt.seconds.values()) == pytest.approx(attempt.ended - attempt.began, abs=1e-6)
+        assert min(attempt.seconds.values()) >= 0
+        if before is not None:
+            assert attempt.gap_seconds == pytest.approx(attempt.began - before.ended, abs=1e-6)
+
+
+def test_a_life_is_told_to_the_step(tmp_path: Path) -> None:
+    run, pace = tmp_path / "run", {"config.step_seconds": STEP_SECONDS}
+    life.stop_at(run, 20, **pace)
+    life.kill_at(run, 34, **pace)
+    life.stop_at(run, 36, **pace)
+    flip_a_bit(run / "checkpoints/36")
+    life.make(run, **pace)()
+    history = read_history(LocalStore(run))
+    told = [(each.state, each.resumed_step, each.reached_step, each.lost_steps) for each in history.attempts]
+    assert told == [
+        (State.PREEMPTED, 0, 20, 0),
+        (State.KILLED, 20, 34, 4),
+        (State.PREEMPTED, 30, 36, 6),
+        (State.DONE, 30, 40, 0),
+    ]
+    assert (history.state, history.step, history.total_steps, history.lost_steps) == (State.DONE, 40, 40, 10)
+    check_sums(history)
+    assert history.seconds[Bucket.LOST_STEPS] >= 10 * STEP_SECONDS
+    assert history.seconds[Bucket.STEPS] >= 40 * STEP_SECONDS
+    assert history.seconds[Bucket.GAP] > 0
+    assert history.goodput == history.seconds[Bucket.STEPS] / history.wall_seconds
+    trusts = {each.step: each.trust for each in history.checkpoints}
+    assert trusts == {10: Trust.VERIFIED, 20: Trust.VERIFIED, 30: Trust.VERIFIED, 40: Trust.COMMITTED}
+    assert {"fallback", "quarantine"} <= {notice.event for notice in history.warnings}
+    assert not history.unread
+
+
+def test_seconds_of_lost_steps_are_those_between_the_save_and_the_end(tmp_path: Path) -> None:
+    """By the clock's own words, of a run whose later steps are ten times as slow: no share by number would do."""
+    run = tmp_path / "run"
+    life.stop_at(run, 20)
+    life.kill_at(run, 34, **{"config.step_seconds": STEP_SECONDS})
+    killed = read_history(LocalStore(run)).attempts[-1]
+    life.stop_at(run, 31)
+    saves = [row for row in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if row["event"] == "save"]
+    kept_seconds = next(row["clock"]["steps"] for row in saves if (row["attempt"], row["step"]) == (2, 30))
+    attempt = read_history(LocalStore(run)).attempts[1]
+    assert attempt.seconds[Bucket.STEPS] == pytest.approx(kept_seconds, abs=1e-3)
+    assert attempt.seconds[Bucket.LOST_STEPS] >= 4 * STEP_SECONDS
+    assert killed.lost_steps == 0  # nobody has gone on yet
+
+
+def test_a_restore_from_far_back_loses_the_steps_of_every_attempt_since(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (15, 25, 35):
+        life.stop_at(run, step)
+    for path in (run / "checkpoints").iterdir():
+        if int(path.name) > 10:
+            flip_a_bit(path)
+    life.make(run)()
+    history = read_history(LocalStore(run))
+    assert [each.lost_steps for each in history.attempts] == [5, 10, 10, 0]
+    check_sums(history)
+    assert history.attempts[1].seconds[Bucket.STEPS] == 0

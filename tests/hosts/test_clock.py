@@ -1,0 +1,116 @@
+"""Where the time of a process is counted, by a clock that the test moves."""
+
+import random
+
+import pytest
+
+from runner.hosts import progress as phases
+from runner.hosts.clock import COUNTED, Bucket, Clock, Reading
+from runner.hosts.progress import DATA, EVALUATION, SAVE, Phase, Progress
+
+PHASES = [value for value in vars(phases).values() if isinstance(value, Phase)]
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A steady clock, and the wall's, which somebody sets back meanwhile."""
+    moment = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: moment[0])
+    monkeypatch.setattr("time.time", lambda: 5000.0 - moment[0] / 7)
+    return moment
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.put_readings: list[Reading] = []
+        self.beats: list[Reading] = []
+
+    def put(self, reading: Reading) -> None:
+        self.put_readings.append(reading)
+
+    def beat(self, reading: Reading) -> None:
+        self.beats.append(reading)
+
+
+def seconds_of(reading: Reading) -> dict[Bucket, float]:
+    return {bucket: value for bucket, value in zip(COUNTED, reading.seconds, strict=True) if value}
+
+
+def test_each_phase_has_a_name_of_its_own_and_a_bucket_that_a_clock_counts():
+    assert len({phase.name for phase in PHASES}) == len(PHASES) > 5
+    assert {phase.bucket for phase in PHASES} <= set(COUNTED)
+    assert all(bucket.meaning.endswith(".") for bucket in Bucket)
+
+
+def test_the_time_of_each_phase_goes_into_its_bucket(now):
+    clock = Clock(age=3.0, bucket=Bucket.PROCESS_START)
+    progress = Progress(clock)
+    now[0] += 2.0
+    progress.arrive(7)
+    now[0] += 5.0
+    progress.arrive(8)
+
+    def batches():
+        now[0] += 0.25
+        yield "batch"
+
+    progress.take(batches())
+    now[0] += 1.0
+    with progress.during(EVALUATION):
+        now[0] += 10.0
+        with progress.during(SAVE):
+            now[0] += 4.0
+        now[0] += 20.0
+    assert seconds_of(clock.read()) == {
+        Bucket.PROCESS_START: 3.0,
+        Bucket.SET_UP: 2.0,
+        Bucket.STEPS: 5.0 + 1.0,
+        DATA.bucket: 0.25,
+        Bucket.EVALUATION: 30.0,
+        Bucket.SAVE_STALL: 4.0,
+    }
+    assert clock.at_step() == {"process_start": 3.0, "set_up": 2.0, "steps": 5.0}
+    now[0] += 1.0
+    clock.end(75)
+    now[0] += 0.5
+    assert seconds_of(clock.read())[Bucket.SHUTDOWN] == 0.5
+    assert (clock.read().code, clock.read().step) == (75, 8)
+
+
+def test_the_seconds_sum_to_what_has_passed_whatever_comes_after_what(now):
+    chance = random.Random(0)
+    clock = Clock(age=1.0)
+    progress = Progress(clock)
+    began = now[0] - 1.0
+    for step in range(200):
+        act = chance.choice(["arrive", *PHASES])
+        if act == "arrive":
+            progress.arrive(step)
+        else:
+            with progress.during(act):
+                now[0] += chance.random()
+        now[0] += chance.random()
+        reading = clock.read()
+        assert sum(reading.seconds) == pytest.approx(now[0] - began)
+        assert reading.time - clock.began == pytest.approx(sum(reading.seconds))
+
+
+def test_a_keeper_hears_of_each_step_and_phase_and_of_beats_and_not_of_each_batch(now):
+    clock, kept = Clock(), Kept()
+    progress = Progress(clock)
+    progress.arrive(3)
+    clock.keep(kept)
+    assert [reading.step for reading in kept.put_readings] == [3]
+    progress.take(iter("b"))
+    assert len(kept.put_readings) == 1
+    progress.arrive(4)
+    with progress.during(SAVE):
+        assert (kept.put_readings[-1].step, kept.put_readings[-1].bucket) == (4, Bucket.SAVE_STALL)
+    assert kept.put_readings[-1].bucket is Bucket.STEPS
+    assert not kept.beats
+    clock.beat()
+    clock.end(1)
+    assert [reading.code for reading in kept.beats] == [None, 1]
+    clock.keep(None)
+    clock.end(2)
+    assert len(kept.beats) == 2

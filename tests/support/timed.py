@@ -1,0 +1,89 @@
+"""A tiny GPT with a stop-watch of its own, which knows nothing of the runner's clock.
+
+It wraps what the job calls and writes, after each step, what has passed in each: `TIMED_FILE` gets a line a step.
+`TIMED_HOLD=ATTEMPT:STEP` has it stand still after that step, until it is killed.
+"""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from experiments.gpt import PretrainGPT
+from runner.data.prefetch import Prefetcher
+from runner.train.validation import Validation
+
+BATCH_SECONDS = 0.005
+
+_seconds: dict[str, float] = {}
+_depth = [0]
+
+
+@contextlib.contextmanager
+def watched(name: str) -> Iterator[None]:
+    """Count the time inside, but for what is watched within it."""
+    began, before = time.time(), sum(_seconds.values())
+    _depth[0] += 1
+    try:
+        yield
+    finally:
+        _depth[0] -= 1
+        inner = sum(_seconds.values()) - before
+        _seconds[name] = _seconds.get(name, 0.0) + time.time() - began - inner
+
+
+def watching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        with watched(name):
+            return function(*arguments, **named)
+
+    return call
+
+
+Prefetcher.__next__ = watching("data_wait", Prefetcher.__next__)  # type: ignore[method-assign]
+Validation.evaluate = watching("evaluation", Validation.evaluate)  # type: ignore[method-assign]
+
+
+class TimedGPT(PretrainGPT):
+    """Writes down where its time goes."""
+
+    def batch(self, slice: str = "train", step: int | None = None) -> Any:
+        if slice == "train":
+            time.sleep(BATCH_SECONDS)
+        return super().batch(slice, step)
+
+    def prepare(self) -> None:
+        self.checkpointer.save = watching("save_stall", self.checkpointer.save)  # type: ignore[method-assign]
+        self.checkpointer.wait = watching("save_stall", self.checkpointer.wait)  # type: ignore[method-assign]
+        self.note(prepared=time.time())
+        with watched("compile"):
+            super().prepare()
+
+    def _restore_or_init(self) -> None:
+        with watched("restore"):
+            super()._restore_or_init()
+
+    def run(self) -> None:
+        self.since = time.time()
+        self.before = sum(_seconds.values())
+        super().run()
+
+    def save_or_stop(self) -> None:
+        try:
+            super().save_or_stop()
+        finally:
+            passed = time.time() - self.since - (sum(_seconds.values()) - self.before)
+            self.note(step=self.step, seconds=_seconds | {"steps": passed})
+        if os.environ.get("TIMED_HOLD") == f"{self.attempt.number}:{self.step}":
+            self.note(held=time.time())
+            time.sleep(3600)
+
+    def _finish(self) -> None:
+        super()._finish()
+        self.note(step=self.step, finished=dict(_seconds))
+
+    def note(self, **line: Any) -> None:
+        with open(os.environ["TIMED_FILE"], "a") as file:
+            file.write(json.dumps(line | {"time": time.time(), "attempt": self.attempt.number}) + "\n")

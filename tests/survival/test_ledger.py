@@ -1,0 +1,133 @@
+"""Where the time went over a scripted life of real processes, against a stop-watch that knows nothing of the ledger."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runner.history.read import read_history
+from runner.history.record import State
+from runner.hosts.clock import Bucket
+from runner.storage import LocalStore
+from tests.history.test_life import check_sums, flip_a_bit
+from tests.support.harness import Attempt, Job
+from tests.support.tiny import gpt_document
+
+SHARE = 0.02  # of the wall time, by which each bucket may differ
+GAP_SECONDS = 2.0
+
+
+class Life:
+    """The attempts of one job, one after the other, and what the stop-watch says of them."""
+
+    def __init__(self, base: Path):
+        self.run, self.watch = base / "run", base / "watch.jsonl"
+        changes = {
+            "job": "tests.support.timed:TimedGPT",
+            "config.train.total_steps": 400,
+            "config.eval.every_steps": 100,
+        }
+        document = gpt_document(self.run, **changes, **{"checkpoint.every_steps": 50, "logging.every_steps": 10})
+        spec = base / "timed.yaml"
+        spec.write_text(yaml.safe_dump(document))
+        self.job = Job(str(spec), self.run)
+        self.lives: list[tuple[float, float]] = []
+
+    def start(self, hold: str = "") -> Attempt:
+        """The next attempt."""
+        began = time.time()
+        attempt = Attempt(self.job, ["runner", *self.job.arguments], 1, TIMED_FILE=str(self.watch), TIMED_HOLD=hold)
+        self.lives.append((began, began))
+        return attempt
+
+    def ended(self) -> None:
+        """The newest attempt has."""
+        self.lives[-1] = (self.lives[-1][0], time.time())
+
+    def lines(self, attempt: int, key: str) -> list[dict[str, Any]]:
+        """What the stop-watch wrote in an attempt, of those that have this key."""
+        if not self.watch.exists():
+            return []
+        rows = [json.loads(line) for line in self.watch.read_text().splitlines() if line.endswith("}")]
+        return [row for row in rows if row["attempt"] == attempt and key in row]
+
+    def step(self, attempt: int) -> int:
+        """That it has completed."""
+        return max((row["step"] for row in self.lines(attempt, "seconds")), default=0)
+
+    def kill_at(self, number: int, step: int) -> None:
+        """An attempt that is killed while it stands after this step."""
+        attempt = self.start(f"{number}:{step}")
+        attempt.until(lambda: self.lines(number, "held"), f"step {step}")
+        attempt.kill()
+        self.ended()
+
+
+def stop_watch(life: Life, kept: dict[int, int]) -> dict[Bucket, float]:
+    """Seconds by bucket; `kept` has the step that a later attempt went on from, by attempt."""
+    found = dict.fromkeys(Bucket, 0.0)
+    for number, (began, ended) in enumerate(life.lives, start=1):
+        rows = life.lines(number, "seconds")
+        last = rows[-1]
+        before = sum(last["seconds"].values())
+        for name, seconds in last["seconds"].items():
+            found[Bucket(name)] += seconds
+        prepared = life.lines(number, "prepared")[0]["time"]
+        found[Bucket.PROCESS_START] += prepared - began
+        if number in kept:
+            base = next((row["seconds"]["steps"] for row in rows if row["step"] == kept[number]), 0.0)
+            standing = ended - last["time"]
+            lost = last["seconds"]["steps"] - base + standing
+            found[Bucket.STEPS] += standing - lost
+            found[Bucket.LOST_STEPS] += lost
+        else:
+            finished = life.lines(number, "finished")
+            more = sum(finished[0]["finished"].values()) - (before - last["seconds"]["steps"]) if finished else 0.0
+            found[Bucket.SAVE_STALL] += more
+            found[Bucket.SHUTDOWN] += ended - last["time"] - more
+    for (_, ended), (began, _) in zip(life.lives, life.lives[1:], strict=False):
+        found[Bucket.GAP] += began - ended
+    return found
+
+
+@pytest.mark.soak
+def test_the_ledger_of_a_life_agrees_with_a_stop_watch(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    first = life.start()
+    first.until(lambda: life.step(1) >= 200, "step 200")
+    first.process.terminate()
+    first.expect(75)
+    life.ended()
+    stopped = life.step(1)
+    time.sleep(GAP_SECONDS)
+    life.kill_at(2, 340)
+    life.kill_at(3, 360)
+    flip_a_bit(life.run / "checkpoints/350")
+    last = life.start()
+    last.expect(0)
+    life.ended()
+
+    history = read_history(LocalStore(life.run))
+    told = [(each.state, each.resumed_step, each.reached_step, each.lost_steps) for each in history.attempts]
+    assert told == [
+        (State.PREEMPTED, 0, stopped, 0),
+        (State.KILLED, stopped, 340, 40),
+        (State.KILLED, 300, 360, 60),
+        (State.DONE, 300, 400, 0),
+    ]
+    check_sums(history)
+    expected = stop_watch(life, {2: 300, 3: 300})
+    found = dict(history.seconds)
+    for bucket in (Bucket.DISTRIBUTED_INIT, Bucket.SET_UP):  # the watch knows one wait before the compile
+        found[Bucket.PROCESS_START] += found.pop(bucket)
+    wall_seconds = life.lives[-1][1] - life.lives[0][0]
+    for bucket, seconds in found.items():
+        print(f"{bucket.value:>18} {seconds:8.3f} s, by the watch {expected[bucket]:8.3f} s")
+    print(f"{'wall time':>18} {history.wall_seconds:8.3f} s, by the watch {wall_seconds:8.3f} s")
+    assert history.seconds[Bucket.UNATTRIBUTED] < SHARE * wall_seconds
+    assert abs(history.wall_seconds - wall_seconds) < SHARE * wall_seconds
+    for bucket, seconds in found.items():
+        assert abs(seconds - expected[bucket]) < SHARE * wall_seconds, bucket
