@@ -1,5 +1,6 @@
 """The dashboard as a server: waitress answers in some threads, and this one reads. Ends on Ctrl-C or SIGTERM."""
 
+import logging
 import os
 import signal
 import threading
@@ -43,6 +44,7 @@ def serve(root: Store, host: str, port: int, token: str | None) -> None:
         raise InvalidError(f"--host {host} --port {port}: cannot be served: {error}") from error
     os.nice(_NICENESS)
     _end_on_signals()
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # that many clients wait is no news
     threading.Thread(target=server.run, name="server", daemon=True).start()
     shown = f"[{host}]" if address_in(host) is not None and ":" in host else host
     say(

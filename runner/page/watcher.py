@@ -1,7 +1,7 @@
 """One reader for all clients: a run is read at most once a second, however many look, and not at all if none does.
 
-1. A request names what it wants, and gets what was last read of it, at once. Only where nothing was read yet, or long
-   ago, does it wait, up to a deadline.
+1. A request names what it wants, and gets what was last read of it, at once. It waits, up to a deadline, only where
+   nothing was read yet, or where that was long ago and no other waits.
 2. One loop reads what was wanted since its last round. It rests after each round, so that it takes no more than a fixed
    share of one core from whatever trains on this machine.
 3. What cannot be read is data too: the reader says so on the page. A bug in the reader ends the loop.
@@ -45,9 +45,11 @@ class Watcher:
         Raises `TimeoutError` if nothing was read of it within `wait_seconds`.
         """
         with self._changed:
+            is_first = name not in self._wanted  # one waits for what is old, the others take it
             self._wanted.add(name)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_fresh(name), self._wait_seconds)
+            if is_first or name not in self._kept:
+                self._changed.wait_for(lambda: self._is_fresh(name), self._wait_seconds)
             if name not in self._kept:
                 raise TimeoutError(f"nothing was read within {self._wait_seconds} s")
             return self._kept[name].body

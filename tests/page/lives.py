@@ -36,7 +36,12 @@ def events_of(num_attempts: int, num_rows: int) -> Iterator[JsonObject]:
         start = {"processes": 1, "devices": 8, "device_kind": "TPU v5e", "hosts": ["host"], "cpus": 2}
         state = ("restore", {"tier": "durable"}) if resumed else ("init", {})
         for after, event, step, details in (
-            (5.0, "start", None, {"began": began, "total_steps": num_attempts * num_rows, "versions": {"jax": "1"}} | start),
+            (
+                5.0,
+                "start",
+                None,
+                {"began": began, "total_steps": num_attempts * num_rows, "versions": {"jax": "1"}} | start,
+            ),
             (60.0, "prepare", None, {"seconds": 50.0}),
             (90.0, state[0], resumed, {"seconds": 20.0, "fingerprint": "f"} | state[1]),
             (700.0, "save", saved, {"blocked_seconds": 1.0}),

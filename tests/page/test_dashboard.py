@@ -1,4 +1,4 @@
-"""The dashboard from a root to what a client gets: runs are found, read when something has changed, and never written."""
+"""The dashboard from a root to what a client gets: runs are found, and read when something has changed."""
 
 import concurrent.futures
 import json
@@ -16,6 +16,7 @@ from runner.page.source import Source
 from runner.page.watcher import Watcher
 from runner.storage import JsonObject, LocalStore, Store
 from runner.storage.bucket import BucketStore
+from tests.benchmarks.dashboard import measure
 from tests.page.lives import BEGAN, lines_of, make_run, rows_of
 from tests.page.test_report import HOSTILE
 from tests.support.memory_bucket import MemoryDriver
@@ -107,7 +108,7 @@ def test_a_page_goes_on_with_the_rows_that_come(place):
 
 @pytest.mark.parametrize("text", HOSTILE[:-1])
 def test_a_hostile_name_is_a_line_like_any_other(tmp_path, text):
-    name = text.replace("/", "∕").replace("\0", "0")
+    name = text.replace("/", "|").replace("\0", "0")
     make_run(LocalStore(tmp_path / name), num_attempts=1, num_rows=2)
     body = Source(LocalStore(tmp_path)).read("")
     assert body is not None
@@ -213,3 +214,13 @@ def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message
     monkeypatch.setattr("runner.hosts.preemption.StopNotice.listen", lambda self: None)
     assert main(["dashboard", *(word.format(tmp_path) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_no_request_of_fifty_clients_fails_while_a_run_trains(tmp_path):
+    ratios, crowds = measure(tmp_path, num_clients=50, seconds=60.0, rounds=1)
+    print(f"step time with 50 clients over that without: {ratios}")
+    for crowd in crowds:
+        assert crowd.problems == []
+        assert set(crowd.statuses) <= {200, 304}
+        assert len(crowd.statuses) > 50
