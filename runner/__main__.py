@@ -26,6 +26,8 @@ COMMANDS = {
     "sample": "runner.command.sample",
     "metrics": "runner.command.metrics",
     "profile": "runner.command.profile",
+    "report": "runner.command.report",
+    "dashboard": "runner.command.dashboard",
     "checkpoints": "runner.command.checkpoints",
     "export": "runner.command.export",
     "verify-resume": "runner.command.verify_resume",

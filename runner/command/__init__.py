@@ -9,6 +9,8 @@
 - `sample` text from a run's model
 - `metrics` the rows of a run, as JSON or CSV
 - `profile` have a running job record some steps
+- `report` a page with pictures, of one run or several
+- `dashboard` all runs below a directory or prefix, live
 - `checkpoints` list, verify and copy checkpoints
 - `export` the weights of a run in Hugging Face's layout
 - `resume_proof` one undisturbed run and one killed again and again, compared

@@ -17,6 +17,8 @@ USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--profile START:STOP]
                                  [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner metrics SPEC_OR_DIRECTORY [--csv] [-o FILE]
        python -m runner profile SPEC_OR_DIRECTORY [--steps N]
+       python -m runner report SPEC_OR_DIRECTORY... -o OUT
+       python -m runner dashboard ROOT [--port P] [--host H] [--token T]
        python -m runner checkpoints SPEC_OR_DIRECTORY [--verify] [--deep]
        python -m runner checkpoints copy SOURCE TARGET
        python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--dtype DTYPE] -o OUT

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.history.record import Notice
+from runner.history.record import Notice, Save
 from runner.hosts.clock import Bucket
 from runner.storage import JsonObject
 
 NOTICES_MAX = 50
+EVENTS_MAX = 100
 _MARKS_MAX = 256
 _POINTS_MAX = 2048
 _OF_A_STEP = {"init", "restore", "save", "commit", "evaluate", "progress", "preempt", "done", "failed", "stuck"}
@@ -65,6 +66,8 @@ class Ledger:
         commits: of them: time, bytes, attempt.
         verified: of them, those whose bits were read back or restored since their last commit.
         validation: (step, val/loss) of the surviving trajectory.
+        saves: all commits, of very many a part.
+        events: the newest.
     """
 
     checkpoints: Set[int] = frozenset()
@@ -74,6 +77,8 @@ class Ledger:
     validation: list[tuple[int, float]] = field(default_factory=list)
     best_validation: tuple[int, float] | None = None
     notices: "collections.deque[Notice]" = field(default_factory=lambda: collections.deque(maxlen=NOTICES_MAX))
+    saves: list[Save] = field(default_factory=list)
+    events: "collections.deque[JsonObject]" = field(default_factory=lambda: collections.deque(maxlen=EVENTS_MAX))
 
 
 def whole_number(row: JsonObject, key: str) -> int | None:
@@ -103,6 +108,7 @@ def read_ledger(rows: Iterable[JsonObject], checkpoints: Set[int]) -> Ledger:
         attempt, moment, event = whole_number(row, "attempt"), number(row, "time"), row.get("event")
         if attempt is None or attempt < 1 or moment is None or not isinstance(event, str):
             continue
+        ledger.events.append(row)
         told = ledger.attempts.setdefault(attempt, Told(attempt))
         told.first, told.last = min(told.first, moment), max(told.last, moment)
         step = whole_number(row, "step")
@@ -151,6 +157,10 @@ def _save(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment:
 
 def _commit(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
     size = whole_number(row, "bytes")
+    if step is not None and row.get("tier") != "fast":
+        ledger.saves.append(Save(moment, told.number, step, size, number(row, "seconds_to_durable")))
+        if len(ledger.saves) > _POINTS_MAX:
+            ledger.saves = ledger.saves[1::2]
     if step is not None and step in ledger.checkpoints and row.get("tier") != "fast" and size is not None:
         ledger.commits[step] = (moment, size, told.number)
         if row.get("read_back") is True:

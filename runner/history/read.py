@@ -9,6 +9,7 @@ from typing import TypeVar
 import yaml
 
 from runner.attempt.clock_file import Kept, decode, name_of
+from runner.attempt.environment import ENVIRONMENT_KEYS
 from runner.attempt.owner import read_owner
 from runner.attempt.result import Result, read_result
 from runner.errors import InvalidError, StorageError
@@ -73,6 +74,8 @@ def read_history(store: Store, now: float | None = None) -> History:
         best_validation=min(validation, key=lambda point: point[1], default=None),
         straggling=_straggling(lives[-1].told),
         warnings=tuple(ledger.notices),
+        saves=tuple(ledger.saves),
+        events=tuple(ledger.events),
         spec=spec,
         unread=tuple(reader.unread),
     )
@@ -168,6 +171,7 @@ def _attempt(life: Life, share: Share, ending: Ending) -> Attempt:
         num_devices=whole_number(start, "devices"),
         device_kind=text(start["device_kind"]) if "device_kind" in start else None,
         num_saves=life.told.num_saves,
+        environment={key.name: start[key.name] for key in ENVIRONMENT_KEYS if key.name in start},
     )
 
 

@@ -50,6 +50,7 @@ class Attempt:
         seconds: by bucket, from `began` (or the end of the attempt before, if that is later) to `ended`.
         hosts: names of the machines, by process.
         num_saves: saves that were begun.
+        environment: what its event `start` says of versions, CPUs and the commit, unchecked.
     """
 
     number: int
@@ -69,6 +70,7 @@ class Attempt:
     num_devices: int | None = None
     device_kind: str | None = None
     num_saves: int = 0
+    environment: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,17 @@ class Checkpoint:
     num_bytes: int | None = None
     attempt: int | None = None
     problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Save:
+    """A commit, whether its checkpoint is still there or not."""
+
+    time: float
+    attempt: int
+    step: int
+    num_bytes: int | None
+    seconds_to_durable: float | None
 
 
 @dataclass(frozen=True)
@@ -137,6 +150,8 @@ class History:
         row: the newest of `metrics.jsonl`; empty for a job without metrics.
         trend: rows, at most some hundred, spread over the run, the newest among them.
         validation: (step, val/loss) likewise; `best_validation` is the lowest of all that are known.
+        saves: all commits, or every second, fourth, ... of very many.
+        events: the newest of the ledger, in its order, unchecked.
         spec: `spec.yaml` as it stands there; empty where it is missing or damaged.
         unread: what could not be read, a line each.
     """
@@ -163,6 +178,8 @@ class History:
     best_validation: tuple[int, float] | None = None
     straggling: Straggling | None = None
     warnings: tuple[Notice, ...] = ()
+    saves: tuple[Save, ...] = ()
+    events: tuple[JsonObject, ...] = ()
     spec: JsonObject = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 

@@ -1,0 +1,153 @@
+"""What the dashboard answers, as a WSGI application: pages, their data, three static files. It can only be read.
+
+A run is asked for by its id, which is looked up among those that were found: no part of an address becomes a path.
+"""
+
+import functools
+import gzip
+import hashlib
+import http
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from urllib.parse import parse_qs
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+from runner.page.access import COOKIE, Access
+from runner.page.document import library, live, static
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = [
+    ("Content-Security-Policy", POLICY),
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "DENY"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+]
+_METHODS = ("GET", "HEAD")
+_HTML, _JSON = "text/html; charset=utf-8", "application/json"
+_STATIC: dict[str, tuple[str, Callable[[], str]]] = {
+    "plotly.js": ("text/javascript; charset=utf-8", library),
+    "page.js": ("text/javascript; charset=utf-8", lambda: static("page.js")),
+    "page.css": ("text/css; charset=utf-8", lambda: static("page.css")),
+}
+
+
+@dataclass(frozen=True)
+class Body:
+    """Bytes that are sent as they are or compressed, and the tag that names this version of them."""
+
+    kind: str
+    plain: bytes
+    packed: bytes
+    tag: str
+
+    @classmethod
+    def of(cls, kind: str, text: str) -> "Body":
+        """Compress it, fast."""
+        plain = text.encode()
+        return cls(kind, plain, gzip.compress(plain, compresslevel=1), f'"{hashlib.sha256(plain).hexdigest()[:16]}"')
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response."""
+
+    status: http.HTTPStatus
+    body: Body | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """The application.
+
+    Attributes:
+        access: who may look.
+        data: the data of a run's page by its id, of the table of all runs by ""; None if there is no such run. It
+            answers at once or nearly so, may be asked from several threads, and raises `TimeoutError`.
+    """
+
+    access: Access
+    data: Callable[[str], Body | None]
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """See PEP 3333."""
+        answer = self._answer(environ)
+        body = answer.body or Body.of("text/plain; charset=utf-8", f"{answer.status.value} {answer.status.phrase}\n")
+        headers = [*_HEADERS, *answer.headers, ("Vary", "Accept-Encoding, Cookie")]
+        if answer.body is not None and environ.get("HTTP_IF_NONE_MATCH") == body.tag:
+            start_response("304 Not Modified", [*headers, ("ETag", body.tag)])
+            return []
+        is_packed = "gzip" in environ.get("HTTP_ACCEPT_ENCODING", "")
+        content = body.packed if is_packed else body.plain
+        headers += [("Content-Type", body.kind), ("Content-Length", str(len(content)))]
+        headers += [("Content-Encoding", "gzip")] * is_packed
+        headers += [("ETag", body.tag)] * (answer.body is not None)
+        start_response(f"{answer.status.value} {answer.status.phrase}", headers)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [content]
+
+    def _answer(self, environ: WSGIEnvironment) -> Answer:
+        no_store = ("Cache-Control", "no-store")
+        if not self.access.knows_host(environ.get("HTTP_HOST", "")):
+            return Answer(http.HTTPStatus.MISDIRECTED_REQUEST, headers=(no_store,))
+        if environ["REQUEST_METHOD"] not in _METHODS:
+            return Answer(http.HTTPStatus.METHOD_NOT_ALLOWED, headers=(("Allow", ", ".join(_METHODS)), no_store))
+        path = environ.get("PATH_INFO", "")
+        try:
+            asked = parse_qs(environ.get("QUERY_STRING", ""), max_num_fields=8).get("token", [])
+        except ValueError:
+            return Answer(http.HTTPStatus.BAD_REQUEST, headers=(no_store,))
+        if not self.access.takes([*asked, *_tokens(environ)]):
+            return Answer(http.HTTPStatus.UNAUTHORIZED, headers=(("WWW-Authenticate", "Bearer"), no_store))
+        try:
+            body = self._body(path)
+        except TimeoutError:
+            return Answer(http.HTTPStatus.SERVICE_UNAVAILABLE, headers=(("Retry-After", "5"), no_store))
+        if body is None:
+            return Answer(http.HTTPStatus.NOT_FOUND, headers=(no_store,))
+        if asked and self.access.token is not None:  # keep it out of the address from here on
+            cookie = f"{COOKIE}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
+            return Answer(http.HTTPStatus.SEE_OTHER, headers=(("Location", path), ("Set-Cookie", cookie), no_store))
+        return Answer(http.HTTPStatus.OK, body, (("Cache-Control", "no-cache"),))
+
+    def _body(self, path: str) -> Body | None:
+        """What stands at a path."""
+        match path.split("/"):
+            case ["", ""]:
+                return _page("Runs", "./", "data")
+            case ["", "data"]:
+                return self.data("")
+            case ["", "run", run] if run:
+                return None if self.data(run) is None else _page("Run", "../", f"../data/{run}")
+            case ["", "data", run] if run:
+                return self.data(run)
+            case ["", "static", name] if name in _STATIC:
+                return _static(name)
+        return None
+
+
+def _tokens(environ: WSGIEnvironment) -> list[str]:
+    """Those that a request's headers bring."""
+    found = []
+    kind, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+    if kind.lower() == "bearer":
+        found.append(token.strip())
+    for part in environ.get("HTTP_COOKIE", "").split(";"):
+        name, _, value = part.strip().partition("=")
+        if name == COOKIE:
+            found.append(value)
+    return found
+
+
+@functools.cache
+def _static(name: str) -> Body:
+    kind, read = _STATIC[name]
+    return Body.of(kind, read())
+
+
+def _page(title: str, top: str, source: str) -> Body:
+    return Body.of(_HTML, live(title, top, source))

@@ -1,0 +1,141 @@
+"""The rows of `metrics.jsonl` as they come, on a disk or in a bucket, each read once. For who looks at a living run.
+
+On a disk it goes on behind the last line that it has read, as long as that line still stands there; in a bucket it
+reads only the parts that are new. If a resumed attempt has dropped rows, all are read again. Memory holds a line at a
+time, or the content of one part.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, Protocol
+
+from runner.storage import Store
+from runner.train.metrics.bucket import decode_parts
+from runner.train.metrics.disk import NAME
+from runner.train.metrics.line import surviving
+from runner.train.metrics.row import Row
+
+_LINE_BYTES_MAX = 1 << 20  # what is longer is no row
+_TRIES = 3
+
+
+class Fed(NamedTuple):
+    """What one reading gives.
+
+    Attributes:
+        is_anew: whether what was fed before is void, and `rows` begins with the first.
+        rows: that stand for good; to be used up before the next reading. May raise `OSError`.
+        newest: the rows after them, which a later reading gives again.
+    """
+
+    is_anew: bool
+    rows: Iterator[Row]
+    newest: list[Row]
+
+
+class RowFeed(Protocol):
+    """The rows of one run."""
+
+    def read(self) -> Fed:
+        """What is new since the last reading; nothing where there are no rows yet. Raises `OSError`."""
+
+
+class DiskFeed:
+    """See `RowFeed`."""
+
+    def __init__(self, directory: Path):
+        self._path = directory / NAME
+        self._identity = (0, 0)
+        self._offset = 0
+        self._last_line = b""  # before `_offset`
+        self._step = -1
+
+    def read(self) -> Fed:
+        """See `RowFeed`."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            self._offset, self._last_line, self._step = 0, b"", -1
+            return Fed(True, iter(()), [])
+        is_anew = not self._goes_on_in(file)
+        if is_anew:
+            self._offset, self._last_line, self._step = 0, b"", -1
+        return Fed(is_anew, self._rows(file), [])
+
+    def _goes_on_in(self, file: BinaryIO) -> bool:
+        """Whether it is the file that was read, with the same line before the place to go on at."""
+        status = os.fstat(file.fileno())
+        before, self._identity = self._identity, (status.st_dev, status.st_ino)
+        file.seek(self._offset - len(self._last_line))
+        return self._identity == before and file.read(len(self._last_line)) == self._last_line
+
+    def _rows(self, file: BinaryIO) -> Iterator[Row]:
+        with file:
+            file.seek(self._offset)
+            for text in _whole_lines(file):
+                self._offset, self._last_line = file.tell(), text
+                for line in surviving([text], beyond=self._step):
+                    self._step = line.step
+                    yield line.row
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines from here on but those that are too long; what has no end yet is left for later."""
+    while text := file.readline(_LINE_BYTES_MAX):
+        if text.endswith(b"\n"):
+            yield text
+        elif len(text) < _LINE_BYTES_MAX:
+            return
+        else:
+            while text and not text.endswith(b"\n"):
+                text = file.readline(_LINE_BYTES_MAX)
+
+
+class BucketFeed:
+    """See `RowFeed`."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._parts: list[str] = []  # that were read, in order
+        self._step = -1
+
+    def read(self) -> Fed:
+        """See `RowFeed`."""
+        for remaining in reversed(range(_TRIES)):
+            content = self._store.read_versioned(NAME)[0]
+            try:
+                names = self._names(content)
+            except FileNotFoundError:  # a part that a newer attempt has dropped, and names no more
+                if not remaining:
+                    raise
+                continue
+            break
+        is_anew = names[: len(self._parts)] != self._parts or not self._parts
+        if is_anew:
+            self._parts, self._step = [], -1
+        sealed = decode_parts(content)
+        newest = surviving(content.splitlines(), beyond=sealed[-1].last_step if sealed else -1)
+        return Fed(is_anew, self._rows(names[len(self._parts) :]), [line.row for line in newest])
+
+    def _names(self, content: bytes) -> list[str]:
+        """All parts in order; only the first that an object names can name others, and those were read if it was."""
+        names: list[str] = []
+        while parts := [part.name for part in decode_parts(content)]:
+            if parts[0] in self._parts:
+                return [*self._parts[: self._parts.index(parts[0])], *parts, *names]
+            names = [*parts, *names]
+            content = self._store.read(parts[0])
+        return names
+
+    def _rows(self, names: Iterable[str]) -> Iterator[Row]:
+        for name in names:
+            for line in surviving(self._store.read(name).splitlines(), beyond=self._step):
+                self._step = line.step
+                yield line.row
+            self._parts.append(name)
+
+
+def open_feed(store: Store) -> RowFeed:
+    """The rows of the run in a directory, on a disk or in a bucket."""
+    return BucketFeed(store) if store.root is None else DiskFeed(store.root)

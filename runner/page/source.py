@@ -1,0 +1,184 @@
+"""The data of the dashboard's pages, read anew only where something has changed: the table of all runs, and each run.
+
+On a disk a run whose files are as they were is not read again, unless it lives, since a living one may have stalled. In
+a bucket, where looking costs as much as reading, each is read again after a while. A round of the table takes so many
+seconds at most; what it does not come to, the next one begins with.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from runner.errors import RunnerError
+from runner.history.read import read_history
+from runner.history.record import History, State
+from runner.page.app import Body
+from runner.page.discovery import Found, FoundRun, find_runs
+from runner.page.document import encode
+from runner.page.reader import RunReader
+from runner.page.view import cut, duration_text, kind_of, number_text, short, state_text, view_of
+from runner.storage import JsonObject, Store, number_in
+
+SEARCH_SECONDS = 10.0
+LIVING_SECONDS = 5.0
+BUCKET_SECONDS = 15.0
+ROUND_SECONDS = 5.0
+POINTS_MAX = 6000  # of the curves of one run, which are sent again and again
+READERS_MAX = 16  # that are held, the last that were asked for
+_NUM_READERS = 8
+_TREND_MAX = 100
+_FILES = ("events.jsonl", "metrics.jsonl", "result.json", "spec.yaml", "job.json", "checkpoints", "attempts")
+
+Signature = tuple[tuple[int, int], ...]
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A line of the table, and what it was made from."""
+
+    line: JsonObject
+    when: float  # by the monotonic clock
+    signature: Signature | None  # None in a bucket
+    is_living: bool
+
+    def stands(self, signature: Signature | None, now: float) -> bool:
+        """Whether a run whose files are now of this signature need not be read again."""
+        if signature is None:
+            return now - self.when < BUCKET_SECONDS
+        return signature == self.signature and not (self.is_living and now - self.when >= LIVING_SECONDS)
+
+
+def _signature(directory: Path | None) -> Signature | None:
+    """Of the files that change when anything happens to a run."""
+    if directory is None:
+        return None
+    numbers = [number for number in map(number_in, _names(directory / "attempts")) if number is not None]
+    newest = f"attempts/{max(numbers, default=0)}.clock"
+    return tuple(_state_of(directory / name) for name in (*_FILES, newest))
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _state_of(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
+
+
+class Source:
+    """Reads for one `Watcher`, in one thread."""
+
+    def __init__(self, root: Store):
+        self._root = root
+        self._found = Found([], [])
+        self._found_when = -SEARCH_SECONDS
+        self._summaries: dict[str, Summary] = {}
+        self._readers: dict[str, RunReader] = {}
+
+    def read(self, name: str) -> Body | None:
+        """The data of the run with this id, of all runs for ""; None if there is no such run."""
+        self._search()
+        if not name:
+            return _body(self._table())
+        run = next((each for each in self._found.runs if each.id == name), None)
+        return None if run is None else _body(self._run(run))
+
+    def _search(self) -> None:
+        if time.monotonic() - self._found_when < SEARCH_SECONDS:
+            return
+        found = _trying(lambda: find_runs(self._root))
+        self._found = Found(self._found.runs, [found]) if isinstance(found, str) else found
+        self._found_when = time.monotonic()
+        known = {run.id for run in self._found.runs}
+        self._summaries = {key: value for key, value in self._summaries.items() if key in known}
+
+    def _run(self, run: FoundRun) -> JsonObject:
+        title = _title(run)
+        reader = self._readers.pop(run.id, None) or RunReader(run.store, title)
+        self._readers[run.id] = reader  # as the last
+        while len(self._readers) > READERS_MAX:
+            del self._readers[next(iter(self._readers))]
+        seen = _trying(reader.read)
+        return {"title": title, "problem": seen} if isinstance(seen, str) else view_of(title, [seen], POINTS_MAX)
+
+    def _table(self) -> JsonObject:
+        began = time.monotonic()
+        signatures = {run.id: _signature(run.store.root) for run in self._found.runs}
+        stale = [run for run in self._found.runs if not self._stands(run, signatures[run.id], began)]
+        stale.sort(key=lambda run: self._summaries[run.id].when if run.id in self._summaries else 0.0)
+        with ThreadPoolExecutor(_NUM_READERS if self._root.root is None else 1) as pool:
+            for start in range(0, len(stale), _NUM_READERS):
+                if time.monotonic() - began > ROUND_SECONDS:
+                    break
+                some = stale[start : start + _NUM_READERS]
+                for run, summary in zip(
+                    some, pool.map(lambda run: _summary(run, signatures[run.id]), some), strict=True
+                ):
+                    self._summaries[run.id] = summary
+        lines = [self._summaries[run.id].line for run in self._found.runs if run.id in self._summaries]
+        num_left = len(self._found.runs) - len(lines)
+        notes = [f"{num_left} more runs are being read."] if num_left else []
+        return {"title": cut(f"Runs below {self._root.url}"), "table": lines, "notes": [*self._found.notes, *notes]}
+
+    def _stands(self, run: FoundRun, signature: Signature | None, now: float) -> bool:
+        summary = self._summaries.get(run.id)
+        return summary is not None and summary.stands(signature, now)
+
+
+def _body(data: JsonObject) -> Body:
+    return Body.of("application/json", encode(data))
+
+
+def _title(run: FoundRun) -> str:
+    return cut(run.path or run.store.url)
+
+
+def _summary(run: FoundRun, signature: Signature | None) -> Summary:
+    history = _trying(lambda: read_history(run.store))
+    if isinstance(history, str):
+        line = {"id": run.id, "name": _title(run), "state": history, "kind": "bad", "trend": []}
+        return Summary(line, time.monotonic(), signature, is_living=True)
+    is_living = history.state in (State.RUNNING, State.STALLED)
+    return Summary(_line(run, history), time.monotonic(), signature, is_living)
+
+
+def _line(run: FoundRun, history: History) -> JsonObject:
+    losses = [number for row in history.trend if isinstance(number := row.get("train/loss"), int | float)]
+    best, share = history.best_validation, len(losses) / _TREND_MAX
+    trend = losses if share <= 1 else [losses[int(index * share)] for index in range(_TREND_MAX)]
+    total = "" if history.total_steps is None else f" / {history.total_steps:,}"
+    speed = number_text(history.speed.tokens_per_second, ",.0f")
+    return {
+        "id": run.id,
+        "name": _title(run),
+        "state": state_text(history),
+        "kind": kind_of(history),
+        "steps": f"{history.step:,}{total}",
+        "trend": [short(value) for value in trend],
+        "loss": number_text(history.row.get("train/loss"), ".4f"),
+        "validation": "" if best is None else f"{best[1]:.4f}",
+        "speed": f"{speed} tokens / s" if speed else "",
+        "left": duration_text(history.speed.left_seconds),
+        "goodput": f"{history.goodput:.1%}" if history.wall_seconds > 0 else "",
+        "alive": max((attempt.ended for attempt in history.attempts), default=None),
+    }
+
+
+def _trying(read: Callable[[], Value]) -> Value | str:
+    """What `read` returns, or why it cannot, in words."""
+    try:
+        return read()
+    except (RunnerError, OSError, ValueError) as error:
+        return cut(str(error))

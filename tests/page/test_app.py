@@ -1,0 +1,161 @@
+"""The dashboard as a table of requests: what is answered, what is refused, and what every answer carries."""
+
+import gzip
+import http.client
+import threading
+
+import pytest
+import waitress
+
+from runner.errors import InvalidError
+from runner.page.access import access_for, is_loopback
+from runner.page.app import Body, Dashboard
+from runner.page.document import encode
+
+RUN = "0123456789abcdef"
+TOKEN = "a-token-of-some-length"
+HOSTILE = "</script><script>alert(1)</script> \u2028 \u2029 &amp; <!-- \udcff \"'\\"
+
+
+def data(name: str) -> Body | None:
+    return Body.of("application/json", encode({"title": HOSTILE})) if name in ("", RUN) else None
+
+
+def ask(host="127.0.0.1", token=None, path="/", method="GET", **headers):
+    """Status, headers and content of an answer; `headers` as WSGI names them."""
+    path, _, query = path.partition("?")
+    environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query, "HTTP_HOST": "localhost:80"}
+    found = []
+    body = Dashboard(access_for(host, token), data)(
+        environ | headers, lambda status, given: found.append((int(status[:3]), dict(given)))
+    )
+    ((status, given),) = found
+    return status, given, b"".join(body)
+
+
+@pytest.mark.parametrize("path", ["/", "/data", f"/run/{RUN}", f"/data/{RUN}", "/static/page.js", "/static/page.css"])
+def test_what_is_there_is_answered_and_every_answer_forbids_what_a_page_does_not_need(path):
+    status, headers, content = ask(path=path)
+    assert (status, int(headers["Content-Length"])) == (200, len(content))
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "unsafe-inline" not in headers["Content-Security-Policy"].partition("script-src")[2].partition(";")[0]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert b"<script>alert" not in content
+    assert ask(path=path, method="HEAD")[1:] == (headers, b"")
+    assert gzip.decompress(ask(path=path, HTTP_ACCEPT_ENCODING="gzip")[2]) == content
+    assert ask(path=path, HTTP_IF_NONE_MATCH=headers["ETag"])[::2] == (304, b"")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "PROPFIND"])
+@pytest.mark.parametrize("path", ["/", "/data", f"/data/{RUN}", "/static/page.js", "/nowhere"])
+def test_there_is_nothing_but_reading(path, method):
+    status, headers, _ = ask(path=path, method=method)
+    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/run/", "/run/0000", "/data/", "/data/0000", f"/data/{RUN}/", f"/data/{RUN}/..", "/static/", "/run/..",
+        "/static/page.html", "/static/../app.py", "/static/../../../../etc/passwd", "/static/page.js\0",
+        "/../../etc/passwd", "/%2e%2e/etc/passwd", "//evil.example", "/data/../../etc/passwd", "/data/\xff\xfe",
+        "", "data", "/index.html", "/metrics.jsonl",
+    ],
+)  # fmt: skip
+def test_no_address_leads_anywhere_else(path):
+    assert ask(path=path)[0] == 404
+    status, headers, _ = ask("0.0.0.0", TOKEN, f"{path}?token={TOKEN}")
+    assert (status, "Location" in headers) == (404, False)
+
+
+@pytest.mark.parametrize(
+    ("host", "header", "status"),
+    [
+        ("127.0.0.1", "localhost", 200),
+        ("127.0.0.1", "localhost:8642", 200),
+        ("127.0.0.1", "LOCALHOST:1", 200),
+        ("127.0.0.1", "127.0.0.1:8642", 200),
+        ("127.0.0.1", "[::1]:8642", 200),
+        ("::1", "[::1]", 200),
+        ("127.0.0.1", "evil.example", 421),
+        ("127.0.0.1", "localhost.evil.example:80", 421),
+        ("127.0.0.1", "192.168.0.7:8642", 421),
+        ("127.0.0.1", "", 421),
+        ("127.0.0.1", "localhost:80@evil.example", 421),
+        ("127.0.0.1", "evil.example:localhost", 421),
+        ("0.0.0.0", "192.168.0.7:8642", 200),
+        ("0.0.0.0", "evil.example", 421),
+        ("node7.example", "Node7.Example:80", 200),
+    ],
+)
+def test_a_name_that_is_not_this_machines_is_refused(host, header, status):
+    assert ask(host, TOKEN, HTTP_HOST=header, HTTP_AUTHORIZATION=f"Bearer {TOKEN}")[0] == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"HTTP_AUTHORIZATION": f"Bearer {TOKEN}"}, 200),
+        ({"HTTP_AUTHORIZATION": f"Bearer {TOKEN}x"}, 401),
+        ({"HTTP_AUTHORIZATION": f"Basic {TOKEN}"}, 401),
+        ({"HTTP_AUTHORIZATION": "Bearer \xff"}, 401),
+        ({"HTTP_COOKIE": f"a=b; runner_token={TOKEN}"}, 200),
+        ({"HTTP_COOKIE": "runner_token="}, 401),
+        ({"QUERY_STRING": f"token={TOKEN}"}, 303),
+        ({"QUERY_STRING": "token=wrong"}, 401),
+        ({"QUERY_STRING": "&".join("a=b" for _ in range(99))}, 400),
+    ],
+)
+@pytest.mark.parametrize("path", ["/", f"/data/{RUN}", "/static/page.js"])
+def test_whoever_comes_from_afar_needs_the_token_and_keeps_it_in_a_cookie(path, headers, status):
+    found, given, content = ask("0.0.0.0", TOKEN, path, **headers)
+    assert found == status
+    assert (TOKEN in str(given)) == (status == 303)
+    if status == 303:
+        assert given["Location"] == path
+        assert "HttpOnly" in given["Set-Cookie"]
+        assert "SameSite=Strict" in given["Set-Cookie"]
+    if status != 200:
+        assert len(content) < 100
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("::", False),
+     ("192.168.0.7", False), ("node7", False), ("localhost.evil.example", False)],
+)  # fmt: skip
+def test_a_token_is_made_where_others_can_reach_the_server(host, is_own):
+    assert is_loopback(host) == is_own
+    assert (access_for(host, None).token is None) == is_own
+    assert access_for(host, TOKEN).token == TOKEN
+    assert is_own or access_for(host, None).token != access_for(host, None).token
+
+
+@pytest.mark.parametrize(
+    "token", ["", "short", "sixteen letters and blanks", "x" * 15, "ü" * 20, "x" * 20 + "\r\nA: b"]
+)
+def test_a_token_that_cannot_stand_in_an_address_is_refused(token):
+    with pytest.raises(InvalidError, match="--token needs"):
+        access_for("127.0.0.1", token)
+
+
+def test_the_real_server_speaks_of_itself_no_more_than_it_must():
+    server = waitress.create_server(
+        Dashboard(access_for("127.0.0.1", None), data), host="127.0.0.1", port=0, ident=None
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    connection = http.client.HTTPConnection("127.0.0.1", server.effective_port, timeout=60)
+    try:
+        for path, status in (("/data", 200), ("/static/%2e%2e/%2e%2e/etc/passwd", 404), ("http://evil.example/", 200)):
+            connection.putrequest("GET", path, skip_host=True)
+            connection.putheader("Host", "localhost")
+            connection.endheaders()
+            answer = connection.getresponse()
+            assert answer.status == status, path
+            assert "Server" not in answer.headers
+            answer.read()
+    finally:
+        connection.close()
+        server.close()

@@ -1,0 +1,226 @@
+"""The dashboard from a root to what a client gets: runs are found, and read when something has changed."""
+
+import concurrent.futures
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from runner.__main__ import main
+from runner.page import discovery, source, watcher
+from runner.page.app import Body
+from runner.page.discovery import find_runs
+from runner.page.source import Source
+from runner.page.watcher import Watcher
+from runner.storage import JsonObject, LocalStore, Store
+from runner.storage.bucket import BucketStore
+from tests.benchmarks.dashboard import measure
+from tests.page.lives import BEGAN, lines_of, make_run, rows_of
+from tests.page.test_report import HOSTILE
+from tests.support.memory_bucket import MemoryDriver
+
+KINDS = ("disk", "bucket")
+
+
+class Place:
+    """A directory or a bucket, below which runs are put."""
+
+    def __init__(self, kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch):
+        self.driver = MemoryDriver()
+        self.directory = directory if kind == "disk" else None
+        monkeypatch.setattr(discovery, "store_at", lambda url: self.at(url.removeprefix("mem://b/r/")))
+
+    def at(self, path: str) -> Store:
+        if self.directory is not None:
+            return LocalStore(self.directory / path)
+        prefix = f"r/{path}".rstrip("/")
+        return BucketStore(f"mem://b/{prefix}", prefix, self.driver)
+
+
+@pytest.fixture(params=KINDS)
+def place(request, tmp_path, monkeypatch):
+    return Place(request.param, tmp_path, monkeypatch)
+
+
+def read(reader: Source, name: str = "") -> JsonObject:
+    body = reader.read(name)
+    assert body is not None
+    data: JsonObject = json.loads(body.plain)
+    return data
+
+
+def test_runs_are_found_wherever_they_are_below_the_root_and_not_inside_each_other(place):
+    paths = ["a", "group/b", "group/deep/er/c", "z"]
+    for path in [*paths, "a/inner", "group/b/checkpoints/7"]:
+        make_run(place.at(path), num_attempts=1, num_rows=2)
+    place.at("empty").write("notes.txt", b"")
+    place.at(".hidden/run").write("job.json", b"{}")
+    found = find_runs(place.at(""))
+    assert [run.path for run in found.runs] == paths
+    assert found.notes == []
+    assert len({run.id for run in found.runs}) == len(paths)
+    assert all(run.store.exists("metrics.jsonl") for run in found.runs)
+    assert [run.path for run in find_runs(place.at("a")).runs] == [""]
+    assert find_runs(place.at("empty")).runs == []
+
+
+def test_a_search_has_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(discovery, "RUNS_MAX", 3)
+    monkeypatch.setattr(discovery, "DIRECTORIES_MAX", 6)
+    for index in range(9):
+        (tmp_path / f"{index}").mkdir()
+    (tmp_path / "0" / "loop").symlink_to(tmp_path)
+    assert "after 6 directories" in find_runs(LocalStore(tmp_path)).notes[0]
+    for index in range(9):
+        (tmp_path / f"{index}" / "job.json").write_text("{}")
+    found = find_runs(LocalStore(tmp_path))
+    assert (len(found.runs), len(found.notes)) == (3, 1)
+
+
+def test_the_table_and_each_page_say_how_runs_stand(place):
+    make_run(place.at("a"))
+    make_run(place.at("b"), num_attempts=1, num_rows=5)
+    reader = Source(place.at(""))
+    table = read(reader)["table"]
+    assert [(line["name"], line["state"], line["steps"]) for line in table] == [
+        ("a", "done", "60 / 60"),
+        ("b", "done", "5 / 5"),
+    ]
+    assert [len(line["trend"]) for line in table] == [60, 5]
+    (run,) = read(reader, table[1]["id"])["runs"]
+    assert run["rows"] == 5
+    assert reader.read("0123456789abcdef") is None
+    assert reader.read("../a") is None
+
+
+def test_a_page_goes_on_with_the_rows_that_come(place):
+    store = make_run(place.at("a"), num_attempts=2)
+    reader = Source(place.at(""))
+    name = read(reader)["table"][0]["id"]
+    rows = list(rows_of(4, 20))
+    for number in (40, 41, 43, 80, 30):  # the last after a resume that went back
+        store.write("metrics.jsonl", b"".join(lines_of(iter(rows[:number]))))
+        (run,) = read(reader, name)["runs"]
+        assert (run["rows"], run["charts"]["Loss"][0]["step"][-1]) == (number, number)
+
+
+@pytest.mark.parametrize("text", HOSTILE[:-1])
+def test_a_hostile_name_is_a_line_like_any_other(tmp_path, text):
+    name = text.replace("/", "|").replace("\0", "0")
+    make_run(LocalStore(tmp_path / name), num_attempts=1, num_rows=2)
+    body = Source(LocalStore(tmp_path)).read("")
+    assert body is not None
+    assert not {b"<", b">", b"&"} & {bytes([byte]) for byte in body.plain}
+    assert body.plain.isascii()
+    assert json.loads(body.plain)["table"][0]["name"] == name
+
+
+def test_a_run_that_cannot_be_read_says_why_and_hides_no_other(tmp_path):
+    make_run(LocalStore(tmp_path / "good"), num_attempts=1, num_rows=2)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "job.json").write_text("{}")
+    reader = Source(LocalStore(tmp_path))
+    bad, good = read(reader)["table"]
+    assert "no run is here" in bad["state"]
+    assert good["state"] == "done"
+    assert "no run is here" in read(reader, bad["id"])["problem"]
+
+
+def test_a_root_that_goes_away_is_said_and_one_that_comes_back_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "SEARCH_SECONDS", 0.0)
+    reader = Source(LocalStore(tmp_path / "root"))
+    assert "No such file" in read(reader)["notes"][0]
+    make_run(LocalStore(tmp_path / "root" / "a"), num_attempts=1, num_rows=2)
+    assert [line["name"] for line in read(reader)["table"]] == ["a"]
+
+
+def test_a_run_whose_files_are_as_they_were_is_not_read_again(tmp_path, monkeypatch):
+    times = []
+    monkeypatch.setattr(source, "read_history", lambda store: times.append(store) or read_history(store))
+    store = make_run(LocalStore(tmp_path / "a"), num_attempts=1, num_rows=2)
+    reader = Source(LocalStore(tmp_path))
+    for _ in range(5):
+        read(reader)
+    assert len(times) == 1
+    os.utime(tmp_path / "a" / "events.jsonl", (BEGAN, BEGAN))
+    read(reader)
+    assert len(times) == 2
+    (tmp_path / "a" / "attempts").mkdir()
+    read(reader)
+    assert len(times) == 3
+    assert store.exists("job.json")
+
+
+read_history = source.read_history
+
+
+def test_however_many_look_a_thing_is_read_once_a_round():
+    times: list[str] = []
+    start = threading.Event()
+
+    def count(name: str) -> Body | None:
+        times.append(name)
+        return Body.of("text/plain", name) if name != "none" else None
+
+    crowd = Watcher(count)
+    with concurrent.futures.ThreadPoolExecutor(51) as pool:
+        asked = [pool.submit(lambda name: start.wait() and crowd.data(name), name) for name in ["a", "b", "none"] * 17]
+        start.set()
+        while not all(each.done() for each in asked):
+            crowd.round()
+        found = [each.result() for each in asked]
+    assert [body and body.plain for body in found] == [b"a", b"b", None] * 17
+    crowd.round()
+    later = [crowd.data("a") for _ in range(50)]
+    assert {body.plain for body in later if body} == {b"a"}
+    before = len(times)
+    crowd.round()
+    crowd.round()
+    assert times[before:] == ["a"], "and not at all if nobody looks"
+
+
+def test_what_nobody_reads_in_time_is_said_to_be_late():
+    with pytest.raises(TimeoutError):
+        Watcher(lambda name: None, wait_seconds=0.0).data("a")
+
+
+def test_what_nobody_has_asked_for_is_forgotten(monkeypatch):
+    crowd = Watcher(lambda name: Body.of("text/plain", name), wait_seconds=0.0)
+    for name in ("a", "b"):
+        with pytest.raises(TimeoutError):
+            crowd.data(name)
+    crowd.round()
+    assert crowd.data("a") is not None
+    monkeypatch.setattr(watcher, "KEEP_SECONDS", -1.0)
+    crowd.round()
+    assert set(crowd._kept) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{}/none"], "no such directory"),
+        (["{}", "--token", "short"], "--token needs"),
+        (["{}", "--host", "no.such.host.example", "--port", "0"], "cannot be served"),
+        (["{}", "--port", "99999999"], "--port 99999999: needs 0 to 65535"),
+        (["{}", "--port", "-1"], "--port -1: needs"),
+        (["{}", "--port", "x"], "invalid int value"),
+        ([], "required: ROOT"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("runner.hosts.preemption.StopNotice.listen", lambda self: None)
+    assert main(["dashboard", *(word.format(tmp_path) for word in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_no_request_of_fifty_clients_fails_while_a_run_trains(tmp_path):
+    ratios, crowds = measure(tmp_path, num_clients=50, seconds=60.0, rounds=1)
+    print(f"step time with 50 clients over that without: {ratios}")
+    for crowd in crowds:
+        assert crowd.problems == []
+        assert set(crowd.statuses) <= {200, 304}
+        assert len(crowd.statuses) > 50

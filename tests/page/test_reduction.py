@@ -1,0 +1,58 @@
+"""Peaks survive thinning, however long a series is and however it is fed."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.page.reduction import Point, Reduction
+
+VALUES = st.lists(st.floats(allow_nan=True, width=32), max_size=400)
+
+
+def fed(values: list[float], bins_max: int) -> Reduction:
+    series = Reduction(bins_max)
+    for step, value in enumerate(values):
+        series.add(Point(step, None, None, value))
+    return series
+
+
+@given(VALUES, st.sampled_from([2, 4, 6, 16]), st.integers(1, 20), st.integers(0, 400))
+def test_the_extremes_of_every_bin_the_ends_and_every_broken_value_survive(values, bins_max, drawn_max, cut):
+    cut = min(cut, len(values))
+    points = [Point(step, None, None, value) for step, value in enumerate(values)]
+    series = fed(values[:cut], bins_max)
+    thinned = series.thinned(drawn_max, points[cut:])
+    whole = [point for point in points if math.isfinite(point.value)]
+    assert thinned == fed(values, bins_max).thinned(drawn_max)
+    assert thinned.num_points == len(values)
+    assert thinned.num_broken == len(values) - len(whole)
+    assert [point.step for point in thinned.points] == sorted({point.step for point in thinned.points})
+    assert set(thinned.points) <= set(whole)
+    assert len(thinned.points) <= 2 * drawn_max + 2
+    if not whole:
+        return
+    width = 1
+    while math.ceil(len(whole) / width) > min(bins_max, drawn_max):
+        width *= 2
+    for start in range(0, len(whole), width):
+        values_of_bin = [point.value for point in whole[start : start + width]]
+        drawn = {point.value for point in thinned.points if point in whole[start : start + width]}
+        assert {min(values_of_bin), max(values_of_bin)} <= drawn
+    assert {whole[0], whole[-1]} <= set(thinned.points)
+
+
+def test_one_spike_among_a_hundred_thousand_values_is_drawn():
+    values = [1.0] * 100_000
+    values[54_321] = 9.0
+    points = fed(values, 1000).thinned(100).points
+    assert len(points) <= 202
+    assert [point.step for point in points if point.value == 9.0] == [54_321]
+
+
+@pytest.mark.parametrize("num", [1, 2, 999, 1000])
+def test_a_series_with_no_more_points_than_bins_is_drawn_whole(num):
+    assert [point.step for point in fed([math.sin(step) for step in range(num)], 1000).thinned(1000).points] == list(
+        range(num)
+    )

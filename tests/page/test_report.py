@@ -1,0 +1,267 @@
+"""The report of any directory is one page that holds everything, fetches nothing and runs its own scripts alone."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from runner.__main__ import main
+from runner.page import document
+from runner.page import report as report_module
+from runner.page.report import names_of, report
+from runner.storage import JsonObject, LocalStore
+from tests.page.lives import LOST_STEPS, events_of, lines_of, make_run, rows_of
+from tests.support.memory_bucket import memory_bucket
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+HOSTILE = (
+    "<script>document.body.id='owned'</script>",
+    "</script><script>document.body.id='owned'</script>",
+    "<!--<script>",
+    "<img src=x onerror=\"document.body.id='owned'\">",
+    "\"'`&lt;&amp; ${7*7} {{7*7}} %{x} $x^2$",
+    "\u2028\u2029\u202e\ufeff\x00\x1b[31m\x07\r\n\t",
+    "<a href=\"javascript:document.body.id='owned'\">here</a>",
+    "__proto__",
+    "x" * 100_000,
+)
+# Where a text of somebody else's may stand, and the file that it is written into as `{}`, as JSON without its quotes.
+EVENT = '{{"time": 1700000300.0, "attempt": 1, "process": 0, "event": {}}}\n'
+START = '{{"time": 1700000000.0, "attempt": 1, "process": 0, "event": "start", "step": null, {}}}\n'
+PLACES = {
+    "spec": ("spec.yaml", "name: life\nx: {}\n"),
+    "name": ("job.json", '{{"id": "0", "identity": {{}}, "name": {}}}'),
+    "reason": ("events.jsonl", EVENT.replace("{}", '"failed", "step": 3, "code": 1, "reason": {}')),
+    "event": ("events.jsonl", EVENT),
+    "host": ("events.jsonl", START.replace("{}", '"hosts": [{}]')),
+    "version": ("events.jsonl", START.replace("{}", '"versions": {{"jax": {}}}')),
+    "device": ("events.jsonl", START.replace("{}", '"devices": 1, "device_kind": {}')),
+    "metric": ("metrics.jsonl", '{{"step": 1, "train/loss": 1.0, {}: 2.0}}\n{{"step": 2, "train/loss": 1.0}}\n'),
+    "log": ("logs/1.0.log", "{}\n"),
+}
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    """plotly.js is 4.8 MB to parse: one test does."""
+    monkeypatch.setattr(document, "library", lambda: "globalThis.Plotly = {};")
+
+
+class Walk(HTMLParser):
+    """The elements of a page, each of which must be closed where it was opened."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[int, str] = {}  # by the index of the element that they stand in
+        self._owner: list[int] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+            self._owner.append(len(self.elements) - 1)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        self._owner.pop()
+
+    def handle_data(self, data):
+        if self._owner:
+            self.texts[self._owner[-1]] = self.texts.get(self._owner[-1], "") + data
+
+    def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
+        """Attributes and text of the elements with this tag."""
+        return [(found, self.texts.get(index, "")) for index, (name, found) in enumerate(self.elements) if name == tag]
+
+
+def data_of(page: str) -> JsonObject:
+    """The data of a page that is as it must be, whatever it is about."""
+    walk = Walk(page)
+    assert walk.open == []
+    assert page.startswith("<!DOCTYPE html>")
+    (policy,) = (found["content"] for found, _ in walk.all("meta") if found.get("http-equiv"))
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    scripts = walk.all("script")
+    assert [found.get("type") for found, _ in scripts] == ["application/json", None, None]
+    for _, script in scripts[1:]:
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+    for _, found in walk.elements:
+        assert not {name for name in found if name.startswith("on")} | ({"src", "action", "srcset"} & set(found))
+        assert found.get("href", "data:,") == "data:,"
+    (style,) = walk.all("style")
+    assert "url(" not in style[1]
+    assert "@import" not in style[1]
+    rest = page.replace(document.library(), "")
+    assert set(re.findall(r"https?://[^\"' ]*", rest)) <= {"http://www.w3.org/2000/svg"}
+    data: JsonObject = json.loads(scripts[0][1])
+    return data
+
+
+def test_the_page_brings_the_library_that_draws_it(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    page = report([make_run(LocalStore(tmp_path))])
+    data_of(page)
+    assert "plotly.js v" in page
+    assert len(page.encode()) < 6e6
+
+
+def test_a_life_is_told_whole(tmp_path):
+    data = data_of(report([make_run(LocalStore(tmp_path / "life"))]))
+    (run,) = data["runs"]
+    loss, validation = run["charts"]["Loss"]
+    assert loss["step"] == list(range(1, 61))
+    assert loss["tokens"] == [step * 512 for step in range(1, 61)]
+    assert loss["seconds"] == sorted(loss["seconds"])
+    assert max(loss["value"]) == 99.0
+    assert validation["step"] == [20, 40, 60]
+    assert run["thinning"] == "every one of 243 values is drawn"
+    assert [(each["resumed"], each["reached"], each["lost"]) for each in run["attempts"]] == [
+        (0, 20 + LOST_STEPS, LOST_STEPS),
+        (20, 40 + LOST_STEPS, LOST_STEPS),
+        (40, 60, 0),
+    ]
+    assert [save["step"] for save in run["saves"]] == [20, 40, 60]
+    assert ["jax", "1"] in run["environment"]
+    assert ["devices", "8 x TPU v5e"] in run["environment"]
+    assert {chart["title"] for chart in data["charts"]} >= set(run["charts"])
+    assert all(chart["unit"] for chart in data["charts"])
+    wall = sum(run["buckets"].values())
+    assert wall == pytest.approx(run["seconds"], abs=1.0)
+    assert run["goodput"] == sorted(run["goodput"])
+    assert all(0 <= share <= 1 for _, share in run["goodput"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_text_of_a_run_becomes_markup_or_code_and_each_is_shown(tmp_path, place):
+    for number, text in enumerate(HOSTILE):
+        store = make_run(LocalStore(tmp_path / str(number)), num_attempts=1, num_rows=2)
+        name, form = PLACES[place]
+        encoded = text.replace("\n", " ") if place == "log" else json.dumps(text)
+        path = store.root / name
+        path.parent.mkdir(exist_ok=True)
+        added = form.format(encoded).encode(errors="surrogatepass")
+        path.write_bytes((path.read_bytes() if name == "events.jsonl" else b"") + added)
+        data = data_of(report([store]))
+        shown = json.dumps(data["runs"], ensure_ascii=False)
+        if text.startswith("<script") and place != "name":
+            assert text in shown
+
+
+@pytest.mark.parametrize("name", HOSTILE[:5])
+def test_the_name_of_a_directory_is_text_too(tmp_path, name):
+    stores = [make_run(LocalStore(tmp_path / word / name.replace("/", "|"))) for word in ("a", "b")]
+    data = data_of(report(stores))
+    assert [run["label"] for run in data["runs"]] == [f"{word}/{name.replace('/', '|')}" for word in ("a", "b")]
+
+
+def test_what_grows_is_thinned_and_the_peak_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_module, "POINTS_MAX", 1000)
+    store = make_run(
+        LocalStore(tmp_path), num_attempts=10, num_rows=200, **{f"train/x{index}": 1.0 for index in range(60)}
+    )
+    page = report([store])
+    (run,) = data_of(page)["runs"]
+    assert max(run["charts"]["Loss"][0]["value"]) == 99.0
+    assert sum(len(series["step"]) for chart in run["charts"].values() for series in chart) < 2000
+    assert re.fullmatch(
+        r"\d+ of \d+ values are drawn: the lowest and the highest of each bin, so peaks stay", run["thinning"]
+    )
+    assert any("Not drawn, since there are so many: train/x" in text for text in run["warnings"])
+    assert len(run["attempts"]) == 10
+
+
+def test_values_that_are_not_finite_are_marked_where_they_are(tmp_path):
+    store = make_run(LocalStore(tmp_path), num_attempts=1, num_rows=4)
+    broken = [
+        b'{"step": 5, "train/loss": NaN, "train/tokens": 5}\n',
+        b'{"step": 6, "train/loss": 1.0, "train/aux": null}\n',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines_of(rows_of(1, 4)), *broken]))
+    (run,) = data_of(report([store]))["runs"]
+    assert run["charts"]["Loss"][0]["broken"]["step"] == [5]
+    assert run["charts"]["train/aux"][0]["broken"]["step"] == [6]
+    assert "2 of which are not finite" in run["thinning"]
+
+
+def test_several_runs_are_compared_wherever_they_are(tmp_path):
+    spec = "name: {0}\ndirectory: runs/{0}\nconfig: {{train: {{total_steps: 60}}, rate: {1}}}\n"
+    bucket = make_run(memory_bucket(), spec=spec.format("b", 2))
+    stores = [make_run(LocalStore(tmp_path / "a"), spec=spec.format("a", 1)), bucket]
+    data = data_of(report(stores))
+    assert [run["label"] for run in data["runs"]] == ["a", "run"]
+    assert data["differences"] == [["config.rate", ["1", "2"]]]
+    a, b = (
+        {key: value for key, value in run.items() if key in ("charts", "attempts", "saves")} for run in data["runs"]
+    )
+    assert a == b
+
+
+def test_each_run_has_the_shortest_name_that_is_its_own():
+    assert names_of(["runs/a/", "s3://b/c"]) == ["a", "c"]
+    assert names_of(["x/1/run", "x/2/run", "x/2/other"]) == ["1/run", "2/run", "2/other"]
+    assert names_of(["a", "a"]) == ["a (1)", "a (2)"]
+    assert names_of(["run", "x/run"]) == ["run", "x/run"]
+
+
+FILES = ("job.json", "spec.yaml", "events.jsonl", "metrics.jsonl")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe{", b"[1, 2", b'{"step": "x", "parts": 7}\n' * 3], ids=repr)
+@pytest.mark.parametrize("name", FILES)
+def test_a_directory_that_was_half_written_or_damaged_is_shown_as_far_as_it_goes(tmp_path, name, content):
+    store = make_run(LocalStore(tmp_path))
+    (tmp_path / "attempts").mkdir()
+    (tmp_path / "attempts" / "1").write_text('{"time": 1700000000.0}')
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    (run,) = data_of(report([store]))["runs"]
+    assert run["rows"] == (0 if name == "metrics.jsonl" else 60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{}/none", "-o", "{}/x.html"], "no run is here"),
+        (["{}", "-o", "{}"], "needs the name of a file"),
+        (["{}", "-o", "{}/none/x.html"], "needs the name of a file"),
+        (["{}"], "required: -o"),
+        (["-o", "{}/x.html"], "required: SPEC_OR_DIRECTORY"),
+        (["ftp://x", "-o", "{}/x.html"], "ftp:// is not known"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_no_file(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("runner.hosts.preemption.StopNotice.listen", lambda self: None)
+    assert main(["report", *(word.format(tmp_path) for word in arguments)]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_writes_the_page_and_nothing_else(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("runner.hosts.preemption.StopNotice.listen", lambda self: None)
+    make_run(LocalStore(tmp_path / "life"))
+    before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
+    assert main(["report", str(tmp_path / "life"), "-o", str(tmp_path / "page.html")]) == 0
+    assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*")) if path.name != "page.html"} == before
+    data_of((tmp_path / "page.html").read_text())
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'page.html'}: ")
+
+
+@pytest.mark.soak
+def test_the_page_of_a_million_rows_and_five_hundred_attempts_is_small(tmp_path: Path):
+    store = make_run(LocalStore(tmp_path), num_attempts=500, num_rows=2000)
+    page = report([store])
+    (run,) = data_of(page)["runs"]
+    assert (run["rows"], len(run["attempts"])) == (1_000_000, 500)
+    assert max(run["charts"]["Loss"][0]["value"]) == 99.0
+    assert len(page.encode()) < 10e6
+    assert len(list(events_of(500, 2000))) == 3000
