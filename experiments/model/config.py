@@ -45,6 +45,13 @@ class LatentConfig(Frozen):
         """What a cached decode keeps of a token in each layer."""
         return self.key_value_rank + self.rotary_head_dim
 
+    def matmul_parameters(self, heads: int, width: int) -> int:
+        """Parameters of the matmuls that make so many heads of a stream of this width, and of the one behind them."""
+        queries, values = heads * (self.plain_head_dim + self.rotary_head_dim), heads * self.value_head_dim
+        made = queries * width if self.query_rank is None else self.query_rank * (width + queries)
+        up = self.key_value_rank * (heads * self.plain_head_dim + values)
+        return made + self.cached_width * width + up + values * width
+
 
 class Stage(NamedTuple):
     """Layers that are stacked: some kinds one after the other, the whole so many times."""
@@ -223,13 +230,9 @@ class DecoderConfig(ModelConfig):
     @property
     def attention_matmul_parameters(self) -> int:
         """Parameters of the matmuls of one layer's attention."""
-        queries, values = self.heads * self.head_size, self.heads * self.value_size
-        if self.latent is None:
-            return 2 * (self.heads + self.key_heads) * self.head_size * self.width
-        rank, latent = self.latent.query_rank, self.latent
-        made = queries * self.width if rank is None else rank * (self.width + queries)
-        up = latent.key_value_rank * (self.heads * latent.plain_head_dim + values)
-        return made + latent.cached_width * self.width + up + values * self.width
+        if self.latent is not None:
+            return self.latent.matmul_parameters(self.heads, self.width)
+        return 2 * (self.heads + self.key_heads) * self.head_size * self.width
 
     @property
     def layer_matmul_parameters(self) -> float:
