@@ -72,6 +72,7 @@ SOME: dict[str, Any] = {
     "config.model.preset": "smollm2_135m",
     "config.model.key_value_heads": 1,
     "config.model.head_dim": 6,
+    "config.model.latent.query_rank": 12,
     "config.model.window": 4,
     "config.model.rope.scaling": {"name": "linear", "factor": 2.0},
     "config.model.rope.scaling.attention_factor": 1.5,
@@ -128,6 +129,15 @@ SCALINGS: dict[str, dict[str, Any]] = {
 # What every value of keys that begin so needs.
 BESIDE: dict[str, dict[str, Any]] = {
     "config.model.window_rope.": {"config.model.layer_pattern": ["window"], "config.model.window": 4},
+    "config.model.latent.": {
+        **{
+            "config.model.key_value_heads": "auto",
+            "config.model.head_dim": "auto",
+            "config.model.query_key_norm": None,
+        },
+        **{f"config.model.latent.{key}": 8 for key in ("key_value_rank", "plain_head_dim", "value_head_dim")},
+        "config.model.latent.rotary_head_dim": 4,
+    },
     "config.model.moe.": {"config.model.moe.experts": 4, "config.model.moe.experts_per_token": 2},
 }
 for _rope in ("config.model.rope", "config.model.window_rope"):

@@ -1,15 +1,16 @@
 """Models, and the blocks that a model of one's own is made of, which can be imported from here.
 
-- `preset`        published models by name
-- `rotary`        rotary positions
-- `config`        the keys of a decoder
-- `attention`     causal attention, in the form that is fast on each platform
-- `blocks`        projections, norms, the gated MLP, what is kept for the backward pass, the loss
-- `grouped`       matmuls of tokens that are grouped by expert
-- `moe`           mixture of experts: routing, balancing, counts
-- `dialect`       the config.json of a decoder in the words of each family of transformers
-- `hugging_face`  which tensor of Hugging Face's files is which parameter of a decoder
-- `decoder`       one decoder for today's open families, and the job that trains it
+- `preset`           published models by name
+- `rotary`           rotary positions
+- `config`           the keys of a decoder
+- `attention`        causal attention, in the form that is fast on each platform
+- `blocks`           projections, norms, the gated MLP, what is kept for the backward pass, the loss
+- `grouped`          matmuls of tokens that are grouped by expert
+- `moe`              mixture of experts: routing, balancing, counts
+- `dialect`          the config.json of a decoder in the words of each family of transformers
+- `hugging_face`     which tensor of Hugging Face's files is which parameter of a decoder
+- `layer_attention`  projections, cache and attention of a layer, with grouped heads or heads of latents
+- `decoder`          one decoder for today's open families, and the job that trains it
 
 A loss's parts of `runner.train` can be imported from here too. Blocks know no trainer, no mesh's sizes and no data set.
 """

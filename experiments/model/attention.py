@@ -135,7 +135,7 @@ def blocked_attention(
 def xla_attention(
     q_BxTxNxH: jax.Array,
     k_BxTxKxH: jax.Array,
-    v_BxTxKxH: jax.Array,
+    v_BxTxKxW: jax.Array,
     segments_BxT: jax.Array | None = None,
     *,
     window: int | None = None,
@@ -145,13 +145,13 @@ def xla_attention(
     """Attend by JAX's own composition of matmuls and a float32 softmax."""
     assert softcap is None
     mask_Bx1xTxT = None if segments_BxT is None else _same_segment(segments_BxT, segments_BxT)
-    return _attend_by_jax("xla", q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, mask_Bx1xTxT, window, scale)
+    return _attend_by_jax("xla", q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, mask_Bx1xTxT, window, scale)
 
 
 def cudnn_attention(
     q_BxTxNxH: jax.Array,
     k_BxTxKxH: jax.Array,
-    v_BxTxKxH: jax.Array,
+    v_BxTxKxW: jax.Array,
     *,
     window: int | None = None,
     softcap: None = None,
@@ -159,28 +159,32 @@ def cudnn_attention(
 ) -> jax.Array:
     """Attend by cuDNN's fused kernel."""
     assert softcap is None
-    return _attend_by_jax("cudnn", q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, None, window, scale)
+    return _attend_by_jax("cudnn", q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, None, window, scale)
 
 
 def _attend_by_jax(
     implementation: Literal["xla", "cudnn"],
     q_BxTxNxH: jax.Array,
     k_BxTxKxH: jax.Array,
-    v_BxTxKxH: jax.Array,
+    v_BxTxKxW: jax.Array,
     mask_Bx1xTxT: jax.Array | None,
     window: int | None,
     scale: float | None,
 ) -> jax.Array:
-    return jax.nn.dot_product_attention(
+    """Values become as wide as keys: what is padded of them comes out as zeros, and is left out."""
+    width = v_BxTxKxW.shape[3]
+    missing = k_BxTxKxH.shape[3] - width
+    out_BxTxNxH = jax.nn.dot_product_attention(
         q_BxTxNxH,
         k_BxTxKxH,
-        v_BxTxKxH,
+        jnp.pad(v_BxTxKxW, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else v_BxTxKxW,
         mask=mask_Bx1xTxT,
         scale=scale,
         is_causal=True,
         local_window_size=None if window is None else (window - 1, 0),
         implementation=implementation,
     )
+    return out_BxTxNxH[..., :width] if missing else out_BxTxNxH
 
 
 def splash_attention(
@@ -256,7 +260,7 @@ class Form(NamedTuple):
     dtypes: tuple[DTypeLike, ...] = ()  # none named: all
     softcap: bool = True
     segments: bool = True
-    value_width: bool = True  # values of another width than keys
+    wide_values: bool = True  # values that are wider than keys; narrower ones are for all
     takes_head_width: Callable[[int], bool] = lambda _: True
     length_multiple: int = 1  # up to which a row is padded; by more than an eighth of it none is
     divides_over_mesh: bool = False  # rows and heads must: a kernel that the partitioner cannot split
@@ -266,7 +270,7 @@ class Form(NamedTuple):
 # all T x T scores, JAX then asks it for that bias's gradient too, and together with that gradient not every GPU has an
 # algorithm that gives the same bits twice.
 BLOCKS = Form(blocked_attention)
-XLA = Form(xla_attention, softcap=False, value_width=False)
+XLA = Form(xla_attention, softcap=False, wide_values=False)
 CUDNN = XLA._replace(
     attend=cudnn_attention, dtypes=(jnp.bfloat16, jnp.float16), segments=False, takes_head_width=_cudnn_takes
 )
@@ -285,7 +289,7 @@ def _can(form: Form, arrays: tuple[jax.Array, ...], softcap: float | None) -> bo
         (not form.dtypes or q_BxTxNxH.dtype in form.dtypes)
         and (form.softcap or softcap is None)
         and (form.segments or len(arrays) == 3)
-        and (form.value_width or v_BxTxKxW.shape[3] == k_BxTxKxH.shape[3])
+        and (form.wide_values or v_BxTxKxW.shape[3] <= k_BxTxKxH.shape[3])
         and form.takes_head_width(q_BxTxNxH.shape[3])
         and _is_worth_padding(q_BxTxNxH.shape[1], form.length_multiple)
         and (not form.divides_over_mesh or _divides_over_mesh(q_BxTxNxH))

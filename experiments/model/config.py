@@ -22,9 +22,35 @@ LayerKind = Literal["full", "window", "no_rope"]
 class Biases(Frozen):
     """Which matmuls have a bias."""
 
-    query_key_value: bool = Field(default=False, description="Those that make queries, keys and values.")
+    query_key_value: bool = Field(
+        default=False, description="Those that make queries, keys and values; with `latent`, those that make latents."
+    )
     attention_out: bool = Field(default=False, description="The one after attention.")
     mlp: bool = Field(default=False, description="Those of the MLP.")
+
+
+class LatentConfig(Frozen):
+    """Heads whose keys and values are made of one latent vector of a token (DeepSeek-V2, 2024)."""
+
+    key_value_rank: PositiveInt = Field(description="Width of the latent that keys and values are made of.")
+    query_rank: PositiveInt | None = Field(
+        default=None, description="Width of the latent that queries are made of; null: made without one."
+    )
+    plain_head_dim: PositiveInt = Field(description="Part of a head of queries and keys that is not rotated.")
+    rotary_head_dim: PositiveInt = Field(description="Part that is, even; of keys one is shared by all heads.")
+    value_head_dim: PositiveInt = Field(description="Width of a head of values.")
+
+    @property
+    def cached_width(self) -> int:
+        """What a cached decode keeps of a token in each layer."""
+        return self.key_value_rank + self.rotary_head_dim
+
+    def matmul_parameters(self, heads: int, width: int) -> int:
+        """Parameters of the matmuls that make so many heads of a stream of this width, and of the one behind them."""
+        queries, values = heads * (self.plain_head_dim + self.rotary_head_dim), heads * self.value_head_dim
+        made = queries * width if self.query_rank is None else self.query_rank * (width + queries)
+        up = self.key_value_rank * (heads * self.plain_head_dim + values)
+        return made + self.cached_width * width + up + values * width
 
 
 class Stage(NamedTuple):
@@ -62,6 +88,11 @@ class DecoderConfig(ModelConfig):
         default="auto", description="Heads of keys and values, each shared by heads / key_value_heads; auto: heads."
     )
     head_dim: PositiveInt | Auto = Field(default="auto", description="Width of a head, even; auto: width / heads.")
+    latent: LatentConfig | None = Field(
+        default=None,
+        description="Make keys and values of one latent vector of a token; key_value_heads and head_dim then stay "
+        "auto. null: not.",
+    )
     mlp_width: PositiveInt = Field(description="Hidden width of the MLP.")
     mlp: Literal["swiglu", "geglu", "squared_relu"] = Field(
         default="swiglu",
@@ -71,7 +102,9 @@ class DecoderConfig(ModelConfig):
     norm: Literal["pre", "post", "both"] = Field(
         default="pre", description="Whether attention and MLP have their input normalised, their output, or both."
     )
-    norm_epsilon: PositiveFloat = Field(default=1e-5, description="Added to the mean square in every norm.")
+    norm_epsilon: PositiveFloat = Field(
+        default=1e-5, description="Added to the mean square in every norm; in those of latents 1e-6 is."
+    )
     norm_offset: bool = Field(
         default=False, description="Keep each norm's scale as its distance from 1, as Gemma does."
     )
@@ -124,15 +157,24 @@ class DecoderConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "DecoderConfig":
-        if self.head_dim == "auto" and self.width % self.heads:
+        if self.latent is None and self.head_dim == "auto" and self.width % self.heads:
             raise ValueError(
                 f"width={self.width} does not divide over heads={self.heads}; use a multiple of {self.heads}, or set "
                 "head_dim"
             )
-        if self.head_size % 2:
-            raise ValueError(f"head_dim={self.head_size} is odd; rotary positions need pairs")
+        if self.rotary_size % 2:
+            key = "head_dim" if self.latent is None else "latent.rotary_head_dim"
+            raise ValueError(f"{key}={self.rotary_size} is odd; rotary positions need pairs")
         if self.heads % self.key_heads:
             raise ValueError(f"heads={self.heads} does not divide over key_value_heads={self.key_heads}")
+        return self
+
+    @model_validator(mode="after")
+    def _latent_is_alone(self) -> "DecoderConfig":
+        beside = {"key_value_heads": "auto", "head_dim": "auto", "query_key_norm": None}
+        given = [f"{key}={getattr(self, key)}" for key, unset in beside.items() if getattr(self, key) != unset]
+        if self.latent is not None and given:
+            raise ValueError(f"{given[0]} says what `latent` says another way; leave out one of them")
         return self
 
     @model_validator(mode="after")
@@ -170,13 +212,32 @@ class DecoderConfig(ModelConfig):
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """Width of a head of queries and keys."""
+        if self.latent is not None:
+            return self.latent.plain_head_dim + self.latent.rotary_head_dim
         return self.width // self.heads if self.head_dim == "auto" else self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Width of what is rotated of a head."""
+        return self.head_size if self.latent is None else self.latent.rotary_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head of values."""
+        return self.head_size if self.latent is None else self.latent.value_head_dim
+
+    @property
+    def attention_matmul_parameters(self) -> int:
+        """Parameters of the matmuls of one layer's attention."""
+        if self.latent is not None:
+            return self.latent.matmul_parameters(self.heads, self.width)
+        return 2 * (self.heads + self.key_heads) * self.head_size * self.width
 
     @property
     def layer_matmul_parameters(self) -> float:
         """Parameters of the matmuls that compute a token in one layer; the mean of all layers, where they differ."""
-        attention = (2 * self.heads + 2 * self.key_heads) * self.head_size * self.width
+        attention = self.attention_matmul_parameters
         mlp = (2 if self.mlp == "squared_relu" else 3) * self.mlp_width * self.width
         if self.moe is None:
             return attention + mlp

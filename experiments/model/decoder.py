@@ -3,27 +3,22 @@
 Owns the architecture and the logical name of every parameter axis. Knows no mesh, optimizer or data: names become mesh
 axes by the rules of the caller, and without rules every annotation is a no-op.
 
-Shape legend: B batch, T sequence, V vocabulary, D width, N heads of queries, K heads of keys and values, H width of a
-head, S positions that a cache holds.
+Shape legend: B batch, T sequence, V vocabulary, D width.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.blocks import (
     INIT_STDDEV,
-    Dense,
     GatedMLP,
-    RMSNorm,
     embed,
     loss_sum_of,
     rematerialised,
@@ -32,93 +27,25 @@ from experiments.model.blocks import (
 )
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage
 from experiments.model.hugging_face import DecoderFiles
+from experiments.model.layer_attention import (
+    Attention,
+    Cache,
+    LatentAttention,
+    Precision,
+    Row,
+    empty_cache,
+    make_norm,
+    residual_stddev,
+)
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, next_biases, scalars
-from experiments.model.rotary import Rotation, rotate, rotation_at
+from experiments.model.rotary import Rotation, rotation_at
 from runner import BaseTrainer
 from runner.config import MemoryConfig
-from runner.errors import InvalidError
 from runner.train.blueprint import Blueprint
 from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, memory_choices, transformer_flops, transformer_sizing
 from runner.train.step import Batch
 from runner.train.variables import STATISTICS
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, or of several that are stacked, at positions 0 to S - 1."""
-
-    keys: jax.Array  # (B, S, K, H)
-    values: jax.Array
-
-
-class Row(NamedTuple):
-    """What every layer is told of the rows at hand."""
-
-    rotations: Mapping[LayerKind, Rotation | None]
-    segments: jax.Array | None  # (B, T), of rows that hold several documents; 0 is padding
-    real: jax.Array  # (B, T), bool: what is no padding
-    start: jax.Array | None  # position of the first token, where there is a cache
-
-
-class Precision(NamedTuple):
-    """Parameters are kept in one type, and multiplied in the other."""
-
-    params: DTypeLike
-    compute: DTypeLike
-
-
-class Attention(nn.Module):
-    """Causal attention with grouped queries, from projections in to the projection out."""
-
-    config: DecoderConfig
-    kind: LayerKind
-    precision: Precision
-
-    @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, row: Row, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
-        config, (B, T, D) = self.config, x_BxTxD.shape
-        N, K, H = config.heads, config.key_heads, config.head_size
-        refuse_cut_heads(N)
-        # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
-        x_BTxD = x_BxTxD.reshape(B * T, D)
-        has_bias = config.bias.query_key_value
-        q_BTxNH = self._dense("query", N * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
-        k_BTxKH = self._dense("key", K * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
-        v_BTxKH = self._dense("value", K * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
-        q_BxTxNxH = self._rotated(self._by_head("query_norm", q_BTxNH, (B, T, N, H)), row)
-        k_BxTxKxH = self._rotated(self._by_head("key_norm", k_BTxKH, (B, T, K, H)), row)
-        v_BxTxKxH = _cut_by_heads(v_BTxKH.reshape(B, T, K, H))
-
-        scale = None if config.query_scale == "auto" else config.query_scale
-        options: Any = {"window": config.window_of(self.kind), "softcap": config.attention_softcap, "scale": scale}
-        if cache is None:
-            a_BxTxNxH = causal_attention(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, row.segments, **options)
-        else:
-            assert row.start is not None, "a cache is read from a position on"
-            place = (0, row.start, 0, 0)
-            cache = LayerCache(
-                jax.lax.dynamic_update_slice(cache.keys, k_BxTxKxH.astype(cache.keys.dtype), place),
-                jax.lax.dynamic_update_slice(cache.values, v_BxTxKxH.astype(cache.values.dtype), place),
-            )
-            a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, row.start, **options).astype(q_BxTxNxH.dtype)
-        out = self._dense("out", D, ("heads", "embed"), residual_stddev(config), config.bias.attention_out)
-        return out(a_BxTxNxH.reshape(B * T, N * H)).reshape(B, T, D), cache
-
-    def _by_head(self, name: str, x_BTxNH: jax.Array, shape: tuple[int, int, int, int]) -> jax.Array:
-        """Queries or keys by head, normalised as the config says."""
-        if self.config.query_key_norm == "whole":
-            x_BTxNH = make_norm(name, self.config, self.precision, "heads")(x_BTxNH)
-        x_BxTxNxH = _cut_by_heads(x_BTxNH.reshape(shape))
-        if self.config.query_key_norm == "head":
-            x_BxTxNxH = make_norm(name, self.config, self.precision, "head_dim")(x_BxTxNxH)
-        return x_BxTxNxH
-
-    def _rotated(self, x_BxTxNxH: jax.Array, row: Row) -> jax.Array:
-        rotation = row.rotations[self.kind]
-        return x_BxTxNxH if rotation is None else rotate(x_BxTxNxH, rotation)
-
-    def _dense(self, name: str, features: int, axes: tuple[str, str], stddev: float, has_bias: bool) -> Dense:
-        return Dense(features, axes, stddev, *self.precision, has_bias, name=name)
 
 
 class Block(nn.Module):
@@ -130,10 +57,9 @@ class Block(nn.Module):
     is_sparse: bool = False
 
     @nn.compact
-    def __call__(
-        self, x_BxTxD: jax.Array, row: Row, cache: LayerCache | None
-    ) -> tuple[jax.Array, tuple[LayerCache | None, Statistics]]:
-        attention = Attention(self.config, self.kind, self.precision, name="attention")
+    def __call__(self, x_BxTxD: jax.Array, row: Row, cache: Any) -> tuple[jax.Array, tuple[Cache | None, Statistics]]:
+        form = Attention if self.config.latent is None else LatentAttention
+        attention = form(self.config, self.kind, self.precision, name="attention")
         y_BxTxD, cache = attention(self._norm("attention_norm", "pre", x_BxTxD), row, cache)
         x_BxTxD += self._norm("attention_post_norm", "post", y_BxTxD)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
@@ -167,8 +93,8 @@ class Turn(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, row: Row, caches: Mapping[str, LayerCache] | None
-    ) -> tuple[jax.Array, tuple[dict[str, LayerCache] | None, dict[str, Statistics]]]:
+        self, x_BxTxD: jax.Array, row: Row, caches: Mapping[str, Cache] | None
+    ) -> tuple[jax.Array, tuple[dict[str, Cache] | None, dict[str, Statistics]]]:
         block = rematerialised(Block, self.memory.remat, is_in_line=self.is_in_line)
         found = {}
         for name, kind in zip(layer_names(self.kinds), self.kinds, strict=True):
@@ -243,14 +169,12 @@ class Decoder(nn.Module):
     @nn.nowrap
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
         """An empty cache for so many rows of at most `length` tokens."""
-        config = self.config
-        shape = (batch, length, config.key_heads, config.head_size)
-
-        def stacked(repeats: int) -> LayerCache:
-            return LayerCache(jnp.zeros((repeats, *shape), dtype), jnp.zeros((repeats, *shape), dtype))
-
         return {
-            stage.name: {name: stacked(stage.repeats) for name in layer_names(stage.kinds)} for stage in config.stages
+            stage.name: {
+                name: empty_cache(self.config, (stage.repeats, batch, length), dtype)
+                for name in layer_names(stage.kinds)
+            }
+            for stage in self.config.stages
         }
 
     def _tell(self, statistics: dict[str, dict[str, Statistics]]) -> jax.Array | None:
@@ -283,7 +207,7 @@ class Decoder(nn.Module):
     def _rotations(self, positions_BxT: jax.Array) -> dict[LayerKind, Rotation | None]:
         ropes = {kind: self.config.rope_of(kind) for kind in self.config.layer_pattern}
         return {
-            kind: None if rope is None else rotation_at(positions_BxT, rope, self.config.head_size)
+            kind: None if rope is None else rotation_at(positions_BxT, rope, self.config.rotary_size)
             for kind, rope in ropes.items()
         }
 
@@ -341,35 +265,6 @@ def layer_names(kinds: tuple[LayerKind, ...]) -> list[str]:
     return [f"layer_{number}" for number in range(len(kinds))]
 
 
-def make_norm(name: str, config: DecoderConfig, precision: Precision, axis: str = "embed") -> RMSNorm:
-    """A norm as the config says."""
-    return RMSNorm(config.norm_epsilon, axis, config.norm_offset, *precision, name=name)
-
-
-def refuse_cut_heads(num_heads: int) -> None:
-    """Raise `InvalidError` if devices would share a head, by the mesh and the rules of the caller."""
-    mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes(("heads",))
-    if mesh.empty or not spec:
-        return
-    try:
-        NamedSharding(mesh, spec).shard_shape((num_heads,))
-    except ValueError:
-        sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-        raise InvalidError(
-            f"config.model.heads={num_heads} does not divide over the devices that share the heads (mesh: {sizes}); "
-            "make topology.mesh.tensor a divisor of it"
-        ) from None
-
-
-def residual_stddev(config: DecoderConfig) -> float:
-    """Of the matmuls whose results are added to the residual stream."""
-    return INIT_STDDEV / math.sqrt(2 * config.layers)
-
-
-def _cut_by_heads(x_BxTxNxH: jax.Array) -> jax.Array:
-    return nn.with_logical_constraint(x_BxTxNxH, ("batch", "sequence", "heads", "head_dim"))
-
-
 class PretrainDecoder(BaseTrainer):
     """Trains a decoder on the next token."""
 
@@ -399,6 +294,7 @@ class PretrainDecoder(BaseTrainer):
             layer_parameters=config.layer_matmul_parameters,
             output_parameters=self.vocabulary_size * config.width,
             attention_width=config.heads * config.head_size,
+            value_width=config.heads * config.value_size,
             attended_keys=sum(keys) / len(keys),
             remat=memory.remat,
             last_parameters=0 if has_post_norm else config.last_matmul_parameters,
@@ -417,11 +313,13 @@ class PretrainDecoder(BaseTrainer):
 
     def sizing(self, tensor: int) -> Sizing:
         """By formula. A layer keeps its input, two normalised copies and the stream between, whole, and of every norm
-        after a part that part's result; and q, k, v, attention's result and the parts of the MLP's hidden layer, cut
-        by heads or columns.
+        after a part that part's result, and latents and their norms; and q, k, v, attention's result and the parts of
+        the MLP's hidden layer, cut by heads or columns.
         """
-        config = self.config.model
-        query, keys = config.heads * config.head_size, 2 * config.key_heads * config.head_size
+        config, latent = self.config.model, self.config.model.latent
+        query, values = config.heads * config.head_size, config.heads * config.value_size
+        keys = config.key_heads * (config.head_size + config.value_size)
+        latents = 0 if latent is None else (latent.query_rank or 0) + latent.cached_width
         halves = 1 if config.mlp == "squared_relu" else 2
         norms = {"pre": 4, "post": 4, "both": 6}[config.norm]
         return transformer_sizing(
@@ -432,8 +330,10 @@ class PretrainDecoder(BaseTrainer):
             itemsize=jnp.dtype(self.config.precision.compute).itemsize,
             memory=self.config.memory,
             tensor=tensor,
-            kept=norms * config.width + (2 * query + keys + (halves + 1) * config.mlp_width) / tensor,
-            kept_of_dots=3 * config.width + (query + keys + halves * config.mlp_width) / tensor,
+            kept=norms * config.width
+            + 2 * latents
+            + (query + values + keys + (halves + 1) * config.mlp_width) / tensor,
+            kept_of_dots=3 * config.width + latents + (query + keys + halves * config.mlp_width) / tensor,
         )
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:

@@ -319,6 +319,127 @@ def _read_olmoe(found: Mapping[str, Any]) -> Json:
     return _read_llama({**found, "mlp_bias": False}) | keys | {"query_key_norm": "whole"}
 
 
+# DeepSeek's.
+
+
+def _write_deepseek_v2(config: DecoderConfig) -> Json:
+    is_limited = config.moe is not None and config.moe.groups_per_token < config.moe.groups
+    method = {"topk_method": "group_limited_greedy" if is_limited else "greedy"}
+    return _deepseek_written(config) | method | {"mlp_bias": config.bias.mlp}
+
+
+def _read_deepseek_v2(found: Mapping[str, Any]) -> Json:
+    if found.get("norm_topk_prob") or found.get("mlp_bias"):
+        raise InvalidError("moe.normalise_gates, bias.mlp: transformers has neither in this family")
+    method, groups = found.get("topk_method", "greedy"), {"groups": 1, "groups_per_token": 1}
+    if method == "group_limited_greedy":
+        groups = {"groups": found["n_group"], "groups_per_token": found["topk_group"]}
+    elif method != "greedy":
+        raise InvalidError(f"moe: topk_method {method}, and this decoder has greedy and group_limited_greedy")
+    chosen = {"gate": "softmax", "normalise_gates": False, "group_score": "max", **groups}
+    return _deepseek_read(found, {"first": 0, "scale": 1.0}, chosen)
+
+
+def _write_deepseek_v3(config: DecoderConfig) -> Json:
+    interleaved = {"rope_interleave": config.rope.pairs == "neighbours", "num_nextn_predict_layers": 0}
+    return _deepseek_written(config) | interleaved
+
+
+def _read_deepseek_v3(found: Mapping[str, Any]) -> Json:
+    chosen = {
+        "gate": "sigmoid",
+        "normalise_gates": found.get("norm_topk_prob", True),
+        "groups": found.get("n_group", 8),
+        "groups_per_token": found.get("topk_group", 4),
+        "bias_rate": 0.001,
+    }
+    keys = _deepseek_read(found, {"first": 3, "scale": 2.5}, chosen)
+    if not found.get("rope_interleave", True):
+        keys["rope"]["pairs"] = "halves"
+    return keys
+
+
+_LATENT_KEYS = {
+    "q_lora_rank": "query_rank",
+    "kv_lora_rank": "key_value_rank",
+    "qk_nope_head_dim": "plain_head_dim",
+    "qk_rope_head_dim": "rotary_head_dim",
+    "v_head_dim": "value_head_dim",
+}
+_DEEPSEEK_EXPERT_KEYS = {
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "experts_per_token",
+    "n_shared_experts": "shared_experts",
+    "first_k_dense_replace": "dense_layers",
+    "norm_topk_prob": "normalise_gates",
+    "routed_scaling_factor": "routed_scale",
+    "n_group": "groups",
+    "topk_group": "groups_per_token",
+    "aux_loss_alpha": "auxiliary_loss",
+}
+
+
+def _deepseek_written(config: DecoderConfig) -> Json:
+    latent, moe = config.latent, config.moe
+    written: Json = _silu(config) | _rope_written(config.rope) | {"attention_bias": config.bias.query_key_value}
+    if latent is not None:
+        written |= {name: getattr(latent, key) for name, key in _LATENT_KEYS.items()}
+        written |= {"head_dim": latent.rotary_head_dim}
+    if written["rope_scaling"] is not None:
+        written["rope_scaling"] |= _mscale_written(config)
+    if moe is None:
+        return written | {"first_k_dense_replace": config.layers}
+    experts = {name: getattr(moe, key) for name, key in _DEEPSEEK_EXPERT_KEYS.items()}
+    return written | experts | {"moe_intermediate_size": config.expert_width, "moe_layer_freq": 1}
+
+
+def _deepseek_read(found: Mapping[str, Any], default: Mapping[str, Any], chosen: Json) -> Json:
+    """`chosen` says how experts are chosen; `default` what stands for keys that a file leaves out."""
+    bias, rope = found.get("attention_bias", False), _rope_read(found, 10_000.0)
+    latent = {key: found[name] for name, key in _LATENT_KEYS.items()}
+    keys: Json = {
+        "key_value_heads": "auto",
+        "head_dim": "auto",
+        "mlp": _activation(found, "hidden_act", "silu"),
+        "rope": rope | {"pairs": "neighbours"},
+        "bias": {"query_key_value": bias, "attention_out": bias},
+        "latent": latent,
+        "query_scale": _scale_read(found, latent["plain_head_dim"] + latent["rotary_head_dim"]),
+    }
+    dense = found.get("first_k_dense_replace", default["first"])
+    if dense >= found["num_hidden_layers"]:
+        return keys
+    if found.get("moe_layer_freq", 1) != 1 or not found["n_shared_experts"]:
+        raise InvalidError("moe: layers without experts, or experts without shared ones, and this family has neither")
+    width = found["moe_intermediate_size"]
+    moe = chosen | {
+        "experts": found["n_routed_experts"],
+        "experts_per_token": found["num_experts_per_tok"],
+        "shared_experts": found["n_shared_experts"],
+        "dense_layers": dense,
+        "routed_scale": found.get("routed_scaling_factor", default["scale"]),
+        "auxiliary_loss": found.get("aux_loss_alpha", 0.001),
+    }
+    return keys | ({"moe": moe | {"expert_width": width}} if dense else {"moe": moe, "mlp_width": width})
+
+
+def _mscale_written(config: DecoderConfig) -> Json:
+    """What makes scores larger where rows are longer than those of old, which these families alone have."""
+    scaling = config.rope.scaling
+    if config.query_scale == "auto" or scaling is None or scaling.factor <= 1:
+        return {}
+    growth = math.sqrt(config.query_scale * math.sqrt(config.head_size))
+    return {"mscale_all_dim": (growth - 1) / (0.1 * math.log(scaling.factor))}
+
+
+def _scale_read(found: Mapping[str, Any], head_dim: int) -> float:
+    given = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    growth = 1.0
+    if given.get("mscale_all_dim"):
+        growth = 0.1 * given["mscale_all_dim"] * math.log(max(given["factor"], 1)) + 1
+    return growth**2 / math.sqrt(head_dim)
+
+
 _EXPERT_KEYS = {
     "num_experts": "experts",
     "num_experts_per_tok": "experts_per_token",
@@ -356,6 +477,8 @@ FAMILIES: dict[str, Dialect] = {
         Dialect("olmoe", "OlmoeForCausalLM", _write_olmoe, _read_olmoe, epsilon=1e-5),
         Dialect("gemma2", "Gemma2ForCausalLM", _write_gemma2, _read_gemma2, is_tied=True),
         Dialect("gemma3_text", "Gemma3ForCausalLM", _write_gemma3, _read_gemma3, is_tied=True),
+        Dialect("deepseek_v2", "DeepseekV2ForCausalLM", _write_deepseek_v2, _read_deepseek_v2),
+        Dialect("deepseek_v3", "DeepseekV3ForCausalLM", _write_deepseek_v3, _read_deepseek_v3),
         Dialect("smollm3", "SmolLM3ForCausalLM", _write_smollm3, _read_smollm3, is_tied=True),
     )
 }

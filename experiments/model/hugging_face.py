@@ -11,14 +11,25 @@ from typing import Any, NamedTuple
 
 from experiments.model.config import DecoderConfig
 from experiments.model.dialect import FAMILIES, Dialect, Json, decoder_of
+from experiments.model.moe import BALANCE
 from runner.errors import InvalidError
 from runner.weights.family import Family, Piece
 
 # Parameter -> tensor of a layer. Norms are named by their order, so the name depends on where norms are.
-_MATMULS = {
+_OF_HEADS = {
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj",
+}
+_OF_LATENTS = {
+    "attention.key_value_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.key_value_up": "self_attn.kv_b_proj",
+}
+_OF_QUERIES = {  # by whether they are made of a latent
+    False: {"attention.query": "self_attn.q_proj"},
+    True: {"attention.query_down": "self_attn.q_a_proj", "attention.query_up": "self_attn.q_b_proj"},
+}
+_OTHERS = {
     "attention.out": "self_attn.o_proj",
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
@@ -34,13 +45,15 @@ _NORMS = {
         "mlp_post_norm": "post_feedforward_layernorm",
     },
 }
-# Of a layer with experts: where they are, and what an expert's matrices are called. Mixtral is the one without
-# query-key norms.
+# Of a layer with experts: where they are, and what an expert's matrices are called. Mixtral is the one without norms in
+# its attention.
 _EXPERTS = {
     False: ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     True: ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
 _QUERY_KEY_NORMS = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
+_QUERY_LATENT_NORM = {"attention.query_norm": "self_attn.q_a_layernorm"}
+_KEY_VALUE_LATENT_NORM = {"attention.key_value_norm": "self_attn.kv_a_layernorm"}
 
 
 class DecoderFiles(Family):
@@ -93,22 +106,25 @@ class DecoderFiles(Family):
                 f"model.layers.{layer}.{tensor}.{foreign}", f"{place.prefix}.{part}.{leaf}", (place.turn,), is_kernel
             )
 
-        for part, tensor in _MATMULS.items():
+        for part, tensor in _matmuls(config).items():
             has_no_gate = part == "mlp.gate" and config.mlp == "squared_relu"
             if has_no_gate or (place.is_sparse and part.startswith("mlp.")):
                 continue
             yield piece(part, tensor, "kernel", "weight")
             if _has_bias(config, part):
                 yield piece(part, tensor, "bias", "bias")
-        for part, tensor in (_NORMS[config.norm] | (_QUERY_KEY_NORMS if config.query_key_norm else {})).items():
+        for part, tensor in (_NORMS[config.norm] | _attention_norms(config)).items():
             yield piece(part, tensor, "scale", "weight")
         if place.is_sparse:
             yield from self._pieces_of_experts(f"model.layers.{layer}", f"{place.prefix}.moe", place.turn)
 
     def _pieces_of_experts(self, tensors: str, leaves: str, turn: int) -> Iterator[Piece]:
-        moe, (block, names) = self._config.moe, _EXPERTS[self._config.query_key_norm is not None]
+        moe, (block, names) = self._config.moe, _EXPERTS[bool(_attention_norms(self._config))]
         assert moe is not None, "a sparse layer has experts"
         yield Piece(f"{tensors}.{block}.gate.weight", f"{leaves}.router", (turn,), transpose=True)
+        if moe.bias_rate is not None:
+            biases = f"variables.{BALANCE}.{leaves}.bias"
+            yield Piece(f"{tensors}.{block}.gate.e_score_correction_bias", biases, (turn,))
         for leaf, name in names.items():
             if leaf == "gate" and self._config.mlp == "squared_relu":
                 continue
@@ -170,9 +186,23 @@ def _place_of(config: DecoderConfig, layer: int) -> _Place:
     raise AssertionError("the stages hold every layer")
 
 
+def _matmuls(config: DecoderConfig) -> dict[str, str]:
+    if config.latent is None:
+        return _OF_HEADS | _OTHERS
+    return _OF_QUERIES[config.latent.query_rank is not None] | _OF_LATENTS | _OTHERS
+
+
+def _attention_norms(config: DecoderConfig) -> dict[str, str]:
+    if config.latent is None:
+        return _QUERY_KEY_NORMS if config.query_key_norm else {}
+    return _KEY_VALUE_LATENT_NORM | (_QUERY_LATENT_NORM if config.latent.query_rank is not None else {})
+
+
 def _has_bias(config: DecoderConfig, part: str) -> bool:
     if part.startswith("mlp."):
         return config.bias.mlp
+    if config.latent is not None and not part.endswith(("_down", ".out")):
+        return False
     return config.bias.attention_out if part == "attention.out" else config.bias.query_key_value
 
 
@@ -188,6 +218,7 @@ def _told(config: DecoderConfig) -> Json:
     return {key: getattr(config, key) for key in kept} | {
         "key_value_heads": config.key_heads,
         "head_dim": config.head_size,
+        "latent": config.latent and config.latent.model_dump(),
         "bias": config.bias.model_dump(),
         "layer_pattern": kinds,
         "window": config.window,
@@ -205,6 +236,8 @@ def _moe_told(config: DecoderConfig) -> Json | None:
     if config.moe is None:
         return None
     told = config.moe.model_dump(exclude={"auxiliary_loss", "router_z_loss", "bias_rate"})
+    if config.moe.groups_per_token == config.moe.groups:  # whatever they are, a token's experts come from all of them
+        told |= {"groups": 1, "groups_per_token": 1, "group_score": "max"}
     return told | {"expert_width": config.expert_width, "has_biases": config.moe.bias_rate is not None}
 
 

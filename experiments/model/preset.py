@@ -3,6 +3,7 @@
 Knows nothing of what the keys do. A preset is a starting point: what a spec gives beside it replaces its values.
 """
 
+import math
 from typing import Any
 
 from runner.storage import JsonObject
@@ -75,6 +76,39 @@ def _olmoe(*sizes: int, experts: int) -> Keys:
     return _sizes(*sizes) | {"query_key_norm": "whole", "moe": moe, "vocabulary_size": 50_304}
 
 
+def _deepseek(*sizes: int, query_rank: int | None, vocabulary_size: int, mscale: float, **moe: Any) -> Keys:
+    """Sizes without heads of keys. `mscale`: by what YaRN makes scores larger, times its logarithm."""
+    layers, width, heads, mlp_width = sizes
+    latent = {"query_rank": query_rank, "key_value_rank": 512}
+    latent |= {"plain_head_dim": 128, "rotary_head_dim": 64, "value_head_dim": 128}
+    growth = 0.1 * mscale * math.log(40.0) + 1
+    scaling = {"name": "yarn", "factor": 40.0, "original_positions": 4096, "attention_factor": 1.0}
+    return {
+        "layers": layers,
+        "width": width,
+        "heads": heads,
+        "mlp_width": mlp_width,
+        "latent": latent,
+        "moe": moe,
+        "norm_epsilon": 1e-6,
+        "rope": {"scaling": scaling, "pairs": "neighbours"},
+        "query_scale": growth**2 / math.sqrt(192),
+        "vocabulary_size": vocabulary_size,
+    }
+
+
+def _deepseek2(*sizes: int, query_rank: int | None, mscale: float, **moe: Any) -> Keys:
+    gates = {"experts_per_token": 6, "shared_experts": 2, "dense_layers": 1, "normalise_gates": False}
+    return _deepseek(*sizes, query_rank=query_rank, vocabulary_size=102_400, mscale=mscale, **gates, **moe)
+
+
+def _deepseek3(*sizes: int) -> Keys:
+    experts = {"experts": 256, "experts_per_token": 8, "expert_width": 2048, "shared_experts": 1, "dense_layers": 3}
+    gates = {"gate": "sigmoid", "routed_scale": 2.5, "groups": 8, "groups_per_token": 4}
+    balance = {"bias_rate": 0.001, "auxiliary_loss": 0.0001}
+    return _deepseek(*sizes, query_rank=1536, vocabulary_size=129_280, mscale=1.0, **experts, **gates, **balance)
+
+
 def _smollm2(*sizes: int, theta: float = 100_000.0) -> Keys:
     return _sizes(*sizes) | {"rope": {"theta": theta}, "tied_embedding": True, "vocabulary_size": 49_152}
 
@@ -121,6 +155,21 @@ PRESETS: dict[str, Keys] = {
     ),
     "qwen3_30b_a3b": _qwen3(48, 2048, 32, 4, 768, moe={"experts": 128, "experts_per_token": 8}),
     "olmoe_1b_7b": _olmoe(16, 2048, 16, 16, 1024, experts=64),
+    "deepseek_v2_lite": _deepseek2(
+        *(27, 2048, 16, 10_944), query_rank=None, mscale=0.707, experts=64, expert_width=1408
+    ),
+    "deepseek_v2": _deepseek2(
+        *(60, 5120, 128, 12_288),
+        query_rank=1536,
+        mscale=0.707,
+        experts=160,
+        expert_width=1536,
+        routed_scale=16.0,
+        groups=8,
+        groups_per_token=3,
+        group_score="max",
+    ),
+    "deepseek_v3": _deepseek3(61, 7168, 128, 18_432),
     "gemma2_2b": _gemma2(26, 2304, 8, 4, 9216, head_dim=256, query_scale_of=256),
     "gemma2_9b": _gemma2(42, 3584, 16, 8, 14_336, head_dim=256, query_scale_of=256),
     "gemma2_27b": _gemma2(46, 4608, 32, 16, 36_864, head_dim=128, query_scale_of=144),

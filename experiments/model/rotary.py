@@ -1,7 +1,7 @@
 """Rotary positions: queries and keys turned by angles that grow with the position (Su et al., 2021).
 
 Owns the angles, with the published ways to stretch them over longer rows, and the keys of a spec that choose them. The
-halves of a head turn against each other, as in Hugging Face's weights, and not neighbouring pairs.
+halves of a head turn against each other, as in most of Hugging Face's weights, or neighbours do.
 
 Shape legend: B batch, T sequence, N heads, H width of a head, F = H / 2 frequencies.
 """
@@ -57,11 +57,18 @@ class YarnScaling(Frozen):
 Scaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="name")]
 
 
+Pairs = Literal["halves", "neighbours"]
+
+
 class Rope(Frozen):
     """Rotary positions of one kind of layer."""
 
     theta: PositiveFloat = Field(default=10_000.0, description="Base of the wavelengths.")
     scaling: Scaling | None = Field(default=None, description="How angles are stretched over longer rows; null: not.")
+    pairs: Pairs = Field(
+        default="halves",
+        description="What turns against each other: the halves of a head, or elements 0 and 1, 2 and 3, ... of it.",
+    )
 
 
 class Rotation(NamedTuple):
@@ -108,9 +115,16 @@ def rotation_at(positions_BxT: jax.Array, rope: Rope, head_dim: int) -> Rotation
     return Rotation(jnp.cos(angles_BxTx1xF) * factor, jnp.sin(angles_BxTx1xF) * factor)
 
 
-def rotate(x_BxTxNxH: jax.Array, rotation: Rotation) -> jax.Array:
-    """`x` turned, in its own dtype; the turn itself is computed in float32."""
-    first, second = jnp.split(x_BxTxNxH.astype(jnp.float32), 2, axis=-1)
+def rotate(x_BxTxNxH: jax.Array, rotation: Rotation, pairs: Pairs = "halves") -> jax.Array:
+    """`x` turned, in its own dtype; the turn itself is computed in float32.
+
+    Neighbours come out as halves: of queries and keys alike, so that no score shows it, and nothing need be put back.
+    """
+    wide_BxTxNxH = x_BxTxNxH.astype(jnp.float32)
+    if pairs == "halves":
+        first, second = jnp.split(wide_BxTxNxH, 2, axis=-1)
+    else:
+        first, second = wide_BxTxNxH[..., 0::2], wide_BxTxNxH[..., 1::2]
     cos, sin = rotation
     turned_BxTxNxH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned_BxTxNxH.astype(x_BxTxNxH.dtype)

@@ -94,6 +94,7 @@ def transformer_flops(
     layer_parameters: float,
     output_parameters: int,
     attention_width: int,
+    value_width: int | None = None,
     attended_keys: float,
     remat: Literal["none", "dots", "layers"] = "none",
     last_parameters: float = 0,
@@ -111,6 +112,7 @@ def transformer_flops(
         layer_parameters: parameters of one layer's dense matmuls, or the mean where layers differ.
         output_parameters: parameters of the matmul that makes logits, tied or not.
         attention_width: query heads times their width, however many heads of keys and values they share.
+        value_width: query heads times the width of values; None: the same.
         attended_keys: keys that a query sees on average; half of the row where it is causal, which for rows of several
             documents is an upper bound.
         remat: what is kept of a layer: everything, the results of its dense matmuls, or its input.
@@ -118,15 +120,16 @@ def transformer_flops(
         is_attention_recomputed: whether attention itself computes its scores again in the backward pass.
         is_loss_recomputed: whether the logits are computed again in the backward pass.
     """
-    per_key = 2 * attention_width  # FLOPs of one score, or of one weighted value, over all heads
+    score = 2 * attention_width  # FLOPs of one key's scores over all heads
+    value = score if value_width is None else 2 * value_width  # of its weighted values
     matmuls = 6 * (layers * layer_parameters + output_parameters)
-    per_token = matmuls + 6 * layers * per_key * attended_keys
-    attention = {"none": 0, "dots": 2, "layers": 2}[remat] + is_attention_recomputed
+    per_token = matmuls + 3 * layers * (score + value) * attended_keys
+    attention = (0 if remat == "none" else score + value) + (score if is_attention_recomputed else 0)
     again = 2 * (layer_parameters - last_parameters) if remat == "layers" else 0
-    recomputed = layers * (again + attention * per_key * attended_keys) + is_loss_recomputed * 2 * output_parameters
+    recomputed = layers * (again + attention * attended_keys) + is_loss_recomputed * 2 * output_parameters
     formula = (
         f"6 x ({layers} layers x {layer_parameters:,.0f} matmul parameters + {output_parameters:,} of the output "
-        f"matmul) + 12 x {layers} layers x {attention_width:,} wide x {attended_keys:,g} keys a query "
+        f"matmul) + 12 x {layers} layers x {(score + value) / 4:,.0f} wide x {attended_keys:,g} keys a query "
         f"= {per_token:,.0f}, lookups not counted"
     )
     return Flops(per_token, recomputed, formula)

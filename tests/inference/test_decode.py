@@ -31,7 +31,7 @@ def gpt(**config: Any) -> GPT:
 
 def decoder(**config: Any) -> Decoder:
     sizes = {"layers": 2, "heads": 4, "key_value_heads": 2, "width": 32, "mlp_width": 48, "window": 9}
-    return Decoder(DecoderConfig(**sizes, layer_pattern=["window", "full"], **config), VOCABULARY)
+    return Decoder(DecoderConfig(**sizes | {"layer_pattern": ["window", "full"]} | config), VOCABULARY)
 
 
 # Every model of this repository that can be read bit by bit; the decoders have tests of their own too.
@@ -48,6 +48,10 @@ MODELS = {
             "gate": "sigmoid",
             "bias_rate": 0.1,
         }
+    ),
+    "decoder with latents": decoder(
+        key_value_heads="auto",
+        latent={"query_rank": 12, "key_value_rank": 16, "plain_head_dim": 8, "rotary_head_dim": 4, "value_head_dim": 6},
     ),
 }
 ONE = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])

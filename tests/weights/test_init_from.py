@@ -89,13 +89,19 @@ def events(root: Path) -> list[str]:
 
 def begun_with(source: Path, job: BaseTrainer, params: Any = None, allowed: Sequence[str] = ()) -> Any:
     """The parameters that the job would begin with, where its init has made `params`; else its present ones."""
-    like = {"params": job.state.params if params is None else params}
+    return weights_begun_with(source, job, {"params": job.state.params if params is None else params}, allowed)[
+        "params"
+    ]
+
+
+def weights_begun_with(source: Path, job: BaseTrainer, like: Any, allowed: Sequence[str] = ()) -> Any:
+    """The weights that the job would begin with, where its init has made those that these are like."""
     published = open_published(str(source))
     rule = InitFrom(path=str(source), allow_missing=list(allowed))
     shapes = {name: leaf.shape for name, leaf in named(like).items()}
     pieces = match(published, job.family(), shapes, rule).pieces
     leaves = [read_leaf(published.store, published.versions, pieces[name], leaf) for name, leaf in named(like).items()]
-    return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))["params"]
+    return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))
 
 
 def test_a_fine_tune_starts_with_the_weights_and_the_loss_that_the_run_ended_with(

@@ -17,6 +17,17 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 THETA = {"rope_theta": 100.0}
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "first_k_dense_replace": 1}
+LATENT = ROUTED | {
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_shared_experts": 2,
+}
+MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
 DENSE_FIRST = EXPERTS | {"moe_intermediate_size": 12, "mlp_only_layers": [0], "num_hidden_layers": 3}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,6 +45,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("qwen3_moe", DENSE_FIRST | {"norm_topk_prob": True}),
     "olmoe": ("olmoe", EXPERTS | {"head_dim": 4, "num_key_value_heads": 4}),
+    "deepseek_v2": ("deepseek_v2", LATENT | {"q_lora_rank": None, "rope_scaling": YARN | ORIGINAL | MSCALE}),
+    "deepseek_v3": ("deepseek_v3", LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}),
     # The rest is compared live alone.
     "llama-ungrouped": ("llama", UNGROUPED),
     "llama-linear": ("llama", {"rope_scaling": LINEAR, **THETA}),
@@ -49,6 +62,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5}),
     "qwen3_moe-all-sparse": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 12}),
     "olmoe-normalised": ("olmoe", EXPERTS | {"head_dim": 4, "norm_topk_prob": True}),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        LATENT
+        | {"q_lora_rank": 8, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+        | {"routed_scaling_factor": 4.0, "attention_bias": True},
+    ),
+    "deepseek_v2-all-sparse": ("deepseek_v2", LATENT | {"q_lora_rank": 8, "first_k_dense_replace": 0, "n_group": 1}),
+    "deepseek_v3-scaled": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_scaling": YARN | ORIGINAL | MSCALE | {"mscale": 0.3},
+        }
+        | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4},
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 2, "rope_interleave": False},
+    ),
+    "deepseek_v2-dense": ("deepseek_v2", LATENT | {"q_lora_rank": 8, "first_k_dense_replace": 2}),
     "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 2.0, "num_hidden_layers": 7, "sliding_window": 3}),
 }
 DAILY = [name for name in CASES if "-" not in name]

@@ -47,7 +47,8 @@ def params_from(tensors, files):
 
 def our_logits(config, params):
     model = Decoder(config, 64)
-    return np.asarray(jax.jit(lambda params: model.apply({"params": params}, TOKENS_BxT, deterministic=True))(params))
+    variables = {"params": params} | params.pop("variables", {})
+    return np.asarray(jax.jit(lambda variables: model.apply(variables, TOKENS_BxT, deterministic=True))(variables))
 
 
 def assert_same_logits(actual_BxTxV, expected_BxTxV):

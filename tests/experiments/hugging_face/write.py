@@ -26,6 +26,9 @@ def make(name: str) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:  # scales of norms and biases, which begin as ones or zeros
                 parameter += 0.2 * torch.randn(parameter.shape)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # begins as zeros too
+                buffer += 0.2 * torch.randn(buffer.shape)
     return model
 
 

@@ -71,7 +71,7 @@ class Case(NamedTuple):
 
 ALL_BUT_CAP = Case(segments=True, window=20, N=4, K=2, scale=0.3)
 CASES = [
-    *((form, case) for form in ON_A_CPU for case in (Case(), ALL_BUT_CAP)),
+    *((form, case) for form in ON_A_CPU for case in (Case(), ALL_BUT_CAP._replace(W=6))),
     *(
         (causal_attention, case)
         for case in (

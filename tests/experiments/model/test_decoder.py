@@ -53,7 +53,19 @@ EVERYTHING = {
 }
 LLAMA = {"layers": 2, "width": 32, "heads": 4, "key_value_heads": 2, "mlp_width": 48}
 OLMO = LLAMA | {"norm": "post", "query_key_norm": "whole", "mlp": "squared_relu", "tied_embedding": True}
-MODELS = {name: keys | {"heads": 8} for name, keys in {"everything": EVERYTHING, "llama": LLAMA, "olmo": OLMO}.items()}
+# Queries, keys and values of latents, all of different widths.
+LATENT = {
+    "layers": 2,
+    "width": 32,
+    "heads": 4,
+    "mlp_width": 48,
+    "latent": {"query_rank": 12, "key_value_rank": 16, "plain_head_dim": 8, "rotary_head_dim": 4, "value_head_dim": 6},
+    "rope": {"pairs": "neighbours"},
+    "bias": {"query_key_value": True},
+    "query_scale": 0.4,
+}
+FAMILIES = {"everything": EVERYTHING, "llama": LLAMA, "olmo": OLMO, "latent": LATENT}
+MODELS = {name: keys | {"heads": 8} for name, keys in FAMILIES.items()}
 LLAMA3_SCALING = {"name": "llama3", "factor": 2.0, "original_positions": 8}
 TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
 
@@ -114,10 +126,10 @@ def test_a_preset_has_exactly_its_published_number_of_parameters(name, parameter
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_a_config_whose_values_other_keys_replace(name):
-    config = DecoderConfig.model_validate_json(json.dumps({"preset": name, "layers": 2, "rope": {"theta": 7.0}}))
+    config = DecoderConfig.model_validate_json(json.dumps({"preset": name, "layers": 4, "rope": {"theta": 7.0}}))
     preset = DecoderConfig(**PRESETS[name])
     rope = preset.rope.model_copy(update={"theta": 7.0})
-    assert config.model_copy(update={"preset": None}) == preset.model_copy(update={"layers": 2, "rope": rope})
+    assert config.model_copy(update={"preset": None}) == preset.model_copy(update={"layers": 4, "rope": rope})
     assert "preset" not in config.model_dump()
 
 
@@ -127,7 +139,7 @@ def test_every_axis_has_a_name_and_matrices_are_told_from_vectors_by_them(name):
     boxed = boxed_params(make_decoder(MODELS[name]))["params"]
     for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
         assert len(box.names) == box.value.ndim
-        assert set(box.names) <= {"vocab", "embed", "heads", "head_dim", "mlp", "layers"}
+        assert set(box.names) <= {"vocab", "embed", "heads", "head_dim", "latent", "mlp", "layers"}
         assert (len(set(box.names) - {"layers"}) == 2) == (path[-1].key in ("kernel", "embedding", "head"))
 
 
@@ -138,6 +150,11 @@ def test_every_axis_has_a_name_and_matrices_are_told_from_vectors_by_them(name):
         ({"width": 33}, "width=33 does not divide over heads=4; use a multiple of 4, or set head_dim"),
         ({"head_dim": 7}, "head_dim=7 is odd; rotary positions need pairs"),
         ({"key_value_heads": 3}, "heads=4 does not divide over key_value_heads=3"),
+        ({"latent": LATENT["latent"]}, "key_value_heads=2 says what `latent` says another way; leave out one of them"),
+        (
+            {"latent": LATENT["latent"] | {"rotary_head_dim": 3}, "key_value_heads": "auto"},
+            "latent.rotary_head_dim=3 is odd; rotary positions need pairs",
+        ),
         ({"layer_pattern": ["window"]}, "layer_pattern has window layers; set window"),
         ({"window": 4}, "window is set, and layer_pattern has no window layer that reads it"),
         (
@@ -195,6 +212,7 @@ STEPS = [6] * 4, [13] + [1] * 11  # tokens of each call; those of one length sha
     ("name", "lengths"),
     [
         ("everything", STEPS[0]),
+        ("latent", STEPS[0]),
         *(pytest.param(name, lengths, marks=SOAK) for name in MODELS for lengths in STEPS),
     ],
 )

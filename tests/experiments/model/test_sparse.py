@@ -27,18 +27,20 @@ from tests.support.tiny import StopAfter, gpt, leaves_equal, mesh_of, set_mesh
 SOAK = pytest.mark.soak
 KEY = jax.random.key(0)
 V, T = 31, 128
-SIZES = {"layers": 3, "width": 32, "heads": 4, "key_value_heads": 2, "mlp_width": 48}
+SIZES = {"layers": 3, "width": 32, "heads": 8, "key_value_heads": 2, "mlp_width": 48}
 LOSSES = {"auxiliary_loss": 0.1, "router_z_loss": 0.01}
 EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_width": 16, "dense_layers": 1, **LOSSES}
+LATENT = {"query_rank": 12, "key_value_rank": 16, "plain_head_dim": 8, "rotary_head_dim": 4, "value_head_dim": 6}
+BIASES = EXPERTS | {"gate": "sigmoid", "shared_experts": 1, "bias_rate": 0.01}
 MODELS = {
-    "biases": EXPERTS | {"gate": "sigmoid", "shared_experts": 1, "bias_rate": 0.01},
-    "capacity": EXPERTS | {"capacity_factor": 1.0},
+    "biases": {"moe": BIASES, "latent": LATENT, "key_value_heads": "auto"},  # as DeepSeek-V3
+    "capacity": {"moe": EXPERTS | {"capacity_factor": 1.0}},
 }
 PATTERN = {"layer_pattern": ["window", "full"], "window": 9}  # its first turn ends in the middle of those with experts
 
 
 def make_config(name, **changes):
-    return DecoderConfig(**SIZES | {"moe": MODELS[name]} | changes)
+    return DecoderConfig(**SIZES | MODELS[name] | changes)
 
 
 @functools.cache
@@ -174,14 +176,29 @@ def test_a_cached_decode_says_what_the_whole_row_says(layer_loop):
     np.testing.assert_allclose(np.concatenate(found, axis=1), apply(variables, tokens_BxT), atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=SOAK), pytest.param("dots", marks=SOAK), "layers"])
-def test_the_formula_counts_the_experts_that_compute(remat, tmp_path):
+ATTENTION = {
+    "grouped": {},
+    "latent": {"key_value_heads": "auto", "latent": LATENT},
+    "latent, queries not": {"key_value_heads": "auto", "latent": LATENT | {"query_rank": None}},
+}
+
+
+@pytest.mark.parametrize(
+    ("attention", "remat"),
+    [
+        ("latent", "layers"),
+        *(pytest.param(name, remat, marks=SOAK) for name in ATTENTION for remat in ("none", "dots", "layers")),
+    ],
+)
+def test_the_formula_counts_heads_of_any_form_and_the_experts_that_compute(attention, remat, tmp_path):
     """With a capacity that is met exactly the slots are as many as the assignments.
 
     The formula leaves out what a causal mask hides, which no form does in so short a row.
     """
     changes = {
-        "config.model": SIZES | {"moe": MODELS["capacity"] | {"shared_experts": 1}, "vocabulary_size": V},
+        "config.model": SIZES
+        | {"moe": MODELS["capacity"]["moe"] | {"shared_experts": 1}, "vocabulary_size": V}
+        | ATTENTION[attention],
         "config.memory.remat": remat,
     }
     job = gpt(tmp_path / "run", PretrainDecoder, **changes)
@@ -194,14 +211,20 @@ def test_the_formula_counts_the_experts_that_compute(remat, tmp_path):
 
     executed = matmul_flops(jax.make_jaxpr(jax.grad(loss))(variables["params"]), platform="cpu") / 16
     flops = job.flops_per_token(None)
-    hidden = 3 * 2 * 32 * 8 * (6 + {"none": 1, "dots": 3, "layers": 3}[remat])
-    assert executed == flops.per_token + flops.recomputed_per_token + hidden
+    config = job.config.model
+    score, value = (2 * config.heads * width for width in (config.head_size, config.value_size))
+    again = score if remat == "none" else 2 * score + value
+    hidden = 3 * 8 * (3 * (score + value) + again)
+    assert executed == pytest.approx(flops.per_token + flops.recomputed_per_token + hidden, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "of_a_token"),
     [
         ("olmoe_1b_7b", 6_919_161_856, 1.3e9),
+        ("deepseek_v2_lite", 15_706_484_224, 2.66e9),  # published as 2.4, without the embedding
+        pytest.param("deepseek_v2", 235_741_434_880, 21e9, marks=SOAK),
+        pytest.param("deepseek_v3", 671_026_404_352, 37e9, marks=SOAK),
         pytest.param("mixtral_8x7b", 46_702_792_704, 12.9e9, marks=SOAK),
         pytest.param("qwen3_30b_a3b", 30_532_122_624, 3.3e9, marks=SOAK),
     ],
@@ -219,7 +242,7 @@ def test_a_preset_has_its_published_number_of_parameters_and_of_those_that_compu
 
 # As a job.
 
-JOB = {"config.model": SIZES | {"moe": MODELS["biases"]}, "config.train.total_steps": 6, "config.eval.every_steps": 3}
+JOB = {"config.model": SIZES | MODELS["biases"], "config.train.total_steps": 6, "config.eval.every_steps": 3}
 
 
 def run(directory, **changes):

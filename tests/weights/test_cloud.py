@@ -1,0 +1,66 @@
+"""Weights go out to a bucket and come back from it, on each kind of cloud, also where requests fail now and then."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from safetensors.numpy import load
+
+from runner import BaseTrainer
+from runner.storage import parse_json
+from runner.weights.export import export
+from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
+from tests.support.tiny import gpt, leaves_equal
+from tests.weights.test_init_from import AtTheStart, first
+
+pytestmark = pytest.mark.soak
+SHARD_BYTES = 20_000
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
+    """A run that is done, on a disk."""
+    job = gpt(tmp_path_factory.mktemp("cloud") / "run", **{"config.train.total_steps": 4})
+    job()
+    return job
+
+
+def exported(run: BaseTrainer, where: str) -> str:
+    """Where the weights have gone."""
+    export(str(run.store.root), "newest", run.family(), run.config.data, where, None, SHARD_BYTES)
+    return where
+
+
+def content(backend: Backend, top: str) -> dict[str, bytes]:
+    """What stands below a prefix of a bucket, by its name there."""
+    return {name.removeprefix(f"{top}/"): backend.read(name) for name in backend.names(f"{top}/")}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_goes_to_a_bucket_is_what_goes_to_a_disk(
+    name: str, run: BaseTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk = Path(exported(run, str(tmp_path / "out")))
+    with start_backend(name) as backend:
+        lead(monkeypatch, backend)
+        backend.proxy.faults = Faults(error_rate=0.3, error_statuses=(503,))
+        exported(run, backend.url(tmp_path.name))
+        assert backend.proxy.fired["error"]
+        found = content(backend, tmp_path.name)
+    assert found == {path.name: path.read_bytes() for path in on_disk.iterdir()}
+    index = parse_json(found["model.safetensors.index.json"])
+    assert {len(load(found[file])) for file in index["weight_map"].values()} != {0}
+    assert len(set(index["weight_map"].values())) > 1
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_job_begins_with_what_is_in_a_bucket(
+    name: str, run: BaseTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start_backend(name) as backend:
+        lead(monkeypatch, backend)
+        source = exported(run, backend.url(tmp_path.name))
+        backend.proxy.faults = Faults(error_rate=0.3, error_statuses=(503,))
+        begun = first(gpt(run.store.root.parent / name, AtTheStart, **{"checkpoint.init_from": source}))
+        assert backend.proxy.fired["error"]
+    assert leaves_equal(begun, jax.device_get(run.state.params))
