@@ -712,7 +712,7 @@ def test_where_the_data_is_missing_what_is_offered_trains_on_what_is_here(tmp_pa
     text = yaml.safe_dump(job.spec.model_dump(mode="json"))
     offered = validate_config(parse_document(text, "spec.yaml", options), PretrainGPT.Config).data
     assert all(is_available(named.source) for named in (*offered.sources, *offered.validation.values()))
-    load_dataset(offered, seed=0, cache_directory=tmp_path)
+    load_dataset(offered, seed=0, batch_examples=8, cache_directory=tmp_path)
 
 
 def test_a_spec_of_a_trainer_is_made_whole_from_its_defaults(tmp_path):

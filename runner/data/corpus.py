@@ -21,7 +21,7 @@ from runner.storage import ChangedError, DeniedError, ForbiddenError, Listed, St
 
 VERIFIED_BYTES_MAX = 1 << 27  # shards on a disk, up to so many bytes in all, are read whole at the start (0.1 s)
 LOOKED_AT_MAX = 1024  # of more shards in a bucket the heads of so many, evenly spaced, are looked at, at the start
-ENDS_BYTES_MAX = 1 << 28  # of document ends: where a corpus has no more, those of a shard are read whole and kept
+ENDS_BYTES_MAX = 1 << 28  # of document ends: where a corpus on a disk has no more, a shard's are read whole and kept
 
 Listing = dict[str, Listed]
 
@@ -34,12 +34,12 @@ class Corpus(Tokens, Source):
     - other tokens of the same size: at the start, by the head of a shard (of up to 1,024 in a bucket); behind the head,
       where the store reports CRC-32C (Google's), or the shards are on a disk and small, or an id is beyond the largest
       of the index when it is read;
-    - other document ends: by their CRC, when they are read whole; where there are more than `ENDS_BYTES_MAX`, so that
-      they are read in parts, only by numbers that cannot be;
+    - other document ends: by their CRC, when they are read whole; where they are read in parts, from a bucket or of
+      more than `ENDS_BYTES_MAX`, only by numbers that cannot be;
     - a file that is replaced while the job runs: by `check`, before each save; in a bucket by the next read of it.
 
     So what is never found is this: of a corpus that is large, or on S3 or Azure, tokens behind the head of a shard are
-    changed between two attempts into others that are in the vocabulary; or ends, of a corpus that has so many.
+    changed between two attempts into others that are in the vocabulary; or ends, which are read in parts.
     """
 
     has_documents = True
@@ -51,7 +51,8 @@ class Corpus(Tokens, Source):
         self._shards = [shard for shard in index.shards if shard.num_tokens]
         self.id_limit = 1 + max((shard.largest_id for shard in self._shards), default=-1)
         self._versions = {name: listed.version for name, listed in listing.items()}
-        self._are_ends_kept = index.num_documents * ENDS_DTYPE.itemsize <= ENDS_BYTES_MAX
+        # Of a bucket a host fetches the ends near its own rows alone, or many hosts would fetch all of them each.
+        self._are_ends_kept = store.root is not None and index.num_documents * ENDS_DTYPE.itemsize <= ENDS_BYTES_MAX
         self._kept_ends = functools.cache(lambda shard: self._read_ends(shard, 0, self._shards[shard].num_documents))
         self._keeping = [threading.Lock() for _ in self._shards]  # several threads that want one shard read it once
 
@@ -86,11 +87,9 @@ class Corpus(Tokens, Source):
             f"corpus by its {INDEX}: the shard is not the one that this was written for"
         )
 
-    def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """See `Source`. No ends are read before they are asked for; those of several shards at a time."""
-        if self._are_ends_kept:
-            in_parallel([functools.partial(self._keep_ends, part) for part in self.parts_between(start, stop)])
-        return super().document_ends(start, stop)
+    def ends_of(self, asked: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """See `Tokens`. Those of several shards are read at a time."""
+        return in_parallel([functools.partial(self.part_ends, *each) for each in asked])
 
     def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
         """See `Tokens`."""

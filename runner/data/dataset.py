@@ -5,6 +5,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from runner.data.mixture import Mixture
 from runner.data.opening import load_own, open_source, refuse_unread
-from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, Rows
+from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, RowOrder, Rows
 from runner.data.protocol import Source
 from runner.data.source import is_class
 from runner.data.store import IdRange, TokenFiles
@@ -221,35 +222,34 @@ class Dataset:
 
 
 def load_dataset(
-    config: "DataConfig", *, seed: int, vocabulary_size: int | None = None, cache_directory: Path | None = None
+    config: "DataConfig",
+    *,
+    seed: int,
+    batch_examples: int,
+    vocabulary_size: int | None = None,
+    cache_directory: Path | None = None,
 ) -> Dataset:
     """Find, tokenise (or open) and split the data. Called on every host; each works for itself.
 
-    `seed` gives the train order, `vocabulary_size` is the model's, where the spec names it. Raises DataError where the
-    data cannot serve the config.
+    `seed` and, of packed documents, `batch_examples`, those of a step on all hosts, give the train order;
+    `vocabulary_size` is the model's, where the spec names it. Raises DataError where the data cannot serve the config.
     """
     cache_directory = default_cache_directory() if cache_directory is None else cache_directory
-
-    def opened(label: str, named: "TokenSource") -> Source:
-        try:
-            return open_source(named, config, cache_directory, vocabulary_size)
-        except DataError as error:
-            key = label.partition("=")[0]
-            raise error if key == "data.source" else DataError(f"{key}: {error}") from error
 
     sources: dict[str, Source] = {}
     parts: list[Part] = []
     validation: dict[str, Examples] = {}
-    for named in config.sources:
+    mixture = Mixture([named.weight for named in config.sources])
+    for named, share in zip(config.sources, mixture.shares, strict=True):
         label = f"data.mixture.{named.name}={named.source}" if config.mixture else f"data.source={named.source}"
-        source = sources[label] = opened(label, named)
+        source = sources[label] = _open(label, named, config, cache_directory, vocabulary_size)
         train, held_out = _split(label, source, config)
-        parts.append(_make_part(named, label, source, train, config, seed))
+        parts.append(_make_part(named, label, source, train, config, seed, share * batch_examples))
         if held_out.num_tokens:
             validation[named.name if config.mixture else VALIDATION] = PACKINGS[config.packing](source, held_out)
     for name, further in config.validation.items():
         label = f"data.validation.{name}={further.source}"
-        source = sources[label] = opened(label, further)
+        source = sources[label] = _open(label, further, config, cache_directory, vocabulary_size)
         validation[name] = PACKINGS[config.packing](source, Split(0, len(source), config.sequence_length))
     refuse_unread(config, sources.values())
     fields = batch_fields(config)
@@ -267,8 +267,19 @@ def load_dataset(
         parts=parts,
         validation=validation,
         _sources=sources,
-        _mixture=Mixture([named.weight for named in config.sources]),
+        _mixture=mixture,
     )
+
+
+def _open(
+    label: str, named: "TokenSource", config: "DataConfig", cache_directory: Path, vocabulary_size: int | None
+) -> Source:
+    """One source of several, which an error names."""
+    try:
+        return open_source(named, config, cache_directory, vocabulary_size)
+    except DataError as error:
+        key = label.partition("=")[0]
+        raise error if key == "data.source" else DataError(f"{key}: {error}") from error
 
 
 def load_set(config: "DataConfig", name: str, named: "TokenSource", *, vocabulary_size: int) -> Dataset:
@@ -300,13 +311,20 @@ def _split(label: str, source: Source, config: "DataConfig") -> tuple[Split, Spl
 
 
 def _make_part(
-    named: "MixtureSource", label: str, source: Source, split: Split, config: "DataConfig", seed: int
+    named: "MixtureSource",
+    label: str,
+    source: Source,
+    split: Split,
+    config: "DataConfig",
+    seed: int,
+    batch_examples: Fraction,
 ) -> Part:
     examples = PACKINGS[config.packing](source, split)
     if not examples.num_examples:
         raise DataError(f"{label}: no document has two tokens; a document needs a token and the one after it")
     own_seed = zlib.crc32(f"{seed} {named.name}".encode()) if config.mixture else seed
-    return Part(named.name, label, source, split.num_tokens, examples, examples.make_order(own_seed), named.max_epochs)
+    order = examples.make_order(own_seed, batch_examples)
+    return Part(named.name, label, source, split.num_tokens, examples, order, named.max_epochs)
 
 
 def _refuse_unusable(fields: Fields, sets: Mapping[str, Examples]) -> None:
@@ -344,4 +362,5 @@ def _content(part: Part) -> JsonObject:
     if not part.examples.fingerprint:
         return content
     ends = hashlib.sha256(part.source.ends.astype("<i8").data).hexdigest() if isinstance(part.source, Text) else None
-    return content | {"packing": part.examples.fingerprint, "ends": ends}
+    rows = {"batch_examples": str(part.order.batch_examples)} if isinstance(part.order, RowOrder) else {}
+    return content | {"packing": part.examples.fingerprint, "ends": ends} | rows

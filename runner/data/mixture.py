@@ -19,7 +19,7 @@ class Mixture:
         exact = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(weight.denominator for weight in exact))
         self._parts = [int(weight * scale) for weight in exact]
-        self.shares = [part / sum(self._parts) for part in self._parts]
+        self.shares = [Fraction(part, sum(self._parts)) for part in self._parts]
 
     def counts(self, num_examples: int) -> list[int]:
         """How many of the first `num_examples` come from each source.

@@ -161,11 +161,12 @@ class Tokens:
         Raises DataError as `read_many` does.
         """
         found = self._stretches(ranges)
-        if self.id_limit is not None:
-            for (start, _), ids in zip(ranges, found, strict=True):
-                if (place := first_bad(ids, self.id_limit)) is not None:
-                    raise self._bad_id(int(ids[place]), start + place, self.id_limit)
-        return found
+        if self.id_limit is None or not found or first_bad(np.concatenate(found), self.id_limit) is None:
+            return found
+        for (start, _), ids in zip(ranges, found, strict=True):
+            if (place := first_bad(ids, self.id_limit)) is not None:
+                raise self._bad_id(int(ids[place]), start + place, self.id_limit)
+        raise AssertionError("a bad id is in one of the stretches")
 
     def _stretches(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """What `read_ranges` gives, not looked at."""
@@ -219,15 +220,21 @@ class Tokens:
         """
         raise NotImplementedError
 
+    def ends_of(self, asked: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """What `part_ends` gives for each (part, start, stop). Replace it where each waits."""
+        return [self.part_ends(*each) for each in asked]
+
     def document_ends(self, start: int, stop: int) -> np.ndarray:
         """The positions p, `start < p <= stop`, at which a document ends: int64, ascending."""
+        asked = [
+            (part, max(start - before, 0), min(stop - before, len(self.parts[part])))
+            for part in self.parts_between(start, stop)
+            for before in [int(self._bounds[part])]
+        ]
         found = [np.empty(0, np.int64)]
-        for part in self.parts_between(start, stop):
-            before = int(self._bounds[part])
-            here = max(start - before, 0), min(stop - before, len(self.parts[part]))
-            ends = self.part_ends(part, *here)
+        for (part, *here), ends in zip(asked, self.ends_of(asked), strict=True):
             low, high = np.searchsorted(ends, here, side="right")
-            found.append(ends[low:high].astype(np.int64) + before)
+            found.append(ends[low:high].astype(np.int64) + self._bounds[part])
         ascending = np.concatenate(found)
         return ascending[np.diff(ascending, prepend=start) > 0]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 
@@ -34,9 +35,9 @@ class FirstExamples:
         """See `Examples`."""
         return self.examples.read(numbers)
 
-    def make_order(self, seed: int) -> Sequence[int]:
+    def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
         """See `Examples`."""
-        return self.examples.make_order(seed)
+        return self.examples.make_order(seed, batch_examples)
 
 
 @dataclass(frozen=True)

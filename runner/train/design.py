@@ -55,7 +55,8 @@ class Design:
         is_one = not self.config.data.mixture and not self.config.data.validation
         with self.document.blaming("config.data.source" if is_one else "config.data"):
             named = self.vocabulary_size if self.names_vocabulary else None
-            dataset = load_dataset(self.config.data, seed=self.seed, vocabulary_size=named)
+            batch = self.config.train.global_batch_examples
+            dataset = load_dataset(self.config.data, seed=self.seed, batch_examples=batch, vocabulary_size=named)
         if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
             raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
         with self.document.blaming("config.data.mixture"):

@@ -5,8 +5,8 @@
 3. bytes fetched from the bucket over bytes that the rows need;
 4. CPU of one ranged read of 4 KiB by the service's client;
 5. start-up with a corpus of 10 MB and a sparse one of 10 GB;
-6. bytes that one of 1, 4, 16 and 64 hosts fetches over what its rows need, in an epoch with `packing: documents`:
-   where the ends of all documents are kept in memory, and where they are too many.
+6. with `packing: documents`, of a batch of 256 rows, bytes that one of 1, 4, 16, 64 and 256 hosts fetches over what its
+   rows need, in an epoch; of one of 512 rows on one host, CPU seconds until the first batch, and of one after it.
 
     python -m tests.benchmarks.data_feed [--backends gs s3 az] [--seconds 3]
 """
@@ -34,7 +34,7 @@ LATENCY_SECONDS = 0.02
 NUM_TOKENS = 1 << 26
 ROWS = {2048: 64, 8192: 16}  # tokens of a row: rows of a batch on this host
 READ_BYTES = 4096
-NUM_HOSTS = (1, 4, 16, 64)
+NUM_HOSTS = (1, 4, 16, 64, 256)
 BATCH_EXAMPLES = 256
 DOCUMENT_TOKENS = 700  # the mean of a web corpus
 
@@ -160,28 +160,33 @@ def measure_start(directory: Path) -> None:
 
 
 def measure_packing(directory: Path) -> None:
-    """Part 6, with a bucket in memory."""
+    """Part 6: with a bucket in memory, and from the disk."""
     random = np.random.default_rng(0)
-    sizes = random.lognormal(np.log(DOCUMENT_TOKENS) - 0.5, 1.0, NUM_TOKENS // DOCUMENT_TOKENS).astype(int) + 1
+    sizes = random.lognormal(np.log(DOCUMENT_TOKENS) - 0.5, 1.0, 5 * NUM_TOKENS // DOCUMENT_TOKENS).astype(int) + 1
     shards = np.array_split(sizes, 16)
     write_corpus(directory / "packed", [[np.zeros(size, np.uint16) for size in shard] for shard in shards])
+    settings = {"cache": directory, "sequence_length": 2048, "packing": "documents", "validation_fraction": 0}
+    cpu = time.process_time()
+    dataset = load(directory / "packed", batch_examples=512, **settings)
+    for step in range(5):
+        dataset.rows("train", step * 512, 512)
+        cpu, before = time.process_time(), cpu
+        print(f"packed, 512 rows of a disk, batch {step}: {cpu - before:.2f} s of CPU", flush=True)
     with pytest.MonkeyPatch.context() as patch:
         driver = put_in_bucket(patch, directory / "packed", CountingDriver())
-        for max_bytes, what in ((8 * len(sizes), "ends kept"), (0, "ends too many")):
-            patch.setattr("runner.data.corpus.ENDS_BYTES_MAX", max_bytes)
-            for num_hosts in NUM_HOSTS:
-                driver.ranges.clear()
-                dataset = load(URL, cache=directory, cache_bytes=0, sequence_length=2048, packing="documents")
-                count, needed = BATCH_EXAMPLES // num_hosts, 0
-                for step in range(dataset.num_train_examples // BATCH_EXAMPLES):
-                    rows = dataset.rows("train", step * BATCH_EXAMPLES, count)
-                    needed += 2 * int(rows["padding_mask"].sum())
-                of_ends = sum(stop - start for key, start, stop in driver.ranges if key.endswith(".ends"))
-                print(
-                    f"packed, {what}, one of {num_hosts} hosts: fetched {driver.bytes_fetched / needed:.3f}, "
-                    f"of it ends {of_ends / needed:.3f}, in {len(driver.ranges):,} requests",
-                    flush=True,
-                )
+        for num_hosts in NUM_HOSTS:
+            dataset = load(URL, cache_bytes=0, batch_examples=BATCH_EXAMPLES, **settings)
+            driver.ranges.clear()
+            count, needed = BATCH_EXAMPLES // num_hosts, 0
+            for step in range(dataset.num_train_examples // BATCH_EXAMPLES):
+                rows = dataset.rows("train", step * BATCH_EXAMPLES, count)
+                needed += 2 * int(rows["padding_mask"].sum())
+            of_ends = sum(stop - start for key, start, stop in driver.ranges if key.endswith(".ends"))
+            print(
+                f"packed, one of {num_hosts} hosts: fetched {driver.bytes_fetched / needed:.3f}, "
+                f"of it ends {of_ends / needed:.3f}, in {len(driver.ranges):,} requests",
+                flush=True,
+            )
 
 
 def main() -> None:

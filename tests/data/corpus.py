@@ -15,10 +15,18 @@ DEFAULTS = {"sequence_length": 8, "validation_fraction": 0.2}
 
 
 def load(
-    source: Path | str, *, cache: Path, seed: int = 0, vocabulary_size: int | None = None, **changes: Any
+    source: Path | str,
+    *,
+    cache: Path,
+    seed: int = 0,
+    batch_examples: int = 16,
+    vocabulary_size: int | None = None,
+    **changes: Any,
 ) -> Dataset:
     config = DataConfig.model_validate({**DEFAULTS, "source": str(source), **changes})
-    return load_dataset(config, seed=seed, vocabulary_size=vocabulary_size, cache_directory=cache)
+    return load_dataset(
+        config, seed=seed, batch_examples=batch_examples, vocabulary_size=vocabulary_size, cache_directory=cache
+    )
 
 
 # All the ways in which the ids of a source are read.

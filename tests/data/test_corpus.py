@@ -75,7 +75,7 @@ def test_documents_end_where_they_were_written_to(
                 assert found.tolist() == ends[(ends > start) & (ends <= stop)].tolist()
 
 
-def test_the_ends_of_a_shard_are_read_once_and_only_when_they_are_asked_for(
+def test_the_ends_of_a_shard_are_read_only_when_they_are_asked_for(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = put_in_bucket(monkeypatch, corpus, CountingDriver())
@@ -84,8 +84,7 @@ def test_the_ends_of_a_shard_are_read_once_and_only_when_they_are_asked_for(
     tokens.read_many([0, 2000], 9)
     assert {key.rpartition(".")[2] for key, _, _ in driver.ranges} == {"bin"}
     driver.ranges.clear()
-    for _ in range(2):
-        tokens.document_ends(0, 1241)
+    tokens.document_ends(0, 1241)
     assert driver.ranges == [("corpus/00000.ends", 0, 32)]
 
 
@@ -105,7 +104,6 @@ def test_of_many_documents_the_ends_near_a_stretch_are_read(
     sizes = SHAPES[shape](np.random.default_rng(0))
     directory = write_corpus(tmp_path / "corpus", [[np.zeros(size, np.uint16) for size in sizes]])
     ends = np.unique(np.cumsum(sizes))
-    monkeypatch.setattr("runner.data.corpus.ENDS_BYTES_MAX", 0)
     driver = put_in_bucket(monkeypatch, directory, CountingDriver())
     tokens = load(URL, cache=tmp_path, cache_bytes=0).parts[0].source
     starts, fetched = np.linspace(0, len(tokens) - 100, 50).astype(int).tolist(), []
@@ -118,24 +116,26 @@ def test_of_many_documents_the_ends_near_a_stretch_are_read(
         assert max(fetched) < 4000 * 8 / 8
 
 
-def test_the_ends_of_several_shards_are_asked_for_at_a_time_and_each_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asked", ["document_ends", "read"])
+def test_the_ends_of_several_shards_or_blocks_are_asked_for_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     monkeypatch.setattr("runner.data.packing.BLOCK_POSITIONS", 5000)
     directory = write_corpus(tmp_path / "corpus", random_shards([[100] * 100] * 4), vocabulary_size=1000)
     driver = put_in_bucket(monkeypatch, directory, CountingDriver())
     source = load(URL, cache=tmp_path, cache_bytes=0).parts[0].source
     examples = Packed(source, Split(0, len(source), 8))  # which has looked at the first block
-    driver.ranges.clear()
-    together = threading.Barrier(3)
+    together, number = threading.Barrier(4), itertools.count()
 
     def meet(verb: str, key: str) -> None:
-        if key.endswith(".ends"):
+        if key.endswith(".ends") and next(number) < 4:
             together.wait(600)
 
     driver.before = meet
-    assert examples.read(np.arange(examples.num_examples))["padding_mask"].sum() == len(source) - 400
-    assert sorted(key for key, *_ in driver.ranges if ".ends" in key) == [f"corpus/0000{n}.ends" for n in (1, 2, 3)]
+    if asked == "read":
+        assert examples.read(np.arange(examples.num_examples))["padding_mask"].sum() == len(source) - 400
+    else:
+        assert len(source.document_ends(0, len(source))) == 400
 
 
 def test_a_corpus_is_named_by_its_directory_or_by_its_index(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

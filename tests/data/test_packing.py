@@ -1,16 +1,33 @@
 """Tokens cut into examples: every target once, documents whole where they fit, and nothing but the number decides."""
 
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runner.data import packing
-from runner.data.packing import PACKINGS, Examples, GroupedOrder, Packed, Padded, pack, runs_between
+from runner.data.mixture import Mixture
+from runner.data.packing import (
+    PACKINGS,
+    Examples,
+    Packed,
+    Padded,
+    Plan,
+    Plans,
+    RowOrder,
+    Rows,
+    floor_sum,
+    pack,
+    runs_between,
+)
 from runner.data.protocol import Source
 from runner.data.window import Split
+from tests.data.buckets import URL, CountingDriver, put_in_bucket, write_corpus
 from tests.data.corpus import load
 
 T = 16
@@ -128,7 +145,7 @@ def test_a_document_may_be_longer_than_32_bits_can_count(kind: str) -> None:
     source = Huge()
     examples = PACKINGS[kind](source, Split(0, len(source), T))
     assert examples.num_examples >= 3 << 27
-    order = examples.make_order(0)
+    order = examples.make_order(0, Fraction(4))
     for number in (0, examples.num_examples // 2, examples.num_examples - 1, order[10**11]):
         rows = examples.read(np.array([number]))
         real = rows["padding_mask"]
@@ -141,42 +158,157 @@ def test_padding_is_known_beforehand_and_documents_that_fit_stay_whole(tmp_path:
     examples = dataset.parts[0].examples
     assert isinstance(examples, Packed)
     num_whole = examples._num_whole_blocks * examples._block_examples
-    held = [examples.pieces(number) for number in range(num_whole)]
-    filled = sum(piece.length for pieces in held for piece in pieces)
+    held = np.concatenate([examples.pieces(number) for number in range(num_whole)])
+    filled = held[:, 1].sum()
     assert 1 - filled / (num_whole * 2048) < 0.01
     source = dataset.parts[0].source
     ends = source.document_ends(0, len(source))
     fitting = [(int(start), int(length)) for start, length in runs_between(0, len(source), ends) if length <= 2048]
-    pieces = {(piece.start, piece.length) for some in held for piece in some}
+    pieces = {*map(tuple, held.tolist())}
     inside = [run for run in fitting if sum(run) < num_whole * 2048 * 0.995]
     assert len(inside) > 100
     assert sum(run in pieces for run in inside) / len(inside) > 0.9
 
 
+def rows_of(plan: Plan, num_rows: int) -> list[list[tuple[int, int]]]:
+    return [[(start, length) for start, length in plan[row].tolist()] for row in range(num_rows)]
+
+
 def test_runs_are_packed_into_rows_that_hold_them() -> None:
     runs = np.array([[0, 35], [100, 9], [200, 7], [300, 16], [400, 1]])
-    rows = pack(runs, 5, 16)
-    held = Counter(token for row in rows for piece in row for token in range(piece.start, piece.start + piece.length))
+    rows = rows_of(pack(runs, 5, 16), 5)
+    held = Counter(token for row in rows for start, length in row for token in range(start, start + length))
     assert held == Counter(token for start, length in runs for token in range(start, start + length))
-    assert all(sum(piece.length for piece in row) <= 16 for row in rows)
-    assert [(piece.start, piece.length) for piece in rows[0]] == [(0, 16)]
-    assert {(100, 9), (200, 7)} <= {(piece.start, piece.length) for row in rows for piece in row}
+    assert all(sum(length for _, length in row) <= 16 for row in rows)
+    assert rows[0] == [(0, 16)]
+    assert {(100, 9), (200, 7)} <= set(rows[3])
 
 
 def test_what_fits_nowhere_is_cut_into_what_is_left() -> None:
-    rows = pack(np.array([[0, 10], [20, 10], [40, 10]]), 2, 15)
-    assert sorted(sum(piece.length for piece in row) for row in rows) == [15, 15]
+    rows = rows_of(pack(np.array([[0, 10], [20, 10], [40, 10]]), 2, 15), 2)
+    assert rows == [[(0, 10), (40, 5)], [(20, 10), (45, 5)]]
 
 
-@pytest.mark.parametrize("num_examples", [1, 2, 7, 8, 9, 24, 25, 61])
-def test_an_epoch_of_the_grouped_order_holds_each_example_once(num_examples: int) -> None:
-    order = GroupedOrder(num_examples, 8, seed=5)
+# The order.
+
+SIZES = [1, 2, 7, 8, 9, 24, 25, 61, 200, 1003]
+BATCHES = ["1", "2", "3", "50", "2000", "1/10", "8/3", "384/5", "44800/961"]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("num_examples", SIZES)
+def test_an_epoch_of_rows_holds_each_example_once_and_any_place_is_found_alone(num_examples: int, batch: str) -> None:
+    order, other = (RowOrder(num_examples, 8, Fraction(batch), seed) for seed in (5, 6))
     epochs = [[order[epoch * num_examples + place] for place in range(num_examples)] for epoch in range(3)]
-    for epoch in epochs:
-        assert sorted(epoch) == list(range(num_examples))
+    assert all(sorted(epoch) == list(range(num_examples)) for epoch in epochs)
+    alone = np.random.default_rng(0).integers(0, 3 * num_examples, 5).tolist()
+    assert [RowOrder(num_examples, 8, Fraction(batch), seed=5)[place] for place in alone] == [
+        epochs[place // num_examples][place % num_examples] for place in alone
+    ]
     if num_examples > 6:
-        assert epochs[0] != epochs[1]
-        assert epochs[0] != [GroupedOrder(num_examples, 8, seed=6)[place] for place in range(num_examples)]
+        assert len({*map(tuple, epochs)}) > 1
+        assert np.concatenate(epochs).tolist() != [other[place] for place in range(3 * num_examples)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 50])
+def test_a_row_has_blocks_of_its_own_and_a_group_mixes_many(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    monkeypatch.setattr(packing, "GROUP_BLOCKS", 12)
+    each = -(-12 // num_rows)
+    order = RowOrder(2 * num_rows * each * 8 + 5, 8, Fraction(num_rows), seed=0)
+    for group in range(2):
+        first = group * num_rows * each * 8
+        blocks = [{order[first + row + step * num_rows] // 8 for step in range(each * 8)} for row in range(num_rows)]
+        assert [len(held) for held in blocks] == [each] * num_rows
+        assert len(set.union(*blocks)) == num_rows * each >= 12
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1, 1], [5, 3, 2], [7, 2.3, 0.31], [0.333333, 0.12345678, 0.54321]])
+def test_a_row_of_a_mixture_keeps_to_few_blocks(weights: list[float]) -> None:
+    mixture, rows, block, num_steps = Mixture(weights), 64, 256, 2048
+    orders = [RowOrder(10**7, block, share * rows, seed=1) for share in mixture.shares]
+    for row in (0, 40):
+        held = set()
+        for step in range(10**6, 10**6 + num_steps):
+            (source,), (number,) = mixture.place(step * rows + row, 1)
+            held.add((source, orders[source][int(number)] // block))
+        assert len(held) / num_steps < 1 / 16  # the ends of each take what about one and a half rows do
+
+
+@given(*[st.integers(low, 100) for low in (0, 1, 0, 0)])
+def test_a_sum_of_floors_is_what_it_says(count: int, divisor: int, factor: int, offset: int) -> None:
+    assert floor_sum(count, divisor, factor, offset) == sum((factor * i + offset) // divisor for i in range(count))
+
+
+def test_plans_that_are_asked_for_again_stay_and_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Counter[int] = Counter()
+
+    def make(block: int) -> Plan:
+        made[block] += 1
+        return Plan(np.zeros((10, 2), np.int64), np.zeros(3, np.int32))
+
+    plans = Plans(make)
+    for group in range(5):
+        for _ in range(200):
+            for row in range(30):
+                plans[group * 30 + row]
+    assert len(plans) == 30
+    assert set(made.values()) == {1}
+    monkeypatch.setattr(packing, "PLANS_BYTES_MAX", 4 * 172)
+    for block in range(100):
+        plans[block]
+    assert len(plans) == 4
+
+
+NUM_HOSTS = [1, 4, 16, 64, 256]
+ROWS = 256  # of a global batch
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Corpora of documents of 700 tokens, as of the web: of 290 blocks of 16 rows of 256 tokens, and smaller."""
+    directory, random = tmp_path_factory.mktemp("web"), np.random.default_rng(0)
+    for name, num_tokens in (("one", 1_190_000), ("two", 300_000), ("three", 225_000)):
+        sizes = random.lognormal(np.log(700) - 0.5, 1.0, num_tokens // 700).astype(int) + 1
+        shards = [[np.zeros(size, np.uint16) for size in shard] for shard in np.array_split(sizes, 5)]
+        write_corpus(directory / name, shards)
+    return directory
+
+
+MIXED = [{"name": name, "source": f"{URL}/{name}", "weight": w} for name, w in (("one", 5), ("two", 3), ("three", 2))]
+FEEDS = {"one": ({"source": f"{URL}/one"}, 20), "mixture": ({"source": "python-stdlib", "mixture": MIXED}, 20)}
+
+
+@pytest.mark.parametrize("num_hosts", NUM_HOSTS)
+@pytest.mark.parametrize("feed", FEEDS)
+def test_a_host_fetches_little_more_than_its_rows_need_at_any_number_of_hosts(
+    web: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feed: str, num_hosts: int
+) -> None:
+    monkeypatch.setattr(packing, "BLOCK_POSITIONS", 16 * 256)
+    driver = put_in_bucket(monkeypatch, web, CountingDriver())
+    named, num_steps = FEEDS[feed]
+    settings = {"sequence_length": 256, "packing": "documents", "validation_fraction": 0, "batch_examples": ROWS}
+    for host in {0, num_hosts - 1}:
+        dataset = load(cache=tmp_path, cache_bytes=0, **named, **settings)
+        driver.ranges.clear()  # what a start takes is the same for any run
+        first, count, needed = ROWS * host // num_hosts, ROWS // num_hosts, 0
+        for step in range(num_steps):
+            needed += 2 * int(dataset.rows("train", step * ROWS + first, count)["padding_mask"].sum())
+        assert driver.bytes_fetched <= 1.2 * needed
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4, 64])
+def test_the_rows_of_a_step_are_the_same_on_any_number_of_hosts(source: Documents, num_hosts: int) -> None:
+    def rows_of_step(step: int, first: int, count: int) -> Rows:
+        examples = Packed(source, cut(source, "all"))  # of a host that has read nothing yet
+        order = examples.make_order(0, Fraction(64))
+        return examples.read(np.array([order[step * 64 + first + row] for row in range(count)]))
+
+    count = 64 // num_hosts
+    for step in (0, 3, 10**9):
+        whole = rows_of_step(step, 0, 64)
+        for host in {0, num_hosts // 2, num_hosts - 1}:
+            for name, field in rows_of_step(step, host * count, count).items():
+                np.testing.assert_array_equal(field, whole[name][host * count :][:count])
 
 
 @pytest.mark.parametrize("kind", [Packed, Padded])

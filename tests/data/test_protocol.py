@@ -90,7 +90,7 @@ def load(name: str, **changes: Any) -> Any:
     config = DataConfig.model_validate(
         {"source": f"{HERE}:{name}", "options": options, "sequence_length": 8, "validation_fraction": 0.1} | changes
     )
-    return load_dataset(config, seed=0)
+    return load_dataset(config, seed=0, batch_examples=16)
 
 
 def test_the_rows_are_those_of_the_sequence() -> None:
