@@ -133,12 +133,14 @@ def test_done_is_a_property_and_public_classes_import_from_runner():
 
 def test_every_logged_step_stands_once_with_its_keys(undisturbed):
     expected = {"step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens"}
-    expected |= {"perf/tokens_per_second"}
+    expected |= {"perf/tokens_per_second", "perf/time", "perf/attempt"}
     found = rows(undisturbed.store.root)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for row in found:
         assert set(row) == expected | ({"val/loss"} if row["step"] in (4, 8) else set())
         assert row["train/tokens"] == row["step"] * 16 * 16
+    assert {row["perf/attempt"] for row in found} == {1}
+    assert sorted(row["perf/time"] for row in found) == [row["perf/time"] for row in found]
     assert found[-1]["train/loss"] < found[0]["train/loss"] < math.log(256) + 0.1
 
 

@@ -78,13 +78,13 @@ def _bar(share: float, columns: int) -> str:
 
 
 def _head(history: History) -> Text:
-    line = Text(f"{history.name or '?'}  ", "bold")
-    line.append(history.state.value, _COLOURS.get(history.state, "red"))
+    line = Text().append_text(Text(f"{history.name or '?'}  ", "bold"))
+    line.append_text(Text(history.state.value, _COLOURS.get(history.state, "red")))
     if history.state not in (State.RUNNING, State.DONE):
         line.append(f" since {moment(history.since)}, {lasting(history.now - history.since)} ago")
     line.append(f"  {text(history.url)}\n")
     if history.reason and history.state is not State.RUNNING:
-        line.append(f"{history.reason}\n", "red")
+        line.append_text(Text(f"{history.reason}\n", "red"))
     line.append(_progress(history))
     for each in (_quality(history), _pace(history)):
         line.append(f"\n{each}" if each else "")
@@ -162,7 +162,7 @@ def _attempts(attempts: Sequence[Attempt]) -> Iterator[RenderableType]:
         steps = "no step" if each.resumed_step is None else f"{each.resumed_step:,} to {each.reached_step or 0:,}"
         lost = f"{each.lost_steps:,} lost" if each.lost_steps else ""
         ended = Text(each.state.value, _COLOURS.get(each.state, "red"))
-        ended.append(f": {each.reason}" if each.reason else "", "")
+        ended.append_text(Text(f": {each.reason}" if each.reason else "", "default"))
         table.add_row(str(each.number), moment(each.began), lasting(each.ended - each.began), steps, lost, ended)
     yield table
 
@@ -175,7 +175,8 @@ def _checkpoints(history: History) -> Iterator[RenderableType]:
         size = "" if each.num_bytes is None else f"{amount(each.num_bytes)}B"
         age = "" if each.time is None else f"{lasting(history.now - each.time)} ago"
         trust = Text(each.trust.value, _TRUSTED.get(each.trust, "red"))
-        trust.append(f": {text(each.problem)}" if each.problem and each.trust is Trust.DAMAGED else "", "")
+        is_damaged = each.problem is not None and each.trust is Trust.DAMAGED
+        trust.append_text(Text(f": {text(each.problem)}" if is_damaged else "", "default"))
         table.add_row(text(each.name), size, age, trust)
     yield table
 
