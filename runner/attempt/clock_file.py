@@ -14,6 +14,9 @@ import json
 import os
 import socket
 import struct
+import threading
+import time
+import weakref
 import zlib
 from dataclasses import dataclass
 
@@ -24,6 +27,7 @@ from runner.storage import BackgroundWriter, Store, parse_json
 from runner.terminal import warn
 
 FORMAT = 1
+BEAT_SECONDS = 1.0
 PERIOD_SECONDS, IDLE_SECONDS = 2.0, 10.0
 HEAD_BYTES = 1024
 NUM_SLOTS = 4
@@ -93,8 +97,8 @@ def encode_head(clock: Clock) -> bytes:
 
 def encode(number: int, reading: Reading) -> bytes:
     """A slot."""
-    time, step, since, bucket, seconds, code = reading
-    content = _OWN_SLOT.pack(number, time, step, since, bucket.index, -1 if code is None else code, *seconds)
+    moment, step, since, bucket, seconds, code = reading
+    content = _OWN_SLOT.pack(number, moment, step, since, bucket.index, -1 if code is None else code, *seconds)
     return _CHECKSUM.pack(zlib.crc32(content)) + content
 
 
@@ -115,11 +119,11 @@ def decode(content: bytes) -> Kept:
     ]
     if not whole:
         raise ValueError("no reading in it is whole")
-    _, time, step, since, index, code, *seconds = max(whole)
+    _, moment, step, since, index, code, *seconds = max(whole)
     found = dict(zip(names, seconds, strict=True))
     known = tuple(found.get(bucket.value, 0.0) for bucket in COUNTED)
     bucket = next((each for each in COUNTED if index < len(names) and each.value == names[index]), Bucket.SHUTDOWN)
-    reading = Reading(time, step, since, bucket, known, None if code < 0 else code)
+    reading = Reading(moment, step, since, bucket, known, None if code < 0 else code)
     return Kept(head["began"], head["host"], head["machine"], head["pid"], head["created"], reading)
 
 
@@ -180,3 +184,11 @@ def keep(clock: Clock, store: Store, attempt: int, background: BackgroundWriter)
         warn(f"the attempt's clock cannot be written ({error}): after a kill nobody knows how far it had come")
         return
     clock.keep(keeper)
+    threading.Thread(target=_beat, args=(weakref.ref(clock),), name="clock", daemon=True).start()
+
+
+def _beat(reference: "weakref.ref[Clock]") -> None:
+    """Beat until the job has come to its end. On a thread of its own: a disk that hangs holds nobody else up."""
+    while (clock := reference()) is not None and clock.beat():
+        del clock
+        time.sleep(BEAT_SECONDS)

@@ -133,8 +133,9 @@ def _begin(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment
     ledger.verified = {known for known in ledger.verified if known <= step}
     if row.get("event") == "restore" and row.get("tier") != "fast" and step in ledger.checkpoints:
         ledger.verified.add(step)
-    ledger.validation = [point for point in ledger.validation if point[0] <= step]
-    ledger.best_validation = min(ledger.validation, key=lambda point: point[1], default=None)
+    if ledger.validation and ledger.validation[-1][0] > step:
+        ledger.validation = [point for point in ledger.validation if point[0] <= step]
+        ledger.best_validation = min(ledger.validation, key=lambda point: point[1], default=None)
 
 
 def _save(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:

@@ -209,25 +209,33 @@ def _validation(ledger: Ledger, sample: Sequence[JsonObject]) -> list[tuple[int,
 
 
 def _speed(sample: Sequence[JsonObject], attempt: Attempt, total_steps: int | None) -> Speed:
-    """Over the newest rows that the newest attempt has written, else over all of its loop."""
-    newest = [
-        row
-        for row in sample[-_SPEED_ROWS:]
-        if row.get("perf/attempt") == attempt.number and number(row, "perf/time") is not None
-    ]
-    step_seconds = None
-    if len(newest) > 1 and newest[-1]["perf/time"] > newest[0]["perf/time"]:
-        step_seconds = (newest[-1]["perf/time"] - newest[0]["perf/time"]) / (newest[-1]["step"] - newest[0]["step"])
+    """Over the newest rows of the newest attempt, else over all of its loop, and as the newest row says."""
+    row = sample[-1] if sample else {}
+    newest = [each for each in sample[-_SPEED_ROWS:] if each.get("perf/attempt") == attempt.number]
+    seconds, tokens = (_between(newest, key) for key in ("perf/time", "train/tokens"))
+    told, mfu = number(row, "perf/tokens_per_second"), number(row, "perf/mfu")
+    step_seconds, per_second = None, told
+    if seconds:
+        step_seconds = seconds / (newest[-1]["step"] - newest[0]["step"])
+        per_second = tokens / seconds if tokens else told
     elif attempt.reached_step is not None and attempt.reached_step > (attempt.resumed_step or 0):
         loop_seconds = sum(attempt.seconds[bucket] for bucket in _LOOP)
         step_seconds = loop_seconds / (attempt.reached_step - (attempt.resumed_step or 0))
-    row = sample[-1] if sample else {}
-    tokens = number(row, "perf/tokens_per_second")
     left = None
     if step_seconds is not None and total_steps is not None:
         left = step_seconds * max(total_steps - (attempt.reached_step or 0), 0)
-    per_device = None if tokens is None or not attempt.num_devices else tokens / attempt.num_devices
-    return Speed(step_seconds, tokens, per_device, number(row, "perf/mfu"), left)
+    per_device = None if per_second is None or not attempt.num_devices else per_second / attempt.num_devices
+    if mfu and told and per_second:
+        mfu *= per_second / told
+    return Speed(step_seconds, per_second, per_device, mfu, left)
+
+
+def _between(rows: Sequence[JsonObject], key: str) -> float | None:
+    """By how much a figure has grown from the first row to the last; None if that is not known, or it has not."""
+    if len(rows) < 2:
+        return None
+    first, last = number(rows[0], key), number(rows[-1], key)
+    return None if first is None or last is None or last <= first else last - first
 
 
 def _straggling(told: Told) -> Straggling | None:

@@ -105,10 +105,11 @@ class Straggling:
 
 @dataclass(frozen=True)
 class Speed:
-    """From step to step, everything included; None where it is not known.
+    """Over the newest rows, everything included: evaluation, saves, waits. None where it is not known.
 
     Attributes:
-        step_seconds: over the newest rows, or else over the attempt.
+        step_seconds: of a job without rows, over its newest attempt.
+        tokens_per_second, mfu: where rows have no time, as the newest has them.
         left_seconds: to the last step, at that pace; only of a run that lives.
     """
 

@@ -137,10 +137,12 @@ class Clock:
         if keeper is not None and reading is not None:
             keeper.put(reading)
 
-    def beat(self) -> None:
-        """Tell the keeper that this process lives. Any thread."""
-        if self._keeper is not None:
-            self._keeper.beat(self.read())
+    def beat(self) -> bool:
+        """Tell the keeper that this process lives; whether that is to be told again. Any thread."""
+        keeper, reading = self._keeper, self.read()
+        if keeper is not None:
+            keeper.beat(reading)
+        return keeper is not None and reading.code is None
 
     def end(self, code: int) -> None:
         """The job has come to this exit code; what comes now is its shutdown. Any thread, once or again."""

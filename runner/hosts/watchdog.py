@@ -119,7 +119,6 @@ class Watchdog:
         if is_time and not self._is_over.is_set():
             self._forgive_a_pause()
             beat = self._beat()
-            self.progress.clock.beat()
             self._report_progress(beat.step)
             if self._hosts.num_processes > 1:
                 self._exchange(beat)

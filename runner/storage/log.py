@@ -1,7 +1,7 @@
 """Lines that are only ever appended: one file on a disk, parts of one writer each in a bucket."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -67,9 +67,8 @@ def read_log(store: Store, name: str) -> list[JsonObject]:
 def iterate_log(store: Store, name: str) -> Iterator[JsonObject]:
     """The rows one by one, so that they need not fit into memory: in a bucket those of one writer after another's."""
     if store.root is not None:
-        lines: Iterable[bytes] = LocalStore(store.root).lines(f"{name}.jsonl")
-        for line in lines:
-            yield from parse_lines(line)
+        for line in LocalStore(store.root).lines(f"{name}.jsonl"):
+            yield from parse_lines(line.rstrip(b"\n"))
         return
     parts = sorted(store.children(name))
     with ThreadPoolExecutor(_NUM_READERS) as pool:

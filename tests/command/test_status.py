@@ -1,7 +1,10 @@
 """The screen and the JSON of `status`: as wide as the terminal, nothing obeyed in it, nothing changed by asking."""
 
+import functools
 import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,16 +25,23 @@ from tests.survival.test_damage_table import files_of
 HOSTILE = "<b>\x1b[31mred\x1b]0;title\x07\r\n[bold]\u202e\udcff\x9b2J" + "x" * 5000
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """Two attempts, rows, evaluations, a straggler."""
-    directory = tmp_path / "run"
+@functools.cache
+def template() -> Path:
+    """Two attempts, and rows."""
+    directory = Path(os.environ["RUNNER_TESTS_SESSION"]) / "status" / str(os.getpid()) / "run"
+    directory.parent.mkdir(parents=True)
     life.stop_at(directory, 20)
     life.make(directory)()
     rows = [{"step": step, "train/loss": 5.0 / step, "train/tokens": step * 100} for step in range(1, 41)]
     rows[-1] |= {"perf/tokens_per_second": 12345.0, "perf/mfu": 0.4, "val/loss": 0.25}
     (directory / "metrics.jsonl").write_bytes(b"".join(map(encode_line, rows)))
     return directory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(template(), tmp_path / "run"))
 
 
 def screen(directory: Path, width: int = 80, **options: object) -> str:
