@@ -82,15 +82,25 @@ class LineFormatter(logging.Formatter):
 
 
 class _Terminal(logging.Handler):
+    """One of the two streams, each with a lock of its own: who does not read the one does not hold up the other."""
+
+    def __init__(self, *, is_for_warnings: bool):
+        super().__init__()
+        self._is_for_warnings = is_for_warnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Handler`."""
+        return (record.levelno >= logging.WARNING) == self._is_for_warnings
+
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
-        stream = sys.stdout if record.levelno < logging.WARNING else sys.stderr
         with contextlib.suppress(OSError):
-            print(self.format(record), file=stream, flush=True)
+            print(self.format(record), file=sys.stderr if self._is_for_warnings else sys.stdout, flush=True)
 
 
-_terminal = _Terminal()
-LOGGER.addHandler(_terminal)
+_streams = (_Terminal(is_for_warnings=False), _Terminal(is_for_warnings=True))
+for _stream in _streams:
+    LOGGER.addHandler(_stream)
 LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False  # what a library does to the root logger is not done to these lines
 
@@ -103,11 +113,12 @@ def set_up(job_module: str, form: Form, level: str, process: int | None = None) 
     """
     for secret in _secrets_of(os.environ):
         hide(secret)
-    _terminal.setLevel(level.upper())
-    _terminal.setFormatter(LineFormatter(form, process))
-    logging.getLogger().addHandler(_terminal)
+    for stream in _streams:
+        stream.setLevel(level.upper())
+        stream.setFormatter(LineFormatter(form, process))
+        logging.getLogger().addHandler(stream)
     for name in (LOGGER.name, job_module.partition(".")[0]):
-        logging.getLogger(name).setLevel(min(logging.INFO, _terminal.level))
+        logging.getLogger(name).setLevel(min(logging.INFO, _streams[0].level))
 
 
 def _secrets_of(variables: Mapping[str, str]) -> list[str]:

@@ -23,14 +23,15 @@ HOSTILE = {
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    root, handler, loggers = logging.getLogger(), terminal._terminal, ("runner", "experiments")
-    handlers, form, level = list(root.handlers), handler.formatter, handler.level
+    root, loggers = logging.getLogger(), ("runner", "experiments")
+    handlers, before = list(root.handlers), [(stream.formatter, stream.level) for stream in terminal._streams]
     levels = {name: logging.getLogger(name).level for name in loggers}
     monkeypatch.setattr(terminal, "_secrets", set())
     yield
     root.handlers[:] = handlers
-    handler.setFormatter(form)
-    handler.setLevel(level)
+    for stream, (form, level) in zip(terminal._streams, before, strict=True):
+        stream.setFormatter(form)
+        stream.setLevel(level)
     for name in loggers:
         logging.getLogger(name).setLevel(levels[name])
 

@@ -104,6 +104,8 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("checkpoint.keep_best.mode", "max"): {"checkpoint.keep_best.metric": "train/loss"},
     ("checkpoint.local_directory", OPEN): {"checkpoint.local_every_steps": 1},
     ("checkpoint.local_every_steps", OPEN): {"checkpoint.local_directory": "LOCAL"},
+    ("logging.notify.command", None): {"logging.notify.webhook": "$NO_SUCH_NAME"},
+    ("logging.notify.webhook", None): {"logging.notify.command": ["true"]},
     ("config.data.dtype", "uint16"): {"config.data.source": "UINT16"},
     ("config.data.dtype", "uint32"): {"config.data.source": "UINT32"},
     ("config.data.cache_bytes", OPEN): {"config.data.source": f"{URL}/uint16.bin", **OF_TOKENS},

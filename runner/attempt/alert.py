@@ -12,7 +12,8 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from runner.errors import EXIT_RETRYABLE, first_line
 from runner.spec import Notify
@@ -38,14 +39,24 @@ class Alerts:
         if event in TOLD and details.get("code") != EXIT_RETRYABLE:
             self.tell(TOLD[event], step, details.get("reason"))
 
-    def look_back(self, events: Sequence[JsonObject]) -> None:
-        """At the start of an attempt: tell if the attempt before was preempted, as the first too many in an hour."""
-        if self._notify is None:
-            return
+    def look_back(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
+        """At the start of an attempt: tell if the attempt before was preempted, as the first too many in an hour.
+
+        The ledger may be long, and in a bucket: it is read on a thread, and only where somebody wants to hear of it.
+        """
+        if self._notify is not None:
+            self._begin(self._look_back, read_ledger)
+
+    def _look_back(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
+        assert self._notify is not None, "nobody is called"
         limit, attempt = self._notify.preemptions_per_hour, self._run["attempt"]
-        found = [event for event in events if event.get("event") == "preempt" and isinstance(event.get("time"), float)]
-        times = sorted(event["time"] for event in found)
-        if len(times) > limit and any(event.get("attempt") == attempt - 1 for event in found):
+        try:
+            events = [event for event in read_ledger() if event.get("event") == "preempt"]
+        except OSError as error:
+            warn(f"notify: the preemptions of the last hour cannot be counted: {first_line(error)}")
+            return
+        times = sorted(event["time"] for event in events if isinstance(event.get("time"), float))
+        if len(times) > limit and any(event.get("attempt") == attempt - 1 for event in events):
             now, before = (sum(end - HOUR_SECONDS < time <= end for time in times) for end in (times[-1], times[-2]))
             if now > limit >= before:
                 self.tell("preempted", None, f"{now} times within an hour")
@@ -56,15 +67,17 @@ class Alerts:
             return
         payload = {**self._run, "event": event, "step": step, "reason": reason}
         payload |= {"host": socket.gethostname(), "time": time.time()}
-        content = json.dumps(payload).encode()
-        call = threading.Thread(target=self._call, args=(content,), name="notify", daemon=True)
+        self._begin(self._call, json.dumps(payload).encode())
+
+    def _begin(self, work: Callable[[Any], None], argument: Any) -> None:
+        call = threading.Thread(target=work, args=(argument,), name="notify", daemon=True)
         self._calls.append(call)
         call.start()
 
     def drain(self, seconds: float) -> None:
         """Before the end of the process: give the calls some seconds. Never raises."""
         deadline_seconds = time.monotonic() + seconds
-        for call in self._calls:
+        for call in self._calls:  # which may grow meanwhile
             call.join(max(0.0, deadline_seconds - time.monotonic()))
 
     def _call(self, content: bytes) -> None:

@@ -191,9 +191,8 @@ def claim(
 
 
 def _alerts(spec: ExecutionSpec, store: Store, attempt: int, hosts: Hosts) -> Alerts:
-    """Those of this attempt; the ledger is read only where somebody wants to hear of it."""
+    """Those of this attempt."""
     notify = spec.logging.notify if hosts.is_main else None
     alerts = Alerts(notify, {"run": spec.name, "directory": store.url, "attempt": attempt})
-    if notify is not None:
-        alerts.look_back(read_log(store, "events"))
+    alerts.look_back(lambda: read_log(store, "events"))
     return alerts

@@ -30,7 +30,7 @@ from typing import Protocol
 
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
 from runner.process import INSISTENT_SIGNALS, STOP_SIGNALS, stop_signals
-from runner.terminal import warn
+from runner.terminal import LOGGER, warn
 
 _STANDARD_ERROR = 2
 _JOIN_SECONDS = 15
@@ -57,6 +57,8 @@ def end_process(code: int, message: str | None = None) -> None:
     """End this process at once, past every handler that could wait for a peer. Output is flushed. Any thread."""
     if message is not None:
         warn(message)
+    for handler in LOGGER.handlers:
+        handler.flush()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -130,9 +130,19 @@ def test_one_preemption_too_many_in_an_hour_is_told_and_the_next_is_not(
 ) -> None:
     events = [{"event": "preempt", "time": 2 * HOUR_SECONDS - 60 * each, "attempt": attempt} for each in minutes_ago]
     alerts = Alerts(Notify(preemptions_per_hour=2, **appending(tmp_path / "told")), RUN)
-    alerts.look_back([{"event": "start", "time": 1.0, "attempt": 2}, {"event": "preempt"}, *events])
+    alerts.look_back(lambda: [{"event": "start", "time": 1.0, "attempt": 2}, {"event": "preempt"}, *events])
     alerts.drain(600)
     assert what_is_told(tmp_path / "told") == [("preempted", None, "3 times within an hour")] * is_told
+
+
+def test_a_ledger_that_cannot_be_read_costs_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> list[Any]:
+        raise TimeoutError("the bucket is down")
+
+    alerts = Alerts(Notify(command=["false"]), RUN)
+    alerts.look_back(fail)
+    alerts.drain(600)
+    assert capsys.readouterr().err.endswith("cannot be counted: TimeoutError: the bucket is down\n")
 
 
 class Diverging(Counter):

@@ -1,6 +1,7 @@
 """What a process has said is in its directory after its end, bounded, and costs the run nothing."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def test_a_disk_that_is_full_or_refuses_costs_the_log_and_one_line(
     begin(LocalStore(tmp_path))
     for _ in range(3):
         say("on")
+    finish_log_file()
     shown, warned = capsys.readouterr()
     assert (shown, len(warned.splitlines())) == ("on\n" * 3, 1)
 
@@ -76,4 +78,21 @@ def test_who_keeps_a_log_twice_has_one_file(tmp_path: Path) -> None:
     keep_log_file()
     begin(LocalStore(tmp_path))
     say("once")
+    finish_log_file()
     assert messages(LocalStore(tmp_path)) == ["INFO [1] once"]
+
+
+def test_a_disk_that_hangs_holds_up_neither_who_speaks_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = threading.Event()
+    monkeypatch.setattr(log_file._Appender, "emit", lambda *_: free.wait())
+    monkeypatch.setattr(log_file, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(log_file, "QUEUE_LINES", 2)
+    keep_log_file()
+    begin(LocalStore(tmp_path))
+    for _ in range(5):
+        say("on")
+    finish_log_file()
+    free.set()
+    assert capsys.readouterr().out == "on\n" * 5

@@ -39,6 +39,11 @@ def test_a_bug_in_one_process_is_1_there_and_76_for_its_peers_and_1_for_the_job(
     first.expect(76)
     assert "process 1" in first.output
     assert "has died" in first.output
+    assert "[0] counter: attempt 1 in " in first.output
+    assert "attempt 1 in " not in second.output, "other hosts show warnings alone"
+    logs = [(job.directory / "logs" / f"000001.{process}.log").read_text() for process in range(2)]
+    assert all(f"INFO [{process}] counter: attempt 1 in " in log for process, log in enumerate(logs))
+    assert r"ZeroDivisionError: a bug" in logs[1].splitlines()[-1]
     job.launch(2).expect(1)
 
 
