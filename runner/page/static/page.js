@@ -147,6 +147,13 @@
     return traces;
   }
 
+  // How many powers of ten the curves span.
+  function decades(traces) {
+    let [low, high] = [Infinity, 0];
+    for (const trace of traces) for (const value of trace.y) if (value > 0) [low, high] = [Math.min(low, value), Math.max(high, value)];
+    return high ? Math.log10(high / low) : 0;
+  }
+
   // Where attempts resumed, and which steps were computed once more, on the axis that is shown.
   function marks(runs, axis) {
     if (runs.length !== 1) return [];
@@ -166,10 +173,11 @@
       const to = place(attempt.reached, attempt.ended);
       if (from !== null && to !== null) bands += `M${from},0L${to},0L${to},1L${from},1Z`;
     }
+    const isCrowded = run.attempts.length > 60;
     const shape = { type: "path", xref: "x", yref: "paper", layer: "below" };
     return [
       bands && { ...shape, path: bands, fillcolor: style("--ghost"), line: { width: 0 } },
-      lines && { ...shape, path: lines, line: { color: GREY, width: 1, dash: "dot" } },
+      lines && { ...shape, path: lines, opacity: isCrowded ? 0.15 : 1, line: { color: GREY, width: 1, dash: isCrowded ? "solid" : "dot" } },
     ].filter(Boolean);
   }
 
@@ -184,13 +192,14 @@
       drawn.showlegend = traces.some((trace) => trace.showlegend);
       drawn.uirevision = state.axis;
       if (state.axis === "time") drawn.xaxis.rangemode = "tozero";
-      if (chart.log && state.log) Object.assign(drawn.yaxis, { type: "log", dtick: undefined, exponentformat: "e", nticks: 8 });
+      if (chart.log && state.log) Object.assign(drawn.yaxis, { type: "log", dtick: decades(traces) > 3 ? 1 : "D2", exponentformat: "e" });
+      else drawn.yaxis.rangemode = "tozero";
       made.push(element("figure", {}, element("figcaption", {}, chart.title), plot(`chart ${chart.title}`, traces, drawn)));
     }
     const drawnPoints = runs.map((run) => `${run.label}: ${count(run.rows)} rows, ${run.thinning}`);
     const notes = [element("p", { class: "note" }, drawnPoints.join("; "))];
     if (shapes.length) {
-      notes.push(element("p", { class: "note" }, "Dotted lines: an attempt resumed here. Grey bands: steps that were lost and computed " +
+      notes.push(element("p", { class: "note" }, "Dotted lines, or thin ones if they are many: an attempt resumed here. Grey bands: steps that were lost and computed " +
         "again; their rows are dropped from metrics.jsonl, so no curve is drawn for what was lost."));
     }
     if (!made.length) notes.push(element("p", {}, state.axis === "time" ? "These rows do not say when they were." : "No rows yet."));
