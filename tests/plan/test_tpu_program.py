@@ -1,0 +1,78 @@
+"""The compiled TPU programs of the decoders: nothing of size batch x sequence x vocabulary, no parameter whole that
+need not be. Compiled by libtpu in a process of its own, which prints what it holds: see `tpu_program`.
+"""
+
+import fcntl
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.tpu_program import Shape
+from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
+
+pytestmark = pytest.mark.soak
+# A small spec as a large one would be, with a vocabulary that is no other size.
+CUT = (
+    "config.memory.loss_chunk_positions=16",
+    "config.model.layers=5",
+    "config.model.vocabulary_size=320",
+    "topology.mesh.fsdp=4",
+)
+PROGRAMS = {
+    # With the micro-batch that fits, by their plans, so that only that one is compiled.
+    "llama_1b": ("v5e-64", "config.train.micro_batch_examples=4"),
+    "llama3_8b": ("v5p-128", "config.train.micro_batch_examples=2"),
+    "llama_nano": ("v5e-4", *CUT),
+    "moe_nano": ("v5e-4", *CUT),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libtpu_is_ours() -> Iterator[None]:
+    """Wait until no other suite on this machine is here."""
+    with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def program(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the compiled step of a spec holds and gathers."""
+    words = [sys.executable, "-m", "tests.plan.tpu_program", f"specs/{request.param}.yaml", *PROGRAMS[request.param]]
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def without_ones(shape: Shape | list[int]) -> list[int]:
+    """The sizes of an array, in no order, as a transposed or reshaped one has them too."""
+    return sorted(size for size in shape if size != 1)
+
+
+def test_nothing_has_the_size_of_all_logits(program: dict[str, Any]) -> None:
+    parameters = [without_ones(shape) for _, *shape in program["parameters"].values()]
+    others = [shape for shape in program["of_vocabulary"] if without_ones(shape) not in parameters]
+    assert others, "no logits at all were found"
+    all_logits = program["tokens"] * program["vocabulary"]
+    assert [shape for shape in others if math.prod(shape) >= all_logits] == []
+
+
+def test_no_all_gather_makes_more_than_a_layer_of_a_parameter_that_stacks_several(program: dict[str, Any]) -> None:
+    assert program["gathered"], "parameters that are cut are gathered somewhere"
+    several = {name: shape for name, (layers, *shape) in program["parameters"].items() if layers > 1}
+    assert several, "some parameters stack several layers"
+    whole = [without_ones(shape) for shape in several.values()]
+    assert [shape for shape in program["gathered"] if without_ones(shape) in whole] == []
+    layers = [shape[1:] for shape in several.values()]
+    others = [shape for stacked, *shape in program["parameters"].values() if stacked <= 1]
+    most = max(math.prod(shape) for shape in (*layers, *others))
+    assert [shape for shape in program["gathered"] if math.prod(shape) > most] == []

@@ -1,0 +1,81 @@
+"""What a step that is compiled for a TPU holds and gathers, as JSON: a process of its own, since libtpu stays with it.
+
+    python -m tests.plan.tpu_program SPEC TOPOLOGY [KEY=VALUE ...]
+
+`gathered`: shapes of what all-gathers make; `of_vocabulary`: shapes of results that have the vocabulary as an axis;
+`parameters`: by name the shape of each, with the number of layers that it stacks in front, 0 if none.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from runner.accelerator import parse_accelerator
+from runner.checkpoint.leaves import named
+from runner.plan.checks import Findings, open_job
+from runner.plan.hlo.program import read
+from runner.plan.hlo.text import ARRAY, instructions, output_of
+from runner.plan.machine import open_machine
+from runner.plan.program import Program, compile_design
+from runner.spec import load_document
+from runner.trainer import BaseTrainer
+
+Shape = tuple[int, ...]
+
+
+def compiled(spec: str, topology: str, overrides: Sequence[str]) -> tuple[BaseTrainer, Program]:
+    """The job, and its train step as `plan` compiles it."""
+    findings = Findings()
+    job = open_job(load_document(spec, [f"topology.accelerator={topology}", *overrides]), findings)
+    machine = open_machine(parse_accelerator(topology))
+    assert isinstance(job, BaseTrainer), findings.problems
+    assert machine is not None
+    blueprint = job.design.draw_on(job.design.lay_out(machine.devices), jax.random.key(job.spec.seed))
+    return job, compile_design(job.design, blueprint, machine, with_val=False)
+
+
+def shapes_in(text: str) -> Iterator[Shape]:
+    """Of an array, or of all arrays in a tuple."""
+    for match in ARRAY.finditer(text):
+        yield tuple(int(size.lstrip("<=")) for size in match[2].split(",") if size)
+
+
+def stacked_layers(job: BaseTrainer) -> dict[str, int]:
+    """How many layers each parameter stacks in its first axis; 0: none."""
+    tokens_BxT = jnp.zeros((1, 8), jnp.int32)
+    boxed: Any = jax.eval_shape(lambda key: job.model().init(key, tokens_BxT, deterministic=True), jax.random.key(0))
+    is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
+    found = jax.tree_util.tree_leaves_with_path(boxed["params"], is_leaf=is_box)
+    names = named({"params": nn.unbox(boxed["params"])})
+    boxes = [box for _, box in found]
+    return {name: box.value.shape[0] * (box.names[0] == "layers") for name, box in zip(names, boxes, strict=True)}
+
+
+def look(job: BaseTrainer, program: Program) -> dict[str, Any]:
+    """What `main` prints."""
+    text, layout = program.step.text, program.step.layout
+    gathered = {
+        shape
+        for found in read(text).found
+        if found.kind == "all-gather"
+        for shape in shapes_in(output_of(found.instruction))
+    }
+    results = {shape for one in instructions(text) for shape in shapes_in(output_of(one))}
+    layers = stacked_layers(job)
+    shapes = {name: leaf.shape for name, leaf in named({"params": program.blueprint.abstract_state.params}).items()}
+    return {
+        "tokens": layout.micro_batch_examples * layout.sequence_length,
+        "vocabulary": job.vocabulary_size,
+        "parameters": {name: [layers[name], *shape] for name, shape in shapes.items()},
+        "gathered": sorted(gathered),
+        "of_vocabulary": sorted(shape for shape in results if job.vocabulary_size in shape),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(look(*compiled(sys.argv[1], sys.argv[2], sys.argv[3:]))))
