@@ -36,9 +36,9 @@ class TokenSource(Frozen):
 
     source: str = Field(
         min_length=1,
-        description="python-stdlib (Python's own library, on every machine), a path or glob of text, a path, a gs://, "
-        "s3:// or az:// URL or a glob of token files, ours or another tool's, the directory or URL of a corpus or of "
-        "MDS (with its index.json), or module:Class, a `Source` of one's own.",
+        description="python-stdlib (Python's own library, on every machine), a path, a gs://, s3:// or az:// URL or a "
+        "glob of text or of token files, ours or another tool's, the directory or URL of a corpus or of MDS (with its "
+        "index.json), or module:Class, a `Source` of one's own.",
     )
     options: dict[str, str | int | float | bool] = Field(
         default={},

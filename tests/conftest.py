@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ if _is_session_mine:
     os.environ[SESSION_VARIABLE] = tempfile.mkdtemp(prefix="runner-tests-")
 os.environ["RUNNER_CACHE"] = os.path.join(os.environ[SESSION_VARIABLE], "cache")
 faked.fake_here(8)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup what tests start would inherit that it is ignored
 
 pytest_plugins = ("pytester",)
 LONGEST_FILES = (

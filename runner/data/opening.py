@@ -52,11 +52,14 @@ def _open(named: "TokenSource", config: "DataConfig", cache_directory: Path, voc
     if files.format:
         _refuse_unread(named, f"is of {files.format}", "dtype")
         return open_format(files, named.options, cache_directory, vocabulary_size, ranges)
-    if isinstance(files, BucketFiles) or files.holds_tokens:
+    if files.holds_tokens:
         _refuse_unread(named, "names token files", "options")
         return open_token_files(files, cache_directory, named.dtype, vocabulary_size, ranges)
     _refuse_unread(named, "names text files", "dtype", "options")
-    return Text(load_text(files, config.tokenizer, cache_directory, SEPARATORS[config.document_separator]))
+    separator = SEPARATORS[config.document_separator]
+    text = load_text(files, config.tokenizer, cache_directory, separator, ranges)
+    is_copied = isinstance(files, BucketFiles)
+    return Text(text, sum(file.size_bytes for file in files.files) if is_copied else 0)
 
 
 def _refuse_unread(named: "TokenSource", kind: str, *keys: str) -> None:

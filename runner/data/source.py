@@ -96,11 +96,12 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class BucketFiles:
-    """Token files in a bucket, in reading order. `format` as of `SourceFiles`."""
+    """Objects of a bucket, in reading order. `holds_tokens` and `format` as of `SourceFiles`."""
 
     name: str
     files: tuple[BucketFile, ...]
     store: Store
+    holds_tokens: bool
     format: str | None = None
 
 
@@ -196,12 +197,9 @@ def _find_in_bucket(name: str) -> BucketFiles:
         format_name = _format_of(paths)
         if {path.name for path in paths} == {INDEX} and _is_of_mds(store.read(names[0])):
             format_name = "mds"
-    if not format_name and not _hold_tokens(name, paths):
-        raise DataError(
-            f"data.source={name}: is text in a bucket, which is not trained on as it is; tokenise it first: "
-            "experiments/tokenise.py"
-        )
-    return BucketFiles(name, tuple(bucket_file(url, found, listing[found]) for found in names), store, format_name)
+    holds_tokens = format_name is not None or _hold_tokens(name, paths)
+    files = tuple(bucket_file(url, found, listing[found]) for found in names)
+    return BucketFiles(name, files, store, holds_tokens, format_name)
 
 
 def bucket_file(url: str, name: str, listed: Listed) -> BucketFile:

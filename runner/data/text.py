@@ -1,12 +1,14 @@
 """Text files to tokens, once: later starts map the cached array. Knows no windows and no splits.
 
+Text in a bucket is copied whole to this host's disk, and then read there.
+
 The record of a text points to `<digest>.npy` and holds what rebuilding needs no more: the digest, which also is the
 content's part of the data set's fingerprint, and the characters of a character tokenizer.
 """
 
 import hashlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +17,9 @@ import numpy as np
 
 from runner.data.cache import cache_key, publish, read_record, warn_unwritable, write_record
 from runner.data.protocol import Source
-from runner.data.source import SourceFiles, read_source_file
+from runner.data.remote.cache import CacheSettings
+from runner.data.remote.reader import open_reader
+from runner.data.source import BucketFiles, SourceFile, SourceFiles, read_source_file
 from runner.data.store import Tokens
 from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
 from runner.errors import DataError
@@ -44,8 +48,9 @@ class Text(Tokens, Source):
 
     has_documents = True
 
-    def __init__(self, text: TokenisedText) -> None:
+    def __init__(self, text: TokenisedText, bytes_copied: int = 0) -> None:
         super().__init__([text.ids])
+        self.bytes_copied = bytes_copied
         self.tokenizer = text.tokenizer
         self._sha256, self.ends = text.sha256, text.ends
 
@@ -73,15 +78,24 @@ class Text(Tokens, Source):
 
 
 def load_text(
-    source: SourceFiles, tokenizer_name: Literal["bytes", "characters"], cache_directory: Path, separator: bytes = b""
+    source: SourceFiles | BucketFiles,
+    tokenizer_name: Literal["bytes", "characters"],
+    cache_directory: Path,
+    separator: bytes = b"",
+    copies: CacheSettings | None = None,
 ) -> TokenisedText:
-    """Return the tokens of all files in order, `separator` between them, from the cache if they are there already."""
+    """Return the tokens of all files in order, `separator` between them, from the cache if they are there already.
+
+    `copies` says where objects of a bucket are kept whole, and how many bytes of them. Raises DataError, or OSError if
+    the bucket does not answer.
+    """
     key = cache_key(f"{tokenizer_name}{separator.hex()}", source.files)
     record = read_record(cache_directory, key)
     text = _open_cached(cache_directory, record) if record is not None else None
     if text is not None:
         return text
-    text = tokenise(source, tokenizer_name, separator)
+    files = open_reader(source, copies or CacheSettings(cache_directory, 0, 1)).copies(source.files)
+    text = tokenise(files, tokenizer_name, separator)
     try:
         _write_cached(cache_directory, key, text)
     except OSError as error:
@@ -89,20 +103,22 @@ def load_text(
     return text
 
 
-def tokenise(source: SourceFiles, tokenizer_name: Literal["bytes", "characters"], separator: bytes) -> TokenisedText:
+def tokenise(
+    files: Sequence[SourceFile], tokenizer_name: Literal["bytes", "characters"], separator: bytes
+) -> TokenisedText:
     """Tokenise file by file into one array: memory holds the tokens and one file."""
     tokenizer: Tokenizer
     if tokenizer_name == "bytes":
-        num_separators = max(len(source.files) - 1, 0)
-        num_tokens = sum(file.size_bytes for file in source.files) + num_separators * len(separator)
+        num_separators = max(len(files) - 1, 0)
+        num_tokens = sum(file.size_bytes for file in files) + num_separators * len(separator)
         tokenizer = ByteTokenizer()
     else:
-        characters, num_tokens = collect_characters(_read_files(source, separator))
+        characters, num_tokens = collect_characters(_read_files(files, separator))
         tokenizer = CharacterTokenizer(characters)
     ids = np.empty(num_tokens, tokenizer.dtype)
     ends = []
     start = 0
-    for raw in _read_files(source, separator):
+    for raw in _read_files(files, separator):
         piece = tokenizer.encode_file(raw)
         ids[start : start + len(piece)] = piece
         start += len(piece)
@@ -111,10 +127,10 @@ def tokenise(source: SourceFiles, tokenizer_name: Literal["bytes", "characters"]
     return TokenisedText(ids, tokenizer, hashlib.sha256(ids.data).hexdigest(), np.unique(np.array(ends, np.int64)))
 
 
-def _read_files(source: SourceFiles, separator: bytes) -> Iterator[bytes]:
+def _read_files(files: Sequence[SourceFile], separator: bytes) -> Iterator[bytes]:
     """The files, each but the last with what separates it from the next."""
-    for index, file in enumerate(source.files):
-        yield read_source_file(file) + (separator if index + 1 < len(source.files) else b"")
+    for index, file in enumerate(files):
+        yield read_source_file(file) + (separator if index + 1 < len(files) else b"")
 
 
 def _write_cached(directory: Path, key: str, text: TokenisedText) -> None:

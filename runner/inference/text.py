@@ -8,7 +8,8 @@ from runner.config import DataConfig, TokenSource
 from runner.data import ByteTokenizer, Tokenizer
 from runner.data.index import INDEX, CorpusIndex
 from runner.data.opening import SEPARATORS
-from runner.data.source import BucketFiles, blaming, find_corpus, find_source, is_class
+from runner.data.remote.cache import CacheSettings
+from runner.data.source import blaming, find_corpus, find_source, is_class
 from runner.data.subword import BatchTokenizer, load_tokenizer
 from runner.data.text import load_text
 from runner.errors import DataError
@@ -53,12 +54,14 @@ def find_language(named: TokenSource, data: DataConfig) -> Language:
             record = {key: value for key, value in index.tokenizer.items() if key != "vocabulary_size"}
             return Language(load_tokenizer(index.tokenizer, store), index.separator, record)
     files = find_source(named.source)
-    if isinstance(files, BucketFiles) or files.holds_tokens:
+    if files.holds_tokens:
         raise DataError(f"{name}: names files of token ids, which say nothing of their tokenizer")
     separator = SEPARATORS[data.document_separator]
     tokenizer: Tokenizer = ByteTokenizer()
     if data.tokenizer == "characters":
-        tokenizer = load_text(files, data.tokenizer, default_cache_directory(), separator).tokenizer
+        here = default_cache_directory()
+        copies = CacheSettings(here, data.cache_bytes, 1)
+        tokenizer = load_text(files, data.tokenizer, here, separator, copies).tokenizer
     kind = {"kind": data.tokenizer} | ({} if tokenizer.characters is None else {"characters": tokenizer.characters})
     return Language(tokenizer, _id_of(separator, tokenizer), kind)
 

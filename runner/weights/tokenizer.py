@@ -10,7 +10,7 @@ from runner.config import DataConfig, TokenSource
 from runner.data.corpus import INDEX
 from runner.data.index import CorpusIndex, read_tokenizer
 from runner.data.opening import open_source
-from runner.data.source import SourceFiles, find_corpus, find_source, is_class
+from runner.data.source import find_corpus, find_source, is_class
 from runner.data.subword import FILES, parse_tokenizer
 from runner.data.text import Text
 from runner.storage import default_cache_directory, encode_json, open_store
@@ -55,7 +55,7 @@ def _of_source(named: TokenSource, config: DataConfig) -> TokenizerFiles | None:
     if corpus is not None:
         return _of_corpus(corpus, config.sequence_length)
     files = find_source(named.source)
-    if not isinstance(files, SourceFiles) or files.holds_tokens or files.format:
+    if files.holds_tokens:
         return None
     if config.tokenizer == "bytes":
         return _made(_bytes(), 256, config.sequence_length)

@@ -402,7 +402,6 @@ REFUSED = {
     "s3://bkt/corpus/c.bin": r"no object matches; did you mean s3://bkt/corpus/\w\.\w+\?",
     "s3://bkt/corpus/*.npy": r"no object matches$",
     "s3://bkt/corpus": r"no object matches; s3://bkt/corpus/ holds no index\.json: name its objects, as",
-    "s3://bkt/corpus/a.txt": r"is text in a bucket, .*; tokenise it first: experiments/tokenise\.py",
     "s3://bkt/corpus/*": r"1 of 3 files are of a kind that is not read, the first is a\.jsonl",
     "s3://bkt/corpus/a.[bt]*": r"matches 1 token files \(\.bin, \.npy\) and 1 text files; name one kind",
     "s3://bkt/corpus/none/index.json": r"does not exist|no such|corpus/none/index\.json",
