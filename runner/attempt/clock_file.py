@@ -19,6 +19,7 @@ import time
 import weakref
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 from runner.hosts.clock import COUNTED, Bucket, Clock, Keeper, Reading
 from runner.process import created_ticks, machine_id
@@ -119,12 +120,18 @@ def decode(content: bytes) -> Kept:
     ]
     if not whole:
         raise ValueError("no reading in it is whole")
-    _, moment, step, since, index, code, *seconds = max(whole)
+    _, moment, step, since, index, code, *seconds = max(whole, key=_rank)
     found = dict(zip(names, seconds, strict=True))
     known = tuple(found.get(bucket.value, 0.0) for bucket in COUNTED)
     bucket = next((each for each in COUNTED if index < len(names) and each.value == names[index]), Bucket.SHUTDOWN)
     reading = Reading(moment, step, since, bucket, known, None if code < 0 else code)
     return Kept(head["began"], head["host"], head["machine"], head["pid"], head["created"], reading)
+
+
+def _rank(slot: tuple[Any, ...]) -> tuple[bool, int]:
+    """The newest last; but what has the exit code is the last word, though a beat that was begun before came later."""
+    number, _, _, _, _, code, *_ = slot
+    return code >= 0, number
 
 
 class _OnDisk:

@@ -140,16 +140,19 @@ class Clock:
     def beat(self) -> bool:
         """Tell the keeper that this process lives; whether that is to be told again. Any thread."""
         keeper, reading = self._keeper, self.read()
-        if keeper is not None:
-            keeper.beat(reading)
-        return keeper is not None and reading.code is None
+        if keeper is None or reading.code is not None:
+            return False
+        keeper.beat(reading)
+        return True
 
     def end(self, code: int) -> None:
         """The job has come to this exit code; what comes now is its shutdown. Any thread, once or again."""
         with self._lock:
-            self._count(Bucket.SHUTDOWN)
+            now = self._count(Bucket.SHUTDOWN)
             self._code = code
-        self.beat()
+            keeper, reading = self._keeper, self._reading(now)
+        if keeper is not None:
+            keeper.beat(reading)
 
     def read(self) -> Reading:
         """What has been counted until now. Any thread."""

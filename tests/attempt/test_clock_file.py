@@ -32,6 +32,10 @@ def test_the_newest_reading_is_found(count):
     assert decode(content_of(*readings)).reading == readings[-1]
 
 
+def test_an_exit_code_is_the_last_word_though_a_beat_comes_after_it():
+    assert decode(content_of(reading(5), reading(6, code=75), reading(6))).reading.code == 75
+
+
 def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_none():
     readings = [reading(step) for step in range(6)]
     whole = content_of(*readings)

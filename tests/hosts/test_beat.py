@@ -3,7 +3,7 @@
 import pytest
 
 from runner.hosts.beat import Beat, describe, find_silent, is_overdue, waits_for_data
-from runner.hosts.progress import DATA
+from runner.hosts.progress import DATA, STEP
 
 
 def beat(step, phase="step", seconds=3.0, is_overdue=False):
@@ -39,16 +39,16 @@ def test_who_has_ended_alone_is_not_said_to_hang(
 @pytest.mark.parametrize(
     ("phases", "seconds_since_data", "found"),
     [
-        (("step", "step"), float("inf"), True),
-        (("step", "step"), 61.0, True),
-        (("step", "step"), 59.0, False),
-        (("step", DATA), 0.0, False),
-        (("step", "evaluation"), 0.0, True),
+        ((STEP.name, STEP.name), float("inf"), True),
+        ((STEP.name, STEP.name), 61.0, True),
+        ((STEP.name, STEP.name), 59.0, False),
+        ((STEP.name, DATA.name), 0.0, False),
+        ((STEP.name, "evaluation"), 0.0, True),
     ],
 )
 def test_a_step_is_not_overdue_where_one_host_waits_for_its_data_nor_for_a_steps_time_after_that(
     phases: tuple[str, str], seconds_since_data: float, found: bool
 ) -> None:
-    beats = [beat(41, phase, 90.0, is_overdue=phase != DATA) for phase in phases]
-    assert waits_for_data(beats) == (DATA in phases)
+    beats = [beat(41, phase, 90.0, is_overdue=phase != DATA.name) for phase in phases]
+    assert waits_for_data(beats) == (DATA.name in phases)
     assert is_overdue(beats, seconds_since_data, 60.0) == found

@@ -84,7 +84,9 @@ def trajectory(root: Path) -> Any:
 
 
 def events(root: Path) -> list[str]:
-    return sorted(event["event"] for event in parse_lines((root / "events.jsonl").read_bytes()))
+    """What happened, but for what comes with time alone."""
+    found = [event["event"] for event in parse_lines((root / "events.jsonl").read_bytes())]
+    return sorted(event for event in found if event != "progress")
 
 
 def begun_with(source: Path, job: BaseTrainer, params: Any = None, allowed: Sequence[str] = ()) -> Any:
