@@ -195,7 +195,7 @@ def _hosts(history: History) -> Iterator[RenderableType]:
 def _notices(history: History) -> Iterator[RenderableType]:
     newest = history.warnings[-_NOTICES_MAX:]
     if newest or history.unread:
-        yield _title("warnings")
+        yield _title("notices")
     for each in newest:
         yield Text(f"{moment(each.time)}  attempt {each.attempt}  {each.event}: {each.text}", "yellow")
     for line in history.unread[:_NOTICES_MAX]:

@@ -116,8 +116,8 @@ def read_ledger(rows: Iterable[JsonObject], checkpoints: Set[int]) -> Ledger:
             told.step = step if told.step is None else max(told.step, step)
         if event in _TAKE:
             _TAKE[event](ledger, told, row, step, moment)
-        if event in _SAY:
-            ledger.notices.append(Notice(moment, attempt, event, step, text(_SAY[event](row))))
+        if event in NOTICES:
+            ledger.notices.append(Notice(moment, attempt, event, step, text(NOTICES[event](row))))
     return ledger
 
 
@@ -213,7 +213,7 @@ _TAKE: dict[str, Callable[[Ledger, Told, JsonObject, int | None, float], None]] 
     "straggler": _straggler,
 }
 
-_SAY: dict[str, Callable[[JsonObject], Any]] = {
+NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     "failed": lambda row: row.get("reason"),
     "stuck": lambda row: row.get("reason"),
     "corruption": lambda row: row.get("reason"),
@@ -222,4 +222,6 @@ _SAY: dict[str, Callable[[JsonObject], Any]] = {
     "quarantine": lambda row: f"checkpoint {row.get('step')} is in {row.get('moved_to')}: {row.get('reason')}",
     "grace": lambda row: row.get("reason"),
     "changed": lambda row: row.get("changes"),
+    "sink_off": lambda row: f"{row.get('sink')} gets no rows any more: {row.get('reason')}",
+    "profile": lambda row: f"the steps after {row.get('start')} up to {row.get('step')}: {row.get('path')}",
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.history.ledger import NOTICES, read_ledger
 from runner.history.read import read_history
 from runner.history.record import State
 from runner.hosts.clock import Bucket
@@ -108,3 +109,22 @@ def test_a_copy_of_a_directory_is_told_as_the_directory(tmp_path: Path) -> None:
     first, second = (read_history(LocalStore(tmp_path / name), now) for name in ("run", "copy"))
     assert first.attempts == second.attempts
     assert first.checkpoints == second.checkpoints
+
+
+@pytest.mark.parametrize(
+    ("event", "details", "told"),
+    [
+        ("profile", {"start": 10, "path": "profiles/1.10-20"}, "the steps after 10 up to 20: profiles/1.10-20"),
+        ("sink_off", {"sink": "wandb", "reason": "no disk"}, "wandb gets no rows any more: no disk"),
+        ("fallback", {"rejected": "20", "reason": "torn"}, "checkpoint 20 was not restored: torn"),
+    ],
+)
+def test_what_a_person_should_know_is_a_notice(event, details, told):
+    row = {"time": 1.0, "attempt": 1, "process": 0, "event": event, "step": 20}
+    assert [notice.text for notice in read_ledger([row | details], frozenset()).notices] == [told]
+
+
+@pytest.mark.parametrize("event", sorted(NOTICES))
+def test_an_event_that_lacks_its_details_is_a_notice_all_the_same(event):
+    (notice,) = read_ledger([{"time": 1.0, "attempt": 1, "event": event}], frozenset()).notices
+    assert (notice.event, notice.step) == (event, None)
