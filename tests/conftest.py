@@ -1,5 +1,6 @@
 """What every test runs under: eight faked CPU devices, one cache for the session, and no process left behind."""
 
+import logging
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from runner import terminal
 from tests.support import faked, leftover
 
 # The workers of pytest-xdist inherit the variable from the process that starts them, which makes the directory.
@@ -49,6 +51,22 @@ def _no_process_survives_its_test() -> Iterator[None]:
     before = leftover.find()
     yield
     leftover.end_all_but(before)
+
+
+@pytest.fixture(autouse=True)
+def _the_terminal_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A job that a test runs in this process sets up how lines are shown: the next test's are shown as ever."""
+    root, loggers = logging.getLogger(), [logging.getLogger(name) for name in ("runner", "experiments")]
+    handlers, levels = list(root.handlers), [logger.level for logger in loggers]
+    before = [(stream.formatter, stream.level) for stream in terminal._streams]
+    monkeypatch.setattr(terminal, "_secrets", set())
+    yield
+    root.handlers[:] = handlers
+    for stream, (form, level) in zip(terminal._streams, before, strict=True):
+        stream.setFormatter(form)
+        stream.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,11 +4,9 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from runner import terminal
 from runner.terminal import LineFormatter, say, set_up, warn
 
 HOSTILE = {
@@ -19,21 +17,6 @@ HOSTILE = {
     "a page of a text's own": "<script>\u2028\u202ealert(1)</script>\x00\x85",
     "ten megabytes": "x" * 10_000_000,
 }
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    root, loggers = logging.getLogger(), ("runner", "experiments")
-    handlers, before = list(root.handlers), [(stream.formatter, stream.level) for stream in terminal._streams]
-    levels = {name: logging.getLogger(name).level for name in loggers}
-    monkeypatch.setattr(terminal, "_secrets", set())
-    yield
-    root.handlers[:] = handlers
-    for stream, (form, level) in zip(terminal._streams, before, strict=True):
-        stream.setFormatter(form)
-        stream.setLevel(level)
-    for name in loggers:
-        logging.getLogger(name).setLevel(levels[name])
 
 
 def test_lines_nobody_reads_are_dropped():
