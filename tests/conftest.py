@@ -56,16 +56,16 @@ def _no_process_survives_its_test() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _the_terminal_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A job that a test runs in this process sets up how lines are shown: the next test's are shown as ever."""
-    root, loggers = logging.getLogger(), [logging.getLogger(name) for name in ("runner", "experiments")]
-    handlers, levels = list(root.handlers), [logger.level for logger in loggers]
+    loggers = [logging.getLogger(name) for name in (None, "runner", "experiments")]
+    handlers_and_levels = [(list(logger.handlers), logger.level) for logger in loggers]
     before = [(stream.formatter, stream.level) for stream in terminal._streams]
     monkeypatch.setattr(terminal, "_secrets", set())
     yield
-    root.handlers[:] = handlers
     for stream, (form, level) in zip(terminal._streams, before, strict=True):
         stream.setFormatter(form)
         stream.setLevel(level)
-    for logger, level in zip(loggers, levels, strict=True):
+    for logger, (handlers, level) in zip(loggers, handlers_and_levels, strict=True):
+        logger.handlers[:] = handlers
         logger.setLevel(level)
 
 
