@@ -1,6 +1,7 @@
 """The commands of `python -m runner`, one module each with `main(arguments) -> exit code`.
 
 - `arguments` how command lines are read
+- `looking` what commands share that only look at a run
 - `run` a SPEC
 - `plan` what a job would do on hardware that is not here
 - `screen` a run's history as one screen of a terminal

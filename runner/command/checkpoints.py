@@ -5,20 +5,17 @@ from collections.abc import Sequence
 from runner.checkpoint.copy import copy
 from runner.checkpoint.inspection import Depth, report
 from runner.command.arguments import Parser, directory_of
-from runner.errors import EXIT_DONE, RetryableError, RunnerError
+from runner.command.looking import looking
+from runner.errors import EXIT_DONE
 from runner.storage import open_store, split_checkpoint
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; its exit code is 1 if a committed checkpoint is bad, 2 if a newer runner has written one."""
-    try:
+    with looking():
         if arguments and arguments[0] == "copy":
             return _copy(arguments[1:])
         return _list(arguments)
-    except RunnerError:
-        raise
-    except OSError as error:
-        raise RetryableError(str(error)) from error
 
 
 def _list(arguments: Sequence[str]) -> int:

@@ -5,8 +5,9 @@ import json
 from collections.abc import Sequence
 
 from runner.command.arguments import Parser, check_placement, directory_of
+from runner.command.looking import looking
 from runner.command.run import placement_of
-from runner.errors import EXIT_DONE, EXIT_RETRYABLE, RetryableError, RunnerError
+from runner.errors import EXIT_DONE, EXIT_RETRYABLE, RunnerError
 from runner.hosts.agreement import Hosts
 from runner.hosts.join import start
 from runner.hosts.preemption import end_process
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_placement()
     parsed = parser.parse_args(arguments)
     check_placement(parsed)
-    try:
+    with looking():
         run = open_run(directory_of(parsed.where))
         request = Request(
             None if parsed.data is None else parse_source(parsed.data), None if parsed.all else parsed.step
@@ -41,10 +42,6 @@ def main(arguments: Sequence[str]) -> int:
             _print(run, request, hosts, parsed)
             return EXIT_DONE
         _print_as_one_of_several(run, request, hosts, parsed)
-    except RunnerError:
-        raise
-    except OSError as error:
-        raise RetryableError(str(error)) from error
     return EXIT_DONE
 
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from runner.attempt.owner import read_owner
-from runner.command.arguments import Parser, directory_of
-from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
+from runner.command.arguments import Parser
+from runner.command.looking import looking, store_of
+from runner.errors import EXIT_DONE, InvalidError
 from runner.spec import STEPS_OF_A_PROFILE_MAX
-from runner.storage import open_store
 from runner.terminal import say
 from runner.train.profile import FOLDER, POLL_BUCKET_SECONDS, request
 
@@ -21,15 +20,9 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     if not 0 < parsed.steps <= STEPS_OF_A_PROFILE_MAX:
         raise InvalidError(f"--steps is {parsed.steps}; needs 1 to {STEPS_OF_A_PROFILE_MAX}")
-    try:
-        store = open_store(directory_of(parsed.where))
-        if read_owner(store) is None:
-            raise InvalidError(f"{store.url} holds no run: there is no job.json; give a run's directory, or its spec")
+    with looking():
+        store = store_of(parsed.where)
         request(store, parsed.steps)
-    except RunnerError:
-        raise
-    except OSError as error:
-        raise RetryableError(str(error)) from error
     say(
         f"asked for {parsed.steps} steps: the job looks within {POLL_BUCKET_SECONDS:g} s, if it runs, else when it "
         f"runs again; they will be below {store.url}/{FOLDER}"

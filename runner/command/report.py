@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.command.arguments import Parser, directory_of
-from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
+from runner.command.looking import looking
+from runner.errors import EXIT_DONE, InvalidError
 from runner.page.report import write_report
 from runner.storage import open_store
 from runner.terminal import say
@@ -19,11 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     path = Path(parsed.output)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise InvalidError(f"-o {parsed.output}: needs the name of a file in a directory that is there")
-    try:
+    with looking():
         num_bytes = write_report([open_store(directory_of(where)) for where in parsed.where], path)
-    except RunnerError:
-        raise
-    except OSError as error:
-        raise RetryableError(str(error)) from error
     say(f"{path}: {num_bytes / 1e6:.1f} MB")
     return EXIT_DONE

@@ -1,11 +1,10 @@
 """`python -m runner sample`: text from a run's model. Claims nothing; works beside the run."""
 
-import os
-import sys
 from collections.abc import Sequence
 
 from runner.command.arguments import Parser, directory_of
-from runner.errors import EXIT_DONE, RetryableError, RunnerError
+from runner.command.looking import looking
+from runner.errors import EXIT_DONE
 from runner.inference.choice import Sampling
 from runner.inference.opening import open_run
 from runner.inference.sample import Request, sample
@@ -26,15 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     sampling = Sampling(parsed.temperature, parsed.top_p, parsed.seed)
     request = Request(parsed.prompt, parsed.step, parsed.tokens, sampling)
-    try:
+    with looking(BrokenPipeError):
         run = open_run(directory_of(parsed.where))
         run.get_ready()
         for piece in sample(run, request):
             show(piece)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what Python flushes at its end
-    except RunnerError:
-        raise
-    except OSError as error:
-        raise RetryableError(str(error)) from error
     return EXIT_DONE

@@ -1,7 +1,6 @@
 """`python -m runner status`: where a run stands and where its time went. Claims nothing, writes nothing."""
 
 import json
-import os
 import signal
 import sys
 import time
@@ -11,8 +10,9 @@ from rich.console import Console
 from rich.live import Live
 
 from runner.command.arguments import Parser, directory_of
+from runner.command.looking import looking
 from runner.command.screen import draw
-from runner.errors import EXIT_DONE, RetryableError, RunnerError
+from runner.errors import EXIT_DONE
 from runner.history.read import read_history
 from runner.history.record import History, State, as_json
 from runner.process import STOP_SIGNALS
@@ -30,18 +30,12 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    try:
+    with looking(KeyboardInterrupt, BrokenPipeError):
         store = open_store(directory_of(parsed.where))
         if parsed.watch:
             _watch(store, parsed.json)
         else:
             _show(read_history(store), parsed.json, Console(markup=False, highlight=False, emoji=False))
-    except (KeyboardInterrupt, BrokenPipeError):
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what Python flushes at its end
-    except RunnerError:
-        raise
-    except OSError as error:
-        raise RetryableError(str(error)) from error
     return EXIT_DONE
 
 

@@ -20,6 +20,7 @@ _BLOCK_BYTES = 1 << 13
 _TAILS_BYTES = (1 << 16, 1 << 20, 1 << 24)  # the next where the one before holds no whole row
 _PARTS_MAX = 16
 _LINKS_MAX = 64
+_NEWEST = 64
 
 
 def read_sample(store: Store) -> tuple[JsonObject, ...]:
@@ -28,9 +29,6 @@ def read_sample(store: Store) -> tuple[JsonObject, ...]:
     lines = list(surviving(texts))
     newest, step = lines[-_NEWEST:], max(len(lines) // (ROWS_MAX - _NEWEST), 1)
     return tuple(line.row for line in [*lines[: -_NEWEST or None][::step], *newest])
-
-
-_NEWEST = 64
 
 
 def _texts_on_disk(path: Path) -> list[bytes]:

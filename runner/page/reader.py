@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from runner.attempt.log_file import FOLDER
 from runner.history.read import read_history
 from runner.history.record import History
 from runner.page.chart import Curves
@@ -13,7 +14,6 @@ from runner.storage import Listed, Store
 from runner.train.metrics.row import Row
 
 _SPEC = "spec.yaml"
-_LOGS = "logs"
 _LOG_BYTES = 1 << 15
 _SPEC_CHARACTERS_MAX = 1 << 16
 _CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
@@ -80,7 +80,7 @@ class RunReader:
 
     def _read_log(self) -> Log | None:
         """The end of `logs/<attempt>.<process>.log`, of the newest attempt and its lowest process."""
-        found = {_number_of(name): (name, file) for name, file in self._store.listing(f"{_LOGS}/").items()}
+        found = {_number_of(name): (name, file) for name, file in self._store.listing(f"{FOLDER}/").items()}
         numbers = [each for each in found if each is not None]
         if not numbers:
             return None
@@ -100,7 +100,7 @@ class RunReader:
 
 def _number_of(name: str) -> tuple[int, int] | None:
     """Attempt, and process counted down, of a log's name; None of what is no log."""
-    parts = name.removeprefix(f"{_LOGS}/").split(".")
+    parts = name.removeprefix(f"{FOLDER}/").split(".")
     if len(parts) != 3 or parts[2] != "log" or not all(part.isascii() and part.isdecimal() for part in parts[:2]):
         return None
     return int(parts[0]), -int(parts[1])
