@@ -1,4 +1,4 @@
-"""A server for W&B's client, of those of its requests that logging a run takes; what it was told is kept as W&B keeps it.
+"""A server for W&B's client, of those requests that logging a run takes; what it was told is kept as W&B keeps it.
 
 A run's files grow by lines: a request says at which line its content stands, and what stood there is gone.
 """
