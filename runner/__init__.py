@@ -8,6 +8,7 @@ process      the processes of one job on this machine, on faked devices where as
 periodic     is it time?
 record       the keys of the files that a run leaves
 spec         frozen models, strict YAML, overrides, errors with file and line; no jax
+recipe       optimizers and schedules by name: their keys, defaults and sources; no jax
 config       the config of trainers; no jax
 accelerator  the chips known by name, and what engines call them; no jax
 storage      one interface over a disk and the buckets of three clouds

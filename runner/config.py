@@ -10,7 +10,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -18,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from runner.recipe import OptimizerConfig, ScheduleConfig
 from runner.spec import Auto, Frozen, JobConfig
 
 DEFAULT_SOURCE = "python-stdlib"
@@ -134,60 +134,6 @@ class DataConfig(TokenSource):
         return self
 
 
-class OptimizerConfig(Frozen):
-    """The optimizer, by library name."""
-
-    name: Literal["adamw", "sgd", "lion", "adafactor"] = Field(default="adamw", description="Library name.")
-    learning_rate: PositiveFloat | None = Field(
-        default=None, description="Peak learning rate; needed, but for a job that brings its own optimizer or schedule."
-    )
-    b1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment (adamw, lion).")
-    b2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment (adamw, lion).")
-    eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment (adamw).")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum (sgd).")
-    weight_decay: NonNegativeFloat = Field(
-        default=0.1,
-        description="A step takes this share, times the learning rate, off every matrix; sgd's goes through momentum.",
-    )
-    clip_norm: PositiveFloat | None = Field(
-        default=1.0, description="Global gradient norm to clip to; null does not clip."
-    )
-
-
-class ScheduleConfig(Frozen):
-    """The learning rate over the steps of the run."""
-
-    name: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        default="cosine", description="Shape after the warm-up."
-    )
-    warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up from 0.")
-    final_learning_rate: NonNegativeFloat = Field(
-        default=0.0, description="Learning rate at the end (linear, cosine, wsd)."
-    )
-    decay_steps: PositiveInt | None = Field(
-        default=None, description="Length of the decay at the end, which wsd needs (wsd)."
-    )
-
-    @model_validator(mode="after")
-    def _decay_belongs_to_wsd(self) -> "ScheduleConfig":
-        if self.name == "wsd" and self.decay_steps is None:
-            raise ValueError("missing key decay_steps, which wsd needs")
-        if self.name != "wsd" and self.decay_steps is not None:
-            raise ValueError(f"decay_steps={self.decay_steps} is for wsd only, and the schedule is {self.name}")
-        return self
-
-
-# The names of its section that read a key. A key that is not here is read by all of them.
-READERS = {
-    "optimizer.b1": ("adamw", "lion"),
-    "optimizer.b2": ("adamw", "lion"),
-    "optimizer.eps": ("adamw",),
-    "optimizer.momentum": ("sgd",),
-    "schedule.final_learning_rate": ("linear", "cosine", "wsd"),
-    "schedule.decay_steps": ("wsd",),
-}
-
-
 class TrainConfig(Frozen):
     """How much to train, and in what portions."""
 
@@ -278,14 +224,16 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         """Whether a key, dotted below `config`, has its default value."""
         section_name, _, name = key.partition(".")
         section = getattr(self, section_name)
-        return bool(getattr(section, name) == type(section).model_fields[name].default)
+        is_by_name = isinstance(section, OptimizerConfig)
+        default = section.default_of(name) if is_by_name else type(section).model_fields[name].get_default()
+        return bool(getattr(section, name) == default)
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Evaluation and its sets, micro-batches, what is kept, limits; with a constant learning rate the total too."""
+        """Evaluation and its sets, micro-batches, what is kept, limits; the total too, if no learning rate reads it."""
         free = {"eval", "memory", "train.micro_batch_examples", "data.validation", "data.cache_bytes"}
         free |= {"data.mixture.max_epochs"}
-        if self.schedule.name == "constant":
+        if not self.schedule.reads_total:
             free |= {"train.total_steps", "train.total_tokens"}
         return frozenset(free)
 
@@ -297,13 +245,15 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             batch, length = self.train.global_batch_examples, self.data.sequence_length
             step = f"{batch} examples x {length} tokens = {self.tokens_per_step}"
             raise ValueError(f"train.total_tokens={tokens} is less than one step of {step}")
-        if schedule.warmup_steps >= total:
-            raise ValueError(f"schedule.warmup_steps={schedule.warmup_steps} is not below the total of {total} steps")
+        warmup = schedule.warmup_of(total)
+        key = "warmup_steps" if schedule.warmup_share is None else f"warmup_share={schedule.warmup_share}, in steps"
+        if warmup >= total:
+            raise ValueError(f"schedule.{key}={warmup} is not below the total of {total} steps")
         if schedule.name != "constant" and peak is not None and schedule.final_learning_rate > peak:
             final = schedule.final_learning_rate
             raise ValueError(f"schedule.final_learning_rate={final} is above optimizer.learning_rate={peak}")
-        if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > total:
-            parts = f"warmup_steps={schedule.warmup_steps} + schedule.decay_steps={schedule.decay_steps}"
+        if schedule.decay_steps is not None and warmup + schedule.decay_steps > total:
+            parts = f"{key}={warmup} + schedule.decay_steps={schedule.decay_steps}"
             raise ValueError(f"schedule.{parts} do not fit into the total of {total} steps")
         self._check_chunks()
         return self

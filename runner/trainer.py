@@ -33,7 +33,7 @@ from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
-from runner.train.optimizer import SPEC
+from runner.train.recipe.choice import SPEC
 from runner.train.report import Evaluator, Report
 from runner.train.same_data import refuse_changed_data, refuse_different_data, share_ids
 from runner.train.validation import Validation, validation_sets
@@ -235,6 +235,10 @@ class BaseTrainer(RestoreableJob):
     def weights(self, state: TrainState) -> Any:
         """The parameters, and the model's other variables where it has any."""
         return other_variables.weights_of(state)
+
+    def with_weights(self, state: TrainState, weights: Any) -> TrainState:
+        """`state` of step 0 with these weights; an optimizer that averages begins at them too."""
+        return train_state.with_weights(super().with_weights(state, weights))
 
     @property
     def unread_keys(self) -> frozenset[str]:

@@ -3,11 +3,11 @@
 - `mesh` spec -> mesh, logical axis rules
 - `batch_layout` how the examples of a step are split over devices and micro-batches
 - `variables` what the train state holds of a model besides its parameters
+- `recipe` optimizers and schedules by name, and how each parameter is treated
 - `state` the train state and its eval_shape-based sharded init
 - `fields` what the step knows of the fields of a batch, and what it refuses to leave unread
 - `step` pure train_step and val_step with accumulation
 - `loss` token cross entropy
-- `optimizer` optimizers and schedules by name
 - `compilation` the compiled step, and the micro-batch that fits a device
 - `blueprint` what a job is on certain devices, before anything is allocated
 - `micro_batch` the micro-batch that was chosen for some hardware, as manifests remember it

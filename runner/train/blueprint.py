@@ -26,7 +26,8 @@ from runner.train.compilation import (
     program_digest,
     trace_train_step,
 )
-from runner.train.optimizer import in_float32
+from runner.train.recipe.optimizer import in_float32
+from runner.train.recipe.parameter import parameters_of
 from runner.train.variables import PARAMS, TrainState, others
 
 
@@ -104,8 +105,7 @@ def draw(
     """The blueprint of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
     `sharded_init(model, key, tokens, mesh=..., deterministic=...)` makes the variables, and says how they lie;
-    `example` is what the model is shown to find its shapes; `make_optimizer` takes a pytree of bools, which parameters
-    are matrices.
+    `example` is what the model is shown to find its shapes; `make_optimizer` takes a pytree of `Parameter`.
     """
 
     def variables(key: jax.Array, init: Callable[..., Any], **options: Any) -> Any:
@@ -113,7 +113,7 @@ def draw(
 
     born = functools.partial(variables, init=functools.partial(sharded_init, model), mesh=mesh)
     boxed = jax.eval_shape(functools.partial(variables, init=model.init), key)
-    optimizer = in_float32(make_optimizer(train_state.matrices(boxed[PARAMS])))
+    optimizer = in_float32(make_optimizer(parameters_of(boxed[PARAMS])))
     shapes, shardings = nn.unbox(boxed), train_state.variable_shardings(boxed, mesh)
     if sharded_init is not train_state.sharded_init:  # whose variables are known without tracing it
         shapes, shardings = _variables_of(born, key, mesh)

@@ -22,7 +22,7 @@ from runner.train.batch_layout import BatchLayout, batch_layouts
 from runner.train.blueprint import Blueprint, draw
 from runner.train.compilation import CompiledStep
 from runner.train.mesh import make_mesh, mesh_sizes
-from runner.train.optimizer import Recipe, choose_recipe
+from runner.train.recipe.choice import Recipe, choose_recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,11 @@ class Design:
         self.refuse_unread_keys()
         schedule = self.recipe.schedule_of(self.config)
         example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
-        make_optimizer = functools.partial(self.recipe.optimizer_of, self.config, schedule)
+
+        def make_optimizer(parameters: Any) -> optax.GradientTransformation:
+            with self.document.blaming("config.optimizer"):
+                return self.recipe.optimizer_of(self.config, schedule, parameters)
+
         return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key)
 
     def trace(self, blueprint: Blueprint, micro_batch: int | None = None) -> None:

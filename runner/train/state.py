@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.leaves import strong
 from runner.train.mesh import LOGICAL_AXIS_RULES
+from runner.train.recipe.average import has_average, restarted
 from runner.train.variables import PARAMS, TrainState, others
 
 
@@ -66,16 +67,6 @@ def variable_shardings(boxed: Any, mesh: Mesh) -> Any:
     )
 
 
-def matrices(boxed: Any) -> Any:
-    """A bool for every parameter: whether it has two axes or more, not counting the axis that stacks layers."""
-    specs = nn.get_partition_spec(boxed)
-
-    def is_matrix(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec | None) -> bool:
-        return leaf.ndim - ("layers" in (spec or ())) >= 2
-
-    return jax.tree.map(is_matrix, nn.unbox(boxed), specs, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-
-
 def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwargs: Any) -> tuple[Any, Any]:
     """Initialise a model's variables already cut over `mesh`; nothing is ever whole on one device.
 
@@ -104,6 +95,15 @@ def state_of(model: nn.Module, variables: Any, tx: Any) -> TrainState:
         opt_state=tx.init(params),
         variables=others(variables),
     )
+
+
+def with_weights(state: TrainState) -> TrainState:
+    """The state at step 0, whose parameters were replaced: nothing of the old ones is left in the optimizer's state."""
+    if not has_average(state.opt_state):
+        return state
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+    begin = jax.jit(restarted, out_shardings=shardings)
+    return state.replace(opt_state=begin(state.params, state.opt_state))
 
 
 def abstract_state(

@@ -3,6 +3,7 @@
 The loss of a step is the mean over the real target tokens of its whole global batch. Every micro-batch contributes a
 sum divided by that one count, so the split into micro-batches, devices and hosts moves it by rounding alone; a mean of
 means would weigh a short micro-batch like a long one. Gradients are added up in float32 whatever the parameters are.
+Of frozen parameters none is computed: to the optimizer theirs are zeros.
 
 What is a real token `padding_mask` says, and what it counts for `loss_weight` where the data has that, before `forward`
 is called: each share of the loss is divided by all of them at once. A forward that counts others returns as meta
@@ -23,6 +24,8 @@ from jax import lax
 
 from runner.errors import InvalidError
 from runner.train.fields import refuse_unread, target_weights, uncounted
+from runner.train.recipe.average import gradient_point
+from runner.train.recipe.group import split, with_zeros
 from runner.train.variables import (
     STATISTICS,
     TrainState,
@@ -72,9 +75,11 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
     apply_fn = with_variables(state.apply_fn, variables_of(state))
     num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
     batch = _numbered(batch)
+    params = gradient_point(state.params, state.opt_state)
+    trained, whole = split(params, state.opt_state)
 
-    def share_of_loss(params: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        loss_sum, meta = forward(apply_fn, params, micro, key)
+    def share_of_loss(trained: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        loss_sum, meta = forward(apply_fn, whole(trained), micro, key)
         if TOKEN_COUNT in meta:
             return loss_sum, meta
         if num_tokens is None:
@@ -87,15 +92,17 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
         return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
 
     if num_steps == 1:
-        (loss, meta), grads = value_and_grad(state.params, jax.tree.map(lambda leaf: leaf[0], batch))
-        return _divided(batch, loss, to_float32(grads), meta, meta | total(meta, num_steps=1))
+        (loss, meta), grads = value_and_grad(trained, jax.tree.map(lambda leaf: leaf[0], batch))
+        grads = with_zeros(to_float32(grads), params)
+        return _divided(batch, loss, grads, meta, meta | total(meta, num_steps=1))
 
     def accumulate(carry: tuple[jax.Array, Any], micro: Batch) -> tuple[tuple[jax.Array, Any], Any]:
-        (loss, meta), grads = value_and_grad(state.params, micro)
+        (loss, meta), grads = value_and_grad(trained, micro)
         return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], to_float32(grads))), meta
 
-    zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), state.params)
+    zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained)
     (loss, grads), metas = lax.scan(accumulate, (jnp.float32(0), zeros), batch)
+    grads = with_zeros(grads, params)
     last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
     return _divided(batch, loss, grads, metas, last_meta | total(metas, num_steps))
 

@@ -10,9 +10,12 @@ import optax
 import pytest
 from pydantic import ValidationError
 
-from runner.config import READERS, ModelConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
+from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError
-from runner.train.optimizer import SPEC, choose_recipe, clip, in_float32, make_optimizer, make_schedule
+from runner.recipe import READERS, SCHEDULES, OptimizerConfig, ScheduleConfig
+from runner.train.recipe.choice import SPEC, choose_recipe
+from runner.train.recipe.optimizer import in_float32, make_optimizer
+from runner.train.recipe.schedule import make_schedule
 from tests.support.tiny import gpt, leaves_equal, merge
 
 PEAK, TOTAL = 1.0, 100

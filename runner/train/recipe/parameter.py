@@ -1,0 +1,49 @@
+"""What a recipe knows of one parameter: its name, its shape, and what its axes are called."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+_STACKING = ("layers", "expert")  # axes along which a parameter holds several matrices or vectors
+_TABLE = ("vocab", "positions")  # axes of tables, whose rows are looked up one by one
+_EMBEDDING = "embedding"  # what flax calls the table of an `nn.Embed`
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: a leaf of a tree like that of the parameters. `axes` are the logical ones, None without a name."""
+
+    name: str  # dotted
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has two axes or more, not counting the axis that stacks layers: then it decays."""
+        return len(self.shape) - ("layers" in self.axes) >= 2
+
+    @property
+    def holds_matrices(self) -> bool:
+        """Whether its last two axes are those of a matrix, and those before stack layers or experts."""
+        return len(self.shape) >= 2 and all(axis in _STACKING for axis in self.axes[:-2])
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is an embedding, or what makes logits."""
+        return any(axis in _TABLE for axis in self.axes) or self.name.rpartition(".")[2] == _EMBEDDING
+
+
+def parameters_of(boxed: Any) -> Any:
+    """A `Parameter` for every leaf of abstract parameters, from their boxes with logical axis names (or without)."""
+    specs = nn.get_partition_spec(boxed)
+
+    def known(path: Any, leaf: jax.ShapeDtypeStruct, spec: Any) -> Parameter:
+        axes = tuple(spec or ())
+        name = ".".join(jax.tree_util.keystr((key,), simple=True) for key in path)
+        return Parameter(name, leaf.shape, (*axes, *[None] * (len(leaf.shape) - len(axes))))
+
+    return jax.tree_util.tree_map_with_path(
+        known, nn.unbox(boxed), specs, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    )
