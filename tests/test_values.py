@@ -61,6 +61,10 @@ SOME: dict[str, Any] = {
     "config.model.vocabulary_size": 300,
     "config.optimizer.learning_rate": 0.01,
     "config.optimizer.clip_norm": 0.01,
+    "config.optimizer.matrices": ["*embedding"],
+    "config.optimizer.groups.*.weight_decay": 0.5,
+    "config.optimizer.groups.*.clip_norm": 0.5,
+    "config.schedule.warmup_share": 0.4,
     "config.schedule.decay_steps": 1,
     "config.train.total_steps": STEPS,
     "config.train.total_tokens": TOKENS,
@@ -116,6 +120,10 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.data.tokenizer", "characters"): {"config.data.source": "TEXTS"},
     ("config.data.document_separator", "newline"): {"config.data.source": "TEXTS"},
     ("config.data.document_separator", "nul"): {"config.data.source": "TEXTS"},
+    ("config.optimizer.name", "muon"): {"config.optimizer.matrices": ["*embedding"]},
+    ("config.optimizer.name", "galore"): {"config.optimizer.matrices": ["*embedding"], "config.optimizer.rank": 8},
+    ("config.optimizer.matrices", OPEN): {"config.optimizer.name": "muon"},
+    ("config.schedule.warmup_share", OPEN): {"config.schedule.warmup_steps": 0},
     ("config.schedule.name", "wsd"): {"config.schedule.decay_steps": 1},
     ("config.schedule.decay_steps", OPEN): {"config.schedule.name": "wsd"},
     ("config.model.preset", OPEN): {"config.model.key_value_heads": 1},
@@ -150,6 +158,7 @@ for _rope in ("config.model.rope", "config.model.window_rope"):
         WITH[f"{_rope}.scaling.attention_factor", _value] = _yarn
 # Sections that stand in a list or a mapping: one of them, as the key that holds it has it, and what must stand beside.
 INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "config.optimizer.groups": lambda entry: {"config.optimizer.groups": [{"pattern": "*embedding", **entry}]},
     "config.data.mixture": lambda entry: {
         "config.data.mixture": [{"name": "some", "source": "UINT16", **entry}],
         "config.data.source": "python-stdlib",
@@ -166,7 +175,7 @@ BY_ITSELF = [("topology", None), ("config.optimizer.learning_rate", None)]  # of
 
 
 class Lookup(nn.Module):
-    """Logits by token: one matrix."""
+    """Logits by token: one matrix, and what is added to them."""
 
     vocabulary_size: int
     precision: PrecisionConfig
@@ -174,7 +183,8 @@ class Lookup(nn.Module):
     @nn.compact
     def __call__(self, x_BxT: jax.Array, *, deterministic: bool) -> jax.Array:
         size, precision = self.vocabulary_size, self.precision
-        return nn.Embed(size, size, dtype=precision.compute, param_dtype=precision.params)(x_BxT)
+        bias_V = self.param("bias", nn.initializers.zeros, (size,), precision.params)
+        return nn.Embed(size, size, dtype=precision.compute, param_dtype=precision.params)(x_BxT) + bias_V
 
 
 class TrainLookup(BaseTrainer):

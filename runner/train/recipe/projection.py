@@ -62,10 +62,15 @@ def _projector_shape(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 
 def _singular_vectors(grad: jax.Array, rank: int) -> jax.Array:
-    """The first `rank` of the shorter side."""
+    """The first `rank` of the shorter side, each with the sign that makes its largest component positive.
+
+    The sign is free, and libraries differ in it; but moments go on, and those of another sign would work against them.
+    """
     *_, M, N = grad.shape
     left, _, right = jnp.linalg.svd(grad.astype(jnp.float32), full_matrices=False)
-    return left[..., :rank] if M <= N else jnp.swapaxes(right[..., :rank, :], -1, -2)
+    vectors = left[..., :rank] if M <= N else jnp.swapaxes(right[..., :rank, :], -1, -2)
+    largest = jnp.argmax(jnp.abs(vectors), axis=-2, keepdims=True)
+    return vectors * jnp.where(jnp.take_along_axis(vectors, largest, axis=-2) < 0, -1.0, 1.0)
 
 
 def _low(grad: jax.Array, projector: jax.Array) -> jax.Array:

@@ -1,0 +1,162 @@
+"""Groups of parameters: what is other for them, and that the rest is as if there were none."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from pydantic import ValidationError
+
+from runner.errors import InvalidError, SpecError
+from runner.recipe import OPTIMIZERS, ParameterGroup
+from runner.train import step as pure
+from runner.train.recipe.group import FrozenState
+from runner.train.recipe.optimizer import in_float32, make_optimizer
+from runner.train.recipe.parameter import Parameter, parameters_of
+from runner.train.state import state_of
+from tests.support.tiny import gpt, leaves_equal
+from tests.train.recipe.test_formula import MATRICES, PARAMETERS, PARAMS, config_of, rate_of, trained
+
+STEPS = 4
+FEW = {name: parameter for name, parameter in PARAMETERS.items() if name != "large"}
+
+
+def run(name, groups=(), parameters=FEW, schedule=None, **keys):
+    return trained(config_of(name, groups=list(groups), **keys), parameters, STEPS, schedule)
+
+
+def close(found, expected, keys):
+    for key in keys:
+        np.testing.assert_allclose(found[key], expected[key], rtol=1e-6, atol=1e-7, err_msg=key)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_group_trains_at_its_rate_with_its_decay_and_the_rest_as_ever(name):
+    """Without a clip no optimizer mixes parameters: each is as in a run where all are treated like it."""
+    rates = jnp.asarray([rate_of(step) for step in range(STEPS)])
+    found, _ = run(name, [{"pattern": "w*", "rate": 0.25, "weight_decay": 0.7}])
+    like_group, _ = trained(
+        config_of(name).model_copy(update={"weight_decay": 0.7}), FEW, STEPS, lambda step: 0.25 * rates[step]
+    )
+    like_rest, _ = run(name)
+    close(found, like_group, ["wide"])
+    close(found, like_rest, ["bias", "embedding", "tall"])
+    assert np.abs(like_rest["wide"] - like_group["wide"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_frozen_keeps_its_bits_has_no_moments_and_the_rest_is_as_if_it_were_not_there(name):
+    keys = {"matrices": ["wide"]} if "matrices" in OPTIMIZERS[name].defaults else {}
+    frozen = [{"pattern": "tall", "frozen": True}, {"pattern": "emb*", "frozen": True}]
+    found, state = run(name, frozen, clip_norm=0.1, **keys)
+    rest = {key: FEW[key] for key in ("bias", "wide")}
+    expected, expected_state = run(name, parameters=rest, clip_norm=0.1, **keys)
+    assert isinstance(state, FrozenState)
+    assert state.names == {"embedding", "tall"}
+    assert leaves_equal(state.inner, expected_state)
+    assert leaves_equal({key: found[key] for key in rest}, expected)
+    for key in ("embedding", "tall"):
+        assert leaves_equal(found[key], jnp.asarray(PARAMS[key], jnp.float32))
+
+
+def test_a_negative_zero_that_is_frozen_stays_one():
+    config = config_of("adamw", groups=[{"pattern": "tall", "frozen": True}])
+    tx = make_optimizer("adamw", config, optax.constant_schedule(0.1), FEW)
+    params = {key: jnp.full(parameter.shape, -0.0) for key, parameter in FEW.items()}
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert leaves_equal(optax.apply_updates(params, updates)["tall"], params["tall"])
+
+
+def test_a_group_with_a_clip_is_clipped_by_itself_and_the_rest_without_it():
+    groups = [{"pattern": "tall", "clip_norm": 0.5}]
+    config = config_of("sgd", groups=groups, clip_norm=2.0, momentum=0.0).model_copy(update={"weight_decay": 0.0})
+    tx = make_optimizer("sgd", config, optax.constant_schedule(1.0), FEW)
+    grads = {key: jnp.full(parameter.shape, 3.0) for key, parameter in FEW.items()}
+    updates, _ = tx.update(grads, tx.init(grads), grads)
+    assert float(jnp.linalg.norm(updates.pop("tall"))) == pytest.approx(0.5)
+    assert float(optax.global_norm(updates)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"pattern": "layers.*"}], r"'layers.\*' fits no parameter; there are bias, embedding, tall, wide$"),
+        ([{"pattern": "*"}, {"pattern": "tall"}], r"tall fits both '\*' and 'tall'; needs one group"),
+        ([{"pattern": "bias", "weight_decay": 0.1}], "'bias' fits no matrix, and only matrices decay"),
+        ([{"pattern": "*", "frozen": True}], "groups freeze every parameter; leave one to train"),
+    ],
+)
+def test_groups_that_do_not_fit_the_parameters_are_refused(groups, message):
+    with pytest.raises(InvalidError, match=message):
+        make_optimizer("adamw", config_of("adamw", groups=groups), optax.constant_schedule(0.1), FEW)
+
+
+@pytest.mark.parametrize("name", ["muon", "galore"])
+@pytest.mark.parametrize(
+    ("matrices", "message"),
+    [
+        (["tall", "heads.*"], r"matrices: 'heads.\*' fits no parameter that is trained"),
+        (["cube"], r"matrices: cube of shape \(2, 3, 4\) is none"),
+        (None, "finds no matrix among the parameters but embeddings; name some by matrices"),
+    ],
+)
+def test_matrices_that_are_none_are_refused(name, matrices, message):
+    parameters = {"tall": FEW["tall"], "cube": Parameter("cube", (2, 3, 4), ("heads", None, None))}
+    if matrices is None:
+        parameters = {"bias": FEW["bias"], "embedding": FEW["embedding"]}
+    with pytest.raises(InvalidError, match=message):
+        make_optimizer(name, config_of(name, matrices=matrices), optax.constant_schedule(0.1), parameters)
+
+
+def test_keys_that_a_frozen_group_does_not_read_are_refused():
+    with pytest.raises(ValidationError, match="rate of a group that is frozen is not read"):
+        ParameterGroup(pattern="*", frozen=True, rate=0.5)
+
+
+def test_a_job_refuses_a_pattern_that_fits_nothing_in_one_line_that_names_the_key(tmp_path):
+    job = gpt(tmp_path / "run", **{"config.optimizer.groups": [{"pattern": "no.such"}]})
+    with pytest.raises(SpecError, match=r"^[^\n]*config.optimizer: groups: 'no.such' fits no parameter[^\n]*$"):
+        job.design.draw(jax.devices())
+
+
+class Two(nn.Module):
+    """Logits by token: a table, and a matrix that stays."""
+
+    @nn.compact
+    def __call__(self, x_BxT, *, deterministic):
+        return nn.Dense(7, use_bias=False)(nn.Embed(7, 4)(x_BxT))
+
+
+@pytest.mark.parametrize("num_micro", [1, 2])
+def test_no_gradient_is_taken_of_what_is_frozen(num_micro):
+    model, x_SxBxT = Two(), jnp.arange(24).reshape(num_micro, -1, 4) % 7
+    batch = {"x": x_SxBxT, "y": (x_SxBxT + 1) % 7, "padding_mask": jnp.ones_like(x_SxBxT, bool)}
+    variables = model.init(jax.random.key(0), x_SxBxT[0], deterministic=True)
+    norms = []
+    for groups in ([], [{"pattern": "Dense*", "frozen": True}]):
+        config = config_of("adamw", groups=groups)
+        abstract = jax.eval_shape(lambda: variables["params"])
+        tx = make_optimizer("adamw", config, optax.constant_schedule(0.1), parameters_of(abstract))
+        state = state_of(model, variables, in_float32(tx))
+
+        def forward(apply_fn, params, micro, key):
+            logits = apply_fn({"params": params}, micro["x"], deterministic=True)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, micro["y"])
+            return jnp.sum(losses * micro["padding_mask"]), {}
+
+        def step(state, forward=forward):
+            return pure.train_step(forward, state, batch, jax.random.key(1), num_micro, lambda old, _: (old, {}))
+
+        norms.append((float(step(state)[2]["grad_norm"]), str(jax.make_jaxpr(step)(state)).count("dot_general")))
+        moved = step(state)[0].params
+        assert leaves_equal(moved["Dense_0"], variables["params"]["Dense_0"]) == bool(groups)
+        assert not leaves_equal(moved["Embed_0"], variables["params"]["Embed_0"])
+    (whole_norm, whole_products), (norm, products) = norms
+    assert norm < whole_norm
+    assert products == whole_products - 1
+
+
+def test_the_matrices_of_the_formulas_are_those_found_by_default():
+    found = {key for key, p in FEW.items() if p.holds_matrices and p.is_matrix and not p.is_table}
+    assert found == set(MATRICES)

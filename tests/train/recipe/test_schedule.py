@@ -1,0 +1,104 @@
+"""Schedules by name, each against its formula in plain Python, and against values worked out by hand."""
+
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from runner.recipe import SCHEDULES, ScheduleConfig
+from runner.train.recipe.schedule import make_schedule
+
+PEAK, FINAL, TOTAL = 0.3, 0.02, 400
+WARMUP, DECAY, POWER, CYCLES = 40, 90, 1.5, 3
+KEYS = {"wsd": {"decay_steps": DECAY}, "polynomial": {"power": POWER}, "cosine_restarts": {"cycles": CYCLES}}
+STEPS = (40, 41, 77, 120, 160, 199, 281, 311, 399, 400)
+
+
+def share(step):
+    return min((step - WARMUP) / (TOTAL - WARMUP), 1.0)
+
+
+def half_wave(u):
+    return FINAL + (PEAK - FINAL) * (1 + math.cos(math.pi * u)) / 2
+
+
+FORMULAS = {
+    "constant": lambda step: PEAK,
+    "linear": lambda step: PEAK + (FINAL - PEAK) * share(step),
+    "cosine": lambda step: half_wave(share(step)),
+    "cosine_restarts": lambda step: (
+        FINAL if step >= TOTAL else half_wave(CYCLES * (step - WARMUP) % (TOTAL - WARMUP) / (TOTAL - WARMUP))
+    ),
+    "polynomial": lambda step: FINAL + (PEAK - FINAL) * (1 - share(step)) ** POWER,
+    "wsd": lambda step: PEAK + (FINAL - PEAK) * max(0.0, step - (TOTAL - DECAY)) / DECAY,
+    "inverse_square_root": lambda step: PEAK * math.sqrt(WARMUP / step),
+}
+
+
+def rates(name, steps, peak=1.0, total=100, **config):
+    schedule = make_schedule(name, ScheduleConfig(name=name, **config), peak, total)
+    return [float(schedule(step)) for step in steps]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_its_formula_at_ten_points(name):
+    config = {"final_learning_rate": FINAL} if "final_learning_rate" in SCHEDULES[name].defaults else {}
+    actual = rates(name, STEPS, PEAK, TOTAL, warmup_steps=WARMUP, **config, **KEYS.get(name, {}))
+    assert actual == pytest.approx([FORMULAS[name](step) for step in STEPS], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_warms_up_linearly_from_zero_by_steps_or_by_share(name):
+    expected = pytest.approx([0, 0.1, 0.5, 0.9, 1.0])
+    for warmup in ({"warmup_steps": 10}, {"warmup_share": 0.1}):
+        assert rates(name, [0, 1, 5, 9, 10], **warmup, **KEYS.get(name, {})) == expected
+
+
+def test_constant_stays():
+    assert rates("constant", [0, 50, 100]) == [1.0] * 3
+
+
+def test_linear_falls_evenly_to_its_end():
+    assert rates("linear", [0, 25, 50, 100], final_learning_rate=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.2])
+
+
+def test_cosine_falls_along_half_a_wave_to_its_end():
+    halfway, quarter = 0.55, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))
+    actual = rates("cosine", [20, 40, 60, 100], warmup_steps=20, final_learning_rate=0.1)
+    assert actual == pytest.approx([1.0, quarter, halfway, 0.1])
+
+
+def test_cosine_restarts_at_its_peak():
+    assert rates("cosine_restarts", [0, 25, 50, 75, 100], cycles=2) == pytest.approx([1.0, 0.5, 1.0, 0.5, 0.0])
+
+
+def test_wsd_holds_its_plateau_until_the_decay():
+    config = {"warmup_steps": 10, "decay_steps": 20, "final_learning_rate": 0.1}
+    actual = rates("wsd", [10, 50, 79, 80, 90, 100], **config)
+    assert actual == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.55, 0.1])
+
+
+def test_inverse_square_root_has_halved_after_four_times_its_warm_up_and_reads_no_total():
+    for total in (50, 1000):
+        assert rates("inverse_square_root", [10, 40, 90], total=total, warmup_steps=10) == pytest.approx(
+            [1.0, 1 / 2, 1 / 3]
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if "final_learning_rate" in SCHEDULES[name].defaults])
+def test_schedules_stay_at_their_end(name):
+    config = {"final_learning_rate": 0.2, "decay_steps": 10 if name == "wsd" else None}
+    assert rates(name, [100, 101, 1000], **config) == pytest.approx([0.2] * 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"name": "inverse_square_root"}, "missing key warmup_steps .or warmup_share."),
+        ({"warmup_steps": 3, "warmup_share": 0.1}, "got both warmup_steps=3 and warmup_share=0.1; keep one"),
+        ({"warmup_share": 1.0}, "less than 1"),
+    ],
+)
+def test_a_warm_up_that_is_none_is_refused(config, message):
+    with pytest.raises(ValidationError, match=message):
+        ScheduleConfig(**config)
