@@ -7,7 +7,7 @@ of `trajectory`, with a shipped spec as it stands and with every choice that its
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -18,6 +18,7 @@ from runner.attempt.event import EVENT_KEYS, EVENTS, Event
 from runner.attempt.result import RESULT_KEYS
 from runner.checkpoint.manifest_key import MANIFEST_KEYS
 from runner.errors import SpecError
+from runner.recipe import OPTIMIZERS, SCHEDULES, Published
 from runner.record import Key
 from runner.spec import (
     ExecutionSpec,
@@ -184,6 +185,27 @@ def spec_table(keys: Sequence[SpecKey], verdict: Verdict) -> Iterator[str]:
     return table(("key", "type", "default", "meaning", "going on"), rows)
 
 
+# Optimizers and schedules.
+
+
+def recipe_lines() -> Iterator[str]:
+    """The tables of names: keys with the defaults that they have beside that name, and the source or the formula."""
+    yield from ("## Reference: optimizers", "", "Keys that a name does not read are refused.", "")
+    yield from name_table(OPTIMIZERS, "source")
+    text = "`u` is the share of the steps after the warm-up that are done, `final` is `final_learning_rate`."
+    yield from ("## Reference: schedules", "", text, "")
+    yield from name_table(SCHEDULES, "after the warm-up")
+
+
+def name_table(names: Mapping[str, Published], source: str) -> Iterator[str]:
+    """A table of optimizers or schedules."""
+    rows = [
+        (f"`{name}`", ", ".join(f"`{key}: {literal(default)}`" for key, default in of.defaults.items()), of.source)
+        for name, of in names.items()
+    ]
+    return table(("name", "keys and defaults", source), rows)
+
+
 # The keys of files.
 
 
@@ -216,7 +238,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def reference() -> str:
     """All of it."""
-    lines = ["## Reference: the keys of a spec", "", *spec_lines()]
+    lines = ["## Reference: the keys of a spec", "", *spec_lines(), *recipe_lines()]
     lines += ["## Reference: `metrics.jsonl`", "", "One object a row.", "", *key_table(ROW_KEYS)]
     lines += ["## Reference: `events.jsonl`", "", "One object an event. Each has:", "", *key_table(EVENT_KEYS)]
     lines += [*table(("event", "written by", "meaning", "details"), [event_row(event) for event in EVENTS])]

@@ -1,0 +1,98 @@
+"""The state of every optimizer on a mesh that cuts parameters: it is cut too, and its steps are those of one device."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.model import with_axes
+from runner.recipe import OPTIMIZERS, OptimizerConfig
+from runner.train.blueprint import draw
+from runner.train.mesh import make_mesh
+from runner.train.recipe.average import gradient_point
+from runner.train.recipe.optimizer import make_optimizer
+from runner.train.recipe.parameter import Parameter, parameters_of
+from runner.train.state import sharded_init, sharding_rules, shardings_of
+from tests.support.tiny import gpt, leaves_equal
+
+SHAPES = {
+    "wide": ((3, 8, 24), ("layers", "embed", "mlp")),
+    "tall": ((24, 8), ("mlp", "embed")),
+    "table": ((32, 8), ("vocab", "embed")),
+    "scale": ((3, 8), ("layers", "embed")),
+}
+CUT_MIN = 24  # elements; what is smaller need not be cut
+
+
+class Parameters(nn.Module):
+    @nn.compact
+    def __call__(self, tokens, *, deterministic):
+        init = nn.initializers.normal(0.5)
+        return [self.param(name, with_axes(init, *axes), shape) for name, (shape, axes) in SHAPES.items()]
+
+
+def blueprint_of(name, sizes, devices):
+    keys = {"rank": 2, "projection_every_steps": 2} if name == "galore" else {}
+    config = OptimizerConfig(name=name, learning_rate=0.1, **keys)
+    make = functools.partial(make_optimizer, name, config, optax.constant_schedule(0.1))
+    mesh = make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)), devices)
+    example = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return draw(Parameters(), sharded_init, example, make, None, mesh, jax.random.key(0))
+
+
+def trained(blueprint, steps=4):
+    """The state after some steps, whose leaves lie as the blueprint says."""
+    state = blueprint.init_state()
+
+    def step(state, noise):
+        point = gradient_point(state.params, state.opt_state)
+        return state.apply_gradients(grads=jax.tree.map(jnp.add, point, noise))
+
+    with sharding_rules(blueprint.mesh):
+        step = jax.jit(step, out_shardings=shardings_of(blueprint.abstract_state))
+        for number in range(steps):
+            random = np.random.default_rng(number)
+            noise = {name: random.normal(size=shape).astype(np.float32) for name, (shape, _) in SHAPES.items()}
+            state = step(state, noise)
+    return state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("sizes", [(1, 2, 1), pytest.param((1, 2, 4), marks=pytest.mark.soak)], ids=str)
+def test_state_is_cut_over_fsdp_and_steps_are_those_of_one_device(name, sizes):
+    num = int(np.prod(sizes))
+    blueprint = blueprint_of(name, sizes, jax.devices()[:num])
+    cut, whole = trained(blueprint), trained(blueprint_of(name, (1, 1, 1), jax.devices()[:1]))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(cut.opt_state):
+        assert leaf.size < CUT_MIN or not leaf.sharding.is_fully_replicated, path
+        key = jax.tree_util.keystr(path[-1:], simple=True)
+        if key in SHAPES and leaf.shape == SHAPES[key][0]:
+            assert leaf.sharding.is_equivalent_to(cut.params[key].sharding, leaf.ndim), path
+    for found, expected in zip(jax.tree.leaves(cut), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_parameter_is_known_by_its_name_its_shape_and_its_axes():
+    boxed = jax.eval_shape(lambda key: Parameters().init(key, None, deterministic=True), jax.random.key(0))["params"]
+    assert parameters_of(boxed) == {name: Parameter(name, shape, axes) for name, (shape, axes) in SHAPES.items()}
+    plain = parameters_of({"block": {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}})
+    assert plain == {"block": {"kernel": Parameter("block.kernel", (2, 3), (None, None))}}
+
+
+def test_a_warm_start_averages_from_the_weights_that_it_begins_with(tmp_path):
+    job = gpt(tmp_path / "run", **{"config.optimizer.name": "schedule_free_adamw", "config.model.layers": 1})
+    job.blueprint = job.design.draw(jax.devices())
+    state = job.init_state()
+    weights = jax.tree.map(lambda leaf: leaf + 1, job.weights(state))
+    begun = job.with_weights(state, weights)
+    assert leaves_equal(begun.opt_state[1].fast, weights["params"])
+    assert leaves_equal(begun.params, weights["params"])
+    assert all(
+        a.unsafe_buffer_pointer() != b.unsafe_buffer_pointer()
+        for x, y in zip(jax.tree.leaves(begun.opt_state[1].fast), jax.tree.leaves(begun.params), strict=True)
+        for a, b in zip((s.data for s in x.addressable_shards), (s.data for s in y.addressable_shards), strict=True)
+    )
