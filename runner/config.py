@@ -246,7 +246,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             step = f"{batch} examples x {length} tokens = {self.tokens_per_step}"
             raise ValueError(f"train.total_tokens={tokens} is less than one step of {step}")
         warmup = schedule.warmup_of(total)
-        key = "warmup_steps" if schedule.warmup_share is None else f"warmup_share={schedule.warmup_share}, in steps"
+        key = "warmup_steps" if schedule.warmup_share is None else f"warmup_share={schedule.warmup_share} in steps"
         if warmup >= total:
             raise ValueError(f"schedule.{key}={warmup} is not below the total of {total} steps")
         if schedule.name != "constant" and peak is not None and schedule.final_learning_rate > peak:

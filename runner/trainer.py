@@ -99,7 +99,10 @@ class BaseTrainer(RestoreableJob):
 
     @classmethod
     def optimizer(cls) -> str | optax.GradientTransformation:
-        """A library name (`SPEC`, the default: the one in the spec), or an optax object, to which nothing is added."""
+        """A library name (`SPEC`, the default: the one in the spec), or an optax object, to which nothing is added.
+
+        Keys that the spec leaves out have the defaults of the name that stands in the spec.
+        """
         return SPEC
 
     @classmethod
@@ -236,9 +239,9 @@ class BaseTrainer(RestoreableJob):
         """The parameters, and the model's other variables where it has any."""
         return other_variables.weights_of(state)
 
-    def with_weights(self, state: TrainState, weights: Any) -> TrainState:
-        """`state` of step 0 with these weights; an optimizer that averages begins at them too."""
-        return train_state.with_weights(super().with_weights(state, weights))
+    def _first_state(self) -> TrainState:
+        """The state at step 0, with the weights of another run if the spec names them: then a mean begins at them."""
+        return train_state.begun_at_params(super()._first_state())
 
     @property
     def unread_keys(self) -> frozenset[str]:

@@ -114,6 +114,10 @@ def test_a_token_budget_is_rounded_up_to_whole_steps(tokens: int, steps: int) ->
             ["schedule.final_learning_rate=0.01"],
             "specs/x.yaml:19: config: schedule.final_learning_rate=0.01 is above optimizer.learning_rate=0.001",
         ),
+        (
+            ["schedule={warmup_share: 0.999}"],
+            "specs/x.yaml:19: config: schedule.warmup_share=0.999 in steps=500 is not below the total of 500 steps",
+        ),
         (["schedule.name=wsd"], "specs/x.yaml:23: config.schedule: missing key decay_steps, which wsd needs"),
         (
             ["schedule.decay_steps=5"],
@@ -127,7 +131,8 @@ def test_a_token_budget_is_rounded_up_to_whole_steps(tokens: int, steps: int) ->
         (
             ["schedule.name=cosin"],
             "--set config.schedule.name=cosin: got 'cosin' (text), "
-            "needs one of constant, linear, cosine, wsd; did you mean cosine?",
+            "needs one of constant, linear, cosine, cosine_restarts, polynomial, wsd, inverse_square_root; "
+            "did you mean cosine?",
         ),
         (
             ["data.validation_fraction=1"],

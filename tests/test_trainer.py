@@ -471,7 +471,7 @@ def test_what_nothing_reads_is_refused_with_its_line_and_who_would_read_it(tmp_p
 
     expected = [
         "x.yaml:13: config.optimizer.momentum: adamw does not read it, sgd would",
-        "x.yaml:16: config.schedule.final_learning_rate: constant does not read it, linear or cosine or wsd would",
+        "x.yaml:16: config.schedule.final_learning_rate: constant does not read it, linear or cosine or cosine_restarts or polynomial or wsd would",
     ]
     findings = Findings()
     assert open_job(parse_document(text, "x.yaml"), findings) is None

@@ -97,8 +97,8 @@ def state_of(model: nn.Module, variables: Any, tx: Any) -> TrainState:
     )
 
 
-def with_weights(state: TrainState) -> TrainState:
-    """The state at step 0, whose parameters were replaced: nothing of the old ones is left in the optimizer's state."""
+def begun_at_params(state: TrainState) -> TrainState:
+    """The state at step 0, whose parameters may have been replaced: an optimizer that averages begins at them too."""
     if not has_average(state.opt_state):
         return state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)

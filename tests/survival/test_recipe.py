@@ -1,4 +1,4 @@
-"""Optimizers whose state is more than moments, and groups, killed and moved: the bits and rows of an undisturbed run."""
+"""Optimizers whose state is more than moments, and groups, killed again and again: the bits and rows of a whole run."""
 
 import pytest
 

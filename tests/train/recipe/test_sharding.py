@@ -16,7 +16,7 @@ from runner.train.mesh import make_mesh
 from runner.train.recipe.average import gradient_point
 from runner.train.recipe.optimizer import make_optimizer
 from runner.train.recipe.parameter import Parameter, parameters_of
-from runner.train.state import sharded_init, sharding_rules, shardings_of
+from runner.train.state import begun_at_params, sharded_init, sharding_rules, shardings_of
 from tests.support.tiny import gpt, leaves_equal
 
 SHAPES = {
@@ -88,7 +88,7 @@ def test_a_warm_start_averages_from_the_weights_that_it_begins_with(tmp_path):
     job.blueprint = job.design.draw(jax.devices())
     state = job.init_state()
     weights = jax.tree.map(lambda leaf: leaf + 1, job.weights(state))
-    begun = job.with_weights(state, weights)
+    begun = begun_at_params(state.replace(params=weights["params"]))
     assert leaves_equal(begun.opt_state[1].fast, weights["params"])
     assert leaves_equal(begun.params, weights["params"])
     assert all(
