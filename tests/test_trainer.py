@@ -30,6 +30,7 @@ from runner.plan.checks import Findings, open_job
 from runner.spec import hash_of, parse_document, read_spec, validate_config, validate_spec
 from runner.storage import LocalStore, parse_lines, read_json, read_log
 from runner.train.hint import options_for_here
+from runner.train.recipe.parameter import Parameter
 from tests.support.tiny import (
     RecordingGPT,
     StopAfter,
@@ -384,7 +385,8 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
     kernels = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (256, 32)]
     assert len(kernels) == moments
     params = {"w": jnp.ones(3)}
-    tx = job.design.recipe.optimizer_of(job.config, job.design.recipe.schedule_of(job.config), {"w": False})
+    known = {"w": Parameter("w", (3,), (None,))}
+    tx = job.design.recipe.optimizer_of(job.config, job.design.recipe.schedule_of(job.config), known)
     state, sizes = tx.init(params), []
     for _ in range(STEPS):
         updates, state = tx.update({"w": jnp.full(3, 1e-3)}, state, params)
@@ -470,8 +472,9 @@ def test_what_nothing_reads_is_refused_with_its_line_and_who_would_read_it(tmp_p
         return str(caught.value).splitlines()
 
     expected = [
-        "x.yaml:13: config.optimizer.momentum: adamw does not read it, sgd would",
-        "x.yaml:16: config.schedule.final_learning_rate: constant does not read it, linear or cosine or cosine_restarts or polynomial or wsd would",
+        "x.yaml:13: config.optimizer.momentum: adamw does not read it, sgd or muon would",
+        "x.yaml:16: config.schedule.final_learning_rate: constant does not read it, "
+        "linear or cosine or cosine_restarts or polynomial or wsd would",
     ]
     findings = Findings()
     assert open_job(parse_document(text, "x.yaml"), findings) is None
