@@ -1,6 +1,7 @@
 """The state of every optimizer on a mesh that cuts parameters: it is cut too, and its steps are those of one device."""
 
 import functools
+from itertools import product
 
 import flax.linen as nn
 import jax
@@ -61,8 +62,12 @@ def trained(blueprint, steps=4):
     return state
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("sizes", [(1, 2, 1), pytest.param((1, 2, 4), marks=pytest.mark.soak)], ids=str)
+MESHES = [(1, 2, 1), (1, 2, 4)]
+DAILY = [("muon", MESHES[0]), ("galore", MESHES[0])]  # whose matrices are cut; the others see elements alone
+CASES = [pytest.param(*case, marks=() if case in DAILY else pytest.mark.soak) for case in product(OPTIMIZERS, MESHES)]
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
 def test_state_is_cut_over_fsdp_and_steps_are_those_of_one_device(name, sizes):
     num = int(np.prod(sizes))
     blueprint = blueprint_of(name, sizes, jax.devices()[:num])
