@@ -89,10 +89,6 @@ class RestoreableJob:
         """The fields of `state`, which is then a dataclass, that `checkpoint.init_from` replaces."""
         raise self.document.error("checkpoint.init_from", f"{type(self).__name__} has no weights to take over")
 
-    def with_weights(self, state: Any, weights: Any) -> Any:
-        """The state at step 0, begun with other weights, as `weights` names them. Called on every host."""
-        return dataclasses.replace(state, **weights)
-
     def family(self) -> Family | None:
         """How the weights are called and laid out in Hugging Face's files; None: they have no form there."""
         return None
@@ -219,7 +215,7 @@ class RestoreableJob:
         attempt, started = self.attempt, time.monotonic()
         found = self.checkpointer.restore(lambda attachments: self.report.problem_with(attachments))
         if found is None:
-            self.state = self._first_state()
+            self.state = self.first_state()
             event, details = "init", {}
         else:
             self.state, self.step = found.state, found.manifest.step
@@ -231,13 +227,13 @@ class RestoreableJob:
         self.checkpointer.begin(self.state, self.step)
         self.report.resume(self.step, found.attachments if found is not None else {})
 
-    def _first_state(self) -> Any:
+    def first_state(self) -> Any:
         """The state at step 0, with the weights of another run or of others if the spec names them."""
         state, rule = self.init_state(), self.spec.checkpoint.weights
         if rule is None:
             return state
         weights = load_source(self.document, rule, self.family, self.weights(state), self.checkpointer, self.attempt)
-        return self.with_weights(state, weights)
+        return dataclasses.replace(state, **weights)
 
     def _finish(self) -> None:
         check_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)

@@ -35,7 +35,7 @@ from runner.train.mesh import device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.optimizer import SPEC
 from runner.train.report import Evaluator, Report
-from runner.train.rider import Rider
+from runner.train.rider import riders_of
 from runner.train.same_data import refuse_changed_data, refuse_different_data, share_ids
 from runner.train.validation import Validation, validation_sets
 from runner.train.variables import TrainState
@@ -52,6 +52,7 @@ class BaseTrainer(RestoreableJob):
 
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.unchanged)
+    riders = classmethod(riders_of)
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
@@ -108,11 +109,6 @@ class BaseTrainer(RestoreableJob):
     def schedule(cls) -> str | optax.Schedule | None:
         """A library name (`SPEC`, the default: the one in the spec), an optax schedule, or None for a constant."""
         return SPEC
-
-    @classmethod
-    def riders(cls) -> tuple[Rider, ...]:
-        """What rides along with the parameters in the train state, each a pytree by name; none by default."""
-        return ()
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
         """What evaluates the weights: by default the loss on the validation sets, if there are any. Called once."""
@@ -243,9 +239,10 @@ class BaseTrainer(RestoreableJob):
         """The parameters, and the model's other variables where it has any."""
         return other_variables.weights_of(state)
 
-    def with_weights(self, state: TrainState, weights: Any) -> TrainState:
-        """The state at step 0, begun with other weights, and all that rides along begun from these."""
-        return self.blueprint.begin_riders(super().with_weights(state, weights))
+    def first_state(self) -> TrainState:
+        """The state at step 0; what rides along begins from the weights that the spec names, if it names some."""
+        state = super().first_state()
+        return state if self.spec.checkpoint.weights is None else self.blueprint.begin_riders(state)
 
     @property
     def unread_keys(self) -> frozenset[str]:

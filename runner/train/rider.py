@@ -51,7 +51,15 @@ class Rider:
     update: Callable[[Any, Observation], tuple[Any, Meta]] | None = None
 
 
-def init_riders(riders: Sequence[Rider], params: Any) -> dict[str, Any]:
+def riders_of(job_class: Any) -> tuple[Rider, ...]:
+    """What rides along in the state of a trainer, whose class it is given: by default what `config` asks for.
+
+    An experiment that has riders of its own adds them to these: `return *super().riders(), Rider(...)`.
+    """
+    return ()
+
+
+def init_riders(riders: Sequence[Rider], params: Any) -> Any:
     """All of `riders` by name, as they are before the first step. Raises `InvalidError` if two have one name."""
     for name, count in Counter(rider.name for rider in riders).items():
         if count > 1:
@@ -59,9 +67,10 @@ def init_riders(riders: Sequence[Rider], params: Any) -> dict[str, Any]:
     return {rider.name: rider.init(params) for rider in riders}
 
 
-def ride(riders: Sequence[Rider], own: dict[str, Any], seen: Observation) -> tuple[dict[str, Any], Meta]:
+def ride(riders: Sequence[Rider], own: Any, seen: Observation) -> tuple[Any, Meta]:
     """(all that rides along after a step, scalars for its row), from what it was before. To be traced."""
-    after, scalars = dict(own), Meta()
+    after = dict(own)
+    scalars: Meta = {}
     for rider in riders:
         if rider.update is not None:
             after[rider.name], own_scalars = rider.update(own[rider.name], seen)
