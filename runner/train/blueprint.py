@@ -83,7 +83,7 @@ class Blueprint:
     def trace_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> None:
         """Trace `train_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""
         if layout.micro_batch_examples not in self.traced:
-            traced = trace_train_step(train_step, self.schedule, self.abstract_state, self.key, layout)
+            traced = trace_train_step(train_step, self.schedule, self.abstract_state, self.key, layout, self.riders)
             self.traced[layout.micro_batch_examples] = traced
 
     def compile_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> CompiledStep:
