@@ -232,7 +232,7 @@ class PrecisionConfig(Frozen):
     params: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="Type of the stored parameters. Of bfloat16 too the moments and the update are float32; their sum "
-        "becomes a bfloat16 as `rounding` says. Weights in float32 of which each step sees copies in bfloat16 (master "
+        "becomes a bfloat16 as `rounding` says. Weights in float32 of which matmuls see copies in bfloat16 (master "
         "weights) are params: float32 with compute: bfloat16.",
     )
     rounding: Literal["nearest", "stochastic"] = Field(
