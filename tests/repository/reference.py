@@ -39,7 +39,7 @@ JOBS = (  # a shipped spec of each, and the section that is its own
     (ROOT / "specs" / "moe_nano.yaml", "config.model"),
     (ROOT / "specs" / "counter.yaml", "config"),
 )
-GIVEN = {"config.ema": "config.ema={decays: [0.5]}"}  # what a section that is null needs so that it has keys
+GIVEN = {"ema": "config.ema={decays: [0.5]}"}  # what a section that is null needs so that it has keys
 OWNER_KEY = "name"  # in no trajectory: job.json holds it, and another one is refused before any key is compared
 
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping", "null": "`null`"}
@@ -128,9 +128,9 @@ class Verdict:
 
     def __init__(self, path: Path, config: type[JobConfig], keys: Sequence[SpecKey]):
         self._path, self._config = path, config
+        self._given = [given for section, given in GIVEN.items() if section in config.model_fields]
         self._mappings = {key.name for key in keys if key.type == WORDS["dict"] and "*" not in key.name}
         self._usual = self._trajectory() or set()
-        self._inside = {section: self._trajectory(given) for section, given in GIVEN.items()}
         choices = [(key.name, choice) for key in keys for choice in key.choices]
         tried = {f"{name}: {choice}": self._trajectory(f"{name}={choice}") for name, choice in choices}
         self._others = {choice: keys for choice, keys in tried.items() if keys is not None}
@@ -138,9 +138,12 @@ class Verdict:
     def _trajectory(self, *overrides: str) -> set[str] | None:
         """The keys of the trajectory; None where the choice does not fit the spec.
 
-        A mapping, whose keys are the user's own, is given one: an empty one has none in the trajectory.
+        A mapping, whose keys are the user's own, is given one: an empty one has none in the trajectory, nor has a
+        section that is null.
         """
-        document = load_document(self._path, [*(f"{name}={{x: 1}}" for name in self._mappings), *overrides])
+        document = load_document(
+            self._path, [*(f"{name}={{x: 1}}" for name in self._mappings), *self._given, *overrides]
+        )
         try:
             found = trajectory(validate_spec(document), validate_config(document, self._config))
         except SpecError:
@@ -154,8 +157,7 @@ class Verdict:
         if any(key.startswith(f"{name}.") for key in self._usual):
             return "by key"
         words = {True: "trajectory", False: "free"}
-        inside = (keys for section, keys in self._inside.items() if keys and name.startswith(f"{section}."))
-        usual = self._is_in(next(inside, self._usual), name)
+        usual = self._is_in(self._usual, name)
         odd = [f"`{choice}`" for choice, keys in self._others.items() if self._is_in(keys, name) != usual]
         return words[usual] + (f"; {words[not usual]} with {', '.join(odd)}" if odd else "")
 
