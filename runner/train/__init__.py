@@ -6,8 +6,8 @@
 - `rider` what rides along with the parameters, such as averages of them
 - `ema` averages of the weights
 - `noise_scale` how much of a gradient is noise
-- `riding` which riders a config asks for
 - `rounding` new parameters of a narrow type, rounded stochastically
+- `riding` which riders a config asks for
 - `state` the train state and its eval_shape-based sharded init
 - `fields` what the step knows of the fields of a batch, and what it refuses to leave unread
 - `step` pure train_step and val_step with accumulation

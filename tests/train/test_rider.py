@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runner import BaseTrainer
-from runner.checkpoint.fingerprint import leaf_names
+from runner.checkpoint.fingerprint import fingerprint, leaf_names
 from runner.errors import InvalidError, PreemptedError
 from runner.hosts.agreement import Hosts
 from runner.storage import parse_lines
@@ -81,7 +81,9 @@ def test_they_see_each_step_and_are_replaced_between_two(whole):
     assert whole.state.riders["counts"]["fired"].tolist() == [3] * 8
 
 
-@pytest.mark.parametrize("mesh", [{}, set_mesh(2, 4, 1)], ids=["here", "on another mesh"])
+@pytest.mark.parametrize(
+    "mesh", [{}, pytest.param(set_mesh(2, 4, 1), marks=pytest.mark.soak)], ids=["here", "on another mesh"]
+)
 def test_stopped_and_resumed_they_have_the_bits_of_the_whole_run(directory, whole, mesh):
     name = "elsewhere" if mesh else "resumed"
     first = job(directory / name)
@@ -95,7 +97,7 @@ def test_stopped_and_resumed_they_have_the_bits_of_the_whole_run(directory, whol
         assert again.result() == whole.result()
 
 
-def test_what_is_shaped_like_a_parameter_lies_as_that_and_all_else_is_everywhere(directory):
+def test_what_is_shaped_like_a_parameter_lies_as_that_and_all_else_is_everywhere(directory, whole):
     sharded = job(directory / "sharded", **set_mesh(2, 2, 2))
     sharded.setup(Hosts.alone())
     for state in (sharded.abstract_state(), sharded.init_state()):
@@ -103,6 +105,7 @@ def test_what_is_shaped_like_a_parameter_lies_as_that_and_all_else_is_everywhere
         assert not table.is_fully_replicated
         assert state.riders["walk"]["Embed_0"]["embedding"].sharding == table
         assert state.riders["counts"]["fired"].sharding.is_fully_replicated
+    assert fingerprint(sharded.init_state()) == fingerprint(whole.blueprint.init_state())
 
 
 def test_weights_of_another_run_are_what_they_begin_from(directory, whole):
