@@ -178,9 +178,51 @@ class PrecisionConfig(Frozen):
     params: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="Type of the stored parameters. Of bfloat16 too the moments and the update are float32; their sum "
-        "becomes the nearest bfloat16, so an update below 1/512 of its parameter changes nothing.",
+        "becomes a bfloat16 as `rounding` says. Weights in float32 of which matmuls see copies in bfloat16 (master "
+        "weights) are params: float32 with compute: bfloat16.",
+    )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest",
+        description="How the sum of a bfloat16 parameter and its update becomes one: the nearest, so that an update "
+        "below 1/512 of its parameter changes nothing; or one of the two nearest by chance, right on average.",
     )
     compute: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of activations and matmuls.")
+
+    @model_validator(mode="after")
+    def _rounding_is_read(self) -> "PrecisionConfig":
+        if self.rounding != "nearest" and self.params == "float32":
+            raise ValueError(f"rounding={self.rounding}: nothing reads it, as params are float32; use params: bfloat16")
+        return self
+
+
+class EmaConfig(Frozen):
+    """Exponential moving averages of the weights, in float32, which ride along in the state."""
+
+    decays: list[float] = Field(
+        min_length=1,
+        description="One average for each, called ema_<decay>: a step moves it by 1 - decay of the way to the weights.",
+    )
+    evaluate: bool = Field(
+        default=False, description="Evaluate each on the validation sets too: val/ema_<decay>/... in rows."
+    )
+
+    @field_validator("decays")
+    @classmethod
+    def _decays_are_shares(cls, decays: list[float]) -> list[float]:
+        for decay in decays:
+            if not 0 < decay < 1:
+                raise ValueError(f"got a decay of {decay:g}; needs numbers above 0 and below 1, such as 0.999")
+            if decays.count(decay) > 1:
+                raise ValueError(f"got the decay {decay:g} twice; name each once")
+        return decays
+
+
+class NoiseScaleConfig(Frozen):
+    """The gradient-noise scale, of McCandlish et al. 2018 (arXiv 1812.06162), from the two halves of each batch."""
+
+    decay: float = Field(
+        default=0.99, ge=0, lt=1, description="Of the averages over steps whose ratio it is; 0: of each step alone."
+    )
 
 
 class MemoryConfig(Frozen):
@@ -207,6 +249,12 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     eval: EvalConfig = Field(default=EvalConfig(), description="Validation during the run.")
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Floating-point types.")
     memory: MemoryConfig = Field(default=MemoryConfig(), description="What is computed again instead of kept.")
+    ema: EmaConfig | None = Field(default=None, description="Averages of the weights that ride along; null: none.")
+    noise_scale: NoiseScaleConfig | None = Field(
+        default=None,
+        description="train/noise_scale, in tokens, in each row; null: not measured. It takes the memory of one more "
+        "gradient, and an even number of micro-batches.",
+    )
 
     @property
     def tokens_per_step(self) -> int:
@@ -231,7 +279,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     @property
     def free_keys(self) -> frozenset[str]:
         """Evaluation and its sets, micro-batches, what is kept, limits; the total too, if no learning rate reads it."""
-        free = {"eval", "memory", "train.micro_batch_examples", "data.validation", "data.cache_bytes"}
+        free = {"eval", "memory", "train.micro_batch_examples", "data.validation", "data.cache_bytes", "ema.evaluate"}
         free |= {"data.mixture.max_epochs"}
         if not self.schedule.reads_total:
             free |= {"train.total_steps", "train.total_tokens"}
@@ -255,6 +303,15 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         if schedule.decay_steps is not None and warmup + schedule.decay_steps > total:
             parts = f"{key}={warmup} + schedule.decay_steps={schedule.decay_steps}"
             raise ValueError(f"schedule.{parts} do not fit into the total of {total} steps")
+        if (
+            self.ema is not None
+            and self.ema.evaluate
+            and not self.data.validation_fraction
+            and not self.data.validation
+        ):
+            raise ValueError(
+                "ema.evaluate: there is no validation set; set data.validation_fraction or data.validation"
+            )
         self._check_chunks()
         return self
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+PARAMS = "params"  # by `--weights`: those that are trained, and not an average of them
+
 
 @dataclass(frozen=True)
 class Key:

@@ -27,6 +27,7 @@ from runner.train import variables as other_variables
 from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE, CompiledStep
 from runner.train.design import Design
+from runner.train.ema_validation import ema_evaluators, with_averages
 from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
 from runner.train.hint import refuse_other_hardware
@@ -35,6 +36,7 @@ from runner.train.mesh import device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.recipe.choice import SPEC
 from runner.train.report import Evaluator, Report
+from runner.train.riding import options_of, riders_of
 from runner.train.same_data import refuse_changed_data, refuse_different_data, share_ids
 from runner.train.validation import Validation, validation_sets
 from runner.train.variables import TrainState
@@ -51,6 +53,7 @@ class BaseTrainer(RestoreableJob):
 
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.unchanged)
+    riders = classmethod(riders_of)
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
@@ -68,6 +71,7 @@ class BaseTrainer(RestoreableJob):
             sharded_init=self.sharded_init,
             train_step=self.train_step,
             val_step=self.val_step,
+            riders=self.riders,
         )
 
     # What an experiment says.
@@ -138,7 +142,7 @@ class BaseTrainer(RestoreableJob):
         cls, state: TrainState, batch: pure.Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
         """One optimizer step over (S, B, T): (state, loss, meta). Pure."""
-        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, cls.update_variables)
+        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, *options_of(cls))
 
     @classmethod
     def val_step(cls, state: TrainState, batch: pure.Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -156,7 +160,7 @@ class BaseTrainer(RestoreableJob):
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
         train_step, key, report = self.compiled.executable, self.blueprint.key, self.report
         with report.showing(self.step):
-            if not report.complete_row(self.weights(self.state), self.step):
+            if not report.complete_row(with_averages(self.weights(self.state), self.state), self.step):
                 self.save_or_stop()
             with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
                 while self.step < self.total_steps:
@@ -164,7 +168,7 @@ class BaseTrainer(RestoreableJob):
                     self.step += 1
                     report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
-                        report.add_row(self.weights(self.state), self.step)
+                        report.add_row(with_averages(self.weights(self.state), self.state), self.step)
                     self.save_or_stop()
 
     # Parts, each made whole when it is first asked for.
@@ -189,7 +193,7 @@ class BaseTrainer(RestoreableJob):
             self.attempt,
             self.resolved_spec(),
             self.config,
-            evaluators,
+            [*evaluators, *ema_evaluators(self.config, self.validation)],
             mfu_of_a_token_per_second(self.flops_per_token, self.blueprint),
             lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),
             compile_validation,
@@ -239,9 +243,9 @@ class BaseTrainer(RestoreableJob):
         """The parameters, and the model's other variables where it has any."""
         return other_variables.weights_of(state)
 
-    def _first_state(self) -> TrainState:
-        """The state at step 0, with the weights of another run if the spec names them: then a mean begins at them."""
-        return train_state.begun_at_params(super()._first_state())
+    def with_weights(self, state: TrainState, weights: Any) -> TrainState:
+        """The state at step 0, begun with other weights, and with it averages and what rides along."""
+        return self.blueprint.begun_at_params(super().with_weights(state, weights))
 
     @property
     def unread_keys(self) -> frozenset[str]:

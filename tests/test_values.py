@@ -125,6 +125,7 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.optimizer.matrices", OPEN): {"config.optimizer.name": "muon"},
     ("config.schedule.warmup_share", OPEN): {"config.schedule.warmup_steps": 0},
     ("config.schedule.name", "wsd"): {"config.schedule.decay_steps": 1},
+    ("config.precision.rounding", "stochastic"): {"config.precision.params": "bfloat16"},
     ("config.schedule.decay_steps", OPEN): {"config.schedule.name": "wsd"},
     ("config.model.preset", OPEN): {"config.model.key_value_heads": 1},
     ("config.model.window", OPEN): {"config.model.layer_pattern": ["window"]},
@@ -138,6 +139,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 # What every value of keys that begin so needs.
 BESIDE: dict[str, dict[str, Any]] = {
+    "config.ema.": {"config.ema.decays": [0.5, 0.9]},
     "config.model.window_rope.": {"config.model.layer_pattern": ["window"], "config.model.window": 4},
     "config.model.latent.": {
         **{
@@ -170,7 +172,8 @@ INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         **OF_TOKENS,
     },
 }
-NEEDS_GPT = {"config.precision.params=bfloat16", "config.data.packing=documents", "config.data.packing=pad"}
+NEEDS_GPT = {"config.precision.params=bfloat16", "config.precision.rounding=stochastic"}
+NEEDS_GPT |= {"config.data.packing=documents", "config.data.packing=pad"}
 BY_ITSELF = [("topology", None), ("config.optimizer.learning_rate", None)]  # of another job: tests of their own
 
 

@@ -5,7 +5,7 @@ manifest and in `spec.yaml`.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -25,6 +25,7 @@ from runner.checkpoint.manifest import (
 )
 from runner.checkpoint.retention import best_step
 from runner.errors import InvalidError, StorageError
+from runner.record import PARAMS
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
 from runner.storage import ForbiddenError, OtherKindError, Store, open_store, split_checkpoint
 from runner.terminal import warn
@@ -32,19 +33,21 @@ from runner.terminal import warn
 Result = TypeVar("Result")
 
 SPEC = "spec.yaml"
-_WEIGHTS = ("params", "variables")
+_WEIGHTS = (PARAMS, "variables")
+_AVERAGES = "riders.ema."  # how the names of averages of the parameters begin: then the decay, and what `params` has
 _OF_ONE = (OtherKindError, ForbiddenError)  # what stands there is not good; another checkpoint may be
 _MOST_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is read
 
 
 def open_checkpoint(
-    where: str | os.PathLike[str], step: int | str = "newest", like: Any = None
+    where: str | os.PathLike[str], step: int | str = "newest", like: Any = None, weights: str = PARAMS
 ) -> tuple[Any, ExecutionSpec]:
     """The weights of a checkpoint, and the resolved spec of its run. Changes nothing, and may be called beside the run.
 
     `where` is the directory or URL of a run, or `<run>/checkpoints/<name>`; `step` a step, the name of a checkpoint,
     `best` by the metric of `checkpoint.keep_best`, or `newest`: the newest that is good; one that is not is told on
-    standard error. Every bit is checked as in a restore.
+    standard error. `weights` are those that are trained, `params`, or an average of them that rides along, such as
+    `ema_0.999`, which then takes their place. Every bit is checked as in a restore.
 
     The weights are `{"params": ...}`, with `variables` of a model that has others, or the whole state of a job that has
     no `params`: dictionaries by the parts of the dotted names in the manifest, jax arrays of the saved types on the
@@ -57,7 +60,9 @@ def open_checkpoint(
     """
 
     def read(store: Store, manifest: Manifest) -> Any:
-        return _whole(store, manifest) if like is None else _like(store, manifest, like)
+        if like is not None:
+            return _like(store, manifest, like, weights)
+        return _nest(dict(read_weights(store, manifest, weights)))
 
     return use_checkpoint(where, step, read)
 
@@ -164,25 +169,27 @@ def _use(store: Store, name: str, use: Callable[[Store, Manifest], Result]) -> R
     return use(store, manifest)
 
 
-def read_weights(store: Store, manifest: Manifest) -> Iterator[tuple[str, jax.Array]]:
-    """The leaves of the weights by their names in the manifest, some at a time, on the first device of this process.
+def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tuple[str, jax.Array]]:
+    """The leaves by the names of `weight_names`, some at a time, on the first device of this process.
 
     Raises `ValueError` or `OSError` as soon as one is not good.
     """
-    for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, weight_names(manifest)):
+    names = {saved: name for name, saved in weight_names(manifest, weights).items()}
+    for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, names):
         if leaf.problem is not None:
             raise ValueError(leaf.problem)
-        yield leaf.name, leaf.array
+        yield names[leaf.name], leaf.array
 
 
-def _whole(store: Store, manifest: Manifest) -> Any:
-    return _nest(dict(read_weights(store, manifest)))
-
-
-def _like(store: Store, manifest: Manifest, like: Any) -> Any:
+def _like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
     """Leaves like those of `like`, which has the names of the manifest. Called on every host."""
-    check_leaves(manifest, like, may_hold_more=True)
-    abstract = named(like)
+    if weights == PARAMS:
+        abstract = named(like)
+        check_leaves(manifest, like, may_hold_more=True)
+    else:
+        known = weight_names(manifest, weights)
+        abstract = {known.get(name, name): leaf for name, leaf in named(like).items()}
+        check_leaves(manifest, abstract, may_hold_more=True)
     directory = f"{CHECKPOINTS}/{manifest.name}"
     found = from_stored(reader.read(store, directory, manifest, stored(abstract)), abstract)
     for name, digest in fingerprint.leaf_digests(found).items():
@@ -191,10 +198,29 @@ def _like(store: Store, manifest: Manifest, like: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), found.values())
 
 
-def weight_names(manifest: Manifest) -> list[str]:
-    """The leaves that are weights; all of them, where none is called so."""
-    weights = [name for name in manifest.leaves if name.partition(".")[0] in _WEIGHTS]
-    return weights or list(manifest.leaves)
+def weight_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
+    """The leaves that are weights, by the names that they have in those that are trained: the names in the manifest.
+
+    All leaves, where none is called so. Raises `InvalidError` if there are no such `weights`, and says which are.
+    """
+    own = [name for name in manifest.leaves if name.partition(".")[0] in _WEIGHTS]
+    if weights == PARAMS:
+        return {name: name for name in own or manifest.leaves}
+    prefix = _AVERAGES + weights.removeprefix("ema_")
+    averages = {name: f"{prefix}.{name.removeprefix('params.')}" for name in own if name.startswith("params.")}
+    known = _averages(manifest)
+    if weights not in known:
+        raise InvalidError(f"got weights {weights!r}, has {', '.join([PARAMS, *known])}; needs one of them")
+    return {name: averages.get(name, name) for name in own}
+
+
+def _averages(manifest: Manifest) -> list[str]:
+    """The averages of the parameters that ride along, as `ema_<decay>`."""
+    params = [name.removeprefix("params") for name in manifest.leaves if name.startswith("params.")]
+    begins = {name.removesuffix(param) for name in manifest.leaves for param in params[:1] if name.endswith(param)}
+    found = [begin for begin in begins if begin.startswith(_AVERAGES)]
+    whole = [begin for begin in found if all(f"{begin}{param}" in manifest.leaves for param in params)]
+    return sorted(f"ema_{begin.removeprefix(_AVERAGES)}" for begin in whole)
 
 
 def _nest(arrays: dict[str, jax.Array]) -> Any:

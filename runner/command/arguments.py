@@ -4,6 +4,7 @@ import argparse
 from typing import NoReturn
 
 from runner.errors import InvalidError
+from runner.record import PARAMS
 from runner.spec import load_document, validate_spec
 
 USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--profile START:STOP]
@@ -11,17 +12,17 @@ USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--profile START:STOP]
        python -m runner plan SPEC [--topology ACCELERATOR] [--search] [--chips auto --hours H] [--json]
                                   [--set KEY=VALUE ...]
        python -m runner status SPEC_OR_DIRECTORY [--json] [--watch]
-       python -m runner sample SPEC_OR_DIRECTORY [--prompt TEXT] [--step N|newest|best] [--tokens N]
-                               [--temperature T] [--top-p P] [--seed S]
-       python -m runner evaluate SPEC_OR_DIRECTORY [--data SOURCE] [--step N|newest|best | --all] [--json]
-                                 [--coordinator HOST:PORT --num-processes N --process-id K]
+       python -m runner sample SPEC_OR_DIRECTORY [--prompt TEXT] [--step N|newest|best] [--weights W]
+                               [--tokens N] [--temperature T] [--top-p P] [--seed S]
+       python -m runner evaluate SPEC_OR_DIRECTORY [--data SOURCE] [--step N|newest|best | --all] [--weights W]
+                                 [--json] [--coordinator HOST:PORT --num-processes N --process-id K]
        python -m runner metrics SPEC_OR_DIRECTORY [--csv] [-o FILE]
        python -m runner profile SPEC_OR_DIRECTORY [--steps N]
        python -m runner report SPEC_OR_DIRECTORY... -o OUT
        python -m runner dashboard ROOT [--port P] [--host H] [--token T]
        python -m runner checkpoints SPEC_OR_DIRECTORY [--verify] [--deep]
        python -m runner checkpoints copy SOURCE TARGET
-       python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--dtype DTYPE] -o OUT
+       python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--weights W] [--dtype DTYPE] -o OUT
        python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M]
                                            [--seed S] [--set KEY=VALUE ...]
        python -m runner schema [SPEC]"""
@@ -50,6 +51,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable"
         )
+
+    def add_weights(self) -> None:
+        """The option `--weights`."""
+        self.add_argument("--weights", default=PARAMS, metavar="W", help="params (default), or an average: ema_0.999")
 
     def add_placement(self) -> None:
         """The options that say which process of several this is; see `check_placement`."""

@@ -25,6 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", default=NEWEST, metavar="N", help="newest (default), best, or a step's number")
     which.add_argument("--all", action="store_true", help="every step that is there")
+    parser.add_weights()
     parser.add_argument("--json", action="store_true", help="an object a line for each step, at full precision")
     parser.add_placement()
     parsed = parser.parse_args(arguments)
@@ -32,7 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     with looking():
         run = open_run(directory_of(parsed.where))
         request = Request(
-            None if parsed.data is None else parse_source(parsed.data), None if parsed.all else parsed.step
+            None if parsed.data is None else parse_source(parsed.data),
+            None if parsed.all else parsed.step,
+            parsed.weights,
         )
         deadlines = run.job.spec.deadlines
         placement = placement_of(parsed, deadlines.start_seconds)

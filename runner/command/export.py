@@ -18,7 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("runner export")
     parser.add_argument("where", metavar="SPEC_OR_DIRECTORY")
     parser.add_argument("--step", default="newest", metavar="N", help="a step, best or newest; default newest")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that of the parameters")
+    parser.add_weights()
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that in the checkpoint")
     parser.add_argument("-o", dest="out", required=True, metavar="OUT", help="a directory or URL where nothing is yet")
     parsed = parser.parse_args(arguments)
     where = directory_of(parsed.where)
@@ -31,6 +32,6 @@ def main(arguments: Sequence[str]) -> int:
     if family is None:
         raise InvalidError(f"{spec.job} does not say how its weights are called elsewhere: see `family` of BaseTrainer")
     data = job.config.data if isinstance(job.config, TrainerConfig) else None
-    step = export(where, parsed.step, family, data, parsed.out, parsed.dtype)
+    step = export(where, parsed.step, family, data, parsed.out, parsed.dtype, weights=parsed.weights)
     say(f"exported step {step} of {directory} to {parsed.out}")
     return EXIT_DONE

@@ -9,6 +9,7 @@ from runner.hosts.agreement import Hosts
 from runner.inference.opening import NEWEST, Opened
 from runner.inference.scored_data import open_scored_data
 from runner.inference.scoring import Scorer, record_of
+from runner.record import PARAMS
 from runner.spec import Document, Place, validate_config
 from runner.spec.dialect import parse
 from runner.storage import JsonObject
@@ -17,10 +18,14 @@ from runner.terminal import warn
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: the score on `data`, or else on the run's own sets, of `step`, or else (None) of all."""
+    """What is asked for: the score on `data`, or else on the run's own sets, of `step`, or else (None) of all.
+
+    `weights` are those that are trained, or an average such as `ema_0.999`.
+    """
 
     data: TokenSource | None = None
     step: str | None = NEWEST
+    weights: str = PARAMS
 
 
 def parse_source(text: str) -> TokenSource:
@@ -39,7 +44,7 @@ def evaluate(run: Opened, request: Request, hosts: Hosts) -> Iterator[JsonObject
     checkpoints = hosts.main_first(
         lambda: list(map(run.checkpoint, run.steps())) if request.step is None else [run.find(request.step)]
     )
-    scorer = Scorer(run, data.dataset)
+    scorer = Scorer(run, data.dataset, request.weights)
     sizes = {name: data.size(name) for name in data.languages} if hosts.is_main else {}
     for name, size in sizes.items():
         if size.num_bytes is None:
@@ -50,4 +55,5 @@ def evaluate(run: Opened, request: Request, hosts: Hosts) -> Iterator[JsonObject
             continue
         score = scorer.score(checkpoint)
         if hosts.is_main:
-            yield record_of(score, sizes)
+            average = {} if request.weights == PARAMS else {"weights": request.weights}
+            yield record_of(score, sizes) | average

@@ -8,13 +8,18 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from runner.accelerator import set_deterministic
 from runner.checkpoint.manifest import CHECKPOINTS, committed
 from runner.checkpoint.weights import find_checkpoint, open_checkpoint, read_document
 from runner.errors import InvalidError, ResumeError
 from runner.job import RestoreableJob
+from runner.record import PARAMS
 from runner.spec import load_job_class, validate_spec
 from runner.storage import Store, number_in, open_store
+from runner.train.ema_validation import as_params
 from runner.trainer import BaseTrainer
 
 NEWEST, BEST = "newest", "best"
@@ -61,16 +66,25 @@ class Opened:
             raise InvalidError(f"{self.store.url}: got step {step}, has {known}; needs one of them, {NEWEST} or {BEST}")
         return find_checkpoint(self.directory, step)[0] if step in (NEWEST, BEST) else self.checkpoint(int(step))
 
-    def weights(self, checkpoint: str, abstract: Any) -> Any:
+    def weights(self, checkpoint: str, abstract: Any, weights: str = PARAMS) -> Any:
         """The weights of a checkpoint as `abstract` describes them: shape, dtype, sharding. Called on every host.
 
-        Raises `InvalidError` if the checkpoint is not good, or is of another model.
+        `weights` are those that `open_checkpoint` takes; averages come in the types of the parameters. Raises
+        `InvalidError` if the checkpoint is not good, is of another model, or has no such weights.
         """
         try:
-            return open_checkpoint(checkpoint, like=abstract)[0]
+            if weights == PARAMS:
+                return open_checkpoint(checkpoint, like=abstract)[0]
+            like = abstract | {PARAMS: jax.tree.map(_in_float32, abstract[PARAMS])}
+            found = open_checkpoint(checkpoint, like=like, weights=weights)[0]
+            return found | {PARAMS: as_params(found[PARAMS], abstract[PARAMS])}
         except ResumeError as error:
             one_line = "; ".join(line.strip() for line in str(error).splitlines())
             raise InvalidError(f"{self.store.url}: {one_line}") from error
+
+
+def _in_float32(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
 
 
 def step_of(checkpoint: str) -> int:

@@ -12,6 +12,7 @@ from runner.inference.choice import Sampling
 from runner.inference.decode import generate, make_reader, vocabulary_size_of
 from runner.inference.opening import NEWEST, Opened, step_of
 from runner.inference.text import Language, encode_prompt, first_token, language_of, parse_ids, stream_text
+from runner.record import PARAMS
 from runner.terminal import warn
 from runner.train.mesh import AXES, device_memory_bytes, make_mesh
 from runner.trainer import BaseTrainer
@@ -19,12 +20,13 @@ from runner.trainer import BaseTrainer
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: `num_tokens` after `prompt`, by the weights of `step` (a number, newest or best)."""
+    """What is asked for: `num_tokens` after `prompt`, by the `weights` of `step` (a number, newest or best)."""
 
     prompt: str = ""
     step: str = NEWEST
     num_tokens: int = 200
     sampling: Sampling = field(default_factory=Sampling)
+    weights: str = PARAMS
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
@@ -57,8 +59,8 @@ def sample(run: Opened, request: Request) -> Iterator[str]:
     else:
         num_ids = language.tokenizer.vocabulary_size
         prompt = encode_prompt(language, request.prompt) or [first_token(language, data)]
-    variables = variables_of(run.weights(checkpoint, abstract))
-    warn(f"{job.spec.name}: step {step_of(checkpoint)}")
+    variables = variables_of(run.weights(checkpoint, abstract, request.weights))
+    warn(f"{job.spec.name}: step {step_of(checkpoint)}{'' if request.weights == PARAMS else f', {request.weights}'}")
     read = make_reader(model, variables, length, job.config.precision.compute, mesh)
     tokens = generate(read, request.sampling.make_choose(num_ids), prompt, request.num_tokens, length)
     return _pieces(tokens, prompt, request.prompt, language)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from runner.data import Dataset
 from runner.inference.opening import Opened, step_of
 from runner.inference.scored_data import Size
+from runner.record import PARAMS
 from runner.storage import JsonObject
 from runner.train.batch_layout import BatchLayout
 from runner.train.mesh import AXES, does_mesh_fit, make_mesh, mesh_sizes, num_batch_shards
@@ -35,8 +36,8 @@ class Score:
 class Scorer:
     """Scores checkpoints of `run` on all validation sets of `dataset`. Made on every host, and then asked there."""
 
-    def __init__(self, run: Opened, dataset: Dataset):
-        self._run, self._dataset, job = run, dataset, run.job
+    def __init__(self, run: Opened, dataset: Dataset, weights: str = PARAMS):
+        self._run, self._dataset, self._weights, job = run, dataset, weights, run.job
         mesh = _mesh_here(run)
         self._layout = _lay_out(run, mesh, dataset)
         blueprint = job.design.draw_on(mesh, jax.random.key(job.spec.seed))
@@ -51,7 +52,7 @@ class Scorer:
     def score(self, checkpoint: str) -> Score:
         """The score of one checkpoint, by the name that `Opened.find` gives. Raises as `Opened.weights` does."""
         step = step_of(checkpoint)
-        state = self._validation.state_of(self._run.weights(checkpoint, self._abstract), step)
+        state = self._validation.state_of(self._run.weights(checkpoint, self._abstract, self._weights), step)
         found = {}
         for name in self._dataset.validation:
             loss_sum = num_tokens = 0.0
@@ -115,7 +116,8 @@ def lines_of(record: JsonObject) -> list[str]:
     """For a person: a line for all sets, and before it one for each if there are several."""
     sets = record["sets"] if len(record["sets"]) > 1 else {}
     named = [*((name, figures) for name, figures in sets.items()), ("", record)]
-    return [f"step {record['step']}{f' {name}' if name else ''}: {_line(figures)}" for name, figures in named]
+    step = " ".join(["step", str(record["step"]), *([record["weights"]] if "weights" in record else [])])
+    return [f"{step}{f' {name}' if name else ''}: {_line(figures)}" for name, figures in named]
 
 
 def _line(figures: JsonObject) -> str:

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from runner.config import TrainerConfig
 from runner.data import Dataset, batch_fields, global_batch
+from runner.errors import InvalidError
 from runner.train.mesh import batch_sharding, micro_batch_sizes, num_batch_shards
 
 
@@ -62,7 +63,24 @@ def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = N
     the nearest valid numbers if there is none.
     """
     train, data = config.train, config.data
-    sizes = micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, num_batch_shards(mesh))
+    shards = num_batch_shards(mesh)
+    sizes = micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards)
+    if config.noise_scale is not None:
+        sizes = _of_even_number(sizes, train.global_batch_examples, shards)
     fields = batch_fields(data)
     sizes = [micro_batch] if micro_batch in sizes else sizes
     return [BatchLayout(mesh, train.global_batch_examples, size, data.sequence_length, fields) for size in sizes]
+
+
+def _of_even_number(sizes: list[int], global_batch_examples: int, shards: int) -> list[int]:
+    """Those of `sizes` that make an even number of micro-batches: a half of the batch is then half of them."""
+    share = global_batch_examples // shards
+    found = [size for size in sizes if share // size % 2 == 0]
+    if not found:
+        split = f"{global_batch_examples} examples over {shards} devices, micro_batch_examples={sizes[0]}"
+        raise InvalidError(
+            f"noise_scale compares two halves of each batch, and needs an even number of micro-batches; {split} make "
+            f"{share // sizes[0]}; use "
+            + (f"micro_batch_examples={share // 2}" if share % 2 == 0 else f"multiples of {2 * shards} examples")
+        )
+    return found

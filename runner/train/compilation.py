@@ -5,7 +5,7 @@ Compiled ahead of the first step, so nothing is ever traced again. Knows no mode
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from runner.checkpoint.leaves import form_problems, strong
 from runner.errors import InvalidError, StateError
 from runner.train.batch_layout import BatchLayout
+from runner.train.rider import Rider, refuse_left_behind
 from runner.train.state import sharding_rules, shardings_of
 from runner.train.step import Batch, refuse_meta
 from runner.train.variables import TrainState
@@ -30,18 +31,21 @@ def trace_train_step(
     abstract: TrainState,
     key: jax.Array,
     layout: BatchLayout,
+    riders: Sequence[Rider] = (),
 ) -> jax.stages.Traced:
     """Trace `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
     `key` is the run's: the random key of step k is `fold_in(key, k)`. `meta` has the step's `learning_rate` where there
     is a schedule. Raises `StateError` naming the leaves that `train_step` returns in another form than it takes them,
-    and `InvalidError` if no row can hold `meta`.
+    and `InvalidError` if no row can hold `meta`, or if one of `riders` is left as it is that has an update.
     """
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
         step_key = jax.random.fold_in(key, state.step)
         rate = {} if schedule is None else {"learning_rate": jnp.asarray(schedule(state.step), jnp.float32)}
         after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
+        if riders:
+            refuse_left_behind(riders, state.riders, after.riders)
         after = strong(after)
         if problems := form_problems(after, abstract):
             raise StateError(f"train_step returns the state in another form than it takes it{problems}")

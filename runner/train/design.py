@@ -23,6 +23,7 @@ from runner.train.blueprint import Blueprint, draw
 from runner.train.compilation import CompiledStep
 from runner.train.mesh import make_mesh, mesh_sizes
 from runner.train.recipe.choice import Recipe, choose_recipe
+from runner.train.rider import Rider
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,7 @@ class Design:
     sharded_init: Callable[..., tuple[Any, Any]]
     train_step: Callable[..., Any]
     val_step: Callable[..., Any]
+    riders: Callable[[], Sequence[Rider]] = tuple
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -106,7 +108,8 @@ class Design:
             with self.document.blaming("config.optimizer"):
                 return self.recipe.optimizer_of(self.config, schedule, parameters)
 
-        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key)
+        riders = tuple(self.riders())
+        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key, riders)
 
     def trace(self, blueprint: Blueprint, micro_batch: int | None = None) -> None:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""

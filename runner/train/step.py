@@ -13,7 +13,7 @@ Shape legend: S accumulation steps, B examples, T sequence length.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,8 @@ from runner.errors import InvalidError
 from runner.train.fields import refuse_unread, target_weights, uncounted
 from runner.train.recipe.average import gradient_point
 from runner.train.recipe.group import split, with_zeros
+from runner.train.rider import Observation, Rider, compared, ride
+from runner.train.rounding import NEAREST, apply_stochastically
 from runner.train.variables import (
     STATISTICS,
     TrainState,
@@ -67,10 +69,12 @@ def _divisor(batch: Batch, count: jax.Array) -> jax.Array:
     return jnp.where(count > 0, count, 1.0) if "loss_weight" in batch else jnp.maximum(count, 1.0)
 
 
-def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int) -> tuple[Any, ...]:
-    """Loss, float32 gradients and the last micro-batch's meta, over a batch of (S, B, T).
+def _gradients(
+    forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int, sees_halves: bool
+) -> tuple[Any, ...]:
+    """Loss, float32 gradients, the last micro-batch's meta, over a batch of (S, B, T), and what its halves have shown.
 
-    Of the meta, `token_count` and `statistics` are of all micro-batches.
+    Of the meta, `token_count` and `statistics` are of all micro-batches. Halves are None unless `sees_halves`.
     """
     apply_fn = with_variables(state.apply_fn, variables_of(state))
     num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
@@ -94,17 +98,33 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
     if num_steps == 1:
         (loss, meta), grads = value_and_grad(trained, jax.tree.map(lambda leaf: leaf[0], batch))
         grads = with_zeros(to_float32(grads), params)
-        return _divided(batch, loss, grads, meta, meta | total(meta, num_steps=1))
+        return *_divided(batch, loss, grads, meta, meta | total(meta, num_steps=1)), None
 
     def accumulate(carry: tuple[jax.Array, Any], micro: Batch) -> tuple[tuple[jax.Array, Any], Any]:
         (loss, meta), grads = value_and_grad(trained, micro)
         return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], to_float32(grads))), meta
 
     zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained)
-    (loss, grads), metas = lax.scan(accumulate, (jnp.float32(0), zeros), batch)
+    if sees_halves:
+        half = num_steps // 2
+        first, metas = lax.scan(accumulate, (jnp.float32(0), zeros), jax.tree.map(lambda leaf: leaf[:half], batch))
+        (loss, grads), others = lax.scan(accumulate, first, jax.tree.map(lambda leaf: leaf[half:], batch))
+        metas = jax.tree.map(lambda one, other: jnp.concatenate([one, other]), metas, others)
+        halves = compared(
+            first[1], grads, _counts_of_halves(batch, metas), None if TOKEN_COUNT in metas else num_tokens
+        )
+    else:
+        (loss, grads), metas = lax.scan(accumulate, (jnp.float32(0), zeros), batch)
+        halves = None
     grads = with_zeros(grads, params)
     last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
-    return _divided(batch, loss, grads, metas, last_meta | total(metas, num_steps))
+    return *_divided(batch, loss, grads, metas, last_meta | total(metas, num_steps)), halves
+
+
+def _counts_of_halves(batch: Batch, metas: Any) -> jax.Array:
+    """What the targets of each half of the micro-batches count for: float32[2]."""
+    counts = metas[TOKEN_COUNT] if TOKEN_COUNT in metas else jax.vmap(_count)(batch)
+    return jnp.sum(counts.reshape(2, -1), axis=1, dtype=jnp.float32)
 
 
 def _divided(batch: Batch, loss: jax.Array, grads: Any, metas: Any, last_meta: Any) -> tuple[Any, ...]:
@@ -123,19 +143,26 @@ def train_step(
     key: jax.Array,
     accumulate_steps: int,
     update_variables: UpdateVariables,
+    riders: Sequence[Rider] = (),
+    rounding: str = NEAREST,
 ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
     """One optimizer step over a global batch of (S, B, T) arrays: (state, loss, meta).
 
     `loss` is the mean over the real target tokens of the whole batch; `meta` holds `grad_norm` (before clipping) and
     what the last micro-batch's forward returned, but for `token_count`, which is of all, and for `statistics`, of whose
-    total `update_variables` makes the next variables and more scalars. Raises `InvalidError` if `forward` does not read
-    a field that the data declares, or if nothing says how many targets are real.
+    total `update_variables` makes the next variables and more scalars. `riders` see the step last, and add theirs.
+    `rounding` of bfloat16 parameters is `nearest` or `stochastic`.
+    Raises `InvalidError` if `forward` does not read a field that the data declares, or if nothing says how many targets
+    are real.
     """
     S, _ = _leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
     variables = variables_of(state)
     refuse_unread(forward, with_variables(state.apply_fn, variables), state.params, batch, key)
-    loss, grads, meta = _gradients(forward, state, batch, key, accumulate_steps)
+    sees_halves = any(rider.sees_halves for rider in riders)
+    if sees_halves and S % 2:
+        raise InvalidError(f"a rider sees both halves of a batch, and its micro-batches are {S}; needs an even number")
+    loss, grads, meta, halves = _gradients(forward, state, batch, key, accumulate_steps, sees_halves)
     if STATISTICS in meta:
         changed, scalars = update_variables(variables, meta[STATISTICS])
         meta = without_statistics(meta) | scalars
@@ -143,7 +170,12 @@ def train_step(
     if GRAD_NORM in meta:
         raise InvalidError(f"forward returns {GRAD_NORM!r} as meta, a name of the runner's own; use another")
     grad_norm = optax.tree.norm(grads)
-    return state.apply_gradients(grads=grads), loss, meta | {GRAD_NORM: grad_norm}
+    is_nearest = rounding == NEAREST
+    state = state.apply_gradients(grads=grads) if is_nearest else apply_stochastically(state, grads, key)
+    if riders:
+        after, scalars = ride(riders, state.riders, Observation(jnp.asarray(state.step), state.params, grads, halves))
+        state, meta = state.replace(riders=after), meta | scalars
+    return state, loss, meta | {GRAD_NORM: grad_norm}
 
 
 def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:

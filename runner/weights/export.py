@@ -12,9 +12,11 @@ import numpy as np
 
 from runner.checkpoint.leaves import dtype_called
 from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.manifest_key import LeafRecord
 from runner.checkpoint.weights import read_weights, use_checkpoint, weight_names
 from runner.config import DataConfig
 from runner.errors import DataError, InvalidError
+from runner.record import PARAMS
 from runner.storage import JsonObject, Store, encode_json
 from runner.terminal import warn
 from runner.weights.directory import CONFIG
@@ -35,18 +37,19 @@ def export(
     out: str,
     dtype: Dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    weights: str = PARAMS,
 ) -> int:
     """Write the weights of a checkpoint to `out`, a path or URL where nothing is yet; the step that they are of.
 
-    `where` and `step` as of `open_checkpoint`. `data` says which tokenizer goes with them; `dtype` is the type of the
-    files, by default that of each parameter. No more than a gibibyte, or one leaf, is in memory at a time.
+    `where`, `step` and `weights` as of `open_checkpoint`. `data` says which tokenizer goes with them; `dtype` is the
+    type of the files, by default that of each leaf. No more than a gibibyte, or one leaf, is in memory at a time.
 
     Raises `InvalidError`, or `StorageError` if something cannot be reached; then nothing is at `out`.
     """
     with published_whole(out) as directory:
 
         def use(store: Store, manifest: Manifest) -> int:
-            _write(directory, store, manifest, family, data, dtype, shard_bytes)
+            _write(directory, store, manifest, family, data, dtype, shard_bytes, weights)
             return manifest.step
 
         return use_checkpoint(where, step, use)[0]
@@ -60,11 +63,14 @@ def _write(
     data: DataConfig | None,
     dtype: Dtype | None,
     shard_bytes: int,
+    weights: str,
 ) -> None:
-    pieces, tensors = _tensors(manifest, family, dtype)
+    names = weight_names(manifest, weights)
+    leaves = {name: manifest.leaves[saved] for name, saved in names.items()}
+    pieces, tensors = _tensors(manifest.name, leaves, family, dtype)
     tokenizer = _tokenizer(data, family.config())
     writer = Writer(directory, tensors, shard_bytes)
-    for name, array in read_weights(store, manifest):
+    for name, array in read_weights(store, manifest, weights):
         values = np.asarray(array)
         for piece in pieces[name]:
             writer.put(piece, values[piece.index])
@@ -80,19 +86,19 @@ def _write(
 
 
 def _tensors(
-    manifest: Manifest, family: Family, dtype: Dtype | None
+    checkpoint: str, leaves: Mapping[str, LeafRecord], family: Family, dtype: Dtype | None
 ) -> tuple[Mapping[str, list[Piece]], dict[str, tuple[np.dtype, Shape]]]:
     """The pieces of each leaf, and the type and shape of every tensor, in the order of the table."""
-    shapes = {name: tuple(manifest.leaves[name]["shape"]) for name in weight_names(manifest)}
+    shapes = {name: tuple(leaf["shape"]) for name, leaf in leaves.items()}
     pieces = family.pieces()
     wrong = table_problems(pieces, shapes)
     if wrong:
-        raise InvalidError("\n".join(f"checkpoint {manifest.name} is not of this model: {line}" for line in wrong))
+        raise InvalidError("\n".join(f"checkpoint {checkpoint} is not of this model: {line}" for line in wrong))
     by_leaf: dict[str, list[Piece]] = defaultdict(list)
     dtypes: dict[str, np.dtype] = {}
     for piece in pieces:
         by_leaf[piece.leaf_name].append(piece)
-        own = np.dtype(dtype_called(dtype or manifest.leaves[piece.leaf_name]["dtype"]))
+        own = np.dtype(dtype_called(dtype or leaves[piece.leaf_name]["dtype"]))
         if own not in NAMES:
             raise InvalidError(f"{piece.leaf_name} is of type {own}; use --dtype")
         dtypes[piece.tensor] = own

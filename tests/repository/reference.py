@@ -40,6 +40,7 @@ JOBS = (  # a shipped spec of each, and the section that is its own
     (ROOT / "specs" / "moe_nano.yaml", "config.model"),
     (ROOT / "specs" / "counter.yaml", "config"),
 )
+GIVEN = {"ema": "config.ema={decays: [0.5]}"}  # what a section that is null needs so that it has keys
 OWNER_KEY = "name"  # in no trajectory: job.json holds it, and another one is refused before any key is compared
 
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping", "null": "`null`"}
@@ -128,6 +129,7 @@ class Verdict:
 
     def __init__(self, path: Path, config: type[JobConfig], keys: Sequence[SpecKey]):
         self._path, self._config = path, config
+        self._given = [given for section, given in GIVEN.items() if section in config.model_fields]
         self._mappings = {key.name for key in keys if key.type == WORDS["dict"] and "*" not in key.name}
         self._usual = self._trajectory() or set()
         choices = [(key.name, choice) for key in keys for choice in key.choices]
@@ -137,9 +139,12 @@ class Verdict:
     def _trajectory(self, *overrides: str) -> set[str] | None:
         """The keys of the trajectory; None where the choice does not fit the spec.
 
-        A mapping, whose keys are the user's own, is given one: an empty one has none in the trajectory.
+        A mapping, whose keys are the user's own, is given one: an empty one has none in the trajectory, nor has a
+        section that is null.
         """
-        document = load_document(self._path, [*(f"{name}={{x: 1}}" for name in self._mappings), *overrides])
+        document = load_document(
+            self._path, [*(f"{name}={{x: 1}}" for name in self._mappings), *self._given, *overrides]
+        )
         try:
             found = trajectory(validate_spec(document), validate_config(document, self._config))
         except SpecError:

@@ -40,6 +40,17 @@ ROW_KEYS = (
     Key("val/loss", float, "Mean cross entropy over the validation batches; only at evaluated steps.", "nats"),
     Key("val/<name>/loss", float, "Likewise of one validation set, where there are several.", "nats"),
     Key(
+        "val/ema_<decay>/<name>",
+        float | None,
+        "What an evaluation says of an average of the weights as `val/<name>`; only with `config.ema.evaluate`.",
+    ),
+    Key(
+        "train/noise_scale",
+        float | None,
+        "Gradient-noise scale, averaged over steps; null where it is not positive; only with `config.noise_scale`.",
+        "tokens",
+    ),
+    Key(
         "train/<name>",
         float | None,
         "What `forward` returned as meta under this name, a scalar, of the last micro-batch of this step; null if it "

@@ -1,0 +1,68 @@
+"""`sample`, `evaluate` and `export` take averages of the weights by name."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from runner import open_checkpoint
+from tests.inference.test_commands import rows_of, say, score
+from tests.support.tiny import gpt
+
+SETTINGS: dict[str, Any] = {
+    "config.model": {"layers": 1, "heads": 2, "width": 16},
+    "config.precision.params": "bfloat16",
+    "config.ema": {"decays": [0.5], "evaluate": True},
+    "config.train.total_steps": 2,
+    "config.eval": {"every_steps": 2, "batches": 1},
+    "config.optimizer.learning_rate": 0.1,
+    "config.schedule.warmup_steps": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended, of a few steps."""
+    directory = tmp_path_factory.mktemp("averages") / "run"
+    gpt(directory, **SETTINGS)()
+    return directory
+
+
+def test_the_loss_of_an_average_is_bit_for_bit_that_of_its_row(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    row = rows_of(run)[2]
+    (record,) = score(capfd, run, "--weights", "ema_0.5")
+    assert record["weights"] == "ema_0.5"
+    assert np.float32(record["loss"]) != np.float32(row["val/loss"])
+    assert np.float32(record["loss"]) == np.float32(row["val/ema_0.5/loss"])
+    assert say(capfd, run, "--weights", "ema_0.5", command="evaluate")[1].startswith("step 2 ema_0.5: loss ")
+
+
+def test_text_of_an_average_is_another(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, text, err = say(capfd, run, "--prompt", "12", "--tokens", 30, "--weights", "ema_0.5")
+    assert (code, err) == (0, "tiny: step 2, ema_0.5\n")
+    assert text != say(capfd, run, "--prompt", "12", "--tokens", 30)[1]
+
+
+def test_an_average_is_exported_as_it_is_stored(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert say(capfd, run, "--weights", "ema_0.5", "-o", run.parent / "out", command="export")[0] == 0
+    found = load_file(run.parent / "out" / "model.safetensors")
+    weights, _ = open_checkpoint(run, weights="ema_0.5")
+    trained, _ = open_checkpoint(run)
+    assert jax.tree.structure(weights) == jax.tree.structure(trained)
+    assert {leaf.dtype for leaf in jax.tree.leaves(trained)} == {jnp.dtype("bfloat16")}
+    assert found["transformer.ln_f.weight"].dtype == np.float32
+    sums = [sum(float(np.abs(leaf).sum()) for leaf in leaves) for leaves in (found.values(), jax.tree.leaves(weights))]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("command", ["sample", "evaluate", "export"])
+def test_an_average_that_is_not_there_is_one_line(run: Path, command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    out_option = ["-o", run.parent / "none"] if command == "export" else []
+    code, out, err = say(capfd, run, "--weights", "ema_0.9", *out_option, command=command)
+    assert (code, out) == (2, "")
+    assert "got weights 'ema_0.9', has params, ema_0.5; needs one of them" in err
+    assert len(err.splitlines()) == 1

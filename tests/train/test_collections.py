@@ -1,0 +1,126 @@
+"""Collections of flax besides `params` by `statistics` and `update_variables`: batch statistics, scales of float8."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from runner import BaseTrainer
+from runner.errors import PreemptedError
+from runner.hosts.agreement import Hosts
+from runner.storage import parse_lines
+from runner.train.loss import cross_entropy_sum
+from tests.support.tiny import StopAfter, gpt, leaves_equal, set_mesh
+
+V, D, STEPS = 256, 16, 4
+MOMENTUM, LARGEST = 0.9, 448.0  # of float8_e4m3fn
+
+
+class Normed(nn.Module):
+    """Logits by token, through a batch normalisation."""
+
+    @nn.compact
+    def __call__(self, x_BxT, *, deterministic):
+        hidden_BxTxD = nn.Embed(V, D)(x_BxT)
+        hidden_BxTxD = nn.BatchNorm(use_running_average=deterministic, momentum=MOMENTUM)(hidden_BxTxD)
+        return nn.Dense(V)(nn.gelu(hidden_BxTxD))
+
+
+class Scaled(nn.Module):
+    """Logits by token, from activations in 8 bits, whose scale is that which the step before has found."""
+
+    @nn.compact
+    def __call__(self, x_BxT, *, deterministic):
+        hidden_BxTxD = nn.Embed(V, D)(x_BxT)
+        variable = self.variable("fp8", "scale", lambda: jnp.float32(1 / LARGEST))
+        scale = variable.value
+        if not deterministic:
+            variable.value = jnp.max(jnp.abs(jax.lax.stop_gradient(hidden_BxTxD))) / LARGEST
+        narrow_BxTxD = jnp.clip(hidden_BxTxD / scale, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+        rounding_BxTxD = narrow_BxTxD.astype(jnp.float32) * scale - hidden_BxTxD
+        return nn.Dense(V)(hidden_BxTxD + jax.lax.stop_gradient(rounding_BxTxD))
+
+
+class Collecting(BaseTrainer):
+    """What a micro-batch makes of the collections is a statistic; their mean is what the next step sees."""
+
+    module: type[nn.Module]
+
+    def model(self):
+        return self.module()
+
+    @classmethod
+    def forward(cls, apply_fn, params, batch, key):
+        if key is None:
+            logits_BxTxV, meta = apply_fn({"params": params}, batch["x"], deterministic=True), {}
+        else:
+            collections = ["batch_stats", "fp8"]
+            logits_BxTxV, changed = apply_fn({"params": params}, batch["x"], deterministic=False, mutable=collections)
+            meta = {"statistics": {"sums": changed, "micro_batches": jnp.int32(1)}}
+        return cross_entropy_sum(logits_BxTxV, batch["y"], batch["padding_mask"])[0], meta
+
+    @classmethod
+    def update_variables(cls, variables, statistics):
+        return jax.tree.map(lambda total: total / statistics["micro_batches"], statistics["sums"]), {}
+
+
+class TrainNormed(Collecting):
+    module = Normed
+
+
+class TrainScaled(Collecting):
+    module = Scaled
+
+
+def job(directory, job_class, **changes):
+    fixed = {"config.model": {}, "config.train.total_steps": STEPS, "config.train.micro_batch_examples": 1}
+    return gpt(directory, job_class, **fixed | {"config.optimizer.learning_rate": 0.1} | changes)
+
+
+@pytest.fixture(scope="module", params=[TrainNormed, TrainScaled], ids=["batch statistics", "scales of float8"])
+def whole(request, tmp_path_factory):
+    found = job(tmp_path_factory.mktemp("collections") / "whole", request.param)
+    found()
+    return found
+
+
+@pytest.mark.parametrize(
+    "mesh", [{}, pytest.param(set_mesh(4, 2, 1), marks=pytest.mark.soak)], ids=["here", "on another mesh"]
+)
+def test_stopped_and_resumed_they_are_those_of_the_whole_run(whole, tmp_path, mesh):
+    job_class = type(whole).__mro__[1]
+    first = job(tmp_path / "run", job_class)
+    with pytest.raises(PreemptedError):
+        first(stop=StopAfter(first, 2))
+    again = job(tmp_path / "run", job_class, **mesh)
+    again()
+    for leaf, other in zip(*map(jax.tree.leaves, (again.state.variables, whole.state.variables)), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
+    if not mesh:
+        assert again.result() == whole.result()
+        assert leaves_equal(again.state.variables, whole.state.variables)
+
+
+def test_they_are_the_recurrence_over_the_micro_batches_of_a_step(tmp_path):
+    one = job(tmp_path / "run", TrainNormed, **{"config.train.total_steps": 1, "config.schedule": {}})
+    one()
+    table_VxD = one.blueprint.init_state().params["Embed_0"]["embedding"]
+    x_SxBxT = np.asarray(one.batch("train", 0)["x"])
+    rows_SxNxD = np.asarray(table_VxD)[x_SxBxT].reshape(len(x_SxBxT), -1, D)
+    found = one.state.variables["batch_stats"]["BatchNorm_0"]
+    assert len(rows_SxNxD) == 2
+    np.testing.assert_allclose(found["mean"], (1 - MOMENTUM) * rows_SxNxD.mean(axis=(0, 1)), rtol=1e-4, atol=1e-6)
+    variance_D = rows_SxNxD.var(axis=1).mean(axis=0)
+    np.testing.assert_allclose(found["var"], MOMENTUM + (1 - MOMENTUM) * variance_D, rtol=1e-4)
+
+
+def test_evaluation_sees_them(whole):
+    rows = parse_lines(whole.store.read("metrics.jsonl"))
+    state, loss = whole.state, rows[-1]["val/loss"]
+    fresh = whole.blueprint.init_state().variables
+    assert whole.validation.evaluate(whole.weights(state), STEPS, Hosts.alone())["val/loss"] == loss
+    assert (
+        whole.validation.evaluate(whole.weights(state.replace(variables=fresh)), STEPS, Hosts.alone())["val/loss"]
+        != loss
+    )

@@ -1,0 +1,150 @@
+"""Averages of the weights: the recurrence by numpy, wherever they lie; evaluated and opened by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from runner import open_checkpoint
+from runner.config import EmaConfig
+from runner.errors import InvalidError, PreemptedError
+from runner.plan.report import state_section
+from runner.storage import parse_lines
+from tests.support.tiny import StopAfter, gpt, leaves_equal, set_mesh
+from tests.test_values import TrainLookup
+
+DECAYS = [0.5, 0.9]
+EMA = {"config.ema.decays": DECAYS, "config.ema.evaluate": True, "config.optimizer.learning_rate": 0.1}
+EMA |= {"config.train.total_steps": 6, "config.schedule": {}, "checkpoint.every_steps": 1, "checkpoint.keep_last": 10}
+
+
+def job(directory, job_class=TrainLookup, **changes):
+    return gpt(directory, job_class, **EMA | changes)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("ema")
+
+
+@pytest.fixture(scope="module")
+def whole(directory):
+    found = job(directory / "whole")
+    found()
+    return found
+
+
+def recurrence(params, decay):
+    """By numpy, from the parameters at the beginning and after each step."""
+    average = params[0].astype(np.float32)
+    for param in params[1:]:
+        average = np.float32(decay) * average + np.float32(1 - decay) * param.astype(np.float32)
+    return average
+
+
+def test_each_average_is_the_recurrence_over_the_weights_of_all_steps(whole):
+    def table(step):
+        return np.asarray(open_checkpoint(whole.store.root, step)[0]["params"]["Embed_0"]["embedding"])
+
+    first = whole.blueprint.init_state().params["Embed_0"]["embedding"]
+    params = [np.asarray(first), *map(table, range(1, 7))]
+    for decay in DECAYS:
+        found = open_checkpoint(whole.store.root, weights=f"ema_{decay}")[0]["params"]["Embed_0"]["embedding"]
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, recurrence(params, decay), rtol=1e-5, atol=1e-6)
+        assert np.abs(found - params[-1]).max() > 0.01
+
+
+def test_each_is_evaluated_beside_the_weights(whole):
+    row = parse_lines(whole.store.read("metrics.jsonl"))[-1]
+    losses = [row["val/loss"], *(row[f"val/ema_{decay}/loss"] for decay in DECAYS)]
+    assert losses == sorted(losses)  # all weights are still on their way down, the slower the higher
+    assert len(set(losses)) == 3
+
+
+def test_nothing_else_moves_by_a_bit(directory, whole):
+    without = job(directory / "without", **{"config.ema": None})
+    without()
+    assert without.state.riders == {}
+    assert leaves_equal(without.state.params, whole.state.params)
+    assert leaves_equal(without.state.opt_state, whole.state.opt_state)
+
+
+@pytest.mark.parametrize("mesh", [{}, set_mesh(4, 2, 1)], ids=["here", "on another mesh"])
+def test_stopped_and_resumed_they_are_those_of_the_whole_run(directory, whole, mesh):
+    name = "elsewhere" if mesh else "resumed"
+    first = job(directory / name)
+    with pytest.raises(PreemptedError):
+        first(stop=StopAfter(first, 3))
+    again = job(directory / name, **mesh)
+    again()
+    if mesh:
+        for leaf, other in zip(*map(jax.tree.leaves, (again.state.riders, whole.state.riders)), strict=True):
+            assert not leaf.sharding.is_fully_replicated
+            np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6)
+    else:
+        assert again.result() == whole.result()
+
+
+def test_of_narrow_parameters_they_are_float32_and_evaluated_in_the_type_of_these(directory):
+    narrow = job(directory / "narrow", **{"config.precision.params": "bfloat16", "config.train.total_steps": 2})
+    narrow()
+    assert {leaf.dtype for leaf in jax.tree.leaves(narrow.state.riders)} == {jnp.dtype("float32")}
+    row = parse_lines(narrow.store.read("metrics.jsonl"))[-1]
+    assert row["val/ema_0.9/loss"] > row["val/loss"]
+
+
+def test_an_average_begins_at_the_weights_of_another_run(directory, whole):
+    changes = {"checkpoint.init_from": str(whole.store.root), "config.optimizer.learning_rate": 1e-12}
+    warm = job(directory / "warm", **changes, **{"config.train.total_steps": 1, "config.ema.evaluate": False})
+    warm()
+    (average, *_) = jax.tree.leaves(warm.state.riders["ema"]["0.9"])
+    np.testing.assert_allclose(average, whole.state.params["Embed_0"]["embedding"], rtol=1e-6)
+
+
+def test_a_run_without_averages_is_not_resumed_with_them(directory):
+    first = job(directory / "later", **{"config.ema": None})
+    with pytest.raises(PreemptedError):
+        first(stop=StopAfter(first, 1))
+    with pytest.raises(InvalidError, match=r"config\.ema"):
+        job(directory / "later")()
+
+
+@pytest.mark.parametrize(
+    ("decays", "line"),
+    [
+        ([1.0], "got a decay of 1; needs numbers above 0 and below 1"),
+        ([0.0], "got a decay of 0; needs"),
+        ([0.9, 0.90], "got the decay 0.9 twice"),
+        ([], "at least 1 item"),
+    ],
+)
+def test_a_decay_that_makes_no_average_is_refused(decays, line):
+    with pytest.raises(ValueError, match=line):
+        EmaConfig(decays=decays)
+
+
+def test_an_average_that_is_not_there_is_refused_with_those_that_are(whole):
+    with pytest.raises(InvalidError, match=r"got weights 'ema_0\.99', has params, ema_0\.5, ema_0\.9; needs one"):
+        open_checkpoint(whole.store.root, weights="ema_0.99")
+
+
+def test_where_there_is_nothing_to_evaluate_on_it_is_refused(directory):
+    with pytest.raises(InvalidError, match=r"ema\.evaluate: there is no validation set"):
+        job(directory / "blind", **{"config.data.validation_fraction": 0.0})
+
+
+def test_a_train_step_of_the_jobs_own_that_leaves_them_alone_is_refused(directory):
+    class Own(TrainLookup):
+        @classmethod
+        def train_step(cls, state, batch, key, accumulate_steps):
+            after, loss, meta = super().train_step(state, batch, key, accumulate_steps)
+            return after.replace(riders=state.riders), loss, meta
+
+    with pytest.raises(InvalidError, match=r"train_step of the job leaves riders\.ema as it is"):
+        job(directory / "own", Own)()
+
+
+def test_the_plan_counts_them(directory):
+    section = state_section(job(directory / "plan").design.draw(jax.devices()).abstract_state)
+    assert section["rider ema bytes"] == 2 * section["parameter bytes"]
