@@ -12,7 +12,7 @@ from runner import BaseTrainer
 from runner.config import PrecisionConfig
 from runner.errors import PreemptedError
 from runner.train import step as pure
-from runner.train.optimizer import in_float32
+from runner.train.recipe.optimizer import in_float32
 from runner.train.rounding import round_stochastically
 from runner.train.state import make_state
 from tests.support.tiny import StopAfter, gpt, leaves_equal, mesh_of
