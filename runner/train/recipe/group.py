@@ -5,6 +5,7 @@ What is frozen is nowhere in the state of the optimizer; `FrozenState` names it,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +17,8 @@ from flax import struct
 from runner.errors import InvalidError
 from runner.recipe import OptimizerConfig, ParameterGroup
 from runner.train.recipe.parameter import Parameter
+
+_NAMES_SHOWN = 4  # in an error
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def _groups_by_name(groups: Sequence[ParameterGroup], parameters: Sequence[Param
     for group in groups:
         fitting = [p for p in parameters if fnmatchcase(p.name, group.pattern)]
         if not fitting:
-            raise InvalidError(f"groups: {group.pattern!r} fits no parameter; {_some(parameters)}")
+            raise InvalidError(f"groups: {group.pattern!r} fits no parameter; {_nearest(group.pattern, parameters)}")
         if group.weight_decay and not any(p.is_matrix for p in fitting):
             raise InvalidError(f"groups: {group.pattern!r} fits no matrix, and only matrices decay; leave weight_decay")
         for parameter in fitting:
@@ -123,10 +126,11 @@ def _groups_by_name(groups: Sequence[ParameterGroup], parameters: Sequence[Param
     return found
 
 
-def _some(parameters: Sequence[Parameter]) -> str:
-    """Names to choose a pattern by."""
-    names, most = [p.name for p in parameters], 8
-    return "there are " + ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _nearest(pattern: str, parameters: Sequence[Parameter]) -> str:
+    """Names to choose a pattern by, the most alike first."""
+    names = sorted((p.name for p in parameters), key=lambda name: -SequenceMatcher(None, pattern, name).ratio())
+    more = len(names) - _NAMES_SHOWN
+    return "there are " + ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def named(patterns: Sequence[str], parameters: Any, key: str) -> Any:
@@ -134,7 +138,7 @@ def named(patterns: Sequence[str], parameters: Any, key: str) -> Any:
     known = jax.tree.leaves(parameters)
     for pattern in patterns:
         if not any(fnmatchcase(p.name, pattern) for p in known):
-            raise InvalidError(f"{key}: {pattern!r} fits no parameter that is trained; {_some(known)}")
+            raise InvalidError(f"{key}: {pattern!r} fits no parameter that is trained; {_nearest(pattern, known)}")
     return jax.tree.map(lambda p: any(fnmatchcase(p.name, pattern) for pattern in patterns), parameters)
 
 
