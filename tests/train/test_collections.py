@@ -78,7 +78,11 @@ def job(directory, job_class, **changes):
     return gpt(directory, job_class, **fixed | {"config.optimizer.learning_rate": 0.1} | changes)
 
 
-@pytest.fixture(scope="module", params=[TrainNormed, TrainScaled], ids=["batch statistics", "scales of float8"])
+@pytest.fixture(
+    scope="module",
+    params=[TrainNormed, pytest.param(TrainScaled, marks=pytest.mark.soak)],
+    ids=["batch statistics", "scales of float8"],
+)
 def whole(request, tmp_path_factory):
     found = job(tmp_path_factory.mktemp("collections") / "whole", request.param)
     found()
@@ -102,6 +106,7 @@ def test_stopped_and_resumed_they_are_those_of_the_whole_run(whole, tmp_path, me
         assert leaves_equal(again.state.variables, whole.state.variables)
 
 
+@pytest.mark.soak
 def test_they_are_the_recurrence_over_the_micro_batches_of_a_step(tmp_path):
     one = job(tmp_path / "run", TrainNormed, **{"config.train.total_steps": 1, "config.schedule": {}})
     one()

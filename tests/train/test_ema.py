@@ -62,6 +62,7 @@ def test_each_is_evaluated_beside_the_weights(whole):
     assert len(set(losses)) == 3
 
 
+@pytest.mark.soak
 def test_nothing_else_moves_by_a_bit(directory, whole):
     without = job(directory / "without", **{"config.ema": None})
     without()
@@ -86,6 +87,7 @@ def test_stopped_and_resumed_they_are_those_of_the_whole_run(directory, whole, m
         assert again.result() == whole.result()
 
 
+@pytest.mark.soak
 def test_of_narrow_parameters_they_are_float32_and_evaluated_in_the_type_of_these(directory):
     narrow = job(directory / "narrow", **{"config.precision.params": "bfloat16", "config.train.total_steps": 2})
     narrow()
@@ -94,6 +96,7 @@ def test_of_narrow_parameters_they_are_float32_and_evaluated_in_the_type_of_thes
     assert row["val/ema_0.9/loss"] > row["val/loss"]
 
 
+@pytest.mark.soak
 def test_an_average_begins_at_the_weights_of_another_run(directory, whole):
     changes = {"checkpoint.init_from": str(whole.store.root), "config.optimizer.learning_rate": 1e-12}
     warm = job(directory / "warm", **changes, **{"config.train.total_steps": 1, "config.ema.evaluate": False})

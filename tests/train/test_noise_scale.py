@@ -66,8 +66,17 @@ def expected():
     return square, trace
 
 
-@pytest.mark.parametrize("run", [forward, forward_that_counts], ids=["tokens by mask", "tokens by forward"])
-@pytest.mark.parametrize(("S", "sizes"), [(2, None), (2, (2, 2, 2)), (16, None)])
+SPLITS = [(16, None, forward), (2, None, forward_that_counts), (2, (2, 2, 2), forward)]
+
+
+@pytest.mark.parametrize(
+    ("S", "sizes", "run"),
+    [
+        (2, None, forward),
+        (2, (2, 2, 2), forward_that_counts),
+        *(pytest.param(*split, marks=pytest.mark.soak) for split in SPLITS),
+    ],
+)
 def test_a_step_has_the_estimates_of_its_halves_whatever_the_split(S, sizes, run):
     batch = {name: jnp.asarray(leaf).reshape(S, R // S, T) for name, leaf in rows().items()}
     rider = make_noise_scale(DECAY)
@@ -148,7 +157,9 @@ def scales(job):
     return [row["train/noise_scale"] for row in parse_lines(job.store.read("metrics.jsonl"))]
 
 
-@pytest.mark.parametrize("split", [{}, set_mesh(2, 2, 2)], ids=["here", "split otherwise"])
+@pytest.mark.parametrize(
+    "split", [{}, pytest.param(set_mesh(2, 2, 2), marks=pytest.mark.soak)], ids=["here", "split otherwise"]
+)
 def test_stopped_and_resumed_rows_are_those_of_the_whole_run(directory, whole, split):
     name = "elsewhere" if split else "resumed"
     first = gpt(directory / name, TrainLookup, **MEASURED)
@@ -165,6 +176,7 @@ def test_stopped_and_resumed_rows_are_those_of_the_whole_run(directory, whole, s
         assert again.result() == whole.result()
 
 
+@pytest.mark.soak
 def test_measuring_moves_no_bit_of_the_weights(directory, whole):
     split = {"config.train.micro_batch_examples": 1}
     without = gpt(directory / "without", TrainLookup, **MEASURED | {"config.noise_scale": None} | split)

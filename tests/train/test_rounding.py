@@ -77,6 +77,7 @@ def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("rounding")
 
 
+@pytest.mark.soak
 def test_stopped_and_resumed_it_ends_with_the_same_bits_and_moments_are_float32(directory):
     whole = job(directory / "whole")
     whole()
