@@ -35,6 +35,7 @@ from runner.train.mesh import device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.optimizer import SPEC
 from runner.train.report import Evaluator, Report
+from runner.train.rider import Rider
 from runner.train.same_data import refuse_changed_data, refuse_different_data, share_ids
 from runner.train.validation import Validation, validation_sets
 from runner.train.variables import TrainState
@@ -68,6 +69,7 @@ class BaseTrainer(RestoreableJob):
             sharded_init=self.sharded_init,
             train_step=self.train_step,
             val_step=self.val_step,
+            riders=self.riders,
         )
 
     # What an experiment says.
@@ -107,6 +109,11 @@ class BaseTrainer(RestoreableJob):
         """A library name (`SPEC`, the default: the one in the spec), an optax schedule, or None for a constant."""
         return SPEC
 
+    @classmethod
+    def riders(cls) -> tuple[Rider, ...]:
+        """What rides along with the parameters in the train state, each a pytree by name; none by default."""
+        return ()
+
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
         """What evaluates the weights: by default the loss on the validation sets, if there are any. Called once."""
         return self.validation if self.dataset.validation else None
@@ -135,7 +142,7 @@ class BaseTrainer(RestoreableJob):
         cls, state: TrainState, batch: pure.Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
         """One optimizer step over (S, B, T): (state, loss, meta). Pure."""
-        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, cls.update_variables)
+        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, cls.update_variables, cls.riders())
 
     @classmethod
     def val_step(cls, state: TrainState, batch: pure.Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -235,6 +242,10 @@ class BaseTrainer(RestoreableJob):
     def weights(self, state: TrainState) -> Any:
         """The parameters, and the model's other variables where it has any."""
         return other_variables.weights_of(state)
+
+    def with_weights(self, state: TrainState, weights: Any) -> TrainState:
+        """The state at step 0, begun with other weights, and all that rides along begun from these."""
+        return self.blueprint.begin_riders(super().with_weights(state, weights))
 
     @property
     def unread_keys(self) -> frozenset[str]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from runner.checkpoint.interval import best_interval_seconds
 from runner.config import TrainerConfig
 from runner.periodic import tokens_at
@@ -38,6 +40,7 @@ def state_section(abstract: Any) -> Section:
         section.add("parameters", num_elements(abstract.params), "", "counted")
         parts = {"parameter": abstract.params, "optimizer": abstract.opt_state}
         parts |= {"variable": abstract.variables} if abstract.variables else {}
+        parts |= {f"rider {name}": rider for name, rider in abstract.riders.items() if jax.tree.leaves(rider)}
     for name, part in parts.items():
         section.add(f"{name} bytes", bytes_of(part), "bytes", "counted")
         section.add(f"{name} bytes on a device", bytes_on_a_device(part), "bytes", "counted")

@@ -3,6 +3,7 @@
 - `mesh` spec -> mesh, logical axis rules
 - `batch_layout` how the examples of a step are split over devices and micro-batches
 - `variables` what the train state holds of a model besides its parameters
+- `rider` what rides along with the parameters, such as averages of them
 - `state` the train state and its eval_shape-based sharded init
 - `fields` what the step knows of the fields of a batch, and what it refuses to leave unread
 - `step` pure train_step and val_step with accumulation

@@ -13,6 +13,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from runner.checkpoint.leaves import strong
 from runner.errors import InvalidError
 from runner.storage import JsonObject
 from runner.train import state as train_state
@@ -27,6 +28,7 @@ from runner.train.compilation import (
     trace_train_step,
 )
 from runner.train.optimizer import in_float32
+from runner.train.rider import Rider, init_riders
 from runner.train.variables import PARAMS, TrainState, others
 
 
@@ -40,6 +42,7 @@ class Blueprint:
         optimizer: the whole optax transformation, clipping included; it works in float32.
         abstract_state: shape, dtype and sharding of every leaf.
         make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
+        riders: what rides along with the parameters in the state.
         traced: train steps that were traced and not compiled yet, by micro-batch: nothing is traced twice.
     """
 
@@ -49,6 +52,7 @@ class Blueprint:
     optimizer: optax.GradientTransformation
     abstract_state: TrainState
     make_state: Callable[[jax.Array], TrainState]
+    riders: Sequence[Rider] = ()
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -64,6 +68,17 @@ class Blueprint:
     def init_state(self) -> TrainState:
         """The state at step 0, born sharded. Called on every host."""
         return train_state.init_state(self.make_state, self.key, self.abstract_state, self.mesh)
+
+    def begin_riders(self, state: TrainState) -> TrainState:
+        """`state`, whose parameters were replaced, with all that rides along begun from these. Called on every host."""
+        if not self.riders:
+            return state
+        begin = jax.jit(
+            lambda params: strong(init_riders(self.riders, params)),
+            out_shardings=train_state.shardings_of(self.abstract_state.riders),
+        )
+        with train_state.sharding_rules(self.mesh):
+            return state.replace(riders=begin(state.params))
 
     def trace_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> None:
         """Trace `train_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""
@@ -100,6 +115,7 @@ def draw(
     schedule: optax.Schedule | None,
     mesh: Mesh,
     key: jax.Array,
+    riders: Sequence[Rider] = (),
 ) -> Blueprint:
     """The blueprint of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
@@ -121,10 +137,10 @@ def draw(
             raise InvalidError("sharded_init returns other parameters or variables than the model's, by their names")
 
     def make_state(variables: Any) -> TrainState:
-        return train_state.state_of(model, variables, optimizer)
+        return train_state.state_of(model, variables, optimizer, riders)
 
     abstract = train_state.abstract_state(make_state, shapes, shardings[PARAMS], mesh, others(shardings))
-    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(born(key)[0]))
+    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(born(key)[0]), riders)
 
 
 def _variables_of(born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh) -> tuple[Any, Any]:

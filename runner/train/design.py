@@ -23,6 +23,7 @@ from runner.train.blueprint import Blueprint, draw
 from runner.train.compilation import CompiledStep
 from runner.train.mesh import make_mesh, mesh_sizes
 from runner.train.optimizer import Recipe, choose_recipe
+from runner.train.rider import Rider
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,7 @@ class Design:
     sharded_init: Callable[..., tuple[Any, Any]]
     train_step: Callable[..., Any]
     val_step: Callable[..., Any]
+    riders: Callable[[], Sequence[Rider]] = tuple
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -102,7 +104,8 @@ class Design:
         schedule = self.recipe.schedule_of(self.config)
         example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
         make_optimizer = functools.partial(self.recipe.optimizer_of, self.config, schedule)
-        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key)
+        riders = tuple(self.riders())
+        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key, riders)
 
     def trace(self, blueprint: Blueprint, micro_batch: int | None = None) -> None:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""

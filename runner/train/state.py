@@ -5,7 +5,7 @@ does not divide is left out, and what is still whole over fsdp is cut along its 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.leaves import strong
 from runner.train.mesh import LOGICAL_AXIS_RULES
-from runner.train.variables import PARAMS, TrainState, others
+from runner.train.rider import Rider, init_riders
+from runner.train.variables import PARAMS, RIDERS, TrainState, others
 
 
 @contextlib.contextmanager
@@ -93,8 +94,8 @@ def make_state(model: nn.Module, key: jax.Array, tx: Any, *args: Any, **kwargs: 
     return state_of(model, nn.unbox(model.init(key, *args, **kwargs)), tx)
 
 
-def state_of(model: nn.Module, variables: Any, tx: Any) -> TrainState:
-    """The state at step 0 with these variables, as `init` of the model makes them."""
+def state_of(model: nn.Module, variables: Any, tx: Any, riders: Sequence[Rider] = ()) -> TrainState:
+    """The state at step 0 with these variables, as `init` of the model makes them, and what rides along."""
     params = variables[PARAMS]
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -103,6 +104,7 @@ def state_of(model: nn.Module, variables: Any, tx: Any) -> TrainState:
         tx=tx,
         opt_state=tx.init(params),
         variables=others(variables),
+        riders=init_riders(riders, params),
     )
 
 
@@ -111,8 +113,8 @@ def abstract_state(
 ) -> TrainState:
     """Shape, dtype and sharding of every leaf of `make(argument)`: moments lie like their parameter, by name and shape.
 
-    The model's other variables lie as `shardings_of_others` says, if it has any. Nothing is computed: `argument` may be
-    abstract.
+    So does what rides along, of which all else is on every device. The model's other variables lie as
+    `shardings_of_others` says, if it has any. Nothing is computed: `argument` may be abstract.
     """
     shapes = jax.eval_shape(make, argument)
     params, _ = jax.tree_util.tree_flatten_with_path(shapes.params)
@@ -125,8 +127,8 @@ def abstract_state(
         keys = _keys(path)
         suffixes = (keys[start:] for start in range(len(keys)))
         found = next((known[suffix, leaf.shape] for suffix in suffixes if (suffix, leaf.shape) in known), None)
-        sharding = found or _fit(leaf.shape, PartitionSpec(), mesh)
-        return _lying(leaf, sharding)
+        other = NamedSharding(mesh, PartitionSpec()) if keys[0] == RIDERS else _fit(leaf.shape, PartitionSpec(), mesh)
+        return _lying(leaf, found or other)
 
     abstract = jax.tree_util.tree_map_with_path(place, shapes)
     if not shardings_of_others:

@@ -12,7 +12,7 @@ Shape legend: S accumulation steps, B examples, T sequence length.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax import lax
 
 from runner.errors import InvalidError
 from runner.train.fields import refuse_unread, target_weights, uncounted
+from runner.train.rider import Observation, Rider, ride
 from runner.train.variables import (
     STATISTICS,
     TrainState,
@@ -116,13 +117,15 @@ def train_step(
     key: jax.Array,
     accumulate_steps: int,
     update_variables: UpdateVariables,
+    riders: Sequence[Rider] = (),
 ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
     """One optimizer step over a global batch of (S, B, T) arrays: (state, loss, meta).
 
     `loss` is the mean over the real target tokens of the whole batch; `meta` holds `grad_norm` (before clipping) and
     what the last micro-batch's forward returned, but for `token_count`, which is of all, and for `statistics`, of whose
-    total `update_variables` makes the next variables and more scalars. Raises `InvalidError` if `forward` does not read
-    a field that the data declares, or if nothing says how many targets are real.
+    total `update_variables` makes the next variables and more scalars. `riders` see the step last, and add theirs.
+    Raises `InvalidError` if `forward` does not read a field that the data declares, or if nothing says how many targets
+    are real.
     """
     S, _ = _leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
@@ -136,7 +139,11 @@ def train_step(
     if GRAD_NORM in meta:
         raise InvalidError(f"forward returns {GRAD_NORM!r} as meta, a name of the runner's own; use another")
     grad_norm = optax.tree.norm(grads)
-    return state.apply_gradients(grads=grads), loss, meta | {GRAD_NORM: grad_norm}
+    state = state.apply_gradients(grads=grads)
+    if riders:
+        after, scalars = ride(riders, state.riders, Observation(jnp.asarray(state.step), state.params, grads))
+        state, meta = state.replace(riders=after), meta | scalars
+    return state, loss, meta | {GRAD_NORM: grad_norm}
 
 
 def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:

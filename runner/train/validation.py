@@ -42,8 +42,9 @@ def validation_sets(
 class Validation:
     """The loss on validation sets, by a `val_step` that is compiled when it is first needed, or in the background.
 
-    `abstract` is the train state's; `compile_val` compiles for one that has no optimizer state; `is_stopping` says
-    whether the job was asked to stop, which a whole evaluation must not delay. Made and called on every host.
+    `abstract` is the train state's; `compile_val` compiles for one with no optimizer state, and of which nothing rides
+    along; `is_stopping` says whether the job was asked to stop, which a whole evaluation must not delay. Made and
+    called on every host.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Validation:
         sets: Sequence[ValidationSet],
         is_stopping: Callable[[], bool],
     ):
-        self._abstract = abstract.replace(opt_state=())
+        self._abstract = abstract.replace(opt_state=(), riders={})
         self._compile_val, self._sets, self._is_stopping = compile_val, sets, is_stopping
         self._step: Future[jax.stages.Compiled] | None = None
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.training import train_state
 
-PARAMS, VARIABLES = "params", "variables"
+PARAMS, VARIABLES, RIDERS = "params", "variables", "riders"
 STATISTICS = "statistics"
 Meta = dict[str, jax.Array]
 # (variables, statistics of the step) -> (variables of the next step, scalars for the step's row)
@@ -27,9 +27,10 @@ UpdateVariables = Callable[[Any, Any], tuple[Any, Meta]]
 
 
 class TrainState(train_state.TrainState):
-    """That of flax, with the model's variables other than `params`, by collection."""
+    """That of flax, with the model's variables other than `params`, by collection, and what rides along, by name."""
 
     variables: Any = struct.field(default_factory=dict)
+    riders: Any = struct.field(default_factory=dict)  # see `runner.train.rider`
 
 
 def others(variables: Mapping[str, Any]) -> Any:
