@@ -47,8 +47,8 @@ class Rows(Protocol):
     def is_evaluated(self, row: Row) -> bool:
         """Whether it has figures of an evaluation."""
 
-    def evaluate_row(self, weights: Any, row: Row) -> Row | None:
-        """The newest row with the figures of its weights, as it is kept from now on; None if a stop came meanwhile."""
+    def evaluate_row(self, weights: Any, row: Row, before_it_is_kept: Callable[[Row], None]) -> bool:
+        """Keep the newest row with the figures of its weights, once it was shown; False if a stop came meanwhile."""
 
     def restart_clock(self) -> None:
         """Leave out of the speed of steps what has passed so far."""
@@ -92,7 +92,8 @@ class Steering:
         owner = read_owner(self._attempt.store) if hosts.is_main else None
         self._run_began = hosts.agree(0.0 if owner is None else owner.time)
         is_open = row.get("step") == step and self._rows.lacks_evaluation(row, step)
-        self._seen = Fired() if is_open else Fired(row=step, evaluation=step)
+        is_evaluated = row.get("step") == step and self._rows.is_evaluated(row)
+        self._seen = Fired(row=0 if is_open else step, evaluation=step if is_evaluated else 0)
         branch = self._read(state)
         if branch.fired.stopped:
             stopper = self._hooks.of_rule(branch.fired.stopped)
@@ -113,13 +114,15 @@ class Steering:
             return state
         before = branch = self._read(state)
         branch = self._ask("on_row", "row", branch, state, step, row)
-        if branch.fired.asked == step and not self._rows.is_evaluated(row) and self._rows.has_evaluators:
-            whole = self._rows.evaluate_row(self._weights_of(state), row)
-            if whole is None:
-                return self._write(state, before, branch)
-            row = whole
+
+        def show(whole: Row) -> None:
+            nonlocal branch
+            branch = self._ask("on_evaluation", "evaluation", branch, state, step, whole)
+
         if self._rows.is_evaluated(row):
-            branch = self._ask("on_evaluation", "evaluation", branch, state, step, row)
+            show(row)
+        elif branch.fired.asked == step and self._rows.has_evaluators:
+            self._rows.evaluate_row(self._weights_of(state), row, show)
         self._rows.restart_clock()
         return self._write(state, before, branch)
 

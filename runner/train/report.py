@@ -134,7 +134,7 @@ class Report(Account):
         row = self._attempt.hosts.agree(self._resumed_row)
         if row is None or not self.lacks_evaluation(row, step):
             return True
-        return self.evaluate_row(weights, row, before_it_is_kept) is not None
+        return self.evaluate_row(weights, row, before_it_is_kept)
 
     def lacks_evaluation(self, row: Row, step: int) -> bool:
         """Whether the row of `step` was to be evaluated, and a stop came before."""
@@ -144,18 +144,16 @@ class Report(Account):
         """Whether it has figures of an evaluation."""
         return any(key.startswith("val/") for key in row)
 
-    def evaluate_row(
-        self, weights: Any, row: Row, before_it_is_kept: Callable[[Row], None] = lambda row: None
-    ) -> Row | None:
-        """The newest row with the figures of its weights, as it is kept from now on; None if a stop came meanwhile."""
+    def evaluate_row(self, weights: Any, row: Row, before_it_is_kept: Callable[[Row], None]) -> bool:
+        """Evaluate the weights of the newest row, and keep it with the figures; False if a stop came meanwhile."""
         figures = self._evaluate(weights, row["step"])
         if figures is None:
-            return None
+            return False
         before_it_is_kept(row | figures)
         if self._attempt.hosts.is_main:
             self._metrics.replace_last(row | figures)
             self._show(row | figures)
-        return row | figures
+        return True
 
     def restart_clock(self) -> None:
         """Leave out of the speed of steps what has passed so far."""

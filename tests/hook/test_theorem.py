@@ -24,7 +24,7 @@ HOOKS: dict[str, list[Any]] = {
     "save": [f"{HERE}:Diary", {"hook": f"{HERE}:AtStep", "config": {"step": 3, "act": "save"}}],
     "best at end": ["runner.hook:BestAtEnd"],
 }
-_PATIENT = {"hook": "runner.hook:EarlyStopping", "config": {"patience": 3, "min_delta": 10.0}}
+_PATIENT = {"hook": "runner.hook:EarlyStopping", "config": {"patience": 4, "min_delta": 10.0}}
 HOOKS["several"] = [*HOOKS["evaluate"], f"{HERE}:Watcher", "runner.hook:BestAtEnd", _PATIENT]
 ALL = [name if name == "several" else pytest.param(name, marks=pytest.mark.soak) for name in HOOKS]
 STOPPING = ["early stopping", "stop at a loss", "stop between evaluations"]

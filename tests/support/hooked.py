@@ -57,11 +57,11 @@ class Watcher(Observer):
 
     def on_row(self, moment: Moment) -> None:
         """Note it."""
-        note(moment, self.job.store.root, "row")
+        note(moment, self.job.store.root, "saw row")
 
     def on_evaluation(self, moment: Moment) -> None:
         """Note it."""
-        note(moment, self.job.store.root, "evaluation")
+        note(moment, self.job.store.root, "saw evaluation")
 
     def on_checkpoint(self, moment: Moment) -> None:
         """Note it."""
