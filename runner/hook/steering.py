@@ -18,7 +18,7 @@ import numpy as np
 
 from runner.attempt.claim import Attempt
 from runner.attempt.owner import read_owner
-from runner.errors import HookError
+from runner.errors import HookError, InvalidError
 from runner.hook.call import Caller
 from runner.hook.counters import Branch, Fired
 from runner.hook.listing import RIDER, Hooks, Listed, refuse_taken_keys
@@ -85,9 +85,15 @@ class Steering:
         self.save_step = 0
 
     def start(self, state: TrainState, step: int) -> TrainState:
-        """Before the first step of the attempt: who has stopped the run, and `on_start`."""
+        """Before the first step of the attempt: who has stopped the run, and `on_start`.
+
+        Raises `InvalidError` if a hook waits for evaluations where there are none.
+        """
         if not self._hooks.listed:
             return state
+        waiting = self._hooks.listening_to("on_evaluation")
+        if waiting and not self._rows.has_evaluators:
+            raise InvalidError(f"hooks: {waiting[0].name} waits for evaluations, and nothing evaluates this job")
         hosts, row = self._attempt.hosts, self._newest_row()
         owner = read_owner(self._attempt.store) if hosts.is_main else None
         self._run_began = hosts.agree(0.0 if owner is None else owner.time)
@@ -161,7 +167,7 @@ class Steering:
             verdict = self._caller.steer(each, method, self._moment(each, state, step, row, counters.get(each.name)))
             if verdict.counters is not None:
                 counters[each.name] = verdict.counters
-            if verdict.act in (Act.EVALUATE, Act.STOP):
+            if verdict.act in (Act.EVALUATE, Act.STOP) and not self._rows.is_evaluated(row):
                 fired = replace(fired, asked=step)
             if verdict.act is Act.SAVE:
                 self.save_step = step

@@ -141,8 +141,8 @@ class Checkpoint(Frozen):
     )
     init_from: Annotated[str, Field(min_length=1)] | InitFrom | None = Field(
         default=None,
-        description="Begin with the weights of this run (or RUN/checkpoints/STEP), or of this directory or URL in "
-        "Hugging Face's layout, where there is no own checkpoint.",
+        description="Begin with the weights of this run (or RUN/checkpoints/STEP, or RUN/checkpoints/best), or of this "
+        "directory or URL in Hugging Face's layout, where there is no own checkpoint.",
     )
     local_directory: str | None = Field(
         default=None,

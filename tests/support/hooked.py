@@ -193,3 +193,19 @@ class Large(Hook):
     def init(self) -> Any:
         """Too much."""
         return {"n": np.zeros(100_000, np.int32)}
+
+
+class SleepsConfig(HookConfig):
+    """How long."""
+
+    seconds: float = 0.2
+
+
+class Sleeps(Observer):
+    """Takes its time at every row."""
+
+    Config = SleepsConfig
+
+    def on_row(self, moment: Moment) -> None:
+        """Sleep."""
+        time.sleep(self.config.seconds)
