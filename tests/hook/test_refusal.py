@@ -1,14 +1,20 @@
-"""What is wrong with hooks is one line, before step 1 where that can be known; else it ends the run and names the hook."""
+"""What is wrong with hooks is one line, before step 1 if that can be; else it ends the run, and names the hook."""
 
+import re
 from typing import Any
 
 import pytest
 
 from runner import ExecutionSpec
 from runner.errors import HookError, InvalidError
+from runner.hook.call import _outcome
+from runner.hook.listing import Listed
+from runner.hook.protocol import Moment
+from runner.hook.shipped import figure
+from runner.hosts.agreement import Hosts
 from runner.hosts.progress import Progress
 from runner.spec import parse_document, read_spec
-from tests.support.hooked import job
+from tests.hook.small import job
 from tests.support.tiny import counter, gpt_document
 from tests.test_values import TrainLookup
 
@@ -48,8 +54,8 @@ def early(**config: Any) -> dict[str, Any]:
 )
 def test_an_entry_that_is_none_is_refused_with_its_place(hooks: Any, words: str, tmp_path) -> None:
     text = "\n".join(f"{key}: {value!r}" for key, value in gpt_document(tmp_path / "run", hooks=hooks).items())
+    (tmp_path / "spec.yaml").write_text(text)
     with pytest.raises(InvalidError) as caught:
-        (tmp_path / "spec.yaml").write_text(text)
         read_spec(tmp_path / "spec.yaml")
     assert words in str(caught.value)
     assert "hooks" in str(caught.value)
@@ -108,62 +114,72 @@ def test_a_hook_that_waits_for_evaluations_is_refused_where_nothing_is_evaluated
         job(tmp_path / "run", early(), job_class=Unjudged)()
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("raise", r"ZeroDivisionError: a bug \(at .*hooked.py:\d+\)"),
-        ("exit", "SystemExit: 0"),
-        ("number", "TypeError: returned a int, needs a Verdict or None"),
-        ("tree", "ValueError: returned counters of .*, init of"),
-        ("shape", r"ValueError: returned counters with int32 of shape \(2,\), where init has int32 of shape \(\)"),
-        ("type", r"ValueError: returned counters with float32 of shape \(\), where init has int32 of shape \(\)"),
-    ],
-)
-def test_a_hook_that_fails_is_named_and_what_was_saved_is_good(how: str, words: str, tmp_path) -> None:
-    hook = {"hook": f"{HERE}:Sick", "config": {"how": how, "step": 4}}
-    with pytest.raises(HookError, match=rf"^hook Sick in on_row at step 4: {words}") as caught:
-        job(tmp_path / "run", hook, **{"checkpoint.every_steps": 3})()
-    assert caught.value.exit_code == 1
-    assert "\n" not in str(caught.value)
-    assert (tmp_path / "run" / "checkpoints" / "3" / "manifest.json").exists()
-    assert not (tmp_path / "run" / "checkpoints" / "4").exists()
+def outcome(listed: Listed, method: str, step: int = 4) -> str | None:
+    """Why the run cannot go on after this call; None if it can."""
+    hosts = Hosts.alone()
+    return _outcome(listed, method, Moment(step, {"step": step}, {}, listed.counters, hosts, 0.0))[1]
 
 
 @pytest.mark.parametrize(
     ("method", "how", "words"),
     [
-        ("on_start", "raise", "on_start at step 0: ZeroDivisionError"),
-        ("on_evaluation", "raise", "on_evaluation at step 4: ZeroDivisionError"),
-        ("on_checkpoint", "raise", "on_checkpoint at step 8: ZeroDivisionError"),
-        ("on_checkpoint", "stop", "on_checkpoint at step 8: TypeError: returned a Verdict, needs None"),
-        ("on_end", "number", "on_end at step 8: TypeError: returned a int, needs a mapping or None"),
+        ("on_row", "raise", r"ZeroDivisionError: a bug \(at .*hooked.py:\d+\)$"),
+        ("on_row", "exit", "SystemExit: 0"),
+        ("on_row", "number", "TypeError: returned a int, needs a Verdict or None"),
+        ("on_row", "tree", "ValueError: returned counters of .*, init of"),
+        ("on_row", "shape", r"ValueError: returned counters with int32 of shape \(2,\), where init has int32 of shape"),
+        ("on_row", "type", r"ValueError: returned counters with float32 of shape \(\), where init has int32"),
+        ("on_evaluation", "raise", "ZeroDivisionError"),
+        ("on_evaluation", "number", "TypeError: returned a int, needs a Verdict or None"),
+        ("on_start", "raise", "ZeroDivisionError"),
+        ("on_start", "number", "TypeError: returned a int, needs None"),
+        ("on_checkpoint", "stop", "TypeError: returned a Verdict, needs None"),
+        ("on_end", "number", "TypeError: returned a int, needs a mapping or None"),
+        ("on_end", "array", "TypeError: Object of type ndarray is not JSON serializable"),
     ],
 )
-def test_every_call_may_fail(method: str, how: str, words: str, tmp_path) -> None:
-    hook = {"hook": f"{HERE}:Sick", "config": {"how": how, "method": method, "step": 0 if method == "on_start" else 3}}
-    with pytest.raises(HookError, match=f"^hook Sick in {words}"):
-        job(tmp_path / "run", hook)()
+def test_what_a_call_may_not_do_is_one_line(method: str, how: str, words: str, tmp_path) -> None:
+    hook = {"hook": f"{HERE}:Sick", "config": {"how": how, "method": method}}
+    (listed,) = job(tmp_path / "run", hook).hooks.listed
+    problem = outcome(listed, method)
+    assert re.match(words, str(problem)), problem
+    assert "\n" not in str(problem)
+    assert outcome(listed, method, step=2) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "step", "how", "saved"),
+    [
+        ("on_row", 4, "raise", [3]),
+        ("on_checkpoint", 6, "raise", [3]),
+        ("on_end", 8, "raise", [3, 6, 8]),
+        ("on_end", 8, "taken", [3, 6, 8]),
+    ],
+)
+def test_a_hook_that_fails_ends_the_run_with_1_and_what_was_saved_is_good(method, step, how, saved, tmp_path) -> None:
+    hook = {"hook": f"{HERE}:Sick", "config": {"how": how, "method": method, "step": step}}
+    words = "Sick: result.json has step already" if how == "taken" else f"Sick in {method} at step {step}: Zero"
+    with pytest.raises(HookError, match=f"^hook {words}") as caught:
+        job(tmp_path / "run", hook, **{"checkpoint.every_steps": 3})()
+    assert caught.value.exit_code == 1
+    manifests = (tmp_path / "run" / "checkpoints").glob("*/manifest.json")
+    assert sorted(int(path.parent.name) for path in manifests) == saved
     assert not (tmp_path / "run" / "result.json").exists()
 
 
-def test_a_key_of_the_result_cannot_be_taken(tmp_path) -> None:
-    hook = {"hook": f"{HERE}:Sick", "config": {"how": "taken", "method": "on_end"}}
-    with pytest.raises(HookError, match=r"^hook Sick: result.json has step already"):
-        job(tmp_path / "run", hook)()
-    assert (tmp_path / "run" / "checkpoints" / "8" / "manifest.json").exists()
-
-
 def test_an_observer_has_no_say(tmp_path) -> None:
-    with pytest.raises(HookError, match=r"^hook Bossy in on_row at step 1: TypeError: .* an Observer only looks"):
-        job(tmp_path / "run", f"{HERE}:Bossy")()
+    (listed,) = job(tmp_path / "run", f"{HERE}:Bossy").hooks.listed
+    assert "TypeError: returned a verdict, and an Observer only looks" in str(outcome(listed, "on_row"))
 
 
-def test_a_metric_that_no_row_has_is_named_with_the_nearest(tmp_path) -> None:
-    with pytest.raises(HookError, match=r"KeyError: .*has no val/los; did you mean val/loss\?"):
-        job(tmp_path / "run", early(metric="val/los"))()
+def test_a_metric_that_no_row_has_is_named_with_the_nearest() -> None:
+    with pytest.raises(KeyError, match=r"the row of step 4 has no val/los; did you mean val/loss\?"):
+        figure({"step": 4, "train/loss": 1.0, "val/loss": 2.0}, "val/los")
 
 
-def test_a_call_that_takes_long_is_told_of_once(tmp_path, monkeypatch, capsys) -> None:
+def test_a_call_is_a_phase_of_its_own_and_told_of_once_if_it_takes_long(tmp_path, monkeypatch, capsys) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(Progress, "during", spying(Progress.during, names))
     monkeypatch.setattr("runner.hook.call._SLOW_SECONDS", 0.0)
     monkeypatch.setattr("runner.hook.call._SLOW_STEPS", 0.0)
     found = job(tmp_path / "run", f"{HERE}:Watcher")
@@ -171,14 +187,7 @@ def test_a_call_that_takes_long_is_told_of_once(tmp_path, monkeypatch, capsys) -
     told = [line for line in capsys.readouterr().err.splitlines() if "took" in line]
     assert len([line for line in told if "hook Watcher took" in line and "in on_row at step 1" in line]) == 1
     assert len([line for line in told if "in on_row" in line]) == 1
-
-
-def test_a_call_is_a_phase_of_its_own_which_the_watchdog_names(tmp_path, monkeypatch) -> None:
-    names: list[str] = []
-    monkeypatch.setattr(Progress, "during", spying(Progress.during, names))
-    job(tmp_path / "run", f"{HERE}:Watcher")()
-    assert "hook Watcher.on_row" in names
-    assert "hook Watcher.on_end" in names
+    assert {"hook Watcher.on_start", "hook Watcher.on_row", "hook Watcher.on_end"} <= {*names}
 
 
 def spying(during: Any, names: list[str]) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from runner.errors import PreemptedError
 from runner.storage import parse_lines
-from tests.support.hooked import job
+from tests.hook.small import job
 from tests.support.tiny import StopAfter
 
 HERE = "tests.support.hooked"

@@ -1,4 +1,4 @@
-"""Hooks for tests: some that count, some that break a rule each in one way, and the job that calls them."""
+"""Hooks for tests: some that count, some that break a rule each in one way."""
 
 import sys
 import time
@@ -8,15 +8,6 @@ import numpy as np
 from pydantic import Field
 
 from runner.hook import Act, Hook, HookConfig, Moment, Observer, Verdict
-from tests.support.tiny import gpt
-from tests.test_values import TrainLookup
-
-
-def job(directory: Any, *hooks: Any, job_class: type[TrainLookup] = TrainLookup, **changes: Any) -> TrainLookup:
-    """A table of tokens that trains for 8 steps, with a row each and an evaluation every other step."""
-    return gpt(
-        directory, job_class, **{"config.eval.every_steps": 2, "config.eval.batches": 1, "hooks": [*hooks], **changes}
-    )
 
 
 def note(moment: Moment, directory: Any, line: str) -> None:
@@ -146,6 +137,8 @@ class Sick(Hook):
                 return Verdict(counters={"n": np.zeros(2, np.int32)})
             case "type":
                 return Verdict(counters={"n": np.float32(0.5)})
+            case "array":
+                return {"mine": np.zeros(2)}
             case "taken":
                 return {"step": 3}
         return None
@@ -209,3 +202,16 @@ class Sleeps(Observer):
     def on_row(self, moment: Moment) -> None:
         """Sleep."""
         time.sleep(self.config.seconds)
+
+
+class Counts(Hook):
+    """Counts rows, and writes nothing down."""
+
+    def init(self) -> Any:
+        """How many."""
+        return {"rows": np.int32(0), "best": np.float32(np.inf)}
+
+    def on_row(self, moment: Moment) -> Verdict:
+        """Count, and compare."""
+        best = np.float32(min(moment.counters["best"], moment.row["train/loss"]))
+        return Verdict(counters={"rows": np.int32(moment.counters["rows"] + 1), "best": best})
