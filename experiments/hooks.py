@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from runner.hook import HookConfig, HookedJob, Moment, Observer
+from runner.hook import HookConfig, Moment, Observer, SeenJob
 from runner.inference.choice import Sampling
 from runner.inference.decode import generate, make_reader
 from runner.inference.text import encode_prompt, first_token, language_of, stream_text
@@ -28,7 +28,7 @@ class SampleText(Observer):
 
     Config: ClassVar[type[HookConfig]] = SampleTextConfig
 
-    def __init__(self, config: Any, job: HookedJob):
+    def __init__(self, config: Any, job: SeenJob):
         super().__init__(config, job)
         self._every_steps = config.every_evaluations * (job.config.eval.every_steps or 1)
 

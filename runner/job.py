@@ -39,6 +39,7 @@ from runner.spec import (
     Trajectory,
     document_of,
     dump_spec,
+    refuse_unread_hooks,
     trajectory,
     validate_config,
 )
@@ -53,7 +54,6 @@ class RestoreableJob:
 
     Config: ClassVar[type[JobConfig]] = JobConfig
     needs_topology: ClassVar[bool] = False
-    calls_hooks: ClassVar[bool] = False
 
     attempt: Attempt  # once the directory is claimed
     checkpointer: Checkpointer  # likewise
@@ -62,8 +62,7 @@ class RestoreableJob:
         """Check `spec.config` against `Config`. `document` is where the spec came from, for errors with a line."""
         self.document = document_of(spec) if document is None else document
         self.spec = spec
-        if spec.hooks and not self.calls_hooks:
-            raise self.document.error("hooks", f"nothing reads it: {type(self).__name__} is no BaseTrainer")
+        refuse_unread_hooks(self.document, spec, type(self))
         self.config: Any = validate_config(self.document, self.Config)
         self.store = open_directory(self.document, spec)
         is_shared = spec.topology is not None and spec.topology.compile_cache == "directory"

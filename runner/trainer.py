@@ -15,16 +15,12 @@ import flax.linen as nn
 import jax
 import optax
 
-from runner.attempt.result import read_result
 from runner.checkpoint.save import Payload
 from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields
-from runner.hook.listing import load_hooks
-from runner.hook.steering import Steering
+from runner.hook.job import HookedJob
 from runner.hosts.agreement import Hosts
-from runner.job import RestoreableJob
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train import step as pure
 from runner.train import variables as other_variables
@@ -36,7 +32,6 @@ from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_p
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import device_memory_bytes
-from runner.train.metrics.row import Row
 from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.optimizer import SPEC
 from runner.train.report import Evaluator, Report
@@ -46,12 +41,11 @@ from runner.train.validation import Validation, validation_sets
 from runner.train.variables import TrainState
 
 
-class BaseTrainer(RestoreableJob):
+class BaseTrainer(HookedJob):
     """Base of every training job."""
 
     Config: ClassVar[type[TrainerConfig[Any]]] = TrainerConfig[ModelConfig]
     needs_topology: ClassVar[bool] = True
-    calls_hooks: ClassVar[bool] = True
 
     blueprint: Blueprint  # from `setup` on: the job on the devices at hand
     compiled: CompiledStep  # from `prepare` on
@@ -64,7 +58,6 @@ class BaseTrainer(RestoreableJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
-        self.hooks = load_hooks(self.document, spec.hook_entries, self)
         self.design = Design(
             document=self.document,
             config=self.config,
@@ -142,17 +135,6 @@ class BaseTrainer(RestoreableJob):
         """What `plan --search` may vary besides mesh and micro-batch: values by dotted key. Nothing by default."""
         return {}
 
-    @property
-    def total_steps(self) -> int:
-        """The config's, or where a hook has ended the run."""
-        stop = self.steering.stop if "steering" in vars(self) else None
-        return int(self.config.total_steps) if stop is None else stop.step
-
-    @property
-    def done(self) -> bool:
-        """Whether the job reached its end, or a hook that the spec still has so has ended it."""
-        return super().done or self.hooks.has_stopped(read_result(self.store))
-
     # The step, the batch and the loop.
 
     @classmethod
@@ -178,7 +160,7 @@ class BaseTrainer(RestoreableJob):
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
         train_step, key, report = self.compiled.executable, self.blueprint.key, self.report
         with report.showing(self.step):
-            self._begin_steering()
+            self.begin_steering()
             with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
                 while self.step < self.total_steps:
                     self.state, loss, meta = train_step(self.state, self.attempt.progress.take(batches), key)
@@ -186,26 +168,9 @@ class BaseTrainer(RestoreableJob):
                     report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
                         report.add_row(self.weights(self.state), self.step)
-                        self._steer()
+                        self.steer()
                     self.save_or_stop()
             self.steering.end(self.state, self.step)
-
-    def _begin_steering(self) -> None:
-        """Make up for what a stop has kept from the step that is resumed: its evaluation, and the calls of hooks."""
-        self.state = self.steering.start(self.state, self.step)
-
-        def fire(row: Row) -> None:
-            self.state = self.steering.fire(self.state, self.step, row)
-
-        if not self.report.complete_row(self.weights(self.state), self.step, fire):
-            self.save_or_stop()
-        self._steer()
-
-    def _steer(self) -> None:
-        """Let hooks see the row of this step, if it has one; they may have it saved, or make it the last."""
-        self.state = self.steering.after_row(self.state, self.step)
-        if self.steering.save_step == self.step:
-            self.checkpointer.ask_for(self.step)
 
     # Parts, each made whole when it is first asked for.
 
@@ -234,11 +199,6 @@ class BaseTrainer(RestoreableJob):
             lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),
             compile_validation,
         )
-
-    @functools.cached_property
-    def steering(self) -> Steering:
-        """The hooks at work in this attempt."""
-        return Steering(self.hooks, self.attempt, self.report, self.weights)
 
     @functools.cached_property
     def validation(self) -> Validation:
@@ -295,13 +255,12 @@ class BaseTrainer(RestoreableJob):
 
     def identity(self) -> Trajectory:
         """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
-        known = super().identity() | {"config.data": self.dataset.fingerprint} | self.hooks.identity()
+        known = super().identity() | {"config.data": self.dataset.fingerprint}
         return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:
         """The spec with mesh, vocabulary and micro-batch filled in."""
-        spec = super().resolved_spec().model_copy(update={"hooks": self.hooks.entries()})
-        return self.design.resolved(spec, self.blueprint, self.compiled.layout)
+        return self.design.resolved(super().resolved_spec(), self.blueprint, self.compiled.layout)
 
     def payload(self) -> Payload:
         """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
@@ -315,10 +274,6 @@ class BaseTrainer(RestoreableJob):
             self.report.sync,
             lambda: self.steering.checkpoint(self.state, self.step),
         )
-
-    def result(self) -> JsonObject:
-        """The base's, and what hooks add."""
-        return super().result() | self.steering.result()
 
 
 def _bound_to(job_class: type[BaseTrainer], config: TrainerConfig[Any]) -> type[BaseTrainer]:

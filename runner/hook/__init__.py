@@ -6,9 +6,10 @@
 - `listing` the hooks that a spec lists
 - `call` one call on every host: errors, verdicts, time
 - `steering` when they are called, and what becomes of what they say
+- `job` a job that calls them
 """
 
-from runner.hook.protocol import Act, Hook, HookConfig, HookedJob, Moment, Observer, Verdict
+from runner.hook.protocol import Act, Hook, HookConfig, Moment, Observer, SeenJob, Verdict
 from runner.hook.shipped import BestAtEnd, EarlyStopping, StopAtLoss, StopAtTime
 
 __all__ = [
@@ -17,9 +18,9 @@ __all__ = [
     "EarlyStopping",
     "Hook",
     "HookConfig",
-    "HookedJob",
     "Moment",
     "Observer",
+    "SeenJob",
     "StopAtLoss",
     "StopAtTime",
     "Verdict",

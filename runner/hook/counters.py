@@ -5,6 +5,7 @@ that is saved in the middle of a step's calls (a stop came during its evaluation
 """
 
 import base64
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,10 +43,10 @@ class Branch:
     """The hooks' part of a state, on the host. `counters` are by the names of the hooks that steer."""
 
     fired: Fired
-    counters: dict[str, Any]
+    counters: Mapping[str, Any]
 
     @classmethod
-    def first(cls, counters: dict[str, Any]) -> "Branch":
+    def first(cls, counters: Mapping[str, Any]) -> "Branch":
         """Before the first step."""
         return cls(Fired(), counters)
 
@@ -56,7 +57,7 @@ class Branch:
         fired = Fired(**{name: int(value) for name, value in found.pop(FIRED).items()})
         return cls(fired, found)
 
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> Mapping[str, Any]:
         """As the state holds it, numpy."""
         types = {"stopped": np.uint32}
         fired = {name: np.array(value, types.get(name, np.int32)) for name, value in asdict(self.fired).items()}

@@ -9,7 +9,7 @@ from typing import Any
 from runner.attempt.result import Result
 from runner.errors import InvalidError
 from runner.hook.counters import FIRED, Branch, first_counters
-from runner.hook.protocol import Hook, HookedJob, Observer
+from runner.hook.protocol import Hook, Observer, SeenJob
 from runner.spec import Document, HookEntry, Trajectory, hash_of, load_class, validate_config
 from runner.train.rider import Rider
 
@@ -90,7 +90,7 @@ class Hooks:
         return [each.entry for each in self.listed]
 
 
-def load_hooks(document: Document, entries: Sequence[HookEntry], job: HookedJob) -> Hooks:
+def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -> Hooks:
     """Import, check and make the hooks of a spec. Raises `InvalidError` with the place of what is wrong."""
     listed: list[Listed] = []
     for place, entry in enumerate(entries):

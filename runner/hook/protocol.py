@@ -37,7 +37,7 @@ class HookConfig(JobConfig):
     """
 
 
-class HookedJob(Protocol):
+class SeenJob(Protocol):
     """What a hook may read of its job. It changes nothing of it."""
 
     spec: ExecutionSpec
@@ -105,7 +105,7 @@ class Hook:
 
     Config: ClassVar[type[HookConfig]] = HookConfig
 
-    def __init__(self, config: Any, job: HookedJob):
+    def __init__(self, config: Any, job: SeenJob):
         """`config` is an instance of `Config`. Raise `InvalidError` if it does not go with the job's spec."""
         self.config, self.job = config, job
 

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from runner.errors import InvalidError
-from runner.hook.protocol import Act, Hook, HookConfig, HookedJob, Moment, Verdict
+from runner.hook.protocol import Act, Hook, HookConfig, Moment, SeenJob, Verdict
 from runner.spec import nearest_or_all
 from runner.train.metrics.row import Row
 
@@ -146,7 +146,7 @@ class BestAtEnd(Hook):
     `best` then names it for `init_from`, `export`, `sample` and `evaluate`, even if no save was due there.
     """
 
-    def __init__(self, config: Any, job: HookedJob):
+    def __init__(self, config: Any, job: SeenJob):
         super().__init__(config, job)
         if job.spec.checkpoint.keep_best is None:
             raise InvalidError("BestAtEnd needs checkpoint.keep_best, which says what is best, and keeps it")

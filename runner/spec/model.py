@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 Auto = Literal["auto"]
+Section = dict[str, Any]  # of a spec that a class of the user's own validates
 Level = Literal["debug", "info", "warning", "error"]
 
 SECRET = "$NOT_WRITTEN_DOWN"  # in the place of a URL in a spec that is written
@@ -258,7 +259,7 @@ class HookEntry(Frozen):
         pattern=HOOK_PATTERN,
         description="What it is called, and its counters in the state; null: as its class. Each hook has its own.",
     )
-    config: dict[str, Any] = Field(default={}, description="Belongs to the hook's class, and is validated by it.")
+    config: Section = Field(default={}, description="Belongs to the hook's class, and is validated by it.")
 
     @property
     def called(self) -> str:
@@ -293,7 +294,7 @@ class ExecutionSpec(Frozen):
         description="What looks at a trainer's rows and weights, and may save, evaluate or stop: module.path:Class, or "
         "that as hook, with name and config. Called in this order.",
     )
-    config: dict[str, Any] = Field(default={}, description="Belongs to the job class, and is validated by it.")
+    config: Section = Field(default={}, description="Belongs to the job class, and is validated by it.")
 
     @property
     def hook_entries(self) -> list[HookEntry]:

@@ -83,14 +83,14 @@ def stop(directory, name, step) -> None:
 def kill(directory, name, step) -> None:
     """Kill the run after the calls of `step`, before it can be saved."""
     found = made(directory, name)
-    steer = found._steer
+    steer = found.steer
 
     def die() -> None:
         steer()
         if found.step == step:
             raise Killed
 
-    found._steer = die  # type: ignore[method-assign]
+    found.steer = die  # type: ignore[method-assign]
     try:
         found()
     except Killed:

@@ -24,19 +24,20 @@ class Diary(Hook):
         """Calls by kind, and a sum of losses."""
         return {"calls": np.zeros(2, np.int32), "sum": np.float32(0)}
 
-    def _count(self, moment: Moment, place: int, metric: str) -> Verdict:
+    def _count(self, moment: Moment, place: int) -> Verdict:
         note(moment, self.job.store.root, ("row", "evaluation")[place])
         counters = moment.counters
         counters["calls"][place] += 1
-        return Verdict(counters=counters | {"sum": counters["sum"] + np.float32(moment.row[metric])})
+        seen = np.float32(moment.row.get("val/loss", moment.row["train/loss"]))
+        return Verdict(counters=counters | {"sum": counters["sum"] + seen})
 
     def on_row(self, moment: Moment) -> Verdict:
         """Count the row, and whether it is whole."""
-        return self._count(moment, 0, "val/loss" if moment.step % 2 == 0 else "train/loss")
+        return self._count(moment, 0)
 
     def on_evaluation(self, moment: Moment) -> Verdict:
         """Count the evaluation."""
-        return self._count(moment, 1, "val/loss")
+        return self._count(moment, 1)
 
 
 class Watcher(Observer):

@@ -112,7 +112,7 @@ def test_the_verdict_of_host_0_is_everyones_and_another_is_told_of(process: int,
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_hook_that_hangs_is_named_by_the_watchdog(processes: int, tmp_path) -> None:
     guilty = processes - 1
-    options = (*SMALL, sick(step=15, how="hang", process=guilty), "deadlines.phase_seconds=10")
+    options = (*SMALL, sick(step=15, how="hang", process=guilty), "deadlines.phase_seconds=60")
     job = Job(SPEC, tmp_path / "run", options)
     for attempt in job.start_processes(2) if processes == 2 else [job.start()]:
         attempt.expect(76)
