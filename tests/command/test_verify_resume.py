@@ -144,7 +144,8 @@ def test_a_hook_that_counts_in_the_state_passes(processes: str) -> None:
     assert "SAME BITS after 3 kills" in output
 
 
-@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_hook_that_hides_state_is_found_with_its_counter(processes: str) -> None:
     hooks = "hooks=[tests.support.hooked:HidesState]"
     code, output = verify(*HOOKED, "--kills", "1", "--set", hooks, "--processes", processes)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from runner import open_checkpoint
+from runner.attempt.result import RESULT_KEYS
 from runner.checkpoint.fingerprint import leaf_names
 from runner.command import checkpoints
 from runner.errors import InvalidError
 from runner.history.read import read_history
 from runner.hook.protocol import Act, Moment
 from runner.hosts.agreement import Hosts
+from runner.record import check
 from runner.storage import LocalStore, parse_lines
 from runner.train.metrics.file import read_rows
 from tests.hook.small import job
@@ -74,6 +76,7 @@ def test_a_run_that_was_stopped_early_is_done_until_its_rule_changes(tmp_path) -
     assert (found["step"], found["stopped_by"]) == (6, "EarlyStopping")
     assert "is not better than" in found["stopped_because"]
     assert found["val_loss"] is not None
+    check(found, RESULT_KEYS, ["stopped_by", "stopped_because", "stopped_rule"])
     history = read_history(LocalStore(directory))
     assert (history.state.value, history.step, history.total_steps) == ("done", 6, 8)
     assert str(history.reason).startswith("stopped by EarlyStopping: val/loss is not better")
@@ -181,6 +184,7 @@ def test_the_best_step_is_saved_kept_and_named_for_whoever_asks(tmp_path, capsys
     found = result(tmp_path / "run")
     rows = {row["step"]: row["val/loss"] for row in read_rows(LocalStore(tmp_path / "run")) if "val/loss" in row}
     best = max(rows, key=lambda step: rows[step])
+    check(found, RESULT_KEYS, ["best_step", "best_value"])
     assert (found["best_step"], found["best_value"]) == (best, float(np.float32(rows[best])))
     assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [best, 8]
     capsys.readouterr()
