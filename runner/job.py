@@ -11,8 +11,6 @@ import time
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.attempt.account import Account
 from runner.attempt.claim import DRAIN_SECONDS, Attempt, claim
@@ -23,7 +21,7 @@ from runner.attempt.incident import Incidents
 from runner.attempt.layout import open_directory
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.fingerprint import fingerprint
-from runner.checkpoint.leaves import refuse_what_cannot_be_kept, strong
+from runner.checkpoint.leaves import born, on_every_device, refuse_what_cannot_be_kept
 from runner.checkpoint.restore import refuse_other_checkpoints
 from runner.checkpoint.save import Payload, SaveKind
 from runner.errors import DivergedError, HookError, MiscountError, PreemptedError, StateError
@@ -65,8 +63,7 @@ class RestoreableJob:
         refuse_unread_hooks(self.document, spec, type(self))
         self.config: Any = validate_config(self.document, self.Config)
         self.store = open_directory(self.document, spec)
-        is_shared = spec.topology is not None and spec.topology.compile_cache == "directory"
-        self.compile_cache = CompileCache(self.store if is_shared else None)
+        self.compile_cache = CompileCache(self.store if spec.shares_compiled_programs else None)
         self.state: Any = None
         self.step = 0  # completed
 
@@ -101,14 +98,11 @@ class RestoreableJob:
 
     def abstract_state(self) -> Any:
         """Shape, dtype and sharding of every leaf of the state, by default a copy on every device of the job."""
-        copies = NamedSharding(Mesh(np.array(jax.devices()), ("device",)), PartitionSpec())
-        shapes = jax.eval_shape(self.init)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=copies), shapes)
+        return on_every_device(jax.eval_shape(self.init))
 
     def init_state(self) -> Any:
         """`init`, each leaf strongly typed and born with the sharding that `abstract_state` gives it."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
-        return jax.jit(lambda: strong(self.init()), out_shardings=shardings)()
+        return born(self.init, self.abstract_state())
 
     def run(self) -> None:
         """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`.

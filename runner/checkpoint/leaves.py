@@ -9,13 +9,15 @@ A leaf must come back with its shape, its element type and its bits. Three kinds
 
 import collections
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tensorstore
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.fingerprint import leaf_names
 from runner.errors import InvalidError, StateError
@@ -41,6 +43,17 @@ def form(leaf: Any) -> jax.ShapeDtypeStruct:
 def strong(tree: Any) -> Any:
     """`tree` with every weakly typed leaf made strong: the same dtype, the same bits. To be traced or run."""
     return jax.tree.map(_strong, tree)
+
+
+def on_every_device(shapes: Any) -> Any:
+    """Abstract leaves of these shapes and types, of each a copy on every device of the job."""
+    copies = NamedSharding(Mesh(np.array(jax.devices()), ("device",)), PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=copies), shapes)
+
+
+def born(make: Callable[[], Any], abstract: Any) -> Any:
+    """What `make` returns, each leaf strongly typed and born with the sharding of its abstract one. On every host."""
+    return jax.jit(lambda: strong(make()), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))()
 
 
 def _strong(leaf: Any) -> Any:

@@ -297,6 +297,11 @@ class ExecutionSpec(Frozen):
     config: Section = Field(default={}, description="Belongs to the job class, and is validated by it.")
 
     @property
+    def shares_compiled_programs(self) -> bool:
+        """Whether compiled programs are kept in the run's directory, for all hosts."""
+        return self.topology is not None and self.topology.compile_cache == "directory"
+
+    @property
     def hook_entries(self) -> list[HookEntry]:
         """`hooks`, each as a section."""
         return [HookEntry(hook=entry) if isinstance(entry, str) else entry for entry in self.hooks]
