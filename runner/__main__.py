@@ -51,7 +51,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    stop, clock = StopNotice(), Clock.of_this_process()
+    clock = Clock.of_this_process()
+    stop = StopNotice(clock)
     stop.listen()
     with contextlib.suppress(ValueError):
         sys.path.remove("")

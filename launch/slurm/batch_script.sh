@@ -8,6 +8,10 @@
 # Given, in variables: name, command, step_options, max_restarts.
 
 export PYTHONUNBUFFERED=1
+# So that the time in the queue is counted: of the first start or, in a job that was queued again, since then.
+submit_time=$(timeout 20 squeue --noheader --states=all --format=%V --jobs="$SLURM_JOB_ID")
+RUNNER_SUBMITTED=$([[ -z $submit_time ]] || date --date="$submit_time" +%s)
+export RUNNER_SUBMITTED
 restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76
 [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file"
 

@@ -9,7 +9,7 @@ from typing import Any
 from runner import terminal
 from runner.attempt import clock_file
 from runner.attempt.alert import Alerts
-from runner.attempt.environment import changes, describe
+from runner.attempt.environment import changes, describe, submitted
 from runner.attempt.event_log import EventLog
 from runner.attempt.fence import Fence
 from runner.attempt.hint import lines_at_the_end
@@ -75,7 +75,8 @@ class Attempt:
     def start(self, name: str, **devices: Any) -> None:
         """Tell, in the ledger and a line, that the job `name` begins on these devices."""
         began = self.progress.clock.began
-        self.record("start", None, began=began, processes=self.hosts.num_processes, **devices, **self.environment)
+        known = devices | submitted() | self.environment
+        self.record("start", None, began=began, processes=self.hosts.num_processes, **known)
         self.say(f"{name}: attempt {self.number} in {self.store.url}")
 
     def owns_directory(self) -> bool:

@@ -5,6 +5,7 @@ resume says what has changed.
 """
 
 import inspect
+import math
 import os
 import platform
 import subprocess
@@ -26,6 +27,7 @@ ENVIRONMENT_KEYS = (
     Key("commit", str, "Of the git checkout that holds the job's class; absent if there is none."),
     Key("dirty", bool, "Whether tracked files there differ from it; absent likewise."),
 )
+SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds; the engine's or the user's word
 GIT_SECONDS = 2.0  # for each question; a repository that is slower than that is left out
 _DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu")
 _NAMED_HOSTS_MAX = 4
@@ -34,6 +36,15 @@ _NAMED_HOSTS_MAX = 4
 def describe(job_class: type, hosts: list[str]) -> JsonObject:
     """The values of `ENVIRONMENT_KEYS`; `hosts` has a name for each process."""
     return {"versions": versions(), "hosts": hosts, "cpus": num_threads()} | commit_of(job_class)
+
+
+def submitted() -> JsonObject:
+    """When the engine was asked for the job, under the key of the event `start`; empty if nobody says."""
+    try:
+        seconds = float(os.environ.get(SUBMITTED, ""))
+    except ValueError:
+        return {}
+    return {"submitted": seconds} if 0 < seconds < math.inf else {}
 
 
 def num_threads() -> int:

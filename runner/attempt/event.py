@@ -38,6 +38,7 @@ EVENTS = (
         "main host",
         (
             Key("began", float, "When process 0 was created.", "Unix seconds"),
+            Key("submitted", float, "When the engine was asked for it, if RUNNER_SUBMITTED says.", "Unix seconds"),
             Key("total_steps", int, "Step at which the job is done."),
             Key("processes", int, "Processes of the job."),
             Key("devices", int, "Devices of the job, over all processes."),

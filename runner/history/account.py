@@ -2,7 +2,8 @@
 
 1. An attempt's window is from its begin to its last sign of life. Where the next attempt began before that, as a new
    machine may while the old one still saves, the seconds belong to the older until the newer has claimed the directory,
-   and to the newer from then on: windows never overlap, and what lies between two of them is the gap.
+   and to the newer from then on: windows never overlap, and what lies between two of them is the gap. So is what lies
+   before the first, where it is known when the job was submitted.
 2. Within its window an attempt's clock says where the time went. What it does not is unattributed.
 3. Of an attempt's steps those beyond what any later attempt has resumed from were lost; their time is what the clock
    had counted for steps at its end, less what it had when the save of that step was made.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from runner.attempt.clock_file import Kept
-from runner.history.ledger import Told
+from runner.history.ledger import Told, number
 from runner.hosts.clock import COUNTED, Bucket
 
 Seconds = dict[Bucket, float]
@@ -41,6 +42,12 @@ class Life:
         known = [began if isinstance(began, float) and began <= self.told.first else math.inf, self.told.first]
         found = min(*known, math.inf if self.claimed is None else self.claimed)
         return found if math.isfinite(found) else 0.0
+
+    @property
+    def submitted(self) -> float:
+        """When the engine was asked for it; infinity if nobody has said."""
+        found = number(self.told.start, "submitted")
+        return math.inf if found is None else found
 
     @property
     def ended(self) -> float:
@@ -78,8 +85,13 @@ def share_out(lives: Sequence[Life], now: float | None) -> list[Share]:
         share = _alone(life, floors[index], now if newer is None else None)
         if newer is not None:
             share = _cut_end(share, newer.began if newer.claimed is None else newer.claimed)
-        shares.append(_after(share, shares[-1].ended if shares else None))
+        shares.append(_after(share, shares[-1].ended if shares else min(life.began, *_submitted(lives))))
     return shares
+
+
+def _submitted(lives: Sequence[Life]) -> list[float]:
+    """Each attempt's word: one that was queued again says when that was."""
+    return [life.submitted for life in lives]
 
 
 def _floors(lives: Sequence[Life]) -> list[int | None]:
@@ -142,10 +154,10 @@ def _cut_end(share: Share, moment: float) -> Share:
     return replace(share, ended=ended, seconds=_without(share.seconds, share.ended - ended, _LATE))
 
 
-def _after(share: Share, moment: float | None) -> Share:
+def _after(share: Share, moment: float) -> Share:
     """Without what lies before `moment`, where the attempt before has ended; with the gap since then."""
-    if moment is None or share.began >= moment:
-        return replace(share, gap_seconds=0.0 if moment is None else share.began - moment)
+    if share.began >= moment:
+        return replace(share, gap_seconds=share.began - moment)
     ended = max(share.ended, moment)
     lacking = moment - share.began - (ended - share.ended)
     return replace(share, began=moment, ended=ended, seconds=_without(share.seconds, lacking, _EARLY))

@@ -48,7 +48,7 @@ def read_history(store: Store, now: float | None = None) -> History:
     endings = [ending_of(life, newer, now) for life, newer in zip(lives, [*lives[1:], None], strict=True)]
     shares = share_out(lives, now if endings[-1].is_alive else None)
     attempts = tuple(map(_attempt, lives, shares, endings))
-    seconds, wall_seconds = _sum(shares), shares[-1].ended - shares[0].began
+    seconds, wall_seconds = _sum(shares), shares[-1].ended - shares[0].began + shares[0].gap_seconds
     last, validation = attempts[-1], _validation(ledger, sample)
     is_done = result is not None and result.step >= (total_steps or 0) and not endings[-1].is_alive
     return History(

@@ -46,7 +46,7 @@ class Attempt:
         resumed_step: 0 for a new state; None if it came to none.
         reached_step: the last one completed; None likewise.
         lost_steps: those that a later attempt has done again.
-        gap_seconds: from the end of the attempt before.
+        gap_seconds: from the end of the attempt before, or from when the first was submitted.
         seconds: by bucket, from `began` (or the end of the attempt before, if that is later) to `ended`.
         hosts: names of the machines, by process.
         num_saves: saves that were begun.
@@ -145,7 +145,8 @@ class History:
         step: the last one completed that the newest attempt is known to have; else the newest known.
         attempts: in order.
         seconds: by bucket, over all attempts and the gaps between them; they sum to `wall_seconds`.
-        wall_seconds: from the first attempt's begin to the end of the newest one, or to now if that lives.
+        wall_seconds: from when the first attempt was submitted, or else its begin, to the end of the newest one, or to
+            now if that lives.
         goodput: the share of the wall time that went into steps of the final trajectory.
         checkpoints: steps ascending, then other names.
         row: the newest of `metrics.jsonl`; empty for a job without metrics.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.storage import JsonObject, Store
 from runner.storage.failure import open_file, translating
-from runner.train.metrics.bucket import decode_parts
+from runner.train.metrics.bucket import read_content
 from runner.train.metrics.disk import NAME
 from runner.train.metrics.line import surviving
 
@@ -19,7 +19,6 @@ _NUM_BLOCKS = 128
 _BLOCK_BYTES = 1 << 13
 _TAILS_BYTES = (1 << 16, 1 << 20, 1 << 24)  # the next where the one before holds no whole row
 _PARTS_MAX = 16
-_LINKS_MAX = 64
 _NEWEST = 64
 
 
@@ -61,29 +60,16 @@ def _whole_lines(content: bytes, is_first: bool) -> list[bytes]:
 
 def _texts_in_bucket(store: Store) -> Iterator[bytes]:
     """Of the parts some, evenly, and always the last: the object that grows may hold one row alone."""
-    content, _ = store.read_versioned(NAME)
-    names = list(_names_of_parts(store, content))
+    try:
+        names, content = read_content(store)
+    except FileNotFoundError:  # somebody has deleted a part
+        names, content = [], store.read_versioned(NAME)[0]
     step = max(len(names) // _PARTS_MAX, 1)
     chosen: Sequence[str] = sorted({*names[::step], *names[-1:]}, key=names.index)
     with ThreadPoolExecutor(_PARTS_MAX) as pool:
         contents = list(pool.map(lambda name: _read_if_there(store, name), chosen))
     for each in (*contents, content):
         yield from each.splitlines()
-
-
-def _names_of_parts(store: Store, content: bytes) -> list[str]:
-    """All of them in order; only the first that an object names can name others."""
-    names: list[str] = []
-    for _ in range(_LINKS_MAX):
-        try:
-            found = [part.name for part in decode_parts(content)]
-        except (TypeError, ValueError):
-            return names
-        if not found or not all(isinstance(name, str) and name.startswith("metrics/") for name in found):
-            return names
-        names[:0] = found
-        content = _read_if_there(store, found[0])
-    return names
 
 
 def _read_if_there(store: Store, name: str) -> bytes:

@@ -27,7 +27,7 @@ class Bucket(enum.Enum):
         member._value_, member.meaning, member.index = key, meaning, -1
         return member
 
-    GAP = "gap", "No process of the job lived: between two attempts, in a queue or waiting for a machine."
+    GAP = "gap", "No process of the job lived: in a queue, waiting for a machine, or between two attempts."
     PROCESS_START = "process_start", "From the process's creation until it joins the others: Python, imports, the spec."
     DISTRIBUTED_INIT = "distributed_init", "Until all processes of the job have found each other."
     SET_UP = "set_up", "Devices, mesh and data are checked, the directory is claimed."

@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Protocol
 
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
+from runner.hosts.clock import Clock
 from runner.process import INSISTENT_SIGNALS, STOP_SIGNALS, stop_signals
 from runner.terminal import LOGGER, warn
 
@@ -69,9 +70,11 @@ class StopNotice:
     """Whether the job was asked to stop, and at which tick it does. One a process, made by the command.
 
     `on_idle_exit`, set by the job, is called from a thread of this class before a process ends that has not begun.
+    `clock` hears the exit code of a process that this class ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._tick = 0
         self._stop_tick: int | None = None
@@ -121,7 +124,7 @@ class StopNotice:
     def _on_signal(self, number: signal.Signals) -> None:
         self._num_insistent += number in INSISTENT_SIGNALS
         if self._num_insistent > 1:
-            end_process(EXIT_PREEMPTED, f"{number.name} again: leaving at once; the last commit is intact")
+            self._end(EXIT_PREEMPTED, f"{number.name} again: leaving at once; the last commit is intact")
         self.ask(number.name)
 
     def ask(self, reason: str) -> None:
@@ -140,7 +143,7 @@ class StopNotice:
             peers.announce_stop()
         except ConnectionError as error:
             time.sleep(_VERDICT_SECONDS)
-            end_process(EXIT_RETRYABLE, f"peer lost: {error}")
+            self._end(EXIT_RETRYABLE, f"peer lost: {error}")
 
     def _await_peers(self, peers: Peers) -> None:
         try:
@@ -152,7 +155,7 @@ class StopNotice:
                 self._decide(ticks)
         except ConnectionError as error:
             time.sleep(_VERDICT_SECONDS)
-            end_process(EXIT_RETRYABLE, f"peer lost: {error}")
+            self._end(EXIT_RETRYABLE, f"peer lost: {error}")
 
     def _decide(self, ticks: list[int]) -> None:
         if self._stop_tick is not None:
@@ -162,7 +165,12 @@ class StopNotice:
             return
         if self.on_idle_exit is not None:
             self.on_idle_exit()
-        end_process(EXIT_PREEMPTED, "stopped before the first step: nothing to save")
+        self._end(EXIT_PREEMPTED, "stopped before the first step: nothing to save")
+
+    def _end(self, code: int, message: str) -> None:
+        if self._clock is not None:
+            self._clock.end(code)
+        end_process(code, message)
 
 
 def _leave_to_the_listener(number: int, frame: FrameType | None) -> None:

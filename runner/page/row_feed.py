@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from runner.storage import Store
-from runner.train.metrics.bucket import decode_parts
+from runner.train.metrics.bucket import decode_parts, read_content
 from runner.train.metrics.disk import NAME
 from runner.train.metrics.line import surviving
 from runner.train.metrics.row import Row
 
 _LINE_BYTES_MAX = 1 << 20  # what is longer is no row
-_TRIES = 3
 
 
 class Fed(NamedTuple):
@@ -102,31 +101,15 @@ class BucketFeed:
 
     def read(self) -> Fed:
         """See `RowFeed`."""
-        for remaining in reversed(range(_TRIES)):
-            content = self._store.read_versioned(NAME)[0]
-            try:
-                names = self._names(content)
-            except FileNotFoundError:  # a part that a newer attempt has dropped, and names no more
-                if not remaining:
-                    raise
-                continue
-            break
+        names, content = read_content(self._store, self._parts)
+        if names and names[0] in self._parts:
+            names = [*self._parts[: self._parts.index(names[0])], *names]
         is_anew = names[: len(self._parts)] != self._parts or not self._parts
         if is_anew:
             self._parts, self._step = [], -1
         sealed = decode_parts(content)
         newest = surviving(content.splitlines(), beyond=sealed[-1].last_step if sealed else -1)
         return Fed(is_anew, self._rows(names[len(self._parts) :]), [line.row for line in newest])
-
-    def _names(self, content: bytes) -> list[str]:
-        """All parts in order; only the first that an object names can name others, and those were read if it was."""
-        names: list[str] = []
-        while parts := [part.name for part in decode_parts(content)]:
-            if parts[0] in self._parts:
-                return [*self._parts[: self._parts.index(parts[0])], *parts, *names]
-            names = [*parts, *names]
-            content = self._store.read(parts[0])
-        return names
 
     def _rows(self, names: Iterable[str]) -> Iterator[Row]:
         for name in names:

@@ -3,7 +3,7 @@
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -191,12 +191,17 @@ def test_what_fits_nowhere_is_cut_into_what_is_left() -> None:
 
 # The order.
 
+
+def in_the_soak(*values: int) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
 SIZES = [1, 2, 7, 8, 9, 24, 25, 61, 200, 1003]
 BATCHES = ["1", "2", "3", "50", "2000", "1/10", "8/3", "384/5", "44800/961"]
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("num_examples", SIZES)
+@pytest.mark.parametrize("num_examples", [*SIZES[:-2], *in_the_soak(*SIZES[-2:])])
 def test_an_epoch_of_rows_holds_each_example_once_and_any_place_is_found_alone(num_examples: int, batch: str) -> None:
     order, other = (RowOrder(num_examples, 8, Fraction(batch), seed) for seed in (5, 6))
     epochs = [[order[epoch * num_examples + place] for place in range(num_examples)] for epoch in range(3)]

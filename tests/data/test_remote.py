@@ -440,6 +440,7 @@ def test_the_size_of_the_cache_is_no_part_of_the_data(bins: Pair) -> None:
 # A run.
 
 
+@pytest.mark.soak
 def test_a_run_is_stopped_and_resumed_to_the_same_bits_with_the_cache_torn_and_the_bucket_failing(
     bins: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def undisturbed(make_job):
     return job
 
 
+@pytest.mark.soak
 def test_gone_back_to_a_save_and_resumed_every_bit_is_the_same(undisturbed, make_job):
     root = shutil.copytree(undisturbed.store.root, undisturbed.store.root.parent / "again")
     *_, last = sorted((root / "checkpoints").iterdir())

@@ -22,6 +22,10 @@ step_options=(--label --kill-on-bad-exit=0 --wait=120)
 max_restarts=7
 
 export PYTHONUNBUFFERED=1
+# So that the time in the queue is counted: of the first start or, in a job that was queued again, since then.
+submit_time=$(timeout 20 squeue --noheader --states=all --format=%V --jobs="$SLURM_JOB_ID")
+RUNNER_SUBMITTED=$([[ -z $submit_time ]] || date --date="$submit_time" +%s)
+export RUNNER_SUBMITTED
 restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76
 [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file"
 

@@ -23,7 +23,7 @@ def life(number=1, began=0.0, claimed=None, resumed=None, step=0, marks=(), **se
 
 def check(lives: list[Life], shares: list[Share], now: float | None) -> None:
     assert len(shares) == len(lives)
-    whole = shares[-1].ended - shares[0].began
+    whole = shares[-1].ended - shares[0].began + shares[0].gap_seconds
     total = sum(sum(share.seconds.values()) + share.gap_seconds for share in shares)
     assert total == pytest.approx(whole, abs=1e-6, rel=1e-9)
     for before, share in zip([None, *shares], shares, strict=False):
@@ -44,6 +44,7 @@ def any_life(draw: st.DrawFn) -> Life:
     told = Told(1, resumed_step=resumed, step=step, ready=draw(st.none() | SECONDS), stall_seconds=draw(SECONDS))
     told.marks.extend(sorted(marks))
     told.first, told.last = draw(SECONDS), draw(SECONDS)
+    told.start = draw(st.just({}) | st.fixed_dictionaries({"submitted": SECONDS | st.just("soon")}))
     counted = tuple(draw(SECONDS) for _ in COUNTED)
     reading = Reading(
         draw(SECONDS), step or 0, 0.0, draw(st.sampled_from(COUNTED)), counted, draw(st.none() | st.just(0))
@@ -67,6 +68,14 @@ def test_what_two_attempts_share_belongs_to_the_older_until_the_newer_has_claime
     assert shares[0].seconds[Bucket.SHUTDOWN] + shares[0].seconds[Bucket.PROCESS_START] == 20.0
     assert shares[0].seconds[Bucket.STEPS] + shares[0].seconds[Bucket.LOST_STEPS] == 70.0
     assert {bucket: seconds for bucket, seconds in shares[1].seconds.items() if seconds} == {Bucket.STEPS: 30.0}
+
+
+def test_the_time_before_the_first_attempt_is_a_gap_from_the_first_submit_on() -> None:
+    first, second = life(1, began=100.0, steps=10.0), life(2, began=150.0, steps=10.0)
+    first.told.start, second.told.start = {"submitted": 40.0}, {"submitted": 120.0}
+    shares = share_out([first, second], None)
+    check([first, second], shares, None)
+    assert [(share.began, share.gap_seconds) for share in shares] == [(100.0, 60.0), (150.0, 40.0)]
 
 
 @pytest.mark.parametrize(

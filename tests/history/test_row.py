@@ -15,6 +15,7 @@ from runner.history.row import ROWS_MAX, read_sample
 from runner.storage import LocalStore, encode_line
 from runner.train.metrics import line as metrics_line
 from runner.train.metrics.bucket import Part, encode_parts
+from runner.train.metrics.file import read_rows
 from tests.support.memory_bucket import memory_bucket
 
 NUM_BLOCKS_BYTES = sampling._NUM_BLOCKS * sampling._BLOCK_BYTES + sampling._TAILS_BYTES[0]
@@ -87,6 +88,38 @@ def test_in_a_bucket_parts_are_sampled_and_the_last_is_read():
     assert found[-11:] == list(range(991, 1002))
     assert 100 <= len(found) <= 300
     assert found[0] == 1
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        3,
+        [3],
+        [["metrics/a.jsonl"]],
+        [["metrics/a.jsonl", "1"]],
+        [["../a.jsonl", 1]],
+        [["metrics/../../a", 1]],
+        "circle",
+    ],
+    ids=str,
+)
+def test_parts_that_are_none_are_told_in_a_line(named):
+    """By `status` as what is not read, by a start as what a person must move away."""
+    store = memory_bucket()
+    if named == "circle":
+        named = [["metrics/a.jsonl", 1]]
+        store.write("metrics/a.jsonl", encode_line({"parts": named}) + row(1))
+    store.write("metrics.jsonl", encode_line({"parts": named}) + row(2))
+    with pytest.raises(ValueError, match=r"parts .*(none|circle)"):
+        read_sample(store)
+    with pytest.raises(ValueError, match=r"parts .*(none|circle)"):
+        read_rows(store)
+
+
+def test_the_newest_rows_are_there_where_a_part_is_missing():
+    store = memory_bucket()
+    store.write("metrics.jsonl", encode_parts([Part("metrics/a.jsonl", 1)]) + row(2))
+    assert steps_of(read_sample(store)) == [2]
 
 
 @pytest.mark.soak

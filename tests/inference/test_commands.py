@@ -68,6 +68,7 @@ def say(capfd: pytest.CaptureFixture[str], *words: object, command: str = "sampl
     return code, out, err
 
 
+@pytest.mark.soak
 def test_a_text_goes_on_from_its_prompt_by_the_weights_of_a_step_and_is_the_same_again(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

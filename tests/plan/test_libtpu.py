@@ -86,6 +86,7 @@ def test_every_shipped_spec_has_a_plan() -> None:
 # libtpu.
 
 
+@pytest.mark.soak
 def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
     code, output = command(environment(1), "plan", NANO, "--topology", "v5e-4", "--json")
     assert code == 0, output

@@ -117,9 +117,8 @@ def test_the_program_that_is_planned_is_the_one_that_several_processes_run(tmp_p
     assert event["program"] == planned["compilation"]["program"]["value"]
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param({"data": 1, "fsdp": 8}, marks=pytest.mark.soak), {"data": 2, "fsdp": 2, "tensor": 2}]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_arguments_are_to_the_byte_what_the_run_holds_on_a_device(mesh: dict[str, int], tmp_path: Path) -> None:
     job = gpt(tmp_path / "run", **{"topology.mesh": mesh})
     start(job)

@@ -1,7 +1,7 @@
 """The commands of every README.md, run as they stand there.
 
 A ```bash block is run; what needs a cluster, libtpu or hours is a ```text block. Blocks of a page run in their order,
-the pages in one checkout, README.md first.
+the pages in one checkout, README.md first. The demonstration of kill and resume is tried daily, all else in the soak.
 """
 
 import contextlib
@@ -30,8 +30,6 @@ PAGES = sorted(
 DEADLINE_SECONDS = 900.0  # for a hang
 LANGUAGES = {"bash", "text", "python", "yaml", "json"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# The first page is tried daily, those behind it in the soak.
-IN_SOAK = [page if page.parent == ROOT else pytest.param(page, marks=pytest.mark.soak) for page in PAGES]
 
 
 def blocks(page: Path) -> list[str]:
@@ -119,7 +117,8 @@ def test_the_kill_and_resume_demonstration_prints_the_same_fingerprint_twice(
     assert json.loads((checkout / "runs/killed/result.json").read_text())["step"] == 200
 
 
-@pytest.mark.parametrize("page", IN_SOAK, ids=lambda page: str(page.relative_to(ROOT).parent))
+@pytest.mark.soak
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT).parent))
 def test_every_other_command_of_a_page_runs(page: Path, checkout: Path, request: pytest.FixtureRequest) -> None:
     if "runs/undisturbed" in page.read_text():
         request.getfixturevalue("demonstration")  # which later commands look at

@@ -221,6 +221,7 @@ def assert_refused(job: CloudJob, *words: str) -> None:
     assert not job.files()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("backend", daily_on("gs"), indirect=True)
 def test_a_bucket_that_forbids_everything_is_refused_before_compiling(backend: Backend) -> None:
     backend.proxy.faults = Faults(forbidden=True)

@@ -57,6 +57,7 @@ def nano(tmp_path: Path) -> Job:
 
 
 @pytest.mark.soak
+@pytest.mark.soak
 def test_a_directory_of_another_job_is_refused(nano: Job) -> None:
     refuse(nano.with_options("name=other"), "'gpt_nano'", "'other'", str(nano.directory))
 
@@ -70,9 +71,10 @@ OTHER_TRAJECTORIES = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "options",
-    [tuple(OTHER_TRAJECTORIES), *(pytest.param((option,), marks=pytest.mark.soak) for option in OTHER_TRAJECTORIES)],
+    [tuple(OTHER_TRAJECTORIES), *((option,) for option in OTHER_TRAJECTORIES)],
     ids=lambda options: options[0] if len(options) == 1 else "all",
 )
 def test_another_trajectory_is_refused_with_a_line_naming_each_key(nano: Job, options: tuple[str, ...]) -> None:
@@ -119,6 +121,7 @@ def test_logging_mesh_and_cadence_may_change_without_moving_a_bit(nano: Job, mes
 # Two attempts at once.
 
 
+@pytest.mark.soak
 def test_the_older_of_two_living_attempts_is_fenced_and_the_bits_are_right(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     older = job.with_options("config.step_seconds=1").start()

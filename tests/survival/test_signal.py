@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.history.read import read_history
+from runner.storage import LocalStore
 from tests.support.harness import (
     LITTLE,
     Attempt,
@@ -242,6 +244,7 @@ def test_a_second_sigterm_exits_at_once_and_leaves_the_last_commit(tmp_path: Pat
     attempt.process.send_signal(signal.SIGTERM)
     attempt.expect(75)
     assert hash_tree(job.checkpoints) == before
+    assert read_history(LocalStore(job.directory)).attempts[-1].code == 75
     finish_like(whole_counter(COUNTER), job, 8)
 
 

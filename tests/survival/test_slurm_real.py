@@ -104,6 +104,8 @@ def test_requeues_kills_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp
 
     end = submitted.await_end()
     assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "6"), submitted.report()
+    for start in job.events("start"):  # SLURM tells whole seconds, and of a job that is queued again, when that was
+        assert start["began"] - 600 < start["submitted"] <= start["began"] + 1
     assert job.outcome() == undisturbed.outcome()
     assert job.num_attempts() == 7
     log = submitted.log.read_text()

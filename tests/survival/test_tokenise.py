@@ -46,6 +46,7 @@ def expect_whole(job: Job) -> None:
     assert job.result() == json.loads((whole / "result.json").read_bytes())
 
 
+@pytest.mark.soak
 def test_a_job_that_was_killed_makes_the_same_corpus_and_one_that_was_overtaken_stops(tmp_path):
     job = make_job(tmp_path, 240)
     killed = job.start()

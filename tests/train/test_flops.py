@@ -56,7 +56,7 @@ def flops_of_train_step(model, num_steps, platform):
 @pytest.mark.parametrize(
     ("platform", "num_steps", "heads"), [("cpu", 1, 4), pytest.param("cuda", 2, 1, marks=pytest.mark.soak)]
 )
-@pytest.mark.parametrize("chunk", [None, 32])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.soak), 32])
 @pytest.mark.parametrize("remat", ["none", "dots", "layers"])
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_the_formula_is_what_a_train_step_computes(layer_loop, remat, chunk, platform, num_steps, heads):

@@ -92,6 +92,7 @@ class Asking(PretrainGPT):
                 assert not self.report._profiler._closed.wait(0.001)
 
 
+@pytest.mark.soak
 def test_a_running_job_records_its_next_steps_when_it_is_asked_to(
     asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def compiled_init(monkeypatch, blueprint):
     return program.memory_analysis()
 
 
+@pytest.mark.soak
 def test_nothing_is_materialised_unsharded(tmp_path, monkeypatch):
     """What one device allocates for the init, outputs and temporaries, is far below the state."""
     wide = {"config.model.width": 256, "config.model.layers": 2, "config.optimizer.name": "adamw"}

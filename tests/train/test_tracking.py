@@ -1,6 +1,8 @@
 """W&B looks on: its run is the job's over all attempts, and whatever fails there, training does not notice."""
 
+import json
 import sys
+import time
 
 import pytest
 import yaml
@@ -10,6 +12,7 @@ from runner.train.metrics.offline import upload_offline_runs
 from tests.support import wandb_file
 from tests.support.memory_bucket import memory_bucket
 from tests.support.tiny import finish, gpt, gpt_document, start_python
+from tests.support.wandb_server import start_wandb
 
 NO_KEY = {"WANDB_API_KEY": "", "NETRC": "/nonexistent"}
 DEAD_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
@@ -25,6 +28,23 @@ try:
     job(stop=StopAfter(job, 4))
 except PreemptedError:
     os._exit(0)
+"""
+
+# Trains, and hangs once so many steps are done; 0 is never.
+ONLINE = """
+import sys, time
+from pathlib import Path
+from tests.support.tiny import StopAfter, gpt
+changes = {"logging.wandb": "online", "logging.wandb_tags": ["one", "two"], "checkpoint.every_steps": 2}
+job, step = gpt(Path(sys.argv[1]), **changes), int(sys.argv[2])
+
+class Hang(StopAfter):
+    def poll(self):
+        if step and super().poll():
+            time.sleep(3600)
+        return False
+
+job(stop=Hang(job, step))
 """
 
 
@@ -76,6 +96,33 @@ def test_tracking_changes_neither_the_weights_nor_the_rows(runs, name):
     steps = [row["step"] for row in parse_lines((base / name / "metrics.jsonl").read_bytes())]
     assert steps == list(range(1, 9))
     assert "Traceback" not in outputs.get(name, "")
+
+
+@pytest.mark.soak
+def test_online_the_server_holds_the_surviving_trajectory_alone_after_a_kill_that_cost_steps(tmp_path):
+    """The client holds a row until the next one comes, so of six the server has five."""
+    directory = tmp_path / "run"
+    with start_wandb() as server:
+        online = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
+        with start_python("-c", ONLINE, str(directory), "6", **online) as first:
+            while not (server.runs and len(server.history(server.runs[0])) == 5):
+                assert first.poll() is None, first.communicate()[0]
+                time.sleep(0.05)
+            first.kill()
+        (run,) = server.runs
+        lost = server.history(run)
+        finish(start_python("-c", ONLINE, str(directory), "0", **online))
+        assert server.runs == [run]
+        rows = parse_lines((directory / "metrics.jsonl").read_bytes())
+        assert server.history(run) == rows
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["perf/attempt"] for row in lost] == [1, 1, 1, 1, 1]
+    num_kept = [row["perf/attempt"] for row in rows].index(2)
+    assert 0 < num_kept < 5, "some of the rows that the server had were computed anew"
+    begun = server.upserts[0]
+    config = {key: held["value"] for key, held in json.loads(begun["config"]).items()}
+    assert (begun["displayName"], begun["tags"], config["seed"]) == ("tiny", ["one", "two"], 0)
+    assert "jax" in config["environment"]["versions"]
 
 
 def test_wandb_is_not_even_imported_where_it_is_disabled(tmp_path, monkeypatch):

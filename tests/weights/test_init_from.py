@@ -114,6 +114,7 @@ def test_a_fine_tune_starts_with_the_weights_and_the_loss_that_the_run_ended_wit
     assert job.evaluated["val/loss"] == read_json(run.store, "result.json")["val_loss"]
 
 
+@pytest.mark.soak
 def test_the_weights_are_taken_once_and_a_run_that_is_exported_meanwhile_is_not_disturbed(
     directory: Path, run: BaseTrainer, exported: Path
 ):

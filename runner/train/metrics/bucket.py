@@ -22,11 +22,11 @@ while it sealed or dropped.
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 from runner.attempt.fence import Fence
-from runner.errors import FencedError
+from runner.errors import FencedError, InvalidError
 from runner.storage import ABSENT, BackgroundWriter, Store, Version, encode_line
 from runner.terminal import warn
 from runner.train.metrics.disk import NAME
@@ -36,7 +36,7 @@ from runner.train.metrics.row import Row
 PART_BYTES = 1 << 18
 PARTS_MAX = 64
 _READ_TRIES = 3
-_PARTS = "parts"
+FOLDER, _PARTS = "metrics", "parts"
 
 
 class Part(NamedTuple):
@@ -52,28 +52,63 @@ def encode_parts(parts: list[Part]) -> bytes:
 
 
 def decode_parts(content: bytes) -> list[Part]:
-    """The parts that an object names, which come before its own rows."""
+    """The parts that an object names, which come before its own rows. Raises `ValueError` if what it names is none."""
     first = decode(content.partition(b"\n")[0])
-    return [Part(*part) for part in first[_PARTS]] if first and _PARTS in first else []
+    named = first.get(_PARTS, []) if first else []
+    if not (isinstance(named, list) and all(map(_is_part, named))):
+        raise ValueError(f"{NAME} names parts that are none: {str(named)[:100]}")
+    return [Part(*part) for part in named]
+
+
+def _is_part(value: Any) -> bool:
+    match value:
+        case [str(name), int()]:
+            return name.startswith(f"{FOLDER}/") and ".." not in name
+    return False
+
+
+def read_content(store: Store, known: Collection[str] = ()) -> tuple[list[str], bytes]:
+    """The names of all parts in order, and the object that grows. For readers, who may meet a writer at work.
+
+    Parts are named in a chain, of which each link is read; where it comes to one of `known`, names begin with that. Two
+    attempts may be so far apart that a part is dropped between two reads: then all is read anew. Raises `OSError`, and
+    `ValueError` if what is named is damaged.
+    """
+    for remaining in reversed(range(_READ_TRIES)):
+        content, _ = store.read_versioned(NAME)
+        try:
+            return _names_of_parts(store, content, known), content
+        except FileNotFoundError:  # a part that a newer attempt has dropped, and names no more
+            if not remaining:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _names_of_parts(store: Store, content: bytes, known: Collection[str]) -> list[str]:
+    """Only the first part that an object names can name others."""
+    names: list[str] = []
+    while found := [part.name for part in decode_parts(content)]:
+        if found[0] in names:
+            raise ValueError(f"{store.url}/{NAME}: its parts name each other in a circle")
+        names[:0] = found
+        if found[0] in known:
+            break
+        content = store.read(found[0])
+    return names
 
 
 def read_texts(store: Store) -> list[bytes]:
     """All rows as lines of text, parts first. For readers, who may meet a writer at work."""
-    for _ in range(_READ_TRIES):
-        with contextlib.suppress(FileNotFoundError):  # a part that a newer attempt has dropped, and names no more
-            return list(_texts_below(store, store.read_versioned(NAME)[0]))
-    return list(_texts_below(store, store.read_versioned(NAME)[0]))
-
-
-def _texts_below(store: Store, content: bytes) -> Iterator[bytes]:
-    before: list[bytes] = []
-    parts = decode_parts(content)
-    while parts:  # only the first of them can name others
-        contents = [store.read(part.name) for part in parts]
-        before[:0] = contents
-        parts = decode_parts(contents[0])
-    for each in (*before, content):
-        yield from each.splitlines()
+    for remaining in reversed(range(_READ_TRIES)):
+        names, content = read_content(store)
+        try:
+            contents = [*map(store.read, names), content]
+        except FileNotFoundError:  # as above
+            if not remaining:
+                raise
+            continue
+        return [text for each in contents for text in each.splitlines()]
+    raise AssertionError("the last try returns or raises")
 
 
 class BucketMetrics:
@@ -103,8 +138,11 @@ class BucketMetrics:
         return self._lines[-1].row if self._lines and self._lines[-1].step == step else None
 
     def _rows_up_to(self, step: int, content: bytes) -> tuple[list[Part], list[Line]]:
-        """The parts that are wholly up to `step`, and the rows after them, at least one if there is any."""
-        parts = decode_parts(content)
+        """The parts that are wholly up to `step`, and the rows after them, at least one if there is any.
+
+        Raises `InvalidError` if what is named is damaged.
+        """
+        parts = self._named_by(content)
         lines = list(surviving(content.splitlines(), step, beyond=parts[-1].last_step if parts else -1))
         while parts and not lines:
             part = parts.pop()
@@ -114,9 +152,16 @@ class BucketMetrics:
             except FileNotFoundError:
                 warn(f"{self._store.url}/{part.name} is missing: its rows are lost")
                 continue
-            parts = [*decode_parts(content), *parts]
+            parts = [*self._named_by(content), *parts]
             lines = list(surviving(content.splitlines(), step))
         return parts, lines
+
+    def _named_by(self, content: bytes) -> list[Part]:
+        try:
+            return decode_parts(content)
+        except ValueError as error:
+            reason = f"{self._store.url}: {error}; move that object away to go on without the rows before"
+            raise InvalidError(reason) from error
 
     def reaches(self, step: int) -> bool:
         """See `Metrics`."""
@@ -183,7 +228,7 @@ class BucketMetrics:
 
         `number` counts the lines that this attempt has sealed before.
         """
-        part = Part(f"metrics/{self._fence.attempt:06}.{number:08}.jsonl", lines[-1].step)
+        part = Part(f"{FOLDER}/{self._fence.attempt:06}.{number:08}.jsonl", lines[-1].step)
         named = parts if len(parts) >= PARTS_MAX else []
         self._store.write(part.name, encode_parts(named) + b"".join(line.text for line in lines))
         return [part] if named else [*parts, part]

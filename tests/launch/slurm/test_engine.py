@@ -138,10 +138,11 @@ exit $code
 """,
     "scontrol": RECORD + "[[ ! -e $CALLS/scontrol_fails ]]\n",
     "scancel": RECORD + 'kill -TERM $(cat "$CALLS/task_pids")\n',
-    "squeue": RECORD + 'cat "$CALLS/state"\n',
+    "squeue": RECORD + '[[ $* == *%V* ]] && exec cat "$CALLS/submitted"\ncat "$CALLS/state"\n',
     "sleep": RECORD,
     "python": """#!/bin/bash
 printf '%s\\n' "$@" >"$CALLS/arguments"
+echo "$RUNNER_SUBMITTED" >"$CALLS/environment"
 trap 'echo told >>"$CALLS/told"' TERM HUP USR1 USR2
 echo $$ $PPID >"$CALLS/task_pids.new" && mv "$CALLS/task_pids.new" "$CALLS/task_pids"
 while [[ -e $CALLS/waits && ! ( -e $CALLS/told && -e $CALLS/may_end ) ]]; do read -rt 0.02 <>"$CALLS/pipe"; done
@@ -163,6 +164,7 @@ class Play:
         os.mkfifo(directory / "pipe")
         (directory / "script.sh").write_text(script)
         self.say("state", "RUNNING")
+        self.say("submitted", "2026-11-02T03:04:05")
 
     def say(self, name: str, text: object) -> None:
         (self.directory / name).write_text(f"{text}\n")
@@ -280,12 +282,24 @@ def test_a_failure_of_srun_itself_is_retryable(play, code):
     assert play.run(0) == (76, "launch: ended with 76; restart 1 of 2\n")
 
 
+def asked_for_state(play: Play) -> list[str]:
+    return [call for call in play.calls("squeue") if "--format=%T" in call]
+
+
+@pytest.mark.parametrize(("submitted", "seconds"), [("2026-11-02T03:04:05", "1793588645"), ("", ""), ("soon", "")])
+def test_the_command_is_told_when_the_job_was_submitted(play, submitted, seconds, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    play.say("submitted", submitted)
+    assert play.run(0)[0] == 0
+    assert play.read("environment") == [seconds]
+
+
 @pytest.mark.parametrize("number", SCHEDULERS_SIGNALS)
 def test_a_signal_to_the_shell_alone_reaches_the_tasks_once_and_never_srun(play, number):
     process = play.start_waiting(75)
     for num_signals in (1, 2):
         process.send_signal(number)
-        play.until(lambda count=num_signals: len(play.calls("squeue")) == count and play.read("told"))
+        play.until(lambda count=num_signals: len(asked_for_state(play)) == count and play.read("told"))
     assert play.end(process) == (75, "launch: preempted; starting again\n")
     assert play.calls("scancel") == ["--signal=TERM 42.0"]
     assert play.read("told") == ["told"]

@@ -1,0 +1,119 @@
+"""A server for W&B's client, of those requests that logging a run takes; what it was told is kept as W&B keeps it.
+
+A run's files grow by lines: a request says at which line its content stands, and what stood there is gone.
+"""
+
+import gzip
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_STREAM = re.compile(r"/files/(?P<entity>[^/]+)/(?P<project>[^/]+)/(?P<run>[^/]+)/file_stream")
+HISTORY = "wandb-history.jsonl"
+ENTITY = "team"
+
+
+class WandbServer:
+    """What was told: the lines of each file by run, and the input of each `upsertBucket`."""
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[str, str], list[str]] = {}
+        self.upserts: list[dict[str, Any]] = []
+        self.url = ""
+        self._lock = threading.Lock()
+
+    @property
+    def runs(self) -> list[str]:
+        """The names of all runs that have files."""
+        with self._lock:
+            return list(dict.fromkeys(run for run, _ in self.files))
+
+    def history(self, run: str) -> list[dict[str, Any]]:
+        """The rows of a run, without those keys that are W&B's own."""
+        with self._lock:
+            rows = [json.loads(line) for line in self.files.get((run, HISTORY), ())]
+        return [{"step": row["_step"]} | {key: row[key] for key in row if key[0] != "_"} for row in rows]
+
+    def stream(self, run: str, files: dict[str, Any]) -> None:
+        """Put lines where they belong."""
+        with self._lock:
+            for name, given in files.items():
+                lines = self.files.setdefault((run, name), [])
+                offset = given["offset"]
+                lines[offset : offset + len(given["content"])] = given["content"]
+
+    def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+        """The data of a GraphQL request."""
+        if "upsertBucket" in query:
+            self.upserts.append(variables)
+            project = {"id": "p", "name": variables["project"], "entity": {"id": "e", "name": ENTITY}}
+            bucket = {"id": "b", "name": variables["name"], "displayName": "x", "description": "", "config": "{}"}
+            bucket |= {"sweepName": None, "historyLineCount": 0, "project": project}
+            return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+        if "createRunFiles" in query:
+            files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in variables["files"]]
+            return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
+        if "coreWeaveOrganizationId" in query:
+            return {"entity": {"organization": {"coreWeaveOrganizationId": None}}}
+        if "viewer" in query:
+            user = {"id": "u", "username": "u", "email": "", "entity": ENTITY, "flags": "{}", "teams": {"edges": []}}
+            return {"viewer": user}
+        return {}
+
+
+def _handler(server: WandbServer) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+        def do_PUT(self) -> None:
+            self._body()
+            self._reply({})
+
+        def do_POST(self) -> None:
+            body = self._body()
+            stream = _STREAM.fullmatch(self.path)
+            if stream is not None:
+                server.stream(stream["run"], json.loads(body).get("files") or {})
+                self._reply({})
+            elif self.path == "/graphql":
+                asked = json.loads(body)
+                self._reply({"data": server.answer(asked["query"], asked.get("variables") or {})})
+            else:
+                self._reply({})
+
+        def _body(self) -> bytes:
+            content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            return gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
+
+        def _reply(self, value: dict[str, Any]) -> None:
+            content = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    return Handler
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was killed has broken its connection."""
+
+
+@contextmanager
+def start_wandb() -> Iterator[WandbServer]:
+    """A server of this process, on a port of its own."""
+    state = WandbServer()
+    with _Server(("127.0.0.1", 0), _handler(state)) as server:
+        state.url = f"http://127.0.0.1:{server.server_address[1]}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield state
+        server.shutdown()
