@@ -18,6 +18,7 @@ data         tokens; a batch is a pure function of (seed, step)
 train        mesh, state, step, loss, optimizer, compilation, metrics
 weights      weights in the form that others read, in and out
 job          RestoreableJob: restore or init, run, save on notice, exit clean
+hook         what looks at a run's rows and weights, and may save, evaluate or stop it
 trainer      BaseTrainer: composes the above; `run` is the training loop
 inference    a run's weights at work, for whoever only looks: text from them, and their loss on data
 history      what a run's directory tells whoever only looks: how it went, where the time went; no jax

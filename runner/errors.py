@@ -25,6 +25,10 @@ class DivergedError(FailedError, ArithmeticError):
     """The loss or the gradient is no longer finite."""
 
 
+class HookError(FailedError):
+    """A hook has raised, or has returned what it may not."""
+
+
 class StateError(FailedError):
     """The state has come into a form that could not be restored."""
 

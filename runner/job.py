@@ -26,7 +26,7 @@ from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.leaves import refuse_what_cannot_be_kept, strong
 from runner.checkpoint.restore import refuse_other_checkpoints
 from runner.checkpoint.save import Payload, SaveKind
-from runner.errors import DivergedError, MiscountError, PreemptedError, StateError
+from runner.errors import DivergedError, HookError, MiscountError, PreemptedError, StateError
 from runner.hosts.agreement import Hosts
 from runner.hosts.clock import Bucket, Clock
 from runner.hosts.preemption import StopNotice
@@ -39,6 +39,7 @@ from runner.spec import (
     Trajectory,
     document_of,
     dump_spec,
+    spec_without_unread_hooks,
     trajectory,
     validate_config,
 )
@@ -60,7 +61,7 @@ class RestoreableJob:
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         """Check `spec.config` against `Config`. `document` is where the spec came from, for errors with a line."""
         self.document = document_of(spec) if document is None else document
-        self.spec = spec
+        self.spec = spec_without_unread_hooks(self.document, spec, type(self))
         self.config: Any = validate_config(self.document, self.Config)
         self.store = open_directory(self.document, spec)
         is_shared = spec.topology is not None and spec.topology.compile_cache == "directory"
@@ -164,7 +165,7 @@ class RestoreableJob:
                     self.run()
                     with progress.during(END):
                         self._finish()
-                except (DivergedError, MiscountError, StateError):
+                except (DivergedError, HookError, MiscountError, StateError):
                     self.checkpointer.settle()  # what was good may still be on its way to the disk
                     raise
                 finally:

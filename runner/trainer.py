@@ -18,8 +18,8 @@ import optax
 from runner.checkpoint.save import Payload
 from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields
+from runner.hook.job import HookedJob
 from runner.hosts.agreement import Hosts
-from runner.job import RestoreableJob
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.train import state as train_state
 from runner.train import step as pure
@@ -27,7 +27,7 @@ from runner.train import variables as other_variables
 from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE, CompiledStep
 from runner.train.design import Design
-from runner.train.ema_validation import ema_evaluators, with_averages
+from runner.train.ema_validation import ema_evaluators
 from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
 from runner.train.hint import refuse_other_hardware
@@ -42,7 +42,7 @@ from runner.train.validation import Validation, validation_sets
 from runner.train.variables import TrainState
 
 
-class BaseTrainer(RestoreableJob):
+class BaseTrainer(HookedJob):
     """Base of every training job."""
 
     Config: ClassVar[type[TrainerConfig[Any]]] = TrainerConfig[ModelConfig]
@@ -71,7 +71,7 @@ class BaseTrainer(RestoreableJob):
             sharded_init=self.sharded_init,
             train_step=self.train_step,
             val_step=self.val_step,
-            riders=self.riders,
+            riders=lambda: (*self.riders(), *self.hooks.riders()),
         )
 
     # What an experiment says.
@@ -157,15 +157,15 @@ class BaseTrainer(RestoreableJob):
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
         train_step, key, report = self.compiled.executable, self.blueprint.key, self.report
         with report.showing(self.step):
-            if not report.complete_row(with_averages(self.weights(self.state), self.state), self.step):
-                self.save_or_stop()
+            self.begin_steering()
             with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
                 while self.step < self.total_steps:
                     self.state, loss, meta = train_step(self.state, self.attempt.progress.take(batches), key)
                     self.step += 1
                     report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
-                        report.add_row(with_averages(self.weights(self.state), self.state), self.step)
+                        report.add_row(self.evaluated_weights(self.state), self.step)
+                        self.steer()
                     self.save_or_stop()
 
     # Parts, each made whole when it is first asked for.
@@ -269,6 +269,7 @@ class BaseTrainer(RestoreableJob):
             record_of(self.blueprint, self.compiled.layout, hosts),
             self.report.attachments,
             self.report.sync,
+            lambda: self.steering.checkpoint(self.state, self.step),
         )
 
 

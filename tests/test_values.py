@@ -69,6 +69,7 @@ SOME: dict[str, Any] = {
     "config.memory.loss_chunk_positions": 8,
     "config.data.cache_bytes": 1 << 16,
     "config.data.mixture.*.max_epochs": 1000.0,
+    "hooks.*.name": "early",
     "config.model.preset": "smollm2_135m",
     "config.model.key_value_heads": 1,
     "config.model.head_dim": 6,
@@ -152,6 +153,7 @@ for _rope in ("config.model.rope", "config.model.window_rope"):
         WITH[f"{_rope}.scaling.attention_factor", _value] = _yarn
 # Sections that stand in a list or a mapping: one of them, as the key that holds it has it, and what must stand beside.
 INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "hooks": lambda entry: {"hooks": [{"hook": "runner.hook:EarlyStopping", **entry}]},
     "config.data.mixture": lambda entry: {
         "config.data.mixture": [{"name": "some", "source": "UINT16", **entry}],
         "config.data.source": "python-stdlib",

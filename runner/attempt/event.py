@@ -180,6 +180,18 @@ EVENTS = (
         "main host",
         (Key("sink", str, "`tensorboard` or `wandb`."), _REASON),
     ),
+    Event(
+        "stop",
+        "A hook ends the run: `step` is its last. A step that is lost to a kill may have it once more.",
+        "main host",
+        (Key("hook", str, "Its name."), _REASON),
+    ),
+    Event(
+        "slow_hook",
+        "A hook has taken longer than a second and ten steps; once an attempt for each of its methods.",
+        "main host",
+        (Key("hook", str, "Its name and method."), Key("seconds", float, "How long.", "s")),
+    ),
     Event("stuck", "The job does not go on, and ends with 76; the stacks are in `stacks/`.", "any host", (_REASON,)),
     Event(
         "evaluate",

@@ -47,6 +47,7 @@ class Checkpointer:
         self._saver = Saver(attempt, _open_writer(attempt), fast, rule.max_unsaved_minutes * 60, self._after_commit)
         self._restorer = Restorer(attempt, fast)
         self._policy = SavePolicy(rule, spec.logging.every_steps, attempt.hosts.agree)
+        self._asked_step: int | None = None
         self._saved_step: int | None = None  # that is durable, or on its way to be
         self._said_interval_seconds = 1e-9
         self._has_warned_of_grace = False
@@ -85,8 +86,14 @@ class Checkpointer:
         self._attempt.say(f"weights of step {found.manifest.step} taken from {source}")
         return found
 
+    def ask_for(self, step: int) -> None:
+        """A save of `step` is due, whatever else."""
+        self._asked_step = step
+
     def due(self, step: int, last_step: int) -> SaveKind | None:
         """Which save is due at `step`, if any."""
+        if step == self._asked_step:
+            return SaveKind.REQUIRED
         interval_seconds = 0.0 if self._rule.every is None else self._best_interval_seconds(step)
         return self._policy.due(step, last_step, interval_seconds)
 

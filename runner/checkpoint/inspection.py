@@ -69,8 +69,8 @@ def _bit_problems(store: Store, directory: str, manifest: Manifest) -> list[str]
         return [str(error)]
 
 
-def report(store: Store, depth: Depth) -> tuple[list[str], int]:
-    """Lines for a person, and the exit code.
+def report(store: Store, depth: Depth, best: str | None = None) -> tuple[list[str], int]:
+    """Lines for a person, in which the checkpoint `best` is called so, and the exit code.
 
     0 if all that is committed is good as far as it was checked, 1 if not, 2 if a newer runner has written some of it.
     """
@@ -87,6 +87,7 @@ def report(store: Store, depth: Depth) -> tuple[list[str], int]:
             lines.append(
                 f"{entry.name:>10}  {state}  {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files  "
                 f"{moment}  attempt {manifest.attempt}  fingerprint {manifest.fingerprint}"
+                + (f"  best: {manifest.metric:g}" if entry.name == best and manifest.metric is not None else "")
             )
         lines += [f"{'':>10}  {problem}" for problem in entry.problems]
         code = max(code, EXIT_INVALID if entry.is_newer else EXIT_FAILED if is_bad else EXIT_DONE)

@@ -65,12 +65,14 @@ class Payload:
         topology: for the manifest: the hardware, and what was chosen for it.
         attachments: makes the small files that a state in the fast tier must have beside it. Main host only.
         flush: makes durable what must not be behind a checkpoint; may raise `OSError`. In the background.
+        announce: called before a step is written into the run's directory, on every host, by the training thread.
     """
 
     metric: float | None = None
     topology: JsonObject | None = None
     attachments: Callable[[], dict[str, bytes]] = dict
     flush: Callable[[], None] = lambda: None
+    announce: Callable[[], None] = lambda: None
 
 
 @dataclass
@@ -150,6 +152,8 @@ class Saver:
         is_durable = kind is not SaveKind.FAST and not self._is_left_out(draft.step, kind)
         if not (is_durable or is_fast):
             return False, state
+        if is_durable and draft.is_of_a_step:
+            payload.announce()
         if is_durable:
             self.wait()
         self._wait_for_fast()

@@ -16,6 +16,7 @@ from runner.checkpoint.leaves import from_stored, named, stored
 from runner.checkpoint.look import read_leaves
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
+    MANIFEST,
     Manifest,
     NotCommittedError,
     committed,
@@ -32,7 +33,7 @@ from runner.terminal import warn
 
 Result = TypeVar("Result")
 
-SPEC = "spec.yaml"
+SPEC, BEST = "spec.yaml", "best"
 _WEIGHTS = (PARAMS, "variables")
 _AVERAGES = "riders.ema."  # how the names of averages of the parameters begin: then the decay, and what `params` has
 _OF_ONE = (OtherKindError, ForbiddenError)  # what stands there is not good; another checkpoint may be
@@ -44,10 +45,10 @@ def open_checkpoint(
 ) -> tuple[Any, ExecutionSpec]:
     """The weights of a checkpoint, and the resolved spec of its run. Changes nothing, and may be called beside the run.
 
-    `where` is the directory or URL of a run, or `<run>/checkpoints/<name>`; `step` a step, the name of a checkpoint,
-    `best` by the metric of `checkpoint.keep_best`, or `newest`: the newest that is good; one that is not is told on
-    standard error. `weights` are those that are trained, `params`, or an average of them that rides along, such as
-    `ema_0.999`, which then takes their place. Every bit is checked as in a restore.
+    `where` is the directory or URL of a run, or `<run>/checkpoints/<name>`; `step` (or `<name>`) a step, the name of a
+    checkpoint, `best` by the metric of `checkpoint.keep_best`, or `newest`, which is `step` alone: the newest that is
+    good; one that is not is told on standard error. `weights` are those that are trained, `params`, or an average of
+    them that rides along, such as `ema_0.999`, which then takes their place. Every bit is checked as in a restore.
 
     The weights are `{"params": ...}`, with `variables` of a model that has others, or the whole state of a job that has
     no `params`: dictionaries by the parts of the dotted names in the manifest, jax arrays of the saved types on the
@@ -87,11 +88,13 @@ def use_checkpoint(
     if name is not None and step != "newest":
         raise InvalidError(f"{os.fspath(where)} names a checkpoint already; got step={step} besides")
     store = open_store(directory)
+    if name == BEST and not store.exists(f"{CHECKPOINTS}/{BEST}/{MANIFEST}"):
+        name, step = None, BEST
     try:
         spec = validate_spec(read_document(store))
         if name is None and step == "newest":
             return _newest(store, use), spec
-        name = name or (_best(store, spec) if step == "best" else str(step))
+        name = name or (_best(store, spec) if step == BEST else str(step))
         return _use(store, name, use), spec
     except (InvalidError, StorageError):
         raise
@@ -108,6 +111,14 @@ def _best(store: Store, spec: ExecutionSpec) -> str:
     if found is None:
         raise InvalidError(f"{store.url}: no checkpoint has {rule.metric}, by which the best is kept; name a step")
     return str(found)
+
+
+def named_best(store: Store) -> str | None:
+    """The name of the best checkpoint of the run in `store`, None if its spec does not say what is best, or none is."""
+    try:
+        return _best(store, validate_spec(read_document(store)))
+    except InvalidError:
+        return None
 
 
 def read_document(store: Store) -> Document:

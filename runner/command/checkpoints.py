@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from runner.checkpoint.copy import copy
 from runner.checkpoint.inspection import Depth, report
+from runner.checkpoint.weights import named_best
 from runner.command.arguments import Parser, directory_of
 from runner.command.looking import looking
 from runner.errors import EXIT_DONE
@@ -25,7 +26,8 @@ def _list(arguments: Sequence[str]) -> int:
     parser.add_argument("--deep", action="store_true", help="read every byte back, compute each fingerprint anew")
     parsed = parser.parse_args(arguments)
     depth = Depth.BITS if parsed.deep else Depth.FILES if parsed.verify else Depth.MANIFEST
-    lines, code = report(open_store(directory_of(parsed.where)), depth)
+    store = open_store(directory_of(parsed.where))
+    lines, code = report(store, depth, named_best(store))
     print("\n".join(lines))
     return code
 

@@ -50,7 +50,7 @@ def read_history(store: Store, now: float | None = None) -> History:
     attempts = tuple(map(_attempt, lives, shares, endings))
     seconds, wall_seconds = _sum(shares), shares[-1].ended - shares[0].began + shares[0].gap_seconds
     last, validation = attempts[-1], _validation(ledger, sample)
-    is_done = result is not None and result.step >= (total_steps or 0) and not endings[-1].is_alive
+    is_done = _is_done(result, total_steps, attempts[-1]) and not endings[-1].is_alive
     return History(
         url=store.url,
         id=None if owner is None else owner.id,
@@ -58,7 +58,7 @@ def read_history(store: Store, now: float | None = None) -> History:
         now=now,
         state=State.DONE if is_done else last.state,
         since=last.since,
-        reason=None if is_done else last.reason,
+        reason=last.reason if not is_done or result is None else result.stop_line,
         step=_step(attempts, result if is_done else None),
         total_steps=total_steps,
         attempts=attempts,
@@ -191,6 +191,13 @@ def _total_steps(lives: Sequence[Life], spec: JsonObject) -> int | None:
     sections = [config, config.get("train")] if isinstance(config, dict) else []
     known = [whole_number(section, "total_steps") for section in sections if isinstance(section, dict)]
     return next((found for found in known if found is not None), None)
+
+
+def _is_done(result: Result | None, total_steps: int | None, newest: Attempt) -> bool:
+    """Whether a run is where its result says: at its last step, or where a hook has ended it and nobody went on."""
+    if result is None or result.stopped_by is None:
+        return result is not None and result.step >= (total_steps or 0)
+    return newest.reached_step is None or newest.reached_step <= result.step
 
 
 def _step(attempts: Sequence[Attempt], result: Result | None) -> int:

@@ -36,7 +36,7 @@ class Bucket(enum.Enum):
     DATA_WAIT = "data_wait", "The training thread waits for a batch."
     STEPS = "steps", "Steps that are part of the final trajectory: the loop, but for what has a bucket of its own."
     LOST_STEPS = "lost_steps", "Steps that a later attempt has done again, since no save had kept them."
-    EVALUATION = "evaluation", "The weights are evaluated."
+    EVALUATION = "evaluation", "The weights are evaluated, or hooks look at them."
     SAVE_STALL = "save_stall", "Training stands still for a save; what a save does in the background costs nothing."
     SHUTDOWN = "shutdown", "From the last step, or the failure, to the end of the process."
     UNATTRIBUTED = "unattributed", "Nothing is known of it."

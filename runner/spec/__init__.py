@@ -35,6 +35,7 @@ from runner.spec.model import (
     Deadlines,
     ExecutionSpec,
     Frozen,
+    HookEntry,
     InitFrom,
     JobConfig,
     Logging,
@@ -43,8 +44,8 @@ from runner.spec.model import (
     Topology,
 )
 from runner.spec.output import dump_spec, json_schema
-from runner.spec.validation import SpecModel, read_spec, validate_config, validate_spec
-from runner.spec.wording import KeyPath, Place
+from runner.spec.validation import SpecModel, read_spec, spec_without_unread_hooks, validate_config, validate_spec
+from runner.spec.wording import KeyPath, Place, nearest_or_all
 
 __all__ = [
     "JOB_PATTERN",
@@ -56,6 +57,7 @@ __all__ = [
     "Document",
     "ExecutionSpec",
     "Frozen",
+    "HookEntry",
     "InitFrom",
     "JobConfig",
     "KeyPath",
@@ -74,8 +76,10 @@ __all__ = [
     "load_class",
     "load_document",
     "load_job_class",
+    "nearest_or_all",
     "parse_document",
     "read_spec",
+    "spec_without_unread_hooks",
     "trajectory",
     "validate_config",
     "validate_spec",

@@ -14,12 +14,14 @@ from pydantic import (
 )
 
 Auto = Literal["auto"]
+Section = dict[str, Any]  # of a spec that a class of the user's own validates
 Level = Literal["debug", "info", "warning", "error"]
 
 SECRET = "$NOT_WRITTEN_DOWN"  # in the place of a URL in a spec that is written
 
 STEPS_OF_A_PROFILE_MAX = 100  # what is recorded is kept in memory, and written while the job stands still
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+HOOK_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"  # it becomes a part of the names of leaves
 JOB_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
@@ -140,8 +142,8 @@ class Checkpoint(Frozen):
     )
     init_from: Annotated[str, Field(min_length=1)] | InitFrom | None = Field(
         default=None,
-        description="Begin with the weights of this run (or RUN/checkpoints/STEP), or of this directory or URL in "
-        "Hugging Face's layout, where there is no own checkpoint.",
+        description="Begin with the weights of this run (or RUN/checkpoints/STEP, or RUN/checkpoints/best), or of this "
+        "directory or URL in Hugging Face's layout, where there is no own checkpoint.",
     )
     local_directory: str | None = Field(
         default=None,
@@ -248,6 +250,23 @@ class Logging(Frozen):
         return profile
 
 
+class HookEntry(Frozen):
+    """A hook, and what it is told."""
+
+    hook: str = Field(pattern=JOB_PATTERN, description="module.path:Class, any Hook.")
+    name: str | None = Field(
+        default=None,
+        pattern=HOOK_PATTERN,
+        description="What it is called, and its counters in the state; null: as its class. Each hook has its own.",
+    )
+    config: Section = Field(default={}, description="Belongs to the hook's class, and is validated by it.")
+
+    @property
+    def called(self) -> str:
+        """The name of this hook."""
+        return self.name or self.hook.partition(":")[2]
+
+
 class ExecutionSpec(Frozen):
     """One job: what runs, where it writes, on which devices, and the job's own config."""
 
@@ -270,4 +289,14 @@ class ExecutionSpec(Frozen):
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="When to save and what to keep.")
     deadlines: Deadlines = Field(default=Deadlines(), description="When a wait is a failure.")
     logging: Logging = Field(default=Logging(), description="What is reported, and how often.")
-    config: dict[str, Any] = Field(default={}, description="Belongs to the job class, and is validated by it.")
+    hooks: list[Annotated[str, Field(pattern=JOB_PATTERN)] | HookEntry] = Field(
+        default=[],
+        description="What looks at a trainer's rows and weights, and may save, evaluate or stop: module.path:Class, or "
+        "that as hook, with name and config. Called in this order.",
+    )
+    config: Section = Field(default={}, description="Belongs to the job class, and is validated by it.")
+
+    @property
+    def hook_entries(self) -> list[HookEntry]:
+        """`hooks`, each as a section."""
+        return [HookEntry(hook=entry) if isinstance(entry, str) else entry for entry in self.hooks]

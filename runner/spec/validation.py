@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from runner.errors import SpecError
 from runner.spec.document import Document, load_document
-from runner.spec.model import JOB_PATTERN, NAME_PATTERN, ExecutionSpec
+from runner.spec.model import HOOK_PATTERN, JOB_PATTERN, NAME_PATTERN, ExecutionSpec
 from runner.spec.wording import KeyPath, did_you_mean, got, nearest_or_all
 
 SpecModel = TypeVar("SpecModel", bound=BaseModel)
@@ -27,9 +27,20 @@ def validate_spec(document: Document) -> ExecutionSpec:
     return _validate(document, ExecutionSpec, document.data, ())
 
 
-def validate_config(document: Document, model: type[SpecModel]) -> SpecModel:
-    """The `config` section as an instance of the job class's model."""
-    return _validate(document, model, document.data.get("config", {}), ("config",))
+def validate_config(document: Document, model: type[SpecModel], hook: int | None = None) -> SpecModel:
+    """The `config` section as an instance of the job class's model; with `hook` that of one of the hooks, by place."""
+    if hook is None:
+        return _validate(document, model, document.data.get("config", {}), ("config",))
+    entry = document.data["hooks"][hook]
+    data = entry.get("config", {}) if isinstance(entry, dict) else {}
+    return _validate(document, model, data, ("hooks", str(hook), "config"))
+
+
+def spec_without_unread_hooks(document: Document, spec: ExecutionSpec, job_class: type) -> ExecutionSpec:
+    """`spec`. Raises `SpecError` if it has hooks, and the job's class does not say `calls_hooks`."""
+    if spec.hooks and not getattr(job_class, "calls_hooks", False):
+        raise document.error("hooks", f"nothing reads it: {job_class.__name__} is no BaseTrainer")
+    return spec
 
 
 def _validate(document: Document, model: type[SpecModel], data: Any, section: KeyPath) -> SpecModel:
@@ -135,6 +146,7 @@ _NEEDS = {
 }
 _PATTERN_NEEDS = {
     NAME_PATTERN: "a file name of letters, digits, '.', '_' and '-'",
+    HOOK_PATTERN: "a letter, and then letters, digits, '_' and '-'",
     JOB_PATTERN: "the form module.path:Class",
 }
 

@@ -124,19 +124,45 @@ class Report(Account):
             self._show(row)
         self._after_row()
 
-    def complete_row(self, weights: Any, step: int) -> bool:
+    def complete_row(
+        self, weights: Any, step: int, before_it_is_kept: Callable[[Row], None] = lambda row: None
+    ) -> bool:
         """A stop may have come before the evaluation of the step that was saved for it: do it now.
 
-        False if the job was asked to stop once more.
+        False if the job was asked to stop once more. `before_it_is_kept` is called with the whole row, on every host.
         """
         row = self._attempt.hosts.agree(self._resumed_row)
-        if row is None or not self._is_evaluation_due(step) or any(key.startswith("val/") for key in row):
+        if row is None or not self.lacks_evaluation(row, step):
             return True
-        figures = self._evaluate(weights, step)
-        if figures is not None and self._attempt.hosts.is_main:
+        return self.evaluate_row(weights, row, before_it_is_kept)
+
+    def lacks_evaluation(self, row: Row, step: int) -> bool:
+        """Whether the row of `step` was to be evaluated, and a stop came before."""
+        return self._is_evaluation_due(step) and not self.is_evaluated(row)
+
+    def is_evaluated(self, row: Row) -> bool:
+        """Whether it has figures of an evaluation."""
+        return any(key.startswith("val/") for key in row)
+
+    def evaluate_row(self, weights: Any, row: Row, before_it_is_kept: Callable[[Row], None]) -> bool:
+        """Evaluate the weights of the newest row, and keep it with the figures; False if a stop came meanwhile."""
+        figures = self._evaluate(weights, row["step"])
+        if figures is None:
+            return False
+        before_it_is_kept(row | figures)
+        if self._attempt.hosts.is_main:
             self._metrics.replace_last(row | figures)
             self._show(row | figures)
-        return figures is not None
+        return True
+
+    def restart_clock(self) -> None:
+        """Leave out of the speed of steps what has passed so far."""
+        self.window.restart_clock()
+
+    @property
+    def has_evaluators(self) -> bool:
+        """Whether anything evaluates the weights."""
+        return bool(self._evaluators)
 
     def _is_evaluation_due(self, step: int) -> bool:
         return bool(self._evaluators) and is_due(step, self._config.eval.every_steps, self._config.total_steps)
@@ -162,7 +188,7 @@ class Report(Account):
 
     def result(self, step: int) -> JsonObject:
         """Tokens, and the losses of the newest row."""
-        row: Row = self._attempt.hosts.agree(self._newest_row())
+        row: Row = self._attempt.hosts.agree(self.newest_row())
         tokens = tokens_at(step, self._config.tokens_per_step)
         return {"tokens": tokens, "train_loss": row.get("train/loss"), "val_loss": row.get("val/loss")}
 
@@ -172,11 +198,11 @@ class Report(Account):
 
     def metric(self, name: str, step: int) -> float | None:
         """The value in the row of `step`, the newest; None if it has none. On other hosts than the main one, None."""
-        row = self._newest_row()
+        row = self.newest_row()
         value = row.get(name) if row.get("step") == step else None
         return None if value is None else float(value)
 
-    def _newest_row(self) -> Row:
+    def newest_row(self) -> Row:
         """Empty if there is none, and on other hosts than the main one."""
         return self._metrics.newest() if self._attempt.hosts.is_main else {}
 

@@ -9,6 +9,7 @@ from runner.attempt.claim import Attempt
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.leaves import named
 from runner.checkpoint.restore import check_source as check_run
+from runner.checkpoint.weights import BEST, find_checkpoint
 from runner.errors import InvalidError, StorageError
 from runner.spec import Document, InitFrom
 from runner.storage import Store, open_store, split_checkpoint
@@ -31,7 +32,7 @@ def check_source(document: Document, rule: InitFrom | None, family: FamilyOf, we
     with document.blaming("checkpoint.init_from"):
         store = _published_store(rule)
         if store is None:
-            check_run(rule.path)
+            check_run(_named(rule.path))
         else:
             _match(open_published(store), rule, family, weights())
 
@@ -46,7 +47,8 @@ def load_source(
     with document.blaming("checkpoint.init_from"):
         store = _published_store(rule)
         if store is None:
-            return checkpointer.load_weights(rule.path, weights).state
+            path = attempt.hosts.main_first(lambda: _named(rule.path))
+            return checkpointer.load_weights(path, weights).state
         loaded, problem = None, None
         told: tuple[str, ...] = ()
         try:
@@ -63,6 +65,11 @@ def load_source(
             warn(line)
     attempt.say(f"weights taken from {store.url}")
     return loaded
+
+
+def _named(path: str) -> str:
+    """`path`, where it ends in `checkpoints/best` with the step that is the best now. On one host."""
+    return find_checkpoint(path)[0] if split_checkpoint(path)[1] == BEST else path
 
 
 def _published_store(rule: InitFrom) -> Store | None:

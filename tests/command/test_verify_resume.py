@@ -127,6 +127,34 @@ def test_a_job_that_cannot_be_resumed_is_found_with_the_step_and_the_leaf(
     assert hint in output
 
 
+HOOKED = (
+    "specs/gpt_nano.yaml",
+    *("--set", "config.model={layers: 1, heads: 1, width: 16}", "--set", "config.train.total_steps=40"),
+    *("--set", "config.train.global_batch_examples=4", "--set", "config.data.sequence_length=16"),
+    *("--set", "config.eval={every_steps: 5, batches: 1}", "--steps", "24"),
+)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_hook_that_counts_in_the_state_passes(processes: str) -> None:
+    hooks = "hooks=[tests.support.hooked:Diary, {hook: runner.hook:EarlyStopping, config: {patience: 90}}]"
+    code, output = verify(*HOOKED, "--set", hooks, "--processes", processes)
+    assert code == 0, output
+    assert "SAME BITS after 3 kills" in output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_hook_that_hides_state_is_found_with_its_counter(processes: str) -> None:
+    hooks = "hooks=[tests.support.hooked:HidesState]"
+    code, output = verify(*HOOKED, "--kills", "1", "--set", hooks, "--processes", processes)
+    assert code == 1, output
+    assert re.search(r"DIFFERENT: step \d+ is the first checkpoint that differs", output), output
+    assert re.search(r"in 1 of \d+ leaves: riders\.hooks\.HidesState\.seen", output), output
+    assert "state outside its pytree" in output
+
+
 @pytest.mark.soak  # in process, daily, in tests/checkpoint/test_leaves.py
 def test_a_leaf_that_becomes_weakly_typed_is_named_with_the_reason() -> None:
     code, output = verify(*COUNTER, "--set", "job=tests.support.faulty:BecomesWeak")

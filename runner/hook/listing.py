@@ -1,0 +1,114 @@
+"""The hooks that a spec lists, made and checked before any device is touched."""
+
+import functools
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.attempt.result import Result
+from runner.errors import InvalidError
+from runner.hook.counters import FIRED, Branch, first_counters
+from runner.hook.protocol import Hook, Observer, SeenJob
+from runner.spec import Document, HookEntry, Trajectory, hash_of, load_class, validate_config
+from runner.train.rider import Rider
+
+RIDER = "hooks"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One hook of the spec.
+
+    Attributes:
+        entry: as the spec has it, with every default of its config.
+        counters: what it begins with; None of an observer.
+    """
+
+    hook: Hook
+    entry: HookEntry
+    counters: Any
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.entry.called
+
+    @property
+    def rule(self) -> int:
+        """32 bits that tell this hook, its class and its config from others: by whom a run was stopped."""
+        return zlib.crc32(hash_of(self.entry.model_dump(mode="json")).encode())
+
+    def listens_to(self, method: str) -> bool:
+        """Whether its class has replaced a method."""
+        return getattr(type(self.hook), method) is not getattr(Hook, method)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The hooks of a job, in the order of its spec."""
+
+    listed: Sequence[Listed] = ()
+
+    @functools.cached_property
+    def steering(self) -> list[Listed]:
+        """Those that may steer the run, and so have a part in its state."""
+        return [each for each in self.listed if each.counters is not None]
+
+    def listening_to(self, method: str) -> list[Listed]:
+        """Those that want to be called so."""
+        return [each for each in self.listed if each.listens_to(method)]
+
+    def branch(self) -> Branch:
+        """What the state holds of them before the first step."""
+        return Branch.first({each.name: each.counters for each in self.steering})
+
+    def riders(self) -> tuple[Rider, ...]:
+        """What rides along for them in the train state: nothing, where all of them only look."""
+        return (Rider(RIDER, lambda params: self.branch().arrays()),) if self.steering else ()
+
+    def identity(self) -> Trajectory:
+        """The part of the trajectory on which the counters depend, by dotted key."""
+        known: Trajectory = {}
+        for each in self.steering:
+            prefix = f"{RIDER}.{each.name}"
+            config = each.hook.config.model_dump(mode="json", exclude=set(each.hook.config.free_keys))
+            known[f"{prefix}.hook"] = each.entry.hook
+            known |= {f"{prefix}.config.{key}": value for key, value in config.items()}
+        return known
+
+    def of_rule(self, rule: int) -> Listed | None:
+        """The hook with this `rule`, as it stands in the spec now."""
+        return next((each for each in self.steering if each.rule == rule), None)
+
+    def has_stopped(self, result: Result | None) -> bool:
+        """Whether one of them, as it is told now, has ended the run that left this result."""
+        return result is not None and result.stopped_rule is not None and self.of_rule(result.stopped_rule) is not None
+
+    def entries(self) -> list[HookEntry]:
+        """What the resolved spec has."""
+        return [each.entry for each in self.listed]
+
+
+def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -> Hooks:
+    """Import, check and make the hooks of a spec. Raises `InvalidError` with the place of what is wrong."""
+    listed: list[Listed] = []
+    for place, entry in enumerate(entries):
+        with document.blaming(f"{RIDER}.{place}"):
+            if entry.called in (FIRED, *(each.name for each in listed)):
+                raise InvalidError(f"a hook is called {entry.called} already; give this one a name of its own")
+            found: type[Hook] = load_class(entry.hook, Hook)
+            config = validate_config(document, found.Config, place)
+            listed.append(_listed(found(config, job), entry))
+    return Hooks(tuple(listed))
+
+
+def _listed(hook: Hook, entry: HookEntry) -> Listed:
+    entry = entry.model_copy(update={"config": hook.config.model_dump(mode="json")})
+    return Listed(hook, entry, None if isinstance(hook, Observer) else first_counters(hook.init()))
+
+
+def refuse_taken_keys(name: str, told: Mapping[str, object], taken: Sequence[str]) -> str | None:
+    """What is wrong with what a hook adds to `result.json`, None if nothing is."""
+    twice = [key for key in told if key in taken]
+    return f"hook {name}: result.json has {twice[0]} already" if twice else None

@@ -1,0 +1,217 @@
+"""What a user sees of hooks: a run that ends early is done, goes on where its rule has changed, names its best step."""
+
+import json
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from runner import open_checkpoint
+from runner.attempt.result import RESULT_KEYS
+from runner.checkpoint.fingerprint import leaf_names
+from runner.command import checkpoints
+from runner.errors import InvalidError
+from runner.history.read import read_history
+from runner.hook.protocol import Act, Moment
+from runner.hosts.agreement import Hosts
+from runner.record import check
+from runner.storage import LocalStore, parse_lines
+from runner.train.metrics.file import read_rows
+from tests.hook.small import job
+from tests.support.tiny import leaves_equal
+
+HERE = "tests.support.hooked"
+BEST = {"checkpoint.keep_best": {"metric": "val/loss"}, "checkpoint.every_steps": 100, "checkpoint.keep_last": 1}
+
+
+def early(patience: int, **config: Any) -> dict[str, Any]:
+    return {"hook": "runner.hook:EarlyStopping", "config": {"patience": patience, "min_delta": 10.0, **config}}
+
+
+def result(directory) -> dict[str, Any]:
+    return dict(json.loads((directory / "result.json").read_text()))
+
+
+def attempts(directory) -> int:
+    return len([path for path in (directory / "attempts").iterdir() if path.name.isdecimal()])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run without hooks."""
+    found = job(tmp_path_factory.mktemp("plain") / "run")
+    found()
+    return found
+
+
+def test_without_hooks_the_state_has_no_leaf_of_them_and_with_observers_neither(plain, tmp_path) -> None:
+    watched = job(tmp_path / "watched", f"{HERE}:Watcher")
+    watched()
+    assert leaf_names(plain.state) == leaf_names(watched.state)
+    assert not [name for name in leaf_names(plain.state) if "hooks" in name]
+    assert result(plain.store.root) == result(tmp_path / "watched")
+    assert plain.compiled.digest == watched.compiled.digest
+
+
+def test_counters_change_no_weight_and_are_numpy_in_and_out(plain, tmp_path) -> None:
+    counted = job(tmp_path / "counted", f"{HERE}:Diary")
+    counted()
+    assert leaves_equal(plain.state.params, counted.state.params)
+    counters = jax.device_get(counted.state.riders["hooks"]["Diary"])
+    assert counters["calls"].tolist() == [8, 4]
+    rows = parse_lines((tmp_path / "counted" / "metrics.jsonl").read_bytes())
+    total = np.float32(0)
+    for row in rows:
+        total += np.float32(row.get("val/loss", row["train/loss"]))
+        total += np.float32(row.get("val/loss", 0))
+    assert counters["sum"] == total
+
+
+def test_a_run_that_was_stopped_early_is_done_until_its_rule_changes(tmp_path) -> None:
+    directory = tmp_path / "run"
+    job(directory, early(2))()
+    found = result(directory)
+    assert (found["step"], found["stopped_by"]) == (6, "EarlyStopping")
+    assert "is not better than" in found["stopped_because"]
+    assert found["val_loss"] is not None
+    check(found, RESULT_KEYS, ["stopped_by", "stopped_because", "stopped_rule"])
+    history = read_history(LocalStore(directory))
+    assert (history.state.value, history.step, history.total_steps) == ("done", 6, 8)
+    assert str(history.reason).startswith("stopped by EarlyStopping: val/loss is not better")
+    again = job(directory, early(2))
+    assert again.done
+    again()
+    assert attempts(directory) == 1
+    patient = job(directory, early(4))
+    assert not patient.done
+    patient()
+    assert attempts(directory) == 2
+    assert [row["step"] for row in read_rows(LocalStore(directory))] == [*range(1, 9)]
+    assert "stopped_by" not in result(directory)
+    whole = job(tmp_path / "whole", early(4))
+    whole()
+    assert result(directory) == result(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        pytest.param(
+            [],
+            [early(2)],
+            "hooks.EarlyStopping.hook: checkpoint 8 has nothing, the spec 'runner.hook:EarlyStopping'",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            [early(9)],
+            [],
+            "hooks.EarlyStopping.config.metric: checkpoint 8 has 'val/loss', the spec nothing",
+            marks=pytest.mark.soak,
+        ),
+        ([early(9)], [early(9, min_delta=9.0)], "min_delta: checkpoint 8 has 10.0, the spec 9.0"),
+    ],
+)
+def test_hooks_with_counters_are_part_of_the_trajectory(before: Any, after: Any, words: str, tmp_path) -> None:
+    schedule = {"config.schedule": {"name": "constant"}}
+    job(tmp_path / "run", *before, **schedule)()
+    with pytest.raises(InvalidError, match=words):
+        job(tmp_path / "run", *after, **schedule, **{"config.train.total_steps": 10})()
+
+
+def test_observers_come_and_go(tmp_path) -> None:
+    schedule = {"config.schedule": {"name": "constant"}}
+    job(tmp_path / "run", **schedule)()
+    job(tmp_path / "run", f"{HERE}:Watcher", **schedule, **{"config.train.total_steps": 10})()
+    assert (tmp_path / "run" / "diary").read_text().splitlines() == [
+        "start 8",
+        *("saw row 9", "saw row 10", "saw evaluation 10"),
+        *("checkpoint 10", "end 10"),
+    ]
+    job(tmp_path / "run", **schedule, **{"config.train.total_steps": 12})()
+    assert result(tmp_path / "run")["step"] == 12
+
+
+def test_a_stop_between_evaluations_is_evaluated_as_a_last_step_is(tmp_path) -> None:
+    job(tmp_path / "run", {"hook": f"{HERE}:AtStep", "config": {"step": 3}})()
+    found = result(tmp_path / "run")
+    assert (found["step"], found["stopped_because"]) == (3, "it was time")
+    assert found["val_loss"] == read_rows(LocalStore(tmp_path / "run"))[-1]["val/loss"]
+
+
+def say(hook: Any, **row: Any) -> Any:
+    """What a hook says of a row."""
+    return hook.on_row(Moment(4, {"step": 4, **row}, {}, {}, Hosts.alone(), 1000.0))
+
+
+@pytest.mark.parametrize(
+    ("rule", "now", "reason"),
+    [
+        ({"at": "2020-01-01T00:00:00+00:00"}, 1577836800.0, "the time is over: 2020-01-01T00:00:00+00:00"),
+        ({"at": "2020-01-01T01:00:00+01:00"}, 1577836799.0, None),
+        ({"after_hours": 0.5}, 2800.0, "the time is over: 0.5 hours"),
+        ({"after_hours": 0.5}, 2799.0, None),
+    ],
+)
+def test_a_run_stops_at_a_time(rule: dict[str, Any], now: float, reason: str | None, tmp_path, monkeypatch) -> None:
+    (listed,) = job(tmp_path / "run", {"hook": "runner.hook:StopAtTime", "config": rule}).hooks.listed
+    monkeypatch.setattr(time, "time", lambda: now)
+    found = say(listed.hook)
+    assert (None if found is None else (found.act, found.reason)) == (None if reason is None else (Act.STOP, reason))
+
+
+@pytest.mark.parametrize(
+    ("rule", "loss", "stops"),
+    [
+        ({"value": 2.0}, 2.0, True),
+        ({"value": 2.0}, 2.1, False),
+        ({"value": 2.0}, None, False),
+        ({"value": 2.0, "mode": "max"}, 2.1, True),
+        ({"value": 2.0, "metric": "val/loss"}, 1.0, False),
+    ],
+)
+def test_a_run_stops_at_a_figure(rule: dict[str, Any], loss: float | None, stops: bool, tmp_path) -> None:
+    (listed,) = job(tmp_path / "run", {"hook": "runner.hook:StopAtLoss", "config": rule}).hooks.listed
+    found = say(listed.hook, **{"train/loss": loss})
+    assert (found is not None and found.act is Act.STOP) == stops
+
+
+def test_the_best_step_is_saved_kept_and_named_for_whoever_asks(tmp_path, capsys) -> None:
+    """By the largest loss: the first evaluation, at which no save is due."""
+    most = BEST | {"checkpoint.keep_best": {"metric": "val/loss", "mode": "max"}}
+    job(tmp_path / "run", "runner.hook:BestAtEnd", **most)()
+    found = result(tmp_path / "run")
+    rows = {row["step"]: row["val/loss"] for row in read_rows(LocalStore(tmp_path / "run")) if "val/loss" in row}
+    best = max(rows, key=lambda step: rows[step])
+    check(found, RESULT_KEYS, ["best_step", "best_value"])
+    assert (found["best_step"], found["best_value"]) == (best, float(np.float32(rows[best])))
+    assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [best, 8]
+    capsys.readouterr()
+    assert checkpoints.main([str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith(f"best: {rows[best]:g}") for line in lines] == [True, False]
+    weights, _ = open_checkpoint(f"{tmp_path / 'run'}/checkpoints/best")
+    again, _ = open_checkpoint(tmp_path / "run", best)
+    assert leaves_equal(weights, again)
+    tuned = job(tmp_path / "tuned", **{"checkpoint.init_from": f"{tmp_path / 'run'}/checkpoints/best"})
+    tuned()
+    assert f"weights of step {best} taken from" in capsys.readouterr().out
+
+
+def test_hooks_count_in_no_speed_and_in_the_time_of_evaluation(tmp_path) -> None:
+    slow = {"hook": f"{HERE}:Sleeps", "config": {"seconds": 0.2}}
+    found = job(tmp_path / "run", slow, **{"config.train.total_steps": 4})
+    found()
+    seconds = read_history(LocalStore(tmp_path / "run")).seconds
+    spent = {bucket.value: each for bucket, each in seconds.items()}
+    assert spent["evaluation"] >= 0.8
+    assert sum(found.attempt.progress.gaps()) <= spent["steps"] + 1e-6
+
+
+def test_a_sample_of_text_is_written_at_evaluations(tmp_path) -> None:
+    hook = {"hook": "experiments.hooks:SampleText", "config": {"prompts": ["1 squared", "2"], "tokens": 8}}
+    job(tmp_path / "run", hook)()
+    files = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
+    assert files == ["2.txt", "4.txt", "6.txt", "8.txt"]
+    assert (tmp_path / "run" / "samples" / "8.txt").read_text(errors="replace").startswith("1 squared")
