@@ -37,7 +37,7 @@ from runner.spec import (
     Trajectory,
     document_of,
     dump_spec,
-    refuse_unread_hooks,
+    spec_without_unread_hooks,
     trajectory,
     validate_config,
 )
@@ -59,8 +59,7 @@ class RestoreableJob:
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         """Check `spec.config` against `Config`. `document` is where the spec came from, for errors with a line."""
         self.document = document_of(spec) if document is None else document
-        self.spec = spec
-        refuse_unread_hooks(self.document, spec, type(self))
+        self.spec = spec_without_unread_hooks(self.document, spec, type(self))
         self.config: Any = validate_config(self.document, self.Config)
         self.store = open_directory(self.document, spec)
         self.compile_cache = CompileCache(self.store if spec.shares_compiled_programs else None)

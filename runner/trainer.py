@@ -167,7 +167,7 @@ class BaseTrainer(HookedJob):
                     self.step += 1
                     report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
-                        report.add_row(self.judged(self.state), self.step)
+                        report.add_row(self.evaluated_weights(self.state), self.step)
                         self.steer()
                     self.save_or_stop()
             self.steering.end(self.state, self.step)

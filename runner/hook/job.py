@@ -27,10 +27,10 @@ class HookedJob(RestoreableJob):
     def steering(self) -> Steering:
         """The hooks at work in this attempt."""
         report: Any = self.report
-        return Steering(self.hooks, self.attempt, report, self.judged)
+        return Steering(self.hooks, self.attempt, report, self.evaluated_weights)
 
-    def judged(self, state: Any) -> Any:
-        """What evaluators and hooks are shown: the weights, and averages that ride along by `ema`."""
+    def evaluated_weights(self, state: Any) -> Any:
+        """What evaluators and hooks are shown of a state: its weights, and by `ema` their averages that ride along."""
         return with_averages(self.weights(state), state)
 
     def begin_steering(self) -> None:
@@ -41,7 +41,7 @@ class HookedJob(RestoreableJob):
         def fire(row: Row) -> None:
             self.state = self.steering.fire(self.state, self.step, row)
 
-        if not report.complete_row(self.judged(self.state), self.step, fire):
+        if not report.complete_row(self.evaluated_weights(self.state), self.step, fire):
             self.save_or_stop()
         self.steer()
 
@@ -71,5 +71,6 @@ class HookedJob(RestoreableJob):
         return super().resolved_spec().model_copy(update={"hooks": self.hooks.entries()})
 
     def result(self) -> JsonObject:
-        """The base's, and what hooks add."""
+        """The base's, and what hooks add: it is their last call, and the state is saved."""
+        self.steering.end(self.state, self.step)
         return super().result() | self.steering.result()

@@ -7,7 +7,7 @@ order of the spec, between two steps:
 2. `on_row` when the row of a step is made (its evaluation included, if it has one), then `on_evaluation` if the step
    was evaluated. Only these two return a verdict and new counters.
 3. `on_checkpoint` right before the state is saved as a step's checkpoint in the run's directory.
-4. `on_end` when the last step is complete.
+4. `on_end` when the last step is complete and saved.
 
 Counters are arrays of fixed shape and type in the train state, so they are saved, restored and fingerprinted with it. A
 step that is saved has the counters after its own calls: each step of the surviving trajectory is counted exactly once,
@@ -126,7 +126,7 @@ class Hook:
         """The state is about to be saved. Not part of the trajectory: saves may depend on clocks and failures."""
 
     def on_end(self, moment: Moment) -> Mapping[str, str | float | int | None] | None:
-        """The last step is complete. What is returned goes into `result.json`, and must not take a key from it."""
+        """The last step is saved. What is returned goes into `result.json`, and must not take a key from it."""
 
 
 class Observer(Hook):

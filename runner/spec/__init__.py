@@ -44,7 +44,7 @@ from runner.spec.model import (
     Topology,
 )
 from runner.spec.output import dump_spec, json_schema
-from runner.spec.validation import SpecModel, read_spec, refuse_unread_hooks, validate_config, validate_spec
+from runner.spec.validation import SpecModel, read_spec, spec_without_unread_hooks, validate_config, validate_spec
 from runner.spec.wording import KeyPath, Place, nearest_or_all
 
 __all__ = [
@@ -79,7 +79,7 @@ __all__ = [
     "nearest_or_all",
     "parse_document",
     "read_spec",
-    "refuse_unread_hooks",
+    "spec_without_unread_hooks",
     "trajectory",
     "validate_config",
     "validate_spec",

@@ -36,10 +36,11 @@ def validate_config(document: Document, model: type[SpecModel], hook: int | None
     return _validate(document, model, data, ("hooks", str(hook), "config"))
 
 
-def refuse_unread_hooks(document: Document, spec: ExecutionSpec, job_class: type) -> None:
-    """Raise `SpecError` if there are hooks, and the job's class does not say `calls_hooks`."""
+def spec_without_unread_hooks(document: Document, spec: ExecutionSpec, job_class: type) -> ExecutionSpec:
+    """`spec`. Raises `SpecError` if it has hooks, and the job's class does not say `calls_hooks`."""
     if spec.hooks and not getattr(job_class, "calls_hooks", False):
         raise document.error("hooks", f"nothing reads it: {job_class.__name__} is no BaseTrainer")
+    return spec
 
 
 def _validate(document: Document, model: type[SpecModel], data: Any, section: KeyPath) -> SpecModel:

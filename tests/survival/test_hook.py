@@ -116,7 +116,7 @@ def test_a_hook_that_hangs_is_named_by_the_watchdog(processes: int, tmp_path) ->
     job = Job(SPEC, tmp_path / "run", options)
     for attempt in job.start_processes(2) if processes == 2 else [job.start()]:
         attempt.expect(76)
-        assert "is in hook Sick.on_row at step 15 for" in attempt.output, attempt.report("does not name the hook")
+        assert "is in hook Sick.on_row at step 14 for" in attempt.output, attempt.report("does not name the hook")
         assert "past the deadline" in attempt.output
     stacks = (job.directory / "stacks" / f"000001.{guilty}.txt").read_text()
     assert "tests/support/hooked.py" in stacks
