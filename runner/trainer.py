@@ -34,7 +34,8 @@ from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.optimizer import SPEC
-from runner.train.report import Evaluator, Report
+from runner.train.evaluation import Evaluator
+from runner.train.report import Report
 from runner.train.same_data import refuse_changed_data, refuse_different_data, share_ids
 from runner.train.validation import Validation, validation_sets
 from runner.train.variables import TrainState
@@ -135,7 +136,8 @@ class BaseTrainer(RestoreableJob):
         cls, state: TrainState, batch: pure.Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
         """One optimizer step over (S, B, T): (state, loss, meta). Pure."""
-        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, cls.update_variables)
+        norms = cls.config.metrics.norms if hasattr(cls, "config") else "none"
+        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, cls.update_variables, norms)
 
     @classmethod
     def val_step(cls, state: TrainState, batch: pure.Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -152,14 +154,16 @@ class BaseTrainer(RestoreableJob):
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
         train_step, key, report = self.compiled.executable, self.blueprint.key, self.report
+        count_targets = self.compiled.layout.make_count()
         with report.showing(self.step):
             if not report.complete_row(self.weights(self.state), self.step):
                 self.save_or_stop()
             with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
                 while self.step < self.total_steps:
-                    self.state, loss, meta = train_step(self.state, self.attempt.progress.take(batches), key)
+                    batch = self.attempt.progress.take(batches)
+                    self.state, loss, meta = train_step(self.state, batch, key)
                     self.step += 1
-                    report.add_step(self.step, loss, meta)
+                    report.add_step(self.step, loss, meta, count_targets(batch))
                     if report.is_row_due(self.step):
                         report.add_row(self.weights(self.state), self.step)
                     self.save_or_stop()
@@ -211,7 +215,10 @@ class BaseTrainer(RestoreableJob):
         self.blueprint = self.design.draw(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
-        self.design.trace(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
+        known = known_micro_batch(self.blueprint, self.store, hosts)
+        self.design.trace(self.blueprint, known)
+        if known is None and self.dataset.validation:  # else the run has evaluated, or refuses when it first does
+            self.design.trace_val(self.blueprint)
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""
@@ -258,6 +265,7 @@ class BaseTrainer(RestoreableJob):
         return Payload(
             None if best is None else self.report.metric(best.metric, self.step),
             record_of(self.blueprint, self.compiled.layout, hosts),
+            self.report.window.carry,
             self.report.attachments,
             self.report.sync,
         )

@@ -58,7 +58,7 @@ class Scorer:
             for stretch in self._stretches(name):
                 sums = self._validation.sum(state, stretch)
                 assert sums is not None, "nobody asks it to stop"
-                loss_sum, num_tokens = loss_sum + sums[0], num_tokens + sums[1]
+                loss_sum, num_tokens = loss_sum + sums.loss, num_tokens + sums.num_tokens
             found[name] = loss_sum, num_tokens
         return Score(step, found)
 

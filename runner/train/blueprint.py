@@ -25,6 +25,7 @@ from runner.train.compilation import (
     memory_of,
     program_digest,
     trace_train_step,
+    trace_val_step,
 )
 from runner.train.optimizer import in_float32
 from runner.train.variables import PARAMS, TrainState, others
@@ -40,7 +41,8 @@ class Blueprint:
         optimizer: the whole optax transformation, clipping included; it works in float32.
         abstract_state: shape, dtype and sharding of every leaf.
         make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
-        traced: train steps that were traced and not compiled yet, by micro-batch: nothing is traced twice.
+        traced, traced_val: train and validation steps that were traced and not compiled yet, by micro-batch: nothing is
+            traced twice.
     """
 
     mesh: Mesh
@@ -50,6 +52,7 @@ class Blueprint:
     abstract_state: TrainState
     make_state: Callable[[jax.Array], TrainState]
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
+    traced_val: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
@@ -89,7 +92,13 @@ class Blueprint:
         self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout
     ) -> jax.stages.Compiled:
         """Compile `val_step` for the same split; of the state it is shown what `abstract` has."""
-        return lower_val_step(val_step, abstract, layout).compile()
+        self.trace_val(val_step, abstract, layout)
+        return lower_val_step(self.traced_val.pop(layout.micro_batch_examples), layout).compile()
+
+    def trace_val(self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> None:
+        """Trace `val_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""
+        if layout.micro_batch_examples not in self.traced_val:
+            self.traced_val[layout.micro_batch_examples] = trace_val_step(val_step, abstract, layout)
 
 
 def draw(

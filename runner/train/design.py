@@ -108,6 +108,11 @@ class Design:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""
         blueprint.trace_train(self.train_step, batch_layouts(self.config, blueprint.mesh, micro_batch)[0])
 
+    def trace_val(self, blueprint: Blueprint) -> None:
+        """Trace the validation step. Raises `InvalidError` if a row cannot hold its meta."""
+        abstract = blueprint.abstract_state.replace(opt_state=())
+        blueprint.trace_val(self.val_step, abstract, batch_layouts(self.config, blueprint.mesh)[0])
+
     def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """The train step with the largest micro-batch that fits into `limit_bytes` of each device.
 
