@@ -17,6 +17,7 @@ checkpoint   save, commit, restore, retain, look at, copy
 data         tokens; a batch is a pure function of (seed, step)
 train        mesh, state, step, loss, optimizer, compilation, metrics
 weights      weights in the form that others read, in and out
+judge        what judges weights beside their loss: their texts, their answers to questions
 job          RestoreableJob: restore or init, run, save on notice, exit clean
 trainer      BaseTrainer: composes the above; `run` is the training loop
 inference    a run's weights at work, for whoever only looks: text from them, and their loss on data

@@ -20,6 +20,9 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields
 from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
+from runner.judge.asked import Asked, Place, read_asked
+from runner.judge.samples import Samples
+from runner.judge.size import own_sets
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.train import state as train_state
 from runner.train import step as pure
@@ -36,7 +39,12 @@ from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.optimizer import SPEC
 from runner.train.evaluation import Evaluator
 from runner.train.report import Report
-from runner.train.same_data import refuse_changed_data, refuse_different_data, share_ids
+from runner.train.same_data import (
+    refuse_changed_data,
+    refuse_different_data,
+    refuse_different_questions,
+    share_ids,
+)
 from runner.train.validation import Validation, validation_sets
 from runner.train.variables import TrainState
 
@@ -109,8 +117,8 @@ class BaseTrainer(RestoreableJob):
         return SPEC
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
-        """What evaluates the weights: by default the loss on the validation sets, if there are any. Called once."""
-        return self.validation if self.dataset.validation else None
+        """What evaluates the weights: by default `shipped_evaluators`. Called once, on every host."""
+        return self.shipped_evaluators
 
     def flops_per_token(self, blueprint: Blueprint) -> Flops:
         """FLOPs of a train step for one token, counted in the traced `forward`; replace it where there is a formula.
@@ -183,8 +191,7 @@ class BaseTrainer(RestoreableJob):
     @functools.cached_property
     def report(self) -> Report:
         """The rows of this attempt."""
-        found = self.evaluator()
-        evaluators = [] if found is None else found if isinstance(found, list) else [found]
+        evaluators = self._evaluators()
         compile_validation = self.validation.begin_to_compile if self.validation in evaluators else lambda: None
         return Report(
             self.attempt,
@@ -204,7 +211,32 @@ class BaseTrainer(RestoreableJob):
             lambda abstract: self.blueprint.compile_val(self.val_step, abstract, self.compiled.layout),
             validation_sets(self.dataset, self.config, self.batch),
             self.attempt.stop.poll,
+            own_sets(self.dataset, self.config).size if self.config.eval.bits_per_byte else None,
         )
+
+    @functools.cached_property
+    def asked(self) -> Asked:
+        """What `config.eval` asks for besides the loss. Reads the files that it names on this host."""
+        with self.document.blaming("config.eval"):
+            return read_asked(self.config, self.vocabulary_size)
+
+    @functools.cached_property
+    def shipped_evaluators(self) -> list[Evaluator]:
+        """The loss on the validation sets, if there are any, and what else `config.eval` asks for."""
+        rows, is_stopping = self.compiled.layout.micro_batch_examples, self.attempt.stop.poll
+        place = Place(self.model(), self.blueprint.mesh, rows, self.vocabulary_size, is_stopping)
+        loss = [self.validation] if self.dataset.validation else []
+        return [*loss, *self.asked.multiple_choices(place), *self.asked.samples(place)]
+
+    def _evaluators(self) -> list[Evaluator]:
+        """What `evaluator` returns. Raises `SpecError` if that leaves out what the spec asks for: nothing reads it."""
+        found = self.evaluator()
+        evaluators = [] if found is None else found if isinstance(found, list) else [found]
+        if left_out := [each for each in self.shipped_evaluators if each not in evaluators and each != self.validation]:
+            key = "samples" if isinstance(left_out[0], Samples) else "multiple_choice"
+            reason = "nothing reads it, evaluator() returns others; return self.shipped_evaluators with them"
+            raise self.document.error(f"config.eval.{key}", reason)
+        return evaluators
 
     # Set-up: the design on the devices at hand, then the compiler.
 
@@ -215,6 +247,8 @@ class BaseTrainer(RestoreableJob):
         self.blueprint = self.design.draw(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
+        if self.asked.tasks:
+            refuse_different_questions(self.asked.digest, hosts)
         known = known_micro_batch(self.blueprint, self.store, hosts)
         self.design.trace(self.blueprint, known)
         if known is None and self.dataset.validation:  # else the run has evaluated, or refuses when it first does

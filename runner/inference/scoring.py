@@ -14,11 +14,10 @@ from jax.sharding import Mesh
 
 from runner.data import Dataset
 from runner.inference.opening import Opened, step_of
-from runner.inference.scored_data import Size
 from runner.storage import JsonObject
 from runner.train.batch_layout import BatchLayout
 from runner.train.mesh import AXES, does_mesh_fit, make_mesh, mesh_sizes, num_batch_shards
-from runner.train.validation import Validation, ValidationSet
+from runner.train.validation import Size, Validation, ValidationSet
 
 _LARGEST_EXPONENT = 700.0  # a double ends soon behind
 _STRETCH_BATCHES = 64  # whose losses are added up in float32, as those of a row; stretches are in float64

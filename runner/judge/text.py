@@ -126,3 +126,13 @@ def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[
         ids = ids[-_CONTEXT_TOKENS:]
         read = len(ids)
     yield decode(ids)[len(decode(ids[:read])) :]
+
+
+def pieces(tokens: Iterable[int], prompt: Sequence[int], text: str, language: Language | None) -> Iterator[str]:
+    """The prompt, whose text is `text`, and what follows it, up to a line's end; ids where no language is known."""
+    yield text + (" " if text and language is None else "")
+    if language is None:
+        yield from (f"{token} " for token in tokens)
+    else:
+        yield from stream_text(tokens, prompt, language.tokenizer.decode)
+    yield "\n"
