@@ -336,7 +336,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Evaluation and its sets, what rows tell, micro-batches, what is kept, limits; with a constant learning rate the total too."""
+        """Evaluation and its sets, what rows tell, micro-batches, memory, limits; with a constant rate the total."""
         free = {"eval", "metrics", "memory", "train.micro_batch_examples", "data.validation", "data.cache_bytes"}
         free |= {"data.mixture.max_epochs"}
         if self.schedule.name == "constant":

@@ -30,14 +30,15 @@ from runner.train import variables as other_variables
 from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE, CompiledStep
 from runner.train.design import Design
+from runner.train.evaluation import Evaluator
 from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
+from runner.train.norm import Norms
 from runner.train.optimizer import SPEC
-from runner.train.evaluation import Evaluator
 from runner.train.report import Report
 from runner.train.same_data import (
     refuse_changed_data,
@@ -144,7 +145,8 @@ class BaseTrainer(RestoreableJob):
         cls, state: TrainState, batch: pure.Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
         """One optimizer step over (S, B, T): (state, loss, meta). Pure."""
-        norms = cls.config.metrics.norms if hasattr(cls, "config") else "none"
+        config = getattr(cls, "config", None)  # of a class that belongs to no job: none
+        norms: Norms = "none" if config is None else config.metrics.norms
         return pure.train_step(cls.forward, state, batch, key, accumulate_steps, cls.update_variables, norms)
 
     @classmethod

@@ -8,9 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from runner.errors import DataError, InvalidError
+from runner.inference.opening import NEWEST, Opened, step_of
 from runner.judge.choice import Sampling
 from runner.judge.decode import generate, make_reader, variables_of, vocabulary_size_of
-from runner.inference.opening import NEWEST, Opened, step_of
 from runner.judge.text import Language, encode_prompt, first_token, language_of, parse_ids, pieces
 from runner.terminal import warn
 from runner.train.mesh import AXES, device_memory_bytes, make_mesh

@@ -98,7 +98,9 @@ def read_asked(config: TrainerConfig[Any], vocabulary_size: int) -> Asked:
             raise DataError(f"eval.multiple_choice needs the tokenizer of the data: {error}") from error
     tasks = [Task(each.name, read_questions(each.path, each.limit), each.every_steps) for each in rule.multiple_choice]
     prompts = [] if rule.samples is None else rule.samples.prompts
-    return Asked(config, language, tasks, [(text, _ids_of(text, language, config, vocabulary_size)) for text in prompts])
+    return Asked(
+        config, language, tasks, [(text, _ids_of(text, language, config, vocabulary_size)) for text in prompts]
+    )
 
 
 def _ids_of(text: str, language: Language | None, config: TrainerConfig[Any], vocabulary_size: int) -> list[int]:

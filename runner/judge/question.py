@@ -38,7 +38,7 @@ def read_questions(path: str, limit: int | None = None) -> list[Question]:
         content = open_store(folder or ("/" if path.startswith("/") else ".")).read(name)
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file") from error
-    found = []
+    found: list[Question] = []
     for number, line in enumerate(content.splitlines(), 1):
         if len(found) == limit:
             break
@@ -56,7 +56,8 @@ def _question(record: Any) -> Question:
     """Raises `ValueError`."""
     if not isinstance(record, dict):
         raise ValueError("needs a JSON object")
-    context, choices, answer = (_first(record, names) for names in (_CONTEXTS, _CHOICES, _ANSWERS))
+    context, answer = _first(record, _CONTEXTS), _first(record, _ANSWERS)
+    choices: Any = _first(record, _CHOICES)
     labels: Sequence[Any] = _LETTERS
     if isinstance(choices, dict):
         choices, labels = choices.get("text"), choices.get("label", _LETTERS)

@@ -20,7 +20,7 @@ from runner.periodic import is_due
 from runner.spec import hash_of
 from runner.terminal import warn
 from runner.train.meta import LIST_MAX
-from runner.train.metrics.row import Row
+from runner.train.metrics.row import Row, bins_of
 
 TEXT_CHARACTERS_MAX = 1 << 14
 Figure = float | int | str | list[Any] | None
@@ -39,7 +39,8 @@ class Evaluator(Protocol):
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
         """Figures by their key in a row (`val/...`); None if it ended early because the job was asked to stop.
 
-        A figure is a number, a text, a list of at most 64 numbers, or None; the same on every host.
+        A figure is a number, a text, a list of at most 64 numbers, a histogram as rows have it, or None; the same on
+        every host.
         """
 
 
@@ -70,7 +71,7 @@ class Evaluations:
                 if figures is None:
                     return None
                 found |= figures
-        told = {key: value for key, value in found.items() if not isinstance(value, str | list)}
+        told = {key: value for key, value in found.items() if not isinstance(value, str | list | dict)}
         self._attempt.record("evaluate", step, figures=told)
         return found
 
@@ -141,6 +142,8 @@ def _is_figure(value: Any) -> bool:
         return len(value) <= TEXT_CHARACTERS_MAX
     if isinstance(value, list | tuple):
         return len(value) <= LIST_MAX and all(map(_is_number, value))
+    if isinstance(value, dict):
+        return bins_of(value) is not None
     return _is_number(value)
 
 
@@ -156,7 +159,7 @@ def _kind(value: Any) -> str:
 
 def _is_broken(value: Any) -> bool:
     """Whether a number, or one of a list, is not finite."""
-    if value is None or isinstance(value, str):
+    if value is None or isinstance(value, str | dict):
         return False
     if isinstance(value, list | tuple):
         return any(map(_is_broken, value))
@@ -167,7 +170,7 @@ def _plain(figures: Figures) -> Figures:
     """As JSON has them; what is not finite is null."""
 
     def plain(value: Any) -> Any:
-        if value is None or isinstance(value, str):
+        if value is None or isinstance(value, str | dict):
             return value
         if isinstance(value, list | tuple):
             return [plain(each) for each in value]

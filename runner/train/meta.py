@@ -76,8 +76,7 @@ def means_of(sums: Mapping[str, Any], token_count: Any) -> Meta:
         return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), jnp.nan)
 
     return {
-        name: mean(*given) if isinstance(given, tuple) else mean(given, token_count)
-        for name, given in sums.items()
+        name: mean(*given) if isinstance(given, tuple) else mean(given, token_count) for name, given in sums.items()
     }
 
 

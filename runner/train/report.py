@@ -100,9 +100,7 @@ class Report(Account):
 
     # Rows.
 
-    def add_step(
-        self, step: int, loss: jax.Array, meta: dict[str, Any], num_targets: jax.Array | float = 1.0
-    ) -> None:
+    def add_step(self, step: int, loss: jax.Array, meta: dict[str, Any], num_targets: jax.Array | float = 1.0) -> None:
         """Take what step `step` returned. Waits for it only where a profile begins or ends.
 
         `num_targets` is what its loss counts for beside that of other steps.

@@ -63,8 +63,8 @@ class Validation:
     """The loss on validation sets, by a `val_step` that is compiled when it is first needed, or in the background.
 
     `abstract` is the train state's; `compile_val` compiles for one that has no optimizer state; `is_stopping` says
-    whether the job was asked to stop, which a whole evaluation must not delay; `size_of`, if it is given, how many bytes
-    a set's text has, by its name. Made and called on every host.
+    whether the job was asked to stop, which a whole evaluation must not delay; `size_of`, if given, how many bytes a
+    set's text has, by its name. Made and called on every host.
     """
 
     def __init__(
