@@ -13,7 +13,7 @@ from experiments.gpt import PretrainGPT
 from runner import BaseTrainer
 from runner.hosts.agreement import Hosts
 from runner.storage import parse_lines
-from runner.train.fields import target_weights
+from runner.train.fields import document_arguments, target_weights
 from runner.train.loss import cross_entropy_sum
 from runner.train.meta import Meta, histogram
 
@@ -34,7 +34,8 @@ class Lookup(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxT: jax.Array, *, deterministic: bool, segments: Any = None, positions: Any = None) -> Any:
-        return nn.Embed(self.size, self.size, name="table")(x_BxT)
+        logits_BxTxV = nn.Embed(self.size, self.size, name="table")(x_BxT)
+        return logits_BxTxV if segments is None else logits_BxTxV * (segments > 0)[..., None]
 
 
 class Own:
@@ -60,7 +61,8 @@ class Judged(BaseTrainer):
 
     @classmethod
     def forward(cls, apply_fn: Any, params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Meta]:
-        logits_BxTxV = apply_fn({"params": params}, batch["x"], deterministic=key is None)
+        documents = document_arguments(apply_fn, batch)
+        logits_BxTxV = apply_fn({"params": params}, batch["x"], **documents, deterministic=key is None)
         weights_BxT = target_weights(batch)
         loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], weights_BxT)
         right_BxT = (jnp.argmax(logits_BxTxV, -1) == batch["y"]) & batch["padding_mask"]
