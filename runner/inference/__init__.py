@@ -4,5 +4,6 @@
 - `sample`   text from a run: the above, in order
 - `scored_data` what weights are scored on
 - `scoring`  the loss of weights on sets of examples, over all tokens and over all bytes
+- `harness`  a run's weights as a model of lm-evaluation-harness
 - `evaluation` the score of one step, or of all
 """

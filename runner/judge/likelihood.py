@@ -3,7 +3,7 @@
 As lm-evaluation-harness counts it (https://github.com/EleutherAI/lm-evaluation-harness, `lm_eval/api/model.py`): spaces
 at the end of the context belong to what follows; both are encoded as one text, and what follows is the ids behind those
 of the context alone; of what is longer than the model's sequence the end is read; an empty context is the token that a
-text begins after.
+text begins after (and where what follows begins with that, it is the context).
 
 Shape legend: B rows of a batch, T sequence length, V vocabulary.
 """
@@ -42,7 +42,8 @@ def encode_pair(encode: Callable[[str], Sequence[int]], first: int, context: str
     if num_spaces:
         context, following = context[:-num_spaces], context[-num_spaces:] + following
     if not context:
-        return Pair([first], list(encode(following)))
+        ids = list(encode(following))
+        return Pair(ids[:1], ids[1:]) if ids[0] == first else Pair([first], ids)
     before = list(encode(context))
     return Pair(before, list(encode(context + following))[len(before) :])
 

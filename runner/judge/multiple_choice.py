@@ -36,10 +36,13 @@ class MultipleChoice:
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
         """See `Evaluator`."""
+        found = self.ask(weights)
+        return None if found is None else {f"val/{self.name}/{key}": value for key, value in found.items()}
+
+    def ask(self, weights: Any) -> dict[str, float] | None:
+        """The figures by their own names; None if the job was asked to stop. Called on every host."""
         likely = self._likelihood.of(weights, self._pairs)
-        if likely is None:
-            return None
-        return {f"val/{self.name}/{key}": value for key, value in accuracies(self._questions, likely).items()}
+        return None if likely is None else accuracies(self._questions, likely)
 
 
 def pairs_of(questions: Sequence[Question], encode: Callable[[str], Sequence[int]], first: int) -> list[Pair]:

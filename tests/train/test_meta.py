@@ -142,7 +142,11 @@ class RefusedInTraining(Judged):
     ("job_class", "changes", "line"),
     [
         (Refused, {}, "'x' as meta, int32 of shape"),
-        (RefusedInTraining, {"config.metrics.norms": "groups"}, "'grad_norm/table' as meta, a name of the runner's own"),
+        (
+            RefusedInTraining,
+            {"config.metrics.norms": "groups"},
+            "'grad_norm/table' as meta, a name of the runner's own",
+        ),
     ],
 )
 def test_meta_that_no_row_can_hold_is_refused_before_anything_is_written(
