@@ -134,7 +134,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 # What every value of keys that begin so needs.
 BESIDE: dict[str, dict[str, Any]] = {
-    "config.eval.samples.": {"config.eval.samples.prompts": ["some"], "config.eval.samples.tokens": 2},
+    "config.eval.samples.": {"config.eval.samples.prompts": ["7 8"], "config.eval.samples.tokens": 2},
     "config.model.window_rope.": {"config.model.layer_pattern": ["window"], "config.model.window": 4},
     "config.model.latent.": {
         **{

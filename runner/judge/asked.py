@@ -105,5 +105,5 @@ def read_asked(config: TrainerConfig[Any], vocabulary_size: int) -> Asked:
 
 def _ids_of(text: str, language: Language | None, config: TrainerConfig[Any], vocabulary_size: int) -> list[int]:
     if language is None:
-        return parse_ids(text, vocabulary_size) or [0]
+        return parse_ids(text, vocabulary_size, "samples.prompts") or [0]
     return encode_prompt(language, text) or [first_token(language, config.data)]
