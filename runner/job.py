@@ -225,8 +225,7 @@ class RestoreableJob:
         if attempt.hosts.is_main:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin(self.state, self.step)
-        attachments, carry = ({}, None) if found is None else (found.attachments, found.manifest.carry)
-        self.report.resume(self.step, attachments, carry)
+        self.report.resume(self.step, *((found.attachments, found.manifest.carry) if found is not None else ({}, None)))
 
     def _first_state(self) -> Any:
         """The state at step 0, with the weights of another run or of others if the spec names them."""

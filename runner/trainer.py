@@ -20,9 +20,8 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields
 from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
-from runner.judge.asked import Asked, Place, read_asked
-from runner.judge.samples import Samples
-from runner.judge.size import own_sets
+from runner.judge.asked import Asked, read_asked
+from runner.judge.shipped import Shipped
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.train import state as train_state
 from runner.train import step as pure
@@ -37,7 +36,7 @@ from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
-from runner.train.norm import Norms
+from runner.train.norm import norms_of_job
 from runner.train.optimizer import SPEC
 from runner.train.report import Report
 from runner.train.same_data import (
@@ -46,7 +45,7 @@ from runner.train.same_data import (
     refuse_different_questions,
     share_ids,
 )
-from runner.train.validation import Validation, validation_sets
+from runner.train.validation import Validation
 from runner.train.variables import TrainState
 
 
@@ -118,8 +117,8 @@ class BaseTrainer(RestoreableJob):
         return SPEC
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
-        """What evaluates the weights: by default `shipped_evaluators`. Called once, on every host."""
-        return self.shipped_evaluators
+        """What evaluates the weights: by default `shipped.evaluators`. Called once, on every host."""
+        return self.shipped.evaluators
 
     def flops_per_token(self, blueprint: Blueprint) -> Flops:
         """FLOPs of a train step for one token, counted in the traced `forward`; replace it where there is a formula.
@@ -145,9 +144,8 @@ class BaseTrainer(RestoreableJob):
         cls, state: TrainState, batch: pure.Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
         """One optimizer step over (S, B, T): (state, loss, meta). Pure."""
-        config = getattr(cls, "config", None)  # of a class that belongs to no job: none
-        norms: Norms = "none" if config is None else config.metrics.norms
-        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, cls.update_variables, norms)
+        update, norms = cls.update_variables, norms_of_job(cls)
+        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, update, norms)
 
     @classmethod
     def val_step(cls, state: TrainState, batch: pure.Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -193,8 +191,7 @@ class BaseTrainer(RestoreableJob):
     @functools.cached_property
     def report(self) -> Report:
         """The rows of this attempt."""
-        evaluators = self._evaluators()
-        compile_validation = self.validation.begin_to_compile if self.validation in evaluators else lambda: None
+        evaluators = self.shipped.check(self.evaluator(), self.document)
         return Report(
             self.attempt,
             self.resolved_spec(),
@@ -202,43 +199,23 @@ class BaseTrainer(RestoreableJob):
             evaluators,
             mfu_of_a_token_per_second(self.flops_per_token, self.blueprint),
             lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),
-            compile_validation,
+            lambda: self.shipped.begin_to_compile(evaluators),
         )
 
-    @functools.cached_property
+    @property
     def validation(self) -> Validation:
         """The loss on each validation set: on `eval.batches` batches, or fewer if they hold all of it."""
-        return Validation(
-            self.blueprint.abstract_state,
-            lambda abstract: self.blueprint.compile_val(self.val_step, abstract, self.compiled.layout),
-            validation_sets(self.dataset, self.config, self.batch),
-            self.attempt.stop.poll,
-            own_sets(self.dataset, self.config).size if self.config.eval.bits_per_byte else None,
-        )
+        return self.shipped.validation
 
     @functools.cached_property
     def asked(self) -> Asked:
         """What `config.eval` asks for besides the loss. Reads the files that it names on this host."""
-        with self.document.blaming("config.eval"):
-            return read_asked(self.config, self.vocabulary_size)
+        return read_asked(self.document, self.config, self.vocabulary_size)
 
     @functools.cached_property
-    def shipped_evaluators(self) -> list[Evaluator]:
-        """The loss on the validation sets, if there are any, and what else `config.eval` asks for."""
-        rows, is_stopping = self.compiled.layout.micro_batch_examples, self.attempt.stop.poll
-        place = Place(self.model(), self.blueprint.mesh, rows, self.vocabulary_size, is_stopping)
-        loss = [self.validation] if self.dataset.validation else []
-        return [*loss, *self.asked.multiple_choices(place), *self.asked.samples(place)]
-
-    def _evaluators(self) -> list[Evaluator]:
-        """What `evaluator` returns. Raises `SpecError` if that leaves out what the spec asks for: nothing reads it."""
-        found = self.evaluator()
-        evaluators = [] if found is None else found if isinstance(found, list) else [found]
-        if left_out := [each for each in self.shipped_evaluators if each not in evaluators and each != self.validation]:
-            key = "samples" if isinstance(left_out[0], Samples) else "multiple_choice"
-            reason = "nothing reads it, evaluator() returns others; return self.shipped_evaluators with them"
-            raise self.document.error(f"config.eval.{key}", reason)
-        return evaluators
+    def shipped(self) -> Shipped:
+        """Its `evaluators` are the loss on the validation sets, and what `config.eval` asks for besides."""
+        return Shipped(self.design, self.blueprint, self.compiled.layout, self.asked, self.batch, self.attempt.stop)
 
     # Set-up: the design on the devices at hand, then the compiler.
 
@@ -249,12 +226,8 @@ class BaseTrainer(RestoreableJob):
         self.blueprint = self.design.draw(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
-        if self.asked.tasks:
-            refuse_different_questions(self.asked.digest, hosts)
-        known = known_micro_batch(self.blueprint, self.store, hosts)
-        self.design.trace(self.blueprint, known)
-        if known is None and self.dataset.validation:  # else the run has evaluated, or refuses when it first does
-            self.design.trace_val(self.blueprint)
+        refuse_different_questions(self.asked.digest, hosts)
+        self.design.check(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""

@@ -1,7 +1,6 @@
 """`python -m runner evaluate`: the loss of a run's weights on data. Claims nothing; works beside the run."""
 
 import argparse
-import importlib
 import json
 from collections.abc import Sequence
 
@@ -9,7 +8,8 @@ from runner.command.appending import append, refuse_inside, steps_in
 from runner.command.arguments import Parser, check_placement, directory_of
 from runner.command.looking import looking
 from runner.command.run import placement_of
-from runner.errors import EXIT_DONE, EXIT_RETRYABLE, InvalidError, RunnerError
+from runner.data.extra import import_extra
+from runner.errors import EXIT_DONE, EXIT_RETRYABLE, RunnerError
 from runner.hosts.agreement import Hosts
 from runner.hosts.join import start
 from runner.hosts.preemption import end_process
@@ -79,10 +79,7 @@ def _print(run: Opened, request: Request, hosts: Hosts, parsed: argparse.Namespa
 
 
 def _print_harness(run: Opened, hosts: Hosts, parsed: argparse.Namespace) -> None:
-    try:
-        module = importlib.import_module("runner.inference.harness")
-    except ImportError as error:
-        raise InvalidError(f"--harness needs lm-evaluation-harness: pip install 'runner[lm-eval]' ({error})") from error
+    module = import_extra("runner.inference.harness", "lm-eval")
     checkpoint = hosts.main_first(lambda: run.find(parsed.step))
     record = module.evaluate(run, checkpoint, parsed.harness.split(","), parsed.include_path)
     if hosts.is_main:

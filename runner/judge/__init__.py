@@ -11,4 +11,5 @@ Knows models and their weights, no job and no run: whoever asks hands in what it
 - `multiple_choice` how many questions are answered right
 - `samples`  texts that go on from some prompts
 - `asked`    what a spec's `eval` asks for of these
+- `shipped`  the evaluators that come with a trainer
 """

@@ -17,6 +17,7 @@ from runner.judge.multiple_choice import MultipleChoice
 from runner.judge.question import Question, digest_of_questions, read_questions
 from runner.judge.samples import Samples
 from runner.judge.text import Language, encode_prompt, first_token, language_of, parse_ids
+from runner.spec import Document
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Asked:
 
     @property
     def digest(self) -> str:
-        """The same on every host, if all have read the same."""
+        """The same on every host, if all have read the same; empty if nothing is asked."""
+        if not self.tasks:
+            return ""
         return digest_of_questions([question for task in self.tasks for question in task.questions])
 
     def multiple_choices(self, place: Place) -> list[MultipleChoice]:
@@ -85,8 +88,13 @@ class Asked:
         ]
 
 
-def read_asked(config: TrainerConfig[Any], vocabulary_size: int) -> Asked:
-    """Read what `config.eval` names. Raises `DataError`: a file that is none, or no tokenizer for questions."""
+def read_asked(document: Document, config: TrainerConfig[Any], vocabulary_size: int) -> Asked:
+    """Read what `config.eval` names. Raises `SpecError`: a file that is none, or no tokenizer for questions."""
+    with document.blaming("config.eval"):
+        return _read(config, vocabulary_size)
+
+
+def _read(config: TrainerConfig[Any], vocabulary_size: int) -> Asked:
     rule = config.eval
     if not rule.multiple_choice and rule.samples is None:
         return Asked(config, None, (), ())

@@ -61,7 +61,7 @@ class CachedReader:
         # Whole chunks: the last one may be padded, and what it writes behind the window is never seen.
         places = -(-length // self._chunk) * self._chunk
         self._make_cache = lambda: model.init_cache(num_batch_shards(mesh), places, dtype)
-        self.use(weights)
+        self._weights, self._cache = weights, None if weights is None else self._make_cache()
 
         def step(weights: Any, cache: Any, tokens_BxT: jax.Array, start: jax.Array, last: jax.Array) -> Any:
             logits_BxTxV, cache = model.apply(weights, tokens_BxT, cache=cache, start=start, deterministic=True)
@@ -91,8 +91,7 @@ class PlainReader:
     """Reads the whole window each time."""
 
     def __init__(self, model: nn.Module, weights: Any, length: int, mesh: Mesh):
-        self._length, self._mesh = length, mesh
-        self.use(weights)
+        self._weights, self._length, self._mesh = weights, length, mesh
 
         @jax.jit
         def step(weights: Any, tokens_BxT: jax.Array, last: jax.Array) -> jax.Array:

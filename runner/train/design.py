@@ -108,10 +108,15 @@ class Design:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""
         blueprint.trace_train(self.train_step, batch_layouts(self.config, blueprint.mesh, micro_batch)[0])
 
-    def trace_val(self, blueprint: Blueprint) -> None:
-        """Trace the validation step. Raises `InvalidError` if a row cannot hold its meta."""
-        abstract = blueprint.abstract_state.replace(opt_state=())
-        blueprint.trace_val(self.val_step, abstract, batch_layouts(self.config, blueprint.mesh)[0])
+    def check(self, blueprint: Blueprint, micro_batch: int | None) -> None:
+        """Trace the train step, and the validation step of a run that has no micro-batch yet: errors in them show.
+
+        A run that has one has evaluated before, or refuses when it first does: no restart waits for this.
+        """
+        self.trace(blueprint, micro_batch)
+        if micro_batch is None and self.dataset.validation:
+            abstract = blueprint.abstract_state.replace(opt_state=())
+            blueprint.trace_val(self.val_step, abstract, batch_layouts(self.config, blueprint.mesh)[0])
 
     def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """The train step with the largest micro-batch that fits into `limit_bytes` of each device.

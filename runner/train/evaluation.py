@@ -19,12 +19,11 @@ from runner.hosts.progress import EVALUATION
 from runner.periodic import is_due
 from runner.spec import hash_of
 from runner.terminal import warn
-from runner.train.meta import LIST_MAX
-from runner.train.metrics.row import Row, bins_of
+from runner.train.meta import LIST_MAX, bins_of
+from runner.train.metrics.row import Row
 
 TEXT_CHARACTERS_MAX = 1 << 14
-Figure = float | int | str | list[Any] | None
-Figures = dict[str, Any]
+Figures = Row
 _KEY = re.compile(r"[\w.-]+(/[\w.-]+)+")
 _OF_OTHERS = ("train/", "perf/", "data/")
 

@@ -27,7 +27,7 @@ LIST_MAX = 64
 _NAMES_OF_THE_RUNNER = ("loss", "loss_mean", "learning_rate", "tokens")  # in a row, below `train/`
 _NEEDS = f"a row needs a scalar, such as a mean, an array of one axis of 1 to {LIST_MAX} numbers, or a histogram"
 
-Meta = dict[str, Any]
+Meta = Mapping[str, Any]
 Shown = float | int | list[Any] | dict[str, list[Any]] | None
 
 
@@ -87,7 +87,7 @@ def with_means(meta: Mapping[str, Any], token_count: Any) -> Meta:
     if twice := sorted({*meta} & {*meta[SUMS]}):
         raise InvalidError(f"forward returns {twice[0]!r} as meta and among its {SUMS}; use two names")
     rest = {name: value for name, value in meta.items() if name != SUMS}
-    return rest | means_of(meta[SUMS], token_count)
+    return {**rest, **means_of(meta[SUMS], token_count)}
 
 
 # Where the step is traced.
@@ -137,3 +137,14 @@ def shown(value: Any) -> Shown:
     if np.ndim(value) == 1:
         return [finite(each) for each in np.asarray(value, np.float64)]
     return finite(value)
+
+
+def bins_of(value: Any) -> tuple[list[float], list[float]] | None:
+    """Counts and edges of what a row holds as a histogram, or of the numbers of a list; None of anything else."""
+    if isinstance(value, dict):
+        return (value["counts"], value["edges"]) if {*value} == {"counts", "edges"} else None
+    numbers = [each for each in value if each is not None] if isinstance(value, list) else []
+    if not numbers:
+        return None
+    counts, edges = np.histogram(np.asarray(numbers, np.float64), bins=min(len(numbers), 32))
+    return counts.astype(float).tolist(), edges.tolist()

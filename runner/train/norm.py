@@ -12,6 +12,12 @@ import optax
 Norms = Literal["none", "groups", "parameters"]
 
 
+def norms_of_job(job_class: Any) -> Norms:
+    """What the config of a job's class asks for; none of a class that belongs to no job."""
+    config = getattr(job_class, "config", None)
+    return "none" if config is None else config.metrics.norms
+
+
 def norms_of(grads: Any, params: Any, norms: Norms) -> dict[str, jax.Array]:
     """`param_norm`, and `grad_norm/<group>` and `param_norm/<group>` of each; nothing if `norms` is `none`."""
     if norms == "none":

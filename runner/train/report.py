@@ -16,6 +16,7 @@ from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
 from runner.train.evaluation import Evaluations, Evaluator
 from runner.train.mesh import device_peak_bytes
+from runner.train.meta import Meta
 from runner.train.metrics.disk import NAME
 from runner.train.metrics.file import open_metrics
 from runner.train.metrics.line import Tail
@@ -100,7 +101,7 @@ class Report(Account):
 
     # Rows.
 
-    def add_step(self, step: int, loss: jax.Array, meta: dict[str, Any], num_targets: jax.Array | float = 1.0) -> None:
+    def add_step(self, step: int, loss: jax.Array, meta: Meta, num_targets: jax.Array | float = 1.0) -> None:
         """Take what step `step` returned. Waits for it only where a profile begins or ends.
 
         `num_targets` is what its loss counts for beside that of other steps.

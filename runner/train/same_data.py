@@ -36,7 +36,12 @@ def refuse_different_data(dataset: Dataset, hosts: Hosts) -> None:
 
 
 def refuse_different_questions(digest: str, hosts: Hosts) -> None:
-    """Raise `DataError` on every host if one has read other questions than process 0: it would ask more, or fewer."""
+    """Raise `DataError` on every host if one has read other questions than process 0: it would ask more, or fewer.
+
+    An empty digest says that the spec asks none.
+    """
+    if not digest:
+        return
     digests = hosts.gather(digest)
     different = [process for process, other in enumerate(digests) if other != digests[0]]
     if different:

@@ -22,7 +22,7 @@ from jax import lax
 
 from runner.errors import InvalidError
 from runner.train.fields import refuse_unread, target_weights, uncounted
-from runner.train.meta import total_of_sums, with_means
+from runner.train.meta import Meta, total_of_sums, with_means
 from runner.train.norm import Norms, norms_of
 from runner.train.variables import (
     STATISTICS,
@@ -100,9 +100,9 @@ def _gradients(forward: Forward, state: TrainState, batch: Batch, key: jax.Array
     return _divided(batch, loss, grads, metas, last_meta | _totals(metas, num_steps), num_tokens)
 
 
-def _totals(metas: Any, num_steps: int) -> dict[str, Any]:
+def _totals(metas: Any, num_steps: int) -> Meta:
     """What of the meta is added up over the micro-batches."""
-    return total(metas, num_steps) | total_of_sums(metas, is_stacked=num_steps > 1)
+    return {**total(metas, num_steps), **total_of_sums(metas, is_stacked=num_steps > 1)}
 
 
 def _divided(
@@ -113,7 +113,7 @@ def _divided(
         return loss, grads, with_means(last_meta, num_tokens)
     count = jnp.sum(metas[TOKEN_COUNT], dtype=jnp.float32)
     divisor = _divisor(batch, count)
-    meta = with_means(last_meta, divisor) | {TOKEN_COUNT: count}
+    meta = {**with_means(last_meta, divisor), TOKEN_COUNT: count}
     return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), meta
 
 

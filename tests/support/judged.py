@@ -86,7 +86,7 @@ class JudgedByAll(Judged):
     """Judged by what the spec asks for, and by two evaluators of its own."""
 
     def evaluator(self) -> Any:
-        return [*self.shipped_evaluators, Own(3)]
+        return [*self.shipped.evaluators, Own(3)]
 
 
 def write_questions(path: Path, number: int = 12) -> Path:

@@ -2,23 +2,9 @@
 
 from typing import Any
 
-import numpy as np
-
 from runner.record import Key
 
 Row = dict[str, Any]
-
-
-def bins_of(value: Any) -> tuple[list[float], list[float]] | None:
-    """Counts and edges of what a row holds as a histogram, or of the numbers of a list; None of anything else."""
-    if isinstance(value, dict):
-        return (value["counts"], value["edges"]) if {*value} == {"counts", "edges"} else None
-    numbers = [each for each in value if each is not None] if isinstance(value, list) else []
-    if not numbers:
-        return None
-    counts, edges = np.histogram(np.asarray(numbers, np.float64), bins=min(len(numbers), 32))
-    return counts.astype(float).tolist(), edges.tolist()
-
 
 ROW_KEYS = (
     Key("step", int, "Optimizer steps completed."),

@@ -18,7 +18,8 @@ from typing import Any
 import google_crc32c
 
 from runner.storage import LocalStore, Store, default_cache_directory
-from runner.train.metrics.row import Row, bins_of
+from runner.train.meta import bins_of
+from runner.train.metrics.row import Row
 
 FOLDER = "tensorboard"
 UPLOAD_SECONDS = 60.0

@@ -25,9 +25,10 @@ from runner.attempt.claim import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import default_cache_directory
 from runner.terminal import warn
+from runner.train.meta import bins_of
 from runner.train.metrics.offline import FOLDER, remove_superseded, upload_offline_runs
 from runner.train.metrics.place import CLOSE_SECONDS
-from runner.train.metrics.row import Row, bins_of
+from runner.train.metrics.row import Row
 
 
 class Tracking:

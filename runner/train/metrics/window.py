@@ -6,14 +6,13 @@ add to the next row then rides on the save (`carry`), and a resumed attempt begi
 
 import math
 import time
-from typing import Any
 
 import jax
 
 from runner.errors import DivergedError
 from runner.periodic import tokens_at
 from runner.storage import JsonObject
-from runner.train.meta import Shown, shown
+from runner.train.meta import Meta, Shown, shown
 from runner.train.metrics.row import Row
 from runner.train.step import GRAD_NORM, TOKEN_COUNT
 
@@ -28,14 +27,14 @@ class Window:
     """
 
     def __init__(self, step: int = 0, carry: JsonObject | None = None, is_whole: bool = True):
-        self._pending: list[tuple[int, jax.Array, dict[str, Any], jax.Array | float]] = []
+        self._pending: list[tuple[int, jax.Array, Meta, jax.Array | float]] = []
         self._last: tuple[int, float, dict[str, Shown]] | None = None
         self._loss_sum, self._weight = (float(carry[key]) if carry else 0.0 for key in (_LOSS_SUM, _WEIGHT))
         self._is_whole = is_whole
         self._since_step = step
         self._since_seconds = time.monotonic()
 
-    def add(self, step: int, loss: jax.Array, meta: dict[str, Any], weight: jax.Array | float = 1.0) -> None:
+    def add(self, step: int, loss: jax.Array, meta: Meta, weight: jax.Array | float = 1.0) -> None:
         """Take what step `step` returned, without waiting for it.
 
         `weight` is what its loss counts for in the mean over the steps, such as its real tokens; those that a forward
