@@ -18,6 +18,7 @@ checkpoint   save, commit, restore, retain, look at, copy
 data         tokens; a batch is a pure function of (seed, step)
 train        mesh, state, step, loss, optimizer, compilation, metrics
 weights      weights in the form that others read, in and out
+judge        what judges weights beside their loss: their texts, their answers to questions
 job          RestoreableJob: restore or init, run, save on notice, exit clean
 hook         what looks at a run's rows and weights, and may save, evaluate or stop it
 trainer      BaseTrainer: composes the above; `run` is the training loop

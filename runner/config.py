@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import (
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -160,6 +161,33 @@ class TrainConfig(Frozen):
         return self
 
 
+class MultipleChoiceConfig(Frozen):
+    """Questions with choices, of which one is right: figures `val/<name>/acc`, `acc_norm` and `acc_bytes`."""
+
+    name: str = Field(pattern=SOURCE_NAME, description="Its name in rows and messages.")
+    path: str = Field(
+        min_length=1,
+        description="A .jsonl file: question (or context), choices, and answer, the index of the right one or its "
+        "letter. A local path or a URL.",
+    )
+    every_steps: PositiveInt | None = Field(default=None, description="Its own cadence; null: that of eval.")
+    limit: PositiveInt | None = Field(default=None, description="So many of its first questions; null: all.")
+
+
+class SamplesConfig(Frozen):
+    """Texts that the model writes at an evaluation: rows hold them as `val/sample/<number of the prompt>`."""
+
+    prompts: list[str] = Field(min_length=1, max_length=16, description="Each text goes on from one of them.")
+    tokens: int = Field(default=64, ge=1, le=1024, description="Tokens after each prompt.")
+    temperature: NonNegativeFloat = Field(
+        default=0.0, description="Logits are divided by it; 0 takes the most probable token."
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Drawn is from the most probable tokens that add up to it."
+    )
+    every_steps: PositiveInt | None = Field(default=None, description="Their own cadence; null: that of eval.")
+
+
 class EvalConfig(Frozen):
     """Validation during the run; it never changes the weights."""
 
@@ -170,6 +198,22 @@ class EvalConfig(Frozen):
     batches: PositiveInt = Field(
         default=20, description="Batches of one evaluation; fewer if they hold all that is kept out."
     )
+    at_start: bool = Field(default=False, description="Evaluate before the first step too, as the row of step 0.")
+    at_end: bool = Field(default=True, description="Evaluate after the last step, whatever every_steps says.")
+    bits_per_byte: bool = Field(
+        default=False, description="Beside the loss of each set, that over the bytes of its text, in bits."
+    )
+    multiple_choice: list[MultipleChoiceConfig] = Field(
+        default=[], description="Questions of which the most probable answer is looked for, by name."
+    )
+    samples: SamplesConfig | None = Field(default=None, description="Texts from the model; null: none.")
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "EvalConfig":
+        names = [each.name for each in self.multiple_choice]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"multiple_choice names {twice[0]} twice; give each a name of its own")
+        return self
 
 
 class PrecisionConfig(Frozen):
@@ -238,6 +282,16 @@ class MemoryConfig(Frozen):
     )
 
 
+class MetricsConfig(Frozen):
+    """What rows tell of a step besides its loss. It never changes the weights, but for rounding."""
+
+    norms: Literal["none", "groups", "parameters"] = Field(
+        default="none",
+        description="Norms of gradients and of parameters, besides that of the whole gradient: of each top-level "
+        "module, or of each parameter, and of all parameters.",
+    )
+
+
 class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     """All that a BaseTrainer job is told under `config`."""
 
@@ -247,6 +301,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="The learning rate over the run.")
     train: TrainConfig = Field(description="How much to train, and in what portions.")
     eval: EvalConfig = Field(default=EvalConfig(), description="Validation during the run.")
+    metrics: MetricsConfig = Field(default=MetricsConfig(), description="What rows tell of a step.")
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Floating-point types.")
     memory: MemoryConfig = Field(default=MemoryConfig(), description="What is computed again instead of kept.")
     ema: EmaConfig | None = Field(default=None, description="Averages of the weights that ride along; null: none.")
@@ -278,8 +333,9 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Evaluation and its sets, micro-batches, what is kept, limits; the total too, if no learning rate reads it."""
-        free = {"eval", "memory", "train.micro_batch_examples", "data.validation", "data.cache_bytes", "ema.evaluate"}
+        """Evaluation, what rows tell, micro-batches, memory, limits; the total too, if no learning rate reads it."""
+        free = {"eval", "metrics", "memory", "train.micro_batch_examples", "data.validation", "data.cache_bytes"}
+        free |= {"ema.evaluate"}
         free |= {"data.mixture.max_epochs"}
         if not self.schedule.reads_total:
             free |= {"train.total_steps", "train.total_tokens"}

@@ -224,7 +224,7 @@ class RestoreableJob:
         if attempt.hosts.is_main:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin(self.state, self.step)
-        self.report.resume(self.step, found.attachments if found is not None else {})
+        self.report.resume(self.step, *((found.attachments, found.manifest.carry) if found is not None else ({}, None)))
 
     def _first_state(self) -> Any:
         """The state at step 0, with the weights of another run or of others if the spec names them."""

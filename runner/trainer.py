@@ -20,14 +20,17 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields
 from runner.hook.job import HookedJob
 from runner.hosts.agreement import Hosts
+from runner.judge.asked import Asked, read_asked
+from runner.judge.shipped import Shipped
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.train import state as train_state
 from runner.train import step as pure
 from runner.train import variables as other_variables
 from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE, CompiledStep
-from runner.train.design import Design
+from runner.train.design import design_of
 from runner.train.ema_validation import ema_evaluators
+from runner.train.evaluation import Evaluator
 from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
 from runner.train.hint import refuse_other_hardware
@@ -35,10 +38,15 @@ from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.recipe.choice import SPEC
-from runner.train.report import Evaluator, Report
+from runner.train.report import Report
 from runner.train.riding import options_of, riders_of
-from runner.train.same_data import refuse_changed_data, refuse_different_data, share_ids
-from runner.train.validation import Validation, validation_sets
+from runner.train.same_data import (
+    refuse_changed_data,
+    refuse_different_data,
+    refuse_different_questions,
+    share_ids,
+)
+from runner.train.validation import Validation
 from runner.train.variables import TrainState
 
 
@@ -60,19 +68,7 @@ class BaseTrainer(HookedJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
-        self.design = Design(
-            document=self.document,
-            config=self.config,
-            topology=self.topology,
-            seed=spec.seed,
-            model=self.model,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            sharded_init=self.sharded_init,
-            train_step=self.train_step,
-            val_step=self.val_step,
-            riders=lambda: (*self.riders(), *self.hooks.riders()),
-        )
+        self.design = design_of(self, lambda: (*self.riders(), *self.hooks.riders()))
 
     # What an experiment says.
 
@@ -115,8 +111,8 @@ class BaseTrainer(HookedJob):
         return SPEC
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
-        """What evaluates the weights: by default the loss on the validation sets, if there are any. Called once."""
-        return self.validation if self.dataset.validation else None
+        """What evaluates the weights: by default `shipped.evaluators`. Called once, on every host."""
+        return self.shipped.evaluators
 
     def flops_per_token(self, blueprint: Blueprint) -> Flops:
         """FLOPs of a train step for one token, counted in the traced `forward`; replace it where there is a formula.
@@ -159,13 +155,15 @@ class BaseTrainer(HookedJob):
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
         train_step, key, report = self.compiled.executable, self.blueprint.key, self.report
+        count_targets = self.compiled.layout.make_count()
         with report.showing(self.step):
             self.begin_steering()
             with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
                 while self.step < self.total_steps:
-                    self.state, loss, meta = train_step(self.state, self.attempt.progress.take(batches), key)
+                    batch = self.attempt.progress.take(batches)
+                    self.state, loss, meta = train_step(self.state, batch, key)
                     self.step += 1
-                    report.add_step(self.step, loss, meta)
+                    report.add_step(self.step, loss, meta, count_targets(batch))
                     if report.is_row_due(self.step):
                         report.add_row(self.evaluated_weights(self.state), self.step)
                         self.steer()
@@ -187,9 +185,7 @@ class BaseTrainer(HookedJob):
     @functools.cached_property
     def report(self) -> Report:
         """The rows of this attempt."""
-        found = self.evaluator()
-        evaluators = [] if found is None else found if isinstance(found, list) else [found]
-        compile_validation = self.validation.begin_to_compile if self.validation in evaluators else lambda: None
+        evaluators = self.shipped.check(self.evaluator(), self.document)
         return Report(
             self.attempt,
             self.resolved_spec(),
@@ -197,18 +193,23 @@ class BaseTrainer(HookedJob):
             [*evaluators, *ema_evaluators(self.config, self.validation)],
             mfu_of_a_token_per_second(self.flops_per_token, self.blueprint),
             lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),
-            compile_validation,
+            lambda: self.shipped.begin_to_compile(evaluators),
         )
 
-    @functools.cached_property
+    @property
     def validation(self) -> Validation:
         """The loss on each validation set: on `eval.batches` batches, or fewer if they hold all of it."""
-        return Validation(
-            self.blueprint.abstract_state,
-            lambda abstract: self.blueprint.compile_val(self.val_step, abstract, self.compiled.layout),
-            validation_sets(self.dataset, self.config, self.batch),
-            self.attempt.stop.poll,
-        )
+        return self.shipped.validation
+
+    @functools.cached_property
+    def asked(self) -> Asked:
+        """What `config.eval` asks for besides the loss. Reads the files that it names on this host."""
+        return read_asked(self.document, self.config, self.vocabulary_size)
+
+    @functools.cached_property
+    def shipped(self) -> Shipped:
+        """Its `evaluators` are the loss on the validation sets, and what `config.eval` asks for besides."""
+        return Shipped(self.design, self.blueprint, self.compiled.layout, self.asked, self.batch, self.attempt.stop)
 
     # Set-up: the design on the devices at hand, then the compiler.
 
@@ -219,7 +220,8 @@ class BaseTrainer(HookedJob):
         self.blueprint = self.design.draw(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
-        self.design.trace(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
+        refuse_different_questions(self.asked.digest, hosts)
+        self.design.check(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""
@@ -270,6 +272,7 @@ class BaseTrainer(HookedJob):
         return Payload(
             None if best is None else self.report.metric(best.metric, self.step),
             record_of(self.blueprint, self.compiled.layout, hosts),
+            self.report.window.carry,
             self.report.attachments,
             self.report.sync,
             lambda: self.steering.checkpoint(self.state, self.step),

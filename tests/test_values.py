@@ -27,6 +27,7 @@ from runner.config import PrecisionConfig
 from runner.errors import PreemptedError
 from runner.storage import LocalStore, parse_lines, read_json
 from tests.data.buckets import URL, put_in_bucket
+from tests.support.judged import write_questions
 from tests.support.tiny import StopAfter, counter, gpt
 
 OPEN = "another"  # any value that is not one of a few
@@ -70,6 +71,9 @@ SOME: dict[str, Any] = {
     "config.train.total_tokens": TOKENS,
     "config.train.micro_batch_examples": 1,
     "config.eval.every_steps": 2,
+    "config.eval.multiple_choice.*.every_steps": 1,
+    "config.eval.multiple_choice.*.limit": 1,
+    "config.eval.samples.every_steps": 1,
     "config.memory.loss_chunk_positions": 8,
     "config.data.cache_bytes": 1 << 16,
     "config.data.mixture.*.max_epochs": 1000.0,
@@ -141,6 +145,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 # What every value of keys that begin so needs.
 BESIDE: dict[str, dict[str, Any]] = {
     "config.ema.": {"config.ema.decays": [0.5, 0.9]},
+    "config.eval.samples.": {"config.eval.samples.prompts": ["7 8"], "config.eval.samples.tokens": 2},
     "config.model.window_rope.": {"config.model.layer_pattern": ["window"], "config.model.window": 4},
     "config.model.latent.": {
         **{
@@ -168,6 +173,10 @@ INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "config.data.source": "python-stdlib",
         "config.data.dtype": None,
         **OF_TOKENS,
+    },
+    "config.eval.multiple_choice": lambda entry: {
+        "config.eval.multiple_choice": [{"name": "some", "path": "QUESTIONS", **entry}],
+        "config.data.source": "TEXTS",  # which have a tokenizer
     },
     "config.data.validation": lambda entry: {
         "config.data.validation": {"other": {"source": "UINT16", **entry}},
@@ -387,6 +396,7 @@ def check(row: list[Case], directory: Path, job_class: type[BaseTrainer], base: 
         places = {"WARM": str(directory / "warm"), "LOCAL": str(directory / f"{name}.local")}
         places |= {each.upper(): str(write_ids(directory / f"{each}.bin", each)) for each in ("uint16", "uint32")}
         places["TEXTS"] = str(write_texts(directory / "texts"))
+        places["QUESTIONS"] = str(write_questions(directory / "questions.jsonl", number=2))
         placed = {key: put_in_place(value, places) for key, value in together.items()}
         return gpt(directory / name, job_class, **base | placed | changes)
 

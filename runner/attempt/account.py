@@ -15,8 +15,10 @@ class Account:
         """
         return None
 
-    def resume(self, step: int, attachments: dict[str, bytes]) -> None:
+    def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None) -> None:
         """The state of `step` is there, new or restored; `attachments` came with it from the fast tier.
+
+        `carry` is that of the payload it was saved with.
 
         Called once, on every host, before the first step.
         """

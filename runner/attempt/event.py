@@ -197,7 +197,13 @@ EVENTS = (
         "evaluate",
         "The weights were evaluated; trainers only.",
         "main host",
-        (Key("figures", dict, "What the row of `step` has of it: `val/loss` and its like."),),
+        (Key("figures", dict, "What the row of `step` has of it: `val/loss` and its like, without texts and lists."),),
+    ),
+    Event(
+        "evaluation_problem",
+        "An evaluator raised, or its figures cannot stand in the row as they are; the run goes on; trainers only.",
+        "main host",
+        (Key("evaluator", str, "Its name, or its class."), _REASON),
     ),
     Event(
         "failed",

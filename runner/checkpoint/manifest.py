@@ -65,6 +65,7 @@ class Manifest:
     fingerprint: str = ""
     metric: float | None = None
     topology: JsonObject | None = None
+    carry: JsonObject | None = None
     environment: JsonObject | None = None
     files: Files = field(default_factory=dict)
     shards: dict[str, list[Shard]] | None = None

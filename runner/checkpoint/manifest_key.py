@@ -19,6 +19,13 @@ MANIFEST_KEYS = (
     Key("topology.device_kind", str, "What JAX calls the devices."),
     Key("topology.processes", int, "Processes of the job."),
     Key("topology.micro_batch_examples", int, "Examples that a device held at once; the same hardware takes it again."),
+    Key(
+        "carry",
+        dict,
+        "What the steps since the last row add to the next one; trainers only, where a save falls between two rows.",
+    ),
+    Key("carry.loss_sum", float, "Their losses, each times its real target tokens (or 1, where all have as many)."),
+    Key("carry.weight", float, "Those tokens, or the number of steps."),
     Key("environment", dict, "What the save was made with."),
     *(replace(key, name=f"environment.{key.name}") for key in ENVIRONMENT_KEYS),
     Key("metric", float | None, "Value that `checkpoint.keep_best` compares; only with that key."),

@@ -63,6 +63,7 @@ class Payload:
     Attributes:
         metric: the value that `checkpoint.keep_best` compares, None if this step has none.
         topology: for the manifest: the hardware, and what was chosen for it.
+        carry: for the manifest: what the job needs besides the state to write its next row; None if nothing.
         attachments: makes the small files that a state in the fast tier must have beside it. Main host only.
         flush: makes durable what must not be behind a checkpoint; may raise `OSError`. In the background.
         announce: called before a step is written into the run's directory, on every host, by the training thread.
@@ -70,6 +71,7 @@ class Payload:
 
     metric: float | None = None
     topology: JsonObject | None = None
+    carry: JsonObject | None = None
     attachments: Callable[[], dict[str, bytes]] = dict
     flush: Callable[[], None] = lambda: None
     announce: Callable[[], None] = lambda: None
@@ -188,6 +190,7 @@ class Saver:
             arrays=f"arrays.{number}",
             metric=payload.metric,
             topology=payload.topology,
+            carry=payload.carry,
         )
         attachments = payload.attachments() if is_fast and self._attempt.hosts.is_main else {}
         layout = fingerprint.LeafLayout(state)

@@ -4,6 +4,7 @@
 - `looking` what commands share that only look at a run
 - `run` a SPEC
 - `plan` what a job would do on hardware that is not here
+- `appending` a file of one's own that grows by a line a step
 - `screen` a run's history as one screen of a terminal
 - `status` where a run stands, and where its time went
 - `evaluate` the loss of a run's weights

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from runner.command.arguments import Parser, directory_of
 from runner.command.looking import looking
 from runner.errors import EXIT_DONE
-from runner.inference.choice import Sampling
 from runner.inference.opening import open_run
 from runner.inference.sample import Request, sample
+from runner.judge.choice import Sampling
 from runner.terminal import show
 
 

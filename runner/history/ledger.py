@@ -222,6 +222,7 @@ NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     "quarantine": lambda row: f"checkpoint {row.get('step')} is in {row.get('moved_to')}: {row.get('reason')}",
     "grace": lambda row: row.get("reason"),
     "changed": lambda row: row.get("changes"),
+    "evaluation_problem": lambda row: f"evaluator {row.get('evaluator')}: {row.get('reason')}",
     "sink_off": lambda row: f"{row.get('sink')} gets no rows any more: {row.get('reason')}",
     "profile": lambda row: f"the steps after {row.get('start')} up to {row.get('step')}: {row.get('path')}",
 }

@@ -8,10 +8,10 @@ import jax
 from jax.sharding import Mesh
 
 from runner.errors import DataError, InvalidError
-from runner.inference.choice import Sampling
-from runner.inference.decode import generate, make_reader, vocabulary_size_of
 from runner.inference.opening import NEWEST, Opened, step_of
-from runner.inference.text import Language, encode_prompt, first_token, language_of, parse_ids, stream_text
+from runner.judge.choice import Sampling
+from runner.judge.decode import generate, make_reader, variables_of, vocabulary_size_of
+from runner.judge.text import Language, encode_prompt, first_token, language_of, parse_ids, pieces
 from runner.record import PARAMS
 from runner.terminal import warn
 from runner.train.mesh import AXES, device_memory_bytes, make_mesh
@@ -63,7 +63,7 @@ def sample(run: Opened, request: Request) -> Iterator[str]:
     warn(f"{job.spec.name}: step {step_of(checkpoint)}{'' if request.weights == PARAMS else f', {request.weights}'}")
     read = make_reader(model, variables, length, job.config.precision.compute, mesh)
     tokens = generate(read, request.sampling.make_choose(num_ids), prompt, request.num_tokens, length)
-    return _pieces(tokens, prompt, request.prompt, language)
+    return pieces(tokens, prompt, request.prompt, language)
 
 
 def _draw(job: BaseTrainer) -> tuple[Any, Mesh]:
@@ -74,17 +74,3 @@ def _draw(job: BaseTrainer) -> tuple[Any, Mesh]:
         if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) < device_memory_bytes() / 2:
             break
     return abstract, mesh
-
-
-def variables_of(weights: Any) -> Any:
-    """What a model is applied to: the parameters, and by collection what else it has."""
-    return {"params": weights["params"], **weights.get("variables", {})}
-
-
-def _pieces(tokens: Iterator[int], prompt: list[int], text: str, language: Language | None) -> Iterator[str]:
-    yield text + (" " if text and language is None else "")
-    if language is None:
-        yield from (f"{token} " for token in tokens)
-    else:
-        yield from stream_text(tokens, prompt, language.tokenizer.decode)
-    yield "\n"

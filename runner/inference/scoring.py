@@ -7,19 +7,21 @@ for bit. Everything is called on every host of the command, which need not be as
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from runner.data import Dataset
+from runner.data import Dataset, batch_fields
+from runner.data.packing import Fields
 from runner.inference.opening import Opened, step_of
-from runner.inference.scored_data import Size
+from runner.judge.asked import Place
 from runner.record import PARAMS
 from runner.storage import JsonObject
 from runner.train.batch_layout import BatchLayout
 from runner.train.mesh import AXES, does_mesh_fit, make_mesh, mesh_sizes, num_batch_shards
-from runner.train.validation import Validation, ValidationSet
+from runner.train.validation import Size, Validation, ValidationSet
 
 _LARGEST_EXPONENT = 700.0  # a double ends soon behind
 _STRETCH_BATCHES = 64  # whose losses are added up in float32, as those of a row; stretches are in float64
@@ -27,19 +29,23 @@ _STRETCH_BATCHES = 64  # whose losses are added up in float32, as those of a row
 
 @dataclass(frozen=True)
 class Score:
-    """The summed loss in nats of one step's weights, and the number of tokens, by set."""
+    """The summed loss in nats of one step's weights, and the number of tokens, by set; figures of tasks by name."""
 
     step: int
     sums: Mapping[str, tuple[float, float]]
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 class Scorer:
-    """Scores checkpoints of `run` on all validation sets of `dataset`. Made on every host, and then asked there."""
+    """Scores checkpoints of `run` on all validation sets of `dataset`. Made on every host, and then asked there.
 
-    def __init__(self, run: Opened, dataset: Dataset, weights: str = PARAMS):
+    With `asks` they are asked the questions of the run's `eval.multiple_choice`, too.
+    """
+
+    def __init__(self, run: Opened, dataset: Dataset, weights: str = PARAMS, asks: bool = False):
         self._run, self._dataset, self._weights, job = run, dataset, weights, run.job
         mesh = _mesh_here(run)
-        self._layout = _lay_out(run, mesh, dataset)
+        self._layout = _lay_out(run, mesh, dataset.fields)
         blueprint = job.design.draw_on(mesh, jax.random.key(job.spec.seed))
         self._abstract = job.weights(blueprint.abstract_state)
         self._validation = Validation(
@@ -48,20 +54,21 @@ class Scorer:
             (),
             lambda: False,
         )
+        self._tasks = job.asked.multiple_choices(place_of(run)[0]) if asks else []
 
     def score(self, checkpoint: str) -> Score:
         """The score of one checkpoint, by the name that `Opened.find` gives. Raises as `Opened.weights` does."""
-        step = step_of(checkpoint)
-        state = self._validation.state_of(self._run.weights(checkpoint, self._abstract, self._weights), step)
+        step, weights = step_of(checkpoint), self._run.weights(checkpoint, self._abstract, self._weights)
+        state = self._validation.state_of(weights, step)
         found = {}
         for name in self._dataset.validation:
             loss_sum = num_tokens = 0.0
             for stretch in self._stretches(name):
                 sums = self._validation.sum(state, stretch)
                 assert sums is not None, "nobody asks it to stop"
-                loss_sum, num_tokens = loss_sum + sums[0], num_tokens + sums[1]
+                loss_sum, num_tokens = loss_sum + sums.loss, num_tokens + sums.num_tokens
             found[name] = loss_sum, num_tokens
-        return Score(step, found)
+        return Score(step, found, {task.name: task.ask(weights) or {} for task in self._tasks})
 
     def _stretches(self, name: str) -> Iterator[ValidationSet]:
         num_batches = -(-self._dataset.validation[name].num_examples // self._layout.global_batch_examples)
@@ -73,6 +80,14 @@ class Scorer:
         return self._layout.batch(self._dataset, name, first + index)
 
 
+def place_of(run: Opened) -> tuple[Place, Any]:
+    """Where the run's model is asked on the devices at hand, and the abstract weights that it needs there."""
+    job, mesh = run.job, _mesh_here(run)
+    layout = _lay_out(run, mesh, batch_fields(job.config.data))
+    abstract = job.weights(job.design.draw_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
+    return Place(job.model(), mesh, layout.micro_batch_examples, job.vocabulary_size, lambda: False), abstract
+
+
 def _mesh_here(run: Opened) -> Mesh:
     """The run's own mesh if it fits on the devices at hand, else weights and batch cut over all of them."""
     number, mesh = jax.device_count(), run.job.topology.mesh
@@ -80,13 +95,13 @@ def _mesh_here(run: Opened) -> Mesh:
     return make_mesh(sizes)
 
 
-def _lay_out(run: Opened, mesh: Mesh, dataset: Dataset) -> BatchLayout:
+def _lay_out(run: Opened, mesh: Mesh, fields: Fields) -> BatchLayout:
     """The run's own global batch, or the next larger one that divides over these devices; micro-batches no larger."""
     train, shards = run.job.config.train, num_batch_shards(mesh)
     share = -(-train.global_batch_examples // shards)
     most = share if train.micro_batch_examples == "auto" else int(train.micro_batch_examples)
     micro = max(size for size in range(1, share + 1) if share % size == 0 and size <= max(1, most))
-    return BatchLayout(mesh, share * shards, micro, run.job.config.data.sequence_length, dataset.fields)
+    return BatchLayout(mesh, share * shards, micro, run.job.config.data.sequence_length, fields)
 
 
 def record_of(score: Score, sizes: Mapping[str, Size]) -> JsonObject:
@@ -94,7 +109,8 @@ def record_of(score: Score, sizes: Mapping[str, Size]) -> JsonObject:
     sets = {name: _figures(*sums, _bytes_of(sizes[name], sums[1])) for name, sums in score.sums.items()}
     loss_sum, num_tokens = (sum(sums) for sums in zip(*score.sums.values(), strict=True))
     known = [figures["bytes"] for figures in sets.values()]
-    return {"step": score.step, **_figures(loss_sum, num_tokens, None if None in known else sum(known)), "sets": sets}
+    all_sets = _figures(loss_sum, num_tokens, None if None in known else sum(known))
+    return {"step": score.step, **all_sets, "sets": sets} | ({"tasks": dict(score.tasks)} if score.tasks else {})
 
 
 def _bytes_of(size: Size, num_tokens: float) -> int | None:
@@ -113,11 +129,15 @@ def _figures(loss_sum: float, num_tokens: float, num_bytes: int | None) -> JsonO
 
 
 def lines_of(record: JsonObject) -> list[str]:
-    """For a person: a line for all sets, and before it one for each if there are several."""
+    """For a person: a line for all sets, and before it one for each if there are several; then one for each task."""
     sets = record["sets"] if len(record["sets"]) > 1 else {}
     named = [*((name, figures) for name, figures in sets.items()), ("", record)]
     step = " ".join(["step", str(record["step"]), *([record["weights"]] if "weights" in record else [])])
-    return [f"{step}{f' {name}' if name else ''}: {_line(figures)}" for name, figures in named]
+    lines = [f"{step}{f' {name}' if name else ''}: {_line(figures)}" for name, figures in named]
+    for name, figures in record.get("tasks", {}).items():
+        numbers = ", ".join(f"{key} {value:.4f}" for key, value in figures.items())
+        lines.append(f"{step} {name}: {numbers}")
+    return lines
 
 
 def _line(figures: JsonObject) -> str:

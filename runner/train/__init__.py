@@ -1,7 +1,6 @@
 """Training, in parts that do no I/O but for the metrics.
 
 - `mesh` spec -> mesh, logical axis rules
-- `batch_layout` how the examples of a step are split over devices and micro-batches
 - `variables` what the train state holds of a model besides its parameters
 - `recipe` optimizers and schedules by name, and how each parameter is treated
 - `rider` what rides along with the parameters, such as averages of them
@@ -11,6 +10,9 @@
 - `riding` which riders a config asks for
 - `state` the train state and its eval_shape-based sharded init
 - `fields` what the step knows of the fields of a batch, and what it refuses to leave unread
+- `batch_layout` how the examples of a step are split over devices and micro-batches
+- `meta` what `forward` may return beside the loss, and how a row holds it
+- `norm` norms of gradients and parameters, by group
 - `step` pure train_step and val_step with accumulation
 - `loss` token cross entropy
 - `compilation` the compiled step, and the micro-batch that fits a device
@@ -22,6 +24,8 @@
 - `validation` the loss on a validation set
 - `ema_validation` that of averages of the weights
 - `metrics` the rows of the surviving trajectory, and where people see them
+- `evaluation` who judges the weights, each at its own cadence
+- `validation` the loss on a validation set
 - `profile` traces of some steps, by jax.profiler
 - `report` the rows of an attempt: collected, evaluated, written, shown
 - `hint` other hardware is refused, with what would make the job run there

@@ -1,15 +1,17 @@
 """How the examples of a step are split: over the devices of a mesh, and over micro-batches in time. Arithmetic."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from runner.config import TrainerConfig
 from runner.data import Dataset, batch_fields, global_batch
 from runner.errors import InvalidError
+from runner.train.fields import target_weights
 from runner.train.mesh import batch_sharding, micro_batch_sizes, num_batch_shards
 
 
@@ -54,6 +56,14 @@ class BatchLayout:
             micro_batch=self.micro_batch,
             sharding=batch_sharding(self.mesh),
         )
+
+    def make_count(self) -> Callable[[Mapping[str, jax.Array]], jax.Array | float]:
+        """What the real targets of a batch count for together, on every device; 1 where all batches have as many."""
+        if "padding_mask" not in self.fields or not {"segment", "loss_weight"} & {*self.fields}:
+            return lambda batch: 1.0
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        count = jax.jit(lambda batch: jnp.sum(target_weights(batch), dtype=jnp.float32), out_shardings=replicated)
+        return lambda batch: count({name: batch[name] for name in ("padding_mask", "loss_weight") if name in batch})
 
 
 def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = None) -> list[BatchLayout]:

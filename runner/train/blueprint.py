@@ -26,6 +26,7 @@ from runner.train.compilation import (
     memory_of,
     program_digest,
     trace_train_step,
+    trace_val_step,
 )
 from runner.train.recipe.optimizer import in_float32
 from runner.train.recipe.parameter import parameters_of
@@ -44,7 +45,8 @@ class Blueprint:
         abstract_state: shape, dtype and sharding of every leaf.
         make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
         riders: what rides along with the parameters in the state.
-        traced: train steps that were traced and not compiled yet, by micro-batch: nothing is traced twice.
+        traced, traced_val: train and validation steps that were traced and not compiled yet, by micro-batch: nothing is
+            traced twice.
     """
 
     mesh: Mesh
@@ -55,6 +57,7 @@ class Blueprint:
     make_state: Callable[[jax.Array], TrainState]
     riders: Sequence[Rider] = ()
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
+    traced_val: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
@@ -106,7 +109,13 @@ class Blueprint:
         self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout
     ) -> jax.stages.Compiled:
         """Compile `val_step` for the same split; of the state it is shown what `abstract` has."""
-        return lower_val_step(val_step, abstract, layout).compile()
+        self.trace_val(val_step, abstract, layout)
+        return lower_val_step(self.traced_val.pop(layout.micro_batch_examples), layout).compile()
+
+    def trace_val(self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> None:
+        """Trace `val_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""
+        if layout.micro_batch_examples not in self.traced_val:
+            self.traced_val[layout.micro_batch_examples] = trace_val_step(val_step, abstract, layout)
 
 
 def draw(

@@ -3,9 +3,10 @@
 Compiled ahead of the first step, so nothing is ever traced again. Knows no model and no data.
 """
 
+import functools
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from runner.checkpoint.leaves import form_problems, strong
 from runner.errors import InvalidError, StateError
 from runner.train.batch_layout import BatchLayout
+from runner.train.meta import refuse_meta, with_means
 from runner.train.rider import Rider, refuse_left_behind
 from runner.train.state import sharding_rules, shardings_of
-from runner.train.step import Batch, refuse_meta
+from runner.train.step import Batch
 from runner.train.variables import TrainState
 
 MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use
+_OF_EVALUATION = ("loss", "bits_per_byte")  # the runner's own figures, in a row below `val/`
 
 
 def trace_train_step(
@@ -64,10 +67,33 @@ def lower_train_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stag
         return traced.lower()
 
 
-def lower_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Lowered:
-    """Lower `(state, batch) -> (loss_sum, token_count, last_meta)`."""
+def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Traced:
+    """Trace `(state, batch) -> (loss_sum, token_count, last_meta)`. Raises `InvalidError` if no row can hold meta."""
     with sharding_rules(layout.mesh):
-        return jax.jit(val_step).lower(abstract, layout.abstract_batch())
+        return jax.jit(_refusing_meta(val_step, layout)).trace(abstract, layout.abstract_batch())
+
+
+def lower_val_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stages.Lowered:
+    """Lower what `trace_val_step` has traced for this layout."""
+    with sharding_rules(layout.mesh):
+        return traced.lower()
+
+
+def _refusing_meta(val_step: Callable[..., Any], layout: BatchLayout) -> Callable[..., Any]:
+    """`val_step` with its meta checked, and with a copy of each of its lists on every device, since rows need all."""
+    replicated = NamedSharding(layout.mesh, PartitionSpec())
+
+    @functools.wraps(val_step)
+    def refusing(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
+        loss_sum, token_count, meta = val_step(state, batch)
+        shown = jax.eval_shape(with_means, meta, token_count) if isinstance(meta, Mapping) else meta
+        refuse_meta(shown, _OF_EVALUATION)
+        return loss_sum, token_count, jax.tree.map(whole, meta)
+
+    def whole(leaf: Any) -> Any:
+        return jax.lax.with_sharding_constraint(leaf, replicated) if jnp.ndim(leaf) else leaf
+
+    return refusing
 
 
 def program_digest(lowered: jax.stages.Lowered) -> str:

@@ -115,6 +115,16 @@ class Design:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""
         blueprint.trace_train(self.train_step, batch_layouts(self.config, blueprint.mesh, micro_batch)[0])
 
+    def check(self, blueprint: Blueprint, micro_batch: int | None) -> None:
+        """Trace the train step, and the validation step of a run that has no micro-batch yet: errors in them show.
+
+        A run that has one has evaluated before, or refuses when it first does: no restart waits for this.
+        """
+        self.trace(blueprint, micro_batch)
+        if micro_batch is None and self.dataset.validation:
+            abstract = blueprint.abstract_state.replace(opt_state=(), riders={})
+            blueprint.trace_val(self.val_step, abstract, batch_layouts(self.config, blueprint.mesh)[0])
+
     def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """The train step with the largest micro-batch that fits into `limit_bytes` of each device.
 
@@ -138,3 +148,20 @@ class Design:
     def compile_smallest(self, blueprint: Blueprint) -> CompiledStep:
         """The train step with the smallest micro-batch, whether it fits or not."""
         return blueprint.compile_train(self.train_step, batch_layouts(self.config, blueprint.mesh)[-1])
+
+
+def design_of(job: Any, riders: Callable[[], Sequence[Rider]]) -> Design:
+    """The design of a trainer, by its methods; `riders` gives what rides along in its state."""
+    return Design(
+        document=job.document,
+        config=job.config,
+        topology=job.topology,
+        seed=job.spec.seed,
+        model=job.model,
+        optimizer=job.optimizer,
+        schedule=job.schedule,
+        sharded_init=job.sharded_init,
+        train_step=job.train_step,
+        val_step=job.val_step,
+        riders=riders,
+    )

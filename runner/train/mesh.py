@@ -119,6 +119,12 @@ def micro_batch_sizes(global_batch_examples: int, micro_batch_examples: int | st
     return [int(micro_batch_examples)]
 
 
+def device_peak_bytes() -> int | None:
+    """The most that any device of this process has held at once since it was started; None where nobody counts."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each), default=None)
+
+
 def device_memory_bytes() -> int:
     """Memory of one device: what the backend reports, for CPU devices their share of the machine's (or container's)."""
     device = jax.local_devices()[0]

@@ -4,33 +4,27 @@ import contextlib
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from runner.attempt.account import Account
 from runner.attempt.claim import Attempt
 from runner.config import TrainerConfig
-from runner.hosts.agreement import Hosts
-from runner.hosts.progress import EVALUATION
 from runner.periodic import is_due, tokens_at
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
+from runner.train.evaluation import Evaluations, Evaluator
+from runner.train.mesh import device_peak_bytes
+from runner.train.meta import Meta
 from runner.train.metrics.disk import NAME
 from runner.train.metrics.file import open_metrics
 from runner.train.metrics.line import Tail
+from runner.train.metrics.pace import Pace
 from runner.train.metrics.row import Row
 from runner.train.metrics.sinks import Sink, open_sinks
 from runner.train.metrics.window import Window
 from runner.train.profile import Profiler
-from runner.train.validation import Figures
-
-
-class Evaluator(Protocol):
-    """Judges weights. Called on every host."""
-
-    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
-        """Figures by their key in a row (`val/...`); None if it ended early because the job was asked to stop."""
 
 
 class Report(Account):
@@ -51,13 +45,15 @@ class Report(Account):
         data_figures: Callable[[int], Row],
         after_row: Callable[[], None],
     ):
-        self._attempt, self._spec, self._config, self._evaluators = attempt, spec, config, evaluators
+        self._attempt, self._spec, self._config = attempt, spec, config
+        self._evaluations = Evaluations(attempt, config, evaluators)
         self._mfu_of_a_token_per_second, self._after_row = mfu_of_a_token_per_second, after_row
         self._data_figures = data_figures
         self._metrics = open_metrics(attempt.store, attempt.background, attempt.fence)
         self._sinks: list[Sink] = []
         self._profiler = Profiler(attempt, spec.logging.profile)
         self._resumed_row: Row | None = None  # of the step that was resumed from
+        self._pace: Pace | None = None  # while rows are shown, on the main host
         self.window = Window(0)
 
     def problem_with(self, attachments: dict[str, bytes]) -> str | None:
@@ -74,38 +70,51 @@ class Report(Account):
         is_gap = after is not None and not self._metrics.reaches(after)
         return f"a later attempt went back behind step {after}, which its rows follow" if is_gap else None
 
-    def resume(self, step: int, attachments: dict[str, bytes]) -> None:
-        """Drop the rows beyond `step`; those that came with the state may be ahead of the file. Called once."""
+    def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None = None) -> None:
+        """Drop the rows beyond `step`; those that came with the state may be ahead of the file. Called once.
+
+        `carry` is that of the window which the save fell into.
+        """
         if self._attempt.hosts.is_main:
             tail = Tail.decode(attachments[NAME]) if NAME in attachments else None
             self._resumed_row = self._metrics.rewind(step, tail)
-        self.window = Window(step)
+        is_whole = carry is not None or step == 0 or self._resumed_row is not None
+        self.window = Window(step, carry, is_whole)
 
     @contextlib.contextmanager
     def showing(self, step: int) -> Iterator[None]:
         """Inside, rows are shown; however it is left, the sinks are closed."""
         if self._attempt.hosts.is_main:
             self._sinks = open_sinks(self._attempt, self._spec, self._config, step)
-        self.window.restart_clock()
+            self._pace = Pace()
+        self.restart_clock()
         self._profiler.watch()
         self._profiler.at(step)
         try:
             yield
         finally:
+            if self._pace is not None:
+                self._pace.close()
             self._profiler.close(self._attempt.progress.step)
             for sink in self._sinks:
                 sink.close()
 
     # Rows.
 
-    def add_step(self, step: int, loss: jax.Array, meta: dict[str, jax.Array]) -> None:
-        """Take what step `step` returned. Waits for it only where a profile begins or ends."""
-        self.window.add(step, loss, meta)
+    def add_step(self, step: int, loss: jax.Array, meta: Meta, num_targets: jax.Array | float = 1.0) -> None:
+        """Take what step `step` returned. Waits for it only where a profile begins or ends.
+
+        `num_targets` is what its loss counts for beside that of other steps.
+        """
+        self.window.add(step, loss, meta, num_targets)
+        if self._pace is not None:
+            self._pace.add(loss)
         self._profiler.at(step, loss)
 
     def is_row_due(self, step: int) -> bool:
         """Whether `step` has a row of its own: it is logged, or evaluated."""
-        return is_due(step, self._spec.logging.every_steps, self._config.total_steps) or self._is_evaluation_due(step)
+        is_logged = is_due(step, self._spec.logging.every_steps, self._config.total_steps)
+        return is_logged or bool(self._evaluations.due(step))
 
     def add_row(self, weights: Any, step: int) -> None:
         """Write the row of `step`, evaluated if it is time. Waits for the device.
@@ -115,30 +124,44 @@ class Report(Account):
         row = self.window.close(self._config.tokens_per_step) | self._data_figures(step)
         if self._mfu_of_a_token_per_second:
             row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_of_a_token_per_second
-        if self._is_evaluation_due(step):
-            row |= self._evaluate(weights, step) or {}
+        row |= {} if self._pace is None else self._pace.figures()
+        peak_bytes = device_peak_bytes()
+        row |= {} if peak_bytes is None else {"perf/peak_bytes": peak_bytes}
+        if self._evaluations.due(step):
+            row |= self._evaluations.evaluate(weights, step) or {}
+        self.restart_clock()
+        self._append(row)
+        self._after_row()
+
+    def _append(self, row: Row) -> None:
         row |= {"perf/time": time.time(), "perf/attempt": self._attempt.number}
         if self._attempt.hosts.is_main:
             self._attempt.fence.glance()
             self._metrics.append(row)
             self._show(row)
-        self._after_row()
 
     def complete_row(
         self, weights: Any, step: int, before_it_is_kept: Callable[[Row], None] = lambda row: None
     ) -> bool:
-        """A stop may have come before the evaluation of the step that was saved for it: do it now.
+        """Before the first step: evaluate what is to be evaluated at the start, or was not evaluated any more.
 
-        False if the job was asked to stop once more. `before_it_is_kept` is called with the whole row, on every host.
+        A stop may have come before the evaluation of the step that was saved for it: it is done now. False if the job
+        was asked to stop once more. `before_it_is_kept` is called with the whole row that was there, on every host.
         """
         row = self._attempt.hosts.agree(self._resumed_row)
-        if row is None or not self.lacks_evaluation(row, step):
+        if row is not None:
+            return not self.lacks_evaluation(row, step) or self.evaluate_row(weights, row, before_it_is_kept)
+        if step > 0 or not self._evaluations.due(step):
             return True
-        return self.evaluate_row(weights, row, before_it_is_kept)
+        figures = self._evaluations.evaluate(weights, step)
+        self.restart_clock()
+        if figures is not None:
+            self._append({"step": 0, "train/tokens": 0, **figures})
+        return figures is not None
 
     def lacks_evaluation(self, row: Row, step: int) -> bool:
         """Whether the row of `step` was to be evaluated, and a stop came before."""
-        return self._is_evaluation_due(step) and not self.is_evaluated(row)
+        return bool(self._evaluations.due(step)) and not self.is_evaluated(row)
 
     def is_evaluated(self, row: Row) -> bool:
         """Whether it has figures of an evaluation."""
@@ -146,7 +169,8 @@ class Report(Account):
 
     def evaluate_row(self, weights: Any, row: Row, before_it_is_kept: Callable[[Row], None]) -> bool:
         """Evaluate the weights of the newest row, and keep it with the figures; False if a stop came meanwhile."""
-        figures = self._evaluate(weights, row["step"])
+        figures = self._evaluations.evaluate(weights, row["step"], is_asked_for=True)
+        self.restart_clock()
         if figures is None:
             return False
         before_it_is_kept(row | figures)
@@ -155,30 +179,16 @@ class Report(Account):
             self._show(row | figures)
         return True
 
-    def restart_clock(self) -> None:
-        """Leave out of the speed of steps what has passed so far."""
-        self.window.restart_clock()
-
     @property
     def has_evaluators(self) -> bool:
         """Whether anything evaluates the weights."""
-        return bool(self._evaluators)
+        return self._evaluations.has_any
 
-    def _is_evaluation_due(self, step: int) -> bool:
-        return bool(self._evaluators) and is_due(step, self._config.eval.every_steps, self._config.total_steps)
-
-    def _evaluate(self, weights: Any, step: int) -> Row | None:
-        """Figures of all evaluators; None if the job was asked to stop meanwhile."""
-        found: Row = {}
-        with self._attempt.progress.during(EVALUATION):
-            for evaluator in self._evaluators:
-                figures = evaluator.evaluate(weights, step, self._attempt.hosts)
-                if figures is None:
-                    return None
-                found |= figures
+    def restart_clock(self) -> None:
+        """Leave what has passed so far out of the speed of the next steps."""
         self.window.restart_clock()
-        self._attempt.record("evaluate", step, figures=found)
-        return found
+        if self._pace is not None:
+            self._pace.restart()
 
     def _show(self, row: Row) -> None:
         for sink in self._sinks:

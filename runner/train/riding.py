@@ -4,6 +4,7 @@ from typing import Any
 
 from runner.train.ema import make_ema
 from runner.train.noise_scale import make_noise_scale
+from runner.train.norm import Norms, norms_of_job
 from runner.train.rider import Rider
 from runner.train.rounding import NEAREST
 from runner.train.variables import UpdateVariables
@@ -22,8 +23,8 @@ def riders_of(job_class: Any) -> tuple[Rider, ...]:
     return tuple(found)
 
 
-def options_of(job_class: Any) -> tuple[UpdateVariables, tuple[Rider, ...], str]:
-    """What a trainer, whose class it is given, hands to `train_step`: how variables change, riders, and rounding."""
+def options_of(job_class: Any) -> tuple[UpdateVariables, tuple[Rider, ...], str, Norms]:
+    """What a trainer, whose class it is given, hands to `train_step`: how variables change, riders, rounding, norms."""
     config = getattr(job_class, "config", None)
     rounding = NEAREST if config is None else str(config.precision.rounding)
-    return job_class.update_variables, job_class.riders(), rounding
+    return job_class.update_variables, job_class.riders(), rounding, norms_of_job(job_class)

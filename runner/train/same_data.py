@@ -35,6 +35,19 @@ def refuse_different_data(dataset: Dataset, hosts: Hosts) -> None:
         raise DataError(f"{dataset.source}: processes {different} read other data than process 0")
 
 
+def refuse_different_questions(digest: str, hosts: Hosts) -> None:
+    """Raise `DataError` on every host if one has read other questions than process 0: it would ask more, or fewer.
+
+    An empty digest says that the spec asks none.
+    """
+    if not digest:
+        return
+    digests = hosts.gather(digest)
+    different = [process for process, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise DataError(f"processes {different} read other questions than process 0")
+
+
 def refuse_changed_data(dataset: Dataset, attempt: Attempt) -> None:
     """Before a state is saved: raise `DataError` if a token file is not what it was at the start.
 

@@ -7,23 +7,24 @@ Of frozen parameters none is computed: to the optimizer theirs are zeros.
 
 What is a real token `padding_mask` says, and what it counts for `loss_weight` where the data has that, before `forward`
 is called: each share of the loss is divided by all of them at once. A forward that counts others returns as meta
-`token_count` how many; then the sum is divided at the end. Its meta `statistics` are added up, see `variables`.
+`token_count` how many; then the sum is divided at the end. Its meta `statistics` are added up, see `variables`, and so
+are `sums`, see `meta`.
 
 Shape legend: S accumulation steps, B examples, T sequence length.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
 from runner.errors import InvalidError
 from runner.train.fields import refuse_unread, target_weights, uncounted
+from runner.train.meta import Meta, total_of_sums, with_means
+from runner.train.norm import Norms, norms_of
 from runner.train.recipe.average import gradient_point
 from runner.train.recipe.group import split, with_zeros
 from runner.train.rider import Observation, Rider, compared, ride
@@ -44,7 +45,6 @@ Batch = dict[str, jax.Array]
 # example in the step.
 Forward = Callable[[Callable[..., Any], Any, Batch, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
 GRAD_NORM, TOKEN_COUNT = "grad_norm", "token_count"
-_NAMES_OF_THE_RUNNER = ("loss", "learning_rate", "tokens")  # in a row, below `train/`
 
 
 def _numbered(batch: Batch) -> Batch:
@@ -74,7 +74,8 @@ def _gradients(
 ) -> tuple[Any, ...]:
     """Loss, float32 gradients, the last micro-batch's meta, over a batch of (S, B, T), and what its halves have shown.
 
-    Of the meta, `token_count` and `statistics` are of all micro-batches. Halves are None unless `sees_halves`.
+    Of the meta, `token_count`, `statistics` and the means of `sums` are of all micro-batches. Halves are None unless
+    `sees_halves`.
     """
     apply_fn = with_variables(state.apply_fn, variables_of(state))
     num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
@@ -98,7 +99,7 @@ def _gradients(
     if num_steps == 1:
         (loss, meta), grads = value_and_grad(trained, jax.tree.map(lambda leaf: leaf[0], batch))
         grads = with_zeros(to_float32(grads), params)
-        return *_divided(batch, loss, grads, meta, meta | total(meta, num_steps=1)), None
+        return *_divided(batch, loss, grads, meta, meta | _totals(meta, num_steps=1), num_tokens), None
 
     def accumulate(carry: tuple[jax.Array, Any], micro: Batch) -> tuple[tuple[jax.Array, Any], Any]:
         (loss, meta), grads = value_and_grad(trained, micro)
@@ -118,7 +119,7 @@ def _gradients(
         halves = None
     grads = with_zeros(grads, params)
     last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
-    return *_divided(batch, loss, grads, metas, last_meta | total(metas, num_steps)), halves
+    return *_divided(batch, loss, grads, metas, last_meta | _totals(metas, num_steps), num_tokens), halves
 
 
 def _counts_of_halves(batch: Batch, metas: Any) -> jax.Array:
@@ -127,13 +128,21 @@ def _counts_of_halves(batch: Batch, metas: Any) -> jax.Array:
     return jnp.sum(counts.reshape(2, -1), axis=1, dtype=jnp.float32)
 
 
-def _divided(batch: Batch, loss: jax.Array, grads: Any, metas: Any, last_meta: Any) -> tuple[Any, ...]:
+def _totals(metas: Any, num_steps: int) -> Meta:
+    """What of the meta is added up over the micro-batches."""
+    return {**total(metas, num_steps), **total_of_sums(metas, is_stacked=num_steps > 1)}
+
+
+def _divided(
+    batch: Batch, loss: jax.Array, grads: Any, metas: Any, last_meta: Any, num_tokens: jax.Array | None
+) -> tuple[Any, ...]:
     """Sums over their own `token_count` as means, with that of all micro-batches in the meta; else all as it is."""
     if TOKEN_COUNT not in last_meta:
-        return loss, grads, last_meta
+        return loss, grads, with_means(last_meta, num_tokens)
     count = jnp.sum(metas[TOKEN_COUNT], dtype=jnp.float32)
     divisor = _divisor(batch, count)
-    return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), last_meta | {TOKEN_COUNT: count}
+    meta = {**with_means(last_meta, divisor), TOKEN_COUNT: count}
+    return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), meta
 
 
 def train_step(
@@ -145,15 +154,16 @@ def train_step(
     update_variables: UpdateVariables,
     riders: Sequence[Rider] = (),
     rounding: str = NEAREST,
+    norms: Norms = "none",
 ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
     """One optimizer step over a global batch of (S, B, T) arrays: (state, loss, meta).
 
     `loss` is the mean over the real target tokens of the whole batch; `meta` holds `grad_norm` (before clipping) and
     what the last micro-batch's forward returned, but for `token_count`, which is of all, and for `statistics`, of whose
-    total `update_variables` makes the next variables and more scalars. `riders` see the step last, and add theirs.
-    `rounding` of bfloat16 parameters is `nearest` or `stochastic`.
-    Raises `InvalidError` if `forward` does not read a field that the data declares, or if nothing says how many targets
-    are real.
+    total `update_variables` makes the next variables and more scalars; of `sums` the means. `riders` see the step last,
+    and add theirs. `rounding` of bfloat16 parameters is `nearest` or `stochastic`. With `norms` it holds those
+    of gradients and parameters (before the update), see `norm`. Raises `InvalidError` if `forward` does not read
+    a field that the data declares, or if nothing says how many targets are real.
     """
     S, _ = _leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
@@ -167,19 +177,21 @@ def train_step(
         changed, scalars = update_variables(variables, meta[STATISTICS])
         meta = without_statistics(meta) | scalars
         state = state.replace(variables=changed) if variables else state
-    if GRAD_NORM in meta:
-        raise InvalidError(f"forward returns {GRAD_NORM!r} as meta, a name of the runner's own; use another")
-    grad_norm = optax.tree.norm(grads)
+    own = {GRAD_NORM: optax.tree.norm(grads)} | norms_of(grads, state.params, norms)
+    if taken := sorted({*own} & {*meta}):
+        raise InvalidError(f"forward returns {taken[0]!r} as meta, a name of the runner's own; use another")
     is_nearest = rounding == NEAREST
     state = state.apply_gradients(grads=grads) if is_nearest else apply_stochastically(state, grads, key)
     if riders:
         after, scalars = ride(riders, state.riders, Observation(jnp.asarray(state.step), state.params, grads, halves))
         state, meta = state.replace(riders=after), meta | scalars
-    return state, loss, meta | {GRAD_NORM: grad_norm}
+    return state, loss, meta | own
 
 
 def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Validation over (S, B, T): (loss_sum, token_count, last_meta); sums, so that every token weighs the same.
+
+    Of the meta, `sums` are those of all micro-batches, not divided yet: there are more batches to come.
 
     The tokens are those of `padding_mask`, by their weights where there are any, or those that `forward` has counted.
     """
@@ -192,35 +204,5 @@ def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Arr
         return (carry[0] + loss_sum, carry[1] + count), without_statistics(meta)
 
     (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), _numbered(batch))
-    return loss_sum, token_count, jax.tree.map(lambda leaf: leaf[-1], metas)
-
-
-def is_scalar(value: Any) -> bool:
-    """Whether a row can hold this value of meta, which may be a tracer: a real number, or a bool."""
-    if not isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array):
-        return False
-    return jnp.shape(value) == () and any(
-        jnp.issubdtype(jnp.result_type(value), kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)
-    )
-
-
-def finite(value: Any) -> float | None:
-    """A scalar of meta as a row holds it: JSON has no NaN."""
-    return float(value) if math.isfinite(value) else None
-
-
-def refuse_meta(meta: Mapping[str, Any]) -> None:
-    """Raise `InvalidError` if the row of a step cannot hold its meta. Called where the step is traced."""
-    if not isinstance(meta, Mapping):
-        raise InvalidError(f"a step's meta is a {type(meta).__name__}, needs a dictionary of scalars by name")
-    for name, value in meta.items():
-        if name in _NAMES_OF_THE_RUNNER:
-            raise InvalidError(f"a step returns {name!r} as meta, a name of the runner's own; use another")
-        if not is_scalar(value):
-            raise InvalidError(f"a step returns {name!r} as meta, {_kind(value)}; a row needs a scalar, such as a mean")
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, np.ndarray | jax.Array):
-        return f"{value.dtype} of shape {value.shape}"
-    return f"a {type(value).__name__}"
+    last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
+    return loss_sum, token_count, last_meta | total_of_sums(metas, is_stacked=True)

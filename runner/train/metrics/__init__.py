@@ -2,6 +2,7 @@
 
 - `row`       a row of `metrics.jsonl`
 - `window`    the steps since the last row, kept on the device
+- `pace`      how long single steps take
 - `line`      rows as lines: which survive a restart
 - `disk`      `metrics.jsonl` on a disk
 - `bucket`    `metrics.jsonl` in a bucket, in parts

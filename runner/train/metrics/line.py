@@ -64,9 +64,13 @@ def decode(text: bytes) -> Row | None:
 
 
 def _step_of(row: Row) -> int | None:
-    """The step of a row, None for a JSON object that is none: damage may have left another."""
+    """The step of a row, None for a JSON object that is none: damage may have left another.
+
+    A row of step 0 is of an evaluation before the first step, and has no loss of a step.
+    """
     step = row.get("step")
-    return step if type(step) is int and isinstance(row.get("train/loss"), int | float) else None
+    is_row = isinstance(row.get("train/loss"), int | float) or (step == 0 and "train/tokens" in row)
+    return step if type(step) is int and is_row else None
 
 
 def surviving(texts: Iterable[bytes], step: int | None = None, beyond: int = -1) -> Iterator[Line]:

@@ -33,8 +33,8 @@ class Sink(Protocol):
 
 
 def _describe(row: Row) -> str:
-    parts = [f"loss {row['train/loss']:.4f}"]
-    if "val/loss" in row:
+    parts = [f"loss {row['train/loss']:.4f}"] if "train/loss" in row else []
+    if row.get("val/loss") is not None:
         parts.append(f"val {row['val/loss']:.4f}")
     if row.get("perf/tokens_per_second"):
         parts.append(f"{row['perf/tokens_per_second']:,.0f} tokens/s")

@@ -5,6 +5,7 @@ Numbers are written at full precision. What bounds the memory: the rows as encod
 
 import csv
 import io
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,12 @@ def csv_lines(lines: Sequence[Line]) -> Iterator[str]:
         yield _csv_line(row.get(column) for column in columns)
 
 
+def _cell(value: Any) -> Any:
+    """A list or a histogram as JSON."""
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
 def _csv_line(values: Iterable[Any]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)
+    csv.writer(text, lineterminator="\n").writerow(map(_cell, values))
     return text.getvalue()

@@ -12,10 +12,13 @@ For a run in a bucket the file is in this machine's cache while the job runs, an
 import math
 import struct
 import time
+from itertools import pairwise
+from typing import Any
 
 import google_crc32c
 
 from runner.storage import LocalStore, Store, default_cache_directory
+from runner.train.meta import bins_of
 from runner.train.metrics.row import Row
 
 FOLDER = "tensorboard"
@@ -24,6 +27,7 @@ _UPLOAD_DEADLINE_SECONDS = 60.0
 _STEM = "events.out.tfevents."  # TensorBoard knows its files by the second half
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _START = 1
+_DT_STRING = 7
 _TIME = "perf/time"  # the wall time of the events, not a curve: single floats count it in minutes
 
 
@@ -46,13 +50,40 @@ def _event(seconds: float, step: int, what: bytes) -> bytes:
 
 
 def _summary(row: Row) -> bytes:
-    """A `Summary`: of repeated `Value` 1, each a tag 1 and a simple_value 2."""
+    """A `Summary`: of repeated `Value` 1, each a tag 1 and what `_value` makes of it."""
     values = (
-        _field(1, _BYTES, key.encode(errors="replace")) + _field(2, _FIXED32, _float32(value))
-        for key, value in row.items()
-        if key not in ("step", _TIME) and isinstance(value, int | float)
+        _field(1, _BYTES, key.encode(errors="replace")) + value
+        for key, given in row.items()
+        if key not in ("step", _TIME) and (value := _value(given))
     )
     return _field(5, _BYTES, b"".join(_field(1, _BYTES, value) for value in values))
+
+
+def _value(given: Any) -> bytes:
+    """A simple_value 2, a histo 5, or of a text a tensor 8 with the metadata 9 of the text plugin; nothing of null."""
+    if isinstance(given, int | float):
+        return _field(2, _FIXED32, _float32(given))
+    if isinstance(given, str):
+        plugin = _field(1, _BYTES, _field(1, _BYTES, b"text"))  # plugin_data 1: plugin_name 1
+        string = _field(1, _VARINT, _varint(_DT_STRING)) + _field(8, _BYTES, given.encode(errors="replace"))
+        return _field(8, _BYTES, string) + _field(9, _BYTES, plugin)
+    found = bins_of(given)
+    return b"" if found is None else _field(5, _BYTES, _histogram(*found))
+
+
+def _histogram(counts: list[float], edges: list[float]) -> bytes:
+    """A `HistogramProto`: min 1, max 2, num 3, sum 4, sum_squares 5, bucket_limit 6, bucket 7.
+
+    Of the values no more is known than their bins, so the sums are those of the bins' middles.
+    """
+    middles = [(low + high) / 2 for low, high in pairwise(edges)]
+    moments = [sum(n * x**power for n, x in zip(counts, middles, strict=True)) for power in (0, 1, 2)]
+    single = b"".join(
+        _field(number, _FIXED64, struct.pack("<d", value))
+        for number, value in enumerate([edges[0], edges[-1], *moments], 1)
+    )
+    packed = [struct.pack(f"<{len(values)}d", *values) for values in (edges[1:], counts)]
+    return single + _field(6, _BYTES, packed[0]) + _field(7, _BYTES, packed[1])
 
 
 def _float32(value: float) -> bytes:

@@ -18,12 +18,14 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import wandb
 
 from runner.attempt.claim import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import default_cache_directory
 from runner.terminal import warn
+from runner.train.meta import bins_of
 from runner.train.metrics.offline import FOLDER, remove_superseded, upload_offline_runs
 from runner.train.metrics.place import CLOSE_SECONDS
 from runner.train.metrics.row import Row
@@ -39,7 +41,7 @@ class Tracking:
 
     def add(self, row: Row) -> None:
         """See `Place`. A row of the same step completes the one before, which wandb holds until the next."""
-        self._run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+        self._run.log({key: _shown(value) for key, value in row.items() if key != "step"}, step=row["step"])
 
     def supersede(self) -> None:
         """See `Place`."""
@@ -50,6 +52,12 @@ class Tracking:
         self._run.finish()
         if self._store.root is None:
             upload_offline_runs(self._directory, self._store, CLOSE_SECONDS)
+
+
+def _shown(value: Any) -> Any:
+    """A list or a histogram as W&B draws it; all else as it is."""
+    found = bins_of(value)
+    return value if found is None else wandb.Histogram(np_histogram=(np.asarray(found[0]), np.asarray(found[1])))
 
 
 def _start(spec: ExecutionSpec, attempt: Attempt, directory: Path) -> Any:

@@ -1,4 +1,8 @@
-"""The steps since the last row, kept on the device until they are asked for: nothing here waits in a step."""
+"""The steps since the last row, kept on the device until they are asked for: nothing here waits in a step.
+
+What a row says of them is a function of the trajectory alone. A save may fall between two rows; what the steps up to it
+add to the next row then rides on the save (`carry`), and a resumed attempt begins with it. Speeds are not carried.
+"""
 
 import math
 import time
@@ -7,35 +11,58 @@ import jax
 
 from runner.errors import DivergedError
 from runner.periodic import tokens_at
+from runner.storage import JsonObject
+from runner.train.meta import Meta, Shown, shown
 from runner.train.metrics.row import Row
-from runner.train.step import GRAD_NORM, finite
+from runner.train.step import GRAD_NORM, TOKEN_COUNT
+
+_LOSS_SUM, _WEIGHT = "loss_sum", "weight"
 
 
 class Window:
-    """The steps since the last row, kept on the device until they are asked for: nothing here waits in a step."""
+    """The steps since the last row, which is that of `step`.
 
-    def __init__(self, step: int = 0):
-        self._pending: list[tuple[int, jax.Array, dict[str, jax.Array]]] = []
-        self._last: tuple[int, float, dict[str, float]] | None = None
+    `carry` is what an earlier attempt has made of the steps between that row and `step`. Not `is_whole`: there were
+    such steps and nothing is known of them, so the next row has no mean.
+    """
+
+    def __init__(self, step: int = 0, carry: JsonObject | None = None, is_whole: bool = True):
+        self._pending: list[tuple[int, jax.Array, Meta, jax.Array | float]] = []
+        self._last: tuple[int, float, dict[str, Shown]] | None = None
+        self._loss_sum, self._weight = (float(carry[key]) if carry else 0.0 for key in (_LOSS_SUM, _WEIGHT))
+        self._is_whole = is_whole
         self._since_step = step
         self._since_seconds = time.monotonic()
 
-    def add(self, step: int, loss: jax.Array, meta: dict[str, jax.Array]) -> None:
-        """Take what step `step` returned, without waiting for it."""
-        self._pending.append((step, loss, meta))
+    def add(self, step: int, loss: jax.Array, meta: Meta, weight: jax.Array | float = 1.0) -> None:
+        """Take what step `step` returned, without waiting for it.
+
+        `weight` is what its loss counts for in the mean over the steps, such as its real tokens; those that a forward
+        has counted itself (`token_count`) outrank it.
+        """
+        self._pending.append((step, loss, meta, weight))
 
     def fetch(self) -> None:
         """Wait for the device. Raises `DivergedError` naming the first step that is not finite."""
-        for step, loss, meta in jax.device_get(self._pending):
-            figures = {key: float(value) for key, value in meta.items()}
-            grad_norm = figures.get(GRAD_NORM, 0.0)
+        for step, loss, meta, weight in jax.device_get(self._pending):
+            figures = {key: shown(value) for key, value in meta.items()}
+            grad_norm = float(meta.get(GRAD_NORM, 0.0))
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise DivergedError(
                     f"step {step}: training diverged: loss {float(loss)}, gradient norm {grad_norm}; "
                     "the last good checkpoint is kept"
                 )
+            counted = float(meta.get(TOKEN_COUNT, weight))
+            self._loss_sum, self._weight = self._loss_sum + counted * float(loss), self._weight + counted
             self._last = (step, float(loss), figures)
         self._pending = []
+
+    @property
+    def carry(self) -> JsonObject | None:
+        """What the steps since the last row add to the next one; None if there are none. After `fetch`."""
+        if self._last is None and not self._weight:
+            return None
+        return {_LOSS_SUM: self._loss_sum, _WEIGHT: self._weight} if self._is_whole else None
 
     def close(self, tokens_per_step: int) -> Row:
         """The row of the newest step; the next window begins."""
@@ -44,17 +71,21 @@ class Window:
         step, loss, figures = self._last
         seconds = time.monotonic() - self._since_seconds
         tokens = tokens_at(step - self._since_step, tokens_per_step)
-        self._since_step = step
+        mean = {"train/loss_mean": self._loss_sum / self._weight} if self._is_whole and self._weight else {}
+        self._since_step, self._last = step, None
+        self._loss_sum = self._weight = 0.0
+        self._is_whole = True
         self.restart_clock()
         order = [name for name in (GRAD_NORM, "learning_rate") if name in figures]
         first = {f"train/{name}": figures.pop(name) for name in order}
         return {
             "step": step,
             "train/loss": loss,
+            **mean,
             **first,
             "train/tokens": tokens_at(step, tokens_per_step),
             "perf/tokens_per_second": tokens / max(seconds, 1e-9),
-            **{f"train/{name}": finite(value) for name, value in figures.items()},
+            **{f"train/{name}": value for name, value in figures.items()},
         }
 
     def restart_clock(self) -> None:

@@ -17,8 +17,8 @@ from experiments.gpt import GPT, GPTConfig
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder
 from runner.errors import InvalidError
-from runner.inference.choice import Sampling, keep_top
-from runner.inference.decode import CachedReader, PlainReader, generate, make_reader, vocabulary_size_of
+from runner.judge.choice import Sampling, keep_top
+from runner.judge.decode import CachedReader, PlainReader, generate, make_reader, vocabulary_size_of
 from runner.train.mesh import AXES, make_mesh
 
 VOCABULARY, SEQUENCE = 61, 24

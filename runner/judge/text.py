@@ -101,12 +101,12 @@ def encode_prompt(language: Language, prompt: str) -> list[int]:
     return [int(token) for token in language.tokenizer.encode_file(os.fsencode(prompt))]
 
 
-def parse_ids(prompt: str, num_ids: int) -> list[int]:
-    """The ids that a prompt writes out, between spaces or commas. Raises `DataError`."""
+def parse_ids(prompt: str, num_ids: int, key: str = "--prompt") -> list[int]:
+    """The ids that a prompt writes out, between spaces or commas. Raises `DataError`, blaming `key`."""
     words = prompt.replace(",", " ").split()
     bad = next((word for word in words if not word.isdecimal() or int(word) >= num_ids), None)
     if bad is not None:
-        raise DataError(f"--prompt: got {bad[:40]!r}, needs ids from 0 to {num_ids - 1} where no tokenizer is known")
+        raise DataError(f"{key}: got {bad[:40]!r}, needs ids from 0 to {num_ids - 1} where no tokenizer is known")
     return [int(word) for word in words]
 
 
@@ -126,3 +126,13 @@ def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[
         ids = ids[-_CONTEXT_TOKENS:]
         read = len(ids)
     yield decode(ids)[len(decode(ids[:read])) :]
+
+
+def pieces(tokens: Iterable[int], prompt: Sequence[int], text: str, language: Language | None) -> Iterator[str]:
+    """The prompt, whose text is `text`, and what follows it, up to a line's end; ids where no language is known."""
+    yield text + (" " if text and language is None else "")
+    if language is None:
+        yield from (f"{token} " for token in tokens)
+    else:
+        yield from stream_text(tokens, prompt, language.tokenizer.decode)
+    yield "\n"

@@ -17,11 +17,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from runner.errors import InvalidError
-from runner.inference.choice import Choose
+from runner.judge.choice import Choose
 from runner.train.mesh import num_batch_shards
 from runner.train.state import sharding_rules
 
@@ -44,7 +44,9 @@ def generate(read: Reader, choose: Choose, prompt: Sequence[int], num_tokens: in
             num_new = len(window)
 
 
-def make_reader(model: nn.Module, weights: Any, length: int, dtype: DTypeLike, mesh: Mesh) -> Reader:
+def make_reader(
+    model: nn.Module, weights: Any, length: int, dtype: DTypeLike, mesh: Mesh
+) -> "CachedReader | PlainReader":
     """What reads tokens with a model: by its cache, of `dtype`, if it can make one. `weights` lie on `mesh`."""
     if hasattr(model, "init_cache"):
         return CachedReader(model, weights, length, dtype, mesh)
@@ -55,15 +57,22 @@ class CachedReader:
     """Reads what is new, and keeps of it what later tokens look at."""
 
     def __init__(self, model: Any, weights: Any, length: int, dtype: DTypeLike, mesh: Mesh):
-        self._weights, self._mesh, self._chunk = weights, mesh, min(CHUNK_TOKENS, length)
+        self._mesh, self._chunk = mesh, min(CHUNK_TOKENS, length)
         # Whole chunks: the last one may be padded, and what it writes behind the window is never seen.
-        self._cache = model.init_cache(num_batch_shards(mesh), -(-length // self._chunk) * self._chunk, dtype)
+        places = -(-length // self._chunk) * self._chunk
+        self._make_cache = lambda: model.init_cache(num_batch_shards(mesh), places, dtype)
+        self._weights, self._cache = weights, None if weights is None else self._make_cache()
 
         def step(weights: Any, cache: Any, tokens_BxT: jax.Array, start: jax.Array, last: jax.Array) -> Any:
             logits_BxTxV, cache = model.apply(weights, tokens_BxT, cache=cache, start=start, deterministic=True)
-            return logits_BxTxV[0, last].astype(jnp.float32), cache
+            return whole(logits_BxTxV[0, last].astype(jnp.float32), mesh), cache
 
         self._step = jax.jit(step, donate_argnums=1)
+
+    def use(self, weights: Any) -> None:
+        """Read with other weights from now on; with None, hold none, and no memory, until the next."""
+        self._weights = weights
+        self._cache = None if weights is None else self._make_cache()
 
     def __call__(self, window: Sequence[int], num_new: int) -> jax.Array:
         """See `Reader`."""
@@ -87,9 +96,13 @@ class PlainReader:
         @jax.jit
         def step(weights: Any, tokens_BxT: jax.Array, last: jax.Array) -> jax.Array:
             logits_BxTxV: Any = model.apply(weights, tokens_BxT, deterministic=True)
-            return logits_BxTxV[0, last].astype(jnp.float32)
+            return whole(logits_BxTxV[0, last].astype(jnp.float32), mesh)
 
         self._step = step
+
+    def use(self, weights: Any) -> None:
+        """Read with other weights from now on; with None, hold none until the next."""
+        self._weights = weights
 
     def __call__(self, window: Sequence[int], num_new: int) -> jax.Array:
         """See `Reader`."""
@@ -105,6 +118,16 @@ def _rows(tokens: Sequence[int], length: int, mesh: Mesh) -> np.ndarray:
     row = np.zeros(length, np.int32)
     row[: len(tokens)] = tokens
     return np.tile(row, (num_batch_shards(mesh), 1))
+
+
+def whole(array: jax.Array, mesh: Mesh) -> jax.Array:
+    """A copy on every device, so that every process can look at it. For traced code."""
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec()))
+
+
+def variables_of(weights: Any) -> Any:
+    """What a model is applied to: the parameters, and by collection what else it has."""
+    return {"params": weights["params"], **weights.get("variables", {})}
 
 
 def vocabulary_size_of(model: nn.Module, weights: Any, length: int) -> int:

@@ -1,0 +1,100 @@
+"""A standing job that follows a live run from elsewhere: each step once, its own file alone, whatever kills it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.__main__ import main
+from runner.command.appending import append, refuse_inside, steps_in
+from runner.errors import InvalidError, PreemptedError
+from runner.hosts.agreement import Hosts
+from runner.inference.evaluation import follow
+from runner.inference.opening import open_run
+from runner.storage import LocalStore
+from tests.support.harness import hash_tree
+from tests.support.judged import TINY, Judged, rows_of, write_questions
+from tests.support.tiny import StopAfter, gpt
+
+STEPS = 6
+
+
+def changes(directory: Path) -> dict[str, Any]:
+    return TINY | {
+        "job": "tests.support.judged:Judged",
+        "config.train.total_steps": STEPS,
+        "config.eval.every_steps": 2,
+        "config.eval.multiple_choice": [{"name": "squares", "path": str(write_questions(directory / "q.jsonl"))}],
+        "checkpoint.every_steps": 2,
+        "checkpoint.keep_last": 2,
+    }
+
+
+def test_each_step_of_a_live_run_is_scored_once_until_it_is_done(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = gpt(run, Judged, **changes(tmp_path))
+    with pytest.raises(PreemptedError):
+        job(stop=StopAfter(job, 3))
+    waited = []
+
+    def go_on() -> None:
+        """The run goes on while nothing is new: in its own process, as far as its files go."""
+        waited.append(len(found))
+        if len(waited) == 2:
+            gpt(run, Judged, **changes(tmp_path))()
+
+    found: list[dict[str, Any]] = []
+    for record in follow(open_run(str(run)), None, Hosts.alone(), wait=go_on):
+        found.append(record)
+    assert waited == [2, 2]
+    assert [record["step"] for record in found] == [2, 3, 4, 6]
+    rows = {row["step"]: row for row in rows_of(run)}
+    for record in found[:1] + found[2:]:
+        row = rows[record["step"]]
+        assert record["loss"] == row["val/loss"]
+        expected = {key: row[f"val/squares/{key}"] for key in ("acc", "acc_norm", "acc_bytes")}
+        assert record["tasks"]["squares"] == expected
+
+
+def test_the_command_goes_on_behind_what_its_own_file_holds_and_writes_nothing_that_the_run_owns(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, own = tmp_path / "run", tmp_path / "figures.jsonl"
+    gpt(run, Judged, **changes(tmp_path))()
+    before = hash_tree(run)
+    append(str(own), {"step": 4, "known": True})
+    with own.open("ab") as file:
+        file.write(b'{"step": 6, "to')  # torn by a kill
+    capfd.readouterr()
+    assert main(["evaluate", str(run), "--follow", "-o", str(own)]) == 0
+    out, _ = capfd.readouterr()
+    records = [json.loads(line) for line in own.read_text().splitlines()]
+    assert [record["step"] for record in records] == [4, 6]
+    assert records[1]["tasks"]["squares"].keys() == {"acc", "acc_norm", "acc_bytes"}
+    assert [line.split(":")[0] for line in out.splitlines()] == ["step 6", "step 6 squares"]
+    assert main(["evaluate", str(run), "--follow", "-o", str(own)]) == 0
+    assert steps_in(str(own)) == [4, 6]
+    assert hash_tree(run) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--output", "x"], "--output goes with --follow"),
+        (["--follow", "--all"], "not allowed with argument"),
+        (["--harness", "some", "--follow"], "--harness goes with --step alone"),
+        (["--include-path", "some"], "--include-path goes with --harness"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    words: list[str], line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "nowhere", *words]) == 2
+    assert line in capfd.readouterr().err
+
+
+def test_its_file_cannot_lie_in_the_directory_of_the_run(tmp_path: Path) -> None:
+    with pytest.raises(InvalidError, match="lies in the directory of the run"):
+        refuse_inside(str(tmp_path / "run" / "x" / "figures.jsonl"), LocalStore(tmp_path / "run"))
+    refuse_inside(str(tmp_path / "figures.jsonl"), LocalStore(tmp_path / "run"))

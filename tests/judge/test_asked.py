@@ -1,0 +1,65 @@
+"""What a spec asks for is read before the first step, and refused there; an evaluator() that leaves it out, too."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.errors import InvalidError, SpecError
+from tests.support.judged import TINY, Judged, write_questions
+from tests.support.tiny import gpt
+
+
+class Alone(Judged):
+    """Leaves out what the spec asks for."""
+
+    def evaluator(self) -> Any:
+        return self.validation
+
+
+def task(path: Path | str, name: str = "some") -> dict[str, Any]:
+    return {"name": name, "path": str(path)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"config.eval.multiple_choice": [task("none.jsonl")]}, "config.eval: none.jsonl: there is no such file"),
+        ({"config.eval.multiple_choice": [task("a"), task("b")]}, "multiple_choice names some twice"),
+        ({"config.eval.multiple_choice": [task("a", "a/b")]}, "config.eval.multiple_choice"),
+        ({"config.eval.samples": {"prompts": []}}, "config.eval.samples.prompts"),
+        ({"config.eval.samples": {"prompts": ["a"], "tokens": 2000}}, "config.eval.samples.tokens"),
+        ({"config.metrics.norms": "layers"}, "config.metrics.norms"),
+    ],
+)
+def test_what_a_spec_asks_for_in_vain_is_refused_before_anything_is_written(
+    changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        gpt(tmp_path / "run", Judged, **TINY, **changes)()
+    assert line in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_questions_need_a_tokenizer_and_prompts_are_ids_without_one(tmp_path: Path) -> None:
+    np.arange(5000, dtype="<u2").__mod__(250).astype("<u2").tofile(tmp_path / "tokens.bin")
+    tokens = TINY | {"config.data.source": str(tmp_path / "tokens.bin"), "config.train.total_steps": 3}
+    asked = {"config.eval.multiple_choice": [task(write_questions(tmp_path / "q.jsonl"))]}
+    with pytest.raises(InvalidError, match=r"eval.multiple_choice needs the tokenizer of the data"):
+        gpt(tmp_path / "run", Judged, **tokens, **asked)()
+    job = gpt(tmp_path / "run", Judged, **tokens, **{"config.eval.samples": {"prompts": ["7 8 9", ""], "tokens": 2}})
+    job()
+    texts = [job.report._metrics.newest()[f"val/sample/{number}"] for number in range(2)]
+    assert [len(text.split()) for text in texts] == [5, 2]
+    assert texts[0].startswith("7 8 9 ")
+
+
+@pytest.mark.parametrize("key", ["samples", "multiple_choice"])
+def test_what_evaluator_leaves_out_is_a_key_that_nothing_reads(key: str, tmp_path: Path) -> None:
+    values = {
+        "samples": {"prompts": ["a"], "tokens": 1},
+        "multiple_choice": [task(write_questions(tmp_path / "q.jsonl"))],
+    }
+    with pytest.raises(SpecError, match=f"config.eval.{key}: nothing reads it, evaluator\\(\\) returns others"):
+        gpt(tmp_path / "run", Alone, **TINY, **{f"config.eval.{key}": values[key]})()

@@ -1,0 +1,207 @@
+"""Log likelihoods and answers: those of independent arithmetic, and of lm-evaluation-harness itself."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from runner.data import ByteTokenizer
+from runner.hosts.agreement import Hosts
+from runner.inference.opening import open_run
+from runner.judge.decode import variables_of
+from runner.judge.likelihood import Likelihood, Pair, encode_pair
+from runner.judge.multiple_choice import MultipleChoice, pairs_of
+from runner.judge.question import Question, read_questions
+from runner.train.mesh import make_mesh
+from tests.support.tiny import gpt
+
+NUM_QUESTIONS = 200
+LENGTH = 32
+SMALL: dict[str, Any] = {
+    "config.model": {"layers": 1, "heads": 2, "width": 16},
+    "config.data.sequence_length": LENGTH,
+    "config.train.total_steps": 8,
+    "config.schedule": {"name": "constant"},
+    "config.optimizer.learning_rate": 0.03,
+    "config.eval.batches": 1,
+}
+FIRST = ord("\n")
+
+
+def made_up_questions(number: int) -> list[dict[str, Any]]:
+    """Of many lengths, beyond the model's too, some empty, some with spaces at their end, some that are not ASCII."""
+    rng = random.Random(0)
+    words = ["squared", "is", "é", "12th", "n144", "日本", "a", "number", "of", "\n7 squared"]
+    questions = []
+    for index in range(number):
+        context = "" if index == 3 else " ".join(rng.choices(words, k=rng.randint(1, 12))) + " " * (index % 3 == 0)
+        choices = [" ".join(rng.choices(words, k=rng.randint(1, 3))) for _ in range(rng.randint(2, 5))]
+        questions.append({"question": context, "choices": choices, "answer": rng.randrange(len(choices))})
+    return questions
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned something, and its questions."""
+    directory = tmp_path_factory.mktemp("judge") / "run"
+    path = directory.parent / "questions.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in made_up_questions(NUM_QUESTIONS)))
+    asked = {"config.eval.multiple_choice": [{"name": "made_up", "path": str(path)}]}
+    gpt(directory, **SMALL, **asked)()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def weights(run: Path) -> Any:
+    opened = open_run(str(run))
+    mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
+    abstract = opened.job.weights(opened.job.design.draw_on(mesh, jax.random.key(0)).abstract_state)
+    return opened.weights(opened.find("newest"), abstract)
+
+
+def ids_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def reference(model: Any, weights: Any, context: str, following: str) -> float:
+    """By hand: each row for itself, in float64, without padding."""
+    whole = ids_of(context + following) if context.strip() else [FIRST, *ids_of(context + following)]
+    num_following = len(whole) - (len(ids_of(context.rstrip())) if context.strip() else 1)
+    whole = whole[-(LENGTH + 1) :]
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, : len(whole) - 1] = whole[:-1]
+    logits_TxV = np.asarray(jitted(model)(variables_of(weights), row)[0], np.float64)
+    total = 0.0
+    for place in range(max(0, len(whole) - 1 - num_following), len(whole) - 1):
+        logits_V = logits_TxV[place]
+        total += logits_V[whole[place + 1]] - np.log(np.sum(np.exp(logits_V - logits_V.max()))) - logits_V.max()
+    return total
+
+
+_jitted: dict[str, Callable[..., Any]] = {}
+
+
+def jitted(model: Any) -> Callable[..., Any]:
+    if "apply" not in _jitted:
+        _jitted["apply"] = jax.jit(lambda variables, row: model.apply(variables, row, deterministic=True))
+    return _jitted["apply"]
+
+
+def test_answers_to_200_questions_are_those_of_the_formula_by_hand(run: Path, weights: Any) -> None:
+    job = open_run(str(run)).job
+    model = job.model()
+    mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
+    likelihood = Likelihood(model, mesh, LENGTH, 4, lambda: False)
+    questions = read_questions(str(run.parent / "questions.jsonl"))
+    evaluator = MultipleChoice("made_up", questions, ids_of, FIRST, likelihood)
+    figures = evaluator.evaluate(weights, 8, Hosts.alone())
+    right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
+    expected = []
+    for question in questions:
+        sums = [reference(model, weights, question.context, " " + choice) for choice in question.choices]
+        expected += sums
+        norm = [total / len(choice) for total, choice in zip(sums, question.choices, strict=True)]
+        per_byte = [total / len(choice.encode()) for total, choice in zip(sums, question.choices, strict=True)]
+        for key, values in {"acc": sums, "acc_norm": norm, "acc_bytes": per_byte}.items():
+            right[key] += values.index(max(values)) == question.answer
+    assert figures == {f"val/made_up/{key}": number / NUM_QUESTIONS for key, number in right.items()}
+    assert len({*right.values()}) > 1
+    likely = likelihood.of(weights, pairs_of(questions, ids_of, FIRST))
+    assert likely is not None
+    np.testing.assert_allclose([each.log_likelihood for each in likely], expected, rtol=1e-4, atol=1e-4)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {key: rows[-1][key] for key in figures} == figures
+
+
+def test_what_is_greedy_is_what_the_most_probable_tokens_make(run: Path, weights: Any) -> None:
+    job = open_run(str(run)).job
+    model = job.model()
+    likelihood = Likelihood(model, make_mesh({"data": 8, "fsdp": 1, "tensor": 1}), LENGTH, 1, lambda: False)
+    ids = ids_of("7 squared")
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, : len(ids)] = ids
+    best = int(np.argmax(jitted(model)(variables_of(weights), row)[0, len(ids) - 1]))
+    found = likelihood.of(weights, [Pair(ids, [best]), Pair(ids, [(best + 1) % 256])])
+    assert found is not None
+    assert [each.is_greedy for each in found] == [True, False]
+
+
+def test_whoever_was_asked_to_stop_asks_no_more(run: Path, weights: Any) -> None:
+    model = open_run(str(run)).job.model()
+    mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
+    stopping = Likelihood(model, mesh, LENGTH, 1, lambda: True)
+    evaluator = MultipleChoice("some", [Question("a", ("b", "c"), 0)], ids_of, FIRST, stopping)
+    assert evaluator.evaluate(weights, 1, Hosts.alone()) is None
+
+
+@pytest.mark.parametrize(
+    ("context", "following", "pair"),
+    [
+        ("ab", " c", Pair(ids_of("ab"), ids_of(" c"))),
+        ("ab  ", " c", Pair(ids_of("ab"), ids_of("   c"))),
+        ("", " c", Pair([FIRST], ids_of(" c"))),
+        ("", "\nc", Pair([FIRST], ids_of("c"))),
+        ("  ", "c", Pair([FIRST], ids_of("  c"))),
+        ("é", "日", Pair(ids_of("é"), ids_of("日"))),
+    ],
+)
+def test_spaces_at_the_end_of_a_context_belong_to_what_follows(context: str, following: str, pair: Pair) -> None:
+    assert encode_pair(ids_of, FIRST, context, following) == pair
+    assert ByteTokenizer().encode(context + following).tolist() == ids_of(context + following)
+
+
+TASK = {
+    "task": "made_up",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "QUESTIONS"}},
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_bytes")],
+}
+
+
+@pytest.mark.soak
+def test_the_harness_itself_finds_the_same_accuracy(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own tasks, prompts and metrics, on a tiny local task. It reads a dataset of JSON, and downloads nothing."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    harness = pytest.importorskip("runner.inference.harness", reason="needs pip install 'runner[lm-eval]'")
+    task = TASK | {"dataset_kwargs": {"data_files": {"test": str(run.parent / "questions.jsonl")}}}
+    (tmp_path / "made_up.yaml").write_text(yaml.safe_dump(task))
+    opened = open_run(str(run))
+    record = harness.evaluate(opened, opened.find("newest"), ["made_up"], str(tmp_path))
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    figures = record["harness"]["made_up"]
+    for name in ("acc", "acc_norm", "acc_bytes"):
+        assert figures[f"{name},none"] == pytest.approx(row[f"val/made_up/{name}"], abs=1e-12)
+    assert harness.lines_of(record)[0].startswith("step 8 made_up: ")
+    model = harness.HarnessModel(opened, opened.find("newest"))
+    check_texts(model, requests_of)
+
+
+def requests_of(*arguments: Sequence[Any]) -> list[Any]:
+    return [type("Request", (), {"args": each})() for each in arguments]
+
+
+def check_texts(model: Any, requests: Callable[..., list[Any]]) -> None:
+    """Rolling likelihoods are those of all tokens, each once; a text ends before what ends it."""
+    long = "squared is " * 10
+    (whole,) = model.loglikelihood_rolling(requests((long,)))
+    assert whole < 0
+    short = "7 squared"
+    ((likely, _),) = model.loglikelihood(requests(("", short)))
+    assert model.loglikelihood_rolling(requests((short,))) == [pytest.approx(likely, rel=1e-5)]
+    (text,) = model.generate_until(requests((short, {"until": [], "max_gen_toks": 12})))
+    assert 0 < len(text.encode()) <= 40
+    (cut,) = model.generate_until(requests((short, {"until": [text[3]], "max_gen_toks": 12})))
+    assert cut == text[: text.index(text[3])]

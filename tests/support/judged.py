@@ -1,0 +1,104 @@
+"""A tiny trainer whose `forward` returns meta of every kind, and an evaluator at a cadence of its own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.gpt import PretrainGPT
+from runner import BaseTrainer
+from runner.hosts.agreement import Hosts
+from runner.storage import parse_lines
+from runner.train.fields import document_arguments, target_weights
+from runner.train.loss import cross_entropy_sum
+from runner.train.meta import Meta, histogram
+
+TEXT = "".join(f"{number} squared is {number * number}.\n" for number in range(1500))
+TINY: dict[str, Any] = {
+    "config.model": {"layers": 1, "heads": 1, "width": 8},
+    "config.data.sequence_length": 16,
+    "config.train.global_batch_examples": 16,
+    "config.train.micro_batch_examples": 1,
+    "config.eval.batches": 1,
+}
+
+
+class Lookup(nn.Module):
+    """Logits by token: one matrix."""
+
+    size: int
+
+    @nn.compact
+    def __call__(self, x_BxT: jax.Array, *, deterministic: bool, segments: Any = None, positions: Any = None) -> Any:
+        logits_BxTxV = nn.Embed(self.size, self.size, name="table")(x_BxT)
+        return logits_BxTxV if segments is None else logits_BxTxV * (segments > 0)[..., None]
+
+
+class Own:
+    """An evaluator at a cadence of its own: a number, and a list."""
+
+    name = "own"
+
+    def __init__(self, every_steps: int | None):
+        self.every_steps = every_steps
+
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> dict[str, Any]:
+        table = np.asarray(jax.tree.leaves(weights["params"])[0], np.float64)
+        return {"val/own/sum": table.sum(), "val/own/rows": table[:4].sum(axis=1).tolist()}
+
+
+class Judged(BaseTrainer):
+    """A bigram model."""
+
+    Config = PretrainGPT.Config
+
+    def model(self) -> Lookup:
+        return Lookup(self.vocabulary_size)
+
+    @classmethod
+    def forward(cls, apply_fn: Any, params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Meta]:
+        documents = document_arguments(apply_fn, batch)
+        logits_BxTxV = apply_fn({"params": params}, batch["x"], **documents, deterministic=key is None)
+        weights_BxT = target_weights(batch)
+        loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], weights_BxT)
+        right_BxT = (jnp.argmax(logits_BxTxV, -1) == batch["y"]) & batch["padding_mask"]
+        is_space_BxT = (batch["y"] == ord(" ")) & batch["padding_mask"]
+        parts_P = jnp.sum(right_BxT.reshape(right_BxT.shape[0], 4, -1), (0, 2)).astype(jnp.float32)
+        return loss_sum, {
+            "largest": jnp.max(logits_BxTxV),
+            "by_part": parts_P,
+            "logits": histogram(logits_BxTxV, bins=8),
+            "sums": {
+                "right": jnp.sum(right_BxT),
+                "entropy": loss_sum,
+                "parts": parts_P,
+                "right_spaces": (jnp.sum(right_BxT & is_space_BxT), jnp.sum(is_space_BxT)),
+                "nothing": (jnp.float32(0), jnp.float32(0)),
+            },
+        }
+
+
+class JudgedByAll(Judged):
+    """Judged by what the spec asks for, and by two evaluators of its own."""
+
+    def evaluator(self) -> Any:
+        return [*self.shipped.evaluators, Own(3)]
+
+
+def write_questions(path: Path, number: int = 12) -> Path:
+    questions = [
+        {"question": f"{i} squared is", "choices": [str(i * i), str(i + 1000), f"the {i}"], "answer": i % 3}
+        for i in range(number)
+    ]
+    path.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    return path
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    """Without speed and time."""
+    rows = parse_lines((directory / "metrics.jsonl").read_bytes())
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]

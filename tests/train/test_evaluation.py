@@ -1,0 +1,168 @@
+"""Several evaluators, each at its own cadence; one that fails costs its own figures and a line, never the run."""
+
+import math
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.errors import InvalidError, PeerLostError
+from runner.hosts.progress import EVALUATION
+from runner.storage import LocalStore, parse_lines
+from runner.train.evaluation import Evaluations
+from tests.support.attempt import make_attempt
+from tests.support.tiny import gpt
+
+
+class Returns:
+    """Returns figures, or raises them."""
+
+    name = "some"
+
+    def __init__(self, figures: Any, every_steps: int | None = None):
+        self._figures, self.every_steps = figures, every_steps
+
+    def evaluate(self, weights: Any, step: int, hosts: Any) -> Any:
+        if isinstance(self._figures, BaseException):
+            raise self._figures
+        return self._figures() if callable(self._figures) else self._figures
+
+
+def evaluations(directory: Path, *evaluators: Any, **changes: Any) -> Evaluations:
+    config = gpt(directory / "job", **changes).config
+    return Evaluations(make_attempt(LocalStore(directory / "run")), config, evaluators)
+
+
+LINES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "raises": (ValueError("no\nsuch"), "ValueError: no; the row of this step has none of its figures", {}),
+    "divides by zero": (lambda: 1 / 0, "ZeroDivisionError: division by zero; the row", {}),
+    "divides numpy by zero": (
+        {"val/a": np.float64("nan"), "val/b": 1.0},
+        "val/a: not finite; null in the row",
+        {"val/a": None, "val/b": 1.0},
+    ),
+    "a list that is not finite": (
+        {"val/a": [1.0, math.inf]},
+        "val/a: not finite; null in the row",
+        {"val/a": [1.0, None]},
+    ),
+    "no dictionary": ([1.0], "it returns a list, needs a dictionary", {}),
+    "a key of the runner's": ({"train/loss": 1.0}, "it returns a figure named 'train/loss', needs a key such as", {}),
+    "a key of no kind": ({"loss": 1.0}, "it returns a figure named 'loss', needs a key such as", {}),
+    "a key that is no text": ({7: 1.0}, "it returns a figure named 7, needs a key such as", {}),
+    "a matrix": ({"val/a": np.ones((2, 2))}, "it returns as val/a a ndarray; a row needs a number", {}),
+    "a long list": ({"val/a": [0.0] * 65}, "it returns as val/a a list; a row needs a number", {}),
+    "a long text": ({"val/a": "x" * 20_000}, "it returns as val/a a text of 20,000 characters; a row needs", {}),
+}
+
+
+@pytest.mark.parametrize(("figures", "line", "row"), LINES.values(), ids=LINES)
+def test_an_evaluator_that_fails_costs_one_line_and_its_own_figures(
+    figures: Any, line: str, row: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = evaluations(tmp_path, Returns(figures), Returns({"val/other": 2.0})).evaluate(None, 8)
+    assert found == row | {"val/other": 2.0}
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"evaluator some at step 8: {line}")
+    events = parse_lines((tmp_path / "run" / "events.jsonl").read_bytes())
+    assert [event["evaluator"] for event in events if event["event"] == "evaluation_problem"] == ["some"]
+
+
+def test_two_evaluators_cannot_have_one_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluations(tmp_path, Returns({"val/a": 1.0}), Returns({"val/a": 2.0})).evaluate(None, 8)
+    assert found == {"val/a": 1.0}
+    assert "it returns val/a, which another evaluator has returned" in capsys.readouterr().err
+
+
+def test_figures_of_every_kind_stand_in_the_row_as_json_has_them(tmp_path: Path) -> None:
+    figures = {"val/a": np.float32(0.5), "val/b": np.int64(3), "val/c": "text", "val/d": (1, 2.5), "val/e": None}
+    found = evaluations(tmp_path, Returns(figures)).evaluate(None, 8)
+    assert found == {"val/a": 0.5, "val/b": 3.0, "val/c": "text", "val/d": [1, 2.5], "val/e": None}
+    assert {type(value) for value in found.values()} <= {float, str, list, type(None)}
+
+
+@pytest.mark.parametrize("error", [InvalidError("no such key"), PeerLostError("process 1")])
+def test_what_the_runner_itself_raises_is_no_fault_of_an_evaluator(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(error)):
+        evaluations(tmp_path, Returns(error)).evaluate(None, 8)
+
+
+def test_whoever_ends_early_ends_the_evaluation(tmp_path: Path) -> None:
+    after = Returns(ValueError("asked"))
+    assert evaluations(tmp_path, Returns(lambda: None), after).evaluate(None, 8) is None
+
+
+RULES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
+    "as before": ({"every_steps": 4}, [4, 8], [3, 6, 8]),
+    "at the start": ({"every_steps": 4, "at_start": True}, [0, 4, 8], [0, 3, 6, 8]),
+    "not at the end": ({"every_steps": 5, "at_end": False}, [5], [3, 6]),
+    "at the end alone": ({"every_steps": None}, [8], [3, 6, 8]),
+    "never": ({"every_steps": None, "at_end": False}, [], [3, 6]),
+}
+
+
+@pytest.mark.parametrize(("rule", "default", "own"), RULES.values(), ids=RULES)
+def test_each_is_asked_at_its_own_cadence_and_all_at_start_and_end(
+    rule: dict[str, Any], default: list[int], own: list[int], tmp_path: Path
+) -> None:
+    first, second = Returns({}), Returns({}, every_steps=3)
+    found = evaluations(tmp_path, first, second, **{"config.eval": rule})
+    assert [step for step in range(9) if first in found.due(step)] == default
+    assert [step for step in range(9) if second in found.due(step)] == own
+
+
+def test_an_evaluation_is_no_part_of_a_step_for_whoever_watches(tmp_path: Path) -> None:
+    seen = []
+    attempt = make_attempt(LocalStore(tmp_path / "run"))
+    watching = Returns(lambda: seen.append(attempt.progress.phase) or {})
+    Evaluations(attempt, gpt(tmp_path / "job").config, [watching]).evaluate(None, 8)
+    assert seen == [EVALUATION]
+
+
+class Several:
+    """The hosts of a job of two processes, each on a thread: what they gather."""
+
+    def __init__(self) -> None:
+        self.barrier, self.values = threading.Barrier(2), {}
+
+    def host(self, process: int) -> Any:
+        def gather(value: Any) -> list[Any]:
+            self.values[process] = value
+            self.barrier.wait(60)
+            found = [self.values[0], self.values[1]]
+            self.barrier.wait(60)
+            return found
+
+        return type("Host", (), {"num_processes": 2, "is_main": process == 0, "gather": staticmethod(gather)})()
+
+
+@pytest.mark.parametrize(
+    ("others", "line", "row"),
+    [
+        ({"val/a": 2.0}, "process 1 has other figures than process 0, whose stand in the row", {"val/a": 1.0}),
+        (ValueError("here alone"), "ValueError: here alone on process 1; the row of this step has none", {}),
+        (lambda: None, None, None),
+    ],
+)
+def test_hosts_hear_of_one_that_differs(
+    others: Any, line: str | None, row: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several, found = Several(), {}
+
+    def evaluate(process: int, figures: Any) -> None:
+        attempt = replace(make_attempt(LocalStore(tmp_path / f"run{process}")), hosts=several.host(process))
+        config = gpt(tmp_path / f"job{process}").config
+        found[process] = Evaluations(attempt, config, [Returns(figures)]).evaluate(None, 8)
+
+    threads = [threading.Thread(target=evaluate, args=each) for each in enumerate([{"val/a": 1.0}, others])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == row
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == (line is not None)
+    assert line is None or told[0].startswith(f"evaluator some at step 8: {line}")

@@ -1,0 +1,170 @@
+"""What `forward` returns beside the loss: what a row can hold of it, and sums that no split of a batch moves."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from runner import BaseTrainer
+from runner.errors import InvalidError, SpecError
+from runner.train.meta import LIST_MAX, Histogram, histogram, refuse_meta, shown, with_means
+from runner.train.norm import Norms, norms_of
+from tests.support.judged import TINY, Judged, rows_of
+from tests.support.tiny import gpt
+
+SHOWABLE: dict[str, Any] = {
+    "a float": 0.5,
+    "a bool": True,
+    "an integer": jnp.int32(3),
+    "a half": jnp.bfloat16(0.5),
+    "a list": jnp.arange(LIST_MAX),
+    "a list of one": jnp.ones(1),
+    "a histogram": histogram(jnp.arange(1000.0)),
+}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a text": ("some", "a str"),
+    "None": (None, "a NoneType"),
+    "a long list": (jnp.ones(LIST_MAX + 1), rf"float32 of shape \({LIST_MAX + 1},\)"),
+    "an empty list": (jnp.ones(0), "float32 of shape"),
+    "a matrix": (jnp.ones((2, 2)), r"float32 of shape \(2, 2\)"),
+    "complex": (jnp.ones((), jnp.complex64), "complex64 of shape"),
+    "a dictionary": ({"a": 1.0}, "a dict"),
+}
+
+
+@pytest.mark.parametrize("value", SHOWABLE.values(), ids=SHOWABLE)
+def test_a_row_holds_numbers_short_lists_and_histograms(value: Any) -> None:
+    refuse_meta({"some": value})
+    assert isinstance(shown(jax.device_get(value)), float | list | dict)
+
+
+@pytest.mark.parametrize(("value", "kind"), REFUSED.values(), ids=REFUSED)
+def test_what_no_row_can_hold_is_refused_in_one_line(value: Any, kind: str) -> None:
+    with pytest.raises(InvalidError, match=f"'some' as meta, {kind}.*; a row needs a scalar") as caught:
+        refuse_meta({"some": value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["loss", "loss_mean", "learning_rate", "tokens"])
+def test_names_of_the_runner_are_refused(name: str) -> None:
+    with pytest.raises(InvalidError, match="a name of the runner's own"):
+        refuse_meta({name: 1.0})
+
+
+@pytest.mark.parametrize("values", [[3.0], [1.0, 2.0, 2.0, 5.0], [np.nan, 1.0, np.inf, 4.0], [np.nan], []])
+def test_a_histogram_counts_what_is_finite_as_numpy_does(values: list[float]) -> None:
+    found = histogram(jnp.asarray(values, jnp.float32), bins=4)
+    finite = [value for value in values if np.isfinite(value)]
+    assert int(found.counts.sum()) == len(finite)
+    assert np.all(np.diff(np.asarray(found.edges)) > 0)
+    if len(set(finite)) > 1:
+        counts, edges = np.histogram(finite, 4)
+        np.testing.assert_array_equal(found.counts, counts)
+        np.testing.assert_allclose(found.edges, edges, rtol=1e-6)
+    row = shown(jax.device_get(found))
+    assert isinstance(row, dict)
+    assert [len(row["counts"]), len(row["edges"])] == [4, 5]
+    assert isinstance(found, Histogram)
+
+
+def test_sums_are_divided_by_the_tokens_or_by_their_own_weight_and_by_nothing_is_null() -> None:
+    sums = {"a": jnp.float32(6), "own": (jnp.float32(6), jnp.float32(3)), "none": (jnp.float32(0), jnp.float32(0))}
+    means = with_means({"b": 1, "sums": sums}, jnp.float32(4))
+    assert {name: shown(np.asarray(mean)) for name, mean in means.items()} == {"a": 1.5, "own": 2, "none": None, "b": 1}
+    with pytest.raises(InvalidError, match="'a' as meta and among its sums"):
+        with_means({"a": 1, "sums": sums}, 4)
+
+
+# In a run.
+
+OF_SUMS = ("right", "entropy", "parts", "right_spaces", "nothing")
+
+
+def test_token_weighted_means_are_the_same_for_every_split_of_the_batch(tmp_path: Path) -> None:
+    """Rows that hold documents, so that micro-batches differ in tokens."""
+    text = tmp_path / "texts"
+    text.mkdir()
+    for number in range(400):
+        (text / f"{number}.txt").write_text(f"{number} is {'odd' if number % 2 else 'even'}\n" * (1 + number % 5))
+    documents = {"config.data.source": f"{text}/*.txt", "config.data.packing": "pad", "config.train.total_steps": 3}
+    documents |= {"config.train.global_batch_examples": 32, "logging.every_steps": 3}
+    found = {}
+    for micro in (1, 4):
+        directory = tmp_path / f"micro{micro}"
+        gpt(directory, Judged, **(TINY | documents | {"config.train.micro_batch_examples": micro}))()
+        found[micro] = rows_of(directory)[-1]
+    for row in found.values():
+        for name in OF_SUMS:
+            for key in (f"train/{name}", f"val/{name}"):
+                expected = found[4][key]
+                assert row[key] == (None if expected is None else pytest.approx(expected, rel=1e-5)), key
+        assert row["train/loss_mean"] == pytest.approx(found[4]["train/loss_mean"], rel=1e-6)
+        assert row["train/entropy"] == pytest.approx(row["train/loss"], rel=1e-6)
+    assert found[1]["train/largest"] != pytest.approx(0)
+
+
+def test_the_mean_over_steps_weighs_each_by_its_tokens(tmp_path: Path) -> None:
+    text = tmp_path / "texts"
+    text.mkdir()
+    for number in range(400):
+        (text / f"{number}.txt").write_text("a" * (1 + number % 15))
+    changes = TINY | {"config.data.source": f"{text}/*.txt", "config.data.packing": "pad"}
+    changes |= {"config.train.total_steps": 4}
+    single = gpt(tmp_path / "single", Judged, **changes)
+    single()
+    gpt(tmp_path / "window", Judged, **changes, **{"logging.every_steps": 4, "config.eval.every_steps": None})()
+    tokens = [int(np.asarray(single.batch("train", step)["padding_mask"]).sum()) for step in range(4)]
+    assert len(set(tokens)) > 1
+    losses = [row["train/loss"] for row in rows_of(tmp_path / "single")]
+    assert rows_of(tmp_path / "window")[-1]["train/loss_mean"] == pytest.approx(np.average(losses, weights=tokens))
+
+
+class Refused(Judged):
+    """Returns without a key, in validation alone, what no row can hold."""
+
+    @classmethod
+    def forward(cls, apply_fn: Any, params: Any, batch: Any, key: jax.Array | None) -> Any:
+        loss_sum, meta = super().forward(apply_fn, params, batch, key)
+        return loss_sum, meta | ({"x": batch["x"]} if key is None else {})
+
+
+class RefusedInTraining(Judged):
+    @classmethod
+    def forward(cls, apply_fn: Any, params: Any, batch: Any, key: jax.Array | None) -> Any:
+        loss_sum, meta = super().forward(apply_fn, params, batch, key)
+        return loss_sum, meta | {"grad_norm/table": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("job_class", "changes", "line"),
+    [
+        (Refused, {}, "'x' as meta, int32 of shape"),
+        (
+            RefusedInTraining,
+            {"config.metrics.norms": "groups"},
+            "'grad_norm/table' as meta, a name of the runner's own",
+        ),
+    ],
+)
+def test_meta_that_no_row_can_hold_is_refused_before_anything_is_written(
+    job_class: type[BaseTrainer], changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    with pytest.raises((InvalidError, SpecError), match=line):
+        gpt(tmp_path / "run", job_class, **TINY, **changes)()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("norms", "num_groups"), [("none", 0), ("groups", 2), ("parameters", 3)])
+def test_norms_of_groups_make_up_that_of_all(norms: Norms, num_groups: int) -> None:
+    grads = {"block": {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}, "head": jnp.full(4, 2.0)}
+    params = jax.tree.map(lambda leaf: (leaf + 1).astype(jnp.bfloat16), grads)
+    found = norms_of(grads, params, norms)
+    assert len(found) == (2 * num_groups + 1 if num_groups else 0)
+    for kind, tree in {"grad_norm": grads, "param_norm": params}.items():
+        groups = [value for key, value in found.items() if key.startswith(f"{kind}/")]
+        whole = np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree)))
+        assert len(groups) == num_groups
+        assert not groups or np.sqrt(np.sum(np.square(groups))) == pytest.approx(whole, rel=1e-6)

@@ -1,0 +1,122 @@
+"""Lists, histograms and texts of a row in every place that shows it; and how long steps take."""
+
+import csv
+import io
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from runner.page.chart import Curves
+from runner.storage import LocalStore
+from runner.train import mesh
+from runner.train.metrics.line import Line, surviving
+from runner.train.metrics.pace import Pace
+from runner.train.metrics.sinks import PlainProgress
+from runner.train.metrics.table import csv_lines
+from runner.train.metrics.tensorboard import EventFile
+from runner.train.metrics.tracking import _shown
+
+HISTOGRAM = {"counts": [1, 0, 3], "edges": [-1.0, 0.0, 1.0, 2.0]}
+ROW: dict[str, Any] = {
+    "step": 4,
+    "train/loss": 1.5,
+    "train/some": HISTOGRAM,
+    "val/list": [0.5, None, 1.5],
+    "val/none": None,
+    "val/sample/0": "two\nlines of é",
+}
+
+
+def test_tensorboard_shows_histograms_and_texts(tmp_path: Path) -> None:
+    events = EventFile(LocalStore(tmp_path), "run", 1)
+    events.supersede()
+    events.add(ROW)
+    events.finish()
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert found.Scalars("train/loss")[0].value == 1.5
+    shown = found.Histograms("train/some")[0].histogram_value
+    assert (shown.num, shown.min, shown.max) == (4, -1, 2)
+    assert (shown.bucket_limit, shown.bucket) == ([0, 1, 2], [1, 0, 3])
+    assert shown.sum == pytest.approx(-0.5 + 3 * 1.5)
+    assert found.Histograms("val/list")[0].histogram_value.num == 2
+    (text,) = found.Tensors("val/sample/0")
+    assert text.tensor_proto.string_val[0].decode() == ROW["val/sample/0"]
+    assert found.SummaryMetadata("val/sample/0").plugin_data.plugin_name == "text"
+    assert "val/none" not in str(found.Tags())
+
+
+def test_wandb_is_given_histograms() -> None:
+    shown = _shown(HISTOGRAM)
+    assert isinstance(shown, wandb.Histogram)
+    assert (list(shown.histogram), list(shown.bins)) == (HISTOGRAM["counts"], HISTOGRAM["edges"])
+    assert isinstance(_shown([1.0, 2.0]), wandb.Histogram)
+    assert [_shown(value) for value in (1.5, None, "text", [])] == [1.5, None, "text", []]
+
+
+def test_a_table_has_lists_and_histograms_as_json_and_a_page_leaves_them_out() -> None:
+    header, line = csv.reader(io.StringIO("".join(csv_lines([Line.of(ROW)]))))
+    cells = dict(zip(header, line, strict=True))
+    assert json.loads(cells["train/some"]) == HISTOGRAM
+    assert json.loads(cells["val/list"]) == ROW["val/list"]
+    assert cells["val/sample/0"] == ROW["val/sample/0"]
+    curves = Curves()
+    curves.add(ROW)
+    assert set(curves.keys) == {"train/loss", "val/none"}
+
+
+def test_a_row_of_step_0_is_a_row_without_a_loss_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    first = {"step": 0, "train/tokens": 0, "val/loss": 2.0}
+    damaged = [{"step": 0}, {"step": 1, "train/tokens": 0}, {"step": "0", "train/tokens": 0}]
+    assert [line.row for line in surviving(json.dumps(row).encode() for row in [*damaged, first, ROW])] == [first, ROW]
+    PlainProgress(50, 200).show(first)
+    assert capsys.readouterr().out == "step 0/200  val 2.0000\n"
+
+
+def test_median_and_95th_percentile_are_of_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ended = [100.0], threading.Semaphore(0)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def wait(loss: Any) -> None:
+        ended.acquire(timeout=60)
+
+    monkeypatch.setattr("jax.block_until_ready", wait)
+    pace = Pace()
+    pace.restart()
+    assert pace.figures() == {}
+    for seconds in [*range(1, 20), 50]:
+        now[0] += seconds
+        pace.add(jnp.float32(1))
+        ended.release()
+        drain(pace)
+    assert pace.figures() == {"perf/step_seconds_median": 10.5, "perf/step_seconds_p95": 19.0}
+    now[0] += 1000.0  # an evaluation
+    pace.restart()
+    now[0] += 2.0
+    pace.add(jnp.float32(1))
+    ended.release()
+    assert pace.figures() == {"perf/step_seconds_median": 2.0, "perf/step_seconds_p95": 2.0}
+    pace.close()
+    pace._thread.join(60)
+    assert not pace._thread.is_alive()
+
+
+def drain(pace: Pace) -> None:
+    """Wait until what was added is counted."""
+    seen = threading.Event()
+    pace._ends.put(seen)
+    assert seen.wait(60)
+
+
+def test_the_peak_is_that_of_the_fullest_device_and_absent_where_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mesh.device_peak_bytes() is None
+    stats: list[dict[str, int] | None] = [None, {}, {"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 9}]
+    devices = [type("Device", (), {"memory_stats": staticmethod(lambda each=each: each)}) for each in stats]
+    monkeypatch.setattr("jax.local_devices", lambda: devices)
+    assert mesh.device_peak_bytes() == 9
