@@ -25,7 +25,6 @@ EVALUATIONS_MAX = 12  # lines of the table; of more, some, evenly, and the last
 _LOSS = re.compile(r"val/(.+/)?loss")
 _HUB_CACHE = re.compile(r"(?:^|/)models--([^/]+)--([^/]+)(?:/|$)")  # where the Hub's own library keeps a download
 _GENERATES_TEXT = ("ForCausalLM", "LMHeadModel")
-_ARCHITECTURE_TAGS = ("jax",)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def model_card(evidence: Evidence, words: Words) -> str:
         f"---\n{front}---\n",
         f"# {spec.name}\n",
         f"Weights of step {manifest.step:,} of the run `{spec.name}`, a `{_code(spec.job)}` trained on JAX.\n",
-        _table(("", ""), [(name, value) for name, value in _facts(evidence)]),
+        _table(("", ""), _facts(evidence)),
         _usage(evidence, words.repository),
         _evaluations(evidence.rows),
     ]
@@ -96,7 +95,7 @@ def _front_matter(evidence: Evidence, words: Words) -> Mapping[str, str | list[s
     if datasets:
         found["datasets"] = datasets
     kind = evidence.config.get("model_type")
-    return found | {"tags": [*_ARCHITECTURE_TAGS, *([kind] if isinstance(kind, str) else [])]}
+    return found | {"tags": ["jax", *([kind] if isinstance(kind, str) else [])]}
 
 
 def _generates_text(config: JsonObject) -> bool:
@@ -179,9 +178,17 @@ def _usage(evidence: Evidence, repository: str) -> str:
     """How the weights are opened, where `transformers` knows their architecture."""
     if not _generates_text(evidence.config):
         return ""
-    names = ["AutoModelForCausalLM", *(["AutoTokenizer"] if TOKENIZER in evidence.files else [])]
-    calls = [f'{word} = {name}.from_pretrained("{repository}")' for word, name in zip(("model", "tokenizer"), names)]  # noqa: B905
-    return "\n".join(["```python", f"from transformers import {', '.join(names)}", "", *calls, "```", ""])
+    has_tokenizer = TOKENIZER in evidence.files
+    lines = [
+        "```python",
+        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if has_tokenizer else ''}",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{repository}")',
+        *([f'tokenizer = AutoTokenizer.from_pretrained("{repository}")'] if has_tokenizer else []),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def _public(where: str) -> str:

@@ -26,6 +26,7 @@ from runner.terminal import hide
 from runner.weights.export import may_be_written
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_MODULES = ("", ".errors", ".utils")
 _TRANSIENT = (408, 409, 412, 429)  # besides all that begin with 5
 
 
@@ -45,10 +46,10 @@ class Repository:
         if _NAME.fullmatch(name) is None:
             raise InvalidError(f"--push {name}: needs OWNER/NAME, such as my-team/my-model")
         self._name, self._is_public = name, is_public
-        self._hub = import_extra("huggingface_hub", "hub")
-        self._hub.utils.logging.set_verbosity_error()
+        self._hub, self._errors, utils = (import_extra(f"huggingface_hub{part}", "hub") for part in _MODULES)
+        utils.logging.set_verbosity_error()
         if not sys.stderr.isatty():
-            self._hub.utils.disable_progress_bars()
+            utils.disable_progress_bars()
         with self._answers():
             token = self._hub.get_token()
         if token is None:
@@ -90,7 +91,7 @@ class Repository:
         """What the Hub tells of the repository, None if there is none that this token may see."""
         try:
             found = self._api.repo_info(self._name)
-        except self._hub.errors.RepositoryNotFoundError as error:
+        except self._errors.RepositoryNotFoundError as error:
             if error.response.status_code == 401:
                 raise
             return None
@@ -111,7 +112,7 @@ class Repository:
     @contextlib.contextmanager
     def _answers(self) -> Iterator[None]:
         """Inside, what the library raises becomes an error of one line."""
-        errors = self._hub.errors
+        errors = self._errors
         try:
             yield
         except RunnerError:
@@ -121,7 +122,7 @@ class Repository:
 
     def _meaning(self, error: BaseException) -> RunnerError:
         """What an error of the library means to the user; a thread's own hides behind the one that tells of it."""
-        errors = self._hub.errors
+        errors = self._errors
         found: BaseException | None = error
         while found is not None and not isinstance(found, errors.HTTPError | OSError | ValueError):
             found = found.__cause__
