@@ -82,9 +82,9 @@ def model_card(evidence: Evidence, words: Words) -> str:
 
 def _front_matter(evidence: Evidence, words: Words) -> Mapping[str, str | list[str]]:
     """What the Hub sorts and filters by; a key of which nothing is known is left out."""
-    found: dict[str, str | list[str]] = {"library_name": "transformers"}
+    found: dict[str, str | list[str]] = {}
     if _generates_text(evidence.config):
-        found["pipeline_tag"] = "text-generation"
+        found |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if words.license is not None:
         found["license"] = words.license
     base = words.base_model or _base_model(evidence.spec)

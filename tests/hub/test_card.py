@@ -121,7 +121,7 @@ FRONT: dict[str, tuple[Evidence, Words, dict[str, Any]]] = {
     "an architecture that makes no text": (
         replace(EVIDENCE, config={"model_type": "bert"}),
         WORDS,
-        {"pipeline_tag": None, "tags": ["jax", "bert"]},
+        {"library_name": None, "pipeline_tag": None, "tags": ["jax", "bert"]},
     ),
 }
 
