@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from runner.data.extra import import_extra
@@ -25,6 +26,7 @@ from runner.errors import InvalidError, RetryableError, RunnerError, reason_of
 from runner.terminal import hide
 from runner.weights.export import may_be_written
 
+ANSWER_SECONDS = 300.0  # in which a byte must come or go
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _MODULES = ("", ".errors", ".utils")
 _TRANSIENT = (408, 409, 412, 429)  # besides all that begin with 5
@@ -38,6 +40,16 @@ class Pushed:
     has_changed: bool
 
 
+def _set_up(utils: ModuleType, hub: ModuleType) -> None:
+    """What holds for the library in all of this process: few words, and an end to each wait, else there is none."""
+    utils.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    client = hub.get_session()
+    kind, hooks = type(client), client.event_hooks
+    hub.set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=ANSWER_SECONDS))
+
+
 class Repository:
     """OWNER/NAME on the Hub that HF_ENDPOINT names, with the token of HF_TOKEN or of the library's own login."""
 
@@ -47,9 +59,7 @@ class Repository:
             raise InvalidError(f"--push {name}: needs OWNER/NAME, such as my-team/my-model")
         self._name, self._is_public = name, is_public
         self._hub, self._errors, utils = (import_extra(f"huggingface_hub{part}", "hub") for part in _MODULES)
-        utils.logging.set_verbosity_error()
-        if not sys.stderr.isatty():
-            utils.disable_progress_bars()
+        _set_up(utils, self._hub)
         with self._answers():
             token = self._hub.get_token()
         if token is None:
@@ -58,6 +68,8 @@ class Repository:
             raise InvalidError(f"--push {name}: the token holds a character that none has; copy it again")
         hide(token)
         self._api = self._hub.HfApi(token=token)
+        if not self._api.endpoint.startswith(("http://", "https://")):
+            raise InvalidError(f"HF_ENDPOINT={self._api.endpoint}: needs a URL that begins with http:// or https://")
 
     def check(self) -> None:
         """Raise `InvalidError` if a push would be refused, `RetryableError` if the Hub does not answer."""

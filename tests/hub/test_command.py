@@ -14,7 +14,7 @@ from runner.checkpoint.manifest import read_manifest
 from runner.command import export
 from runner.errors import InvalidError
 from tests.support.hub import Hub, Repo, start_hub
-from tests.support.tiny import finish, gpt, start_python
+from tests.support.tiny import gpt, start_python
 from tests.weights.test_init_from import JOB
 
 NAME = "owner/model"
@@ -70,12 +70,12 @@ def test_what_is_pushed_is_what_is_exported_and_a_card(
 def test_killed_in_the_middle_of_the_upload_it_goes_on_with_what_is_missing(
     run: BaseTrainer, hub: Hub, tmp_path: Path
 ) -> None:
-    command = ["-m", "runner", "export", str(run.store.root), "--push", NAME, "-o", str(tmp_path / "out")]
+    command = [str(run.store.root), "--push", NAME, "-o", str(tmp_path / "out")]
     assert export.main([str(run.store.root), "-o", str(tmp_path / "plain")]) == 0
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "plain").iterdir()}
     largest = hashlib.sha256((tmp_path / "plain" / "model.safetensors").read_bytes()).hexdigest()
     hub.is_held = lambda digest: digest == largest
-    process = start_python(*command, devices=1)
+    process = start_python("-m", "runner", "export", *command, devices=1)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not (hub.objects and hub.held):
         assert process.poll() is None, "it has ended before it was in the middle of its upload"
@@ -88,8 +88,7 @@ def test_killed_in_the_middle_of_the_upload_it_goes_on_with_what_is_missing(
     num_puts = hub.count("PUT /lfs/")
     assert len(hub.objects) == 1
     hub.is_held = lambda digest: False
-    output = finish(start_python(*command, devices=1))
-    assert "pushed step 8" in output
+    assert export.main(command) == 0
     assert hub.count("PUT /lfs/") == num_puts + 1
     assert len(hub.objects) == 2
     assert len(hub.repos[NAME].commits) == 2

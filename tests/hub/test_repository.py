@@ -1,11 +1,13 @@
 """A push ends in the files of the export, in one commit, whatever came between; what cannot be pushed is one line."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
 from runner.errors import InvalidError, RetryableError
+from runner.hub import repository
 from runner.hub.repository import Pushed, Repository
 from runner.terminal import warn
 from tests.support.hub import READER, TOKEN, Hub, Repo, start_hub
@@ -32,9 +34,9 @@ def written(directory: Path, files: dict[str, str] = SHARDED) -> Path:
 
 
 def push(directory: Path, is_public: bool = False) -> Pushed:
-    repository = Repository(NAME, is_public=is_public)
-    repository.check()
-    return repository.push(directory, "Step 3 of model")
+    there = Repository(NAME, is_public=is_public)
+    there.check()
+    return there.push(directory, "Step 3 of model")
 
 
 def content(repo: Repo) -> dict[str, str]:
@@ -93,6 +95,15 @@ def test_wherever_the_network_goes_down_the_next_push_ends_in_the_same_files_in_
             assert hub.count("PUT /lfs/") == 3 - len(kept)
 
 
+def test_a_hub_that_does_not_answer_is_not_waited_for_without_end(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repository, "ANSWER_SECONDS", 0.5)
+    hub.fault = lambda number, line: -2 if "/commit/" in line else None
+    with pytest.raises(RetryableError, match=r"does not answer: .*timed out"):
+        push(written(tmp_path / "out"))
+
+
 def test_of_two_pushes_at_a_time_one_has_to_come_again(hub: Hub, tmp_path: Path) -> None:
     directory = written(tmp_path / "out")
     repo = hub.repos[NAME] = Repo(is_private=True)
@@ -116,6 +127,14 @@ REFUSALS = {
     "broken token": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_a-tok\x07en"), "a character that none has"),
     "a token that reads": (lambda hub, patch: patch.setenv("HF_TOKEN", READER), "the token may only read"),
     "offline": (lambda hub, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True), "HF_HUB_OFFLINE is set"),
+    "no library": (
+        lambda hub, patch: patch.setitem(sys.modules, "huggingface_hub", None),
+        r"needs the package huggingface_hub: pip install 'runner\[hub\]'",
+    ),
+    "no URL": (
+        lambda hub, patch: patch.setattr(constants, "ENDPOINT", "hub.example"),
+        "HF_ENDPOINT=hub.example: needs",
+    ),
     "public already": (lambda hub, patch: hub.repos.update({NAME: Repo(False)}), "and public; give --public"),
     "not allowed there": (
         lambda hub, patch: setattr(hub, "fault", lambda number, line: 403 if "create" in line else None),

@@ -65,7 +65,7 @@ class Hub:
         objects: of Git LFS, by SHA-256, as far as they came whole.
         requests: all that came, as `METHOD PATH` without what follows a question mark.
         fault: asked at each request, by its number from 0 and its line: a status to answer with; 0: hang up before
-            anything is done; -1: hang up after it; None: do it.
+            anything is done; -1: hang up after it; -2: hang, and do nothing; None: do it.
         is_held: whether the bytes of a PUT are taken, by its SHA-256; what is held hangs until the client goes.
     """
 
@@ -208,8 +208,10 @@ class _Handler(BaseHTTPRequestHandler):
         line = f"{self.command} {path}"
         hub.requests.append(line)
         fault = hub.fault(len(hub.requests) - 1, line)
-        if fault == 0:
+        if fault in (0, -2):
             self.close_connection = True
+            if fault == -2:
+                self.rfile.read()  # until the client goes
             return
         if fault is not None and fault > 0:
             b"".join(self._pieces())
@@ -283,3 +285,4 @@ def start_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")
         monkeypatch.setattr(client, "time", _NoWaiting())
         yield hub
+    client.set_client_factory(client.default_client_factory)
