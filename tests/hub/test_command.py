@@ -15,16 +15,16 @@ from runner.command import export
 from runner.errors import InvalidError
 from tests.support.hub import Hub, Repo, start_hub
 from tests.support.tiny import gpt, start_python
-from tests.weights.test_init_from import JOB
 
 NAME = "owner/model"
+SMALL = {"config.model": {"layers": 1, "heads": 1, "width": 16}, "config.eval.batches": 1}
 DEADLINE_SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
     """A run that is done."""
-    job = gpt(tmp_path_factory.mktemp("push") / "run", **JOB)
+    job = gpt(tmp_path_factory.mktemp("push") / "run", **SMALL)
     job()
     return job
 

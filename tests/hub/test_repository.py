@@ -78,7 +78,7 @@ def test_wherever_the_network_goes_down_the_next_push_ends_in_the_same_files_in_
     whole = list(hub.requests)
     assert [sum(word in line for line in whole) for word in ("PUT /lfs/", "/commit/", "/create")] == [3, 1, 1]
     for first in range(len(whole)):
-        for kind in (0, -1, 503):
+        for kind in (0, -1):
             hub.repos.clear()
             hub.objects.clear()
             hub.requests.clear()
@@ -101,6 +101,13 @@ def test_a_hub_that_does_not_answer_is_not_waited_for_without_end(
     monkeypatch.setattr(repository, "ANSWER_SECONDS", 0.5)
     hub.fault = lambda number, line: -2 if "/commit/" in line else None
     with pytest.raises(RetryableError, match=r"does not answer: .*timed out"):
+        push(written(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_hub_that_is_busy_is_to_be_tried_again(hub: Hub, tmp_path: Path, status: int) -> None:
+    hub.fault = lambda number, line: status if "/commit/" in line else None
+    with pytest.raises(RetryableError, match=f"{status}: as the test said; run the same again"):
         push(written(tmp_path / "out"))
 
 
