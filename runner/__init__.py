@@ -24,6 +24,7 @@ hook         what looks at a run's rows and weights, and may save, evaluate or s
 trainer      BaseTrainer: composes the above; `run` is the training loop
 inference    a run's weights at work, for whoever only looks: text from them, and their loss on data
 history      what a run's directory tells whoever only looks: how it went, where the time went; no jax
+hub          an export on the Hugging Face Hub: its model card, its upload
 page         runs in pictures: a page in one file, a server that can only be read; no jax
 plan         what a job would do on hardware that is not here: check, compile, size, search
 command      one module a command of `python -m runner`

@@ -2,8 +2,8 @@
 
 `say` and `warn` are records of the standard logger `runner`. What is below a warning goes to standard output, the rest
 to standard error. They are shown as they are, until a job is about to run and calls `set_up`: from then on a job's own
-loggers end in the same places, what is no plain character in a record stands there as its escape, and a secret as
-`***`, wherever the text came from.
+loggers end in the same places, and what is no plain character in a record stands there as its escape, wherever the text
+came from. A secret that was named to `hide` stands as `***`, before and after.
 """
 
 import contextlib
@@ -53,6 +53,20 @@ def warn(line: str) -> None:
     LOGGER.warning("%s", line)
 
 
+class _Hiding(logging.Formatter):
+    """Records as they are, but for secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return _hidden(super().format(record))
+
+
+def _hidden(text: str) -> str:
+    for secret in _secrets:
+        text = text.replace(secret, "***")
+    return text
+
+
 class LineFormatter(logging.Formatter):
     """Records as lines.
 
@@ -70,8 +84,7 @@ class LineFormatter(logging.Formatter):
         message = record.getMessage()
         if record.exc_info:
             message = f"{message}\n{self.formatException(record.exc_info)}"
-        for secret in _secrets:
-            message = message.replace(secret, "***")
+        message = _hidden(message)
         if self._form == "text":
             return "\n".join(f"{self._prefix}{one_line(line)}" for line in message.expandtabs().split("\n"))
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z"
@@ -100,6 +113,7 @@ class _Terminal(logging.Handler):
 
 _streams = (_Terminal(is_for_warnings=False), _Terminal(is_for_warnings=True))
 for _stream in _streams:
+    _stream.setFormatter(_Hiding())
     LOGGER.addHandler(_stream)
 LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False  # what a library does to the root logger is not done to these lines

@@ -14,7 +14,7 @@
 - `report` a page with pictures, of one run or several
 - `dashboard` all runs below a directory or prefix, live
 - `checkpoints` list, verify and copy checkpoints
-- `export` the weights of a run in Hugging Face's layout
+- `export` the weights of a run in Hugging Face's layout, here or on its Hub
 - `resume_proof` one undisturbed run and one killed again and again, compared
 - `verify_resume` prove resume on this machine
 - `schema` the JSON Schema of a spec

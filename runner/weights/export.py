@@ -3,6 +3,7 @@
 Read as by whoever only looks: nothing is claimed, and the run may go on meanwhile.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,17 +16,20 @@ from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.manifest_key import LeafRecord
 from runner.checkpoint.weights import read_weights, use_checkpoint, weight_names
 from runner.config import DataConfig
+from runner.data.subword import FILES
 from runner.errors import DataError, InvalidError
 from runner.record import PARAMS
 from runner.storage import JsonObject, Store, encode_json
 from runner.terminal import warn
-from runner.weights.directory import CONFIG
+from runner.weights.directory import CONFIG, INDEX, WHOLE
 from runner.weights.family import Family, Piece, Shape, table_problems, tensor_shapes
 from runner.weights.header import NAMES
-from runner.weights.tokenizer import TokenizerFiles, tokenizer_files
+from runner.weights.tokenizer import TOKENIZER, TOKENIZER_CONFIG, TokenizerFiles, tokenizer_files
 from runner.weights.write import SHARD_BYTES, Writer, published_whole
 
 GENERATION_CONFIG = "generation_config.json"
+_NAMES = {CONFIG, GENERATION_CONFIG, INDEX, WHOLE, TOKENIZER, TOKENIZER_CONFIG, *FILES.values()}
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -47,12 +51,31 @@ def export(
     Raises `InvalidError`, or `StorageError` if something cannot be reached; then nothing is at `out`.
     """
     with published_whole(out) as directory:
+        return export_into(directory, where, step, family, data, dtype, shard_bytes, weights).step
 
-        def use(store: Store, manifest: Manifest) -> int:
-            _write(directory, store, manifest, family, data, dtype, shard_bytes, weights)
-            return manifest.step
 
-        return use_checkpoint(where, step, use)[0]
+def export_into(
+    directory: Path,
+    where: str,
+    step: int | str,
+    family: Family,
+    data: DataConfig | None,
+    dtype: Dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    weights: str = PARAMS,
+) -> Manifest:
+    """Likewise into a directory on this disk that is there and empty; the manifest of the checkpoint."""
+
+    def use(store: Store, manifest: Manifest) -> Manifest:
+        _write(directory, store, manifest, family, data, dtype, shard_bytes, weights)
+        return manifest
+
+    return use_checkpoint(where, step, use)[0]
+
+
+def may_be_written(name: str) -> bool:
+    """Whether some export has a file of this name."""
+    return name in _NAMES or _SHARD.fullmatch(name) is not None
 
 
 def _write(

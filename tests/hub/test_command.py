@@ -1,0 +1,122 @@
+"""`export --push`, as a person types it: the Hub has what was exported, also where it was killed meanwhile."""
+
+import hashlib
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from runner import BaseTrainer
+from runner.checkpoint.manifest import read_manifest
+from runner.command import export
+from runner.errors import InvalidError
+from tests.support.hub import Hub, Repo, start_hub
+from tests.support.tiny import gpt, start_python
+
+NAME = "owner/model"
+SMALL = {"config.model": {"layers": 1, "heads": 1, "width": 16}, "config.eval.batches": 1}
+DEADLINE_SECONDS = 300.0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
+    """A run that is done."""
+    job = gpt(tmp_path_factory.mktemp("push") / "run", **SMALL)
+    job()
+    return job
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch):
+    with start_hub(monkeypatch) as started:
+        yield started
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def pushed(repo: Repo) -> dict[str, bytes]:
+    return {name: text for name, text in repo.files.items() if name != ".gitattributes"}
+
+
+def test_what_is_pushed_is_what_is_exported_and_a_card(
+    run: BaseTrainer, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(run.store.root)
+    before = content(run.store.root / "attempts")
+    options = ["--push", NAME, "--license", "mit", "--base-model", "owner/base"]
+    assert export.main([where, "-o", str(tmp_path / "plain")]) == 0
+    assert export.main([where, *options]) == 0
+    files = pushed(hub.repos[NAME])
+    card = ModelCard(files.pop("README.md").decode())
+    assert files == content(tmp_path / "plain")
+    assert (card.data.license, card.data.base_model, card.data.library_name) == ("mit", "owner/base", "transformers")
+    assert card.data.to_dict()["pipeline_tag"] == "text-generation"
+    assert read_manifest(run.store, "checkpoints/8").fingerprint in card.text
+    result = json.loads((run.store.root / "result.json").read_text())
+    assert f"| tokens | {result['tokens']:,} |" in card.text
+    assert f"| {result['train_loss']:.4f} | {result['val_loss']:.4f} |" in card.text
+    assert export.main([where, *options, "-o", str(tmp_path / "kept")]) == 0
+    assert content(tmp_path / "kept") == pushed(hub.repos[NAME])
+    assert len(hub.repos[NAME].commits) == 2
+    assert content(run.store.root / "attempts") == before
+    assert "nothing has changed: it is there already, step 8" in capsys.readouterr().out
+
+
+def test_killed_in_the_middle_of_the_upload_it_goes_on_with_what_is_missing(
+    run: BaseTrainer, hub: Hub, tmp_path: Path
+) -> None:
+    command = [str(run.store.root), "--push", NAME, "-o", str(tmp_path / "out")]
+    assert export.main([str(run.store.root), "-o", str(tmp_path / "plain")]) == 0
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "plain").iterdir()}
+    largest = hashlib.sha256((tmp_path / "plain" / "model.safetensors").read_bytes()).hexdigest()
+    hub.is_held = lambda digest: digest == largest
+    process = start_python("-m", "runner", "export", *command, devices=1)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (hub.objects and hub.held):
+        assert process.poll() is None, "it has ended before it was in the middle of its upload"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert hub.repos[NAME].commits == ["initial commit"]
+    assert not (tmp_path / "out").exists()
+    num_puts = hub.count("PUT /lfs/")
+    assert len(hub.objects) == 1
+    hub.is_held = lambda digest: False
+    assert export.main(command) == 0
+    assert hub.count("PUT /lfs/") == num_puts + 1
+    assert len(hub.objects) == 2
+    assert len(hub.repos[NAME].commits) == 2
+    files = pushed(hub.repos[NAME])
+    assert files == content(tmp_path / "out")
+    assert {name: files[name] for name in sizes} == content(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give -o OUT, --push OWNER/NAME, or both"),
+        (["-o", "out", "--public"], "--public: nothing reads it without --push"),
+        (["-o", "out", "--base-model", "a/b"], "--base-model: nothing reads it without --push"),
+    ],
+)
+def test_what_nothing_reads_is_refused(options: list[str], message: str) -> None:
+    with pytest.raises(InvalidError, match=message):
+        export.main(["nowhere", *options])
+
+
+def test_a_wrong_token_ends_the_command_with_2_and_one_line_before_anything_is_exported(
+    run: BaseTrainer, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_a-wrong-token")
+    with pytest.raises(InvalidError, match="does not take the token of HF_TOKEN") as refused:
+        export.main([str(run.store.root), "--push", NAME, "-o", str(tmp_path / "out")])
+    assert refused.value.exit_code == 2
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+    assert hub.repos == {}

@@ -1,0 +1,185 @@
+"""A push ends in the files of the export, in one commit, whatever came between; what cannot be pushed is one line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from runner.errors import InvalidError, RetryableError
+from runner.hub import repository
+from runner.hub.repository import Pushed, Repository
+from runner.terminal import warn
+from tests.support.hub import READER, TOKEN, Hub, Repo, start_hub
+
+NAME = "owner/model"
+CARD = "---\ntags:\n- jax\n---\n\n# model\n"
+SMALL = {"README.md": CARD, "config.json": "{}", "tokenizer.json": "{}"}
+WHOLE = SMALL | {"model.safetensors": "all" * 5000}
+SHARDS = SMALL | {f"model-0000{n}-of-00002.safetensors": f"{n}" * 9000 for n in (1, 2)}
+SHARDED = SHARDS | {"model.safetensors.index.json": "{}"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch):
+    with start_hub(monkeypatch) as started:
+        yield started
+
+
+def written(directory: Path, files: dict[str, str] = SHARDED) -> Path:
+    directory.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+def push(directory: Path, is_public: bool = False) -> Pushed:
+    there = Repository(NAME, is_public=is_public)
+    there.check()
+    return there.push(directory, "Step 3 of model")
+
+
+def content(repo: Repo) -> dict[str, str]:
+    """What was pushed to it."""
+    return {name: text.decode() for name, text in repo.files.items() if name != ".gitattributes"}
+
+
+@pytest.mark.parametrize("is_public", [False, True])
+def test_a_new_repository_gets_the_files_in_one_commit_and_a_second_push_changes_nothing(
+    hub: Hub, tmp_path: Path, is_public: bool
+) -> None:
+    directory = written(tmp_path / "out")
+    assert push(directory, is_public) == Pushed(f"{hub.endpoint}/{NAME}", has_changed=True)
+    repo = hub.repos[NAME]
+    assert (content(repo), repo.is_private) == (SHARDED, not is_public)
+    assert repo.commits == ["initial commit", "Step 3 of model"]
+    sent = hub.count("PUT /lfs/")
+    assert sent == 3
+    assert not push(directory, is_public).has_changed
+    assert len(repo.commits) == 2
+    assert hub.count("PUT /lfs/") == sent
+
+
+def test_what_an_earlier_export_has_left_goes_and_what_others_have_put_there_stays(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repos[NAME] = Repo(is_private=True)
+    theirs = {"LICENSE": b"theirs", "onnx/model.onnx": b"theirs", "model.bin": b"theirs"}
+    repo.files |= theirs
+    push(written(tmp_path / "sharded"))
+    push(written(tmp_path / "whole", WHOLE))
+    assert content(repo) == WHOLE | {name: text.decode() for name, text in theirs.items()}
+    assert len(repo.commits) == 3
+
+
+def test_wherever_the_network_goes_down_the_next_push_ends_in_the_same_files_in_one_commit(
+    hub: Hub, tmp_path: Path
+) -> None:
+    directory = written(tmp_path / "out")
+    push(directory)
+    whole = list(hub.requests)
+    assert [sum(word in line for line in whole) for word in ("PUT /lfs/", "/commit/", "/create")] == [3, 1, 1]
+    for first in range(len(whole)):
+        for kind in (0, -1):
+            hub.repos.clear()
+            hub.objects.clear()
+            hub.requests.clear()
+            hub.fault = lambda number, line, first=first, kind=kind: kind if number >= first else None  # type: ignore[misc]
+            with pytest.raises(RetryableError, match="run the same again, it goes on") as failed:
+                push(directory)
+            assert "\n" not in str(failed.value)
+            kept, is_committed = set(hub.objects), bool(hub.repos) and len(hub.repos[NAME].commits) > 1
+            hub.requests.clear()
+            hub.fault = lambda number, line: None
+            assert push(directory).has_changed is not is_committed
+            assert content(hub.repos[NAME]) == SHARDED
+            assert len(hub.repos[NAME].commits) == 2
+            assert hub.count("PUT /lfs/") == 3 - len(kept)
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for_without_end(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repository, "ANSWER_SECONDS", 0.5)
+    hub.fault = lambda number, line: -2 if "/commit/" in line else None
+    with pytest.raises(RetryableError, match=r"does not answer: .*timed out"):
+        push(written(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_hub_that_is_busy_is_to_be_tried_again(hub: Hub, tmp_path: Path, status: int) -> None:
+    hub.fault = lambda number, line: status if "/commit/" in line else None
+    with pytest.raises(RetryableError, match=f"{status}: as the test said; run the same again"):
+        push(written(tmp_path / "out"))
+
+
+def test_of_two_pushes_at_a_time_one_has_to_come_again(hub: Hub, tmp_path: Path) -> None:
+    directory = written(tmp_path / "out")
+    repo = hub.repos[NAME] = Repo(is_private=True)
+
+    def meanwhile(number: int, line: str) -> None:
+        if "/preupload/" in line:
+            repo.commits.append("somebody else's")
+
+    hub.fault = meanwhile
+    with pytest.raises(RetryableError, match="412"):
+        push(directory)
+    assert content(repo) == {}
+    hub.fault = lambda number, line: None
+    push(directory)
+    assert content(repo) == SHARDED
+
+
+REFUSALS = {
+    "wrong token": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_a-wrong-token"), "does not take the token of HF_"),
+    "no token": (lambda hub, patch: patch.delenv("HF_TOKEN"), "no token: set HF_TOKEN, or log in"),
+    "broken token": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_a-tok\x07en"), "a character that none has"),
+    "a token that reads": (lambda hub, patch: patch.setenv("HF_TOKEN", READER), "the token may only read"),
+    "offline": (lambda hub, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True), "HF_HUB_OFFLINE is set"),
+    "no library": (
+        lambda hub, patch: patch.setitem(sys.modules, "huggingface_hub", None),
+        r"needs the package huggingface_hub: pip install 'runner\[hub\]'",
+    ),
+    "no URL": (
+        lambda hub, patch: patch.setattr(constants, "ENDPOINT", "hub.example"),
+        "HF_ENDPOINT=hub.example: needs",
+    ),
+    "public already": (lambda hub, patch: hub.repos.update({NAME: Repo(False)}), "and public; give --public"),
+    "not allowed there": (
+        lambda hub, patch: setattr(hub, "fault", lambda number, line: 403 if "create" in line else None),
+        "the token may not write to owner/model: as the test said",
+    ),
+    "ignored": (
+        lambda hub, patch: hub.repos.update({NAME: Repo(True, ignored=("config.json",))}),
+        "has not taken config.json: see its .gitignore",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_pushed_is_refused_in_one_line_without_the_token(
+    name: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrange, message = REFUSALS[name]
+    arrange(hub, monkeypatch)
+    with pytest.raises(InvalidError, match=message) as refused:
+        push(written(tmp_path / "out"))
+    warn(str(refused.value))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "hf_a-" not in line
+
+
+def test_a_private_repository_is_not_taken_for_a_public_one(hub: Hub, tmp_path: Path) -> None:
+    hub.repos[NAME] = Repo(is_private=True)
+    with pytest.raises(InvalidError, match="is there, and private; leave out --public"):
+        push(written(tmp_path / "out"), is_public=True)
+
+
+@pytest.mark.parametrize("name", ["model", "owner/", "a/b/c", "owner/mo del", "owner/-model--.", "https://hub/a/b"])
+def test_a_name_that_is_none_is_refused(hub: Hub, name: str) -> None:
+    with pytest.raises(InvalidError, match=f"--push {name}: "):
+        Repository(name, is_public=False).check()
+
+
+def test_the_token_stands_in_no_line(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    Repository(NAME, is_public=False)
+    warn(f"refused: {TOKEN}")
+    assert capsys.readouterr().err == "refused: ***\n"

@@ -1,0 +1,288 @@
+"""A local stand-in of the Hugging Face Hub: as much of its HTTP interface as a push of a model speaks.
+
+Spoken are whoami, the tree and visibility of a repository, its creation, the check of a card's metadata, preupload, the
+batch of Git LFS with its PUT, and commit. Not spoken is Xet, which a client leaves out with HF_HUB_DISABLE_XET.
+"""
+
+import base64
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+import pytest
+import yaml
+from huggingface_hub import constants
+from huggingface_hub.utils import _http as client
+
+TOKEN = "hf_a-token-that-may-write"
+READER = "hf_a-token-that-may-read"
+_LARGE = (".safetensors", "tokenizer.json")
+_PIECE_BYTES = 1 << 12
+
+
+class Refused(Exception):  # noqa: N818 - an answer
+    """An answer that is no success."""
+
+    def __init__(self, status: int, message: str, code: str = ""):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass
+class Repo:
+    """One repository."""
+
+    is_private: bool
+    files: dict[str, bytes] = field(default_factory=lambda: {".gitattributes": b"*.safetensors filter=lfs\n"})
+    commits: list[str] = field(default_factory=lambda: ["initial commit"])
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def sha(self) -> str:
+        return hashlib.sha1(json.dumps(self.commits).encode()).hexdigest()
+
+    def oid(self, name: str) -> str | None:
+        """What the Hub compares a local file with."""
+        if name not in self.files:
+            return None
+        content = self.files[name]
+        if name.endswith(_LARGE):
+            return hashlib.sha256(content).hexdigest()
+        return hashlib.sha1(b"blob %d\x00" % len(content) + content).hexdigest()
+
+
+class Hub:
+    """The server, in a thread of this process.
+
+    Attributes:
+        repos: by OWNER/NAME.
+        objects: of Git LFS, by SHA-256, as far as they came whole.
+        requests: all that came, as `METHOD PATH` without what follows a question mark.
+        fault: asked at each request, by its number from 0 and its line: a status to answer with; 0: hang up before
+            anything is done; -1: hang up after it; -2: hang, and do nothing; None: do it.
+        is_held: whether the bytes of a PUT are taken, by its SHA-256; what is held hangs until the client goes.
+    """
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.objects: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self.fault: Callable[[int, str], int | None] = lambda number, line: None
+        self.held: set[str] = set()
+        self.is_held: Callable[[str], bool] = lambda digest: False
+        self._lock = threading.RLock()
+        self._server = _Listener(self)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def count(self, words: str) -> int:
+        """How many requests began so."""
+        return sum(line.startswith(words) for line in self.requests)
+
+    def put(self, digest: str, pieces: Iterator[bytes]) -> None:
+        """Take one object of Git LFS."""
+        content = bytearray()
+        for piece in pieces:
+            content += piece
+            if self.is_held(digest):
+                self.held.add(digest)
+                raise TimeoutError
+        assert hashlib.sha256(content).hexdigest() == digest
+        self.objects[digest] = bytes(content)
+
+    def answer(self, line: str, token: str, body: bytes, query: str) -> Any:
+        """The JSON that a request is answered with. Raises `Refused`."""
+        with self._lock:
+            if token not in (TOKEN, READER):
+                raise Refused(401, f"Invalid credentials: {token}")
+            if line == "GET /api/whoami-v2":
+                role = "write" if token == TOKEN else "read"
+                return {"name": "owner", "auth": {"accessToken": {"displayName": "test", "role": role}}}
+            if line.startswith("GET /api/models/"):
+                return self._info("/".join(line.split("/")[3:5]))
+            if token != TOKEN:
+                raise Refused(403, "this token may not write")
+            sent = [json.loads(text) for text in body.splitlines()] if "/commit/" in line else json.loads(body)
+            return self._write(line, sent)
+
+    def _write(self, line: str, sent: Any) -> Any:
+        if line == "POST /api/repos/create":
+            return self._create(f"{sent['organization']}/{sent['name']}", sent)
+        if line == "POST /api/validate-yaml":
+            front = yaml.safe_load(sent["content"].split("---\n")[1])
+            assert isinstance(front["tags"], list)
+            return {"errors": [], "warnings": [{"message": "a licence is missing"}]}
+        if line.endswith(".git/info/lfs/objects/batch"):
+            return {"transfer": "basic", "objects": [self._object(each) for each in sent["objects"]]}
+        name, verb = "/".join(line.split("/")[3:5]), line.split("/")[5]
+        repo = self._find(name)
+        if verb == "preupload":
+            return {"files": [self._mode(repo, each["path"]) for each in sent["files"]]}
+        assert verb == "commit"
+        return {"commitUrl": f"{self.endpoint}/{name}/commit/{self._commit(repo, sent)}", "commitOid": repo.sha}
+
+    def _find(self, name: str) -> Repo:
+        if name not in self.repos:
+            raise Refused(404, "Repository not found", "RepoNotFound")
+        return self.repos[name]
+
+    def _info(self, name: str) -> Any:
+        repo = self._find(name)
+        siblings = [{"rfilename": path, "size": len(content)} for path, content in sorted(repo.files.items())]
+        return {"id": name, "sha": repo.sha, "private": repo.is_private, "siblings": siblings}
+
+    def _create(self, name: str, sent: Any) -> Any:
+        if name in self.repos:
+            raise Refused(409, "You already created this model repo")
+        self.repos[name] = Repo(is_private=sent.get("visibility") == "private" or sent.get("private") is True)
+        return {"url": f"{self.endpoint}/{name}"}
+
+    def _object(self, wanted: Any) -> Any:
+        if wanted["oid"] in self.objects:
+            return wanted
+        return wanted | {"actions": {"upload": {"href": f"{self.endpoint}/lfs/{wanted['oid']}"}}}
+
+    def _mode(self, repo: Repo, path: str) -> Any:
+        mode = "lfs" if path.endswith(_LARGE) else "regular"
+        return {"path": path, "uploadMode": mode, "shouldIgnore": path in repo.ignored, "oid": repo.oid(path)}
+
+    def _commit(self, repo: Repo, lines: list[Any]) -> str:
+        head, *operations = lines
+        if head["value"].get("parentCommit", repo.sha) != repo.sha:
+            raise Refused(412, "A commit has happened since. Please refresh and try again.")
+        assert operations, "an empty commit"
+        files = dict(repo.files)
+        for operation in operations:
+            value = operation["value"]
+            if operation["key"] == "deletedFile":
+                del files[value["path"]]
+            elif operation["key"] == "lfsFile":
+                if value["oid"] not in self.objects:
+                    raise Refused(400, f"{value['path']}: the object was never uploaded")
+                files[value["path"]] = self.objects[value["oid"]]
+            else:
+                assert operation["key"] == "file"
+                files[value["path"]] = base64.b64decode(value["content"])
+        repo.files = files
+        repo.commits.append(head["value"]["summary"])
+        return repo.sha
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, hub: Hub):
+        self.hub = hub
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that went away."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits 40 ms for the client's word that it has its head
+    server: _Listener
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """The hub has its own log."""
+
+    def _handle(self) -> None:
+        hub = self.server.hub
+        path, _, query = self.path.partition("?")
+        line = f"{self.command} {path}"
+        hub.requests.append(line)
+        fault = hub.fault(len(hub.requests) - 1, line)
+        if fault in (0, -2):
+            self.close_connection = True
+            if fault == -2:
+                self.rfile.read()  # until the client goes
+            return
+        if fault is not None and fault > 0:
+            b"".join(self._pieces())
+            self._reply(fault, b"{}", {"X-Error-Message": "as the test said"})
+            return
+        status, headers, content = 200, {}, b""
+        try:
+            if self.command == "PUT":
+                hub.put(path.rpartition("/")[2], self._pieces())
+            else:
+                token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+                content = json.dumps(hub.answer(line, token, b"".join(self._pieces()), query)).encode()
+        except Refused as refused:
+            status, content = refused.status, json.dumps({"error": str(refused)}).encode()
+            headers = {"X-Error-Code": refused.code, "X-Error-Message": str(refused)}
+        except TimeoutError:
+            self.rfile.read()  # until the client goes
+            fault = -1
+        if fault == -1:
+            self.close_connection = True
+            return
+        self._reply(status, content, headers)
+
+    do_GET = do_PUT = do_POST = _handle  # noqa: N815
+
+    def _reply(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            if value:
+                self.send_header(key, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _pieces(self) -> Iterator[bytes]:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            while num_bytes := int(self.rfile.readline().split(b";")[0], 16):
+                yield self.rfile.read(num_bytes)
+                self.rfile.readline()
+            self.rfile.readline()
+            return
+        missing_bytes = int(self.headers.get("Content-Length", 0))
+        while missing_bytes:
+            piece = self.rfile.read(min(missing_bytes, _PIECE_BYTES))
+            if not piece:
+                raise ConnectionResetError("the client went away in the middle of a body")
+            missing_bytes -= len(piece)
+            yield piece
+
+
+class _NoWaiting:
+    """In the place of the module `time` of the client, which waits between its own attempts."""
+
+    def sleep(self, seconds: float) -> None:
+        """Go on at once."""
+
+    time = staticmethod(client.time.time)
+
+
+@contextmanager
+def start_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The stand-in, to which the library in this process, and in those that inherit its environment, is led."""
+    with Hub() as hub:
+        for name, value in {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")
+        monkeypatch.setattr(client, "time", _NoWaiting())
+        yield hub
+    client.set_client_factory(client.default_client_factory)
