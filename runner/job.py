@@ -214,7 +214,11 @@ class RestoreableJob:
         attempt, started = self.attempt, time.monotonic()
         found = self.checkpointer.restore(lambda attachments: self.report.problem_with(attachments))
         if found is None:
-            self.state = self._first_state()
+            self.state, rule = self.init_state(), self.spec.checkpoint.weights
+            if rule is not None:
+                whole = self.weights(self.state)
+                weights = load_source(self.document, rule, self.family, whole, self.checkpointer, attempt)
+                self.state = self.with_weights(self.state, weights)
             event, details = "init", {}
         else:
             self.state, self.step = found.state, found.manifest.step
@@ -225,14 +229,6 @@ class RestoreableJob:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin(self.state, self.step)
         self.report.resume(self.step, *((found.attachments, found.manifest.carry) if found is not None else ({}, None)))
-
-    def _first_state(self) -> Any:
-        """The state at step 0, with the weights of another run or of others if the spec names them."""
-        state, rule = self.init_state(), self.spec.checkpoint.weights
-        if rule is None:
-            return state
-        weights = load_source(self.document, rule, self.family, self.weights(state), self.checkpointer, self.attempt)
-        return self.with_weights(state, weights)
 
     def _finish(self) -> None:
         check_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)

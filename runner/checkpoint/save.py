@@ -165,8 +165,7 @@ class Saver:
         if is_durable and self._unsaved_since_seconds is None:
             self._unsaved_since_seconds = started_seconds
         reader = self._begin(self._prepare(draft, state, payload, is_fast, started_seconds), state, is_durable, is_fast)
-        stall_seconds = time.monotonic() - started_seconds
-        self.stall_seconds = stall_seconds
+        self.stall_seconds = stall_seconds = time.monotonic() - started_seconds
         tier = {} if is_durable else {"tier": "fast"}
         clock = self._attempt.progress.clock.at_step()
         self._attempt.record("save", draft.step, blocked_seconds=round(stall_seconds, 4), clock=clock, **tier)

@@ -15,6 +15,7 @@ from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.weights import weight_names
 from runner.config import SOURCE_NAME, DataConfig
 from runner.history.record import History, State
+from runner.record import PARAMS
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
 from runner.train.metrics.row import Row
@@ -123,7 +124,7 @@ def _facts(evidence: Evidence) -> Iterable[tuple[str, str]]:
         loss = _newest(evidence.rows, key)
         if loss is not None:
             yield f"{name}, nats a token", f"{loss:.4f}"
-    weights = [manifest.leaves[name]["shape"] for name in weight_names(manifest)]
+    weights = [manifest.leaves[name]["shape"] for name in weight_names(manifest, PARAMS)]
     yield "parameters", f"{sum(math.prod(shape) for shape in weights):,}"
     if data is not None:
         yield "data", ", ".join(f"`{_code(_public(source))}`" for source in _sources(data))

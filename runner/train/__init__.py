@@ -21,11 +21,10 @@
 - `same_data` every host trains on the same data, from the first step to the last
 - `design` what a job is before any device is touched, and how it is drawn on devices
 - `flops` what a train step computes, by formula and counted in a traced program
-- `validation` the loss on a validation set
-- `ema_validation` that of averages of the weights
 - `metrics` the rows of the surviving trajectory, and where people see them
 - `evaluation` who judges the weights, each at its own cadence
 - `validation` the loss on a validation set
+- `ema_validation` that of averages of the weights
 - `profile` traces of some steps, by jax.profiler
 - `report` the rows of an attempt: collected, evaluated, written, shown
 - `hint` other hardware is refused, with what would make the job run there

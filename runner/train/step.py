@@ -105,21 +105,26 @@ def _gradients(
         (loss, meta), grads = value_and_grad(trained, micro)
         return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], to_float32(grads))), meta
 
-    zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained)
+    zeros = jnp.float32(0), jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained)
+    half = num_steps // 2 if sees_halves else 0
+    (loss, grads), metas, before = _accumulated(accumulate, zeros, batch, half)
+    halves = None
     if sees_halves:
-        half = num_steps // 2
-        first, metas = lax.scan(accumulate, (jnp.float32(0), zeros), jax.tree.map(lambda leaf: leaf[:half], batch))
-        (loss, grads), others = lax.scan(accumulate, first, jax.tree.map(lambda leaf: leaf[half:], batch))
-        metas = jax.tree.map(lambda one, other: jnp.concatenate([one, other]), metas, others)
-        halves = compared(
-            first[1], grads, _counts_of_halves(batch, metas), None if TOKEN_COUNT in metas else num_tokens
-        )
-    else:
-        (loss, grads), metas = lax.scan(accumulate, (jnp.float32(0), zeros), batch)
-        halves = None
+        divisor = None if TOKEN_COUNT in metas else num_tokens
+        halves = compared(before[1], grads, _counts_of_halves(batch, metas), divisor)
     grads = with_zeros(grads, params)
     last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
     return *_divided(batch, loss, grads, metas, last_meta | _totals(metas, num_steps), num_tokens), halves
+
+
+def _accumulated(accumulate: Any, zeros: Any, batch: Batch, half: int) -> tuple[Any, Any, Any]:
+    """The sums over all micro-batches, what each has given, and the sums over the first `half` of them, if any."""
+    if not half:
+        sums, metas = lax.scan(accumulate, zeros, batch)
+        return sums, metas, zeros
+    before, metas = lax.scan(accumulate, zeros, jax.tree.map(lambda leaf: leaf[:half], batch))
+    sums, others = lax.scan(accumulate, before, jax.tree.map(lambda leaf: leaf[half:], batch))
+    return sums, jax.tree.map(lambda one, other: jnp.concatenate([one, other]), metas, others), before
 
 
 def _counts_of_halves(batch: Batch, metas: Any) -> jax.Array:

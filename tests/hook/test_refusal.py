@@ -151,8 +151,8 @@ def test_what_a_call_may_not_do_is_one_line(method: str, how: str, words: str, t
     ("method", "step", "how", "saved"),
     [
         ("on_row", 4, "raise", [3]),
-        ("on_checkpoint", 6, "raise", [3]),
-        ("on_end", 8, "raise", [3, 6, 8]),
+        pytest.param("on_checkpoint", 6, "raise", [3], marks=pytest.mark.soak),
+        pytest.param("on_end", 8, "raise", [3, 6, 8], marks=pytest.mark.soak),
         ("on_end", 8, "taken", [3, 6, 8]),
     ],
 )

@@ -120,6 +120,7 @@ def test_hooks_with_counters_are_part_of_the_trajectory(before: Any, after: Any,
         job(tmp_path / "run", *after, **schedule, **{"config.train.total_steps": 10})()
 
 
+@pytest.mark.soak
 def test_observers_come_and_go(tmp_path) -> None:
     schedule = {"config.schedule": {"name": "constant"}}
     job(tmp_path / "run", **schedule)()
@@ -133,6 +134,7 @@ def test_observers_come_and_go(tmp_path) -> None:
     assert result(tmp_path / "run")["step"] == 12
 
 
+@pytest.mark.soak
 def test_a_stop_between_evaluations_is_evaluated_as_a_last_step_is(tmp_path) -> None:
     job(tmp_path / "run", {"hook": f"{HERE}:AtStep", "config": {"step": 3}})()
     found = result(tmp_path / "run")
@@ -199,6 +201,7 @@ def test_the_best_step_is_saved_kept_and_named_for_whoever_asks(tmp_path, capsys
     assert f"weights of step {best} taken from" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_hooks_count_in_no_speed_and_in_the_time_of_evaluation(tmp_path) -> None:
     slow = {"hook": f"{HERE}:Sleeps", "config": {"seconds": 0.2}}
     found = job(tmp_path / "run", slow, **{"config.train.total_steps": 4})
