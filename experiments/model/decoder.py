@@ -38,6 +38,7 @@ from experiments.model.layer_attention import (
     residual_stddev,
 )
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, next_biases, scalars
+from experiments.model.noise import EmbeddingNoise
 from experiments.model.rotary import Rotation, rotation_at
 from runner import BaseTrainer
 from runner.config import MemoryConfig
@@ -126,6 +127,7 @@ class Decoder(nn.Module):
         positions: jax.Array | None = None,
         cache: Any = None,
         start: jax.Array | None = None,
+        examples: jax.Array | None = None,
         deterministic: bool,
     ) -> Any:
         """Return logits (B, T, V) of the next token, in `compute_dtype`.
@@ -134,6 +136,9 @@ class Decoder(nn.Module):
         exist (`memory.loss_chunk_positions`); `deterministic` leaves `z_loss` and the losses of routers out of it.
         `segments` and `positions` (B, T) are those of rows that hold several documents: attention stays within a
         segment, and a token is rotated by its place in its document; without them, by its place in the row.
+
+        With `neftune_alpha` it needs a "dropout" key unless `deterministic`, and `examples` (B,) says where in the step
+        each example stands, on which its noise depends.
 
         Where layers have experts, their statistics are sown in the collection `statistics`, by stage and layer.
 
@@ -144,7 +149,11 @@ class Decoder(nn.Module):
         if positions is None:
             positions = jnp.arange(tokens_BxT.shape[1])[None] + (0 if start is None else start)
         row = Row(self._rotations(positions), segments, _real(tokens_BxT, targets, segments), start)
-        x_BxTxD = self._scaled(embed(embedding_VxD, tokens_BxT))
+        x_BxTxD = embed(embedding_VxD, tokens_BxT)
+        if self.config.neftune_alpha:
+            noise = EmbeddingNoise(self.config.neftune_alpha, deterministic, name="embedding_noise")
+            x_BxTxD = noise(x_BxTxD, jnp.arange(len(tokens_BxT)) if examples is None else examples)
+        x_BxTxD = self._scaled(x_BxTxD)
         new_cache, statistics = {}, {}
         for stage in self.config.stages:
             stage_cache = None if cache is None else cache[stage.name]
@@ -345,11 +354,13 @@ class PretrainDecoder(BaseTrainer):
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Summed cross entropy, in training with the z-loss and the losses of routers."""
+        is_noisy = key is not None and cls.config.model.neftune_alpha > 0
         loss_sum, sown = apply_fn(
             {"params": params},
             batch["x"],
             targets=(batch["y"], target_weights(batch)),
             **document_arguments(apply_fn, batch),
+            **({"examples": batch["example"], "rngs": {"dropout": key}} if is_noisy else {}),
             deterministic=key is None,
             mutable=[STATISTICS],
         )

@@ -43,10 +43,10 @@ def read_template(name: str) -> ChatTemplate:
     """
     try:
         config = json.loads(read_file(name))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name} is no tokenizer_config.json: {error}") from error
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name} is no tokenizer_config.json: {error}") from error
     if not isinstance(config, dict):
         raise DataError(f"{name} is no tokenizer_config.json: it holds no object")
     source = _default_of(config.get("chat_template"))

@@ -8,6 +8,7 @@ Lines of JSON in, a line of JSON out for each: first the template and its bounds
 """
 
 import contextlib
+import encodings.unicode_escape  # noqa: F401 - see `jinja2.debug`
 import functools
 import json
 import re
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.debug  # the library would import it when a template fails: there are no files then
+import jinja2.debug  # the library would import these two later, when there are no files
 import jinja2.ext
 import jinja2.sandbox
 
@@ -100,7 +101,7 @@ def _take_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
         if part == _OPEN:
             begun = len(text) if begun is None else begun
         elif part == _CLOSE:
-            if begun is not None and begun < len(text):
+            if begun is not None:
                 spans.append((begun, len(text)))
             begun = None
         else:
@@ -139,12 +140,15 @@ def _dialogue(template: jinja2.Template, marks: bool, names: dict[str, Any], ask
         )
         return str(found)
 
-    if marks and any(_MARK in str(value) for value in asked.values()):
+    if marks and _MARK in _to_json(asked):
         raise ValueError("it holds the character U+E000, which is for private use, and marks answers here")
     rendered = render(asked["messages"])
     text, spans = _take_marks(rendered) if marks else (rendered, [])
     if not marks:
         spans = _spans_by_prefixes(render, asked["messages"], text)
+    spans = [(begin, end) for begin, end in spans if begin < end]
+    if not spans:
+        raise ValueError("it shows none of the answers")
     return {"text": text, "answers": spans}
 
 
