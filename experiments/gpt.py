@@ -53,8 +53,7 @@ class GPTConfig(ModelConfig):
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of embedding and branch outputs zeroed.")
     neftune_alpha: NonNegativeFloat = Field(
         default=0.0,
-        description="In training each embedding gets uniform noise of at most this / sqrt(sequence_length * "
-        "width) (NEFTune, arXiv 2310.05914; 5 to 15 in fine-tuning); 0: none.",
+        description="NEFTune: noise on embeddings in training, at most this / sqrt(sequence_length * width).",
     )
     vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto takes the data set's.")
     layer_loop: Literal["scan", "unroll"] = Field(default="scan", description="Compile one layer, or each of them.")
@@ -196,10 +195,7 @@ class GPT(nn.Module):
         if start is not None:
             positions = start + jnp.arange(T)
         x_BxTxD = embedding_VxD[tokens_BxT] + (positions_TxD[:T] if positions is None else positions_TxD[positions])
-        if self.config.neftune_alpha:
-            noise = EmbeddingNoise(self.config.neftune_alpha, deterministic, name="embedding_noise")
-            x_BxTxD = noise(x_BxTxD, examples_B)
-        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
+        x_BxTxD = self._with_noise(x_BxTxD, examples_B, deterministic)
         x_BxTxD = Dropout(self.config.dropout, deterministic)(x_BxTxD, examples_B)
         x_BxTxD, cache = self._blocks(deterministic)(x_BxTxD, examples_B, segments, cache, start)
         x_BxTxD = make_layer_norm("final_norm", self.param_dtype, self.compute_dtype)(x_BxTxD)
@@ -209,6 +205,10 @@ class GPT(nn.Module):
             return loss_sum_of(unembed, embedding_VxD, x_BxTxD, targets, chunk_positions=chunk)
         logits_BxTxV = unembed(embedding_VxD, x_BxTxD)
         return logits_BxTxV if cache is None else (logits_BxTxV, cache)
+
+    def _with_noise(self, x_BxTxD: jax.Array, examples_B: jax.Array, deterministic: bool) -> jax.Array:
+        noise = EmbeddingNoise(self.config.neftune_alpha, deterministic, name="embedding_noise")
+        return nn.with_logical_constraint(noise(x_BxTxD, examples_B), ("batch", "sequence", "embed_act"))
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:

@@ -134,8 +134,7 @@ class DecoderConfig(ModelConfig):
     tied_embedding: bool = Field(default=False, description="Make logits by the embedding, not a matrix of their own.")
     neftune_alpha: NonNegativeFloat = Field(
         default=0.0,
-        description="In training each embedding gets uniform noise of at most this / sqrt(sequence_length * "
-        "width) (NEFTune, arXiv 2310.05914; 5 to 15 in fine-tuning); 0: none.",
+        description="NEFTune: noise on embeddings in training, at most this / sqrt(sequence_length * width).",
     )
     z_loss: NonNegativeFloat = Field(
         default=0.0, description="Weight of the squared log of each softmax's denominator in the training loss."

@@ -108,7 +108,9 @@ class Turn(nn.Module):
 class Decoder(nn.Module):
     """A decoder over rows of any length.
 
-    Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, norms, rotations and softmax in float32.
+    Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, norms, rotations and softmax in float32. With
+    `neftune_alpha` a call needs a "dropout" key unless `deterministic`; `examples` (B,) says where in the step each
+    example stands, on which its noise depends.
     """
 
     config: DecoderConfig
@@ -137,11 +139,7 @@ class Decoder(nn.Module):
         `segments` and `positions` (B, T) are those of rows that hold several documents: attention stays within a
         segment, and a token is rotated by its place in its document; without them, by its place in the row.
 
-        With `neftune_alpha` it needs a "dropout" key unless `deterministic`, and `examples` (B,) says where in the step
-        each example stands, on which its noise depends.
-
         Where layers have experts, their statistics are sown in the collection `statistics`, by stage and layer.
-
         With `cache`, of `init_cache`, the tokens stand at positions `start` to start + T - 1 and see what was cached
         before them; returned are logits and the cache with these tokens in it.
         """
@@ -149,11 +147,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = jnp.arange(tokens_BxT.shape[1])[None] + (0 if start is None else start)
         row = Row(self._rotations(positions), segments, _real(tokens_BxT, targets, segments), start)
-        x_BxTxD = embed(embedding_VxD, tokens_BxT)
-        if self.config.neftune_alpha:
-            noise = EmbeddingNoise(self.config.neftune_alpha, deterministic, name="embedding_noise")
-            x_BxTxD = noise(x_BxTxD, jnp.arange(len(tokens_BxT)) if examples is None else examples)
-        x_BxTxD = self._scaled(x_BxTxD)
+        x_BxTxD = self._scaled(self._with_noise(embed(embedding_VxD, tokens_BxT), examples, deterministic))
         new_cache, statistics = {}, {}
         for stage in self.config.stages:
             stage_cache = None if cache is None else cache[stage.name]
@@ -196,6 +190,9 @@ class Decoder(nn.Module):
         if not self.is_initializing():
             self.sow(STATISTICS, STATISTICS, sparse, reduce_fn=lambda _, new: new, init_fn=lambda: None)
         return jnp.asarray(losses_B)
+
+    def _with_noise(self, x_BxTxD: jax.Array, examples_B: jax.Array | None, deterministic: bool) -> jax.Array:
+        return EmbeddingNoise(self.config.neftune_alpha, deterministic, name="embedding_noise")(x_BxTxD, examples_B)
 
     def _scaled(self, x_BxTxD: jax.Array) -> jax.Array:
         """Embeddings as the first layer gets them."""

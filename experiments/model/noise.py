@@ -22,11 +22,12 @@ class EmbeddingNoise(nn.Module):
     deterministic: bool
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, examples_B: jax.Array) -> jax.Array:
-        """`examples_B` is `batch["example"]`, the place of each example in the step."""
+    def __call__(self, x_BxTxD: jax.Array, examples_B: jax.Array | None = None) -> jax.Array:
+        """`examples_B` is `batch["example"]`, the place of each example in the step; None: 0, 1, 2 ..."""
         if self.deterministic or self.alpha == 0:
             return x_BxTxD
-        T, D = x_BxTxD.shape[1:]
+        B, T, D = x_BxTxD.shape
+        examples_B = jnp.arange(B) if examples_B is None else examples_B
         bound = self.alpha / math.sqrt(T * D)
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(self.make_rng("dropout"), examples_B)
         draw = jax.vmap(lambda key: jax.random.uniform(key, (T, D), jnp.float32, -bound, bound))

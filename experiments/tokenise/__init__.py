@@ -6,6 +6,7 @@
 - `dialogue`    records of dialogues, and which tokens are of answers
 - `template`    chat templates, in a process of their own: `template_process`
 - `reading`     a part of a file to its documents
+- `chat`        what the keys say of dialogues, checked
 - `piece`       the work, cut into pieces
 - `pipeline`    documents to ids, on all cores
 - `vocabulary`  the tokenizer, read or trained

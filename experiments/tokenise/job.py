@@ -7,7 +7,6 @@ makes whatever lacks one, so a kill costs the pieces that were in work.
 
 import contextlib
 import functools
-import hashlib
 import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -17,16 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.tokenise import corpus
+from experiments.tokenise.chat import Chat, digest_of, load_chat, refuse_unread, tell_too_long
 from experiments.tokenise.config import BpeConfig, TokeniseConfig
 from experiments.tokenise.piece import Piece, cut_into_pieces
-from experiments.tokenise.pipeline import Chat, Encoded, encoded, too_many
+from experiments.tokenise.pipeline import Encoded, encoded, too_many
 from experiments.tokenise.source import InputFile, find_files, fingerprint_of, would_name
 from experiments.tokenise.tally import Tally
-from experiments.tokenise.template import ChatTemplate, Renderer, read_template
 from experiments.tokenise.vocabulary import Vocabulary, read_vocabulary, sample_of, train, trained_vocabulary
 from runner import ExecutionSpec, RestoreableJob
 from runner.data.index import CorpusIndex
-from runner.data.subword import FILES, KINDS_WITH_SPANS
+from runner.data.subword import FILES
 from runner.errors import DataError, InvalidError
 from runner.hosts.agreement import Hosts
 from runner.hosts.clock import Bucket
@@ -84,27 +83,22 @@ class Tokenise(RestoreableJob):
             return self.vocabulary.separator(self.config.separator)
 
     @functools.cached_property
-    def template(self) -> ChatTemplate | None:
-        """The template that dialogues are rendered with."""
-        if self.config.chat is None or self.config.chat.template is None:
-            return None
+    def chat(self) -> Chat | None:
+        """How lines become dialogues."""
         with self.document.blaming("config.chat.template"):
-            return read_template(self.config.chat.template)
+            return None if self.config.chat is None else load_chat(self.config.chat)
 
     @property
     def maker(self) -> str:
-        """Another one where the same lines make other ids: of the tokenizer, and of the template if there is one."""
-        if self.template is None:
-            return self.vocabulary.sha256
-        return hashlib.sha256(f"{self.vocabulary.sha256} {self.template.sha256}".encode()).hexdigest()
+        """Of what makes ids."""
+        return digest_of(self.vocabulary.sha256, self.chat)
 
     # What a job says of itself.
 
     def setup(self, hosts: Hosts) -> None:
         """Find the input and read the tokenizer. Raises `InvalidError` on every host if these do not serve."""
         _refuse_own_files(self)
-        self._refuse_unread()
-        self._check_chat()
+        refuse_unread(self.config, self.files[0].form, self.document)
         seen = [fingerprint_of(self.files), len(self.pieces)]
         if not isinstance(self.config.tokenizer, BpeConfig):
             _ = self.separator
@@ -130,8 +124,8 @@ class Tokenise(RestoreableJob):
     def identity(self) -> Trajectory:
         """The keys, and what is in the files that they name."""
         found = super().identity() | {"config.source.files": fingerprint_of(self.files)}
-        if self.template is not None:
-            found |= {"config.chat.template.sha256": self.template.sha256}
+        if self.chat is not None and self.chat.template is not None:
+            found |= {"config.chat.template.sha256": self.chat.template.sha256}
         if isinstance(self.config.tokenizer, BpeConfig):
             return found
         return found | {"config.tokenizer.sha256": self.vocabulary.sha256}
@@ -167,38 +161,6 @@ class Tokenise(RestoreableJob):
         return super().result() | {"tokens": index.num_tokens}
 
     # The parts of it.
-
-    def _refuse_unread(self) -> None:
-        """`field` and `skip_bad` say nothing of text files."""
-        if self.files[0].form != "text":
-            return
-        for key in ("field", "skip_bad"):
-            value = getattr(self.config, key)
-            if value != TokeniseConfig.model_fields[key].default:
-                raise self.document.error(
-                    f"config.{key}",
-                    f"is {value}: nothing reads it, {self.config.source} names text files; leave it out",
-                )
-
-    def _check_chat(self) -> None:
-        """Refuse files that hold no dialogues, a tokenizer that cannot mark them, and a template that is none."""
-        config, files = self.config, self.files
-        if config.chat is None:
-            return
-        if files[0].form != "jsonl":
-            raise self.document.error(
-                "config.chat", f"needs lines of .jsonl, {config.source} names {files[0].form} files"
-            )
-        if config.field != TokeniseConfig.model_fields["field"].default:
-            raise self.document.error("config.field", f"is {config.field}: nothing reads it beside chat; leave it out")
-        if config.tokenizer.kind not in KINDS_WITH_SPANS:
-            raise self.document.error(
-                "config.tokenizer.kind",
-                f"is {config.tokenizer.kind}, dialogues need one of {', '.join(KINDS_WITH_SPANS)}, which tells which "
-                "characters a token is of",
-            )
-        with self.document.blaming("config.chat.template"):
-            Renderer(self.template).close()
 
     def _check_output(self) -> None:
         """Refuse an output that is another run's or was begun from other files. Main host only; changes nothing."""
@@ -236,12 +198,8 @@ class Tokenise(RestoreableJob):
     def _encode(self, pieces: Sequence[int]) -> Generator[Encoded]:
         config, skip_bad = self.config, self.config.skip_bad
         work = [(piece, self.pieces[piece]) for piece in pieces]
-        tokenizer, chat = self.vocabulary.tokenizer, self._chat()
-        return encoded(work, tokenizer, self.separator, config.field, config.shard_bytes, skip_bad, chat)
-
-    def _chat(self) -> Chat | None:
-        chat = self.config.chat
-        return None if chat is None else Chat(self.template, chat.max_tokens, chat.longer == "cut")
+        how = config.field, config.shard_bytes, skip_bad, self.chat
+        return encoded(work, self.vocabulary.tokenizer, self.separator, *how)
 
     def _make(self, piece: int, stream: Iterator[Encoded]) -> corpus.Done:
         """Write the next piece of the stream."""
@@ -297,25 +255,16 @@ class Tokenise(RestoreableJob):
         corpus.write_index(self.output, index)
         if num_bad:
             self.attempt.say(f"{self.spec.name}: left out {num_bad} lines without a text, the first is {first_bad}")
-        self._say_left_out(done)
+        if num_left_out := sum(piece.num_left_out for piece in done):
+            self.attempt.say(f"{self.spec.name}: left out {num_left_out} empty documents: there is no separator")
+        if too_long := tell_too_long(done, self.chat):
+            self.attempt.say(f"{self.spec.name}: {too_long}")
         train_on = " and config.data.train_on: answers" if index.has_answers else ""
         self.attempt.say(
             f"{self.spec.name}: {url} holds {index.num_tokens:,} tokens of {index.num_documents:,} documents, "
             f"vocabulary {index.vocabulary_size:,} ({dtype}); train on it with config.data.source: {url}{train_on}"
         )
         return index.digest
-
-    def _say_left_out(self, done: Sequence[corpus.Done]) -> None:
-        """Of how many documents not all is in the corpus, and why."""
-        if num_left_out := sum(piece.num_left_out for piece in done):
-            self.attempt.say(f"{self.spec.name}: left out {num_left_out} empty documents: there is no separator")
-        num_dropped, num_cut = sum(piece.num_dropped for piece in done), sum(piece.num_cut for piece in done)
-        if num_dropped or num_cut:
-            assert self.config.chat is not None
-            self.attempt.say(
-                f"{self.spec.name}: of dialogues of more than {self.config.chat.max_tokens:,} tokens {num_cut} lost "
-                f"their end, {num_dropped} were left out"
-            )
 
 
 def _refuse_own_files(job: Tokenise) -> None:

@@ -14,10 +14,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from experiments.tokenise.chat import Chat
 from experiments.tokenise.dialogue import Dialogue, mark
 from experiments.tokenise.piece import Piece
 from experiments.tokenise.reading import Bad, Document, documents, fetch
-from experiments.tokenise.template import ChatTemplate, Renderer
+from experiments.tokenise.template import Renderer
 from runner.data.index import ANSWERS_DTYPE
 from runner.data.prefetch import Prefetcher
 from runner.data.subword import BatchTokenizer
@@ -58,15 +59,6 @@ class Encoded:
     answers: np.ndarray | None = None
     num_dropped: int = 0  # dialogues that were too long, or that had no answer left
     num_cut: int = 0
-
-
-@dataclass(frozen=True)
-class Chat:
-    """How lines become dialogues: with which template, and of how many tokens at most."""
-
-    template: ChatTemplate | None
-    max_tokens: int | None
-    is_cut: bool  # a longer one, else it is left out
 
 
 def encoded(

@@ -130,7 +130,7 @@ def _spans_by_prefixes(render: Callable[..., str], messages: list[Any], text: st
     return spans
 
 
-def _dialogue(template: jinja2.Template, marks: bool, names: dict[str, Any], asked: Any) -> dict[str, Any]:
+def _dialogue(template: jinja2.Template, marks: bool, names: dict[str, object], asked: Any) -> dict[str, object]:
     """The text of a dialogue, and the spans of its answers."""
 
     def render(messages: list[Any], add_generation_prompt: bool = False) -> str:
@@ -152,7 +152,7 @@ def _dialogue(template: jinja2.Template, marks: bool, names: dict[str, Any], ask
     return {"text": text, "answers": spans}
 
 
-def _answer(act: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
+def _answer(act: Callable[[], dict[str, object]], seconds: float) -> dict[str, object]:
     try:
         with _limited(seconds):
             return act()
@@ -167,7 +167,7 @@ def main() -> None:
     seconds, names = given["seconds"], given["names"]
     compiled: list[tuple[jinja2.Template, bool]] = []
 
-    def begin() -> dict[str, Any]:
+    def begin() -> dict[str, object]:
         compiled.append(_compile(given["template"]))
         return {"has_generation": compiled[0][1]}
 
