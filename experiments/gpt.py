@@ -51,10 +51,7 @@ class GPTConfig(ModelConfig):
     heads: PositiveInt = Field(description="Attention heads; must divide width.")
     width: PositiveInt = Field(description="Width of the residual stream.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of embedding and branch outputs zeroed.")
-    neftune_alpha: NonNegativeFloat = Field(
-        default=0.0,
-        description="NEFTune: noise on embeddings in training, at most this / sqrt(sequence_length * width).",
-    )
+    neftune_alpha: NonNegativeFloat = Field(default=0.0, description="NEFTune noise in training, its paper's alpha.")
     vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto takes the data set's.")
     layer_loop: Literal["scan", "unroll"] = Field(default="scan", description="Compile one layer, or each of them.")
 
