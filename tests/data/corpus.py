@@ -78,7 +78,7 @@ def is_third(ids: np.ndarray) -> np.ndarray:
 def _answers(directory: Path) -> str:
     sizes = np.random.default_rng(6).zipf(1.4, 300).clip(1, 400).tolist()
     shards = random_shards([sizes[:100], sizes[100:], [3]], seed=6, vocabulary_size=250)
-    return str(write_corpus(directory, shards, vocabulary_size=250, marks_of=is_third))
+    return str(write_corpus(directory, shards, vocabulary_size=1000, marks_of=is_third))
 
 
 def _corpus(directory: Path) -> str:
