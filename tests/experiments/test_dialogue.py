@@ -307,7 +307,10 @@ def test_the_character_that_marks_answers_is_refused_in_a_dialogue(tmp_path):
         ({"config.chat.template": "LINES"}, r"config\.chat\.template: .* is no tokenizer_config\.json"),
         ({"config.chat.template": "EMPTY"}, "has no chat_template, and there is no chat_template.jinja beside it"),
         ({"config.chat.template": "BROKEN"}, r"config\.chat\.template: is no chat template: .*unknown tag 'bad'"),
-        ({"config.chat": {}, "config.field": "x"}, r"config\.field: is x: nothing reads it beside chat"),
+        (
+            {"config.chat": {}, "config.field": "x"},
+            r"config\.field: is x: nothing reads it, with chat lines are dialogues",
+        ),
         (
             {"config.chat": {}, "config.tokenizer": {"kind": "bpe", "vocabulary_size": 300}},
             r"config\.tokenizer\.kind: is bpe, dialogues need one of bytes, hf",
