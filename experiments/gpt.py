@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from experiments.gpt_2_files import GPT2Files
 from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.blocks import INIT_STDDEV, Dense, gelu, loss_sum_of, rematerialised, unembed, with_axes
+from experiments.model.noise import EmbeddingNoise
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, TrainerConfig
 from runner.spec import Auto
@@ -50,6 +51,7 @@ class GPTConfig(ModelConfig):
     heads: PositiveInt = Field(description="Attention heads; must divide width.")
     width: PositiveInt = Field(description="Width of the residual stream.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of embedding and branch outputs zeroed.")
+    neftune_alpha: NonNegativeFloat = Field(default=0.0, description="NEFTune noise in training, its paper's alpha.")
     vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto takes the data set's.")
     layer_loop: Literal["scan", "unroll"] = Field(default="scan", description="Compile one layer, or each of them.")
 
@@ -166,8 +168,8 @@ class GPT(nn.Module):
 
         With `targets`, (y_BxT, weight_BxT), it is the summed cross entropy that is returned, for which not all logits
         need ever exist (`memory.loss_chunk_positions`). `examples_B` says where in the step each example stands;
-        dropout depends on that and not on the split. `segments` and `positions` (B, T) are those of rows that hold
-        several documents: attention stays within a segment (see `experiments.model.attention`), and a token has the
+        dropout and noise depend on that, not on the split. `segments` and `positions` (B, T) are those of rows that
+        hold several documents: attention stays within a segment (see `experiments.model.attention`), a token has the
         position embedding of its place in its document; without them, of its place in the row.
 
         With `cache` (see `init_cache`) the tokens stand at positions `start` .. `start + T - 1` (int32 scalar), behind
@@ -190,7 +192,7 @@ class GPT(nn.Module):
         if start is not None:
             positions = start + jnp.arange(T)
         x_BxTxD = embedding_VxD[tokens_BxT] + (positions_TxD[:T] if positions is None else positions_TxD[positions])
-        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
+        x_BxTxD = self._with_noise(x_BxTxD, examples_B, deterministic)
         x_BxTxD = Dropout(self.config.dropout, deterministic)(x_BxTxD, examples_B)
         x_BxTxD, cache = self._blocks(deterministic)(x_BxTxD, examples_B, segments, cache, start)
         x_BxTxD = make_layer_norm("final_norm", self.param_dtype, self.compute_dtype)(x_BxTxD)
@@ -200,6 +202,10 @@ class GPT(nn.Module):
             return loss_sum_of(unembed, embedding_VxD, x_BxTxD, targets, chunk_positions=chunk)
         logits_BxTxV = unembed(embedding_VxD, x_BxTxD)
         return logits_BxTxV if cache is None else (logits_BxTxV, cache)
+
+    def _with_noise(self, x_BxTxD: jax.Array, examples_B: jax.Array, deterministic: bool) -> jax.Array:
+        noise = EmbeddingNoise(self.config.neftune_alpha, deterministic, name="embedding_noise")
+        return nn.with_logical_constraint(noise(x_BxTxD, examples_B), ("batch", "sequence", "embed_act"))
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:
@@ -301,7 +307,7 @@ class PretrainGPT(BaseTrainer):
     def forward(
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Summed cross entropy, with each example's own dropout."""
+        """Summed cross entropy, with each example's own dropout and noise."""
         rngs = None if key is None else {"dropout": key}
         targets = batch["y"], target_weights(batch)
         loss_sum = apply_fn(

@@ -4,11 +4,11 @@ from typing import Any, ClassVar
 
 import jax
 from pydantic import Field, NonNegativeFloat, PositiveInt
-
-from runner.hook import HookConfig, Moment, Observer, SeenJob
 from runner.inference.choice import Sampling
 from runner.inference.decode import generate, make_reader
 from runner.inference.text import encode_prompt, first_token, language_of, stream_text
+
+from runner.hook import HookConfig, Moment, Observer, SeenJob
 
 
 class SampleTextConfig(HookConfig):

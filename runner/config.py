@@ -50,6 +50,10 @@ class TokenSource(Frozen):
         default=None,
         description="Type of the ids in .bin files, little-endian; null: uint16, and wider ones are refused.",
     )
+    train_on: Literal["answers", "all"] | None = Field(
+        default=None,
+        description="Of a corpus of dialogues, which needs it: whether the tokens of answers alone count in the loss.",
+    )
 
 
 class MixtureSource(TokenSource):
@@ -102,7 +106,18 @@ class DataConfig(TokenSource):
         """What training draws from; the only source has the name of its split."""
         if self.mixture:
             return self.mixture
-        return [MixtureSource(name="train", source=self.source, options=self.options, dtype=self.dtype)]
+        return [MixtureSource(name="train", **{key: getattr(self, key) for key in TokenSource.model_fields})]
+
+    @model_validator(mode="after")
+    def _answers_count_where_they_train(self) -> "DataConfig":
+        if all(source.train_on != "answers" for source in self.sources):
+            for name, held in self.validation.items():
+                if held.train_on == "answers":
+                    raise ValueError(
+                        f"validation.{name}.train_on=answers, and no source that is trained on says so; use all, or "
+                        "train on answers"
+                    )
+        return self
 
     @field_validator("validation", mode="before")
     @classmethod

@@ -26,7 +26,7 @@ from runner import BaseTrainer, ExecutionSpec, RestoreableJob
 from runner.config import PrecisionConfig
 from runner.errors import PreemptedError
 from runner.storage import LocalStore, parse_lines, read_json
-from tests.data.buckets import URL, put_in_bucket
+from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
 from tests.support.judged import write_questions
 from tests.support.tiny import StopAfter, counter, gpt
 
@@ -122,6 +122,12 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.data.packing", "pad"): {"config.data.source": "TEXTS"},
     ("config.data.mixture.*.dtype", "uint32"): {"source": "UINT32"},
     ("config.data.validation.*.dtype", "uint32"): {"source": "UINT32"},
+    ("config.data.train_on", "answers"): {"config.data.source": "CHATS"},
+    ("config.data.train_on", "all"): {"config.data.source": "CHATS"},
+    ("config.data.mixture.*.train_on", "answers"): {"source": "CHATS"},
+    ("config.data.mixture.*.train_on", "all"): {"source": "CHATS"},
+    ("config.data.validation.*.train_on", "answers"): {"source": "CHATS"},
+    ("config.data.validation.*.train_on", "all"): {"source": "CHATS"},
     ("config.data.tokenizer", "characters"): {"config.data.source": "TEXTS"},
     ("config.data.document_separator", "newline"): {"config.data.source": "TEXTS"},
     ("config.data.document_separator", "nul"): {"config.data.source": "TEXTS"},
@@ -181,6 +187,7 @@ INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "config.data.validation": lambda entry: {
         "config.data.validation": {"other": {"source": "UINT16", **entry}},
         **OF_TOKENS,
+        **({"config.data.source": "CHATS", "config.data.train_on": "answers"} if "answers" in entry.values() else {}),
     },
 }
 NEEDS_GPT = {"config.precision.params=bfloat16", "config.precision.rounding=stochastic"}
@@ -378,6 +385,13 @@ def write_ids(path: Path, dtype: str) -> Path:
     return path
 
 
+def write_chats(directory: Path) -> Path:
+    """A corpus of dialogues, made once."""
+    if not directory.exists():
+        write_corpus(directory, random_shards([[30] * 40], 256), vocabulary_size=256, marks_of=lambda ids: ids % 3 == 0)
+    return directory
+
+
 def write_texts(directory: Path) -> Path:
     """A glob of text files, which are documents, made once."""
     directory.mkdir(exist_ok=True)
@@ -395,6 +409,7 @@ def check(row: list[Case], directory: Path, job_class: type[BaseTrainer], base: 
     def make(name: str, **changes: Any) -> BaseTrainer:
         places = {"WARM": str(directory / "warm"), "LOCAL": str(directory / f"{name}.local")}
         places |= {each.upper(): str(write_ids(directory / f"{each}.bin", each)) for each in ("uint16", "uint32")}
+        places["CHATS"] = str(write_chats(directory / "chats"))
         places["TEXTS"] = str(write_texts(directory / "texts"))
         places["QUESTIONS"] = str(write_questions(directory / "questions.jsonl", number=2))
         placed = {key: put_in_place(value, places) for key, value in together.items()}

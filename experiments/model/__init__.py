@@ -5,6 +5,7 @@
 - `config`           the keys of a decoder
 - `attention`        causal attention, in the form that is fast on each platform
 - `blocks`           projections, norms, the gated MLP, what is kept for the backward pass, the loss
+- `noise`            noise on embeddings in training
 - `grouped`          matmuls of tokens that are grouped by expert
 - `moe`              mixture of experts: routing, balancing, counts
 - `dialect`          the config.json of a decoder in the words of each family of transformers
@@ -27,12 +28,14 @@ from experiments.model.blocks import (
     with_axes,
 )
 from experiments.model.moe import MixtureOfExperts, MoeConfig
+from experiments.model.noise import EmbeddingNoise
 from experiments.model.rotary import Rope, Rotation, rotate, rotation_at
 from runner.train.fields import document_arguments, target_weights
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
 
 __all__ = [
     "Dense",
+    "EmbeddingNoise",
     "GatedMLP",
     "MixtureOfExperts",
     "MoeConfig",

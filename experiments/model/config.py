@@ -132,6 +132,7 @@ class DecoderConfig(ModelConfig):
         default=1.0, description="What embeddings are multiplied by: a number, or the square root of width."
     )
     tied_embedding: bool = Field(default=False, description="Make logits by the embedding, not a matrix of their own.")
+    neftune_alpha: NonNegativeFloat = Field(default=0.0, description="NEFTune noise in training, its paper's alpha.")
     z_loss: NonNegativeFloat = Field(
         default=0.0, description="Weight of the squared log of each softmax's denominator in the training loss."
     )

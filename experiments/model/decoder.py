@@ -38,6 +38,7 @@ from experiments.model.layer_attention import (
     residual_stddev,
 )
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, next_biases, scalars
+from experiments.model.noise import EmbeddingNoise
 from experiments.model.rotary import Rotation, rotation_at
 from runner import BaseTrainer
 from runner.config import MemoryConfig
@@ -107,7 +108,9 @@ class Turn(nn.Module):
 class Decoder(nn.Module):
     """A decoder over rows of any length.
 
-    Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, norms, rotations and softmax in float32.
+    Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, norms, rotations and softmax in float32. With
+    `neftune_alpha` a call needs a "dropout" key unless `deterministic`; `examples` (B,) says where in the step each
+    example stands, on which its noise depends.
     """
 
     config: DecoderConfig
@@ -126,6 +129,7 @@ class Decoder(nn.Module):
         positions: jax.Array | None = None,
         cache: Any = None,
         start: jax.Array | None = None,
+        examples: jax.Array | None = None,
         deterministic: bool,
     ) -> Any:
         """Return logits (B, T, V) of the next token, in `compute_dtype`.
@@ -136,7 +140,6 @@ class Decoder(nn.Module):
         segment, and a token is rotated by its place in its document; without them, by its place in the row.
 
         Where layers have experts, their statistics are sown in the collection `statistics`, by stage and layer.
-
         With `cache`, of `init_cache`, the tokens stand at positions `start` to start + T - 1 and see what was cached
         before them; returned are logits and the cache with these tokens in it.
         """
@@ -144,7 +147,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = jnp.arange(tokens_BxT.shape[1])[None] + (0 if start is None else start)
         row = Row(self._rotations(positions), segments, _real(tokens_BxT, targets, segments), start)
-        x_BxTxD = self._scaled(embed(embedding_VxD, tokens_BxT))
+        x_BxTxD = self._scaled(self._with_noise(embed(embedding_VxD, tokens_BxT), examples, deterministic))
         new_cache, statistics = {}, {}
         for stage in self.config.stages:
             stage_cache = None if cache is None else cache[stage.name]
@@ -187,6 +190,9 @@ class Decoder(nn.Module):
         if not self.is_initializing():
             self.sow(STATISTICS, STATISTICS, sparse, reduce_fn=lambda _, new: new, init_fn=lambda: None)
         return jnp.asarray(losses_B)
+
+    def _with_noise(self, x_BxTxD: jax.Array, examples_B: jax.Array | None, deterministic: bool) -> jax.Array:
+        return EmbeddingNoise(self.config.neftune_alpha, deterministic, name="embedding_noise")(x_BxTxD, examples_B)
 
     def _scaled(self, x_BxTxD: jax.Array) -> jax.Array:
         """Embeddings as the first layer gets them."""
@@ -345,11 +351,13 @@ class PretrainDecoder(BaseTrainer):
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Summed cross entropy, in training with the z-loss and the losses of routers."""
+        is_noisy = key is not None and cls.config.model.neftune_alpha > 0
         loss_sum, sown = apply_fn(
             {"params": params},
             batch["x"],
             targets=(batch["y"], target_weights(batch)),
             **document_arguments(apply_fn, batch),
+            **({"examples": batch["example"], "rngs": {"dropout": key}} if is_noisy else {}),
             deterministic=key is None,
             mutable=[STATISTICS],
         )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from runner.spec import Frozen, JobConfig
 
@@ -51,6 +51,29 @@ TokenizerConfig = Annotated[
 ]
 
 
+class ChatConfig(Frozen):
+    """Each line is a dialogue: prompts, and answers that are to be learned."""
+
+    template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Path or URL of the tokenizer_config.json that has the chat template, or has it beside it as "
+        "chat_template.jinja; null: a prompt and its completion, one after the other.",
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=2, description="Tokens that a dialogue may have, its separator included; null: any number."
+    )
+    longer: Literal["drop", "cut"] = Field(
+        default="drop", description="A dialogue of more than max_tokens is left out, or loses its end."
+    )
+
+    @model_validator(mode="after")
+    def _longer_than_what(self) -> "ChatConfig":
+        if self.max_tokens is None and self.longer != "drop":
+            raise ValueError(f"longer={self.longer}: nothing reads it without max_tokens; name that, or leave it out")
+        return self
+
+
 class TokeniseConfig(JobConfig):
     """What is read, what makes tokens of it, and where they go."""
 
@@ -66,6 +89,9 @@ class TokeniseConfig(JobConfig):
     tokenizer: TokenizerConfig = Field(description="What makes ids of text.")
     separator: NonNegativeInt | str | None = Field(
         default=None, description="Id, or text, of the token that ends every document; null: none does."
+    )
+    chat: ChatConfig | None = Field(
+        default=None, description="Lines of a .jsonl are dialogues, and the corpus says which tokens are of answers."
     )
     output: str | None = Field(
         default=None, min_length=1, description="Directory or URL of the corpus; null: `corpus` in the run's directory."

@@ -32,6 +32,10 @@ _OF_DONE = (
     Key("first_bad", str, "where the first of them is, and what it lacks"),
     Key("num_left_out", int, "documents without tokens"),
 )
+_OF_DIALOGUES = (
+    Key("num_dropped", int, "dialogues that were too long, or had no answer left; left out where 0"),
+    Key("num_cut", int, "dialogues that have lost their end; left out where 0"),
+)
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of a store on a disk
 
 
@@ -44,11 +48,20 @@ class Done(Shards):
     num_bad: int
     first_bad: str
     num_left_out: int
+    num_dropped: int = 0
+    num_cut: int = 0
+
+    def record(self) -> JsonObject:
+        """As it is written."""
+        record = asdict(self) | {"shards": [shard.record() for shard in self.shards]}
+        return {
+            key: value for key, value in record.items() if value or key not in {each.name for each in _OF_DIALOGUES}
+        }
 
     @classmethod
     def parse(cls, record: JsonObject) -> Self:
         """Raises `ValueError` or `TypeError` if it is damaged."""
-        check(record, _OF_DONE, [key.name for key in _OF_DONE])
+        check(record, (*_OF_DONE, *_OF_DIALOGUES), [key.name for key in _OF_DONE])
         return cls(**record | {"shards": tuple(map(parse_shard, record["shards"]))})
 
 
@@ -119,24 +132,29 @@ class _PieceWriter:
         self._store, self._name, self._tokenizer = store, name_of(piece), tokenizer
         self._ids: list[np.ndarray] = []
         self._ends: list[np.ndarray] = []
+        self._answers: list[np.ndarray] = []
         self._num_tokens = 0  # of the shard that is being made
         self._shards: list[Shard] = []
-        self._num_left_out = 0
+        self._num_left_out = self._num_dropped = self._num_cut = 0
 
     def add(self, encoded: Encoded) -> None:
         """The next tokens."""
         self._ids.append(encoded.ids)
         self._ends.append(encoded.ends + self._num_tokens)
         self._num_tokens += len(encoded.ids)
+        self._answers += [] if encoded.answers is None else [encoded.answers]
         self._num_left_out += encoded.num_left_out
+        self._num_dropped += encoded.num_dropped
+        self._num_cut += encoded.num_cut
         if encoded.batch.ends_shard and self._num_tokens:
             self._publish()
 
     def finish(self, encoded: Encoded) -> Done:
         """After the last tokens: write the record."""
         bad = encoded.batch.bad
-        done = Done(self._tokenizer, tuple(self._shards), len(bad), str(bad[0]) if bad else "", self._num_left_out)
-        self._store.write(f"{self._name}.json", encode_json(asdict(done)))
+        first_bad, left_out = str(bad[0]) if bad else "", (self._num_left_out, self._num_dropped, self._num_cut)
+        done = Done(self._tokenizer, tuple(self._shards), len(bad), first_bad, *left_out)
+        self._store.write(f"{self._name}.json", encode_json(done.record()))
         return done
 
     def _publish(self) -> None:
@@ -144,8 +162,11 @@ class _PieceWriter:
         ids, ends = np.concatenate(self._ids), np.concatenate(self._ends).astype(ENDS_DTYPE)
         self._store.write(f"{name}.bin", ids.tobytes())
         self._store.write(f"{name}.ends", ends.tobytes())
-        self._shards.append(Shard.of(name, ids, ends))
-        self._ids, self._ends, self._num_tokens = [], [], 0
+        answers = np.concatenate(self._answers) if self._answers else None
+        if answers is not None:
+            self._store.write(f"{name}.answers", answers.tobytes())
+        self._shards.append(Shard.of(name, ids, ends, answers))
+        self._ids, self._ends, self._answers, self._num_tokens = [], [], [], 0
 
 
 def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[Encoded]) -> Done:
@@ -178,7 +199,7 @@ def read_done(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> l
             raise DataError(f"{where} was made with another tokenizer; remove {store.url} and run again")
         lacking = _first_cut(done.shards, itemsize, sizes)
         if lacking is not None:
-            raise DataError(f"{store.url}/{lacking}.bin or .ends is missing or cut; remove {where} and run again")
+            raise DataError(f"{store.url}/{lacking} is missing or cut; remove {where} and run again")
         return done
 
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="read") as pool:
@@ -202,12 +223,9 @@ def refuse_another_tokenizer(store: Store, tokenizer: str) -> None:
 
 
 def _first_cut(shards: Iterable[Shard], itemsize: int, sizes: dict[str, int]) -> str | None:
-    """The first shard one of whose files is not there, or not of its size."""
-    for shard in shards:
-        found = sizes.get(f"{shard.name}.bin"), sizes.get(f"{shard.name}.ends")
-        if found != (itemsize * shard.num_tokens, ENDS_DTYPE.itemsize * shard.num_documents):
-            return shard.name
-    return None
+    """The first file of a shard that is not there, or not of its size."""
+    needs = {name: size for shard in shards for name, size in shard.file_sizes(itemsize).items()}
+    return next((name for name, size in needs.items() if sizes.get(name) != size), None)
 
 
 def read_index(store: Store) -> CorpusIndex:

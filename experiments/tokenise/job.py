@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.tokenise import corpus
+from experiments.tokenise.chat import Chat, digest_of, load_chat, refuse_unread, tell_too_long
 from experiments.tokenise.config import BpeConfig, TokeniseConfig
 from experiments.tokenise.piece import Piece, cut_into_pieces
 from experiments.tokenise.pipeline import Encoded, encoded, too_many
@@ -81,16 +82,27 @@ class Tokenise(RestoreableJob):
         with self.document.blaming("config.separator"):
             return self.vocabulary.separator(self.config.separator)
 
+    @functools.cached_property
+    def chat(self) -> Chat | None:
+        """How lines become dialogues."""
+        with self.document.blaming("config.chat.template"):
+            return None if self.config.chat is None else load_chat(self.config.chat)
+
+    @property
+    def maker(self) -> str:
+        """Of what makes ids."""
+        return digest_of(self.vocabulary.sha256, self.chat)
+
     # What a job says of itself.
 
     def setup(self, hosts: Hosts) -> None:
         """Find the input and read the tokenizer. Raises `InvalidError` on every host if these do not serve."""
         _refuse_own_files(self)
-        self._refuse_unread()
+        refuse_unread(self.config, self.files[0].form, self.document)
         seen = [fingerprint_of(self.files), len(self.pieces)]
         if not isinstance(self.config.tokenizer, BpeConfig):
             _ = self.separator
-            seen.append(self.vocabulary.sha256)
+            seen.append(self.maker)
         others = hosts.gather(seen)
         different = [process for process, other in enumerate(others) if other != others[0]]
         if different:
@@ -112,6 +124,8 @@ class Tokenise(RestoreableJob):
     def identity(self) -> Trajectory:
         """The keys, and what is in the files that they name."""
         found = super().identity() | {"config.source.files": fingerprint_of(self.files)}
+        if self.chat is not None and self.chat.template is not None:
+            found |= {"config.chat.template.sha256": self.chat.template.sha256}
         if isinstance(self.config.tokenizer, BpeConfig):
             return found
         return found | {"config.tokenizer.sha256": self.vocabulary.sha256}
@@ -148,18 +162,6 @@ class Tokenise(RestoreableJob):
 
     # The parts of it.
 
-    def _refuse_unread(self) -> None:
-        """`field` and `skip_bad` say nothing of text files."""
-        if self.files[0].form != "text":
-            return
-        for key in ("field", "skip_bad"):
-            value = getattr(self.config, key)
-            if value != TokeniseConfig.model_fields[key].default:
-                raise self.document.error(
-                    f"config.{key}",
-                    f"is {value}: nothing reads it, {self.config.source} names text files; leave it out",
-                )
-
     def _check_output(self) -> None:
         """Refuse an output that is another run's or was begun from other files. Main host only; changes nothing."""
         with self.document.blaming("config.output"):
@@ -183,7 +185,7 @@ class Tokenise(RestoreableJob):
             sample = sample_of(self.pieces, config.tokenizer.sample_bytes, config.field, config.skip_bad)
             output.write(FILES["hf"], train(config.tokenizer, config.separator, sample))
         with self.document.blaming("config.tokenizer"):
-            corpus.refuse_another_tokenizer(output, self.vocabulary.sha256)
+            corpus.refuse_another_tokenizer(output, self.maker)
         if self.vocabulary.content is not None:
             corpus.write_once(output, self.vocabulary.record["file"], self.vocabulary.content)
 
@@ -196,7 +198,8 @@ class Tokenise(RestoreableJob):
     def _encode(self, pieces: Sequence[int]) -> Generator[Encoded]:
         config, skip_bad = self.config, self.config.skip_bad
         work = [(piece, self.pieces[piece]) for piece in pieces]
-        return encoded(work, self.vocabulary.tokenizer, self.separator, config.field, config.shard_bytes, skip_bad)
+        how = config.field, config.shard_bytes, skip_bad, self.chat
+        return encoded(work, self.vocabulary.tokenizer, self.separator, *how)
 
     def _make(self, piece: int, stream: Iterator[Encoded]) -> corpus.Done:
         """Write the next piece of the stream."""
@@ -204,7 +207,7 @@ class Tokenise(RestoreableJob):
             self.attempt.fence.glance()
         try:
             with self.attempt.progress.during(_TOKENISE):
-                return corpus.write_piece(self.output, piece, self.vocabulary.sha256, self._reported(stream))
+                return corpus.write_piece(self.output, piece, self.maker, self._reported(stream))
         except FileNotFoundError:
             if self.attempt.hosts.is_main:
                 self.attempt.fence.check()  # a newer attempt has removed what this one was writing
@@ -239,8 +242,8 @@ class Tokenise(RestoreableJob):
         self.attempt.fence.check()
         vocabulary, separator, url = self.vocabulary, self.separator, self.output.url
         dtype = vocabulary.tokenizer.dtype
-        done = corpus.read_done(self.output, len(self.pieces), vocabulary.sha256, dtype.itemsize)
-        num_bad, num_left_out = sum(piece.num_bad for piece in done), sum(piece.num_left_out for piece in done)
+        done = corpus.read_done(self.output, len(self.pieces), self.maker, dtype.itemsize)
+        num_bad = sum(piece.num_bad for piece in done)
         first_bad = next((piece.first_bad for piece in done if piece.num_bad), "")
         if num_bad > self.config.skip_bad:
             raise DataError(too_many(first_bad, num_bad, self.config.skip_bad))
@@ -252,11 +255,14 @@ class Tokenise(RestoreableJob):
         corpus.write_index(self.output, index)
         if num_bad:
             self.attempt.say(f"{self.spec.name}: left out {num_bad} lines without a text, the first is {first_bad}")
-        if num_left_out:
+        if num_left_out := sum(piece.num_left_out for piece in done):
             self.attempt.say(f"{self.spec.name}: left out {num_left_out} empty documents: there is no separator")
+        if too_long := tell_too_long(done, self.chat):
+            self.attempt.say(f"{self.spec.name}: {too_long}")
+        train_on = " and config.data.train_on: answers" if index.has_answers else ""
         self.attempt.say(
             f"{self.spec.name}: {url} holds {index.num_tokens:,} tokens of {index.num_documents:,} documents, "
-            f"vocabulary {index.vocabulary_size:,} ({dtype}); train on it with config.data.source: {url}"
+            f"vocabulary {index.vocabulary_size:,} ({dtype}); train on it with config.data.source: {url}{train_on}"
         )
         return index.digest
 

@@ -14,8 +14,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from experiments.tokenise.chat import Chat
+from experiments.tokenise.dialogue import Dialogue, mark
 from experiments.tokenise.piece import Piece
-from experiments.tokenise.reading import Bad, documents, fetch
+from experiments.tokenise.reading import Bad, Document, documents, fetch
+from experiments.tokenise.template import Renderer
+from runner.data.index import ANSWERS_DTYPE
 from runner.data.prefetch import Prefetcher
 from runner.data.subword import BatchTokenizer
 from runner.errors import DataError
@@ -35,7 +39,7 @@ class Batch:
     """Neighbouring documents of one piece. `ends_shard`, `ends_piece`: what ends after the last of them."""
 
     piece: int
-    documents: list[bytes]
+    documents: list[Document]
     bad: tuple[Bad, ...]
     ends_shard: bool
     ends_piece: bool
@@ -43,12 +47,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a batch: `ids` of all its documents, and in `ends` how many of them lie before each one's end."""
+    """The tokens of a batch: `ids` of all its documents, and in `ends` how many of them lie before each one's end.
+
+    Of dialogues `answers` says of each token whether it is of an answer; None of other documents.
+    """
 
     batch: Batch
     ids: np.ndarray
     ends: np.ndarray
     num_left_out: int  # documents without tokens
+    answers: np.ndarray | None = None
+    num_dropped: int = 0  # dialogues that were too long, or that had no answer left
+    num_cut: int = 0
 
 
 def encoded(
@@ -58,16 +68,20 @@ def encoded(
     field: str,
     shard_bytes: int,
     skip_bad: int,
+    chat: Chat | None = None,
 ) -> Generator[Encoded]:
     """The tokens of the numbered pieces, in order. Close it, or exhaust it. Raises `DataError`."""
     fetched = ahead(_fetch_all(pieces), 1)
-    batches = ahead(_batches(fetched, field, shard_bytes, skip_bad), _BATCHES_AHEAD)
+    batches = ahead(_batches(fetched, field, shard_bytes, skip_bad, chat), _BATCHES_AHEAD)
+    if chat is not None:
+        return mapped(lambda batch: encode_dialogues(batch, tokenizer, separator, chat), batches, _NUM_ENCODERS)
     return mapped(lambda batch: encode(batch, tokenizer, separator), batches, _NUM_ENCODERS)
 
 
 def encode(batch: Batch, tokenizer: BatchTokenizer, separator: int | None) -> Encoded:
     """A document that has no tokens and no separator is left out: a corpus cannot hold it."""
-    found: Sequence[np.ndarray] = tokenizer.encode_batch(batch.documents) if batch.documents else []
+    texts = [document for document in batch.documents if isinstance(document, bytes)]
+    found: Sequence[np.ndarray] = tokenizer.encode_batch(texts) if texts else []
     num_documents, tail = len(found), 0 if separator is None else 1
     if separator is None:
         found = [ids for ids in found if len(ids)]
@@ -79,13 +93,35 @@ def encode(batch: Batch, tokenizer: BatchTokenizer, separator: int | None) -> En
     return Encoded(batch, ids, np.cumsum(lengths), num_documents - len(lengths))
 
 
+def encode_dialogues(batch: Batch, tokenizer: BatchTokenizer, separator: int | None, chat: Chat) -> Encoded:
+    """As `encode`, with the tokens of answers marked. One that is too long, or has no answer left, is left out."""
+    dialogues = [document for document in batch.documents if isinstance(document, Dialogue)]
+    found = tokenizer.encode_spans([dialogue.text for dialogue in dialogues]) if dialogues else []
+    marked = [
+        mark(dialogue, ids, spans, separator, chat.max_tokens)
+        for dialogue, (ids, spans) in zip(dialogues, found, strict=True)
+    ]
+    kept = [one for one in marked if not one.is_cut or (chat.is_cut and one.marks.any())]
+    held = [one for one in kept if len(one.ids)]
+    ids = np.concatenate([np.empty(0, tokenizer.dtype), *(one.ids for one in held)])
+    answers = np.concatenate([np.empty(0, ANSWERS_DTYPE), *(one.marks for one in held)])
+    ends = np.cumsum(np.array([len(one.ids) for one in held], np.int64))
+    num_cut = sum(one.is_cut for one in held)
+    return Encoded(batch, ids, ends, len(kept) - len(held), answers, len(marked) - len(kept), num_cut)
+
+
 def piece_documents(
-    piece: Piece, contents: Sequence[bytes | None], field: str, skip_bad: int, bad: list[Bad]
-) -> Generator[bytes]:
+    piece: Piece,
+    contents: Sequence[bytes | None],
+    field: str,
+    skip_bad: int,
+    bad: list[Bad],
+    renderer: Renderer | None = None,
+) -> Generator[Document]:
     """The documents of a piece; what is bad is put into `bad`. Raises `DataError` where that is too much."""
     for part, content in zip(piece, contents, strict=True):
-        for document in documents(part, content, field):
-            if isinstance(document, bytes):
+        for document in documents(part, content, field, renderer):
+            if not isinstance(document, Bad):
                 yield document
                 continue
             bad.append(document)
@@ -110,15 +146,20 @@ def _fetch_all(pieces: Iterable[tuple[int, Piece]]) -> Generator[tuple[int, Piec
 
 
 def _batches(
-    pieces: Generator[tuple[int, Piece, list[bytes | None]]], field: str, shard_bytes: int, skip_bad: int
+    pieces: Generator[tuple[int, Piece, list[bytes | None]]],
+    field: str,
+    shard_bytes: int,
+    skip_bad: int,
+    chat: Chat | None,
 ) -> Generator[Batch]:
     """Cut by documents alone, so that the same shards come out of the same piece."""
-    with contextlib.closing(pieces):
+    rendering = contextlib.nullcontext() if chat is None else Renderer(chat.template)
+    with contextlib.closing(pieces), rendering as renderer:
         for number, piece, contents in pieces:
             bad: list[Bad] = []
-            batch: list[bytes] = []
+            batch: list[Document] = []
             batch_bytes = in_shard_bytes = 0
-            for document in piece_documents(piece, contents, field, skip_bad, bad):
+            for document in piece_documents(piece, contents, field, skip_bad, bad, renderer):
                 batch.append(document)
                 batch_bytes += len(document)
                 in_shard_bytes += len(document)

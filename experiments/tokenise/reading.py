@@ -11,13 +11,18 @@ from typing import Any, BinaryIO, Protocol
 
 import zstandard
 
+from experiments.tokenise.dialogue import Dialogue, parse_dialogue
 from experiments.tokenise.object_file import BLOCK_BYTES, ObjectFile, read_object
 from experiments.tokenise.source import InputFile
+from experiments.tokenise.template import Renderer
 from runner.data.extra import import_extra
 from runner.errors import DataError, RetryableError, reason_of
 
 _CHUNK_BYTES = 1 << 20
 _LONGEST_WINDOW_BYTES = 1 << 31  # of .zst files made with --ultra --long=31
+
+
+Document = bytes | Dialogue
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,12 @@ def fetch(part: Part) -> bytes | None:
     return read_object(part.file, 0, part.file.size_bytes)
 
 
-def documents(part: Part, content: bytes | None, field: str) -> Iterator[bytes | Bad]:
+def documents(
+    part: Part, content: bytes | None, field: str, renderer: Renderer | None = None
+) -> Iterator[Document | Bad]:
     """The documents of a part, as UTF-8; of a text file its own bytes. `content` is what `fetch` gave.
 
+    With a `renderer` lines are dialogues.
     Raises `DataError` if the file cannot be read, is damaged, cut short, or has changed since it was resolved.
     """
     part.file.refuse_change()
@@ -62,7 +70,7 @@ def documents(part: Part, content: bytes | None, field: str) -> Iterator[bytes |
             if part.file.form == "text":
                 yield file.read()
             elif part.file.form == "jsonl":
-                yield from _of_lines(part, file, field)
+                yield from _of_lines(part, file, field, renderer)
             else:
                 yield from _of_table(part, file, field)
     except RetryableError:
@@ -75,7 +83,7 @@ def _open(file: InputFile) -> BinaryIO:
     return open(file.name, "rb") if file.place is None else io.BufferedReader(ObjectFile(file), _CHUNK_BYTES)
 
 
-def _of_lines(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
+def _of_lines(part: Part, file: BinaryIO, field: str, renderer: Renderer | None) -> Iterator[Document | Bad]:
     number = 0
     for number, line in enumerate(_lines(part, file), start=1):
         if not line.strip():
@@ -85,11 +93,25 @@ def _of_lines(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
         except (ValueError, RecursionError) as error:
             yield Bad(_place(part, number), f"is not JSON ({error})")
             continue
-        text = record.get(field) if isinstance(record, dict) else None
-        if isinstance(text, str):
-            yield text.encode(errors="replace")  # JSON can hold half a character, which no text can
-        else:
-            yield Bad(_place(part, number), _lack(record, field))
+        try:
+            found = _text_of(record, field) if renderer is None else _dialogue_of(record, renderer)
+        except DataError as error:
+            raise DataError(f"{_place(part, number)}: {error}") from error
+        yield Bad(_place(part, number), found) if isinstance(found, str) else found
+
+
+def _text_of(record: Any, field: str) -> bytes | str:
+    """The text of a line as UTF-8, or what the line lacks."""
+    text = record.get(field) if isinstance(record, dict) else None
+    if isinstance(text, str):
+        return text.encode(errors="replace")  # JSON can hold half a character, which no text can
+    return _lack(record, field)
+
+
+def _dialogue_of(record: Any, renderer: Renderer) -> Dialogue | str:
+    """The dialogue of a line, or what the line lacks. Raises `DataError` for what no template may do."""
+    asked = parse_dialogue(record)
+    return asked if isinstance(asked, str) else renderer.render(asked)
 
 
 def _lack(record: Any, field: str) -> str:

@@ -109,6 +109,7 @@ def sample_of(
         piece = pieces[index * len(pieces) // num_sampled]
         left_bytes = of_each_bytes
         for document in piece_documents(piece, fetch_piece(piece), field_name, skip_bad, bad):
+            assert isinstance(document, bytes), "a vocabulary is not trained on dialogues"
             yield document
             left_bytes -= len(document)
             if left_bytes <= 0:

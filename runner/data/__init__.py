@@ -11,6 +11,7 @@
 - `reader`     the bytes of files by ranges; here those of a disk
 - `remote`     the same of a bucket: exactly what is asked for, kept on this host's disk
 - `store`      token arrays, files and objects, read as one sequence
+- `answers`    which tokens of dialogues count
 - `corpus`     shards with an index, and their documents
 - `format`     files that other tools have written
 - `text`       text files -> cached tokens

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.data.index import ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard, read_tokenizer
+from runner.data.answers import LOSS_WEIGHT, Answers, TrainOn, refuse_train_on
+from runner.data.index import ANSWERS_DTYPE, ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard, read_tokenizer
 from runner.data.protocol import Source
 from runner.data.reader import ByteRange, DiskReader
 from runner.data.remote.cache import CacheSettings
@@ -34,19 +35,32 @@ class Corpus(Tokens, Source):
     - other tokens of the same size: at the start, by the head of a shard (of up to 1,024 in a bucket); behind the head,
       where the store reports CRC-32C (Google's), or the shards are on a disk and small, or an id is beyond the largest
       of the index when it is read;
+    - other marks of answers: as tokens, but in a bucket by no head; what is no mark when it is read;
     - other document ends: by their CRC, when they are read whole; where they are read in parts, from a bucket or of
       more than `ENDS_BYTES_MAX`, only by numbers that cannot be;
     - a file that is replaced while the job runs: by `check`, before each save; in a bucket by the next read of it.
 
     So what is never found is this: of a corpus that is large, or on S3 or Azure, tokens behind the head of a shard are
-    changed between two attempts into others that are in the vocabulary; or ends, which are read in parts.
+    changed between two attempts into others that are in the vocabulary; or ends, which are read in parts; or marks.
     """
 
     has_documents = True
     id_limit: int  # the largest of the index + 1
 
-    def __init__(self, index: CorpusIndex, parts: Sequence[TokenFile], store: Store, listing: Listing) -> None:
+    def __init__(
+        self,
+        index: CorpusIndex,
+        parts: Sequence[TokenFile],
+        store: Store,
+        listing: Listing,
+        answers: Answers | None = None,
+    ) -> None:
+        """With `answers` these alone count: each token has a `loss_weight`."""
         super().__init__(parts)
+        self._answers = answers
+        if answers is not None:
+            self.fields = {LOSS_WEIGHT: np.float32}
+            self.bytes_fetched_per_token += answers.bytes_fetched_per_token
         self._index, self._store = index, store
         self._shards = [shard for shard in index.shards if shard.num_tokens]
         self.id_limit = 1 + max((shard.largest_id for shard in self._shards), default=-1)
@@ -70,6 +84,22 @@ class Corpus(Tokens, Source):
     def fingerprint(self) -> str:
         """The digest of the index."""
         return self._index.digest
+
+    def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """See `Source`."""
+        assert name == LOSS_WEIGHT
+        assert self._answers is not None
+        return self._answers.weights(ranges)
+
+    def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
+        """See `Source`."""
+        return self.read_field_ranges(name, [(start, stop)])[0]
+
+    def check(self) -> None:
+        """See `Source`."""
+        super().check()
+        if self._answers is not None:
+            self._answers.check()
 
     def refuse_vocabulary(self, size: int) -> None:
         """See `Source`."""
@@ -139,14 +169,24 @@ class Corpus(Tokens, Source):
         return ends
 
 
-def open_corpus(name: str, directory: str, ranges: CacheSettings) -> Corpus:
+def open_corpus(
+    name: str,
+    directory: str,
+    ranges: CacheSettings,
+    train_on: TrainOn | None = None,
+    *,
+    unsaid: TrainOn | None = None,
+) -> Corpus:
     """Open the corpus in a directory or at a URL, which `data.source=name` has named; see `Corpus` for what is checked.
 
+    `train_on` says which tokens of dialogues count; `unsaid` is taken for it where a corpus has some and it is None.
     Raises DataError where a person must act, `OSError` if the bucket does not answer.
     """
     with blaming(name):
         store = open_store(directory)
         index = CorpusIndex.decode(store.read(INDEX), f"{directory}/{INDEX}")
+        train_on = unsaid if train_on is None and index.has_answers else train_on
+        refuse_train_on(train_on, index.has_answers)
         listing = store.listing("")
         if any(index.tokenizer.get("file") == present for present in listing):
             read_tokenizer(index.tokenizer, store)
@@ -156,22 +196,20 @@ def open_corpus(name: str, directory: str, ranges: CacheSettings) -> Corpus:
             parts = _open_files(store, store.root, index, ranges)
         else:
             parts = _open_objects(name, store, index, listing, ranges)
-        return Corpus(index, parts, store, listing)
+        answers = _open_answers(name, store, index, listing, ranges) if train_on == "answers" else None
+        return Corpus(index, parts, store, listing, answers)
 
 
 def _check_shard(directory: str, shard: Shard, itemsize: int, listing: Listing) -> None:
-    """Hold a shard's two files against the index: that they are there, their sizes, their digests where known."""
-    needs = [
-        (f"{shard.name}.bin", shard.num_tokens * itemsize, shard.tokens_crc32c),
-        (f"{shard.name}.ends", shard.num_documents * ENDS_DTYPE.itemsize, shard.ends_crc32c),
-    ]
-    for name, size, digest in needs:
+    """Hold a shard's files against the index: that they are there, their sizes, their digests where known."""
+    digests = [shard.tokens_crc32c, shard.ends_crc32c, shard.answers_crc32c]
+    for (name, size), digest in zip(shard.file_sizes(itemsize).items(), digests, strict=False):
         found = listing.get(name)
         if found is None:
             raise DataError(f"{directory}/{name} is missing, {INDEX} names it")
         if found.size_bytes != size:
             raise DataError(f"{directory}/{name} has {found.size_bytes:,} bytes, by {INDEX} it has {size:,}")
-        if found.crc32c is not None:
+        if found.crc32c is not None and digest is not None:
             _refuse_digest(f"{directory}/{name}", found.crc32c, digest)
 
 
@@ -219,3 +257,24 @@ def _open_objects(
     for shard, head, content in zip(looked_at, heads, found, strict=False):
         _refuse_digest(str(head.file), digest_of(content), shard.head_crc32c)
     return [TokenFile(file_of(shard, "bin"), dtype, shard.num_tokens, 0, reader) for shard in index.shards]
+
+
+def _open_answers(name: str, store: Store, index: CorpusIndex, listing: Listing, ranges: CacheSettings) -> Answers:
+    """What says of each token whether it is of an answer. On a disk small ones are read."""
+    if store.root is None:
+        remote = BucketReader(name, store, ranges, ANSWERS_DTYPE.itemsize)
+        objects = [
+            (shard, bucket_file(store.url, f"{shard.name}.answers", listing[f"{shard.name}.answers"]))
+            for shard in index.shards
+        ]
+        return Answers([TokenFile(file, ANSWERS_DTYPE, shard.num_tokens, 0, remote) for shard, file in objects])
+    reader, is_small = DiskReader(ranges.directory), index.num_tokens <= VERIFIED_BYTES_MAX
+    parts = []
+    for shard in index.shards:
+        file = describe_file(store.root / f"{shard.name}.answers")
+        if not os.access(file.path, os.R_OK):
+            raise DataError(f"{file.path} cannot be read: no permission")
+        if is_small and shard.answers_crc32c is not None:
+            _refuse_digest(str(file), store.digest(file.path.name), shard.answers_crc32c)
+        parts.append(TokenFile(file, ANSWERS_DTYPE, shard.num_tokens, 0, reader))
+    return Answers(parts)

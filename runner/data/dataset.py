@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from runner.data.answers import LOSS_WEIGHT
 from runner.data.mixture import Mixture
 from runner.data.opening import load_own, open_source, refuse_unread
 from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, RowOrder, Rows
@@ -33,10 +34,13 @@ def batch_fields(config: "DataConfig") -> Fields:
     """The arrays of a batch by name, with their dtypes; each has one value a token. Reads no data.
 
     `x` is the input, `y` the token after it, `padding_mask` is True where the target is real. Where an example may hold
-    several documents, `segment` counts them from 1 (0: padding), and `position` begins anew in each. What a class of
-    somebody else's declares stands beside them. Raises DataError if it declares one of these.
+    several documents, `segment` counts them from 1 (0: padding), and `position` begins anew in each. Where answers
+    alone count, `loss_weight` says so. What a class of somebody else's declares stands beside them. Raises DataError if
+    it declares one of the first five.
     """
     fields = dict(TOKEN_FIELDS if config.packing == "concatenate" else DOCUMENT_FIELDS)
+    if any(named.train_on == "answers" for named in config.sources):
+        fields[LOSS_WEIGHT] = np.float32
     for named in config.sources:
         if is_class(named.source):
             own = load_own(named).fields
@@ -199,7 +203,7 @@ class Dataset:
         rows = {name: np.zeros((count, self.sequence_length), dtype) for name, dtype in self.fields.items()}
         num_real = min(count, max(0, examples.num_examples - first)) if examples is not None else 0
         if examples is not None and num_real:
-            for name, found in examples.read(np.arange(first, first + num_real)).items():
+            for name, found in self._weighted(examples.read(np.arange(first, first + num_real))).items():
                 rows[name][:num_real] = found
         return rows
 
@@ -216,9 +220,15 @@ class Dataset:
         parts, numbers = self._mixture.place(first, count)
         for index in np.unique(parts):
             mine = np.flatnonzero(parts == index)
-            for name, found in self.parts[index].read(numbers[mine]).items():
+            for name, found in self._weighted(self.parts[index].read(numbers[mine])).items():
                 rows[name][mine] = found
         return rows
+
+    def _weighted(self, rows: Rows) -> Rows:
+        """`rows`, each of whose real targets counts 1 if its source does not weigh them and another does."""
+        if LOSS_WEIGHT in rows or LOSS_WEIGHT not in self.fields:
+            return rows
+        return rows | {LOSS_WEIGHT: rows["padding_mask"].astype(self.fields[LOSS_WEIGHT])}
 
 
 def load_dataset(
@@ -286,13 +296,13 @@ def load_set(config: "DataConfig", name: str, named: "TokenSource", *, vocabular
     """All tokens of one source in order, as the validation set `name`; there is nothing to train on.
 
     `config` says how long rows are and what they hold. Called on every host. Raises DataError where the source cannot
-    serve that, or a model of `vocabulary_size` ids.
+    serve that, or a model of `vocabulary_size` ids. Of dialogues the answers count, unless `named` says otherwise.
     """
     config = config.model_copy(update={"mixture": [], **{key: getattr(named, key) for key in type(named).model_fields}})
     label = f"data.source={named.source}"
-    source = open_source(named, config, default_cache_directory(), vocabulary_size)
+    source = open_source(named, config, default_cache_directory(), vocabulary_size, unsaid="answers")
     examples = PACKINGS[config.packing](source, Split(0, len(source), config.sequence_length))
-    fields = batch_fields(config)
+    fields = {**batch_fields(config), **source.fields}
     _refuse_unusable(fields, {label: examples})
     found = Dataset(
         named.source, config.sequence_length, fields, "", None, (), {name: examples}, {label: source}, Mixture(())
@@ -328,9 +338,10 @@ def _make_part(
 
 
 def _refuse_unusable(fields: Fields, sets: Mapping[str, Examples]) -> None:
-    """Every set must fill the batch, and hold something."""
+    """Every set must fill the batch, and hold something. One that weighs no target gives each the weight 1."""
+    weights = {LOSS_WEIGHT: fields[LOSS_WEIGHT]} if LOSS_WEIGHT in fields else {}
     for label, examples in sets.items():
-        if dict(examples.fields) != dict(fields):
+        if {**weights, **examples.fields} != dict(fields):
             raise DataError(f"{label}: has the fields {', '.join(examples.fields)}, needs {', '.join(fields)}")
         if not examples.num_examples:
             raise DataError(f"{label}: holds less than one example")

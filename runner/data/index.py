@@ -4,6 +4,9 @@ A corpus is a directory, on a disk or in a bucket, of shards and of `index.json`
 A shard is two files: `<name>.bin`, little-endian token ids, and `<name>.ends`, a little-endian int64 for each document:
 how many tokens of the shard lie before its end. A document lies in one shard, and its separator, where the corpus has
 one, is its last token. The fingerprint of a corpus is the digest of its index, which holds the digest of every file.
+
+A corpus of dialogues has a third file for each shard, `<name>.answers`: a byte for each token, 1 where it is of an
+answer, 0 where it is of what was asked. All shards have one, or none has.
 """
 
 import hashlib
@@ -19,9 +22,10 @@ from runner.record import Key, check
 from runner.storage import JsonObject, Store, digest_of, encode_json, parse_json
 
 INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2  # of a corpus that says which tokens are of answers; others have 1, as ever
 DTYPES = ("uint16", "uint32")
 ENDS_DTYPE = np.dtype("<i8")
+ANSWERS_DTYPE = np.dtype("u1")
 HEAD_BYTES = 1 << 12
 VOCABULARY_MAX = 1 << 32
 
@@ -38,6 +42,7 @@ _OF_SHARD = (
     Key("tokens_crc32c", str, "CRC-32C of `<name>.bin`"),
     Key("ends_crc32c", str, "CRC-32C of `<name>.ends`"),
 )
+_ANSWERS = Key("answers_crc32c", str, "CRC-32C of `<name>.answers`; of a corpus of dialogues alone")
 _OF_INDEX = (
     Key("format", int, "version of this file's form"),
     Key("dtype", str, "type of the ids: uint16 or uint32, little-endian"),
@@ -47,7 +52,7 @@ _OF_INDEX = (
     Key("shards", list, "the shards in reading order"),
     Key("digest", str, "SHA-256 of all the other keys"),
 )
-INDEX_KEYS = (*_OF_INDEX, *(replace(key, name=f"shards.{key.name}") for key in _OF_SHARD))
+INDEX_KEYS = (*_OF_INDEX, *(replace(key, name=f"shards.{key.name}") for key in (*_OF_SHARD, _ANSWERS)))
 
 
 @dataclass(frozen=True)
@@ -61,14 +66,29 @@ class Shard:
     head_crc32c: str
     tokens_crc32c: str
     ends_crc32c: str
+    answers_crc32c: str | None = None
 
     @classmethod
-    def of(cls, name: str, ids: np.ndarray, ends: np.ndarray) -> Self:
-        """What the index says of a shard of these ids and document ends, which are of the types of its files."""
+    def of(cls, name: str, ids: np.ndarray, ends: np.ndarray, answers: np.ndarray | None = None) -> Self:
+        """What the index says of a shard of these ids, ends and answers, which are of the types of its files."""
         tokens, places = ids.tobytes(), ends.tobytes()
         largest = int(ids.max()) if len(ids) else -1
         digests = digest_of(tokens[:HEAD_BYTES]), digest_of(tokens), digest_of(places)
-        return cls(name, len(ids), len(ends), largest, *digests)
+        return cls(
+            name, len(ids), len(ends), largest, *digests, None if answers is None else digest_of(answers.tobytes())
+        )
+
+    def record(self) -> JsonObject:
+        """As the index has it: without what the shard does not have."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    def file_sizes(self, itemsize: int) -> dict[str, int]:
+        """Its files by name with their bytes, of ids of `itemsize` bytes."""
+        sizes = {f"{self.name}.bin": self.num_tokens * itemsize}
+        sizes[f"{self.name}.ends"] = self.num_documents * ENDS_DTYPE.itemsize
+        if self.answers_crc32c is not None:
+            sizes[f"{self.name}.answers"] = self.num_tokens * ANSWERS_DTYPE.itemsize
+        return sizes
 
 
 class Shards:
@@ -96,6 +116,11 @@ class CorpusIndex(Shards):
     shards: tuple[Shard, ...]
 
     @property
+    def has_answers(self) -> bool:
+        """Whether it says which tokens are of answers."""
+        return any(shard.answers_crc32c is not None for shard in self.shards)
+
+    @property
     def digest(self) -> str:
         """64 hexadecimal digits; the same for the same tokens, documents and tokenizer."""
         return _digest(self._content())
@@ -114,13 +139,15 @@ class CorpusIndex(Shards):
             check(record, _OF_INDEX, [key.name for key in _OF_INDEX])
             if record.pop("digest") != _digest(record):
                 raise ValueError("it does not match its own digest")
-            if record["format"] != FORMAT:
-                raise ValueError(f"its format is {record['format']}, needs {FORMAT}")
+            if record["format"] not in range(1, FORMAT + 1):
+                raise ValueError(f"its format is {record['format']}, needs 1 to {FORMAT}")
             if record["dtype"] not in DTYPES:
                 raise ValueError(f"dtype is {record['dtype'][:20]!r}, needs one of {', '.join(DTYPES)}")
             shards = tuple(map(parse_shard, record["shards"]))
             if len({shard.name for shard in shards}) < len(shards):
                 raise ValueError("two of its shards have one name")
+            if {shard.answers_crc32c is not None for shard in shards} not in (set(), {record["format"] == FORMAT}):
+                raise ValueError(f"format {record['format']}, and some of its shards say which tokens are of answers")
             largest, size = max((shard.largest_id for shard in shards), default=-1), record["vocabulary_size"]
             if not largest < size <= VOCABULARY_MAX:
                 raise ValueError(f"vocabulary_size is {size}, needs more than its largest id, {largest}, and 32 bits")
@@ -131,7 +158,8 @@ class CorpusIndex(Shards):
         return cls(record["dtype"], record["vocabulary_size"], record["tokenizer"], record["separator"], shards)
 
     def _content(self) -> JsonObject:
-        return {"format": FORMAT, **asdict(self), "shards": [asdict(shard) for shard in self.shards]}
+        form = FORMAT if self.has_answers else 1
+        return {"format": form, **asdict(self), "shards": [shard.record() for shard in self.shards]}
 
 
 def read_tokenizer(tokenizer: JsonObject, store: Store) -> bytes:
@@ -152,7 +180,7 @@ def parse_shard(record: JsonObject) -> Shard:
     """What the index says of a shard. Raises `ValueError` if it is damaged."""
     if not isinstance(record, dict):
         raise ValueError(f"{str(record)[:20]!r} is no shard")
-    check(record, _OF_SHARD, [key.name for key in _OF_SHARD])
+    check(record, (*_OF_SHARD, _ANSWERS), [key.name for key in _OF_SHARD])
     shard = Shard(**record)
     if not re.fullmatch(r"\w[\w.-]*", shard.name):
         raise ValueError(f"{shard.name[:60]!r} is no name of a shard")

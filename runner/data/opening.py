@@ -5,6 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner.data.answers import TrainOn
 from runner.data.corpus import open_corpus
 from runner.data.format.opening import open_format
 from runner.data.protocol import Checked, Source
@@ -22,14 +23,20 @@ SEPARATORS = {"none": b"", "newline": b"\n", "nul": b"\0"}
 
 
 def open_source(
-    named: "TokenSource", config: "DataConfig", cache_directory: Path, vocabulary_size: int | None
+    named: "TokenSource",
+    config: "DataConfig",
+    cache_directory: Path,
+    vocabulary_size: int | None,
+    *,
+    unsaid: TrainOn | None = None,
 ) -> Source:
     """The tokens that one source of `config` names. Called on every host.
 
-    `vocabulary_size` is the model's, where the spec names it. Raises DataError, also if there are no tokens, and where
+    `vocabulary_size` is the model's, where the spec names it; `unsaid` what counts of dialogues where it does not say.
+    Raises DataError, also if there are no tokens, and where
     the source cannot serve `config.packing`.
     """
-    source = _open(named, config, cache_directory, vocabulary_size)
+    source = _open(named, config, cache_directory, vocabulary_size, unsaid)
     if not len(source):
         raise DataError(f"data.source={named.source}: is empty: it holds 0 tokens")
     if config.packing != "concatenate" and not source.has_documents:
@@ -40,22 +47,28 @@ def open_source(
     return source
 
 
-def _open(named: "TokenSource", config: "DataConfig", cache_directory: Path, vocabulary_size: int | None) -> Source:
+def _open(
+    named: "TokenSource",
+    config: "DataConfig",
+    cache_directory: Path,
+    vocabulary_size: int | None,
+    unsaid: TrainOn | None,
+) -> Source:
     if is_class(named.source):
-        _refuse_unread(named, "is a class", "dtype")
+        _refuse_unread(named, "is a class", "dtype", "train_on")
         return _make_own(named)
     ranges = CacheSettings(cache_directory, config.cache_bytes, config.sequence_length + 1)
     if (corpus := find_corpus(named.source)) is not None:
         _refuse_unread(named, "names a corpus", "dtype", "options")
-        return open_corpus(named.source, corpus, ranges)
+        return open_corpus(named.source, corpus, ranges, named.train_on, unsaid=unsaid)
     files = find_source(named.source)
     if files.format:
-        _refuse_unread(named, f"is of {files.format}", "dtype")
+        _refuse_unread(named, f"is of {files.format}", "dtype", "train_on")
         return open_format(files, named.options, cache_directory, vocabulary_size, ranges)
     if files.holds_tokens:
-        _refuse_unread(named, "names token files", "options")
+        _refuse_unread(named, "names token files", "options", "train_on")
         return open_token_files(files, cache_directory, named.dtype, vocabulary_size, ranges)
-    _refuse_unread(named, "names text files", "dtype", "options")
+    _refuse_unread(named, "names text files", "dtype", "options", "train_on")
     separator = SEPARATORS[config.document_separator]
     text = load_text(files, config.tokenizer, cache_directory, separator, ranges)
     is_copied = isinstance(files, BucketFiles)

@@ -83,8 +83,9 @@ class Windows:
         rows = {"x": tokens[:, :-1], "y": tokens[:, 1:], "padding_mask": np.ones((len(starts), T), np.bool_)}
         for name, dtype in self._source.fields.items():
             rows[name] = np.zeros((len(starts), T), dtype)
-            for row, start in enumerate(starts.tolist()):
-                rows[name][row] = self._source.read_field(name, start + 1, start + 1 + T)
+            targets = [(start + 1, start + 1 + T) for start in starts.tolist()]
+            for row, found in enumerate(self._source.read_field_ranges(name, targets)):
+                rows[name][row] = found
         return rows
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
@@ -139,9 +140,9 @@ class _Documents:
         segments = np.concatenate([np.arange(1, len(pieces) + 1) for pieces in held])
         rows["segment"][is_real] = np.repeat(segments, lengths)
         rows["position"][is_real] = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        targets = list(zip((starts + 1).tolist(), (stops + 1).tolist(), strict=True))
         for name in self._source.fields:
-            targets = zip((starts + 1).tolist(), (stops + 1).tolist(), strict=True)
-            rows[name][is_real] = np.concatenate([self._source.read_field(name, *target) for target in targets])
+            rows[name][is_real] = np.concatenate(self._source.read_field_ranges(name, targets))
         return rows
 
 

@@ -61,6 +61,10 @@ class Source(ABC):
         """What one of `fields` says of positions `start .. stop`: one dimension, of its dtype."""
         raise NotImplementedError
 
+    def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """What one of `fields` says of several stretches of positions. Replace it where each read waits."""
+        return [self.read_field(name, start, stop) for start, stop in ranges]
+
     def document_ends(self, start: int, stop: int) -> np.ndarray:
         """The positions p with start < p <= stop before which a document ends, ascending; asked if `has_documents`.
 
@@ -139,6 +143,16 @@ class Checked(Source):
         found = self._source.read_field(name, start, stop)
         if not isinstance(found, np.ndarray) or found.shape != (stop - start,):
             raise self._broken(f"read_field({name!r}, {start}, {stop}) gave no array of {stop - start} values")
+        return found
+
+    def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """See `Source`."""
+        found = self._source.read_field_ranges(name, ranges)
+        needs = [(stop - start,) for start, stop in ranges]
+        if [getattr(values, "shape", None) for values in found] != needs:
+            raise self._broken(
+                f"read_field_ranges({name!r}, ...) gave not an array of the values of each of {len(ranges)}"
+            )
         return found
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:

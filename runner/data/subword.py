@@ -39,6 +39,15 @@ class BatchTokenizer(ABC):
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """The ids of each document, of `dtype`, with no token put before or after them."""
 
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each text as `encode_batch` gives them, and which characters each is of: (number of ids, 2).
+
+        A character of several ids is the whole span of each. Raises `DataError` for a kind that does not tell.
+        """
+        raise DataError(
+            f"a tokenizer of kind {self.name} does not tell which characters a token is of; use hf or bytes"
+        )
+
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; a cut UTF-8 sequence becomes a replacement character."""
@@ -65,6 +74,14 @@ class Bytes(BatchTokenizer):
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """See `BatchTokenizer`."""
         return [np.frombuffer(document, np.uint8).astype(self.dtype) for document in documents]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See `BatchTokenizer`."""
+        found = []
+        for ids in self.encode_batch([text.encode() for text in texts]):
+            character = np.cumsum((ids & 0xC0) != 0x80) - 1  # all bytes of a character but its first begin with 10
+            found.append((ids, np.stack([character, character + 1], axis=1)))
+        return found
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """See `BatchTokenizer`."""
@@ -123,6 +140,17 @@ class HuggingFace(_OfText):
         except Exception as error:  # the library raises nothing more special
             raise DataError(f"the tokenizer cannot encode a document: {reason_of(error)}") from error
         return (encoding.ids for encoding in found)
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See `BatchTokenizer`."""
+        try:
+            found = self._library.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more special
+            raise DataError(f"the tokenizer cannot encode a document: {reason_of(error)}") from error
+        return [
+            (np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
+            for encoding in found
+        ]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._library.decode(ids, skip_special_tokens=False))
@@ -194,6 +222,7 @@ class Tiktoken(_OfText):
 
 
 _KINDS = (Bytes.name, *FILES)
+KINDS_WITH_SPANS = (Bytes.name, HuggingFace.name)  # which tell what characters a token is of
 
 
 def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard
+from runner.data.index import ANSWERS_DTYPE, ENDS_DTYPE, INDEX, CorpusIndex, Shard
 from runner.storage import LocalStore, TransientError, Version
 from runner.storage.bucket import BucketStore
 from tests.support.memory_bucket import MemoryDriver
@@ -68,8 +68,9 @@ def write_corpus(
     dtype: str = "uint16",
     vocabulary_size: int = 1 << 16,
     change: Callable[[CorpusIndex], CorpusIndex] = lambda index: index,
+    marks_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Path:
-    """Write shards of documents of ids, with their index."""
+    """Write shards of documents of ids, with their index; with `marks_of`, which tokens are of answers by their ids."""
     store, entries = LocalStore(directory), []
     for number, documents in enumerate(shards):
         ids = np.concatenate([np.empty(0, dtype), *(np.asarray(document, dtype) for document in documents)])
@@ -77,7 +78,10 @@ def write_corpus(
         ends = np.cumsum([len(document) for document in documents]).astype(ENDS_DTYPE)
         store.write(f"{number:05}.bin", ids.tobytes())
         store.write(f"{number:05}.ends", ends.tobytes())
-        entries.append(Shard.of(f"{number:05}", ids, ends))
+        answers = None if marks_of is None else marks_of(ids).astype(ANSWERS_DTYPE)
+        if answers is not None:
+            store.write(f"{number:05}.answers", answers.tobytes())
+        entries.append(Shard.of(f"{number:05}", ids, ends, answers))
     index = change(CorpusIndex(dtype, vocabulary_size, {"kind": "bytes"}, None, tuple(entries)))
     store.write(INDEX, index.encode())
     return directory

@@ -70,6 +70,17 @@ def _mixture(directory: Path) -> dict[str, Any]:
     }
 
 
+def is_third(ids: np.ndarray) -> np.ndarray:
+    """Every third id is of an answer."""
+    return ids % 3 == 0
+
+
+def _answers(directory: Path) -> str:
+    sizes = np.random.default_rng(6).zipf(1.4, 300).clip(1, 400).tolist()
+    shards = random_shards([sizes[:100], sizes[100:], [3]], seed=6, vocabulary_size=250)
+    return str(write_corpus(directory, shards, vocabulary_size=1000, marks_of=is_third))
+
+
 def _corpus(directory: Path) -> str:
     sizes = np.random.default_rng(5).zipf(1.4, 300).clip(1, 400).tolist()
     shards = [sizes[:100], sizes[100:], [3]]
@@ -83,6 +94,7 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "mixture": _mixture,
     "corpus": lambda directory: {"source": _corpus(directory), "packing": "documents"},
     "documents": lambda directory: {"source": write_documents(directory / "text", 200, 2), "packing": "documents"},
+    "answers": lambda directory: {"source": _answers(directory), "packing": "documents", "train_on": "answers"},
     "pad": lambda directory: {"source": write_documents(directory / "text", 80, 2), "packing": "pad"},
 }
 

@@ -313,9 +313,7 @@ def test_what_was_lost_since_is_told_or_made_again(tmp_path, name):
     run = _stopped(tmp_path)
     (run / "corpus" / name).unlink()
     if not name.endswith(".json"):
-        assert re.search(
-            r"00000-000.bin or .ends is missing or cut; remove .*00000.json", refusal(run, **_some(tmp_path))
-        )
+        assert re.search(rf"{re.escape(name)} is missing or cut; remove .*00000.json", refusal(run, **_some(tmp_path)))
         (run / "corpus/00000.json").unlink()
     tokenise(run, **_some(tmp_path))()
     assert decode_corpus(run / "corpus") == DOCUMENTS

@@ -1,0 +1,148 @@
+"""A corpus of dialogues: what counts of it, wherever it lies and however it is packed, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from runner.config import DataConfig, TokenSource
+from runner.data import Dataset, batch_fields, load_set
+from runner.data.index import CorpusIndex
+from runner.errors import DataError
+from tests.data.buckets import URL, CountingDriver, put_in_bucket, write_corpus
+from tests.data.corpus import is_third, load, write_bin
+
+T = 8
+# A dialogue is a line: what is asked is even, what is answered odd. The last is longer than an example.
+SHARDS = [[[2, 4, 6, 1, 3], [8, 5], [10, 12, 7, 9, 11]], [[14, 13, 16, 15], [18, 20, *range(1, 16, 2)]]]
+NUM_TOKENS = sum(len(document) for shard in SHARDS for document in shard)
+PACKINGS = ("concatenate", "documents", "pad")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path / "corpus", SHARDS, vocabulary_size=32, marks_of=lambda ids: ids % 2)
+
+
+def opened(where: str, corpus: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Dataset:
+    if where == "bucket":
+        put_in_bucket(monkeypatch, corpus, CountingDriver())
+    keys = {"sequence_length": T, "validation_fraction": 0.0, "train_on": "answers"} | changes
+    return load(URL if where == "bucket" else corpus, cache=corpus.parent / "cache", **keys)
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_target_counts_where_it_is_of_an_answer(corpus, monkeypatch, where, packing):
+    data = opened(where, corpus, monkeypatch, packing=packing)
+    assert dict(data.fields) == dict(batch_fields(DataConfig(sequence_length=T, packing=packing, train_on="answers")))
+    rows = data.rows("train", 0, data.num_train_examples)
+    np.testing.assert_array_equal(rows["loss_weight"], rows["padding_mask"] & (rows["y"] % 2 == 1))
+    counted = rows["y"][rows["loss_weight"] > 0]
+    told = [token for shard in SHARDS for document in shard for token in document if token % 2]
+    lost = NUM_TOKENS - 1 - NUM_TOKENS // T * T if packing == "concatenate" else 0
+    assert sorted(counted) == sorted(told[: len(told) - lost])
+
+
+def test_all_count_where_that_is_said(corpus, monkeypatch):
+    data = opened("disk", corpus, monkeypatch, train_on="all", packing="pad")
+    assert "loss_weight" not in data.rows("train", 0, 4)
+    other = opened("disk", corpus, monkeypatch, packing="pad")
+    for name, array in data.rows("train", 0, 4).items():
+        np.testing.assert_array_equal(array, other.rows("train", 0, 4)[name])
+
+
+def test_what_is_mixed_with_dialogues_counts_whole(tmp_path, corpus):
+    plain = write_bin(tmp_path / "plain.bin", np.arange(200) % 30)
+    mixture = [
+        {"name": "chat", "source": str(corpus), "train_on": "answers"},
+        {"name": "plain", "source": str(plain)},
+    ]
+    keys = {"sequence_length": T, "mixture": mixture, "validation_fraction": 0.0}
+    keys["validation"] = {"held": str(plain), "asked": {"source": str(corpus), "train_on": "answers"}}
+    data = load("python-stdlib", cache=tmp_path / "cache", **keys)
+    rows = data.rows("train", 0, 8)
+    sums = rows["loss_weight"].sum(axis=1)
+    assert ((sums == T) == (np.arange(8) % 2 == 1)).all()
+    assert (data.rows("held", 0, 2)["loss_weight"] == 1).all()
+    assert 0 < data.rows("asked", 0, 1)["loss_weight"].sum() < T
+
+
+def test_other_marks_of_the_same_tokens_are_other_data(tmp_path, corpus, monkeypatch):
+    other = write_corpus(tmp_path / "other", SHARDS, vocabulary_size=32, marks_of=is_third)
+    plain = write_corpus(tmp_path / "plain", SHARDS, vocabulary_size=32)
+    found = {
+        opened("disk", corpus, monkeypatch).fingerprint,
+        opened("disk", other, monkeypatch).fingerprint,
+        opened("disk", plain, monkeypatch, train_on=None).fingerprint,
+    }
+    assert len(found) == 3
+
+
+def test_a_set_to_score_counts_answers_by_itself(corpus):
+    keys = DataConfig(sequence_length=T, packing="pad")
+    data = load_set(keys, "data", TokenSource(source=str(corpus)), vocabulary_size=32)
+    assert "loss_weight" in data.fields
+    assert data.rows("data", 0, 6)["loss_weight"].sum() == sum(
+        token % 2 for shard in SHARDS for document in shard for token in document
+    )
+
+
+def test_it_must_be_said_what_counts(tmp_path, corpus, monkeypatch):
+    with pytest.raises(DataError, match=r"which tokens are of answers; say data\.train_on: answers"):
+        opened("disk", corpus, monkeypatch, train_on=None)
+    plain = write_corpus(tmp_path / "plain", SHARDS, vocabulary_size=32)
+    for source in (plain, write_bin(tmp_path / "plain.bin", np.arange(200))):
+        with pytest.raises(DataError, match=r"data\.train_on=answers: nothing reads it, .*; leave it out"):
+            load(source, cache=tmp_path / "cache", train_on="answers")
+    with pytest.raises(ValidationError, match=r"validation\.held\.train_on=answers, and no source that is trained on"):
+        DataConfig(sequence_length=T, validation={"held": {"source": str(corpus), "train_on": "answers"}})
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "00001.answers is missing, index.json names it"),
+        (b"", "by index.json it has"),
+        (b"\x07" * 14, "00001.answers is not the file that index.json|of .*00001.answers is 7, needs 1"),
+    ],
+)
+def test_a_damaged_file_of_marks_is_named(corpus, monkeypatch, where, content, message):
+    path = corpus / "00001.answers"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        opened(where, corpus, monkeypatch).rows("train", 0, 3)
+    assert "\n" not in str(caught.value)
+
+
+def test_marks_that_change_under_a_running_job_are_found(corpus, monkeypatch):
+    data = opened("disk", corpus, monkeypatch)
+    data.check()
+    (corpus / "00000.answers").write_bytes(b"\1" * 12)
+    with pytest.raises(DataError, match="changed since the job started"):
+        data.check()
+
+
+def test_an_index_without_marks_has_the_bytes_that_it_ever_had(tmp_path, corpus):
+    plain = write_corpus(tmp_path / "plain", SHARDS, vocabulary_size=32) / "index.json"
+    assert b"answers" not in plain.read_bytes()
+    assert b'"format": 1' in plain.read_bytes()
+    content = (corpus / "index.json").read_bytes()
+    assert b'"format": 2' in content
+    assert CorpusIndex.decode(content, "here").has_answers
+
+
+def test_an_index_of_which_some_shards_have_no_marks_is_told(tmp_path):
+    def halve(index: CorpusIndex) -> CorpusIndex:
+        first, *others = index.shards
+        bare = type(first)(**first.record() | {"answers_crc32c": None})
+        return CorpusIndex(index.dtype, index.vocabulary_size, index.tokenizer, None, (bare, *others))
+
+    corpus = write_corpus(tmp_path / "half", SHARDS, vocabulary_size=32, change=halve, marks_of=is_third)
+    with pytest.raises(DataError, match="some of its shards say which tokens are of answers"):
+        CorpusIndex.decode((corpus / "index.json").read_bytes(), "here")

@@ -1,0 +1,106 @@
+"""NEFTune: noise of the published size, in training alone, the same whatever the split; none at 0."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.gpt import GPT, GPTConfig, PretrainGPT
+from experiments.model.config import DecoderConfig
+from experiments.model.decoder import Decoder, PretrainDecoder
+from experiments.model.noise import EmbeddingNoise
+from runner.config import TrainerConfig
+from runner.errors import PreemptedError
+from tests.support.tiny import StopAfter, leaves_equal
+from tests.support.tiny import gpt as tiny_gpt
+
+B, T, D, V = 8, 6, 8, 16
+X = jax.random.normal(jax.random.key(0), (B, T, D))
+KEY = jax.random.key(1)
+TOKENS_BxT = jax.random.randint(jax.random.key(3), (B, T), 0, V)
+
+
+def noise_of(alpha: float, examples: jax.Array, deterministic: bool = False, x: jax.Array = X) -> np.ndarray:
+    """What is added to the embeddings of these examples."""
+    module = EmbeddingNoise(alpha, deterministic)
+    return np.asarray(module.apply({}, x, examples, rngs={"dropout": KEY}) - x)
+
+
+def test_noise_is_uniform_within_the_published_bound():
+    large = jnp.zeros((B, 64, 128))
+    noise, bound = noise_of(5.0, jnp.arange(B), x=large), 5 / np.sqrt(64 * 128)
+    assert bound * 0.999 < np.abs(noise).max() <= bound
+    np.testing.assert_allclose(noise.mean(), 0, atol=0.01 * bound)
+    np.testing.assert_allclose(noise.std(), bound / np.sqrt(3), rtol=0.01)
+
+
+def test_noise_is_an_examples_own_wherever_it_stands():
+    noise = noise_of(5.0, jnp.arange(B))
+    np.testing.assert_array_equal(noise_of(5.0, jnp.arange(B)), noise)
+    np.testing.assert_allclose(noise_of(5.0, jnp.arange(B)[::-1], x=X[::-1])[::-1], noise, atol=1e-6)
+    assert len({row.tobytes() for row in noise}) == B
+    assert not noise_of(5.0, jnp.arange(B), deterministic=True).any()
+    assert not noise_of(0.0, jnp.arange(B)).any()
+
+
+def gpt(alpha: float) -> tuple[nn.Module, type[PretrainGPT]]:
+    config = GPTConfig(layers=1, heads=2, width=D, neftune_alpha=alpha)
+    return GPT(config, V, T), PretrainGPT
+
+
+def decoder(alpha: float) -> tuple[nn.Module, type[PretrainDecoder]]:
+    config = DecoderConfig(layers=1, heads=2, width=D, mlp_width=12, neftune_alpha=alpha)
+    job = type("Bound", (PretrainDecoder,), {"config": TrainerConfig[DecoderConfig].model_construct(model=config)})
+    return Decoder(config, V), job
+
+
+MODELS = {"gpt": gpt, "decoder": decoder}
+
+
+def loss_of(name: str, alpha: float):
+    """The summed loss of a model of these embeddings, compiled: of a micro-batch of tokens, its examples, and a key."""
+    model, job = MODELS[name](alpha)
+    init = jax.jit(functools.partial(model.init, deterministic=True))
+    params = nn.unbox(init(jax.random.key(2), TOKENS_BxT))["params"]
+
+    def loss(tokens_BxT, examples_B, key):
+        micro = {"x": tokens_BxT, "y": tokens_BxT, "padding_mask": jnp.ones(tokens_BxT.shape, bool)}
+        return job.forward(model.apply, params, micro | {"example": examples_B}, key)[0]
+
+    return jax.jit(loss)
+
+
+@pytest.mark.parametrize("name", ["decoder", pytest.param("gpt", marks=pytest.mark.soak)])
+def test_training_has_noise_that_no_split_changes_and_validation_has_none(name):
+    noisy, plain, examples = loss_of(name, 20.0), loss_of(name, 0.0), jnp.arange(B)
+    whole = noisy(TOKENS_BxT, examples, KEY)
+    halves = [noisy(TOKENS_BxT[part], examples[part], KEY) for part in (slice(0, 4), slice(4, 8))]
+    np.testing.assert_allclose(sum(halves), whole, rtol=1e-6)
+    assert abs(noisy(TOKENS_BxT, examples + 8, KEY) - whole) > 1e-3
+    assert abs(noisy(TOKENS_BxT, examples, jax.random.key(9)) - whole) > 1e-3
+    assert abs(plain(TOKENS_BxT, examples, KEY) - whole) > 1e-3
+    assert noisy(TOKENS_BxT, examples, None) == plain(TOKENS_BxT, examples, None) == plain(TOKENS_BxT, examples, KEY)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_an_alpha_nothing_is_drawn(name):
+    for alpha in (0.0, 5.0):
+        lowered = loss_of(name, alpha).trace(TOKENS_BxT, jnp.arange(B), KEY)
+        assert ("random_bits" in str(lowered.jaxpr)) == (alpha > 0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("job", [PretrainGPT, PretrainDecoder])
+def test_stopped_and_resumed_every_bit_is_the_same(tmp_path, job):
+    sizes = {"layers": 1, "heads": 2, "width": 16, "neftune_alpha": 10.0}
+    changes = {"config.model": sizes | ({"mlp_width": 24} if job is PretrainDecoder else {})}
+    whole, parts = (tiny_gpt(tmp_path / name, job, **changes) for name in ("whole", "parts"))
+    whole()
+    with pytest.raises(PreemptedError):
+        parts(stop=StopAfter(parts, 3))
+    parts = tiny_gpt(tmp_path / "parts", job, **changes)
+    parts()
+    assert leaves_equal(parts.state, whole.state)

@@ -1,0 +1,394 @@
+"""Dialogues to a corpus and to a loss: hand-made cases, hostile templates, damaged lines."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from experiments.gpt import PretrainGPT
+from experiments.tokenise import template
+from experiments.tokenise.dialogue import Asked, Dialogue, mark, marks_of
+from experiments.tokenise.reading import Part, documents
+from experiments.tokenise.source import find_files
+from experiments.tokenise.template import ChatTemplate, Renderer, read_template
+from runner import BaseTrainer
+from runner.data.subword import HuggingFace
+from runner.errors import DataError, InvalidError, PreemptedError
+from tests.support.inputs import SEPARATOR, Bucket, content_of, index_of, make_hf, read_corpus, tokenise
+from tests.support.tiny import StopAfter, gpt, leaves_equal
+
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }};{% endgeneration %}{% else %}{{ m.content }};{% endif %}{% endfor %}"
+)
+TURNS = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "naïve 🙂?"},
+    {"role": "assistant", "content": "yes 数"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "no"},
+]
+TEXT = "^<system>be kind;<user>naïve 🙂?;<assistant>yes 数;<user>and?;<assistant>no;"
+ANSWERS = ["yes 数;", "no;"]
+PAIRS = [{"prompt": f"{i} plus {i}? ", "completion": f"it is {2 * i}"} for i in range(60)]
+
+
+def write_template(directory: Path, source: Any = PLAIN, **more: Any) -> str:
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({"chat_template": source, "bos_token": "^", **more}))
+    return str(path)
+
+
+def write_lines(path: Path, records: list[Any]) -> str:
+    path.write_text("".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records))
+    return str(path)
+
+
+def marked(corpus: Path) -> list[tuple[bytes, bytes]]:
+    """Of each dialogue of a corpus of bytes its text, and what of that is of answers."""
+    index = index_of(corpus)
+    marks = np.concatenate([np.fromfile(corpus / f"{shard.name}.answers", "u1") for shard in index.shards])
+    documents = read_corpus(corpus)
+    edges = np.cumsum([len(ids) for ids in documents])[:-1]
+    return [
+        (bytes(ids.tolist()), bytes(ids[part == 1].tolist()))
+        for ids, part in zip(documents, np.split(marks, edges), strict=True)
+    ]
+
+
+def read(path: Path, records: list[Any], renderer: Renderer) -> list[Any]:
+    """What is read of these lines: dialogues, and bad lines as their messages."""
+    write_lines(path, records)
+    (file,) = find_files(str(path))
+    found = documents(Part(file, file.size_bytes), None, "text", renderer)
+    return [document if isinstance(document, Dialogue) else str(document) for document in found]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    with Renderer(ChatTemplate(PLAIN, {"bos_token": "^"})) as renderer:
+        yield renderer
+
+
+def dialogues(tmp_path: Path, records: list[Any], **changes: Any) -> list[tuple[bytes, bytes]]:
+    """What a job of bytes makes of these lines; `changes` are keys of `chat`, and dotted ones."""
+    chat = {key: value for key, value in changes.items() if "." not in key}
+    others = {key: value for key, value in changes.items() if "." in key}
+    source = write_lines(tmp_path / "lines.jsonl", records)
+    tokenise(tmp_path / "run", **{"config.source": source, "config.chat": chat}, **others)()
+    return marked(tmp_path / "run/corpus")
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("source", [PLAIN, MARKED])
+def test_answers_of_several_turns_are_marked_with_generation_blocks_and_without(source):
+    with Renderer(ChatTemplate(source, {"bos_token": "^"})) as renderer:
+        found = renderer.render(Asked(TURNS))
+    assert isinstance(found, Dialogue)
+    assert found.text == TEXT
+    assert [found.text[begin:end] for begin, end in found.answers] == ANSWERS
+    assert found.ends_with_answer
+
+
+def test_a_token_is_of_an_answer_that_shares_a_character_with_it():
+    spans = np.array([[0, 2], [2, 4], [3, 4], [4, 4], [4, 7], [7, 8]])
+    assert marks_of(spans, [(3, 5)]).tolist() == [0, 1, 1, 1, 1, 0]
+    assert marks_of(spans, []).tolist() == [0] * 6
+    assert marks_of(spans[:0].reshape(-1, 2), [(0, 1)]).tolist() == []
+
+
+@pytest.mark.parametrize(("most", "marks"), [(None, [0, 0, 1, 1]), (4, [0, 0, 1, 1]), (3, [0, 0, 0]), (2, [0, 0])])
+def test_what_is_cut_ends_with_a_separator_that_is_not_to_be_learned(most, marks):
+    spans = np.array([[0, 1], [1, 2], [2, 3]])
+    found = mark(Dialogue("abc", ((2, 3),)), np.array([5, 6, 7], "<u2"), spans, 9, most)
+    assert found.marks.tolist() == marks
+    assert found.ids.tolist()[-1] == 9
+    assert found.is_cut == (len(marks) < 4)
+
+
+def test_ids_are_those_of_the_library_and_each_says_which_characters_it_is_of():
+    content = make_hf()
+    ids, spans = HuggingFace(content).encode_spans([TEXT])[0]
+    library = tokenizers.Tokenizer.from_str(content.decode())
+    library.no_truncation()
+    library.no_padding()
+    assert ids.tolist() == library.encode(TEXT, add_special_tokens=False).ids
+    marks = marks_of(spans, [(TEXT.index("yes"), TEXT.index("<user>and"))])
+    assert library.decode(ids[marks == 1].tolist()) == "yes 数;"
+
+
+def test_a_corpus_holds_dialogues_and_pairs_with_their_marks(tmp_path):
+    records = [{"messages": TURNS}, PAIRS[3], {"messages": TURNS[3:]}]
+    found = dialogues(tmp_path, records, template=write_template(tmp_path), **{"config.separator": 0})
+    assert found == [
+        (TEXT.encode() + b"\0", b"yes \xe6\x95\xb0;no;\0"),
+        (b"^<user>3 plus 3? ;<assistant>it is 6;\0", b"it is 6;\0"),
+        (b"^<user>and?;<assistant>no;\0", b"no;\0"),
+    ]
+
+
+def test_without_a_template_a_completion_follows_its_prompt(tmp_path):
+    assert dialogues(tmp_path, PAIRS[:2]) == [(b"0 plus 0? it is 0", b"it is 0"), (b"1 plus 1? it is 2", b"it is 2")]
+
+
+@pytest.mark.parametrize(
+    ("longer", "kept", "said"),
+    [
+        ("cut", [(b"ab\0", b"b\0"), (b"abcd\0", b"bcd")], "1 lost their end, 1 were left out"),
+        ("drop", [(b"ab\0", b"b\0")], "0 lost their end, 2 were left out"),
+    ],
+)
+def test_dialogues_that_are_too_long_are_cut_or_left_out_and_counted(tmp_path, capsys, longer, kept, said):
+    long = [("a", "b"), ("a", "bcdef"), ("abcdef", "g")]
+    records = [{"prompt": prompt, "completion": completion} for prompt, completion in long]
+    assert dialogues(tmp_path, records, max_tokens=5, longer=longer, **{"config.separator": 0}) == kept
+    assert f"of dialogues of more than 5 tokens {said}" in capsys.readouterr().out
+
+
+def test_a_special_token_of_the_template_is_one_of_the_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(make_hf())
+    source = write_lines(tmp_path / "lines.jsonl", [{"messages": TURNS}])
+    template_file = write_template(tmp_path, bos_token={"content": SEPARATOR})
+    chat = {
+        "config.chat.template": template_file,
+        "config.tokenizer": {"kind": "hf", "file": f"{tmp_path}/tokenizer.json"},
+    }
+    tokenise(tmp_path / "run", **{"config.source": source}, **chat)()
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert read_corpus(tmp_path / "run/corpus")[0][0] == library.token_to_id(SEPARATOR)
+
+
+# Where templates and lines lie, and what may not change.
+
+
+@pytest.mark.parametrize(
+    ("config", "beside"),
+    [
+        ({"chat_template": PLAIN}, None),
+        ({"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": PLAIN}]}, None),
+        ({}, PLAIN),
+    ],
+)
+def test_a_template_is_read_from_where_tokenizers_have_it(tmp_path, config, beside):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "$", "unk_token": None}))
+    if beside:
+        (tmp_path / "chat_template.jinja").write_text(beside)
+    assert read_template(f"{tmp_path}/tokenizer_config.json") == ChatTemplate(PLAIN, {"eos_token": "$"})
+
+
+def test_a_bucket_gives_the_same_corpus_as_a_disk(tmp_path, monkeypatch):
+    records = [{"messages": TURNS}, *PAIRS]
+    dialogues(tmp_path, records, template=write_template(tmp_path), **{"config.shard_bytes": 1000})
+    bucket = Bucket(monkeypatch)
+    bucket.write("in/lines.jsonl", (tmp_path / "lines.jsonl").read_bytes())
+    bucket.write("in/tokenizer_config.json", (tmp_path / "tokenizer_config.json").read_bytes())
+    changes = {"config.source": "gs://b/in/*.jsonl", "config.output": "gs://b/out"}
+    changes |= {"config.chat.template": "gs://b/in/tokenizer_config.json", "config.shard_bytes": 1000}
+    tokenise(tmp_path / "other", **changes)()
+    found = bucket.copy_to("out", tmp_path / "copy")
+    assert marked(found) == marked(tmp_path / "run/corpus")
+
+
+def test_a_stopped_job_ends_with_the_same_bytes_and_refuses_another_template(tmp_path):
+    changes: dict[str, Any] = {"config.source": write_lines(tmp_path / "lines.jsonl", PAIRS)}
+    changes |= {"config.shard_bytes": 300, "config.chat.template": write_template(tmp_path)}
+    tokenise(tmp_path / "whole", **changes)()
+    stopped = tokenise(tmp_path / "run", **changes)
+    with pytest.raises(PreemptedError):
+        stopped(stop=StopAfter(stopped, 500))
+    write_template(tmp_path, MARKED)
+    with pytest.raises(InvalidError, match=r"config\.chat\.template\.sha256"):
+        tokenise(tmp_path / "run", **changes)()
+    write_template(tmp_path)
+    (tmp_path / "run/corpus/00001-000.answers").unlink()
+    with pytest.raises(InvalidError, match=r"00001-000\.answers is missing or cut; remove .*00001\.json"):
+        tokenise(tmp_path / "run", **changes)()
+    (tmp_path / "run/corpus/00001.json").unlink()
+    tokenise(tmp_path / "run", **changes)()
+    assert content_of(tmp_path / "run/corpus") == content_of(tmp_path / "whole/corpus")
+
+
+# Bad input.
+
+
+HOSTILE = {
+    "{% for i in range(10**9) %}{% endfor %}": "Range too big",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "takes more than 0.2 s for one",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "'__class__' of a str is out of bounds",
+    "{{ ''.__class__ }}": "'__class__' of a str is out of bounds",
+    "{{ '{0.__class__}'.format(messages) }}": "'__class__' of a list is out of bounds",
+    "{{ cycler.__init__.__globals__ }}": "'__init__' of a type is out of bounds",
+    "{{ messages.clear() }}": "'clear' of a list is out of bounds",
+    "{{ 'a' * 10**12 }}": "more memory than it may have",
+    "{% include '/etc/passwd' %}": "no loader",
+    "{% import 'os' as os %}": "no loader",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
+    "{{ lipsum() }}": "'lipsum' is undefined",
+    "{{ raise_exception('roles must\n alternate') }}": "refuses it: roles must alternate",
+    "no answer": "shows none of the answers|renders message 3",
+    "{{ messages | tojson }}": "renders message 3, an answer, otherwise .* mark answers",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE)
+def test_a_hostile_or_useless_template_is_refused_in_one_line(tmp_path, monkeypatch, source):
+    monkeypatch.setattr(template, "RENDER_SECONDS", 0.2)
+    try:
+        with Renderer(ChatTemplate(source, {})) as renderer:
+            _, said = read(tmp_path / "lines.jsonl", [PAIRS[0], {"messages": TURNS}], renderer)
+        assert "lines.jsonl:2: the chat template refuses it: " in said
+    except DataError as error:
+        said = str(error)
+        assert "lines.jsonl:1: the chat template " in said
+    assert re.search(HOSTILE[source], said)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("{", "is not JSON"),
+        ([1], "is no JSON object with messages"),
+        ({"message": TURNS}, "has no 'messages', .*; did you mean messages, where it has 'message'?"),
+        ({"messages": []}, "'messages' is no list of messages"),
+        ({"messages": ["hi"]}, "message 1 is no object with a role: hi"),
+        ({"messages": [*TURNS, {"content": "x"}]}, "message 6 is no object with a role"),
+        ({"messages": [*TURNS, {"role": "user", "content": 3}]}, "the content of message 6 is no text: 3"),
+        ({"messages": TURNS, "tools": 1}, "'tools' is no list: 1"),
+        ({"messages": TURNS[:2]}, "no message has the role assistant"),
+        ({"messages": TURNS, "prompt": "x"}, "has 'messages' and 'prompt'; needs messages alone"),
+        ({"prompt": "x"}, "has 'prompt'; needs"),
+        ({"prompt": 1, "completion": "x"}, "'prompt' is no text: 1"),
+        ({"prompt": "x", "completion": ""}, "'completion' is empty"),
+    ],
+)
+def test_a_damaged_line_is_named_with_its_number(tmp_path, renderer, record, message):
+    first, said, last = read(tmp_path / "lines.jsonl", [PAIRS[0], record, PAIRS[1]], renderer)
+    assert isinstance(first, Dialogue)
+    assert isinstance(last, Dialogue)
+    assert re.search(rf"lines\.jsonl:2: {message}", said)
+    assert "\n" not in said
+
+
+def test_so_many_damaged_lines_are_left_out_as_the_spec_allows(tmp_path, capsys):
+    assert len(dialogues(tmp_path, [PAIRS[0], {"prompt": 1}, PAIRS[1]], **{"config.skip_bad": 1})) == 2
+    assert re.search(r"left out 1 lines .*lines\.jsonl:2: has 'prompt'; needs", capsys.readouterr().out)
+
+
+def test_messages_need_a_template(tmp_path):
+    (said,) = read(tmp_path / "lines.jsonl", [{"messages": TURNS}], Renderer(None))
+    assert said.endswith("lines.jsonl:1: has messages, which need config.chat.template")
+
+
+def test_the_character_that_marks_answers_is_refused_in_a_dialogue(tmp_path):
+    records = [{"messages": [*TURNS, {"role": "assistant", "content": "\ue000>"}]}]
+    with Renderer(ChatTemplate(MARKED, {})) as renderer:
+        (said,) = read(tmp_path / "lines.jsonl", records, renderer)
+    assert re.search(r"lines\.jsonl:1: .*U\+E000", said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config.chat.template": "no/such.json"}, r"config\.chat\.template: no/such\.json: is not there"),
+        ({"config.chat.template": "LINES"}, r"config\.chat\.template: .* is no tokenizer_config\.json"),
+        ({"config.chat.template": "EMPTY"}, "has no chat_template, and there is no chat_template.jinja beside it"),
+        ({"config.chat.template": "BROKEN"}, r"config\.chat\.template: is no chat template: .*unknown tag 'bad'"),
+        (
+            {"config.chat": {}, "config.field": "x"},
+            r"config\.field: is x: nothing reads it, with chat lines are dialogues",
+        ),
+        (
+            {"config.chat": {}, "config.tokenizer": {"kind": "bpe", "vocabulary_size": 300}},
+            r"config\.tokenizer\.kind: is bpe, dialogues need one of bytes, hf",
+        ),
+        ({"config.chat": {}, "config.source": "TEXT"}, r"config\.chat: needs lines of \.jsonl, .* names text files"),
+        ({"config.chat": {"longer": "cut"}}, "longer=cut: nothing reads it without max_tokens"),
+    ],
+)
+def test_a_wrong_key_is_refused_in_one_line(tmp_path, changes, message):
+    places = {"LINES": write_lines(tmp_path / "lines.jsonl", PAIRS), "TEXT": write_lines(tmp_path / "a.txt", ["x"])}
+    for name, content in (("EMPTY", {}), ("BROKEN", {"chat_template": "{% bad"})):
+        (tmp_path / name).mkdir()
+        places[name] = f"{tmp_path}/{name}/tokenizer_config.json"
+        Path(places[name]).write_text(json.dumps(content))
+    placed = {key: places.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
+    with pytest.raises(InvalidError, match=message) as caught:
+        tokenise(tmp_path / "run", **{"config.source": places["LINES"]} | placed)()
+    assert "\n" not in re.sub(r"\n?validate.*", "", str(caught.value))
+
+
+# Training.
+
+
+class Lookup(nn.Module):
+    """Logits by token: one matrix."""
+
+    vocabulary_size: int
+
+    @nn.compact
+    def __call__(self, x_BxT, *, segments=None, positions=None, deterministic):
+        logits_BxTxV = nn.Embed(self.vocabulary_size, self.vocabulary_size)(x_BxT)
+        return logits_BxTxV if segments is None else logits_BxTxV + 0 * segments[..., None]
+
+
+class TrainLookup(PretrainGPT):
+    """A GPT's keys, and a model that compiles in no time."""
+
+    forward = BaseTrainer.forward
+
+    def model(self):
+        return Lookup(self.vocabulary_size)
+
+
+def answers_in(rows: dict[str, np.ndarray]) -> np.ndarray:
+    """Which targets of rows of whole pairs are of answers, from their text alone."""
+    found = np.zeros(rows["y"].shape, bool)
+    for row in range(len(found)):
+        for segment in range(1, rows["segment"][row].max() + 1):
+            (where,) = np.nonzero(rows["segment"][row] == segment)
+            text = bytes([rows["x"][row, where[0]], *rows["y"][row, where]])
+            assert text.endswith(b"\0"), "every pair is whole"
+            found[row, where[text.index(b"it is") - 1 :]] = True
+    return found
+
+
+@pytest.mark.parametrize("packing", ["documents", "pad"])
+def test_the_loss_is_that_of_answers_alone_and_a_stop_changes_no_bit(tmp_path, packing):
+    dialogues(tmp_path, PAIRS, **{"config.separator": 0})
+    data = {"source": str(tmp_path / "run/corpus"), "packing": packing, "train_on": "answers", "sequence_length": 100}
+    changes = {
+        "config.data": data | {"validation_fraction": 0.0},
+        "config.train": {"total_steps": 3, "global_batch_examples": 8},
+        "config.schedule": {"name": "constant"},
+    }
+    whole = gpt(tmp_path / "whole", TrainLookup, **changes)
+    params_VxV = np.asarray(whole.design.draw(jax.devices()).init_state().params["Embed_0"]["embedding"], np.float64)
+    whole()
+    rows = whole.dataset.rows("train", 0, 8)
+    is_answer = answers_in(rows)
+    assert 0 < is_answer.sum() < rows["padding_mask"].sum()
+    logits = params_VxV[rows["x"]]
+    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows["y"][..., None], -1)[..., 0]
+    first = json.loads((tmp_path / "whole/metrics.jsonl").read_text().splitlines()[0])
+    np.testing.assert_allclose(first["train/loss"], losses[is_answer].mean(), rtol=1e-6)
+    assert abs(losses[rows["padding_mask"]].mean() - losses[is_answer].mean()) > 1e-3
+    parts = gpt(tmp_path / "parts", TrainLookup, **changes)
+    with pytest.raises(PreemptedError):
+        parts(stop=StopAfter(parts, 1))
+    parts = gpt(tmp_path / "parts", TrainLookup, **changes)
+    parts()
+    assert leaves_equal(parts.state, whole.state)
