@@ -24,6 +24,7 @@ from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.train import state as train_state
 from runner.train import step as pure
 from runner.train import variables as other_variables
+from runner.train.adapter import model_state, model_weights, with_base
 from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE, CompiledStep
 from runner.train.design import Design
@@ -40,6 +41,7 @@ from runner.train.riding import options_of, riders_of
 from runner.train.same_data import refuse_changed_data, refuse_different_data, share_ids
 from runner.train.validation import Validation, validation_sets
 from runner.train.variables import TrainState
+from runner.weights.base import ADAPTER_BASE, name_base, refuse_missing_base
 
 
 class BaseTrainer(RestoreableJob):
@@ -50,6 +52,7 @@ class BaseTrainer(RestoreableJob):
 
     blueprint: Blueprint  # from `setup` on: the job on the devices at hand
     compiled: CompiledStep  # from `prepare` on
+    base: str | None = None  # from `setup` on: the fingerprint of what an adapter is trained beside
 
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.unchanged)
@@ -60,6 +63,7 @@ class BaseTrainer(RestoreableJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
+        refuse_missing_base(self.document, spec, self.config)
         self.design = Design(
             document=self.document,
             config=self.config,
@@ -157,7 +161,7 @@ class BaseTrainer(RestoreableJob):
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
         train_step, key, report = self.compiled.executable, self.blueprint.key, self.report
         with report.showing(self.step):
-            if not report.complete_row(with_averages(self.weights(self.state), self.state), self.step):
+            if not report.complete_row(with_averages(self.weights, self.state), self.step):
                 self.save_or_stop()
             with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
                 while self.step < self.total_steps:
@@ -165,7 +169,7 @@ class BaseTrainer(RestoreableJob):
                     self.step += 1
                     report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
-                        report.add_row(with_averages(self.weights(self.state), self.state), self.step)
+                        report.add_row(with_averages(self.weights, self.state), self.step)
                     self.save_or_stop()
 
     # Parts, each made whole when it is first asked for.
@@ -200,7 +204,7 @@ class BaseTrainer(RestoreableJob):
     def validation(self) -> Validation:
         """The loss on each validation set: on `eval.batches` batches, or fewer if they hold all of it."""
         return Validation(
-            self.blueprint.abstract_state,
+            model_state(self.blueprint.abstract_state),
             lambda abstract: self.blueprint.compile_val(self.val_step, abstract, self.compiled.layout),
             validation_sets(self.dataset, self.config, self.batch),
             self.attempt.stop.poll,
@@ -212,6 +216,8 @@ class BaseTrainer(RestoreableJob):
         """Check the devices, the mesh, the batch and the data against the spec."""
         with self.document.blaming("topology.accelerator"):
             refuse_other_hardware(self.spec, self.topology, self.config)
+        if self.config.adapter is not None:
+            self.base = hosts.main_first(lambda: name_base(self.document, self.spec, self.store))
         self.blueprint = self.design.draw(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
@@ -237,13 +243,12 @@ class BaseTrainer(RestoreableJob):
         return self.blueprint.init_state()
 
     def weights(self, state: TrainState) -> Any:
-        """The parameters, and the model's other variables where it has any."""
-        return other_variables.weights_of(state)
+        """The model's parameters, merged where an adapter is trained, and its other variables where it has any."""
+        return model_weights(state)
 
-    def first_state(self) -> TrainState:
-        """The state at step 0; what rides along begins from the weights that the spec names, if it names some."""
-        state = super().first_state()
-        return state if self.spec.checkpoint.weights is None else self.blueprint.begin_riders(state)
+    def with_weights(self, state: TrainState, weights: Any) -> TrainState:
+        """The state at step 0, begun with other weights, and all that rides along begun from these."""
+        return self.blueprint.begin_riders(with_base(state, weights))
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -253,6 +258,7 @@ class BaseTrainer(RestoreableJob):
     def identity(self) -> Trajectory:
         """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
         known = super().identity() | {"config.data": self.dataset.fingerprint}
+        known |= {} if self.base is None else {ADAPTER_BASE: self.base}
         return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:

@@ -18,6 +18,7 @@
 - `retention` which steps may go, and how
 - `restore` the newest state that every host can have
 - `checkpointer` the five verbs that a job sees, composed of the above
+- `adapted` the state of a run that trains an adapter: its names, and how it merges
 - `look` the leaves of one, read back by whoever only looks
 - `inspection` list and verify checkpoints from outside
 - `weights` open one for its weights

@@ -105,7 +105,9 @@ class Design:
         example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
         make_optimizer = functools.partial(self.recipe.optimizer_of, self.config, schedule)
         riders = tuple(self.riders())
-        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key, riders)
+        rule, compute = self.config.adapter, self.config.precision.compute
+        adapter = None if rule is None else (rule, compute)
+        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key, riders, adapter)
 
     def trace(self, blueprint: Blueprint, micro_batch: int | None = None) -> None:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""
