@@ -4,6 +4,7 @@
 - `chunk` many leaves, few programs
 - `fingerprint` topology-free digest of a pytree, computed on device
 - `leaves` what a leaf of the state may be, and the form in which it is stored
+- `adapted` the state of a run that trains an adapter: its names, and how it merges
 - `manifest` what makes a directory a checkpoint
 - `fit` whether its leaves are those of a job's state
 - `tombstone` who decides about a step: its commit, or the mark that it will never be one
@@ -18,7 +19,6 @@
 - `retention` which steps may go, and how
 - `restore` the newest state that every host can have
 - `checkpointer` the five verbs that a job sees, composed of the above
-- `adapted` the state of a run that trains an adapter: its names, and how it merges
 - `look` the leaves of one, read back by whoever only looks
 - `inspection` list and verify checkpoints from outside
 - `weights` open one for its weights

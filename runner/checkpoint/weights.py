@@ -177,9 +177,9 @@ def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tup
     Raises `ValueError` or `OSError` as soon as one is not good.
     """
     names = {saved: name for name, saved in weight_names(manifest, weights).items()}
-    merge, parts = _adapter(manifest, weights)
-    pairs = dict(_read(store, manifest, [saved for pair in parts.matrices.values() for saved in pair]))
-    for saved, array in _read(store, manifest, names):
+    merge, parts = adapter_of(manifest, weights)
+    pairs = dict(read_leaves_of(store, manifest, [saved for pair in parts.matrices.values() for saved in pair]))
+    for saved, array in read_leaves_of(store, manifest, names):
         name = names[saved]
         if name in parts.matrices:
             a, b = (pairs[matrix] for matrix in parts.matrices[name])
@@ -187,7 +187,8 @@ def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tup
         yield name, array
 
 
-def _read(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
+def read_leaves_of(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
+    """The leaves of these names in the manifest, on the first device of this process; raises like `read_weights`."""
     for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, names):
         if leaf.problem is not None:
             raise ValueError(leaf.problem)
@@ -220,7 +221,7 @@ def _read_like(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) ->
 
 def _merged_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
     """Leaves like those of `like`, a model's, from a checkpoint with an adapter, merged. Called on every host."""
-    merge, parts = _adapter(manifest, weights)
+    merge, parts = adapter_of(manifest, weights)
     abstract = {
         parts.own.get(name, name): _of_type(manifest, parts.own.get(name), leaf) for name, leaf in named(like).items()
     }
@@ -257,7 +258,7 @@ def _whole(manifest: Manifest, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(record["shape"]), dtype_called(record["dtype"]), sharding=sharding)
 
 
-def _adapter(manifest: Manifest, weights: str) -> tuple[Merge, Split]:
+def adapter_of(manifest: Manifest, weights: str) -> tuple[Merge, Split]:
     """How a checkpoint's weights are merged, and of what; of one without an adapter nothing is."""
     merge = merge_of(manifest.identity)
     if merge is None or not is_adapted(manifest.leaves):

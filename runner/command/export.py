@@ -11,6 +11,7 @@ from runner.spec import load_job_class, validate_spec
 from runner.storage import open_store, split_checkpoint
 from runner.terminal import say
 from runner.weights.export import export
+from runner.weights.peft import export_adapter
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("where", metavar="SPEC_OR_DIRECTORY")
     parser.add_argument("--step", default="newest", metavar="N", help="a step, best or newest; default newest")
     parser.add_weights()
+    parser.add_argument("--adapter", action="store_true", help="the adapter alone, as PEFT has it; else it is merged")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that in the checkpoint")
     parser.add_argument("-o", dest="out", required=True, metavar="OUT", help="a directory or URL where nothing is yet")
     parsed = parser.parse_args(arguments)
@@ -32,6 +34,10 @@ def main(arguments: Sequence[str]) -> int:
     if family is None:
         raise InvalidError(f"{spec.job} does not say how its weights are called elsewhere: see `family` of BaseTrainer")
     data = job.config.data if isinstance(job.config, TrainerConfig) else None
-    step = export(where, parsed.step, family, data, parsed.out, parsed.dtype, weights=parsed.weights)
-    say(f"exported step {step} of {directory} to {parsed.out}")
+    if parsed.adapter:
+        base = "" if spec.checkpoint.weights is None else spec.checkpoint.weights.path
+        step = export_adapter(where, parsed.step, family, parsed.out, base, parsed.dtype, parsed.weights)
+    else:
+        step = export(where, parsed.step, family, data, parsed.out, parsed.dtype, weights=parsed.weights)
+    say(f"exported {'the adapter of ' * parsed.adapter}step {step} of {directory} to {parsed.out}")
     return EXIT_DONE

@@ -10,4 +10,5 @@
 - `tokenizer` the files by which others find the tokenizer
 - `write`     a directory of safetensors, leaf by leaf, whole or not
 - `export`    the weights of a run, written
+- `peft`      its adapter alone
 """

@@ -9,7 +9,6 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from runner.checkpoint.adapted import is_adapted
 from runner.checkpoint.manifest import CHECKPOINTS, newest_manifest, read_manifest
 from runner.errors import InvalidError, ResumeError, StorageError
 from runner.spec import Document, ExecutionSpec, hash_of
@@ -58,8 +57,6 @@ def base_fingerprint(path: str) -> str:
     manifest = newest_manifest(store) if name is None else read_manifest(store, f"{CHECKPOINTS}/{name}")
     if manifest is None:
         raise ResumeError(f"{store.url}: no checkpoint is here")
-    if is_adapted(manifest.leaves):
-        raise InvalidError(f"{path} is of a run that trains an adapter; export it, which merges, and begin with that")
     if name is None:
         return f"run {manifest.job}"
     digests = {leaf: record["digest"] for leaf, record in manifest.leaves.items() if leaf.startswith(_WEIGHTS)}
