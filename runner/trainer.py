@@ -216,11 +216,11 @@ class BaseTrainer(RestoreableJob):
         """Check the devices, the mesh, the batch and the data against the spec."""
         with self.document.blaming("topology.accelerator"):
             refuse_other_hardware(self.spec, self.topology, self.config)
-        if self.config.adapter is not None:
-            self.base = hosts.main_first(lambda: name_base(self.document, self.spec, self.store))
         self.blueprint = self.design.draw(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
+        if self.config.adapter is not None:
+            self.base = hosts.main_first(lambda: name_base(self.document, self.spec, self.store))
         self.design.trace(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
 
     def prepare(self) -> None:
