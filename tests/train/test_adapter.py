@@ -23,7 +23,7 @@ from runner.inference.sample import sample
 from runner.storage import parse_lines
 from runner.train.adapter import model_state, model_weights, with_base
 from runner.weights.base import ADAPTER_BASE
-from tests.support.tiny import StopAfter, gpt, gpt_document, leaves_equal, set_mesh
+from tests.support.tiny import StopAfter, gpt, gpt_document, leaves_equal, name_of, set_mesh
 
 STEPS, STOP = 4, 2
 COMMON: dict[str, Any] = {
@@ -46,7 +46,7 @@ EMA = {"config.ema": {"decays": [0.5], "evaluate": True}}
 
 def plain(name: str, directory: Path, **changes: Any) -> BaseTrainer:
     job_class, model, _, _ = MODELS[name]
-    return gpt(directory, job_class, **COMMON | model | changes)
+    return gpt(directory, job_class, **{"job": name_of(job_class)} | COMMON | model | changes)
 
 
 def adapted(name: str, directory: Path, base: Path, **changes: Any) -> BaseTrainer:
@@ -213,7 +213,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no base": ({"checkpoint.init_from": None}, "config.adapter: an adapter is trained beside .* set checkpoint.init_"),
     "nothing fits": ({"config.adapter": {"targets": ["blocks.qery"]}}, "'blocks.qery' fits no .* blocks.query.kernel"),
     "one of two": ({"config.adapter": {"targets": ["blocks.query", "x"]}}, "'x' fits no parameter; the nearest"),
-    "no matrix": ({"config.adapter": {"targets": ["*.bias"]}}, "'.*bias' fits blocks.* no matrix: .* such as blocks"),
+    "no matrix": (
+        {"config.adapter": {"targets": ["*.bias"]}},
+        r"bias. fits blocks.* no matrix: .* needs matrices, such as",
+    ),
     "a norm": (
         {"config.adapter": {"targets": ["final_norm"]}},
         "'final_norm' fits final_norm.bias, which is no matrix",
