@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
@@ -24,6 +25,7 @@ from runner.storage import parse_lines
 from runner.train.adapter import model_state, model_weights, with_base
 from runner.weights.base import ADAPTER_BASE
 from tests.support.tiny import StopAfter, gpt, gpt_document, leaves_equal, name_of, set_mesh
+from tests.test_values import TrainLookup
 
 STEPS, STOP = 4, 2
 COMMON: dict[str, Any] = {
@@ -38,6 +40,7 @@ SIZES = {"layers": 2, "heads": 2, "width": 16}
 DECODER = SIZES | {"mlp_width": 24, "layer_pattern": ["window", "full"], "window": 4}
 # Each: the job, its model, targets of which one is a module and one a matrix, and the adapted matrices.
 MODELS: dict[str, tuple[type[BaseTrainer], dict[str, Any], list[str], int]] = {
+    "lookup": (TrainLookup, {}, ["Embed_*"], 1),  # compiles in no time
     "stacked": (PretrainGPT, {"config.model": SIZES}, ["blocks.query", "blocks.mlp_*.kernel"], 3),
     "unrolled": (PretrainDecoder, {"config.model": DECODER}, ["*.query", "*layer_1*.mlp.down.kernel"], 3),
 }
@@ -59,7 +62,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapter")
 
 
-@pytest.fixture(scope="module", params=["stacked", pytest.param("unrolled", marks=pytest.mark.soak)])
+@pytest.fixture(
+    scope="module", params=["lookup", *(pytest.param(name, marks=pytest.mark.soak) for name in ("stacked", "unrolled"))]
+)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -246,13 +251,13 @@ def test_what_cannot_be_is_refused_in_a_line(case, tmp_path):
 
 
 def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
-    first = plain("stacked", tmp_path / "first")
+    first = plain("lookup", tmp_path / "first")
     first()
-    other = plain("stacked", tmp_path / "other", seed=1)
+    other = plain("lookup", tmp_path / "other", seed=1)
     other()
 
     def job(base: Path) -> BaseTrainer:
-        return adapted("stacked", tmp_path / "run", base, **{"config.ema": None})
+        return adapted("lookup", tmp_path / "run", base)
 
     begun = job(tmp_path / "first")
     with pytest.raises(PreemptedError):
@@ -261,7 +266,7 @@ def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
         with pytest.raises(InvalidError, match=f"{ADAPTER_BASE}: .* has 'run .*', the spec 'run "):
             job(another)()
     with pytest.raises(InvalidError, match="is of a run with an adapter; export it"):
-        adapted("stacked", tmp_path / "second", tmp_path / "run")()
+        adapted("lookup", tmp_path / "second", tmp_path / "run")()
     shutil.rmtree(tmp_path / "first")
     last = job(tmp_path / "first")
     last()
@@ -271,7 +276,14 @@ def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
 
 def test_bfloat16_holds_the_base_and_the_adapter_stays_float32(tmp_path):
     types = {"config.precision": {"params": "bfloat16", "compute": "float32"}}
-    job = adapted("stacked", tmp_path / "run", tmp_path / "base", **types)
+    job = adapted("stacked", tmp_path / "run", tmp_path / "base", **types | set_mesh(2, 2, 2))
     abstract = job.design.draw(jax.devices()).abstract_state
     assert {leaf.dtype for leaf in jax.tree.leaves(abstract.params)} == {jnp.dtype("float32")}
     assert {leaf.dtype for leaf in jax.tree.leaves(abstract.variables["base"])} == {jnp.dtype("bfloat16")}
+    query = abstract.params["blocks"]["query"]["kernel"]
+    assert query["lora_a"].sharding.spec == PartitionSpec(None, "fsdp", None)  # as embed, heads of the base
+    assert query["lora_b"].sharding.spec == PartitionSpec(
+        None, None, ("tensor", "fsdp")
+    )  # by fsdp, too, where it divides
+    for leaf in jax.tree.leaves((abstract.params, abstract.variables, abstract.opt_state)):
+        assert leaf.ndim == 0 or "fsdp" in str(leaf.sharding.spec)
