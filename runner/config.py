@@ -284,6 +284,18 @@ class NoiseScaleConfig(Frozen):
     )
 
 
+class AdapterConfig(Frozen):
+    """LoRA (arXiv 2106.09685): two small matrices are trained beside each target, and the model's own stand still."""
+
+    rank: PositiveInt = Field(default=8, description="Columns of A and rows of B.")
+    alpha: PositiveFloat = Field(default=16.0, description="The weight is that of the base + alpha / rank * A @ B.")
+    targets: list[str] = Field(
+        min_length=1,
+        description="Patterns (*, ?) of matrices by their dotted names, or of the modules that hold them, such as "
+        "blocks.query; each layer of a stack, and each expert, has matrices of its own.",
+    )
+
+
 class MemoryConfig(Frozen):
     """What a step keeps and what it computes again, so that a large model fits. Moves bits by rounding alone."""
 
@@ -320,6 +332,11 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Floating-point types.")
     memory: MemoryConfig = Field(default=MemoryConfig(), description="What is computed again instead of kept.")
     ema: EmaConfig | None = Field(default=None, description="Averages of the weights that ride along; null: none.")
+    adapter: AdapterConfig | None = Field(
+        default=None,
+        description="Train an adapter of the weights that checkpoint.init_from names, which stand still; null: train "
+        "the weights themselves.",
+    )
     noise_scale: NoiseScaleConfig | None = Field(
         default=None,
         description="train/noise_scale, in tokens, in each row; null: not measured. It takes the memory of one more "
@@ -355,6 +372,15 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         if not self.schedule.reads_total:
             free |= {"train.total_steps", "train.total_tokens"}
         return frozenset(free)
+
+    @model_validator(mode="after")
+    def _adapter_is_float32(self) -> "TrainerConfig[ModelConfigType]":
+        if self.adapter is not None and self.precision.rounding != "nearest":
+            raise ValueError(
+                f"precision.rounding={self.precision.rounding}: nothing reads it, as an adapter is float32; leave it "
+                "out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> "TrainerConfig[ModelConfigType]":

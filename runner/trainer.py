@@ -26,6 +26,7 @@ from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.train import state as train_state
 from runner.train import step as pure
 from runner.train import variables as other_variables
+from runner.train.adapter import model_weights, with_base
 from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE, CompiledStep
 from runner.train.design import design_of
@@ -48,6 +49,7 @@ from runner.train.same_data import (
 )
 from runner.train.validation import Validation
 from runner.train.variables import TrainState
+from runner.weights.base import ADAPTER_BASE, name_base, refuse_missing_base
 
 
 class BaseTrainer(HookedJob):
@@ -58,6 +60,7 @@ class BaseTrainer(HookedJob):
 
     blueprint: Blueprint  # from `setup` on: the job on the devices at hand
     compiled: CompiledStep  # from `prepare` on
+    base: str | None = None  # from `setup` on: the fingerprint of what an adapter is trained beside
 
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.unchanged)
@@ -68,6 +71,7 @@ class BaseTrainer(HookedJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
+        refuse_missing_base(self.document, spec, self.config)
         self.design = design_of(self, lambda: (*self.riders(), *self.hooks.riders()))
 
     # What an experiment says.
@@ -221,6 +225,8 @@ class BaseTrainer(HookedJob):
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
         refuse_different_questions(self.asked.digest, hosts)
+        if self.config.adapter is not None:
+            self.base = hosts.main_first(lambda: name_base(self.document, self.spec, self.store))
         self.design.check(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
 
     def prepare(self) -> None:
@@ -243,12 +249,12 @@ class BaseTrainer(HookedJob):
         return self.blueprint.init_state()
 
     def weights(self, state: TrainState) -> Any:
-        """The parameters, and the model's other variables where it has any."""
-        return other_variables.weights_of(state)
+        """The model's parameters, merged where an adapter is trained, and its other variables where it has any."""
+        return model_weights(state)
 
     def with_weights(self, state: TrainState, weights: Any) -> TrainState:
         """The state at step 0, begun with other weights, and with it averages and what rides along."""
-        return self.blueprint.begun_at_params(super().with_weights(state, weights))
+        return self.blueprint.begun_at_params(with_base(state, weights))
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -258,6 +264,7 @@ class BaseTrainer(HookedJob):
     def identity(self) -> Trajectory:
         """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
         known = super().identity() | {"config.data": self.dataset.fingerprint}
+        known |= {} if self.base is None else {ADAPTER_BASE: self.base}
         return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:

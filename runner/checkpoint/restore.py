@@ -17,6 +17,7 @@ import jax
 from runner.attempt.claim import Attempt
 from runner.attempt.identity import Claimant
 from runner.checkpoint import fingerprint, reader
+from runner.checkpoint.adapted import is_adapted
 from runner.checkpoint.fast import FastTier
 from runner.checkpoint.fit import check_leaves
 from runner.checkpoint.leaves import from_stored, named, stored
@@ -276,10 +277,13 @@ def check_source(text: str) -> None:
     directory, name = split_checkpoint(text)
     store = open_store(directory)
     try:
-        if name is not None:
-            read_manifest(store, f"{CHECKPOINTS}/{name}")
-        elif newest_manifest(store) is None:
+        manifest = newest_manifest(store) if name is None else read_manifest(store, f"{CHECKPOINTS}/{name}")
+        if manifest is None:
             raise ResumeError(f"{store.url}: no checkpoint is here")
+        if is_adapted(manifest.leaves):
+            raise InvalidError(
+                f"{text} is of a run with an adapter; export it, which merges, and begin with the export"
+            )
     except InvalidError:
         raise
     except (FileNotFoundError, ValueError) as error:

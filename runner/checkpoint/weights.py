@@ -5,14 +5,16 @@ manifest and in `spec.yaml`.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint import fingerprint, reader
+from runner.checkpoint.adapted import Merge, Split, is_adapted, merge_of, split
 from runner.checkpoint.fit import check_leaves
-from runner.checkpoint.leaves import from_stored, named, stored
+from runner.checkpoint.leaves import dtype_called, from_stored, named, stored
 from runner.checkpoint.look import read_leaves
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
@@ -49,6 +51,7 @@ def open_checkpoint(
     checkpoint, `best` by the metric of `checkpoint.keep_best`, or `newest`, which is `step` alone: the newest that is
     good; one that is not is told on standard error. `weights` are those that are trained, `params`, or an average of
     them that rides along, such as `ema_0.999`, which then takes their place. Every bit is checked as in a restore.
+    An adapter comes merged.
 
     The weights are `{"params": ...}`, with `variables` of a model that has others, or the whole state of a job that has
     no `params`: dictionaries by the parts of the dotted names in the manifest, jax arrays of the saved types on the
@@ -186,14 +189,28 @@ def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tup
     Raises `ValueError` or `OSError` as soon as one is not good.
     """
     names = {saved: name for name, saved in weight_names(manifest, weights).items()}
+    merge, parts = adapter_of(manifest, weights)
+    pairs = dict(read_leaves_of(store, manifest, [saved for pair in parts.matrices.values() for saved in pair]))
+    for saved, array in read_leaves_of(store, manifest, names):
+        name = names[saved]
+        if name in parts.matrices:
+            a, b = (pairs[matrix] for matrix in parts.matrices[name])
+            array = merge(array, a, b)
+        yield name, array
+
+
+def read_leaves_of(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
+    """The leaves of these names in the manifest, on the first device of this process; raises like `read_weights`."""
     for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, names):
         if leaf.problem is not None:
             raise ValueError(leaf.problem)
-        yield names[leaf.name], leaf.array
+        yield leaf.name, leaf.array
 
 
 def _like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
     """Leaves like those of `like`, which has the names of the manifest. Called on every host."""
+    if is_adapted(manifest.leaves) and not named(like).keys() <= manifest.leaves.keys():
+        return _merged_like(store, manifest, like, weights)
     if weights == PARAMS:
         abstract = named(like)
         check_leaves(manifest, like, may_hold_more=True)
@@ -201,19 +218,78 @@ def _like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
         known = weight_names(manifest, weights)
         abstract = {known.get(name, name): leaf for name, leaf in named(like).items()}
         check_leaves(manifest, abstract, may_hold_more=True)
+    return jax.tree.unflatten(jax.tree.structure(like), _read_like(store, manifest, abstract).values())
+
+
+def _read_like(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Leaves like those of `abstract`, by their names in the manifest, each checked by its bits."""
     directory = f"{CHECKPOINTS}/{manifest.name}"
-    found = from_stored(reader.read(store, directory, manifest, stored(abstract)), abstract)
+    found = from_stored(reader.read(store, directory, manifest, stored(dict(abstract))), dict(abstract))
     for name, digest in fingerprint.leaf_digests(found).items():
         if digest != manifest.leaves[name]["digest"]:
             raise ValueError(f"the bits of {name} are not those that were saved")
-    return jax.tree.unflatten(jax.tree.structure(like), found.values())
+    return found
+
+
+def _merged_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
+    """Leaves like those of `like`, a model's, from a checkpoint with an adapter, merged. Called on every host."""
+    merge, parts = adapter_of(manifest, weights)
+    abstract = {
+        parts.own.get(name, name): _of_type(manifest, parts.own.get(name), leaf) for name, leaf in named(like).items()
+    }
+    check_leaves(manifest, abstract, may_hold_more=True)
+    pairs = {
+        matrix: _whole(manifest, matrix, leaf)
+        for name, leaf in named(like).items()
+        for matrix in parts.matrices.get(name, ())
+    }
+    found = _read_like(store, manifest, abstract | pairs)
+
+    def made(name: str, leaf: Any) -> jax.Array:
+        base, matrices = found[parts.own[name]], [found[matrix] for matrix in parts.matrices.get(name, ())]
+        if not matrices:
+            return base.astype(leaf.dtype)
+        return jax.jit(lambda *all: merge(*all).astype(leaf.dtype), out_shardings=leaf.sharding)(base, *matrices)
+
+    leaves = [made(name, leaf) for name, leaf in named(like).items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _of_type(manifest: Manifest, saved: str | None, leaf: Any) -> jax.ShapeDtypeStruct:
+    """`leaf` in the type that the checkpoint has it in."""
+    dtype = leaf.dtype if saved is None else dtype_called(manifest.leaves[saved]["dtype"])
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+
+def _whole(manifest: Manifest, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    """A matrix of an adapter, on every device that its weight lies on."""
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    record = manifest.leaves[name]
+    return jax.ShapeDtypeStruct(tuple(record["shape"]), dtype_called(record["dtype"]), sharding=sharding)
+
+
+def adapter_of(manifest: Manifest, weights: str) -> tuple[Merge, Split]:
+    """How a checkpoint's weights are merged, and of what; of one without an adapter nothing is."""
+    merge = merge_of(manifest.identity)
+    if merge is None or not is_adapted(manifest.leaves):
+        return Merge(0.0), Split({}, {})
+    return merge, split(_trained_names(manifest, weights))
 
 
 def weight_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
     """The leaves that are weights, by the names that they have in those that are trained: the names in the manifest.
 
-    All leaves, where none is called so. Raises `InvalidError` if there are no such `weights`, and says which are.
+    All leaves, where none is called so; of a run that trains an adapter the model's own, which are merged when they are
+    read. Raises `InvalidError` if there are no such `weights`, and says which are.
     """
+    trained = _trained_names(manifest, weights)
+    return split(trained).own if is_adapted(manifest.leaves) else trained
+
+
+def _trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
+    """The same, with an adapter beside its base."""
     own = [name for name in manifest.leaves if name.partition(".")[0] in _WEIGHTS]
     if weights == PARAMS:
         return {name: name for name in own or manifest.leaves}

@@ -21,6 +21,7 @@ from runner.terminal import say
 from runner.train.metrics.file import read_lines
 from runner.weights.directory import CONFIG
 from runner.weights.export import export_into
+from runner.weights.peft import export_adapter
 from runner.weights.write import published_whole
 
 _OF_A_PUSH = ("public", "license", "base_model")
@@ -41,6 +42,11 @@ def main(arguments: Sequence[str]) -> int:
     if family is None:
         raise InvalidError(f"{spec.job} does not say how its weights are called elsewhere: see `family` of BaseTrainer")
     data = job.config.data if isinstance(job.config, TrainerConfig) else None
+    if parsed.adapter:
+        base = "" if spec.checkpoint.weights is None else spec.checkpoint.weights.path
+        step = export_adapter(where, parsed.step, family, parsed.out, base, parsed.dtype, parsed.weights)
+        say(f"exported the adapter of step {step} of {directory} to {parsed.out}")
+        return EXIT_DONE
     if repository is not None:
         repository.check()
     # OUT gets its name after the push: one that fails leaves nothing there, and the same command can be run again.
@@ -63,6 +69,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--step", default="newest", metavar="N", help="a step, best or newest; default newest")
     parser.add_weights()
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that of the parameters")
+    parser.add_argument("--adapter", action="store_true", help="the adapter alone, as PEFT has it; else it is merged")
     parser.add_argument("-o", dest="out", metavar="OUT", help="a directory or URL where nothing is yet")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload to this repository on the Hugging Face Hub")
     parser.add_argument("--public", action="store_true", help="with --push: everybody may see it; default: private")
@@ -71,6 +78,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if parsed.out is None and parsed.push is None:
         parser.error("give -o OUT, --push OWNER/NAME, or both")
+    if parsed.adapter and (parsed.push is not None or parsed.out is None):
+        parser.error("--adapter goes with -o OUT alone")
     for name in _OF_A_PUSH:
         if getattr(parsed, name) and parsed.push is None:
             parser.error(f"--{name.replace('_', '-')}: nothing reads it without --push")

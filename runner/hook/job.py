@@ -31,7 +31,7 @@ class HookedJob(RestoreableJob):
 
     def evaluated_weights(self, state: Any) -> Any:
         """What evaluators and hooks are shown of a state: its weights, and by `ema` their averages that ride along."""
-        return with_averages(self.weights(state), state)
+        return with_averages(self.weights, state)
 
     def begin_steering(self) -> None:
         """Make up for what a stop has kept from the step that is resumed: its evaluation, and the calls of hooks."""

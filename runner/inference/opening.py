@@ -4,6 +4,7 @@ The job is made of `spec.yaml`, as it was resolved when the run began: whoever l
 that has been edited since tells nothing of the run.
 """
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -103,4 +104,7 @@ def open_run(directory: str) -> Opened:
     job_class = load_job_class(document, RestoreableJob)
     if not issubclass(job_class, BaseTrainer):
         raise InvalidError(f"{store.url}: its job {spec.job} trains no model of tokens; needs a run of a BaseTrainer")
-    return Opened(directory, store, job_class(spec.model_copy(update={"directory": directory}), document))
+    config = {name: own for name, own in spec.config.items() if name != "adapter"}  # weights are opened merged
+    alone = dataclasses.replace(document, data={**document.data, "config": config})
+    spec = spec.model_copy(update={"directory": directory, "config": config})
+    return Opened(directory, store, job_class(spec, alone))

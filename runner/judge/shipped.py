@@ -8,6 +8,7 @@ from runner.hosts.preemption import StopNotice
 from runner.judge.asked import Asked, Place
 from runner.judge.size import own_sets
 from runner.spec import Document
+from runner.train.adapter import model_state
 from runner.train.batch_layout import BatchLayout
 from runner.train.blueprint import Blueprint
 from runner.train.design import Design
@@ -38,7 +39,7 @@ class Shipped:
         )
         self._has_sets = bool(dataset.validation)
         self.validation = Validation(
-            blueprint.abstract_state,
+            model_state(blueprint.abstract_state),
             lambda abstract: blueprint.compile_val(design.val_step, abstract, layout),
             validation_sets(dataset, config, batch),
             stop.poll,

@@ -6,6 +6,7 @@
 - `rider` what rides along with the parameters, such as averages of them
 - `ema` averages of the weights
 - `noise_scale` how much of a gradient is noise
+- `adapter` LoRA: what is trained beside parameters that stand still
 - `rounding` new parameters of a narrow type, rounded stochastically
 - `riding` which riders a config asks for
 - `state` the train state and its eval_shape-based sharded init

@@ -14,9 +14,11 @@ import optax
 from jax.sharding import Mesh
 
 from runner.checkpoint.leaves import strong
+from runner.config import AdapterConfig
 from runner.errors import InvalidError
 from runner.storage import JsonObject
 from runner.train import state as train_state
+from runner.train.adapter import begin_adapter, beside_base, boxed_adapter, make_merge
 from runner.train.batch_layout import BatchLayout
 from runner.train.compilation import (
     CompiledStep,
@@ -127,11 +129,13 @@ def draw(
     mesh: Mesh,
     key: jax.Array,
     riders: Sequence[Rider] = (),
+    adapter: tuple[AdapterConfig, str] | None = None,
 ) -> Blueprint:
     """The blueprint of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
     `sharded_init(model, key, tokens, mesh=..., deterministic=...)` makes the variables, and says how they lie;
-    `example` is what the model is shown to find its shapes; `make_optimizer` takes a pytree of `Parameter`.
+    `example` is what the model is shown to find its shapes; `make_optimizer` takes a pytree of `Parameter`. `adapter`,
+    if any, is trained instead of the model's own parameters; with it the type of compute.
     """
 
     def variables(key: jax.Array, init: Callable[..., Any], **options: Any) -> Any:
@@ -139,7 +143,9 @@ def draw(
 
     born = functools.partial(variables, init=functools.partial(sharded_init, model), mesh=mesh)
     boxed = jax.eval_shape(functools.partial(variables, init=model.init), key)
-    optimizer = in_float32(make_optimizer(parameters_of(boxed[PARAMS])))
+    trained = boxed[PARAMS] if adapter is None else boxed_adapter(boxed[PARAMS], adapter[0])
+    merge = None if adapter is None else make_merge(*adapter)
+    optimizer = in_float32(make_optimizer(parameters_of(trained)))
     shapes, shardings = nn.unbox(boxed), train_state.variable_shardings(boxed, mesh)
     if sharded_init is not train_state.sharded_init:  # whose variables are known without tracing it
         shapes, shardings = _variables_of(born, key, mesh)
@@ -147,10 +153,17 @@ def draw(
             raise InvalidError("sharded_init returns other parameters or variables than the model's, by their names")
 
     def make_state(variables: Any) -> TrainState:
-        return train_state.state_of(model, variables, optimizer, riders)
+        return train_state.state_of(model, variables, optimizer, riders, merge)
 
+    def begin(key: jax.Array) -> Any:
+        own = born(key)[0]
+        return own if adapter is None else beside_base(own, begin_adapter(trained, key))
+
+    if adapter is not None:
+        shapes = beside_base(shapes, nn.unbox(trained))
+        shardings = beside_base(shardings, train_state.variable_shardings(trained, mesh))
     abstract = train_state.abstract_state(make_state, shapes, shardings[PARAMS], mesh, others(shardings))
-    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(born(key)[0]), riders)
+    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(begin(key)), riders)
 
 
 def _variables_of(born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from runner.config import TrainerConfig
 from runner.data import Dataset, load_dataset
 from runner.spec import Document, ExecutionSpec, Topology
+from runner.train.adapter import model_state
 from runner.train.batch_layout import BatchLayout, batch_layouts
 from runner.train.blueprint import Blueprint, draw
 from runner.train.compilation import CompiledStep
@@ -109,7 +110,9 @@ class Design:
                 return self.recipe.optimizer_of(self.config, schedule, parameters)
 
         riders = tuple(self.riders())
-        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key, riders)
+        rule, compute = self.config.adapter, self.config.precision.compute
+        adapter = None if rule is None else (rule, compute)
+        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key, riders, adapter)
 
     def trace(self, blueprint: Blueprint, micro_batch: int | None = None) -> None:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""
@@ -122,7 +125,7 @@ class Design:
         """
         self.trace(blueprint, micro_batch)
         if micro_batch is None and self.dataset.validation:
-            abstract = blueprint.abstract_state.replace(opt_state=(), riders={})
+            abstract = model_state(blueprint.abstract_state).replace(opt_state=(), riders={})
             blueprint.trace_val(self.val_step, abstract, batch_layouts(self.config, blueprint.mesh)[0])
 
     def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:

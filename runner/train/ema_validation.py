@@ -1,14 +1,15 @@
 """The loss of averaged weights on the validation sets, beside that of the weights themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from runner.hosts.agreement import Hosts
+from runner.train.adapter import shown_weights
 from runner.train.ema import EMA
 from runner.train.validation import Figures, Validation
-from runner.train.variables import PARAMS, RIDERS
+from runner.train.variables import PARAMS, RIDERS, merge_of
 
 
 class EmaValidation:
@@ -32,10 +33,15 @@ def ema_evaluators(config: Any, validation: Validation) -> Sequence[EmaValidatio
     return [] if rule is None or not rule.evaluate else [EmaValidation(validation, decay) for decay in rule.decays]
 
 
-def with_averages(weights: Any, state: Any) -> Any:
-    """`weights`, and by `ema` the averages that ride along in a train state, by decay, if there are any."""
+def with_averages(weights: Callable[[Any], Any], state: Any) -> Any:
+    """`weights(state)`, and by `ema` the averages that ride along in it, by decay, if there are any.
+
+    Those of an adapter are merged, when they are first asked for.
+    """
+    if merge_of(state) is not None:
+        return shown_weights(state)
     riders = getattr(state, RIDERS, {})
-    return weights | ({EMA: riders[EMA]} if EMA in riders else {})
+    return weights(state) | ({EMA: riders[EMA]} if EMA in riders else {})
 
 
 def as_params(averages: Any, params: Any) -> Any:

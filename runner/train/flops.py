@@ -15,8 +15,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from runner.accelerator import chip_of
 from runner.config import MemoryConfig
+from runner.train.adapter import model_state
 from runner.train.blueprint import Blueprint
-from runner.train.variables import with_variables
+from runner.train.variables import variables_of, with_variables
 
 CALLS = (
     "jit",
@@ -214,7 +215,7 @@ def flops_of_forward(
     `fields` are the arrays of a batch with their dtypes. Raises `ValueError` for kernels that cannot be counted.
     """
     abstract = blueprint.abstract_state
-    state = abstract.params, abstract.variables
+    state = model_state(abstract).params, variables_of(abstract)
     params, variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     batch = {name: jax.ShapeDtypeStruct((1, length), dtype) for name, dtype in fields.items()}
     batch["example"] = jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from runner.checkpoint.adapted import Merge
 from runner.checkpoint.leaves import strong
 from runner.train.mesh import LOGICAL_AXIS_RULES
 from runner.train.recipe.average import has_average, restarted
@@ -85,8 +86,13 @@ def make_state(model: nn.Module, key: jax.Array, tx: Any, *args: Any, **kwargs: 
     return state_of(model, nn.unbox(model.init(key, *args, **kwargs)), tx)
 
 
-def state_of(model: nn.Module, variables: Any, tx: Any, riders: Sequence[Rider] = ()) -> TrainState:
-    """The state at step 0 with these variables, as `init` of the model makes them, and what rides along."""
+def state_of(
+    model: nn.Module, variables: Any, tx: Any, riders: Sequence[Rider] = (), merge: Merge | None = None
+) -> TrainState:
+    """The state at step 0 with these variables, as `init` of the model makes them, and what rides along.
+
+    With `merge`, `params` of them are an adapter.
+    """
     params = variables[PARAMS]
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -96,6 +102,7 @@ def state_of(model: nn.Module, variables: Any, tx: Any, riders: Sequence[Rider] 
         opt_state=tx.init(params),
         variables=others(variables),
         riders=init_riders(riders, params),
+        merge=merge,
     )
 
 

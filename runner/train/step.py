@@ -33,8 +33,10 @@ from runner.train.variables import (
     STATISTICS,
     TrainState,
     UpdateVariables,
+    model_params,
     total,
     variables_of,
+    with_other_variables,
     with_variables,
     without_statistics,
 )
@@ -77,14 +79,14 @@ def _gradients(
     Of the meta, `token_count`, `statistics` and the means of `sums` are of all micro-batches. Halves are None unless
     `sees_halves`.
     """
-    apply_fn = with_variables(state.apply_fn, variables_of(state))
+    apply_fn, of_model = with_variables(state.apply_fn, variables_of(state)), model_params(state)
     num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
     batch = _numbered(batch)
     params = gradient_point(state.params, state.opt_state)
     trained, whole = split(params, state.opt_state)
 
     def share_of_loss(trained: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        loss_sum, meta = forward(apply_fn, whole(trained), micro, key)
+        loss_sum, meta = forward(apply_fn, of_model(whole(trained)), micro, key)
         if TOKEN_COUNT in meta:
             return loss_sum, meta
         if num_tokens is None:
@@ -173,7 +175,8 @@ def train_step(
     S, _ = _leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
     variables = variables_of(state)
-    refuse_unread(forward, with_variables(state.apply_fn, variables), state.params, batch, key)
+    params = model_params(state)(state.params)
+    refuse_unread(forward, with_variables(state.apply_fn, variables), params, batch, key)
     sees_halves = any(rider.sees_halves for rider in riders)
     if sees_halves and S % 2:
         raise InvalidError(f"a rider sees both halves of a batch, and its micro-batches are {S}; needs an even number")
@@ -181,7 +184,7 @@ def train_step(
     if STATISTICS in meta:
         changed, scalars = update_variables(variables, meta[STATISTICS])
         meta = without_statistics(meta) | scalars
-        state = state.replace(variables=changed) if variables else state
+        state = with_other_variables(state, changed) if variables else state
     own = {GRAD_NORM: optax.tree.norm(grads)} | norms_of(grads, state.params, norms)
     if taken := sorted({*own} & {*meta}):
         raise InvalidError(f"forward returns {taken[0]!r} as meta, a name of the runner's own; use another")
@@ -202,9 +205,10 @@ def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Arr
     """
 
     apply_fn = with_variables(state.apply_fn, variables_of(state))
+    params = model_params(state)(state.params)
 
     def add(carry: tuple[jax.Array, jax.Array], micro: Batch) -> tuple[tuple[jax.Array, jax.Array], Any]:
-        loss_sum, meta = forward(apply_fn, state.params, micro, None)
+        loss_sum, meta = forward(apply_fn, params, micro, None)
         count = meta[TOKEN_COUNT] if TOKEN_COUNT in meta else _count(micro)
         return (carry[0] + loss_sum, carry[1] + count), without_statistics(meta)
 

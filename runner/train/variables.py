@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from flax import struct
 from flax.training import train_state
 
+from runner.checkpoint.adapted import BASE, Merge, merged
+
 PARAMS, VARIABLES, RIDERS = "params", "variables", "riders"
 STATISTICS = "statistics"
 Meta = dict[str, jax.Array]
@@ -27,10 +29,14 @@ UpdateVariables = Callable[[Any, Any], tuple[Any, Meta]]
 
 
 class TrainState(train_state.TrainState):
-    """That of flax, with the model's variables other than `params`, by collection, and what rides along, by name."""
+    """That of flax, with the model's variables other than `params`, by collection, and what rides along, by name.
+
+    With `merge`, `params` are an adapter, and the model's own stand still in `variables.base`: see `adapter`.
+    """
 
     variables: Any = struct.field(default_factory=dict)
     riders: Any = struct.field(default_factory=dict)  # see `runner.train.rider`
+    merge: Merge | None = struct.field(pytree_node=False, default=None)
 
 
 def others(variables: Mapping[str, Any]) -> Any:
@@ -39,8 +45,27 @@ def others(variables: Mapping[str, Any]) -> Any:
 
 
 def variables_of(state: Any) -> Any:
-    """The variables of a train state, which a caller may have made as flax's own: that has none."""
-    return getattr(state, VARIABLES, {})
+    """The model's variables of a train state, which a caller may have made as flax's own: that has none."""
+    found = getattr(state, VARIABLES, {})
+    return found if merge_of(state) is None else {name: own for name, own in found.items() if name != BASE}
+
+
+def merge_of(state: Any) -> Merge | None:
+    """How the adapter that a train state trains is merged; None: it trains the model's own parameters."""
+    return getattr(state, "merge", None)
+
+
+def with_other_variables(state: TrainState, variables: Any) -> TrainState:
+    """`state` with other variables of its model."""
+    return state.replace(variables=variables if state.merge is None else {**variables, BASE: state.variables[BASE]})
+
+
+def model_params(state: Any) -> Callable[[Any], Any]:
+    """From what is trained of a state to the parameters that the model is applied to: the same, or merged. Pure."""
+    merge = merge_of(state)
+    if merge is None:
+        return lambda params: params
+    return lambda params: merged(state.variables[BASE], params, merge)
 
 
 def with_variables(apply_fn: Callable[..., Any], variables: Any) -> Callable[..., Any]:
@@ -82,7 +107,7 @@ def unchanged(variables: Any, statistics: Any) -> tuple[Any, Meta]:
 
 
 def weights_of(state: Any) -> Any:
-    """The parameters, and the model's other variables where it has any."""
+    """What is trained of a state, which must not be an adapter, and the model's other variables where it has any."""
     variables = variables_of(state)
     return {PARAMS: state.params} | ({VARIABLES: variables} if variables else {})
 

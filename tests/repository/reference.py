@@ -40,7 +40,8 @@ JOBS = (  # a shipped spec of each, and the section that is its own
     (ROOT / "specs" / "moe_nano.yaml", "config.model"),
     (ROOT / "specs" / "counter.yaml", "config"),
 )
-GIVEN = {"ema": "config.ema={decays: [0.5]}"}  # what a section that is null needs so that it has keys
+# What a section that is null needs so that it has keys.
+GIVEN = {"ema": "config.ema={decays: [0.5]}", "adapter": "config.adapter={targets: [blocks.query]}"}
 OWNER_KEY = "name"  # in no trajectory: job.json holds it, and another one is refused before any key is compared
 
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping", "null": "`null`"}

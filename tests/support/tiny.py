@@ -82,6 +82,11 @@ def gpt(directory: Path, job_class: type[BaseTrainer] = PretrainGPT, **changes: 
     return job_class(gpt_spec(directory, **changes))
 
 
+def name_of(job_class: type[RestoreableJob]) -> str:
+    """What a spec calls it."""
+    return f"{job_class.__module__}:{job_class.__qualname__}"
+
+
 def counter(directory: Path, job_class: type[Counter] = Counter, **changes: Any) -> Counter:
     document = {
         "name": "count",

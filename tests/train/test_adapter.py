@@ -1,0 +1,289 @@
+"""LoRA: begins as the base, trains as one written by hand, leaves the base alone, and is seen merged by who looks."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from experiments.gpt import PretrainGPT
+from experiments.model.decoder import PretrainDecoder
+from runner import BaseTrainer, ExecutionSpec, open_checkpoint
+from runner.checkpoint.leaves import named
+from runner.errors import InvalidError, PreemptedError
+from runner.hosts.agreement import Hosts
+from runner.inference.evaluation import Request, evaluate
+from runner.inference.opening import open_run
+from runner.inference.sample import Request as Text
+from runner.inference.sample import sample
+from runner.storage import parse_lines
+from runner.train.adapter import model_state, model_weights, with_base
+from runner.weights.base import ADAPTER_BASE
+from tests.support.tiny import StopAfter, gpt, gpt_document, leaves_equal, name_of, set_mesh
+from tests.test_values import TrainLookup
+
+STEPS, STOP = 4, 2
+COMMON: dict[str, Any] = {
+    "config.schedule": {"name": "constant"},
+    "config.optimizer": {"learning_rate": 0.01, "weight_decay": 0.1},
+    "config.train": {"total_steps": STEPS, "global_batch_examples": 16},
+    "config.eval": {"batches": 1},
+    "config.data.sequence_length": 8,
+    "checkpoint.every_steps": 2,
+}
+SIZES = {"layers": 2, "heads": 2, "width": 16}
+DECODER = SIZES | {"mlp_width": 24, "layer_pattern": ["window", "full"], "window": 4}
+# Each: the job, its model, targets of which one is a module and one a matrix, and the adapted matrices.
+MODELS: dict[str, tuple[type[BaseTrainer], dict[str, Any], list[str], int]] = {
+    "lookup": (TrainLookup, {}, ["Embed_*"], 1),  # compiles in no time
+    "stacked": (PretrainGPT, {"config.model": SIZES}, ["blocks.query", "blocks.mlp_*.kernel"], 3),
+    "unrolled": (PretrainDecoder, {"config.model": DECODER}, ["*.query", "*layer_1*.mlp.down.kernel"], 3),
+}
+EMA = {"config.ema": {"decays": [0.5], "evaluate": True}}
+
+
+def plain(name: str, directory: Path, **changes: Any) -> BaseTrainer:
+    job_class, model, _, _ = MODELS[name]
+    return gpt(directory, job_class, **{"job": name_of(job_class)} | COMMON | model | changes)
+
+
+def adapted(name: str, directory: Path, base: Path, **changes: Any) -> BaseTrainer:
+    rule = {"rank": 4, "alpha": 6.0, "targets": MODELS[name][2]}
+    return plain(name, directory, **{"checkpoint.init_from": str(base), "config.adapter": rule} | EMA | changes)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapter")
+
+
+@pytest.fixture(
+    scope="module", params=["lookup", *(pytest.param(name, marks=pytest.mark.soak) for name in ("stacked", "unrolled"))]
+)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def base(place: Path, name: str) -> BaseTrainer:
+    found = plain(name, place / f"{name}_base")
+    found()
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path, name: str, base: BaseTrainer) -> BaseTrainer:
+    found = adapted(name, place / f"{name}_whole", base.store.root)
+    found()
+    return found
+
+
+def tokens(job: BaseTrainer, num_steps: int = 1) -> dict[str, jax.Array]:
+    """A batch (S, B, T) of 16 examples, of which some targets are padding."""
+    shape = (num_steps, 16 // num_steps, 8)
+    x = jax.random.randint(jax.random.key(3), shape, 0, job.vocabulary_size)
+    return {"x": x, "y": jnp.roll(x, 1, axis=-1), "padding_mask": x % 5 > 0}
+
+
+def begun(job: BaseTrainer, base: BaseTrainer) -> Any:
+    """The state at step 0 beside the base."""
+    job.setup(Hosts.alone())
+    return with_base(job.blueprint.init_state(), model_weights(base.state))
+
+
+def shaken(state: Any) -> Any:
+    """`state` with an adapter that does something."""
+    draw = lambda leaf: 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape)  # noqa: E731
+    return state.replace(params=jax.tree.map(draw, state.params))
+
+
+def test_each_matrix_of_each_layer_has_its_own_and_nothing_is_seen_of_them_at_the_start(name, base, place):
+    job = adapted(name, place / f"{name}_start", base.store.root)
+    state = begun(job, base)
+    leaves = named(state.params)
+    assert len(leaves) == 2 * MODELS[name][3]
+    own = named(state.variables["base"])
+    for leaf, matrix in leaves.items():
+        weight, which = own[leaf.rpartition(".")[0]], leaf.rpartition(".")[2]
+        *stack, rows, columns = weight.shape
+        assert matrix.shape == ((*stack, rows, 4) if which == "lora_a" else (*stack, 4, columns))
+        assert bool(jnp.any(matrix)) == (which == "lora_a")
+        if which == "lora_a":
+            assert float(jnp.abs(matrix).max()) <= rows**-0.5
+    assert leaves_equal(model_weights(state), model_weights(base.state))
+    batch = tokens(job)
+    ours, theirs = jax.jit(job.val_step)(state, batch), jax.jit(base.val_step)(base.state, batch)
+    assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=1e-6)
+
+
+def test_merged_equals_unmerged(name, base, place):
+    state = shaken(begun(adapted(name, place / f"{name}_start", base.store.root), base))
+    val_step, batch = jax.jit(base.val_step), tokens(base)
+    unmerged, merged, untouched = (val_step(each, batch)[0] for each in (state, model_state(state), base.state))
+    assert float(unmerged) == pytest.approx(float(merged), rel=1e-5)
+    assert abs(float(unmerged) - float(untouched)) > 1e-2
+
+
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_three_steps_are_those_of_a_lora_written_by_hand(name, base, place, num_steps):
+    """By numpy, from the gradient of the plain model at the merged weights: dA = s dW B', dB = s A' dW."""
+    plain_sgd = {"name": "sgd", "learning_rate": 0.5, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}
+    job = adapted(name, place / f"{name}_hand", base.store.root, **{"config.optimizer": plain_sgd, "config.ema": None})
+    state = shaken(begun(job, base))
+    batch, scale = tokens(job, num_steps), 6.0 / 4
+    flat = jax.tree.map(lambda leaf: leaf.reshape(1, 16, 8), batch)
+
+    def loss(params: Any) -> jax.Array:
+        total, count, _ = base.val_step(base.state.replace(params=params), flat)
+        return total / count
+
+    expected = {leaf: np.asarray(matrix, np.float64) for leaf, matrix in named(state.params).items()}
+    weights = {leaf: np.asarray(own, np.float64) for leaf, own in named(base.state.params).items()}
+    gradient, step = jax.jit(jax.grad(loss)), jax.jit(job.train_step, static_argnums=3)
+    for number in range(3):
+        now = dict(weights)
+        for a in [leaf for leaf in expected if leaf.endswith("lora_a")]:
+            target, b = a.removesuffix(".lora_a"), a.removesuffix("a") + "b"
+            now[target] = weights[target] + scale * expected[a] @ expected[b]
+        leaves = [now[leaf].astype(np.float32) for leaf in named(base.state.params)]
+        grads = named(gradient(jax.tree.unflatten(jax.tree.structure(base.state.params), leaves)))
+        for a in [leaf for leaf in expected if leaf.endswith("lora_a")]:
+            target, b = a.removesuffix(".lora_a"), a.removesuffix("a") + "b"
+            dw = np.asarray(grads[target], np.float64)
+            da, db = scale * dw @ np.swapaxes(expected[b], -1, -2), scale * np.swapaxes(expected[a], -1, -2) @ dw
+            expected[a], expected[b] = expected[a] - 0.5 * da, expected[b] - 0.5 * db
+        state, _, meta = step(state, batch, jax.random.key(number), num_steps)
+    for leaf, matrix in named(state.params).items():
+        np.testing.assert_allclose(matrix, expected[leaf], rtol=1e-4, atol=1e-5)
+    assert float(meta["grad_norm"]) > 0
+
+
+def test_the_base_keeps_its_bits_and_has_no_moments(whole, base):
+    assert leaves_equal(whole.state.variables["base"], base.state.params)
+    size = sum(leaf.size for leaf in jax.tree.leaves(whole.state.params))
+    moments = sum(leaf.size for leaf in jax.tree.leaves(whole.state.opt_state) if leaf.ndim)
+    assert moments == 2 * size < sum(leaf.size for leaf in jax.tree.leaves(base.state.params))
+    assert all(jnp.any(leaf) for leaf in jax.tree.leaves(whole.state.params))
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_bits(name, whole, base, place):
+    first = adapted(name, place / f"{name}_resumed", base.store.root)
+    with pytest.raises(PreemptedError):
+        first(stop=StopAfter(first, STOP + 1))
+    again = adapted(name, place / f"{name}_resumed", base.store.root)
+    again()
+    assert leaves_equal(again.state, whole.state)
+
+
+def test_cut_over_devices_it_is_the_same(name, whole, base, place):
+    cut = adapted(name, place / f"{name}_cut", base.store.root, **set_mesh(2, 2, 2))
+    cut()
+    assert all("fsdp" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(cut.state.params))
+    for leaf, matrix in named(cut.state.params).items():
+        np.testing.assert_allclose(matrix, named(whole.state.params)[leaf], rtol=1e-3, atol=1e-4)
+    like = model_weights(cut.blueprint.abstract_state)
+    opened, _ = open_checkpoint(whole.store.root / "checkpoints" / str(STEPS), like=like)
+    for leaf, found in named(opened).items():
+        assert found.sharding == named(like)[leaf].sharding
+        np.testing.assert_allclose(found, named(model_weights(whole.state))[leaf], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("weights", ["params", "ema_0.5"])
+def test_who_looks_sees_the_sum(whole, weights):
+    seen = model_weights(whole.state)["params"]
+    if weights != "params":
+        seen = model_weights(whole.state.replace(params=whole.state.riders["ema"]["0.5"]))["params"]
+    opened, _ = open_checkpoint(whole.store.root, weights=weights)
+    assert "variables" not in opened
+    assert named(opened["params"]).keys() == named(seen).keys()
+    for leaf, found in named(opened["params"]).items():
+        np.testing.assert_allclose(found, named(seen)[leaf], rtol=1e-6, atol=1e-7)
+    row = parse_lines(whole.store.read("metrics.jsonl"))[-1]
+    scored = next(iter(evaluate(open_run(str(whole.store.root)), Request(weights=weights), Hosts.alone())))
+    key = "val/loss" if weights == "params" else f"val/{weights}/loss"
+    assert scored["loss"] == pytest.approx(row[key], rel=1e-6)
+    pieces = sample(open_run(str(whole.store.root)), Text("1 ", num_tokens=3, weights=weights))
+    assert "".join(pieces).startswith("1 ")
+
+
+# Refusals.
+
+RULE: dict[str, Any] = {"targets": ["blocks.query"]}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no base": ({"checkpoint.init_from": None}, "config.adapter: an adapter is trained beside .* set checkpoint.init_"),
+    "nothing fits": ({"config.adapter": {"targets": ["blocks.qery"]}}, "'blocks.qery' fits no .* blocks.query.kernel"),
+    "one of two": ({"config.adapter": {"targets": ["blocks.query", "x"]}}, "'x' fits no parameter; the nearest"),
+    "no matrix": (
+        {"config.adapter": {"targets": ["*.bias"]}},
+        r"bias. fits blocks.* no matrix: .* needs matrices, such as",
+    ),
+    "a norm": (
+        {"config.adapter": {"targets": ["final_norm"]}},
+        "'final_norm' fits final_norm.bias, which is no matrix",
+    ),
+    "rank 0": ({"config.adapter": RULE | {"rank": 0}}, "config.adapter.rank"),
+    "alpha 0": ({"config.adapter": RULE | {"alpha": 0.0}}, "config.adapter.alpha"),
+    "no targets": ({"config.adapter": {"targets": []}}, "config.adapter.targets"),
+    "a name of PEFT's": ({"config.adapter": RULE | {"lora_alpha": 8.0}}, "lora_alpha.* alpha"),
+    "rounding": ({"config.precision": {"params": "bfloat16", "rounding": "stochastic"}}, "an adapter is float32"),
+    "a base that is not there": ({"checkpoint.init_from": "nowhere/at/all"}, "checkpoint.init_from.*nowhere"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(case, tmp_path):
+    changes, message = REFUSED[case]
+    beside = {"checkpoint.init_from": str(tmp_path / "base"), "config.adapter": RULE}
+    document = gpt_document(tmp_path / "run", **COMMON | {"config.model": SIZES} | beside | changes)
+
+    def begin() -> None:
+        PretrainGPT(ExecutionSpec.model_validate(document)).setup(Hosts.alone())
+
+    with pytest.raises(InvalidError, match=message) as error:  # exit code 2
+        begin()
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
+    first = plain("lookup", tmp_path / "first")
+    first()
+    other = plain("lookup", tmp_path / "other", seed=1)
+    other()
+
+    def job(base: Path) -> BaseTrainer:
+        return adapted("lookup", tmp_path / "run", base)
+
+    begun = job(tmp_path / "first")
+    with pytest.raises(PreemptedError):
+        begun(stop=StopAfter(begun, STOP))
+    for another in (tmp_path / "other", tmp_path / "other" / "checkpoints" / str(STEPS)):
+        with pytest.raises(InvalidError, match=f"{ADAPTER_BASE}: .* has 'run .*', the spec 'run "):
+            job(another)()
+    with pytest.raises(InvalidError, match="is of a run with an adapter; export it"):
+        adapted("lookup", tmp_path / "second", tmp_path / "run")()
+    shutil.rmtree(tmp_path / "first")
+    last = job(tmp_path / "first")
+    last()
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / str(STEPS) / "manifest.json").read_text())
+    assert manifest["identity"][ADAPTER_BASE] == begun.base == last.base
+
+
+def test_bfloat16_holds_the_base_and_the_adapter_stays_float32(tmp_path):
+    types = {"config.precision": {"params": "bfloat16", "compute": "float32"}}
+    job = adapted("stacked", tmp_path / "run", tmp_path / "base", **types | set_mesh(2, 2, 2))
+    abstract = job.design.draw(jax.devices()).abstract_state
+    assert {leaf.dtype for leaf in jax.tree.leaves(abstract.params)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(abstract.variables["base"])} == {jnp.dtype("bfloat16")}
+    query = abstract.params["blocks"]["query"]["kernel"]
+    assert query["lora_a"].sharding.spec == PartitionSpec(None, "fsdp", None)  # as embed, heads of the base
+    assert query["lora_b"].sharding.spec == PartitionSpec(
+        None, None, ("tensor", "fsdp")
+    )  # by fsdp, too, where it divides
+    for leaf in jax.tree.leaves((abstract.params, abstract.variables, abstract.opt_state)):
+        assert leaf.ndim == 0 or "fsdp" in str(leaf.sharding.spec)
