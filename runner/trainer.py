@@ -64,6 +64,7 @@ class BaseTrainer(HookedJob):
 
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.unchanged)
+    weights = staticmethod(model_weights)
     riders = classmethod(riders_of)
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
@@ -247,10 +248,6 @@ class BaseTrainer(HookedJob):
     def init_state(self) -> TrainState:
         """The state at step 0, born sharded."""
         return self.blueprint.init_state()
-
-    def weights(self, state: TrainState) -> Any:
-        """The model's parameters, merged where an adapter is trained, and its other variables where it has any."""
-        return model_weights(state)
 
     def with_weights(self, state: TrainState, weights: Any) -> TrainState:
         """The state at step 0, begun with other weights, and with it averages and what rides along."""

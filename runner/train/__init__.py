@@ -8,12 +8,12 @@
 - `noise_scale` how much of a gradient is noise
 - `adapter` LoRA: what is trained beside parameters that stand still
 - `rounding` new parameters of a narrow type, rounded stochastically
+- `norm` norms of gradients and parameters, by group
 - `riding` which riders a config asks for
 - `state` the train state and its eval_shape-based sharded init
 - `fields` what the step knows of the fields of a batch, and what it refuses to leave unread
 - `batch_layout` how the examples of a step are split over devices and micro-batches
 - `meta` what `forward` may return beside the loss, and how a row holds it
-- `norm` norms of gradients and parameters, by group
 - `step` pure train_step and val_step with accumulation
 - `loss` token cross entropy
 - `compilation` the compiled step, and the micro-batch that fits a device
