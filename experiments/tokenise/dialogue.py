@@ -110,6 +110,6 @@ def mark(dialogue: Dialogue, ids: np.ndarray, spans: np.ndarray, separator: int 
     if is_cut and most is not None:
         ids, marks = ids[: most - tail], marks[: most - tail]
     if separator is not None:
-        ids = np.append(ids, np.array([separator], ids.dtype))
-        marks = np.append(marks, np.array([dialogue.ends_with_answer and not is_cut], marks.dtype))
+        ids = np.concatenate([ids, np.array([separator], ids.dtype)])
+        marks = np.concatenate([marks, np.array([dialogue.ends_with_answer and not is_cut], marks.dtype)])
     return Marked(ids, marks, is_cut)
