@@ -89,10 +89,6 @@ class RestoreableJob:
         """The fields of `state`, which is then a dataclass, that `checkpoint.init_from` replaces."""
         raise self.document.error("checkpoint.init_from", f"{type(self).__name__} has no weights to take over")
 
-    def with_weights(self, state: Any, weights: Any) -> Any:
-        """The state at step 0, begun with other weights, as `weights` names them. Called on every host."""
-        return dataclasses.replace(state, **weights)
-
     def family(self) -> Family | None:
         """How the weights are called and laid out in Hugging Face's files; None: they have no form there."""
         return None
@@ -237,7 +233,7 @@ class RestoreableJob:
         if rule is None:
             return state
         weights = load_source(self.document, rule, self.family, self.weights(state), self.checkpointer, self.attempt)
-        return self.with_weights(state, weights)
+        return dataclasses.replace(state, **weights)
 
     def _finish(self) -> None:
         check_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)

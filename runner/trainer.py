@@ -42,6 +42,7 @@ from runner.train.same_data import refuse_changed_data, refuse_different_data, s
 from runner.train.validation import Validation, validation_sets
 from runner.train.variables import TrainState
 from runner.weights.base import ADAPTER_BASE, name_base, refuse_missing_base
+from runner.weights.source import load_source
 
 
 class BaseTrainer(RestoreableJob):
@@ -246,8 +247,12 @@ class BaseTrainer(RestoreableJob):
         """The model's parameters, merged where an adapter is trained, and its other variables where it has any."""
         return model_weights(state)
 
-    def with_weights(self, state: TrainState, weights: Any) -> TrainState:
-        """The state at step 0, begun with other weights, and all that rides along begun from these."""
+    def first_state(self) -> TrainState:
+        """The state at step 0; what rides along begins from the weights that the spec names, if it names some."""
+        state, rule = self.init_state(), self.spec.checkpoint.weights
+        if rule is None:
+            return state
+        weights = load_source(self.document, rule, self.family, self.weights(state), self.checkpointer, self.attempt)
         return self.blueprint.begin_riders(with_base(state, weights))
 
     @property

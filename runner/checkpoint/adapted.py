@@ -37,9 +37,9 @@ class Merge:
         return (base.astype(jnp.float32) + self.scale * product).astype(dtype)
 
 
-def merged(base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Any) -> dict[str, Any]:
+def merged(base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Any) -> Any:
     """The model's parameters: `merge(base, a, b)` of each that the nested `adapter` names, the others as they are."""
-    found: dict[str, Any] = {}
+    found: Any = {}
     for name, own in base.items():
         matrices = adapter.get(name)
         if matrices is None:

@@ -134,7 +134,7 @@ def begin_adapter(boxed: Any, key: jax.Array) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def beside_base(variables: Mapping[str, Any], adapter: Any) -> dict[str, Any]:
+def beside_base(variables: Mapping[str, Any], adapter: Any) -> Any:
     """A model's variables, or what is known of them, with the adapter as its parameters, and its own as the base.
 
     Raises `InvalidError` if the model has a collection of that name itself.
