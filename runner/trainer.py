@@ -7,6 +7,7 @@ What a step is made of is called on the class, and so cannot read what changes; 
 since each job has a class of its own that holds it.
 """
 
+import dataclasses
 import functools
 import itertools
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields
 from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
-from runner.spec import Document, ExecutionSpec, Trajectory
+from runner.spec import Document, ExecutionSpec, InitFrom, Trajectory
 from runner.train import state as train_state
 from runner.train import step as pure
 from runner.train import variables as other_variables
@@ -41,7 +42,7 @@ from runner.train.riding import options_of, riders_of
 from runner.train.same_data import refuse_changed_data, refuse_different_data, share_ids
 from runner.train.validation import Validation, validation_sets
 from runner.train.variables import TrainState
-from runner.weights.base import ADAPTER_BASE, name_base, refuse_missing_base
+from runner.weights.base import name_base
 from runner.weights.source import load_source
 
 
@@ -53,7 +54,6 @@ class BaseTrainer(RestoreableJob):
 
     blueprint: Blueprint  # from `setup` on: the job on the devices at hand
     compiled: CompiledStep  # from `prepare` on
-    base: str | None = None  # from `setup` on: the fingerprint of what an adapter is trained beside
 
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.unchanged)
@@ -64,7 +64,6 @@ class BaseTrainer(RestoreableJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
-        refuse_missing_base(self.document, spec, self.config)
         self.design = Design(
             document=self.document,
             config=self.config,
@@ -220,8 +219,7 @@ class BaseTrainer(RestoreableJob):
         self.blueprint = self.design.draw(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
-        if self.config.adapter is not None:
-            self.base = hosts.main_first(lambda: name_base(self.document, self.spec, self.store))
+        self.blueprint = _beside_base(self, hosts)
         self.design.trace(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
 
     def prepare(self) -> None:
@@ -250,10 +248,7 @@ class BaseTrainer(RestoreableJob):
     def first_state(self) -> TrainState:
         """The state at step 0; what rides along begins from the weights that the spec names, if it names some."""
         state, rule = self.init_state(), self.spec.checkpoint.weights
-        if rule is None:
-            return state
-        weights = load_source(self.document, rule, self.family, self.weights(state), self.checkpointer, self.attempt)
-        return self.blueprint.begin_riders(with_base(state, weights))
+        return state if rule is None else _begun_with(self, state, rule)
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -262,8 +257,7 @@ class BaseTrainer(RestoreableJob):
 
     def identity(self) -> Trajectory:
         """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
-        known = super().identity() | {"config.data": self.dataset.fingerprint}
-        known |= {} if self.base is None else {ADAPTER_BASE: self.base}
+        known = super().identity() | {"config.data": self.dataset.fingerprint} | self.blueprint.base
         return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:
@@ -281,6 +275,18 @@ class BaseTrainer(RestoreableJob):
             self.report.attachments,
             self.report.sync,
         )
+
+
+def _beside_base(job: BaseTrainer, hosts: Hosts) -> Blueprint:
+    """The job's blueprint, which knows the base of its adapter, if it has one."""
+    base = name_base(job.document, job.spec, job.config, job.store, hosts)
+    return dataclasses.replace(job.blueprint, base=base)
+
+
+def _begun_with(job: BaseTrainer, state: TrainState, rule: InitFrom) -> TrainState:
+    """The state at step 0, begun with other weights, and all that rides along begun from these."""
+    weights = load_source(job.document, rule, job.family, job.weights(state), job.checkpointer, job.attempt)
+    return job.blueprint.begin_riders(with_base(state, weights))
 
 
 def _bound_to(job_class: type[BaseTrainer], config: TrainerConfig[Any]) -> type[BaseTrainer]:

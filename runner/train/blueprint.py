@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from runner.checkpoint.leaves import strong
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
+from runner.spec import Trajectory
 from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train.adapter import begin_adapter, beside_base, boxed_adapter, make_merge
@@ -45,6 +46,7 @@ class Blueprint:
         abstract_state: shape, dtype and sharding of every leaf.
         make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
         riders: what rides along with the parameters in the state.
+        base: what names the weights that an adapter is trained beside, in the trajectory; only where it is run.
         traced: train steps that were traced and not compiled yet, by micro-batch: nothing is traced twice.
     """
 
@@ -55,6 +57,7 @@ class Blueprint:
     abstract_state: TrainState
     make_state: Callable[[jax.Array], TrainState]
     riders: Sequence[Rider] = ()
+    base: Trajectory = field(default_factory=dict)
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
     @property
