@@ -49,7 +49,7 @@ from runner.train.same_data import (
 )
 from runner.train.validation import Validation
 from runner.train.variables import TrainState
-from runner.weights.base import ADAPTER_BASE, name_base, refuse_missing_base
+from runner.weights.base import name_base
 
 
 class BaseTrainer(HookedJob):
@@ -60,7 +60,6 @@ class BaseTrainer(HookedJob):
 
     blueprint: Blueprint  # from `setup` on: the job on the devices at hand
     compiled: CompiledStep  # from `prepare` on
-    base: str | None = None  # from `setup` on: the fingerprint of what an adapter is trained beside
 
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.unchanged)
@@ -72,7 +71,6 @@ class BaseTrainer(HookedJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
-        refuse_missing_base(self.document, spec, self.config)
         self.design = design_of(self, lambda: (*self.riders(), *self.hooks.riders()))
 
     # What an experiment says.
@@ -226,8 +224,7 @@ class BaseTrainer(HookedJob):
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
         refuse_different_questions(self.asked.digest, hosts)
-        if self.config.adapter is not None:
-            self.base = hosts.main_first(lambda: name_base(self.document, self.spec, self.store))
+        self.blueprint = self.blueprint.beside(name_base(self.document, self.spec, self.config, self.store, hosts))
         self.design.check(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
 
     def prepare(self) -> None:
@@ -260,8 +257,7 @@ class BaseTrainer(HookedJob):
 
     def identity(self) -> Trajectory:
         """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
-        known = super().identity() | {"config.data": self.dataset.fingerprint}
-        known |= {} if self.base is None else {ADAPTER_BASE: self.base}
+        known = super().identity() | {"config.data": self.dataset.fingerprint} | self.blueprint.base
         return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:

@@ -22,8 +22,8 @@ USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--profile START:STOP]
        python -m runner dashboard ROOT [--port P] [--host H] [--token T]
        python -m runner checkpoints SPEC_OR_DIRECTORY [--verify] [--deep]
        python -m runner checkpoints copy SOURCE TARGET
-       python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--weights W] [--adapter] [--dtype DTYPE] [-o OUT]
-                               [--push OWNER/NAME [--public] [--license ID] [--base-model OWNER/NAME]]
+       python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--weights W] [--adapter] [--dtype DTYPE]
+                               [-o OUT] [--push OWNER/NAME [--public] [--license ID] [--base-model OWNER/NAME]]
        python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M]
                                            [--seed S] [--set KEY=VALUE ...]
        python -m runner schema [SPEC]"""

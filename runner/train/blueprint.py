@@ -5,7 +5,7 @@ A `Design` draws it, for `run` and for `plan` alike.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from runner.checkpoint.leaves import strong
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
+from runner.spec import Trajectory
 from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train.adapter import begin_adapter, beside_base, boxed_adapter, make_merge
@@ -47,6 +48,7 @@ class Blueprint:
         abstract_state: shape, dtype and sharding of every leaf.
         make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
         riders: what rides along with the parameters in the state.
+        base: what names the weights that an adapter is trained beside, in the trajectory; only where it is run.
         traced, traced_val: train and validation steps that were traced and not compiled yet, by micro-batch: nothing is
             traced twice.
     """
@@ -58,6 +60,7 @@ class Blueprint:
     abstract_state: TrainState
     make_state: Callable[[jax.Array], TrainState]
     riders: Sequence[Rider] = ()
+    base: Trajectory = field(default_factory=dict)
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
     traced_val: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
@@ -86,6 +89,10 @@ class Blueprint:
         )
         with train_state.sharding_rules(self.mesh):
             return state.replace(riders=begin(state.params))
+
+    def beside(self, base: Trajectory) -> "Blueprint":
+        """The same, which knows the base of its adapter, if it has one."""
+        return replace(self, base=base) if base else self
 
     def trace_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> None:
         """Trace `train_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""

@@ -77,8 +77,14 @@ class Design:
         return getattr(self.config.model, "vocabulary_size", "auto") != "auto"
 
     def refuse_unread_keys(self) -> None:
-        """Raise `InvalidError` with a line for each key that optimizer and schedule leave unread, or lack."""
+        """Raise `InvalidError` with a line for each key that optimizer and schedule leave unread, or lack.
+
+        Also if an adapter has nothing to be trained beside.
+        """
         self.document.refuse(self.recipe.problems(self.config), "config.")
+        if self.config.adapter is not None and not (self.document.data.get("checkpoint") or {}).get("init_from"):
+            needs = "an adapter is trained beside weights that stand still; set checkpoint.init_from to them"
+            raise self.document.error("config.adapter", needs)
 
     def lay_out(self, devices: Sequence[jax.Device]) -> Mesh:
         """The mesh over these devices, over which the batch must divide. Reads no data."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from runner.checkpoint.manifest import CHECKPOINTS, newest_manifest, read_manifest
 from runner.errors import InvalidError, ResumeError, StorageError
-from runner.spec import Document, ExecutionSpec, hash_of
+from runner.hosts.agreement import Hosts
+from runner.spec import Document, ExecutionSpec, Trajectory, hash_of
 from runner.storage import Store, open_store, split_checkpoint
 from runner.terminal import warn
 from runner.weights.directory import is_published, open_published
@@ -22,20 +23,19 @@ _NUM_READERS = 8
 _WEIGHTS = ("params.", "variables.")
 
 
-def refuse_missing_base(document: Document, spec: ExecutionSpec, config: Any) -> None:
-    """Raise an error of the spec if an adapter has nothing to be trained beside."""
-    if getattr(config, "adapter", None) is not None and spec.checkpoint.weights is None:
-        raise document.error(
-            "config.adapter", "an adapter is trained beside weights that stand still; set checkpoint.init_from to them"
-        )
+def name_base(document: Document, spec: ExecutionSpec, config: Any, store: Store, hosts: Hosts) -> Trajectory:
+    """What an adapter adds to the trajectory: the fingerprint of the weights that the spec names; nothing without one.
 
-
-def name_base(document: Document, spec: ExecutionSpec, store: Store) -> str:
-    """The fingerprint of the weights that the spec names; that of the run's own, where they are gone. Main host only.
-
-    Raises `InvalidError` if they are not there and the run in `store` has not begun.
+    Where they are gone it is that of the run's own. Called on every host. Raises `InvalidError` if they are not there
+    and the run in `store` has not begun.
     """
-    assert spec.checkpoint.weights is not None, "see refuse_missing_base"
+    if config.adapter is None:
+        return {}
+    return {ADAPTER_BASE: hosts.main_first(lambda: _fingerprint(document, spec, store))}
+
+
+def _fingerprint(document: Document, spec: ExecutionSpec, store: Store) -> str:
+    assert spec.checkpoint.weights is not None, "the job's design refuses that"
     own = newest_manifest(store)
     saved = None if own is None else own.identity.get(ADAPTER_BASE)
     with document.blaming("checkpoint.init_from"):
