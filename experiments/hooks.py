@@ -4,11 +4,11 @@ from typing import Any, ClassVar
 
 import jax
 from pydantic import Field, NonNegativeFloat, PositiveInt
-from runner.inference.choice import Sampling
-from runner.inference.decode import generate, make_reader
-from runner.inference.text import encode_prompt, first_token, language_of, stream_text
 
 from runner.hook import HookConfig, Moment, Observer, SeenJob
+from runner.judge.choice import Sampling
+from runner.judge.decode import generate, make_reader, variables_of
+from runner.judge.text import encode_prompt, first_token, language_of, stream_text
 
 
 class SampleTextConfig(HookConfig):
@@ -45,9 +45,8 @@ class SampleText(Observer):
         data, length = config.data, config.data.sequence_length
         language = language_of(data)
         ids = encode_prompt(language, prompt) or [first_token(language, data)]
-        mesh = jax.tree.leaves(weights)[0].sharding.mesh
-        variables = {"params": weights["params"], **weights.get("variables", {})}
-        read = make_reader(self.job.model(), variables, length, config.precision.compute, mesh)
+        mesh = jax.tree.leaves(weights["params"])[0].sharding.mesh
+        read = make_reader(self.job.model(), variables_of(weights), length, config.precision.compute, mesh)
         choose = Sampling(self.config.temperature).make_choose(language.tokenizer.vocabulary_size)
         tokens = generate(read, choose, ids, self.config.tokens, length)
         return prompt + "".join(stream_text(tokens, ids, language.tokenizer.decode)) + "\n"

@@ -171,7 +171,6 @@ class BaseTrainer(HookedJob):
                         report.add_row(self.evaluated_weights(self.state), self.step)
                         self.steer()
                     self.save_or_stop()
-            self.steering.end(self.state, self.step)
 
     # Parts, each made whole when it is first asked for.
 
