@@ -12,16 +12,28 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_
 from runner.errors import InvalidError
 from runner.hook.protocol import Act, Hook, HookConfig, Moment, SeenJob, Verdict
 from runner.spec import nearest_or_all
+from runner.terminal import warn
 from runner.train.metrics.row import Row
 
 Mode = Literal["min", "max"]
 
 
-def figure(row: Row, metric: str) -> float:
-    """The value of a metric in a row as the state holds it; NaN for null. Raises `KeyError` if the row lacks it."""
-    if metric not in row:
-        raise KeyError(f"the row of step {row.get('step')} has no {metric}{nearest_or_all(metric, list(row))}")
-    return math.nan if row[metric] is None else float(np.float32(row[metric]))
+class Metric:
+    """Reads one figure of rows. A row may lack it, as evaluators have cadences of their own: the first is told."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._has_told = False
+
+    def of(self, row: Row) -> float | None:
+        """As the state holds it: NaN for null, None if the row lacks it. Called on every host."""
+        if self.name in row:
+            return math.nan if row[self.name] is None else float(np.float32(row[self.name]))
+        if not self._has_told:
+            self._has_told = True
+            near = nearest_or_all(self.name, list(row))
+            warn(f"hooks wait for {self.name}, which the row of step {row.get('step')} lacks{near}")
+        return None
 
 
 def is_better(value: float, best: float, mode: Mode, min_delta: float = 0.0) -> bool:
@@ -37,7 +49,9 @@ def worst(mode: Mode) -> np.float32:
 class EarlyStoppingConfig(HookConfig):
     """When an evaluation is no progress, and how many of these in a row end the run."""
 
-    metric: str = Field(default="val/loss", min_length=1, description="Key of an evaluated row.")
+    metric: str = Field(
+        default="val/loss", min_length=1, description="Key of an evaluated row; rows without it are passed over."
+    )
     mode: Mode = Field(default="min", description="Whether less or more is better.")
     patience: PositiveInt = Field(default=3, description="Evaluations in a row without progress that end the run.")
     min_delta: NonNegativeFloat = Field(default=0.0, description="By how much a value must be better than the best.")
@@ -53,14 +67,20 @@ class EarlyStopping(Hook):
 
     Config: ClassVar[type[HookConfig]] = EarlyStoppingConfig
 
+    def __init__(self, config: Any, job: SeenJob):
+        super().__init__(config, job)
+        self._metric = Metric(config.metric)
+
     def init(self) -> Any:
         """The best value, and the evaluations since then."""
         return {"best": worst(self.config.mode), "waited": np.int32(0)}
 
-    def on_evaluation(self, moment: Moment) -> Verdict:
+    def on_evaluation(self, moment: Moment) -> Verdict | None:
         """Compare, count, and stop when the patience is lost."""
         rule, best, waited = self.config, float(moment.counters["best"]), int(moment.counters["waited"])
-        value = figure(moment.row, rule.metric)
+        value = self._metric.of(moment.row)
+        if value is None:
+            return None
         if is_better(value, best, rule.mode, rule.min_delta):
             return Verdict(counters={"best": np.float32(value), "waited": np.int32(0)})
         counters = {"best": np.float32(best), "waited": np.int32(waited + 1)}
@@ -151,6 +171,7 @@ class BestAtEnd(Hook):
         if job.spec.checkpoint.keep_best is None:
             raise InvalidError("BestAtEnd needs checkpoint.keep_best, which says what is best, and keeps it")
         self._rule = job.spec.checkpoint.keep_best
+        self._metric = Metric(self._rule.metric)
 
     def init(self) -> Any:
         """The best value, and its step; 0 before the first."""
@@ -158,8 +179,8 @@ class BestAtEnd(Hook):
 
     def on_evaluation(self, moment: Moment) -> Verdict | None:
         """Save what is better than all before."""
-        value = figure(moment.row, self._rule.metric)
-        if not is_better(value, float(moment.counters["value"]), self._rule.mode):
+        value = self._metric.of(moment.row)
+        if value is None or not is_better(value, float(moment.counters["value"]), self._rule.mode):
             return None
         return Verdict(Act.SAVE, {"value": np.float32(value), "step": np.int32(moment.step)})
 

@@ -1,5 +1,6 @@
 """What is wrong with hooks is one line, before step 1 if that can be; else it ends the run, and names the hook."""
 
+import math
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from runner.errors import HookError, InvalidError
 from runner.hook.call import _outcome
 from runner.hook.listing import Listed
 from runner.hook.protocol import Moment
-from runner.hook.shipped import figure
+from runner.hook.shipped import Metric
 from runner.hosts.agreement import Hosts
 from runner.hosts.progress import Progress
 from runner.spec import parse_document, read_spec
@@ -172,9 +173,17 @@ def test_an_observer_has_no_say(tmp_path) -> None:
     assert "TypeError: returned a verdict, and an Observer only looks" in str(outcome(listed, "on_row"))
 
 
-def test_a_metric_that_no_row_has_is_named_with_the_nearest() -> None:
-    with pytest.raises(KeyError, match=r"the row of step 4 has no val/los; did you mean val/loss\?"):
-        figure({"step": 4, "train/loss": 1.0, "val/loss": 2.0}, "val/los")
+def test_a_row_without_the_metric_is_passed_over_and_the_first_is_told_with_the_nearest(capsys) -> None:
+    metric, row = Metric("val/los"), {"step": 4, "train/loss": 1.0, "val/loss": 2.0}
+    assert [metric.of(row), metric.of(row), metric.of({"val/los": None, **row}), metric.of({"val/los": 0.5})] == [
+        None,
+        None,
+        pytest.approx(math.nan, nan_ok=True),
+        0.5,
+    ]
+    assert capsys.readouterr().err == (
+        "hooks wait for val/los, which the row of step 4 lacks; did you mean val/loss?\n"
+    )
 
 
 def test_a_call_is_a_phase_of_its_own_and_told_of_once_if_it_takes_long(tmp_path, monkeypatch, capsys) -> None:
