@@ -1,0 +1,105 @@
+"""All that a training run may carry besides a plain model, killed again and again: an undisturbed run's bits and rows.
+
+A table: what is new joins it by a line.
+"""
+
+import pytest
+
+from runner.checkpoint.manifest import CHECKPOINTS
+from tests.support.harness import Job, undisturbed
+from tests.survival.test_kill import NANO, TRAINER_DELAYS, assert_each_logged_step_once, kill_before_done, storm
+
+GPT, EXPERTS = "specs/gpt_nano.yaml", "specs/moe_nano.yaml"
+CUT = "topology.mesh={data: 1, fsdp: auto, tensor: 1}"
+BASE = "BASE"  # the last checkpoint of another run
+CARRIED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "experts": (EXPERTS, ()),
+    "riders": (
+        GPT,
+        (
+            "config.ema={decays: [0.9, 0.99], evaluate: true}",
+            "config.noise_scale={decay: 0.9}",
+            "config.precision.params=bfloat16",
+            "config.precision.rounding=stochastic",
+        ),
+    ),
+    "muon": (GPT, (CUT, "config.optimizer.name=muon")),
+    "galore": (
+        GPT,
+        (CUT, "config.optimizer={name: galore, learning_rate: 0.001, rank: 8, projection_every_steps: 7}"),
+    ),
+    "schedule_free": (
+        GPT,
+        (
+            CUT,
+            "config.optimizer={name: schedule_free_adamw, learning_rate: 0.001}",
+            "config.schedule={name: constant, warmup_share: 0.1}",
+        ),
+    ),
+    "groups": (
+        GPT,
+        (
+            CUT,
+            "config.optimizer.groups=[{pattern: '*embedding', frozen: true}, "
+            "{pattern: '*bias', rate: 0.5, clip_norm: 0.1}]",
+            "config.optimizer.moments=bfloat16",
+        ),
+    ),
+    "adapter": (
+        GPT,
+        (
+            f"checkpoint.init_from={BASE}",
+            "config.adapter={rank: 4, targets: [blocks.query, blocks.value]}",
+            "config.ema={decays: [0.9], evaluate: true}",
+        ),
+    ),
+    "judged": (
+        GPT,
+        (
+            "config.eval.samples={prompts: ['def ', 'class '], tokens: 12, temperature: 0.8, every_steps: 20}",
+            "config.eval.bits_per_byte=true",
+            "config.metrics.norms=groups",
+        ),
+    ),
+    "noise": (GPT, (CUT, "config.model.neftune_alpha=5.0", "config.model.dropout=0.1")),
+}
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    job = Job(GPT, tmp_path_factory.mktemp("base") / "run", (*NANO, "seed=3"))
+    job.finish()
+    return str(job.directory / CHECKPOINTS / "120")
+
+
+@pytest.fixture(params=CARRIED)
+def carried(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...]]:
+    """A spec and its options."""
+    spec, options = CARRIED[request.param]
+    if any(BASE in option for option in options):
+        found = request.getfixturevalue("base")
+        options = tuple(option.replace(BASE, found) for option in options)
+    return spec, (*NANO, *options)
+
+
+def test_killed_in_every_phase_it_ends_with_the_same_bits_and_rows(carried, tmp_path):
+    spec, options = carried
+    job = Job(spec, tmp_path / "run", options)
+    storm(job, 7, seed=6, delays=TRAINER_DELAYS)
+    kill_before_done(job, 120)
+    job.finish()
+    assert_each_logged_step_once(job, 4, 10, 120)
+    assert job.outcome() == undisturbed(spec, options).outcome()
+
+
+def test_on_two_processes_killed_again_and_again_it_ends_with_the_same_bits_and_rows(carried, tmp_path):
+    spec, options = carried
+    job = Job(spec, tmp_path / "run", options)
+    for step in (6, 30, 72):
+        attempt = job.launch(2)
+        attempt.until(lambda step=step: any(committed >= step for committed in job.committed()), f"step {step}")
+        attempt.kill_tree()
+    job.launch(2).expect(0)
+    assert_each_logged_step_once(job, 4, 10, 120)
+    assert job.outcome() == undisturbed(spec, options, num_processes=2).outcome()
