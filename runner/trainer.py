@@ -158,15 +158,13 @@ class BaseTrainer(HookedJob):
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
         train_step, key, report = self.compiled.executable, self.blueprint.key, self.report
-        count_targets = self.compiled.layout.make_count()
         with report.showing(self.step):
             self.begin_steering()
             with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
                 while self.step < self.total_steps:
-                    batch = self.attempt.progress.take(batches)
-                    self.state, loss, meta = train_step(self.state, batch, key)
+                    self.state, loss, meta = train_step(self.state, self.attempt.progress.take(batches), key)
                     self.step += 1
-                    report.add_step(self.step, loss, meta, count_targets(batch))
+                    report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
                         report.add_row(self.evaluated_weights(self.state), self.step)
                         self.steer()

@@ -1,11 +1,11 @@
 """How the examples of a step are split: over the devices of a mesh, and over micro-batches in time. Arithmetic."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from runner.config import TrainerConfig
@@ -57,13 +57,11 @@ class BatchLayout:
             sharding=batch_sharding(self.mesh),
         )
 
-    def make_count(self) -> Callable[[Mapping[str, jax.Array]], jax.Array | float]:
-        """What the real targets of a batch count for together, on every device; 1 where all batches have as many."""
+    def count(self, batch: Mapping[str, jax.Array]) -> jax.Array | None:
+        """What the real targets of a batch count for together; None where all batches have as many. To be traced."""
         if "padding_mask" not in self.fields or not {"segment", "loss_weight"} & {*self.fields}:
-            return lambda batch: 1.0
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        count = jax.jit(lambda batch: jnp.sum(target_weights(batch), dtype=jnp.float32), out_shardings=replicated)
-        return lambda batch: count({name: batch[name] for name in ("padding_mask", "loss_weight") if name in batch})
+            return None
+        return jnp.sum(target_weights(batch), dtype=jnp.float32)
 
 
 def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = None) -> list[BatchLayout]:

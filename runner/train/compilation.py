@@ -21,7 +21,7 @@ from runner.train.batch_layout import BatchLayout
 from runner.train.meta import refuse_meta, with_means
 from runner.train.rider import Rider, refuse_left_behind
 from runner.train.state import sharding_rules, shardings_of
-from runner.train.step import Batch
+from runner.train.step import TOKEN_COUNT, Batch
 from runner.train.variables import TrainState
 
 MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use
@@ -39,8 +39,9 @@ def trace_train_step(
     """Trace `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
     `key` is the run's: the random key of step k is `fold_in(key, k)`. `meta` has the step's `learning_rate` where there
-    is a schedule. Raises `StateError` naming the leaves that `train_step` returns in another form than it takes them,
-    and `InvalidError` if no row can hold `meta`, or if one of `riders` is left as it is that has an update.
+    is a schedule, and its `token_count` where batches differ in that. Raises `StateError` naming the leaves that
+    `train_step` returns in another form than it takes them, and `InvalidError` if no row can hold `meta`, or if one of
+    `riders` is left as it is that has an update.
     """
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
@@ -53,7 +54,9 @@ def trace_train_step(
         if problems := form_problems(after, abstract):
             raise StateError(f"train_step returns the state in another form than it takes it{problems}")
         refuse_meta(meta)
-        return after, loss, meta | rate
+        count = None if TOKEN_COUNT in meta else layout.count(batch)  # here: a program of its own would be one a step
+        counted = {} if count is None else {TOKEN_COUNT: count}
+        return after, loss, meta | counted | rate
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))

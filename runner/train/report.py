@@ -101,12 +101,9 @@ class Report(Account):
 
     # Rows.
 
-    def add_step(self, step: int, loss: jax.Array, meta: Meta, num_targets: jax.Array | float = 1.0) -> None:
-        """Take what step `step` returned. Waits for it only where a profile begins or ends.
-
-        `num_targets` is what its loss counts for beside that of other steps.
-        """
-        self.window.add(step, loss, meta, num_targets)
+    def add_step(self, step: int, loss: jax.Array, meta: Meta) -> None:
+        """Take what step `step` returned. Waits for it only where a profile begins or ends."""
+        self.window.add(step, loss, meta)
         if self._pace is not None:
             self._pace.add(loss)
         self._profiler.at(step, loss)

@@ -27,24 +27,23 @@ class Window:
     """
 
     def __init__(self, step: int = 0, carry: JsonObject | None = None, is_whole: bool = True):
-        self._pending: list[tuple[int, jax.Array, Meta, jax.Array | float]] = []
+        self._pending: list[tuple[int, jax.Array, Meta]] = []
         self._last: tuple[int, float, dict[str, Shown]] | None = None
         self._loss_sum, self._weight = (float(carry[key]) if carry else 0.0 for key in (_LOSS_SUM, _WEIGHT))
         self._is_whole = is_whole
         self._since_step = step
         self._since_seconds = time.monotonic()
 
-    def add(self, step: int, loss: jax.Array, meta: Meta, weight: jax.Array | float = 1.0) -> None:
+    def add(self, step: int, loss: jax.Array, meta: Meta) -> None:
         """Take what step `step` returned, without waiting for it.
 
-        `weight` is what its loss counts for in the mean over the steps, such as its real tokens; those that a forward
-        has counted itself (`token_count`) outrank it.
+        In the mean over the steps its loss counts for its `token_count`; for 1, where steps do not differ in that.
         """
-        self._pending.append((step, loss, meta, weight))
+        self._pending.append((step, loss, meta))
 
     def fetch(self) -> None:
         """Wait for the device. Raises `DivergedError` naming the first step that is not finite."""
-        for step, loss, meta, weight in jax.device_get(self._pending):
+        for step, loss, meta in jax.device_get(self._pending):
             figures = {key: shown(value) for key, value in meta.items()}
             grad_norm = float(meta.get(GRAD_NORM, 0.0))
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -52,7 +51,7 @@ class Window:
                     f"step {step}: training diverged: loss {float(loss)}, gradient norm {grad_norm}; "
                     "the last good checkpoint is kept"
                 )
-            counted = float(meta.get(TOKEN_COUNT, weight))
+            counted = float(meta.get(TOKEN_COUNT, 1.0))
             self._loss_sum, self._weight = self._loss_sum + counted * float(loss), self._weight + counted
             self._last = (step, float(loss), figures)
         self._pending = []
