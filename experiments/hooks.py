@@ -7,8 +7,9 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from runner.hook import HookConfig, Moment, Observer, SeenJob
 from runner.judge.choice import Sampling
-from runner.judge.decode import generate, make_reader, variables_of
-from runner.judge.text import encode_prompt, first_token, language_of, stream_text
+from runner.judge.decode import make_reader
+from runner.judge.samples import Samples
+from runner.judge.text import encode_prompt, first_token, language_of
 
 
 class SampleTextConfig(HookConfig):
@@ -30,23 +31,29 @@ class SampleText(Observer):
 
     def __init__(self, config: Any, job: SeenJob):
         super().__init__(config, job)
+        self._samples: Samples | None = None
         self._every_steps = config.every_evaluations * (job.config.eval.every_steps or 1)
 
     def on_evaluation(self, moment: Moment) -> None:
         """Every host reads the weights, which are cut over all of them; the main host writes."""
         if moment.step % self._every_steps:
             return
-        texts = "\n".join(self._text(prompt, moment.weights) for prompt in self.config.prompts)
+        if self._samples is None:
+            self._samples = self._make_samples(moment.weights)
+        texts = self._samples.write(moment.weights) or []
         if moment.hosts.is_main:
-            self.job.store.write(f"samples/{moment.step}.txt", texts.encode())
+            self.job.store.write(f"samples/{moment.step}.txt", "\n".join(f"{text}\n" for text in texts).encode())
 
-    def _text(self, prompt: str, weights: Any) -> str:
-        config = self.job.config
-        data, length = config.data, config.data.sequence_length
+    def _make_samples(self, weights: Any) -> Samples:
+        """What writes the texts, with a program that is compiled once."""
+        config, told = self.job.config, self.config
+        data, length, dtype = config.data, config.data.sequence_length, config.precision.compute
         language = language_of(data)
-        ids = encode_prompt(language, prompt) or [first_token(language, data)]
+        prompts = [(text, encode_prompt(language, text) or [first_token(language, data)]) for text in told.prompts]
         mesh = jax.tree.leaves(weights["params"])[0].sharding.mesh
-        read = make_reader(self.job.model(), variables_of(weights), length, config.precision.compute, mesh)
-        choose = Sampling(self.config.temperature).make_choose(language.tokenizer.vocabulary_size)
-        tokens = generate(read, choose, ids, self.config.tokens, length)
-        return prompt + "".join(stream_text(tokens, ids, language.tokenizer.decode)) + "\n"
+        choose = Sampling(told.temperature).make_choose(language.tokenizer.vocabulary_size)
+
+        def reader(variables: Any) -> Any:
+            return make_reader(self.job.model(), variables, length, dtype, mesh)
+
+        return Samples(prompts, language, reader, choose, told.tokens, length, lambda: False)

@@ -37,7 +37,12 @@ class ReplicaError(RetryableError):
 def leaf_names(tree: Any) -> list[str]:
     """Dotted path of every leaf, in `jax.tree.leaves` order: `params.block.kernel`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+    return [dotted(path) for path, _ in paths]
+
+
+def dotted(path: Any) -> str:
+    """The name of a leaf by its path in a tree."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _words(leaf: jax.Array) -> jax.Array:

@@ -80,18 +80,14 @@ def share_out(lives: Sequence[Life], now: float | None) -> list[Share]:
     """The share of each attempt, in order; `now` ends the newest if that lives, else None."""
     floors = _floors(lives)
     shares: list[Share] = []
+    submitted = min((life.submitted for life in lives), default=math.inf)  # one that was queued again says a later time
     for index, life in enumerate(lives):
         newer = lives[index + 1] if index + 1 < len(lives) else None
         share = _alone(life, floors[index], now if newer is None else None)
         if newer is not None:
             share = _cut_end(share, newer.began if newer.claimed is None else newer.claimed)
-        shares.append(_after(share, shares[-1].ended if shares else min(life.began, *_submitted(lives))))
+        shares.append(_after(share, shares[-1].ended if shares else min(life.began, submitted)))
     return shares
-
-
-def _submitted(lives: Sequence[Life]) -> list[float]:
-    """Each attempt's word: one that was queued again says when that was."""
-    return [life.submitted for life in lives]
 
 
 def _floors(lives: Sequence[Life]) -> list[int | None]:

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +106,3 @@ def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -
 def _listed(hook: Hook, entry: HookEntry) -> Listed:
     entry = entry.model_copy(update={"config": hook.config.model_dump(mode="json")})
     return Listed(hook, entry, None if isinstance(hook, Observer) else first_counters(hook.init()))
-
-
-def refuse_taken_keys(name: str, told: Mapping[str, object], taken: Sequence[str]) -> str | None:
-    """What is wrong with what a hook adds to `result.json`, None if nothing is."""
-    twice = [key for key in told if key in taken]
-    return f"hook {name}: result.json has {twice[0]} already" if twice else None

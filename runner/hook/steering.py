@@ -21,7 +21,7 @@ from runner.attempt.owner import read_owner
 from runner.errors import HookError, InvalidError
 from runner.hook.call import Caller
 from runner.hook.counters import Branch, Fired
-from runner.hook.listing import RIDER, Hooks, Listed, refuse_taken_keys
+from runner.hook.listing import RIDER, Hooks, Listed
 from runner.hook.protocol import Act, Moment
 from runner.storage import JsonObject, read_log
 from runner.terminal import warn
@@ -139,9 +139,8 @@ class Steering:
     def end(self, state: TrainState, step: int) -> None:
         """The last step is complete: `on_end`. Raises `HookError` if what a hook adds to the result cannot be added."""
         for name, told in self._tell("on_end", state, step).items():
-            problem = refuse_taken_keys(name, told, (*_TAKEN, *self._told))
-            if problem is not None:
-                raise HookError(problem)
+            if twice := [key for key in told if key in _TAKEN or key in self._told]:
+                raise HookError(f"hook {name}: result.json has {twice[0]} already")
             self._told |= told
 
     def result(self) -> JsonObject:

@@ -38,15 +38,21 @@ class Samples:
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
         """See `Evaluator`."""
+        texts = self.write(weights)
+        if texts is None:
+            return None
+        return {f"{SAMPLE}/{number}": text[:TEXT_CHARACTERS_MAX] for number, text in enumerate(texts)}
+
+    def write(self, weights: Any) -> list[str] | None:
+        """A text for each prompt, which it begins with; None if the job was asked to stop. Called on every host."""
         if self._reader is None:
             self._reader = self._make_reader(variables_of(weights))
-        figures: Figures = {}
-        for number, (text, ids) in enumerate(self._prompts):
+        texts = []
+        for text, ids in self._prompts:
             if self._is_stopping():
                 return None
             self._reader.use(variables_of(weights))
             tokens = generate(self._reader, self._choose, ids, self._num_tokens, self._length)
-            written = "".join(pieces(tokens, ids, text, self._language))[:-1]
-            figures[f"{SAMPLE}/{number}"] = written[:TEXT_CHARACTERS_MAX]
+            texts.append("".join(pieces(tokens, ids, text, self._language))[:-1])
         self._reader.use(None)
-        return figures
+        return texts

@@ -6,52 +6,29 @@ micro-batch sees `base + alpha / rank * A @ B`. B is zero at the beginning, so t
 looks at weights is shown the sum, in the form and the types of the model's own parameters.
 """
 
-import difflib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import meta
 
 from runner.checkpoint.adapted import BASE, A, B, Merge, merged
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
 from runner.train.ema import EMA
+from runner.train.recipe.parameter import Parameter, nearest_names, parameters_of
 from runner.train.variables import PARAMS, VARIABLES, TrainState, merge_of, others, variables_of, weights_of
 
-STACKS = ("layers", "expert")  # logical axes in front of a matrix, of which each place has matrices of its own
 _KEY = 2**32 - 1  # folded into the run's key for A: no step has this number
 _NUM_NAMED = 3
 
 
-class _Leaf(NamedTuple):
-    """A parameter of the model: where it is, its shape, and the logical name of each axis."""
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-
-    @property
-    def name(self) -> str:
-        return ".".join(self.path)
-
-    @property
-    def module(self) -> str:
-        return ".".join(self.path[:-1])
-
-    @property
-    def num_stacked(self) -> int:
-        """The axes in front that stack what is a parameter each."""
-        return next((n for n, axis in enumerate(self.axes) if axis not in STACKS), len(self.axes))
-
-    @property
-    def is_matrix(self) -> bool:
-        return len(self.shape) - self.num_stacked == 2
+def _is_matrix(parameter: Parameter) -> bool:
+    return len(parameter.shape) - parameter.num_stacked == 2
 
 
 def make_merge(rule: AdapterConfig, compute: str) -> Merge:
@@ -65,8 +42,10 @@ def boxed_adapter(boxed: Any, rule: AdapterConfig) -> Any:
     Raises `InvalidError` for a target that fits nothing, or no matrix.
     """
     tree: Any = {}
-    for leaf in _targets(list(_leaves(boxed)), rule.targets):
-        branch = functools.reduce(lambda branch, part: branch.setdefault(part, {}), leaf.path, tree)
+    known = {leaf.name: (path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(parameters_of(boxed))}
+    for name in _targets([leaf for _, leaf in known.values()], rule.targets):
+        path, leaf = known[name]
+        branch = functools.reduce(lambda branch, key: branch.setdefault(key.key, {}), path, tree)
         stacked, (rows, columns) = leaf.shape[:-2], leaf.shape[-2:]
         names, (of_rows, of_columns) = leaf.axes[:-2], leaf.axes[-2:]
         branch[A] = _boxed((*stacked, rows, rule.rank), (*names, of_rows, None))
@@ -78,48 +57,31 @@ def _boxed(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
     return nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names=axes)
 
 
-def _leaves(boxed: Any) -> Iterator[_Leaf]:
-    found = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata))
-    for path, box in found:
-        shape = nn.unbox(box).shape
-        axes = getattr(box, "names", (None,) * len(shape))
-        yield _Leaf(tuple(jax.tree_util.keystr((key,), simple=True) for key in path), shape, axes)
-
-
-def _targets(leaves: Sequence[_Leaf], patterns: Sequence[str]) -> list[_Leaf]:
+def _targets(leaves: Sequence[Parameter], patterns: Sequence[str]) -> list[str]:
     """The matrices that patterns fit, by their own names or by that of the module whose parameters they are."""
-    found: dict[str, _Leaf] = {}
+    found: set[str] = set()
     for pattern in patterns:
-        by_module = [leaf for leaf in leaves if leaf.module and fnmatchcase(leaf.module, pattern)]
+        by_module = [
+            leaf for leaf in leaves if (module := leaf.name.rpartition(".")[0]) and fnmatchcase(module, pattern)
+        ]
         by_name = [leaf for leaf in leaves if fnmatchcase(leaf.name, pattern) and leaf not in by_module]
+        matrices = [leaf for leaf in leaves if _is_matrix(leaf)]
+        near = ", ".join(nearest_names(pattern.replace("*", ""), matrices)[:_NUM_NAMED])
         if not by_module and not by_name:
-            raise _unknown(leaves, pattern)
-        wrong = [leaf for leaf in by_name if not leaf.is_matrix]
-        fitting = [leaf for leaf in (*by_module, *by_name) if leaf.is_matrix]
+            raise InvalidError(
+                f"config.adapter.targets: {pattern!r} fits no parameter; the nearest matrices are {near}"
+            )
+        wrong = [leaf for leaf in by_name if not _is_matrix(leaf)]
+        fitting = [leaf for leaf in (*by_module, *by_name) if _is_matrix(leaf)]
         if wrong or not fitting:
             leaf = (wrong or by_module)[0]
             own = list(leaf.shape[leaf.num_stacked :])
             raise InvalidError(
                 f"config.adapter.targets: {pattern!r} fits {leaf.name}, which is no matrix: its shape is {own}; needs "
-                f"matrices, such as {_nearest(pattern, [leaf for leaf in leaves if leaf.is_matrix])}"
+                f"matrices, such as {near}"
             )
-        found |= {leaf.name: leaf for leaf in fitting}
-    return [leaf for leaf in leaves if leaf.name in found]
-
-
-def _unknown(leaves: Sequence[_Leaf], pattern: str) -> InvalidError:
-    matrices = [leaf for leaf in leaves if leaf.is_matrix]
-    return InvalidError(
-        f"config.adapter.targets: {pattern!r} fits no parameter; the nearest matrices are {_nearest(pattern, matrices)}"
-    )
-
-
-def _nearest(pattern: str, leaves: Sequence[_Leaf]) -> str:
-    """The names that a person may have meant."""
-    names = [leaf.name for leaf in leaves]
-    plain = pattern.replace("*", "")
-    ranked = sorted(names, key=lambda name: -difflib.SequenceMatcher(None, plain, name).ratio())
-    return ", ".join(ranked[:_NUM_NAMED])
+        found |= {leaf.name for leaf in fitting}
+    return [leaf.name for leaf in leaves if leaf.name in found]
 
 
 def begin_adapter(boxed: Any, key: jax.Array) -> Any:

@@ -19,7 +19,7 @@ from runner.hosts.progress import EVALUATION
 from runner.periodic import is_due
 from runner.spec import hash_of
 from runner.terminal import warn
-from runner.train.meta import LIST_MAX, bins_of
+from runner.train.meta import LIST_MAX, bins_of, finite
 from runner.train.metrics.row import Row
 
 TEXT_CHARACTERS_MAX = 1 << 14
@@ -184,6 +184,6 @@ def _plain(figures: Figures) -> Figures:
             return [plain(each) for each in value]
         if isinstance(value, int):
             return value
-        return float(value) if math.isfinite(value) else None
+        return finite(value)
 
     return {key: plain(value) for key, value in figures.items()}

@@ -32,8 +32,8 @@ def norms_of(grads: Any, params: Any, norms: Norms) -> dict[str, jax.Array]:
 def _groups(tree: Any, norms: Norms) -> dict[str, list[jax.Array]]:
     groups: dict[str, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        groups.setdefault("/".join(keys) if norms == "parameters" else keys[0], []).append(leaf)
+        own = path if norms == "parameters" else path[:1]
+        groups.setdefault(jax.tree_util.keystr(own, simple=True, separator="/"), []).append(leaf)
     return groups
 
 

@@ -7,18 +7,18 @@ batch of Git LFS with its PUT, and commit. Not spoken is Xet, which a client lea
 import base64
 import hashlib
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 import pytest
 import yaml
 from huggingface_hub import constants
 from huggingface_hub.utils import _http as client
+
+from tests.support.local_server import LocalServer, QuietHandler
 
 TOKEN = "hf_a-token-that-may-write"
 READER = "hf_a-token-that-may-read"
@@ -181,26 +181,14 @@ class Hub:
         return repo.sha
 
 
-class _Listener(ThreadingHTTPServer):
-    daemon_threads = True
-
+class _Listener(LocalServer):
     def __init__(self, hub: Hub):
         self.hub = hub
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that went away."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
+        super().__init__(_Handler)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else each answer waits 40 ms for the client's word that it has its head
+class _Handler(QuietHandler):
     server: _Listener
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """The hub has its own log."""
 
     def _handle(self) -> None:
         hub = self.server.hub

@@ -33,7 +33,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qs, quote, unquote, urlsplit
@@ -49,6 +48,7 @@ from google.cloud import storage
 
 from runner.process import free_port
 from tests.support.leftover import outliving
+from tests.support.local_server import LocalServer, QuietHandler
 
 BACKENDS = ("gs", "s3", "az")
 BUCKET = "bkt"
@@ -659,26 +659,14 @@ class Trouble:
         return happens
 
 
-class _Listener(ThreadingHTTPServer):
-    request_queue_size = 128
-
+class _Listener(LocalServer):
     def __init__(self, proxy: Proxy):
         self.proxy = proxy
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that went away, as killed ones do."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
+        super().__init__(_Handler)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
+class _Handler(QuietHandler):
     server: _Listener
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """The proxy has its own log."""
 
     def handle_expect_100(self) -> bool:
         """Say 100 only when the body is wanted."""

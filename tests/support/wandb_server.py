@@ -4,13 +4,14 @@ A run's files grow by lines: a request says at which line its content stands, an
 """
 
 import gzip
-import http.server
 import json
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from tests.support.local_server import LocalServer, QuietHandler
 
 _STREAM = re.compile(r"/files/(?P<entity>[^/]+)/(?P<project>[^/]+)/(?P<run>[^/]+)/file_stream")
 HISTORY = "wandb-history.jsonl"
@@ -65,18 +66,13 @@ class WandbServer:
         return {}
 
 
-def _handler(server: WandbServer) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-        def do_PUT(self) -> None:
+def _handler(server: WandbServer) -> type[QuietHandler]:
+    class Handler(QuietHandler):
+        def do_PUT(self) -> None:  # noqa: N802
             self._body()
             self._reply({})
 
-        def do_POST(self) -> None:
+        def do_POST(self) -> None:  # noqa: N802
             body = self._body()
             stream = _STREAM.fullmatch(self.path)
             if stream is not None:
@@ -103,16 +99,11 @@ def _handler(server: WandbServer) -> type[http.server.BaseHTTPRequestHandler]:
     return Handler
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed has broken its connection."""
-
-
 @contextmanager
 def start_wandb() -> Iterator[WandbServer]:
     """A server of this process, on a port of its own."""
     state = WandbServer()
-    with _Server(("127.0.0.1", 0), _handler(state)) as server:
+    with LocalServer(_handler(state)) as server:
         state.url = f"http://127.0.0.1:{server.server_address[1]}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield state

@@ -22,8 +22,8 @@ while it sealed or dropped.
 
 import contextlib
 import threading
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeVar
 
 from runner.attempt.fence import Fence
 from runner.errors import FencedError, InvalidError
@@ -37,6 +37,8 @@ PART_BYTES = 1 << 18
 PARTS_MAX = 64
 _READ_TRIES = 3
 FOLDER, _PARTS = "metrics", "parts"
+
+Value = TypeVar("Value")
 
 
 class Part(NamedTuple):
@@ -70,18 +72,33 @@ def _is_part(value: Any) -> bool:
 def read_content(store: Store, known: Collection[str] = ()) -> tuple[list[str], bytes]:
     """The names of all parts in order, and the object that grows. For readers, who may meet a writer at work.
 
-    Parts are named in a chain, of which each link is read; where it comes to one of `known`, names begin with that. Two
-    attempts may be so far apart that a part is dropped between two reads: then all is read anew. Raises `OSError`, and
-    `ValueError` if what is named is damaged.
+    Parts are named in a chain, of which each link is read; where it comes to one of `known`, names begin with that.
+    Raises `OSError`, and `ValueError` if what is named is damaged.
     """
-    for remaining in reversed(range(_READ_TRIES)):
-        content, _ = store.read_versioned(NAME)
-        try:
-            return _names_of_parts(store, content, known), content
-        except FileNotFoundError:  # a part that a newer attempt has dropped, and names no more
-            if not remaining:
-                raise
-    raise AssertionError("the last try returns or raises")
+    return _read_whole(lambda: _content(store, known))
+
+
+def read_texts(store: Store) -> list[bytes]:
+    """All rows as lines of text, parts first. For readers, who may meet a writer at work."""
+
+    def read() -> list[bytes]:
+        names, content = _content(store, ())
+        return [text for each in (*map(store.read, names), content) for text in each.splitlines()]
+
+    return _read_whole(read)
+
+
+def _read_whole(read: Callable[[], Value]) -> Value:
+    """What `read` returns, tried again where a newer attempt has dropped a part meanwhile, and names it no more."""
+    for _ in range(_READ_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            return read()
+    return read()
+
+
+def _content(store: Store, known: Collection[str]) -> tuple[list[str], bytes]:
+    content, _ = store.read_versioned(NAME)
+    return _names_of_parts(store, content, known), content
 
 
 def _names_of_parts(store: Store, content: bytes, known: Collection[str]) -> list[str]:
@@ -95,20 +112,6 @@ def _names_of_parts(store: Store, content: bytes, known: Collection[str]) -> lis
             break
         content = store.read(found[0])
     return names
-
-
-def read_texts(store: Store) -> list[bytes]:
-    """All rows as lines of text, parts first. For readers, who may meet a writer at work."""
-    for remaining in reversed(range(_READ_TRIES)):
-        names, content = read_content(store)
-        try:
-            contents = [*map(store.read, names), content]
-        except FileNotFoundError:  # as above
-            if not remaining:
-                raise
-            continue
-        return [text for each in contents for text in each.splitlines()]
-    raise AssertionError("the last try returns or raises")
 
 
 class BucketMetrics:

@@ -5,7 +5,6 @@ What is frozen is nowhere in the state of the optimizer; `FrozenState` names it,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,9 +13,10 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from runner.checkpoint.fingerprint import dotted
 from runner.errors import InvalidError
 from runner.recipe import OptimizerConfig, ParameterGroup
-from runner.train.recipe.parameter import Parameter
+from runner.train.recipe.parameter import Parameter, nearest_names
 
 _NAMES_SHOWN = 4  # in an error
 
@@ -128,7 +128,7 @@ def _groups_by_name(groups: Sequence[ParameterGroup], parameters: Sequence[Param
 
 def _nearest(pattern: str, parameters: Sequence[Parameter]) -> str:
     """Names to choose a pattern by, the most alike first."""
-    names = sorted((p.name for p in parameters), key=lambda name: -SequenceMatcher(None, pattern, name).ratio())
+    names = nearest_names(pattern, parameters)
     more = len(names) - _NAMES_SHOWN
     return "there are " + ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -189,7 +189,7 @@ def split(params: Any, opt_state: Any) -> tuple[Any, Callable[[Any], Any]]:
     if not isinstance(opt_state, FrozenState):
         return params, lambda trained: trained
     frozen = opt_state.names
-    trained = jax.tree_util.tree_map_with_path(lambda path, p: None if _name(path) in frozen else p, params)
+    trained = jax.tree_util.tree_map_with_path(lambda path, p: None if dotted(path) in frozen else p, params)
 
     def whole(trained: Any) -> Any:
         return jax.tree.map(lambda t, p: p if t is None else t, trained, params, is_leaf=lambda leaf: leaf is None)
@@ -209,13 +209,9 @@ def with_zeros(grads: Any, params: Any) -> Any:
 
 def _left_out(tree: Any, frozen: frozenset[str]) -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: optax.MaskedNode() if _name(path) in frozen else leaf, tree
+        lambda path, leaf: optax.MaskedNode() if dotted(path) in frozen else leaf, tree
     )
 
 
 def _is_left_out(leaf: Any) -> bool:
     return isinstance(leaf, optax.MaskedNode)
-
-
-def _name(path: Any) -> str:
-    return ".".join(jax.tree_util.keystr((key,), simple=True) for key in path)

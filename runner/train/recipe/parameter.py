@@ -1,12 +1,16 @@
 """What a recipe knows of one parameter: its name, its shape, and what its axes are called."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 import flax.linen as nn
 import jax
 
-_STACKING = ("layers", "expert")  # axes along which a parameter holds several matrices or vectors
+from runner.checkpoint.fingerprint import dotted
+
+STACKS = ("layers", "expert")  # axes along which a parameter holds several matrices or vectors
 _TABLE = ("vocab", "positions")  # axes of tables, whose rows are looked up one by one
 _EMBEDDING = "embedding"  # what flax calls the table of an `nn.Embed`
 
@@ -27,12 +31,23 @@ class Parameter:
     @property
     def holds_matrices(self) -> bool:
         """Whether its last two axes are those of a matrix, and those before stack layers or experts."""
-        return len(self.shape) >= 2 and all(axis in _STACKING for axis in self.axes[:-2])
+        return len(self.shape) >= 2 and all(axis in STACKS for axis in self.axes[:-2])
+
+    @property
+    def num_stacked(self) -> int:
+        """The axes in front that stack what is a parameter each."""
+        return next((n for n, axis in enumerate(self.axes) if axis not in STACKS), len(self.axes))
 
     @property
     def is_table(self) -> bool:
         """Whether it is an embedding, or what makes logits."""
         return any(axis in _TABLE for axis in self.axes) or self.name.rpartition(".")[2] == _EMBEDDING
+
+
+def nearest_names(text: str, parameters: Iterable[Parameter]) -> list[str]:
+    """Their names, the most like a text first."""
+    names = [parameter.name for parameter in parameters]
+    return sorted(names, key=lambda name: -SequenceMatcher(None, text, name).ratio())
 
 
 def parameters_of(boxed: Any) -> Any:
@@ -41,8 +56,7 @@ def parameters_of(boxed: Any) -> Any:
 
     def known(path: Any, leaf: jax.ShapeDtypeStruct, spec: Any) -> Parameter:
         axes = tuple(spec or ())
-        name = ".".join(jax.tree_util.keystr((key,), simple=True) for key in path)
-        return Parameter(name, leaf.shape, (*axes, *[None] * (len(leaf.shape) - len(axes))))
+        return Parameter(dotted(path), leaf.shape, (*axes, *[None] * (len(leaf.shape) - len(axes))))
 
     return jax.tree_util.tree_map_with_path(
         known, nn.unbox(boxed), specs, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
