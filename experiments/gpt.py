@@ -23,7 +23,19 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from experiments.gpt_2_files import GPT2Files
 from experiments.model.attention import cached_attention, causal_attention
-from experiments.model.blocks import INIT_STDDEV, Dense, gelu, loss_sum_of, rematerialised, unembed, with_axes
+from experiments.model.blocks import (
+    INIT_STDDEV,
+    Dense,
+    cut,
+    flat,
+    gelu,
+    in_rows,
+    in_stream,
+    loss_sum_of,
+    rematerialised,
+    unembed,
+    with_axes,
+)
 from experiments.model.noise import EmbeddingNoise
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, TrainerConfig
@@ -105,11 +117,11 @@ class Block(nn.Module):
         dropout = functools.partial(Dropout(self.config.dropout, self.deterministic), examples_B=examples_B)
 
         # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
-        h_BTxD = self._layer_norm("attention_norm")(x_BxTxD).reshape(B * T, D)
+        h_BTxD = flat(in_rows(self._layer_norm("attention_norm")(x_BxTxD)))
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
-            nn.with_logical_constraint(
+            cut(
                 self._dense(name, D, ("embed", "heads"))(h_BTxD).reshape(B, T, N, H),
-                ("batch", "sequence", "heads", "head_dim"),
+                *("batch", "sequence", "heads", "head_dim"),
             )
             for name in ("query", "key", "value")
         )
@@ -120,16 +132,14 @@ class Block(nn.Module):
             new = {"key": k_BxTxNxH, "value": v_BxTxNxH}
             cache = {name: lax.dynamic_update_slice_in_dim(cache[name], new[name], start, axis=1) for name in new}
             a_BxTxNxH = cached_attention(q_BxTxNxH, cache["key"], cache["value"], start)
-        a_BTxD = self._dense("attention_out", D, ("heads", "embed"), residual_stddev)(a_BxTxNxH.reshape(B * T, D))
-        x_BxTxD += dropout(a_BTxD.reshape(B, T, D))
-        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
+        a_BTxD = self._dense("attention_out", D, ("heads", "embed"), residual_stddev)(flat(a_BxTxNxH.reshape(B, T, D)))
+        x_BxTxD = in_stream(x_BxTxD + dropout(in_stream(a_BTxD.reshape(B, T, D))))
 
-        h_BTxD = self._layer_norm("mlp_norm")(x_BxTxD).reshape(B * T, D)
+        h_BTxD = flat(in_rows(self._layer_norm("mlp_norm")(x_BxTxD)))
         h_BxTxM = self._dense("mlp_in", 4 * D, ("embed", "mlp"))(h_BTxD).reshape(B, T, 4 * D)
-        h_BxTxM = gelu(nn.with_logical_constraint(h_BxTxM, ("batch", "sequence", "mlp")))
-        h_BTxD = self._dense("mlp_out", D, ("mlp", "embed"), residual_stddev)(h_BxTxM.reshape(B * T, 4 * D))
-        x_BxTxD += dropout(h_BTxD.reshape(B, T, D))
-        return nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act")), cache
+        h_BxTxM = gelu(cut(h_BxTxM, "batch", "sequence", "mlp"))
+        h_BTxD = self._dense("mlp_out", D, ("mlp", "embed"), residual_stddev)(flat(h_BxTxM))
+        return in_stream(x_BxTxD + dropout(in_stream(h_BTxD.reshape(B, T, D)))), cache
 
     def _dense(self, name: str, features: int, axes: tuple[str, str], stddev: float = INIT_STDDEV) -> Dense:
         return Dense(features, axes, stddev, self.param_dtype, self.compute_dtype, name=name)
@@ -187,8 +197,8 @@ class GPT(nn.Module):
 
         # Whole rows on every device that looks tokens up: a lookup in rows cut by fsdp would come out cut by width
         # where it is needed cut by batch, and the partitioner bridges that by gathering the whole batch.
-        embedding_VxD = nn.with_logical_constraint(embedding_VxD, ("vocab", "embed_act"))
-        positions_TxD = nn.with_logical_constraint(positions_TxD, ("sequence", "embed_act"))
+        embedding_VxD = cut(embedding_VxD, "vocab", "embed_act")
+        positions_TxD = cut(positions_TxD, "positions", "embed_act")
         if start is not None:
             positions = start + jnp.arange(T)
         x_BxTxD = embedding_VxD[tokens_BxT] + (positions_TxD[:T] if positions is None else positions_TxD[positions])
@@ -205,7 +215,7 @@ class GPT(nn.Module):
 
     def _with_noise(self, x_BxTxD: jax.Array, examples_B: jax.Array, deterministic: bool) -> jax.Array:
         noise = EmbeddingNoise(self.config.neftune_alpha, deterministic, name="embedding_noise")
-        return nn.with_logical_constraint(noise(x_BxTxD, examples_B), ("batch", "sequence", "embed_act"))
+        return in_stream(noise(in_stream(x_BxTxD), examples_B))
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:

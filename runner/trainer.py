@@ -9,6 +9,7 @@ since each job has a class of its own that holds it.
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -36,7 +37,7 @@ from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
-from runner.train.mesh import device_memory_bytes
+from runner.train.mesh import Rule, device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.recipe.choice import SPEC
 from runner.train.report import Report
@@ -60,6 +61,9 @@ class BaseTrainer(HookedJob):
 
     blueprint: Blueprint  # from `setup` on: the job on the devices at hand
     compiled: CompiledStep  # from `prepare` on
+
+    # Logical axis names of the job's own model, and what of a mesh they mean, before the runner's: see `train.mesh`.
+    logical_axis_rules: ClassVar[Sequence[Rule]] = ()
 
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.unchanged)

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from experiments.model.blocks import cut
 from runner.errors import InvalidError
 
 AXES = ("batch", "sequence", "heads", "head_dim")
@@ -374,7 +375,7 @@ def _spread_over_mesh(x_BxTxKxH: jax.Array, num_heads: int) -> jax.Array:
     if num_heads % num_shards or K % num_shards == 0:
         return x_BxTxKxH
     repeated = jnp.repeat(x_BxTxKxH, math.lcm(K, num_shards) // K, axis=2)
-    return nn.with_logical_constraint(repeated, AXES)
+    return cut(repeated, *AXES)
 
 
 def _divides_over_mesh(q_BxTxNxH: jax.Array) -> bool:

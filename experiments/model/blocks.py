@@ -1,14 +1,20 @@
 """Parts that models here are made of: projections, norms, the gated MLP, and what the backward pass finds of them.
 
 Owns no architecture. Tokens are flattened to two dimensions before each matmul, which runs three times faster on a CPU
-than a batch of them, and still shards over batch. Norms and activations keep their inputs alone for the backward pass
-and compute the rest again, which is faster than to write it out and read it back in a scan over layers.
+than a batch of them, and still shards over batch; but not where rows are cut (`flat`). Norms and activations keep their
+inputs alone for the backward pass and compute the rest again, which is faster than to write it out and read it back in
+a scan over layers.
+
+The residual stream is cut along positions over `sequence` and `tensor` (`in_stream`). What is cut by heads or columns
+over `tensor` needs all positions of its part of the row (`in_rows`): so there the stream is gathered before the first
+matmul of a part and scattered behind its last, instead of being whole everywhere and summed up.
 
 Shape legend: B batch, T sequence, V vocabulary, D width, M hidden width of the MLP, I and O input and output of any
 dense layer.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,6 +22,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
@@ -25,8 +32,50 @@ Activation = Literal["swiglu", "geglu", "squared_relu"]
 Remat = Literal["none", "dots", "layers"]
 
 
+def cut(x: jax.Array, *names: str) -> jax.Array:
+    """`x` with each axis cut by the logical name it has here, over mesh axes as far as they divide it."""
+    mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes(names)
+    if mesh.empty or not spec:
+        return x
+    cuts = []
+    for size, axes in zip(x.shape, spec, strict=True):
+        kept: tuple[str, ...] = ()
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if size % math.prod(mesh.shape[name] for name in (*kept, axis)) == 0:
+                kept = (*kept, axis)
+        cuts.append(kept)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*cuts))
+
+
+def in_stream(x_BxTxD: jax.Array) -> jax.Array:
+    """As the residual stream lies."""
+    return cut(x_BxTxD, "batch", "stream", "embed_act")
+
+
+def in_rows(x_BxTxD: jax.Array) -> jax.Array:
+    """As a matmul needs it whose columns are cut over `tensor`."""
+    return cut(x_BxTxD, "batch", "sequence", "embed_act")
+
+
+def flat(x_BxTxI: jax.Array) -> jax.Array:
+    """Tokens in one axis, (BT, I); as they are where rows are cut, since the two axes then cannot become one."""
+    return x_BxTxI if row_parts() > 1 else x_BxTxI.reshape(-1, x_BxTxI.shape[-1])
+
+
+def row_parts() -> int:
+    """Into how many parts the rules of the caller cut each row."""
+    return num_shards("sequence")
+
+
+def num_shards(name: str) -> int:
+    """Devices over which the rules of the caller cut a logical axis."""
+    mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes((name,))
+    axes = None if mesh.empty or not spec else spec[0]
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
+
 class Dense(nn.Module):
-    """Matmul, and bias if it has one, of tokens in one flat axis.
+    """Matmul, and bias if it has one, of tokens in one flat axis or in two.
 
     Kernels and biases stay as flat as they are multiplied: heads and their width are one axis, so that what has two
     axes is a matrix, and what has one is not.
@@ -42,7 +91,7 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x_BTxI: jax.Array) -> jax.Array:
         kernel_init = with_axes(nn.initializers.normal(self.stddev), *self.axes)
-        kernel_IxO = self.param("kernel", kernel_init, (x_BTxI.shape[1], self.features), self.param_dtype)
+        kernel_IxO = self.param("kernel", kernel_init, (x_BTxI.shape[-1], self.features), self.param_dtype)
         y_BTxO = x_BTxI @ kernel_IxO.astype(self.compute_dtype)
         if not self.has_bias:
             return y_BTxO
@@ -90,11 +139,11 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         B, T, D = x_BxTxD.shape
-        x_BTxD = x_BxTxD.reshape(B * T, D)
+        x_BTxD = flat(in_rows(x_BxTxD))
         names = ("up",) if self.activation == "squared_relu" else ("gate", "up")
         hidden = [self._dense(name, self.width, ("embed", "mlp"), INIT_STDDEV)(x_BTxD) for name in names]
-        hidden = [nn.with_logical_constraint(h.reshape(B, T, -1), ("batch", "sequence", "mlp")) for h in hidden]
-        h_BTxM = activate(self.activation, *hidden).reshape(B * T, self.width)
+        hidden = [cut(h.reshape(B, T, -1), "batch", "sequence", "mlp") for h in hidden]
+        h_BTxM = flat(activate(self.activation, *hidden))
         return self._dense("down", D, ("mlp", "embed"), self.out_stddev)(h_BTxM).reshape(B, T, D)
 
     def _dense(self, name: str, features: int, axes: tuple[str, str], stddev: float) -> Dense:
@@ -141,18 +190,18 @@ def embed(embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
     Whole rows on every device that looks tokens up: a lookup in rows cut by fsdp would come out cut by width where it
     is needed cut by batch, and the partitioner bridges that by gathering the whole batch.
     """
-    whole_VxD = nn.with_logical_constraint(embedding_VxD, ("vocab", "embed_act"))
-    return nn.with_logical_constraint(whole_VxD[tokens_BxT], ("batch", "sequence", "embed_act"))
+    whole_VxD = cut(embedding_VxD, "vocab", "embed_act")
+    return in_stream(whole_VxD[tokens_BxT])
 
 
 def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None = None) -> jax.Array:
     """Return logits (B, T, V) of normalised hidden states, in their dtype; with `softcap` s, s tanh(logits / s)."""
-    B, T, D = x_BxTxD.shape
-    logits_BxTxV = (x_BxTxD.reshape(B * T, D) @ embedding_VxD.T).reshape(B, T, -1)
+    B, T, _ = x_BxTxD.shape
+    logits_BxTxV = (flat(x_BxTxD) @ embedding_VxD.T).reshape(B, T, -1)
     if softcap is not None:
         capped_BxTxV = softcap * jnp.tanh(logits_BxTxV.astype(jnp.float32) / softcap)
         logits_BxTxV = capped_BxTxV.astype(x_BxTxD.dtype)
-    return nn.with_logical_constraint(logits_BxTxV, ("batch", "sequence", "vocab"))
+    return cut(logits_BxTxV, "batch", "sequence", "vocab")
 
 
 def loss_sum_of(
@@ -169,8 +218,16 @@ def loss_sum_of(
     With `chunk_positions` (`memory.loss_chunk_positions`) not all logits ever exist.
     """
     y_BxT, weight_BxT = targets
+    x_BxTxD = in_rows(x_BxTxD)
     if chunk_positions is None:
         return cross_entropy_sum(unembed(weights, x_BxTxD), y_BxT, weight_BxT, z_loss)[0]
     return chunked_cross_entropy_sum(
-        unembed, weights, x_BxTxD, y_BxT, weight_BxT, chunk_positions=chunk_positions, z_loss=z_loss
+        unembed,
+        weights,
+        x_BxTxD,
+        y_BxT,
+        weight_BxT,
+        chunk_positions=chunk_positions,
+        z_loss=z_loss,
+        parts=row_parts(),
     )[0]

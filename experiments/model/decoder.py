@@ -20,6 +20,7 @@ from experiments.model.blocks import (
     INIT_STDDEV,
     GatedMLP,
     embed,
+    in_stream,
     loss_sum_of,
     rematerialised,
     unembed,
@@ -63,11 +64,11 @@ class Block(nn.Module):
         attention = form(self.config, self.kind, self.precision, name="attention")
         y_BxTxD, cache = attention(self._norm("attention_norm", "pre", x_BxTxD), row, cache)
         x_BxTxD += self._norm("attention_post_norm", "post", y_BxTxD)
-        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act"))
+        x_BxTxD = in_stream(x_BxTxD)
 
         y_BxTxD, statistics = self._mlp(self._norm("mlp_norm", "pre", x_BxTxD), row.real)
         x_BxTxD += self._norm("mlp_post_norm", "post", y_BxTxD)
-        return nn.with_logical_constraint(x_BxTxD, ("batch", "sequence", "embed_act")), (cache, statistics)
+        return in_stream(x_BxTxD), (cache, statistics)
 
     def _mlp(self, h_BxTxD: jax.Array, real_BxT: jax.Array) -> tuple[jax.Array, Statistics]:
         """What is added for each token, and what is to be known of how it came about: nothing of an MLP."""

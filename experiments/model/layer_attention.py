@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from experiments.model.attention import cached_attention, causal_attention
-from experiments.model.blocks import INIT_STDDEV, Dense, RMSNorm, with_axes
+from experiments.model.blocks import INIT_STDDEV, Dense, RMSNorm, cut, flat, in_rows, with_axes
 from experiments.model.config import DecoderConfig, LatentConfig, LayerKind
 from experiments.model.rotary import Rotation, rotate
 from runner.errors import InvalidError
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         N, K, H = config.heads, config.key_heads, config.head_size
         refuse_cut_heads(N)
         # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
-        x_BTxD = x_BxTxD.reshape(B * T, D)
+        x_BTxD = flat(in_rows(x_BxTxD))
         has_bias = config.bias.query_key_value
         q_BTxNH = self._dense("query", N * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
         k_BTxKH = self._dense("key", K * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
@@ -102,7 +102,7 @@ class Attention(nn.Module):
             cache = LayerCache(_put(cache.keys, k_BxTxKxH, start), _put(cache.values, v_BxTxKxH, start))
             a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, start, **options).astype(q_BxTxNxH.dtype)
         out = self._dense("out", D, ("heads", "embed"), residual_stddev(config), config.bias.attention_out)
-        return out(a_BxTxNxH.reshape(B * T, N * H)).reshape(B, T, D), cache
+        return out(flat(a_BxTxNxH.reshape(B, T, N * H))).reshape(B, T, D), cache
 
     def _by_head(self, name: str, x_BTxNH: jax.Array, shape: tuple[int, int, int, int]) -> jax.Array:
         """Queries or keys by head, normalised as the config says."""
@@ -129,12 +129,12 @@ class LatentAttention(nn.Module):
         config, latent, (B, T, D) = self.config, self._latent, x_BxTxD.shape
         N, C, P = config.heads, latent.key_value_rank, latent.plain_head_dim
         refuse_cut_heads(N)
-        x_BTxD = x_BxTxD.reshape(B * T, D)
+        x_BTxD = flat(in_rows(x_BxTxD))
         q_BxTxNxH = _cut_by_heads(self._queries(x_BTxD).reshape(B, T, N, config.head_size))
         q_BxTxNxP, q_BxTxNxR = q_BxTxNxH[..., :P], self._rotated(q_BxTxNxH[..., P:], row)
         both_BTxCR = self._dense("key_value_down", latent.cached_width, ("embed", "latent"), self._has_bias)(x_BTxD)
-        c_BTxC = self._norm("key_value_norm")(both_BTxCR[:, :C])
-        k_BxTx1xR = self._rotated(both_BTxCR[:, C:].reshape(B, T, 1, -1), row)
+        c_BTxC = self._norm("key_value_norm")(both_BTxCR[..., :C])
+        k_BxTx1xR = self._rotated(both_BTxCR[..., C:].reshape(B, T, 1, -1), row)
         up = Matrix((C, N * (P + latent.value_head_dim)), ("latent", "heads"), *self.precision, name="key_value_up")
         up_CxNPW = up()
         if cache is None:
@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
             cache = LatentCache(_put(cache.latents, new, start))
             a_BxTxNxW = self._attend_to_latents(q_BxTxNxP, q_BxTxNxR, up_CxNPW, cache, start)
         out = self._dense("out", D, ("heads", "embed"), config.bias.attention_out, residual_stddev(config))
-        return out(a_BxTxNxW.reshape(B * T, -1)).reshape(B, T, D), cache
+        return out(flat(a_BxTxNxW.reshape(B, T, -1))).reshape(B, T, D), cache
 
     def _queries(self, x_BTxD: jax.Array) -> jax.Array:
         """Queries of all heads, (BT, NH)."""
@@ -265,4 +265,4 @@ def _joined(first: jax.Array, second: jax.Array) -> jax.Array:
 
 
 def _cut_by_heads(x_BxTxNxH: jax.Array) -> jax.Array:
-    return nn.with_logical_constraint(x_BxTxNxH, ("batch", "sequence", "heads", "head_dim"))
+    return cut(x_BxTxNxH, "batch", "sequence", "heads", "head_dim")

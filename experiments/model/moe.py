@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from experiments.model.blocks import INIT_STDDEV, Activation, GatedMLP, activate, with_axes
+from experiments.model.blocks import INIT_STDDEV, Activation, GatedMLP, activate, in_stream, with_axes
 from experiments.model.grouped import Matmul, grouped
 from runner.spec import Auto, Frozen
 
@@ -215,7 +215,7 @@ def compute_experts(
     into, out = PartitionSpec(None, None, tensor), PartitionSpec(None, tensor)
     in_specs = (rows, rows, rows, rows, *[into] * (len(weights) - 1), out)
     y_BxTxD = jax.shard_map(compute, in_specs=in_specs, out_specs=rows, check_vma=False)(*arrays)
-    return nn.with_logical_constraint(y_BxTxD, ("batch", "sequence", "embed_act"))
+    return in_stream(y_BxTxD)
 
 
 def _axes(name: str, size: int) -> Any:

@@ -15,7 +15,7 @@ from runner.plan.program import Program, bytes_of, bytes_on_a_device, num_elemen
 from runner.spec import ExecutionSpec
 from runner.train.compilation import MEMORY_SHARE
 from runner.train.flops import Flops
-from runner.train.mesh import num_batch_shards
+from runner.train.mesh import batch_axes_text, mesh_text, num_batch_shards
 from runner.train.variables import TrainState
 
 
@@ -51,9 +51,9 @@ def batch_section(config: TrainerConfig, program: Program) -> Section:
     """How the global batch is split, and how far the run goes."""
     section, train, layout = Section("batch"), config.train, program.step.layout
     shards = num_batch_shards(layout.mesh)
-    mesh = " x ".join(f"{axis} {size}" for axis, size in program.blueprint.mesh_sizes.items())
-    section.add("mesh", mesh, "text", "counted")
-    product = f"{layout.micro_batch_examples} examples x {shards} devices (data x fsdp) x {layout.accumulate_steps}"
+    section.add("mesh", mesh_text(program.blueprint.mesh_sizes), "text", "counted")
+    axes = batch_axes_text(layout.mesh)
+    product = f"{layout.micro_batch_examples} examples x {shards} devices ({axes}) x {layout.accumulate_steps}"
     section.add("micro-batch x devices x accumulation", f"{product} = {train.global_batch_examples}", "text", "counted")
     section.add("tokens in a step", config.tokens_per_step, "", "counted")
     section.add("steps", config.total_steps, "", "counted")

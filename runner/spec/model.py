@@ -52,7 +52,11 @@ class Mesh(Frozen):
     fsdp: PositiveInt | Auto = Field(
         default=1, description="Devices over which batch, parameters and optimizer state are cut."
     )
+    sequence: PositiveInt | Auto = Field(default=1, description="Devices over which the positions of a row are cut.")
     tensor: PositiveInt | Auto = Field(default=1, description="Devices over which single matrices are cut.")
+    expert: PositiveInt | Auto = Field(
+        default=1, description="Devices over which experts are cut, and the batch beside data and fsdp."
+    )
 
     @model_validator(mode="after")
     def _at_most_one_auto(self) -> "Mesh":

@@ -12,7 +12,13 @@ from runner.config import TrainerConfig
 from runner.data import Dataset, batch_fields, global_batch
 from runner.errors import InvalidError
 from runner.train.fields import target_weights
-from runner.train.mesh import batch_sharding, micro_batch_sizes, num_batch_shards
+from runner.train.mesh import (
+    batch_axes_text,
+    batch_sharding,
+    micro_batch_sizes,
+    num_batch_shards,
+    refuse_cut_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,12 @@ def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = N
     """Every split of the global batch over `mesh` that the config allows, the largest micro-batch first.
 
     With `micro_batch` the one of so many examples a device alone, if the config allows it. Raises `InvalidError` with
-    the nearest valid numbers if there is none.
+    the nearest valid numbers if there is none, or if a row does not divide over the devices that share it.
     """
     train, data = config.train, config.data
-    shards = num_batch_shards(mesh)
-    sizes = micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards)
+    refuse_cut_rows(mesh, data.sequence_length, config.memory.loss_chunk_positions)
+    shards, axes = num_batch_shards(mesh), batch_axes_text(mesh)
+    sizes = micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards, axes)
     if config.noise_scale is not None:
         sizes = _of_even_number(sizes, train.global_batch_examples, shards)
     fields = batch_fields(data)

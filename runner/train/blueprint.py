@@ -3,6 +3,7 @@
 A `Design` draws it, for `run` and for `plan` alike.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from runner.train.compilation import (
     trace_train_step,
     trace_val_step,
 )
+from runner.train.mesh import LOGICAL_AXIS_RULES, Rule
 from runner.train.recipe.optimizer import in_float32
 from runner.train.recipe.parameter import parameters_of
 from runner.train.rider import Rider, init_riders
@@ -49,6 +51,7 @@ class Blueprint:
         make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
         riders: what rides along with the parameters in the state.
         base: what names the weights that an adapter is trained beside, in the trajectory; only where it is run.
+        rules: what logical axis names mean in the model.
         traced, traced_val: train and validation steps that were traced and not compiled yet, by micro-batch: nothing is
             traced twice.
     """
@@ -61,6 +64,7 @@ class Blueprint:
     make_state: Callable[[jax.Array], TrainState]
     riders: Sequence[Rider] = ()
     base: Trajectory = field(default_factory=dict)
+    rules: Sequence[Rule] = LOGICAL_AXIS_RULES
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
     traced_val: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
@@ -76,7 +80,12 @@ class Blueprint:
 
     def init_state(self) -> TrainState:
         """The state at step 0, born sharded. Called on every host."""
-        return train_state.init_state(self.make_state, self.key, self.abstract_state, self.mesh)
+        with self.sharding_rules():
+            return train_state.init_state(self.make_state, self.key, self.abstract_state, self.mesh)
+
+    def sharding_rules(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, logical axis names in the model mean axes of the mesh by the job's rules."""
+        return train_state.sharding_rules(self.mesh, self.rules)
 
     def begun_at_params(self, state: TrainState) -> TrainState:
         """`state` with other parameters, means and all that rides along begun at these. Called on every host."""
@@ -87,7 +96,7 @@ class Blueprint:
             lambda params: strong(init_riders(self.riders, params)),
             out_shardings=train_state.shardings_of(self.abstract_state.riders),
         )
-        with train_state.sharding_rules(self.mesh):
+        with self.sharding_rules():
             return state.replace(riders=begin(state.params))
 
     def beside(self, base: Trajectory) -> "Blueprint":
@@ -97,13 +106,15 @@ class Blueprint:
     def trace_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> None:
         """Trace `train_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""
         if layout.micro_batch_examples not in self.traced:
-            traced = trace_train_step(train_step, self.schedule, self.abstract_state, self.key, layout, self.riders)
+            with self.sharding_rules():
+                traced = trace_train_step(train_step, self.schedule, self.abstract_state, self.key, layout, self.riders)
             self.traced[layout.micro_batch_examples] = traced
 
     def compile_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> CompiledStep:
         """Compile `train_step` for one split of the batch."""
         self.trace_train(train_step, layout)
-        lowered = lower_train_step(self.traced.pop(layout.micro_batch_examples), layout)
+        with self.sharding_rules():
+            lowered = lower_train_step(self.traced.pop(layout.micro_batch_examples), layout)
         executable = lowered.compile()
         return CompiledStep(layout, executable, program_digest(lowered), memory_of(executable))
 
@@ -119,12 +130,15 @@ class Blueprint:
     ) -> jax.stages.Compiled:
         """Compile `val_step` for the same split; of the state it is shown what `abstract` has."""
         self.trace_val(val_step, abstract, layout)
-        return lower_val_step(self.traced_val.pop(layout.micro_batch_examples), layout).compile()
+        with self.sharding_rules():
+            lowered = lower_val_step(self.traced_val.pop(layout.micro_batch_examples), layout)
+        return lowered.compile()
 
     def trace_val(self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> None:
         """Trace `val_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""
         if layout.micro_batch_examples not in self.traced_val:
-            self.traced_val[layout.micro_batch_examples] = trace_val_step(val_step, abstract, layout)
+            with self.sharding_rules():
+                self.traced_val[layout.micro_batch_examples] = trace_val_step(val_step, abstract, layout)
 
 
 def draw(
@@ -137,6 +151,7 @@ def draw(
     key: jax.Array,
     riders: Sequence[Rider] = (),
     adapter: tuple[AdapterConfig, str] | None = None,
+    rules: Sequence[Rule] = LOGICAL_AXIS_RULES,
 ) -> Blueprint:
     """The blueprint of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
@@ -153,9 +168,9 @@ def draw(
     trained = boxed[PARAMS] if adapter is None else boxed_adapter(boxed[PARAMS], adapter[0])
     merge = None if adapter is None else make_merge(*adapter)
     optimizer = in_float32(make_optimizer(parameters_of(trained)))
-    shapes, shardings = nn.unbox(boxed), train_state.variable_shardings(boxed, mesh)
+    shapes, shardings = nn.unbox(boxed), train_state.variable_shardings(boxed, mesh, rules)
     if sharded_init is not train_state.sharded_init:  # whose variables are known without tracing it
-        shapes, shardings = _variables_of(born, key, mesh)
+        shapes, shardings = _variables_of(born, key, mesh, rules)
         if _names(shapes) != _names(nn.unbox(boxed)):
             raise InvalidError("sharded_init returns other parameters or variables than the model's, by their names")
 
@@ -168,12 +183,14 @@ def draw(
 
     if adapter is not None:
         shapes = beside_base(shapes, nn.unbox(trained))
-        shardings = beside_base(shardings, train_state.variable_shardings(trained, mesh))
+        shardings = beside_base(shardings, train_state.variable_shardings(trained, mesh, rules))
     abstract = train_state.abstract_state(make_state, shapes, shardings[PARAMS], mesh, others(shardings))
-    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(begin(key)), riders)
+    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(begin(key)), riders, rules=rules)
 
 
-def _variables_of(born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh) -> tuple[Any, Any]:
+def _variables_of(
+    born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh, rules: Sequence[Rule]
+) -> tuple[Any, Any]:
     """Shapes and shardings of the variables that `born` makes, which is traced and not run."""
     found: list[Any] = []
 
@@ -182,7 +199,7 @@ def _variables_of(born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, 
         found.append(shardings)
         return made
 
-    with train_state.sharding_rules(mesh):
+    with train_state.sharding_rules(mesh, rules):
         return jax.eval_shape(variables, key), found[0]
 
 

@@ -22,7 +22,7 @@ from runner.train.adapter import model_state
 from runner.train.batch_layout import BatchLayout, batch_layouts
 from runner.train.blueprint import Blueprint, draw
 from runner.train.compilation import CompiledStep
-from runner.train.mesh import make_mesh, mesh_sizes
+from runner.train.mesh import LOGICAL_AXIS_RULES, Rule, logical_rules, make_mesh, mesh_sizes
 from runner.train.recipe.choice import Recipe, choose_recipe
 from runner.train.rider import Rider
 
@@ -32,7 +32,8 @@ class Design:
     """The job on no devices yet. `document` is where the spec came from, for errors with a line.
 
     The callables are those of the job's class: `model`, `optimizer` and `schedule` say what it trains and how, and are
-    called when that is first asked for; the others are functions of their arguments alone.
+    called when that is first asked for; the others are functions of their arguments alone. `rules` say what logical
+    axis names mean.
     """
 
     document: Document
@@ -46,6 +47,7 @@ class Design:
     train_step: Callable[..., Any]
     val_step: Callable[..., Any]
     riders: Callable[[], Sequence[Rider]] = tuple
+    rules: Sequence[Rule] = LOGICAL_AXIS_RULES
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -118,7 +120,8 @@ class Design:
         riders = tuple(self.riders())
         rule, compute = self.config.adapter, self.config.precision.compute
         adapter = None if rule is None else (rule, compute)
-        return draw(self.model(), self.sharded_init, example, make_optimizer, schedule, mesh, key, riders, adapter)
+        init = self.sharded_init
+        return draw(self.model(), init, example, make_optimizer, schedule, mesh, key, riders, adapter, self.rules)
 
     def trace(self, blueprint: Blueprint, micro_batch: int | None = None) -> None:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""
@@ -173,4 +176,5 @@ def design_of(job: Any, riders: Callable[[], Sequence[Rider]]) -> Design:
         train_step=job.train_step,
         val_step=job.val_step,
         riders=riders,
+        rules=logical_rules(job.logical_axis_rules, type(job).__name__),
     )

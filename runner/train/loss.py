@@ -45,15 +45,18 @@ def chunked_cross_entropy_sum(
     *,
     chunk_positions: int,
     z_loss: float = 0.0,
+    parts: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `cross_entropy_sum(unembed(weights, x), y, mask, z_loss)`, never holding the logits of more than a chunk.
 
     `unembed` maps (weights, (B, C, D)) to (B, C, V), position by position. The backward pass computes each chunk's
-    logits again. Chunks are cut along T, so that a batch that is sharded over B stays as it lies.
+    logits again. Chunks are cut along T, so that a batch that is sharded over B stays as it lies. Where T is sharded
+    too, in `parts`, each chunk has so many positions of each of them.
     """
     T = x_BxTxD.shape[1]
-    if T % chunk_positions:
-        raise ValueError(f"chunk_positions={chunk_positions} does not divide the sequence of {T}")
+    if T % (parts * chunk_positions):
+        of = f"sequence of {T}" if parts == 1 else f"{T // parts} positions of each of {parts} parts of a sequence"
+        raise ValueError(f"chunk_positions={chunk_positions} does not divide the {of}")
     # The loop over chunks adds up the weights' gradient in the type in which they enter it: float32, not their own.
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
 
@@ -65,7 +68,9 @@ def chunked_cross_entropy_sum(
 
     def in_chunks(leaf_BxT: jax.Array) -> jax.Array:
         B, T, *rest = leaf_BxT.shape
-        return jnp.moveaxis(leaf_BxT.reshape(B, T // chunk_positions, chunk_positions, *rest), 1, 0)
+        K = T // (parts * chunk_positions)
+        by_part = leaf_BxT.reshape(B, parts, K, chunk_positions, *rest)
+        return jnp.moveaxis(by_part, 2, 0).reshape(K, B, parts * chunk_positions, *rest)
 
     loss_K, count_K = jax.lax.map(sum_of_chunk, (in_chunks(x_BxTxD), in_chunks(y_BxT), in_chunks(mask_BxT)))
     return jnp.sum(loss_K), jnp.sum(count_K)

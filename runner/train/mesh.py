@@ -1,41 +1,61 @@
 """From a spec's topology to a mesh: axis arithmetic, logical axis rules, the split of a batch.
 
-Axes: `data` shards only the batch; `fsdp` shards the batch, the parameters and the optimizer state; `tensor` shards
-single matrices. Knows nothing of models beyond the names of their logical axes.
+Axes, and what each cuts:
+
+- `data`: the examples of a batch, and nothing else.
+- `fsdp`: examples, parameters and optimizer state.
+- `sequence`: the positions of every row, parameters and optimizer state.
+- `expert`: examples and experts; other parameters and their optimizer state like `fsdp`.
+- `tensor`: single matrices, and between them the positions of the residual stream.
+
+The last axes lie nearest to each other on the interconnect: `tensor` and `expert` send activations in each layer and
+wait for them, `sequence` sends keys and values behind the attention to those at hand, `fsdp` sends parameters ahead of
+their use, and `data` sends gradients once, which may cross slices. A stage of a pipeline would be an axis before all.
+Knows nothing of models beyond the names of their logical axes.
 """
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from runner.errors import InvalidError
 from runner.spec import Mesh as MeshSpec
 
-AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
+AXES = ("data", "fsdp", "sequence", "expert", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")
+STATE_AXES = ("fsdp", "sequence", "expert")  # what every parameter is cut over, if it divides
 
-# Logical axis of a parameter or an activation -> mesh axes. What is not named here is not sharded by name.
-LOGICAL_AXIS_RULES = (
+_ALWAYS_SHOWN = ("data", "fsdp", "tensor")
+
+Rule = tuple[str, str | tuple[str, ...] | None]
+
+# Logical axis of a parameter or an activation -> mesh axes. What is not named here is not sharded by name. Of several
+# rules of one name the first holds whose mesh axes no other axis of the array has taken by a rule above it.
+LOGICAL_AXIS_RULES: tuple[Rule, ...] = (
     ("batch", BATCH_AXES),
+    ("sequence", "sequence"),  # positions where a matrix cut over tensor is at work
+    ("stream", ("sequence", "tensor")),  # positions of the residual stream
     ("vocab", "tensor"),
     ("heads", "tensor"),
     ("mlp", "tensor"),
-    ("embed", "fsdp"),
+    ("expert", "expert"),
+    ("embed", STATE_AXES),
+    ("embed", ("fsdp", "sequence")),  # of experts, which `expert` cuts already
 )
 
 
 def mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:
     """Axis sizes with `auto` filled in. Raises `InvalidError` if the mesh does not use exactly the devices at hand."""
     given = {axis: getattr(mesh, axis) for axis in AXES}
-    fixed = int(np.prod([size for size in given.values() if size != "auto"]))
+    fixed = math.prod(size for size in given.values() if size != "auto")
     auto = [axis for axis, size in given.items() if size == "auto"]
-    text = " x ".join(f"{axis} {size}" for axis, size in given.items())
+    text = mesh_text(given)
     if auto and num_devices % fixed == 0 and num_devices >= fixed:
         return {axis: num_devices // fixed if size == "auto" else size for axis, size in given.items()}
     if auto or fixed != num_devices:
@@ -47,6 +67,24 @@ def mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:
     return given
 
 
+def mesh_text(sizes: Mapping[str, int | str]) -> str:
+    """A mesh for people: the axes that there always are, and of the others those that cut something."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1 or axis in _ALWAYS_SHOWN)
+
+
+def logical_rules(own: Sequence[Rule], owner: str) -> tuple[Rule, ...]:
+    """The rules of a job: its `own` first, then those above. Raises `InvalidError` if they name no axis of the mesh."""
+    for name, axes in own:
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if axis not in AXES:
+                near = get_close_matches(axis, AXES, n=1, cutoff=0)[0]
+                raise InvalidError(
+                    f"{owner}.logical_axis_rules: {name!r} names the mesh axis {axis!r}; needs one of "
+                    f"{', '.join(AXES)}, did you mean {near}?"
+                )
+    return (*own, *LOGICAL_AXIS_RULES)
+
+
 def does_mesh_fit(mesh: MeshSpec, num_devices: int) -> bool:
     """Whether the mesh can be laid over exactly so many devices."""
     try:
@@ -56,13 +94,15 @@ def does_mesh_fit(mesh: MeshSpec, num_devices: int) -> bool:
     return True
 
 
-def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over all devices of the job, by default those at hand, in an order that suits their interconnect.
 
+    Axes that `sizes` does not name are 1.
     Slices, which only a slow network joins, are told apart by the first axes that their number divides: `data` if it
     can be. Raises `InvalidError` if no axes can. Called on every host.
     """
     devices = jax.devices() if devices is None else devices
+    sizes = dict.fromkeys(AXES, 1) | dict(sizes)
     shape = tuple(sizes[axis] for axis in AXES)
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     if num_slices == 1:
@@ -74,29 +114,54 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def over_slices(sizes: dict[str, int], num_slices: int) -> list[int]:
+def over_slices(sizes: Mapping[str, int], num_slices: int) -> list[int]:
     """By what each axis is cut over slices. Raises `InvalidError` if the axes do not make up their number."""
     left, outer = num_slices, []
     for axis in AXES:
-        outer.append(math.gcd(left, sizes[axis]))
+        outer.append(math.gcd(left, sizes.get(axis, 1)))
         left //= outer[-1]
     if left > 1:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        raise InvalidError(f"{mesh} cannot be laid over {num_slices} slices; make data a multiple of {num_slices}")
+        raise InvalidError(
+            f"{mesh_text(sizes)} cannot be laid over {num_slices} slices; make data a multiple of {num_slices}"
+        )
     return outer
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How (S, B, T) batches lie: B over data x fsdp."""
-    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, None))
+    """How (S, B, T) batches lie: B over data x fsdp x expert, T over sequence."""
+    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, "sequence"))
 
 
 def num_batch_shards(mesh: Mesh) -> int:
     """Devices over which the examples of a batch are spread."""
-    return int(mesh.shape["data"] * mesh.shape["fsdp"])
+    return math.prod(int(mesh.shape[axis]) for axis in BATCH_AXES)
 
 
-def micro_batch_sizes(global_batch_examples: int, micro_batch_examples: int | str, num_shards: int) -> list[int]:
+def batch_axes_text(mesh: Mesh) -> str:
+    """The axes over which the examples are spread, for people."""
+    return " x ".join(axis for axis in BATCH_AXES if axis in _ALWAYS_SHOWN or mesh.shape[axis] > 1)
+
+
+def refuse_cut_rows(mesh: Mesh, sequence_length: int, chunk_positions: int | None) -> None:
+    """Raise `InvalidError` if rows, or the chunks of their loss, do not divide over the `sequence` axis."""
+    number = int(mesh.shape["sequence"])
+    share = sequence_length // number
+    if share * number != sequence_length:
+        near = " or ".join(str(part * number) for part in (share, share + 1) if part)
+        raise InvalidError(
+            f"config.data.sequence_length={sequence_length} does not divide over topology.mesh.sequence={number}; "
+            f"use {near}, or a sequence axis of {math.gcd(sequence_length, number)}"
+        )
+    if number > 1 and chunk_positions is not None and share % chunk_positions:
+        raise InvalidError(
+            f"config.memory.loss_chunk_positions={chunk_positions} does not divide the {share} positions that each of "
+            f"topology.mesh.sequence={number} devices has of a row; use {math.gcd(share, chunk_positions)}"
+        )
+
+
+def micro_batch_sizes(
+    global_batch_examples: int, micro_batch_examples: int | str, num_shards: int, axes: str = "data x fsdp"
+) -> list[int]:
     """The micro-batches per device that may be used, largest first: all divisors of a device's share if `auto`.
 
     Raises `InvalidError` with the nearest valid numbers if the division leaves a rest.
@@ -105,7 +170,7 @@ def micro_batch_sizes(global_batch_examples: int, micro_batch_examples: int | st
     if rest:
         near = " or ".join(str(count * num_shards) for count in (share, share + 1) if count)
         raise InvalidError(
-            f"global_batch_examples={global_batch_examples} does not divide over {num_shards} devices (data x fsdp); "
+            f"global_batch_examples={global_batch_examples} does not divide over {num_shards} devices ({axes}); "
             f"use {near}"
         )
     divisors = [size for size in range(share, 0, -1) if share % size == 0]

@@ -5,6 +5,7 @@ from runner.hosts.agreement import Hosts
 from runner.storage import JsonObject, Store
 from runner.train.batch_layout import BatchLayout
 from runner.train.blueprint import Blueprint
+from runner.train.mesh import AXES
 
 
 def record_of(blueprint: Blueprint, layout: BatchLayout, hosts: Hosts) -> JsonObject:
@@ -18,8 +19,9 @@ def known_micro_batch(blueprint: Blueprint, store: Store, hosts: Hosts) -> int |
     Until this attempt has claimed the directory an earlier one may still commit: the answer then is the one to go by.
     """
     hardware = blueprint.hardware(hosts.num_processes)
+    ones = dict.fromkeys(AXES, 1)  # a manifest may be older than an axis
     manifest = newest_manifest(store) if hosts.is_main else None
     record = hosts.agree(manifest and manifest.topology)
-    if not record or {key: record.get(key) for key in hardware} != hardware:
+    if not record or hardware != {key: record.get(key) for key in hardware} | {"mesh": ones | record.get("mesh", {})}:
         return None
     return record.get("micro_batch_examples")

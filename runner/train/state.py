@@ -1,7 +1,8 @@
 """The train state, born sharded: abstract shapes, then shardings, then one jit with out_shardings. Does no I/O.
 
-A parameter's logical axis names become mesh axes by `LOGICAL_AXIS_RULES`. Two rules make it fit any mesh: an axis that
-does not divide is left out, and what is still whole over fsdp is cut along its largest axis that divides.
+A parameter's logical axis names become mesh axes by the job's rules (`mesh.logical_rules`). Two more make it fit any
+mesh: an axis that does not divide is left out, and what is still whole over fsdp is cut along its largest axis that
+divides.
 """
 
 import contextlib
@@ -15,18 +16,26 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.adapted import Merge
 from runner.checkpoint.leaves import strong
-from runner.train.mesh import LOGICAL_AXIS_RULES
+from runner.train.mesh import LOGICAL_AXIS_RULES, Rule
 from runner.train.recipe.average import has_average, restarted
 from runner.train.rider import Rider, init_riders
 from runner.train.variables import PARAMS, RIDERS, TrainState, others
 
 
 @contextlib.contextmanager
-def sharding_rules(mesh: Mesh) -> Iterator[None]:
-    """Inside, logical axis names in a model mean axes of `mesh`; in a trace it can only be the mesh of that trace."""
+def sharding_rules(mesh: Mesh, rules: Sequence[Rule] | None = None) -> Iterator[None]:
+    """Inside, logical axis names in a model mean axes of `mesh`; in a trace it can only be the mesh of that trace.
+
+    By `rules`, or else by those that are in force already, or else by `LOGICAL_AXIS_RULES`.
+    """
     is_set = jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
-    with contextlib.nullcontext() if is_set else _context(mesh), nn.logical_axis_rules(LOGICAL_AXIS_RULES):
+    with contextlib.nullcontext() if is_set else _context(mesh), nn.logical_axis_rules(rules or rules_in_force()):
         yield
+
+
+def rules_in_force() -> Sequence[Rule]:
+    """Those that logical axis names are read by here."""
+    return nn.get_logical_axis_rules() or LOGICAL_AXIS_RULES
 
 
 def _context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
@@ -58,9 +67,12 @@ def _num_shards(axes: tuple[str, ...], mesh: Mesh) -> int:
     return number
 
 
-def variable_shardings(boxed: Any, mesh: Mesh) -> Any:
-    """Shardings of a model's variables, from `boxed` abstract ones with logical axis names (or without)."""
-    specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), LOGICAL_AXIS_RULES)
+def variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[Rule] | None = None) -> Any:
+    """Shardings of a model's variables, from `boxed` abstract ones with logical axis names (or without).
+
+    By `rules`, or else by those that are in force.
+    """
+    specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules or rules_in_force())
     return jax.tree.map(
         lambda leaf, spec: _fit(leaf.shape, spec or PartitionSpec(), mesh),
         nn.unbox(boxed),

@@ -3,36 +3,41 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from runner.errors import InvalidError
 from runner.spec import Mesh
 from runner.train.mesh import (
     AXES,
+    LOGICAL_AXIS_RULES,
+    batch_axes_text,
     batch_sharding,
     device_memory_bytes,
     does_mesh_fit,
+    logical_rules,
     make_mesh,
     mesh_sizes,
     micro_batch_sizes,
     num_batch_shards,
     over_slices,
+    refuse_cut_rows,
 )
 
 
 @pytest.mark.parametrize(
     ("mesh", "devices", "sizes"),
     [
-        ({}, 8, (8, 1, 1)),
-        ({}, 1, (1, 1, 1)),
-        ({"fsdp": 4, "tensor": 2}, 8, (1, 4, 2)),
-        ({"data": 2, "fsdp": "auto", "tensor": 2}, 16, (2, 4, 2)),
-        ({"data": 1, "fsdp": 1, "tensor": "auto"}, 6, (1, 1, 6)),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, (2, 2, 2)),
+        ({}, 8, {"data": 8}),
+        ({}, 1, {}),
+        ({"fsdp": 4, "tensor": 2}, 8, {"fsdp": 4, "tensor": 2}),
+        ({"data": 2, "fsdp": "auto", "tensor": 2}, 16, {"data": 2, "fsdp": 4, "tensor": 2}),
+        ({"data": 1, "fsdp": 1, "tensor": "auto"}, 6, {"tensor": 6}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ({"data": 1, "sequence": "auto", "expert": 2}, 8, {"sequence": 4, "expert": 2}),
+        ({"data": 2, "expert": "auto"}, 8, {"data": 2, "expert": 4}),
     ],
 )
 def test_auto_takes_the_devices_that_the_other_axes_leave(mesh, devices, sizes):
-    assert tuple(mesh_sizes(Mesh(**mesh), devices).values()) == sizes
+    assert mesh_sizes(Mesh(**mesh), devices) == dict.fromkeys(AXES, 1) | sizes
     assert does_mesh_fit(Mesh(**mesh), devices)
 
 
@@ -44,6 +49,8 @@ def test_auto_takes_the_devices_that_the_other_axes_leave(mesh, devices, sizes):
         ({"data": 2}, 1, "is larger than the 1 device here"),
         ({"fsdp": 3}, 8, "data auto x fsdp 3 x tensor 1 does not use exactly the 8 devices here"),
         ({"fsdp": 16}, 8, "data auto x fsdp 16 x tensor 1 is larger than the 8 devices here"),
+        ({"sequence": 3}, 8, "data auto x fsdp 1 x sequence 3 x tensor 1 does not use exactly the 8 devices here"),
+        ({"data": 1, "expert": 4}, 8, "data 1 x fsdp 1 x expert 4 x tensor 1 does not use exactly the 8 devices here"),
     ],
 )
 def test_a_mesh_that_does_not_use_exactly_the_devices_is_refused_with_the_numbers(mesh, devices, message):
@@ -63,29 +70,70 @@ class FakeDevice:
 
 @pytest.mark.parametrize(
     ("sizes", "across"),
-    [((2, 4, 1), "data"), ((8, 1, 1), "data"), ((4, 1, 2), "data"), ((1, 8, 1), "fsdp"), ((1, 4, 2), "fsdp")],
+    [
+        ({"data": 2, "fsdp": 4}, "data"),
+        ({"data": 8}, "data"),
+        ({"data": 4, "tensor": 2}, "data"),
+        ({"fsdp": 8}, "fsdp"),
+        ({"fsdp": 4, "tensor": 2}, "fsdp"),
+        ({"sequence": 4, "expert": 2}, "sequence"),
+        ({"data": 2, "sequence": 2, "tensor": 2}, "data"),
+    ],
 )
 def test_slices_are_told_apart_by_the_first_axis_that_can(sizes, across):
-    grid = make_mesh(dict(zip(AXES, sizes, strict=True)), [FakeDevice(index) for index in range(8)]).devices
+    grid = make_mesh(sizes, [FakeDevice(index) for index in range(8)]).devices
     halves = np.split(grid, 2, axis=AXES.index(across))
     assert [{device.slice_index for device in half.flat} for half in halves] == [{0}, {1}]
 
 
 def test_a_mesh_that_cannot_be_laid_over_slices_is_refused():
-    assert over_slices({"data": 2, "fsdp": 6, "tensor": 1}, 4) == [2, 2, 1]
+    assert over_slices({"data": 2, "fsdp": 6, "tensor": 1}, 4) == [2, 2, 1, 1, 1]
     with pytest.raises(
         InvalidError, match="data 3 x fsdp 2 x tensor 1 cannot be laid over 4 slices; make data a multi"
     ):
         over_slices({"data": 3, "fsdp": 2, "tensor": 1}, 4)
 
 
-def test_the_mesh_has_every_device_once_and_shards_the_batch_over_data_and_fsdp():
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+@pytest.mark.parametrize(
+    ("sizes", "examples", "shard"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "data x fsdp", (3, 2, 16)),
+        ({"data": 2, "sequence": 4}, "data x fsdp", (3, 4, 4)),
+        ({"fsdp": 2, "expert": 2, "sequence": 2}, "data x fsdp x expert", (3, 2, 8)),
+    ],
+)
+def test_the_mesh_has_every_device_once_and_cuts_the_batch_by_examples_and_positions(sizes, examples, shard):
+    mesh = make_mesh(sizes)
     assert mesh.axis_names == AXES
     assert set(mesh.devices.flat) == set(jax.devices())
-    assert num_batch_shards(mesh) == 4
-    assert batch_sharding(mesh).spec == PartitionSpec(None, ("data", "fsdp"), None)
-    assert batch_sharding(mesh).shard_shape((3, 8, 16)) == (3, 2, 16)
+    assert num_batch_shards(mesh) == 8 // shard[1]
+    assert batch_axes_text(mesh) == examples
+    assert batch_sharding(mesh).shard_shape((3, 8, 16)) == shard
+
+
+def test_the_nearest_axes_of_the_interconnect_are_tensor_and_expert():
+    grid = make_mesh({"data": 2, "expert": 2, "tensor": 2}).devices.reshape(2, 2, 2)
+    assert [[device.id for device in row] for row in grid[0]] == [[0, 1], [2, 3]]
+
+
+ROWS = [
+    (4, 10, None, "sequence_length=10 does not divide over topology.mesh.sequence=4; use 8 or 12, or a .* axis of 2"),
+    (4, 2, None, "sequence_length=2 does not divide over topology.mesh.sequence=4; use 4, or a sequence axis of 2"),
+    (2, 16, 6, "loss_chunk_positions=6 does not divide the 8 positions .* use 2"),
+]
+
+
+@pytest.mark.parametrize(("devices", "length", "chunk", "message"), ROWS)
+def test_rows_that_do_not_divide_are_refused_with_numbers_that_work(devices, length, chunk, message):
+    with pytest.raises(InvalidError, match=message):
+        refuse_cut_rows(make_mesh({"sequence": devices, "data": 8 // devices}), length, chunk)
+
+
+def test_a_job_has_rules_of_its_own_before_the_runners():
+    own = (("channels", ("fsdp", "tensor")), ("mlp", None))
+    assert logical_rules(own, "Job") == (*own, *LOGICAL_AXIS_RULES)
+    with pytest.raises(InvalidError, match=r"Job.logical_axis_rules: 'channels' names the mesh axis 'tensr'; .*tensor"):
+        logical_rules([("channels", "tensr")], "Job")
 
 
 def test_micro_batches_are_the_divisors_of_a_devices_share():
