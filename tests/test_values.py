@@ -26,6 +26,7 @@ from runner import BaseTrainer, ExecutionSpec, RestoreableJob
 from runner.config import PrecisionConfig
 from runner.errors import PreemptedError
 from runner.storage import LocalStore, parse_lines, read_json
+from runner.train.mesh import AXES
 from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
 from tests.support.judged import write_questions
 from tests.support.tiny import StopAfter, counter, gpt
@@ -46,7 +47,9 @@ DECODER_BASE: dict[str, Any] = BASE | {
 SOME: dict[str, Any] = {
     "topology.mesh.data": 8,
     "topology.mesh.fsdp": 2,
+    "topology.mesh.sequence": 2,
     "topology.mesh.tensor": 2,
+    "topology.mesh.expert": 2,
     "checkpoint.every_steps": 1,
     "checkpoint.every_minutes": 1.0,
     "checkpoint.keep_every_steps": 1,
@@ -102,11 +105,13 @@ OF_TOKENS: dict[str, Any] = {
     "config.data.packing": "concatenate",
 }
 WITH: dict[tuple[str, Any], dict[str, Any]] = {
-    ("topology.mesh.data", OPEN): {"topology.mesh.fsdp": 1, "topology.mesh.tensor": 1},
-    ("topology.mesh.fsdp", OPEN): {"topology.mesh.data": "auto"},
-    ("topology.mesh.tensor", OPEN): {"topology.mesh.data": "auto"},
-    ("topology.mesh.fsdp", "auto"): {"topology.mesh.data": 2},
-    ("topology.mesh.tensor", "auto"): {"topology.mesh.data": 4},
+    **{
+        (f"topology.mesh.{axis}", value): {f"topology.mesh.{other}": 1 for other in AXES if other != axis} | data
+        for axis in AXES
+        for value, data in ((OPEN, {"topology.mesh.data": "auto"}), ("auto", {"topology.mesh.data": 4}))
+        if axis != "data"
+    },
+    ("topology.mesh.data", OPEN): {f"topology.mesh.{other}": 1 for other in AXES if other != "data"},
     ("checkpoint.every_steps", None): {"checkpoint.every_minutes": 1.0},
     ("checkpoint.every", "auto"): {"checkpoint.every_steps": None, "checkpoint.every_minutes": None},
     ("checkpoint.keep_best.mode", "min"): {"checkpoint.keep_best.metric": "train/loss"},

@@ -20,6 +20,7 @@ from runner import BaseTrainer, ExecutionSpec
 from runner.config import MemoryConfig
 from runner.storage import parse_lines, read_json, read_log
 from runner.train.flops import counted_flops, transformer_flops
+from runner.train.mesh import STATE_AXES
 from tests.experiments.test_documents import LENGTHS, VOCABULARY, T, alone, assert_same, documents, pack
 from tests.support.tiny import FACTORISATIONS, ROOT, TEXT, merge, set_mesh
 
@@ -157,9 +158,9 @@ def test_every_matrix_is_cut_by_names_and_stacked_vectors_are_no_matrices(make_j
         jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.sharding.spec)
         for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
     }
-    assert specs["embedding"] == ("tensor", "fsdp")
-    assert specs["layers.query.kernel"] == specs["layers.mlp.up.kernel"] == (None, "fsdp", "tensor")
-    assert specs["layers.out.kernel"] == specs["layers.mlp.down.kernel"] == (None, "tensor", "fsdp")
+    assert specs["embedding"] == ("tensor", STATE_AXES)
+    assert specs["layers.query.kernel"] == specs["layers.mlp.up.kernel"] == (None, STATE_AXES, "tensor")
+    assert specs["layers.out.kernel"] == specs["layers.mlp.down.kernel"] == (None, "tensor", STATE_AXES)
 
 
 def test_its_flops_are_counted_and_are_those_of_the_formula(make_job):

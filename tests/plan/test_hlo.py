@@ -12,7 +12,6 @@ from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner.plan.hlo import Buffer, Collective, collectives, largest_arrays, sent_bytes_by_axes
 from runner.train.batch_layout import BatchLayout
 from runner.train.compilation import lower_train_step, trace_train_step
-from runner.train.mesh import AXES
 from runner.train.state import abstract_state, make_state, variable_shardings
 from tests.support.tiny import mesh_of
 
@@ -49,16 +48,16 @@ def all_reduce(groups, attributes="channel_id=1, use_global_device_ids=true"):
         ("{{0,2},{4,6},{1,3},{5,7}}", ("fsdp",), 2),
         ("{{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
         ("{{0,2,4,6},{1,3,5,7}}", ("data", "fsdp"), 4),
-        ("{{0,1,2,3,4,5,6,7}}", AXES, 8),
+        ("{{0,1,2,3,4,5,6,7}}", tuple(MESH), 8),
         ("{{0},{1},{2},{3},{4},{5},{6},{7}}", (), 1),
-        ("{}", AXES, 8),
-        ("[1,8]<=[8]", AXES, 8),
+        ("{}", tuple(MESH), 8),
+        ("[1,8]<=[8]", tuple(MESH), 8),
         ("[4,2]<=[8]", ("tensor",), 2),
         ("[4,2]<=[2,4]T(1,0)", ("data",), 2),
         ("[4,2]<=[4,2]T(1,0)", ("fsdp",), 2),
         ("[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",), 2),
         ("[2,4]<=[4,2]T(1,0)", ("data", "fsdp"), 4),
-        ("mesh['axis_0'=8] {'axis_0'}", AXES, 8),
+        ("mesh['axis_0'=8] {'axis_0'}", tuple(MESH), 8),
         ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_2'}", ("tensor",), 2),
         ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0','axis_1'}", ("data", "fsdp"), 4),
         ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(1,0,2)) {'axis_0'}", ("fsdp",), 2),
@@ -84,7 +83,7 @@ def test_groups_that_are_no_product_of_axes_name_the_fewest_axes_that_hold_them(
 
 
 def test_groups_of_replicas_with_a_channel_take_in_all_partitions():
-    assert only(all_reduce("{{0}}", "channel_id=1")).axes == AXES
+    assert only(all_reduce("{{0}}", "channel_id=1")).axes == tuple(MESH)
     assert only(all_reduce("{{0}}", "foo=1")).axes == ()
 
 
@@ -537,8 +536,9 @@ def step_text(data, fsdp, tensor, accumulate_steps=1):
 
 def numbers(text, sizes, kind):
     """Numbers that all collectives of a kind carry in a step, all of them over the axis that is not 1."""
-    found = [one for one in collectives(text, dict(zip(AXES, sizes, strict=True))) if one.kind == kind]
-    assert {one.axes for one in found} == {tuple(axis for axis, size in zip(AXES, sizes, strict=True) if size > 1)}
+    mesh = dict(zip(MESH, sizes, strict=True))
+    found = [one for one in collectives(text, mesh) if one.kind == kind]
+    assert {one.axes for one in found} == {tuple(axis for axis, size in mesh.items() if size > 1)}
     assert {one.group_size for one in found} == {8}
     assert not any(one.is_at_least for one in found)
     return sum(one.count * one.bytes for one in found) // FLOAT
@@ -550,7 +550,7 @@ def text_of():
 
 
 def kinds(text, sizes):
-    return {one.kind for one in collectives(text, dict(zip(AXES, sizes, strict=True)))}
+    return {one.kind for one in collectives(text, dict(zip(MESH, sizes, strict=True)))}
 
 
 # The embedding is read twice, by the lookup and by the logits, and the compiler reduces both gradients before it adds.
@@ -578,14 +578,20 @@ def test_fsdp_gathers_parameters_forward_and_backward_and_reduces_every_gradient
     assert numbers(text_of[sizes], sizes, "all-reduce") == GRADIENTS + LOSS + TOKENS + LEAVES - 2
 
 
-def test_tensor_parallel_reduces_activations_twice_a_layer_forward(text_of):
+def test_tensor_parallel_gathers_and_reduces_activations_twice_a_layer_in_each_direction(text_of):
     sizes = (1, 1, 8)
-    # Backward: one after the MLP, and one each after query, key and value, which the compiler does not add first.
-    layers = L * (2 + 1 + 3) * B * T * D
-    # The rows that were looked up, their gradient from the logits; of every token its largest logit, sum and label's.
-    ends = 2 * B * T * D + 3 * B * T
+    assert kinds(text_of[sizes], sizes) == {"all-gather", "all-reduce"}
+    # Forward what two norms give, backward the gradient of what two parts have added. At the ends the tokens to look
+    # up, what the last norm gives, and the gradients of rows and positions, whose tables are not cut by positions.
+    gathered = 4 * L * B * T * D + B * T + 2 * B * T * D + T * D
+    assert numbers(text_of[sizes], sizes, "all-gather") == gathered
+    # The compiler for CPUs reduces to the whole where that for TPUs scatters. Backward: one after the MLP, and one each
+    # after query, key and value, which it does not add first; and the scales of the norms.
+    layers = L * ((2 + 1 + 3) * B * T * D + 2 * D)
+    # The rows that were looked up, their gradient from the logits; of every token its largest logit, sum and label's;
+    # and the scale of the last norm.
+    ends = 2 * B * T * D + 3 * B * T + D
     sharded_leaves = 11  # 6 matrices, 4 biases (all but those of the two outputs) and the embedding
-    assert kinds(text_of[sizes], sizes) == {"all-reduce"}
     assert numbers(text_of[sizes], sizes, "all-reduce") == layers + ends + sharded_leaves
 
 
