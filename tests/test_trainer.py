@@ -28,39 +28,28 @@ from runner.hosts.agreement import Hosts
 from runner.hosts.progress import DATA, SAVE
 from runner.plan.checks import Findings, open_job
 from runner.spec import hash_of, parse_document, read_spec, validate_config, validate_spec
-from runner.storage import LocalStore, parse_lines, read_json, read_log
+from runner.storage import LocalStore, read_json, read_log
 from runner.train.hint import options_for_here
+from runner.train.mesh import AXES
 from runner.train.recipe.parameter import Parameter
 from tests.support.tiny import (
     RecordingGPT,
-    StopAfter,
     finish,
     gpt,
     gpt_document,
     gpt_spec,
     leaves_equal,
     recorded_rows,
+    rows,
     set_mesh,
     start_python,
+    stop_after,
+    trajectory,
 )
 
 JOB = {"job": "tests.support.tiny:RecordingGPT"}
 STOP, STEPS = 4, 8
 NO_ARGUMENT = inspect.Parameter.empty
-
-
-def rows(directory):
-    return parse_lines((directory / "metrics.jsonl").read_bytes())
-
-
-def trajectory(directory):
-    """The rows without their speed, which is no part of it."""
-    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows(directory)]
-
-
-def stop_after(job, step):
-    with pytest.raises(PreemptedError):
-        job(stop=StopAfter(job, step))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +169,7 @@ def test_the_resolved_spec_has_no_auto_left_and_makes_the_same_job(undisturbed):
     assert "auto" not in str(list(yaml.safe_load(path.read_text()).items()))
     again = RecordingGPT(read_spec(path))
     assert again.config.model.vocabulary_size == 256
-    assert again.topology.mesh.model_dump() == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert again.topology.mesh.model_dump() == dict.fromkeys(AXES, 1) | {"data": 8}
     assert again.config.train.micro_batch_examples == 2
     assert again.done
 

@@ -25,11 +25,11 @@ from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, ExecutionSpec, RestoreableJob
 from runner.config import PrecisionConfig
 from runner.errors import PreemptedError
-from runner.storage import LocalStore, parse_lines, read_json
+from runner.storage import read_json
 from runner.train.mesh import AXES
 from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
 from tests.support.judged import write_questions
-from tests.support.tiny import StopAfter, counter, gpt
+from tests.support.tiny import StopAfter, counter, gpt, outcome
 
 OPEN = "another"  # any value that is not one of a few
 STOP, STEPS, TOKENS = 2, 3, 3 * 16 * 16
@@ -357,13 +357,6 @@ def _bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
 
 
-def trajectory(directory: Path) -> Any:
-    """The rows without their speed, and the result."""
-    rows = parse_lines((directory / "metrics.jsonl").read_bytes())
-    rows = [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
-    return rows, read_json(LocalStore(directory), "result.json")
-
-
 def value_in(job: RestoreableJob, key: str) -> Any:
     found: Any = {"config": job.config, **dict(job.spec)}
     for part in key.split("."):
@@ -425,7 +418,7 @@ def check(row: list[Case], directory: Path, job_class: type[BaseTrainer], base: 
     for case in row:
         assert case.value == OPEN or value_in(make("whole"), case.key) == case.value
     resume(make)
-    assert trajectory(directory / "resumed") == trajectory(directory / "whole")
+    assert outcome(directory / "resumed") == outcome(directory / "whole")
 
 
 def resume(make: Callable[[str], RestoreableJob]) -> None:
@@ -497,6 +490,6 @@ def test_an_optimizer_of_the_jobs_own_needs_no_learning_rate_and_none_is_logged(
     assert [(case.key, case.value) for case in CASES if case not in TRAINERS] == BY_ITSELF
     changes = BASE | {"config.optimizer": {}}
     resume(lambda name: gpt(tmp_path / name, OwnOptimizer, **changes))
-    rows, result = trajectory(tmp_path / "whole")
+    rows, result = outcome(tmp_path / "whole")
     assert "train/learning_rate" not in rows[-1]
     assert rows[-1]["train/loss"] == result["train_loss"]

@@ -18,11 +18,11 @@ import yaml
 
 from runner import BaseTrainer, ExecutionSpec
 from runner.config import MemoryConfig
-from runner.storage import parse_lines, read_json, read_log
+from runner.storage import read_json, read_log
 from runner.train.flops import counted_flops, transformer_flops
 from runner.train.mesh import STATE_AXES
 from tests.experiments.test_documents import LENGTHS, VOCABULARY, T, alone, assert_same, documents, pack
-from tests.support.tiny import FACTORISATIONS, ROOT, TEXT, merge, set_mesh
+from tests.support.tiny import FACTORISATIONS, ROOT, TEXT, merge, set_mesh, trajectory
 
 SOAK = pytest.mark.soak
 PAGE = (ROOT / "experiments" / "README.md").read_text()
@@ -74,12 +74,6 @@ def make_job(page, tmp_path_factory):
     return make
 
 
-def trajectory(job):
-    """The rows without their speed."""
-    rows = parse_lines((job.store.root / "metrics.jsonl").read_bytes())
-    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(make_job):
     """A run to the end, with what the page's spec says of memory, over a mesh of all three axes."""
@@ -98,8 +92,8 @@ def test_gone_back_to_a_save_and_resumed_every_bit_is_the_same(undisturbed, make
     again()
     resumed = next(event for event in read_log(again.store, "events") if event["event"] == "restore")
     assert resumed["step"] == SAVED
-    assert [row["step"] for row in trajectory(again)] == list(range(1, STEPS + 1))
-    assert trajectory(again) == trajectory(undisturbed)
+    assert [row["step"] for row in trajectory(again.store.root)] == list(range(1, STEPS + 1))
+    assert trajectory(again.store.root) == trajectory(undisturbed.store.root)
     assert read_json(again.store, "result.json") == read_json(undisturbed.store, "result.json")
 
 
@@ -113,7 +107,7 @@ def test_sharded_kept_by_layer_and_in_chunks_a_step_has_the_loss_of_the_whole_lo
     params = jax.device_get(undisturbed.blueprint.init_state().params)
     loss_sum, gradients = jax.jit(jax.value_and_grad(loss))(params, batch | {"example": np.arange(len(batch["x"]))})
     count = batch["padding_mask"].sum()
-    first = trajectory(undisturbed)[0]
+    first = trajectory(undisturbed.store.root)[0]
     assert first["train/loss"] == pytest.approx(float(loss_sum / count), abs=1e-5)
     assert first["train/grad_norm"] == pytest.approx(float(optax.tree.norm(gradients) / count), rel=1e-4)
 

@@ -4,9 +4,11 @@ import copy
 import hashlib
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from experiments.counter import Counter
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, ExecutionSpec, RestoreableJob
 from runner.attempt.compile_cache import CompileCache
+from runner.errors import PreemptedError
 from runner.hosts.preemption import StopNotice
-from runner.train.mesh import make_mesh
+from runner.storage import LocalStore, parse_lines, read_json
+from runner.train.mesh import AXES, make_mesh
 from tests.support import faked
 
 CompileCache().open()
@@ -33,9 +37,26 @@ FACTORISATIONS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) i
 _DAILY = ((1, 1, 8), (1, 8, 1), (2, 2, 2))
 MESHES = [sizes if sizes in _DAILY else pytest.param(sizes, marks=pytest.mark.soak) for sizes in FACTORISATIONS]
 
+# Of all axes: each alone over 4 devices, all pairs over 2 x 4 and two triples over 2 x 2 x 2.
+AXIS_MESHES = [
+    *({axis: 4} for axis in AXES),
+    *({first: 2, second: 4} for first, second in itertools.combinations(AXES, 2)),
+    {"fsdp": 2, "sequence": 2, "expert": 2},
+    {"data": 2, "sequence": 2, "tensor": 2},
+]
+
 
 def mesh_of(data: int, fsdp: int, tensor: int) -> Mesh:
     return make_mesh({"data": data, "fsdp": fsdp, "tensor": tensor})
+
+
+def mesh_over(sizes: Mapping[str, int]) -> Mesh:
+    """The mesh over as many devices as these axes make up."""
+    return make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+
+
+def mesh_id(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -161,6 +182,27 @@ def finish(process: "subprocess.Popen[str]", timeout: float = 600) -> str:
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, output
     return output
+
+
+def rows(directory: Path) -> list[Any]:
+    """Those of metrics.jsonl."""
+    return parse_lines((directory / "metrics.jsonl").read_bytes())
+
+
+def trajectory(directory: Path) -> list[Any]:
+    """The rows without their speed, which is no part of it."""
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows(directory)]
+
+
+def outcome(directory: Path) -> tuple[list[Any], Any]:
+    """The trajectory, and the result."""
+    return trajectory(directory), read_json(LocalStore(directory), "result.json")
+
+
+def stop_after(job: RestoreableJob, step: int) -> None:
+    """Run `job` until it has completed `step` steps."""
+    with pytest.raises(PreemptedError):
+        job(stop=StopAfter(job, step))
 
 
 def leaves_equal(a: Any, b: Any) -> bool:

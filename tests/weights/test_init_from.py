@@ -19,11 +19,11 @@ from runner.command import export
 from runner.errors import InvalidError, PreemptedError
 from runner.plan.checks import Findings, check_weights
 from runner.spec import InitFrom
-from runner.storage import LocalStore, parse_lines, read_json
+from runner.storage import parse_lines, read_json
 from runner.weights.directory import open_published
 from runner.weights.match import match
 from runner.weights.read import read_leaf
-from tests.support.tiny import StopAfter, counter, gpt, leaves_equal
+from tests.support.tiny import StopAfter, counter, gpt, leaves_equal, outcome
 from tests.weights.small import leaves, publish, tensors
 
 STOP, STEPS = 4, 8  # of a job like the one of test_trainer.py, whose compiled programs it shares
@@ -76,13 +76,6 @@ def exported(directory: Path, run: BaseTrainer) -> Path:
     return directory / "exported"
 
 
-def trajectory(root: Path) -> Any:
-    """The rows without their speed, and the result."""
-    rows = parse_lines((root / "metrics.jsonl").read_bytes())
-    rows = [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
-    return rows, read_json(LocalStore(root), "result.json")
-
-
 def events(root: Path) -> list[str]:
     """What happened, but for what comes with time alone."""
     found = [event["event"] for event in parse_lines((root / "events.jsonl").read_bytes())]
@@ -127,7 +120,7 @@ def test_the_weights_are_taken_once_and_a_run_that_is_exported_meanwhile_is_not_
         stopped(stop=StopAfter(stopped, STOP))
     shutil.rmtree(source)  # its own checkpoint outranks what it began with
     gpt(directory / "stopped", **begun)()
-    assert trajectory(directory / "stopped") == trajectory(directory / "whole")
+    assert outcome(directory / "stopped") == outcome(directory / "whole")
     assert events(directory / "whole") == events(run.store.root)
     weights, _ = open_checkpoint(directory / "whole", STOP)
     assert leaves_equal(begun_with(directory / "meanwhile", run), weights["params"])
@@ -239,7 +232,7 @@ def test_a_job_whose_weights_have_no_form_elsewhere_says_so(directory: Path, exp
 
 def test_the_best_checkpoint_is_the_one_that_the_run_keeps_as_such(directory: Path, run: BaseTrainer):
     counter(directory / "no_best")()
-    rows, _ = trajectory(run.store.root)
+    rows, _ = outcome(run.store.root)
     losses = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
     best = min(losses, key=lambda step: losses[step])
     found, _ = open_checkpoint(run.store.root, "best")

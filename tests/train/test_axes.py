@@ -1,0 +1,97 @@
+"""A job on meshes of all axes: born, resumed and moved, with experts, packed documents and grouped heads."""
+
+import jax
+import pytest
+
+from experiments.model.decoder import PretrainDecoder
+from runner.checkpoint.fingerprint import fingerprint
+from runner.storage import read_log
+from runner.train.mesh import AXES
+from tests.support.tiny import gpt, leaves_equal, mesh_id, outcome, stop_after, trajectory
+
+STOP, STEPS = 2, 3
+JOB = {
+    "config.model": {
+        "layers": 2,
+        "heads": 4,
+        "key_value_heads": 2,
+        "width": 16,
+        "mlp_width": 24,
+        "moe": {"experts": 4, "experts_per_token": 2, "dense_layers": 1, "bias_rate": 0.01, "auxiliary_loss": 0.01},
+    },
+    "config.data.sequence_length": 32,
+    "config.train": {"total_steps": STEPS, "global_batch_examples": 16},
+    "config.eval": {"every_steps": 1, "batches": 1},
+}
+ALL_AT_ONCE = {"fsdp": 2, "sequence": 2, "expert": 2}
+MOVES = [
+    (ALL_AT_ONCE, {"data": 8}),
+    ({"data": 8}, ALL_AT_ONCE),
+    ({"fsdp": 8}, {"sequence": 8}),
+    ({"sequence": 8}, {"data": 2, "expert": 4}),
+    ({"data": 2, "expert": 4}, {"data": 2, "tensor": 4}),
+    ({"data": 2, "tensor": 4}, {"fsdp": 8}),
+    ({"sequence": 2, "tensor": 4}, {"expert": 4, "tensor": 2}),
+    ({"expert": 4, "tensor": 2}, {"sequence": 4, "fsdp": 2}),
+    ({"data": 2, "sequence": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "expert": 2}),
+    ({"sequence": 4, "expert": 2}, {"sequence": 2, "expert": 2, "tensor": 2}),
+]
+MESHES = list({mesh_id(mesh): mesh for way in MOVES for mesh in way}.values())
+_DAILY = MOVES[:1]
+
+
+def job(directory, mesh):
+    return gpt(directory, PretrainDecoder, **JOB, **{"topology.mesh": dict.fromkeys(AXES, 1) | mesh})
+
+
+def stopped(directory, mesh):
+    made = job(directory, mesh)
+    stop_after(made, STOP)
+    return made
+
+
+def restored(made):
+    events = [event for event in read_log(made.store, "events.jsonl") if event["event"] == "restore"]
+    return [(event["step"], event["fingerprint"]) for event in events]
+
+
+WAYS = [
+    pytest.param(*way, id=" to ".join(map(mesh_id, way)), marks=() if way in _DAILY else pytest.mark.soak)
+    for way in MOVES
+]
+
+
+@pytest.mark.parametrize(("first", "then"), WAYS)
+def test_a_checkpoint_moves_to_another_mesh_with_every_bit_and_goes_on(tmp_path, first, then):
+    before = stopped(tmp_path / "run", first)
+    saved = fingerprint(before.state)
+    after = job(tmp_path / "run", then)
+    after()
+    assert restored(after) == [(STOP, saved)]
+    whole = job(tmp_path / "whole", first)
+    whole()
+    for row, expected in zip(trajectory(tmp_path / "run"), trajectory(tmp_path / "whole"), strict=True):
+        assert row["step"] == expected["step"]
+        for key in ("train/loss", "val/loss", "train/grad_norm"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+def test_stopped_and_resumed_on_any_mesh_every_bit_is_the_same(tmp_path, mesh):
+    stopped(tmp_path / "run", mesh)
+    job(tmp_path / "run", mesh)()
+    job(tmp_path / "whole", mesh)()
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+def test_the_state_is_born_with_the_same_bits_on_any_mesh_and_experts_and_their_moments_lie_apart(tmp_path, mesh):
+    here, alone = (stopped(tmp_path / name, sizes) for name, sizes in (("here", mesh), ("alone", {"data": 8})))
+    assert leaves_equal(here.init_state().params, alone.init_state().params)
+    experts = mesh.get("expert", 1)
+    for tree in (here.state.params, here.state.opt_state):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if jax.tree_util.keystr(path).endswith("['moe']['up']"):
+                assert leaf.sharding.shard_shape(leaf.shape)[1] == leaf.shape[1] // experts
