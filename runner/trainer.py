@@ -189,7 +189,7 @@ class BaseTrainer(HookedJob):
         return Report(
             self.attempt,
             self.resolved_spec(),
-            self.config,
+            self.design.counted,
             [*evaluators, *ema_evaluators(self.config, self.validation)],
             mfu_of_a_token_per_second(self.flops_per_token, self.blueprint),
             lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),

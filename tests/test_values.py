@@ -69,6 +69,7 @@ SOME: dict[str, Any] = {
     "config.schedule.decay_steps": 1,
     "config.train.total_steps": STEPS,
     "config.train.total_tokens": TOKENS,
+    "config.train.total_epochs": 0.19,  # of the ids below
     "config.train.micro_batch_examples": 1,
     "config.eval.every_steps": 2,
     "config.eval.multiple_choice.*.every_steps": 1,
@@ -142,6 +143,12 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.model.window", OPEN): {"config.model.layer_pattern": ["window"]},
     ("config.train.total_steps", None): {"config.train.total_tokens": TOKENS},
     ("config.train.total_tokens", OPEN): {"config.train.total_steps": None},
+    ("config.train.total_epochs", OPEN): {
+        "config.train.total_steps": None,
+        "config.data.source": "UINT16",
+        "config.data.mixture": [],
+        **OF_TOKENS,
+    },
 }
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},
