@@ -502,3 +502,17 @@ def test_an_optimizer_of_the_jobs_own_needs_no_learning_rate_and_none_is_logged(
     rows, result = trajectory(tmp_path / "whole")
     assert "train/learning_rate" not in rows[-1]
     assert rows[-1]["train/loss"] == result["train_loss"]
+
+
+class InjectedOptimizer(TrainLookup):
+    @classmethod
+    def optimizer(cls) -> optax.GradientTransformation:
+        rate = optax.linear_schedule(0.1, 0.0, 10)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=rate))
+
+
+def test_a_rate_that_an_optimizer_of_the_jobs_own_keeps_in_its_state_is_logged(tmp_path: Path) -> None:
+    resume(lambda name: gpt(tmp_path / name, InjectedOptimizer, **BASE | {"config.optimizer": {}}))
+    rows, _ = trajectory(tmp_path / "resumed")
+    assert [row["train/learning_rate"] for row in rows] == pytest.approx([0.1, 0.09, 0.08])
+    assert rows == trajectory(tmp_path / "whole")[0]
