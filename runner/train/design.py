@@ -6,7 +6,7 @@ the former over the devices at hand, the latter over faked ones or those of a TP
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -24,6 +24,7 @@ from runner.train.blueprint import Blueprint, draw
 from runner.train.compilation import CompiledStep
 from runner.train.mesh import make_mesh, mesh_sizes
 from runner.train.recipe.choice import Recipe, choose_recipe
+from runner.train.recipe.parameter import Parameter, one_rate
 from runner.train.rider import Rider
 
 
@@ -46,6 +47,7 @@ class Design:
     train_step: Callable[..., Any]
     val_step: Callable[..., Any]
     riders: Callable[[], Sequence[Rider]] = tuple
+    rate_of: Callable[[Parameter], float] = one_rate
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -128,7 +130,8 @@ class Design:
 
         def make_optimizer(parameters: Any) -> optax.GradientTransformation:
             with self.document.blaming("config.optimizer"):
-                return self.recipe.optimizer_of(self.config, schedule, parameters)
+                rated = jax.tree.map(lambda parameter: replace(parameter, rate=self.rate_of(parameter)), parameters)
+                return self.recipe.optimizer_of(self.config, schedule, rated)
 
         riders = tuple(self.riders())
         rule, compute = self.config.adapter, self.config.precision.compute
@@ -188,4 +191,5 @@ def design_of(job: Any, riders: Callable[[], Sequence[Rider]]) -> Design:
         train_step=job.train_step,
         val_step=job.val_step,
         riders=riders,
+        rate_of=job.rate_of,
     )

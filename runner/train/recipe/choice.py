@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import jax
 import optax
 
 from runner.config import TrainerConfig
@@ -51,6 +52,8 @@ class Recipe:
         `parameters` is a tree of `Parameter`. Raises `InvalidError` where groups do not fit it.
         """
         if not isinstance(self.optimizer, str):
+            if any(parameter.rate != 1 for parameter in jax.tree.leaves(parameters)):
+                raise InvalidError("an optax object of the job's own does not read the rates of the model's parameters")
             return self.optimizer
         assert schedule is not None, "the library's optimizers have a schedule"
         return make_optimizer(self.optimizer, config.optimizer, schedule, parameters)
