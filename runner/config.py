@@ -4,8 +4,10 @@ Owns their keys, defaults and the arithmetic between them. Knows no device: how 
 topology. An experiment subclasses `ModelConfig` and writes `Config = TrainerConfig[GPTConfig]`.
 """
 
+import math
 import re
 from bisect import bisect
+from fractions import Fraction
 from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import (
@@ -18,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from runner.errors import InvalidError
 from runner.recipe import OptimizerConfig, ScheduleConfig
 from runner.spec import Auto, Frozen, JobConfig
 
@@ -154,10 +157,15 @@ class TrainConfig(Frozen):
     """How much to train, and in what portions."""
 
     total_steps: PositiveInt | None = Field(
-        default=None, description="Optimizer steps of the run; this or total_tokens is needed."
+        default=None, description="Optimizer steps of the run; this, total_tokens or total_epochs is needed."
     )
     total_tokens: PositiveInt | None = Field(
-        default=None, description="Tokens of the run, rounded up to whole steps; this or total_steps is needed."
+        default=None, description="Tokens of the run, rounded up to whole steps, instead of total_steps."
+    )
+    total_epochs: PositiveFloat | None = Field(
+        default=None,
+        description="How often the run takes each training example of its one source, rounded up to whole steps, "
+        "instead of total_steps; the last step goes on into the next epoch.",
     )
     global_batch_examples: PositiveInt = Field(description="Examples in one optimizer step, over all devices.")
     micro_batch_examples: PositiveInt | Auto = Field(
@@ -167,12 +175,14 @@ class TrainConfig(Frozen):
 
     @model_validator(mode="after")
     def _exactly_one_total(self) -> "TrainConfig":
-        if self.total_steps is None and self.total_tokens is None:
-            raise ValueError("missing key total_steps (or total_tokens)")
-        if self.total_steps is not None and self.total_tokens is not None:
-            raise ValueError(
-                f"got both total_steps={self.total_steps} and total_tokens={self.total_tokens}; keep one of them"
-            )
+        totals = {key: getattr(self, key) for key in ("total_steps", "total_tokens", "total_epochs")}
+        given = [
+            f"{key}={value:g}" if key == "total_epochs" else f"{key}={value}" for key, value in totals.items() if value
+        ]
+        if not given:
+            raise ValueError("missing key total_steps (or total_tokens, or total_epochs)")
+        if len(given) > 1:
+            raise ValueError(f"got both {given[0]} and {given[1]}; keep one of them")
         return self
 
 
@@ -349,11 +359,36 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run; a token budget is rounded up to whole steps."""
+        """Optimizer steps of the whole run; a token budget is rounded up to whole steps.
+
+        Raises `InvalidError` of epochs: how many steps they are is known once the data are, see `counted`.
+        """
         if self.train.total_steps is not None:
             return self.train.total_steps
-        assert self.train.total_tokens is not None, "TrainConfig holds exactly one total"
-        return -(-self.train.total_tokens // self.tokens_per_step)
+        if self.train.total_tokens is not None:
+            return -(-self.train.total_tokens // self.tokens_per_step)
+        raise InvalidError(
+            f"total_epochs={self.train.total_epochs:g} are no number of steps before the data are read; what asks for "
+            "one, such as a schedule of one's own, needs total_steps or total_tokens"
+        )
+
+    def counted(self, num_examples: int) -> "TrainerConfig[ModelConfigType]":
+        """The same with its epochs of so many training examples as `total_steps`.
+
+        The steps are the fewest that take each example as often as the spec says: epochs x examples / global batch,
+        rounded up. Raises `InvalidError` if the schedule does not fit into them.
+        """
+        if self.train.total_epochs is None:
+            return self
+        examples = Fraction(str(self.train.total_epochs)) * num_examples  # as it was written, not its nearest float
+        steps = math.ceil(examples / self.train.global_batch_examples)
+        train = self.train.model_copy(update={"total_epochs": None, "total_steps": steps})
+        counted = self.model_copy(update={"train": train})
+        try:
+            counted._check_schedule()
+        except ValueError as error:
+            raise InvalidError(f"{num_examples:,} examples an epoch: {error}") from error
+        return counted
 
     def is_default(self, key: str) -> bool:
         """Whether a key, dotted below `config`, has its default value."""
@@ -370,7 +405,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         free |= {"ema.evaluate"}
         free |= {"data.mixture.max_epochs"}
         if not self.schedule.reads_total:
-            free |= {"train.total_steps", "train.total_tokens"}
+            free |= {"train.total_steps", "train.total_tokens", "train.total_epochs"}
         return frozenset(free)
 
     @model_validator(mode="after")
@@ -384,22 +419,18 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> "TrainerConfig[ModelConfigType]":
-        schedule, total = self.schedule, self.total_steps
-        tokens, peak = self.train.total_tokens, self.optimizer.learning_rate
+        tokens = self.train.total_tokens
         if tokens is not None and tokens < self.tokens_per_step:
             batch, length = self.train.global_batch_examples, self.data.sequence_length
             step = f"{batch} examples x {length} tokens = {self.tokens_per_step}"
             raise ValueError(f"train.total_tokens={tokens} is less than one step of {step}")
-        warmup = schedule.warmup_of(total)
-        key = "warmup_steps" if schedule.warmup_share is None else f"warmup_share={schedule.warmup_share} in steps"
-        if warmup >= total:
-            raise ValueError(f"schedule.{key}={warmup} is not below the total of {total} steps")
-        if schedule.name != "constant" and peak is not None and schedule.final_learning_rate > peak:
-            final = schedule.final_learning_rate
-            raise ValueError(f"schedule.final_learning_rate={final} is above optimizer.learning_rate={peak}")
-        if schedule.decay_steps is not None and warmup + schedule.decay_steps > total:
-            parts = f"{key}={warmup} + schedule.decay_steps={schedule.decay_steps}"
-            raise ValueError(f"schedule.{parts} do not fit into the total of {total} steps")
+        if self.train.total_epochs is not None and self.data.mixture:
+            raise ValueError(
+                f"train.total_epochs={self.train.total_epochs:g} is of one source, and data.mixture has "
+                f"{len(self.data.mixture)}, each with epochs of its own; use total_steps or total_tokens"
+            )
+        if self.train.total_epochs is None:
+            self._check_schedule()
         if (
             self.ema is not None
             and self.ema.evaluate
@@ -411,6 +442,20 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             )
         self._check_chunks()
         return self
+
+    def _check_schedule(self) -> None:
+        """Raise ValueError if the parts of the schedule do not fit into the total."""
+        schedule, total, peak = self.schedule, self.total_steps, self.optimizer.learning_rate
+        warmup = schedule.warmup_of(total)
+        key = "warmup_steps" if schedule.warmup_share is None else f"warmup_share={schedule.warmup_share} in steps"
+        if warmup >= total:
+            raise ValueError(f"schedule.{key}={warmup} is not below the total of {total} steps")
+        if schedule.name != "constant" and peak is not None and schedule.final_learning_rate > peak:
+            final = schedule.final_learning_rate
+            raise ValueError(f"schedule.final_learning_rate={final} is above optimizer.learning_rate={peak}")
+        if schedule.decay_steps is not None and warmup + schedule.decay_steps > total:
+            parts = f"{key}={warmup} + schedule.decay_steps={schedule.decay_steps}"
+            raise ValueError(f"schedule.{parts} do not fit into the total of {total} steps")
 
     def _check_chunks(self) -> None:
         chunk, length = self.memory.loss_chunk_positions, self.data.sequence_length

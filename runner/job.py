@@ -144,7 +144,7 @@ class RestoreableJob:
     @property
     def done(self) -> bool:
         """Whether the job reached its end, now or in an earlier attempt."""
-        return is_done(self.store, self.total_steps)
+        return is_done(self.store, lambda: self.total_steps)
 
     def __call__(self, hosts: Hosts | None = None, stop: StopNotice | None = None, clock: Clock | None = None) -> None:
         """Done? Then nothing. Else: barrier, restore or init, `run`, final save, `result.json`, barrier."""

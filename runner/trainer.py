@@ -40,6 +40,7 @@ from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import Rule, device_memory_bytes
 from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.recipe.choice import SPEC
+from runner.train.recipe.parameter import one_rate
 from runner.train.report import Report
 from runner.train.riding import options_of, riders_of
 from runner.train.same_data import (
@@ -68,6 +69,7 @@ class BaseTrainer(HookedJob):
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.unchanged)
     weights = staticmethod(model_weights)
+    rate_of = staticmethod(one_rate)
     riders = classmethod(riders_of)
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
@@ -193,7 +195,7 @@ class BaseTrainer(HookedJob):
         return Report(
             self.attempt,
             self.resolved_spec(),
-            self.config,
+            self.design.counted,
             [*evaluators, *ema_evaluators(self.config, self.validation)],
             mfu_of_a_token_per_second(self.flops_per_token, self.blueprint),
             lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),

@@ -3,7 +3,7 @@
 import pytest
 
 from runner.config import ModelConfig, TrainerConfig
-from runner.errors import SpecError
+from runner.errors import InvalidError, SpecError
 from runner.spec import (
     ExecutionSpec,
     dump_spec,
@@ -95,12 +95,41 @@ def test_a_token_budget_is_rounded_up_to_whole_steps(tokens: int, steps: int) ->
 
 
 @pytest.mark.parametrize(
+    ("epochs", "examples", "steps"), [(1, 16, 1), (1, 17, 2), (2, 40, 5), (0.1, 480, 3), (0.5, 40, 2), (1, 1, 1)]
+)
+def test_epochs_are_rounded_up_to_whole_steps(epochs: float, examples: int, steps: int) -> None:
+    config = read("config.train.total_steps=null", f"config.train.total_epochs={epochs}", "config.schedule={}")
+    with pytest.raises(InvalidError, match="before the data are read"):
+        _ = config.total_steps
+    assert config.counted(examples).total_steps == steps
+
+
+def test_epochs_into_which_the_schedule_does_not_fit_are_refused() -> None:
+    config = read("config.train.total_steps=null", "config.train.total_epochs=1")
+    assert config.counted(16 * 101).total_steps == 101
+    with pytest.raises(InvalidError, match=r"^1,600 examples an epoch: schedule\.warmup_steps=100 is not below"):
+        config.counted(1600)
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.total_steps=null"], "specs/x.yaml:24: config.train: missing key total_steps (or total_tokens)"),
+        (
+            ["train.total_steps=null"],
+            "specs/x.yaml:24: config.train: missing key total_steps (or total_tokens, or total_epochs)",
+        ),
         (
             ["train.total_tokens=9000"],
             "specs/x.yaml:24: config.train: got both total_steps=500 and total_tokens=9000; keep one of them",
+        ),
+        (
+            ["train.total_epochs=1.5"],
+            "specs/x.yaml:24: config.train: got both total_steps=500 and total_epochs=1.5; keep one of them",
+        ),
+        (
+            ["train.total_steps=null", "train.total_epochs=2", "data.mixture=[{name: a, source: b}]"],
+            "specs/x.yaml:19: config: train.total_epochs=2 is of one source, and data.mixture has 1, each with epochs "
+            "of its own; use total_steps or total_tokens",
         ),
         (
             ["train.total_steps=null", "train.total_tokens=4095"],

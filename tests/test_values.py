@@ -72,6 +72,7 @@ SOME: dict[str, Any] = {
     "config.schedule.decay_steps": 1,
     "config.train.total_steps": STEPS,
     "config.train.total_tokens": TOKENS,
+    "config.train.total_epochs": 0.19,  # of the ids below
     "config.train.micro_batch_examples": 1,
     "config.eval.every_steps": 2,
     "config.eval.multiple_choice.*.every_steps": 1,
@@ -94,6 +95,7 @@ SOME: dict[str, Any] = {
     "config.model.attention_softcap": 2.0,
     "config.model.logit_softcap": 2.0,
     "config.model.embedding_scale": 2.0,
+    "config.model.base_width": 8,
     "config.model.moe.expert_width": 24,
     "config.model.moe.capacity_factor": 1.0,
     "config.model.moe.bias_rate": 0.01,
@@ -144,9 +146,16 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.precision.rounding", "stochastic"): {"config.precision.params": "bfloat16"},
     ("config.schedule.decay_steps", OPEN): {"config.schedule.name": "wsd"},
     ("config.model.preset", OPEN): {"config.model.key_value_heads": 1},
+    ("config.model.base_width", OPEN): {"config.model.latent": None, "config.model.moe": None},
     ("config.model.window", OPEN): {"config.model.layer_pattern": ["window"]},
     ("config.train.total_steps", None): {"config.train.total_tokens": TOKENS},
     ("config.train.total_tokens", OPEN): {"config.train.total_steps": None},
+    ("config.train.total_epochs", OPEN): {
+        "config.train.total_steps": None,
+        "config.data.source": "UINT16",
+        "config.data.mixture": [],
+        **OF_TOKENS,
+    },
 }
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},
@@ -493,3 +502,17 @@ def test_an_optimizer_of_the_jobs_own_needs_no_learning_rate_and_none_is_logged(
     rows, result = outcome(tmp_path / "whole")
     assert "train/learning_rate" not in rows[-1]
     assert rows[-1]["train/loss"] == result["train_loss"]
+
+
+class InjectedOptimizer(TrainLookup):
+    @classmethod
+    def optimizer(cls) -> optax.GradientTransformation:
+        rate = optax.linear_schedule(0.1, 0.0, 10)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=rate))
+
+
+def test_a_rate_that_an_optimizer_of_the_jobs_own_keeps_in_its_state_is_logged(tmp_path: Path) -> None:
+    resume(lambda name: gpt(tmp_path / name, InjectedOptimizer, **BASE | {"config.optimizer": {}}))
+    rows, _ = trajectory(tmp_path / "resumed")
+    assert [row["train/learning_rate"] for row in rows] == pytest.approx([0.1, 0.09, 0.08])
+    assert rows == trajectory(tmp_path / "whole")[0]

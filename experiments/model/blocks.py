@@ -135,13 +135,14 @@ class GatedMLP(nn.Module):
     has_bias: bool = False
     param_dtype: DTypeLike = jnp.float32
     compute_dtype: DTypeLike = jnp.float32
+    in_stddev: float = INIT_STDDEV
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         B, T, D = x_BxTxD.shape
         x_BTxD = flat(in_rows(x_BxTxD))
         names = ("up",) if self.activation == "squared_relu" else ("gate", "up")
-        hidden = [self._dense(name, self.width, ("embed", "mlp"), INIT_STDDEV)(x_BTxD) for name in names]
+        hidden = [self._dense(name, self.width, ("embed", "mlp"), self.in_stddev)(x_BTxD) for name in names]
         hidden = [cut(h.reshape(B, T, -1), "batch", "sequence", "mlp") for h in hidden]
         h_BTxM = flat(activate(self.activation, *hidden))
         return self._dense("down", D, ("mlp", "embed"), self.out_stddev)(h_BTxM).reshape(B, T, D)

@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from experiments.model.moe import MoeConfig
+from experiments.model.mup import Scaled
 from experiments.model.preset import PRESETS
 from experiments.model.rotary import Rope
-from runner.config import ModelConfig, TrainerConfig
+from runner.config import TrainerConfig
 from runner.spec import Auto, Frozen
 from runner.spec.wording import nearest_or_all
 from runner.storage import JsonObject
@@ -67,7 +68,7 @@ def _need_preset_or_sizes(schema: JsonObject) -> None:
     schema["anyOf"] = [{"required": ["preset"]}, {"required": schema.pop("required")}]
 
 
-class DecoderConfig(ModelConfig):
+class DecoderConfig(Scaled):
     """Sizes and choices of a decoder: with these, today's open families are one model.
 
     `layer_loop: scan` compiles one turn of the pattern of layers and loops over it, `unroll` compiles every layer in

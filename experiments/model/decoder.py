@@ -39,6 +39,7 @@ from experiments.model.layer_attention import (
     residual_stddev,
 )
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, next_biases, scalars
+from experiments.model.mup import rate_of
 from experiments.model.noise import EmbeddingNoise
 from experiments.model.rotary import Rotation, rotation_at
 from runner import BaseTrainer
@@ -46,6 +47,7 @@ from runner.config import MemoryConfig
 from runner.train.blueprint import Blueprint
 from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, Sizing, memory_choices, transformer_flops, transformer_sizing
+from runner.train.recipe.parameter import Parameter
 from runner.train.step import Batch
 from runner.train.variables import STATISTICS
 
@@ -76,7 +78,8 @@ class Block(nn.Module):
         if config.moe is not None and self.is_sparse:
             moe = MixtureOfExperts(config.moe, config.expert_width, config.mlp, stddev, *self.precision, name="moe")
             return moe(h_BxTxD, real_BxT)
-        mlp = GatedMLP(config.mlp_width, config.mlp, stddev, config.bias.mlp, *self.precision, name="mlp")
+        precision, begin = self.precision, config.hidden_stddev
+        mlp = GatedMLP(config.mlp_width, config.mlp, stddev, config.bias.mlp, *precision, begin, name="mlp")
         return mlp(h_BxTxD), {}
 
     def _norm(self, name: str, place: str, x_BxTxD: jax.Array) -> jax.Array:
@@ -156,6 +159,8 @@ class Decoder(nn.Module):
             new_cache[stage.name], statistics[stage.name] = found
         losses_of_rows_B = self._tell(statistics)
         x_BxTxD = make_norm("final_norm", self.config, Precision(self.param_dtype, self.compute_dtype))(x_BxTxD)
+        if self.config.width_ratio != 1:
+            x_BxTxD = x_BxTxD * jnp.asarray(self.config.width_ratio, x_BxTxD.dtype)
 
         def logits_of(weights_VxD: jax.Array, x_BxTxD: jax.Array) -> jax.Array:
             return unembed(weights_VxD, x_BxTxD, self.config.logit_softcap)
@@ -282,6 +287,11 @@ class PretrainDecoder(BaseTrainer):
         """The decoder that the spec describes."""
         config, precision = self.config, self.config.precision
         return Decoder(config.model, self.vocabulary_size, precision.params, precision.compute, config.memory)
+
+    @classmethod
+    def rate_of(cls, parameter: Parameter) -> float:
+        """As mu-P has it, if the model has a base width."""
+        return rate_of(cls.config.model, cls.config.optimizer.name, parameter)
 
     def family(self) -> DecoderFiles:
         """As `transformers` has it."""

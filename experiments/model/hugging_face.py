@@ -227,6 +227,7 @@ def _told(config: DecoderConfig) -> Json:
         "embedding_scale": float(f"{embedding:.9g}"),
         "attention_softcap": config.attention_softcap,
         "logit_softcap": config.logit_softcap,
+        "logit_scale": float(f"{config.width_ratio:.9g}"),
         "moe": _moe_told(config),
     }
 

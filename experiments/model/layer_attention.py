@@ -87,9 +87,9 @@ class Attention(nn.Module):
         # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
         x_BTxD = flat(in_rows(x_BxTxD))
         has_bias = config.bias.query_key_value
-        q_BTxNH = self._dense("query", N * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
-        k_BTxKH = self._dense("key", K * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
-        v_BTxKH = self._dense("value", K * H, ("embed", "heads"), INIT_STDDEV, has_bias)(x_BTxD)
+        q_BTxNH = self._dense("query", N * H, ("embed", "heads"), config.hidden_stddev, has_bias)(x_BTxD)
+        k_BTxKH = self._dense("key", K * H, ("embed", "heads"), config.hidden_stddev, has_bias)(x_BTxD)
+        v_BTxKH = self._dense("value", K * H, ("embed", "heads"), config.hidden_stddev, has_bias)(x_BTxD)
         q_BxTxNxH = _rotated(self._by_head("query_norm", q_BTxNH, (B, T, N, H)), row, config, self.kind)
         k_BxTxKxH = _rotated(self._by_head("key_norm", k_BTxKH, (B, T, K, H)), row, config, self.kind)
         v_BxTxKxH = _cut_by_heads(v_BTxKH.reshape(B, T, K, H))
@@ -214,7 +214,7 @@ def make_norm(name: str, config: DecoderConfig, precision: Precision, axis: str 
 
 def residual_stddev(config: DecoderConfig) -> float:
     """Of the matmuls whose results are added to the residual stream."""
-    return INIT_STDDEV / math.sqrt(2 * config.layers)
+    return config.hidden_stddev / math.sqrt(2 * config.layers)
 
 
 def refuse_cut_heads(num_heads: int) -> None:

@@ -44,12 +44,14 @@ def refuse_unread(config: TokeniseConfig, form: Form, document: Document) -> Non
     for key, is_unread in unread.items():
         value = getattr(config, key)
         if is_unread and value != TokeniseConfig.model_fields[key].default:
-            reason = f"{config.source} names text files" if form == "text" else "with chat lines are dialogues"
+            reason = f"{config.source} names text files" if form == "text" else "with chat lines and rows are dialogues"
             raise document.error(f"config.{key}", f"is {value}: nothing reads it, {reason}; leave it out")
     if config.chat is None:
         return
-    if form != "jsonl":
-        raise document.error("config.chat", f"needs lines of .jsonl, {config.source} names {form} files")
+    if form == "text":
+        raise document.error(
+            "config.chat", f"needs lines of .jsonl or rows of a table, {config.source} names text files"
+        )
     if config.tokenizer.kind not in KINDS_WITH_SPANS:
         raise document.error(
             "config.tokenizer.kind",

@@ -52,7 +52,7 @@ TokenizerConfig = Annotated[
 
 
 class ChatConfig(Frozen):
-    """Each line is a dialogue: prompts, and answers that are to be learned."""
+    """Each line or row is a dialogue: prompts, and answers that are to be learned."""
 
     template: str | None = Field(
         default=None,
@@ -91,7 +91,8 @@ class TokeniseConfig(JobConfig):
         default=None, description="Id, or text, of the token that ends every document; null: none does."
     )
     chat: ChatConfig | None = Field(
-        default=None, description="Lines of a .jsonl are dialogues, and the corpus says which tokens are of answers."
+        default=None,
+        description="Lines, or rows of a table, are dialogues; the corpus says which tokens are of answers.",
     )
     output: str | None = Field(
         default=None, min_length=1, description="Directory or URL of the corpus; null: `corpus` in the run's directory."

@@ -11,7 +11,8 @@ from runner.data.index import ANSWERS_DTYPE
 from runner.storage import JsonObject
 
 ASSISTANT = "assistant"
-_FORMS = ("messages", "prompt", "completion")
+FORMS = ("messages", "prompt", "completion")
+DIALOGUE_KEYS = (*FORMS, "tools")  # of a line, or columns of a table
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class Marked:
 
 
 def parse_dialogue(record: Any) -> Asked | str:
-    """What a line holds, or what it lacks: `{"messages": [{"role", "content"}]}`, or `{"prompt", "completion"}`."""
+    """What a line or row is, or lacks: `{"messages": [{"role", "content"}]}`, or `{"prompt", "completion"}`."""
     if not isinstance(record, dict):
         return "is no JSON object with messages, or a prompt and a completion"
-    found = [key for key in _FORMS if key in record]
+    found = [key for key in FORMS if key in record]
     if found == ["messages"]:
         return _parse_messages(record)
     if found == ["prompt", "completion"]:
@@ -66,8 +67,8 @@ def parse_dialogue(record: Any) -> Asked | str:
         return Asked(pair, is_pair=True)
     if found:
         return f"has {' and '.join(map(repr, found))}; needs messages alone, or a prompt and a completion"
-    near = [match for form in _FORMS for match in difflib.get_close_matches(form, record, n=1)]
-    hint = f"; did you mean {_FORMS[0]}, where it has {near[0]!r}?" if near else ""
+    near = [match for form in FORMS for match in difflib.get_close_matches(form, record, n=1)]
+    hint = f"; did you mean {FORMS[0]}, where it has {near[0]!r}?" if near else ""
     return f"has no 'messages', and no 'prompt' and 'completion'{hint}"
 
 

@@ -4,14 +4,14 @@ import difflib
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import zstandard
 
-from experiments.tokenise.dialogue import Dialogue, parse_dialogue
+from experiments.tokenise.dialogue import DIALOGUE_KEYS, FORMS, Dialogue, parse_dialogue
 from experiments.tokenise.object_file import BLOCK_BYTES, ObjectFile, read_object
 from experiments.tokenise.source import InputFile
 from experiments.tokenise.template import Renderer
@@ -61,7 +61,7 @@ def documents(
 ) -> Iterator[Document | Bad]:
     """The documents of a part, as UTF-8; of a text file its own bytes. `content` is what `fetch` gave.
 
-    With a `renderer` lines are dialogues.
+    With a `renderer` lines and rows are dialogues.
     Raises `DataError` if the file cannot be read, is damaged, cut short, or has changed since it was resolved.
     """
     part.file.refuse_change()
@@ -72,7 +72,7 @@ def documents(
             elif part.file.form == "jsonl":
                 yield from _of_lines(part, file, field, renderer)
             else:
-                yield from _of_table(part, file, field)
+                yield from _of_table(part, file, field, renderer)
     except RetryableError:
         raise
     except OSError as error:
@@ -109,7 +109,7 @@ def _text_of(record: Any, field: str) -> bytes | str:
 
 
 def _dialogue_of(record: Any, renderer: Renderer) -> Dialogue | str:
-    """The dialogue of a line, or what the line lacks. Raises `DataError` for what no template may do."""
+    """The dialogue of a line or row, or what it lacks. Raises `DataError` for what no template may do."""
     asked = parse_dialogue(record)
     return asked if isinstance(asked, str) else renderer.render(asked)
 
@@ -199,37 +199,81 @@ def _decompress(source: InputFile, file: BinaryIO) -> Iterator[bytes]:
         raise DataError(f"{source.where} is no whole {source.compression} file: it is cut short")
 
 
-def _of_table(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
+def _of_table(part: Part, file: BinaryIO, field: str, renderer: Renderer | None) -> Iterator[Document | Bad]:
     arrow = import_extra("pyarrow", "parquet")
-    number = 0
     try:
-        for batch in _batches(part, file, field):
-            column = batch.column(field)
-            if not (arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)):
-                raise DataError(f"{part.file.where}: column {field!r} is {column.type}, needs string")
-            for text in column:
-                number += 1
-                value = text.as_buffer()
-                yield value.to_pybytes() if value is not None else Bad(_row(part, number), f"{field!r} is null")
+        yield from _texts(part, file, field) if renderer is None else _dialogues(part, file, renderer)
     except (DataError, RetryableError):
         raise
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{part.file.where} is no whole {part.file.form} file: {reason_of(error)}") from error
 
 
-def _batches(part: Part, file: BinaryIO, field: str) -> Iterator[Any]:
-    """The record batches of a part, with the one column that is asked for where the form allows it."""
+def _texts(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
+    types, number = import_extra("pyarrow", "parquet").types, 0
+
+    def columns(names: list[str]) -> list[str]:
+        _refuse_missing(part, field, names)
+        return [field]
+
+    for batch in _batches(part, file, columns):
+        column = batch.column(field)
+        if not (types.is_string(column.type) or types.is_large_string(column.type)):
+            raise DataError(f"{part.file.where}: column {field!r} is {column.type}, needs string")
+        for text in column:
+            number += 1
+            value = text.as_buffer()
+            yield value.to_pybytes() if value is not None else Bad(_row(part, number), f"{field!r} is null")
+
+
+def _dialogues(part: Part, file: BinaryIO, renderer: Renderer) -> Iterator[Dialogue | Bad]:
+    """Of each row what its columns of a dialogue hold; a null, however deep, is left out, as a line would."""
+    number = 0
+
+    def columns(names: list[str]) -> list[str]:
+        found = [name for name in names if name in DIALOGUE_KEYS]
+        if not set(found) & set(FORMS):
+            raise DataError(
+                f"{part.file.where} has no column 'messages', and none 'prompt' and 'completion'; it has {_some(names)}"
+            )
+        for name in found:
+            _refuse_missing(part, name, names)
+        return found
+
+    for batch in _batches(part, file, columns):
+        wanted = batch.select([name for name in batch.schema.names if name in DIALOGUE_KEYS])
+        for row in wanted.to_pylist():
+            number += 1
+            record = _without_nulls(row)
+            try:
+                json.dumps(record)
+                found = _dialogue_of(record, renderer)
+            except TypeError as error:
+                found = f"holds what JSON has not ({error})"
+            except DataError as error:
+                raise DataError(f"{_row(part, number)}: {error}") from error
+            yield Bad(_row(part, number), found) if isinstance(found, str) else found
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _batches(part: Part, file: BinaryIO, columns: Callable[[list[str]], list[str]]) -> Iterator[Any]:
+    """The record batches of a part, of `columns(all names)` alone where the form allows it."""
     if part.file.form == "parquet":
         table = import_extra("pyarrow.parquet", "parquet").ParquetFile(file)
-        _refuse_missing(part, field, table.schema_arrow.names)
+        names = columns(table.schema_arrow.names)
         groups = None if part.start is None or part.stop is None else list(range(part.start, part.stop))
-        yield from table.iter_batches(row_groups=groups, columns=[field])
+        yield from table.iter_batches(row_groups=groups, columns=names)
         return
     ipc = import_extra("pyarrow.ipc", "parquet")
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
     reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
-    _refuse_missing(part, field, reader.schema.names)
+    columns(reader.schema.names)
     yield from (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
 
 

@@ -1,6 +1,6 @@
 """Whose directory this is, and whether a spec would continue what is there: the wrong run is refused."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from runner.attempt.layout import refuse_other_kinds
@@ -73,10 +73,11 @@ def check_directory(store: Store, name: str, claimant: Claimant) -> None:
         raise StorageError(f"{store.url} cannot be reached: {error}") from error
 
 
-def is_done(store: Store, total_steps: int) -> bool:
+def is_done(store: Store, total_steps: Callable[[], int]) -> bool:
     """Whether the job of this directory reached its end, now or in an earlier attempt.
 
-    A damaged `result.json` says nothing: the run then ends once more, from its last checkpoint.
+    `total_steps` may read data, and is asked only where there is a result. A damaged `result.json` says nothing: the
+    run then ends once more, from its last checkpoint.
     """
     result = read_result(store)
-    return result is not None and result.step >= total_steps
+    return result is not None and result.step >= total_steps()

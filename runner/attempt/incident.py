@@ -2,7 +2,6 @@
 
 from runner import terminal
 from runner.attempt.claim import Attempt
-from runner.errors import EXIT_RETRYABLE
 from runner.hosts.straggler import Straggling
 from runner.hosts.watchdog import stacks_of_all_threads
 
@@ -17,7 +16,7 @@ class Incidents:
     def __init__(self) -> None:
         self.attempt: Attempt | None = None
 
-    def on_verdict(self, verdict: str) -> None:
+    def on_verdict(self, verdict: str, code: int) -> None:
         """Keep what helps to understand why the job does not go on. Any host, right before the process ends."""
         stacks = f"{verdict}\n\n{stacks_of_all_threads()}"
         attempt = self._owner()
@@ -26,7 +25,7 @@ class Incidents:
             return
         attempt.events.append("stuck", attempt.progress.step, reason=verdict)
         attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
-        attempt.end(EXIT_RETRYABLE)
+        attempt.end(code)
 
     def on_progress(self, step: int) -> None:
         """How far this attempt has come, for those who ask what a kill has cost. Main host only."""

@@ -5,6 +5,7 @@
 - `fingerprint` topology-free digest of a pytree, computed on device
 - `leaves` what a leaf of the state may be, and the form in which it is stored
 - `adapted` the state of a run that trains an adapter: its names, and how it merges
+- `average` averages of the weights that ride along: their names
 - `manifest` what makes a directory a checkpoint
 - `fit` whether its leaves are those of a job's state
 - `tombstone` who decides about a step: its commit, or the mark that it will never be one

@@ -12,6 +12,7 @@ import numpy as np
 
 from runner import terminal
 from runner.attempt.claim import Attempt
+from runner.checkpoint.average import names_of
 from runner.checkpoint.fast import FastTier
 from runner.checkpoint.interval import SavePolicy, best_interval_seconds
 from runner.checkpoint.leaves import form, named, refuse_another_form, stored
@@ -24,6 +25,7 @@ from runner.checkpoint.writer import OrbaxWriter, PieceWriter, Writer
 from runner.errors import InvalidError, StorageError
 from runner.hosts.agreement import Hosts
 from runner.hosts.progress import SAVE
+from runner.record import PARAMS
 from runner.spec import Checkpoint, ExecutionSpec, Trajectory
 from runner.storage import default_cache_directory, local_directory, open_store, split_checkpoint
 
@@ -79,12 +81,21 @@ class Checkpointer:
         """The checkpoint `name` of this run. Raises `ResumeError` if it is not good."""
         return self._restorer.load(name, self._abstract)
 
-    def load_weights(self, source: str, weights: Any) -> Restored:
-        """Leaves like those of `weights` alone, from another run's directory or one of its checkpoints."""
+    def load_weights(self, source: str, weights: Any, which: str = PARAMS) -> Any:
+        """Leaves like those of `weights` alone, from another run's directory or one of its checkpoints.
+
+        `which` are those that were trained, or an average of them by its name, which comes in the types of `weights`.
+        """
         directory, name = split_checkpoint(source)
-        found = self._restorer.restore_weights(open_store(directory), name, jax.tree.map(form, weights))
-        self._attempt.say(f"weights of step {found.manifest.step} taken from {source}")
-        return found
+        wanted = {of: form(leaf) for of, leaf in named(weights).items()}
+        saved = names_of(which, wanted)
+        abstract = {saved[of]: leaf if saved[of] == of else _wide(leaf) for of, leaf in wanted.items()}
+        found = self._restorer.restore_weights(open_store(directory), name, abstract)
+        called = "weights" if which == PARAMS else which
+        self._attempt.say(f"{called} of step {found.manifest.step} taken from {source}")
+        leaves = {of: found.state[saved[of]] for of in wanted}
+        narrow = [leaf if saved[of] == of else leaf.astype(wanted[of].dtype) for of, leaf in leaves.items()]
+        return jax.tree.unflatten(jax.tree.structure(weights), narrow)
 
     def ask_for(self, step: int) -> None:
         """A save of `step` is due, whatever else."""
@@ -214,3 +225,8 @@ def _own_bytes(leaf: Any) -> int:
     shard = leaf.sharding.shard_shape(leaf.shape)
     blocks = {str(index) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
     return int(np.prod(shard)) * leaf.dtype.itemsize * len(blocks)
+
+
+def _wide(leaf: Any) -> Any:
+    """As an average has it: in float32."""
+    return jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding)

@@ -18,6 +18,7 @@ from runner.attempt.claim import Attempt
 from runner.attempt.identity import Claimant
 from runner.checkpoint import fingerprint, reader
 from runner.checkpoint.adapted import is_adapted
+from runner.checkpoint.average import refuse_unknown
 from runner.checkpoint.fast import FastTier
 from runner.checkpoint.fit import check_leaves
 from runner.checkpoint.leaves import from_stored, named, stored
@@ -33,6 +34,7 @@ from runner.checkpoint.manifest import (
 )
 from runner.checkpoint.tombstone import bury, finish_burials
 from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError
+from runner.record import PARAMS
 from runner.spec import Trajectory
 from runner.storage import DiskError, Store, number_in, open_store, read_log, split_checkpoint
 from runner.terminal import warn
@@ -272,8 +274,8 @@ def refuse_other_checkpoints(store: Store, claimant: Claimant) -> bool:
     return manifest is not None
 
 
-def check_source(text: str) -> None:
-    """Raise `InvalidError` if `text`, another run or one of its checkpoints, has nothing that could be restored."""
+def check_source(text: str, weights: str = PARAMS) -> None:
+    """Raise `InvalidError` if `text`, another run or one of its checkpoints, has no such weights to be restored."""
     directory, name = split_checkpoint(text)
     store = open_store(directory)
     try:
@@ -284,6 +286,7 @@ def check_source(text: str) -> None:
             raise InvalidError(
                 f"{text} is of a run with an adapter; export it, which merges, and begin with the export"
             )
+        refuse_unknown(manifest.leaves, weights)
     except InvalidError:
         raise
     except (FileNotFoundError, ValueError) as error:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint import fingerprint, reader
 from runner.checkpoint.adapted import Merge, Split, is_adapted, merge_of, split
+from runner.checkpoint.average import names_of, refuse_unknown
 from runner.checkpoint.fit import check_leaves
 from runner.checkpoint.leaves import dtype_called, from_stored, named, stored
 from runner.checkpoint.look import read_leaves
@@ -37,7 +38,6 @@ Result = TypeVar("Result")
 
 SPEC, BEST = "spec.yaml", "best"
 _WEIGHTS = (PARAMS, "variables")
-_AVERAGES = "riders.ema."  # how the names of averages of the parameters begin: then the decay, and what `params` has
 _OF_ONE = (OtherKindError, ForbiddenError)  # what stands there is not good; another checkpoint may be
 _MOST_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is read
 
@@ -293,21 +293,8 @@ def _trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
     own = [name for name in manifest.leaves if name.partition(".")[0] in _WEIGHTS]
     if weights == PARAMS:
         return {name: name for name in own or manifest.leaves}
-    prefix = _AVERAGES + weights.removeprefix("ema_")
-    averages = {name: f"{prefix}.{name.removeprefix('params.')}" for name in own if name.startswith("params.")}
-    known = _averages(manifest)
-    if weights not in known:
-        raise InvalidError(f"got weights {weights!r}, has {', '.join([PARAMS, *known])}; needs one of them")
-    return {name: averages.get(name, name) for name in own}
-
-
-def _averages(manifest: Manifest) -> list[str]:
-    """The averages of the parameters that ride along, as `ema_<decay>`."""
-    params = [name.removeprefix("params") for name in manifest.leaves if name.startswith("params.")]
-    begins = {name.removesuffix(param) for name in manifest.leaves for param in params[:1] if name.endswith(param)}
-    found = [begin for begin in begins if begin.startswith(_AVERAGES)]
-    whole = [begin for begin in found if all(f"{begin}{param}" in manifest.leaves for param in params)]
-    return sorted(f"ema_{begin.removeprefix(_AVERAGES)}" for begin in whole)
+    refuse_unknown(manifest.leaves, weights)
+    return names_of(weights, own)
 
 
 def _nest(arrays: dict[str, jax.Array]) -> Any:

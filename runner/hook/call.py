@@ -1,7 +1,8 @@
 """One call of one hook, on every host: what it raises, returns and takes. Host 0's verdict is everyone's.
 
 The hosts meet once after each call, whether it has raised or not, so that all of them know: a hook that raises on one
-host ends them all, and each names it. One that hangs is named by the watchdog, by the phase of its host.
+host ends them all, and each names it. Where it leaves the others waiting, in a program over all devices, the watchdog
+names it and ends them. One that hangs is named by the watchdog too, by the phase of its host.
 """
 
 import json
@@ -20,7 +21,7 @@ from runner.hook.counters import decode, encode
 from runner.hook.listing import Listed
 from runner.hook.protocol import Act, Moment, Verdict
 from runner.hosts.clock import Bucket
-from runner.hosts.progress import Phase
+from runner.hosts.progress import Failure, Phase
 from runner.storage import JsonObject
 from runner.terminal import warn
 
@@ -60,12 +61,15 @@ class Caller:
         with progress.during(Phase(f"hook {listed.name}.{method}", Bucket.EVALUATION)):
             told, problem = _outcome(listed, method, moment)
         self._note_time(listed, method, moment.step, time.monotonic() - began_seconds)
-        with progress.during(Phase(f"the wait for hook {listed.name}.{method} of the others", Bucket.EVALUATION)):
+        words = f"hook {listed.name} in {method} at step {moment.step}"
+        failure = None if problem is None else Failure(f"{words} on process {hosts.process_id}: {problem}", is_end=True)
+        wait = Phase(f"the wait for hook {listed.name}.{method} of the others", Bucket.EVALUATION)
+        with progress.during(wait), progress.awaiting(wait, failure):
             found = hosts.gather([told if hosts.is_main or method in _STEERING else {}, problem])
         for process, (_, other) in enumerate(found):
             if other is not None:
                 where = f" on process {process}" if hosts.num_processes > 1 else ""
-                raise HookError(f"hook {listed.name} in {method} at step {moment.step}{where}: {other}")
+                raise HookError(f"{words}{where}: {other}")
         return hosts.is_main, [each for each, _ in found]
 
     def _note_time(self, listed: Listed, method: str, step: int, seconds: float) -> None:

@@ -9,6 +9,7 @@ from runner.hook.steering import Steering
 from runner.job import RestoreableJob
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import JsonObject
+from runner.train.design import Design
 from runner.train.ema_validation import with_averages
 from runner.train.metrics.row import Row
 
@@ -17,6 +18,8 @@ class HookedJob(RestoreableJob):
     """Base of `BaseTrainer`. Its `report` has rows; its loop calls `begin_steering` once and `steer` after each row."""
 
     calls_hooks: ClassVar[bool] = True
+
+    design: Design  # from the trainer's constructor on
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         super().__init__(spec, document)
@@ -53,9 +56,9 @@ class HookedJob(RestoreableJob):
 
     @property
     def total_steps(self) -> int:
-        """The config's, or where a hook has ended the run."""
+        """The config's, or where a hook has ended the run. Of epochs the data are read on this host."""
         stop = self.steering.stop if "steering" in vars(self) else None
-        return super().total_steps if stop is None else stop.step
+        return self.design.counted.total_steps if stop is None else stop.step
 
     @property
     def done(self) -> bool:

@@ -3,8 +3,13 @@
 import collections
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from runner.errors import EXIT_FAILED
 from runner.hosts.progress import DATA, STEP
+
+ALONE_SECONDS = 10.0  # from a failure that ends the job to the end of those who do not come to hear of it
+_AT_ONCE_SECONDS = 2.0  # in which others come, if they come
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,8 @@ class Beat:
         seconds: since that thread entered the phase, or completed the step.
         is_overdue: whether that is longer than the phase, or a step, may take.
         suspects_peer: whether a collective has failed there.
+        failure: what has failed there alone, while it waits for the others; empty if nothing has.
+        is_end: whether the job ends by that.
     """
 
     number: int
@@ -27,6 +34,31 @@ class Beat:
     seconds: float
     is_overdue: bool
     suspects_peer: bool
+    failure: str = ""
+    is_end: bool = False
+
+
+class Verdict(NamedTuple):
+    """What every process is told: a line, and the code to end with; without one it is a word on the way."""
+
+    line: str
+    code: int | None
+
+
+def find_failure(beats: Mapping[int, Beat]) -> Verdict | None:
+    """What has failed on some hosts alone, so that they wait for the others, who do not come; None if nothing has.
+
+    It is told at once: the others may be in a program over all devices, which they never leave. Where the job ends by
+    it, it does after ALONE_SECONDS. Else the deadline of their phase ends it: they may be at something long.
+    """
+    failed = {process: beat for process, beat in beats.items() if beat.failure and beat.seconds >= _AT_ONCE_SECONDS}
+    others = [process for process, beat in beats.items() if not beat.failure]
+    if not failed or not others:
+        return None
+    first, waited = failed[min(failed)], _name(others, None)
+    if first.is_end and first.seconds >= ALONE_SECONDS:
+        return Verdict(f"{first.failure}; {waited} did not come out of it within {first.seconds:.0f} s", EXIT_FAILED)
+    return Verdict(f"{first.failure}; it waits for {waited} to come out of it", None)
 
 
 def is_overdue(beats: Collection[Beat], seconds_since_data: float, step_deadline_seconds: float) -> bool:
@@ -73,6 +105,7 @@ def describe(beats: dict[int, Beat], silent: dict[int, str]) -> str:
         name, verb = (_name(processes, beat), "is") if len(processes) == 1 else (_name(processes, None), "are")
         late = "" if is_in_time else ", past the deadline"
         parts.append(f"{name} {verb} {where} for {beat.seconds:.0f} s{late}")
+    parts += [beat.failure for _, beat in sorted(beats.items()) if beat.failure]
     return "the job does not go on: " + "; ".join(parts)
 
 

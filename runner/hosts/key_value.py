@@ -20,7 +20,8 @@ MAX_DECISIONS = 64
 # A host that was asked to stop writes it, once a job. Never deleted: 1.
 STOP_REQUEST = "runner/stop/request"
 
-# The watchdog of process 0 writes it before the job ends. Never deleted: 1.
+# The watchdog of process 0 writes it before the job ends, and where something has failed on one host alone; then the
+# next such word, or the verdict, overwrites it. Never deleted: 1.
 VERDICT = "runner/verdict"
 
 # The straggler rounds of process 0 overwrite it. Never deleted: 1.

@@ -36,6 +36,17 @@ SAVE = Phase("save", Bucket.SAVE_STALL)
 END = Phase("the end", Bucket.SHUTDOWN)
 
 
+class Failure(NamedTuple):
+    """What has failed on this host alone, while it waits for the others to say whether it has there too.
+
+    They may be in a program over all devices, where they wait for this host for ever. With `is_end` the job ends by
+    it, whatever they say.
+    """
+
+    line: str
+    is_end: bool
+
+
 class Progress:
     """The progress of this process.
 
@@ -46,6 +57,7 @@ class Progress:
         since_seconds: when the phase began, or the step was completed.
         awaited_step: set by another thread, which wants to hear of this step at once; None = of none.
         has_arrived: set when the awaited step is completed.
+        failure: None while nothing has failed here.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -55,6 +67,7 @@ class Progress:
         self._gaps_seconds: collections.deque[float] = collections.deque(maxlen=_USUAL_STEPS)
         self.awaited_step: int | None = None
         self.has_arrived = threading.Event()
+        self.failure: Failure | None = None
 
     def arrive(self, step: int) -> None:
         """Report `step` as the last completed, or the one that the loop begins after. Training thread only."""
@@ -78,6 +91,22 @@ class Progress:
         finally:
             self._enter(before, time.monotonic())
             self.clock.enter(before.bucket)
+
+    @contextlib.contextmanager
+    def awaiting(self, phase: Phase, failure: Failure | None) -> Iterator[None]:
+        """Report the wait for the others after what every host has tried alone, and how it has failed here, if it has.
+
+        Training thread only.
+        """
+        if failure is None:
+            yield
+            return
+        with self.during(phase):
+            self.failure = failure
+            try:
+                yield
+            finally:
+                self.failure = None
 
     def take(self, batches: Iterator[Batch]) -> Batch:
         """The next of `batches`. Reports that this host waits for it, which is no part of a step's time.

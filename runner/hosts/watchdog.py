@@ -11,6 +11,8 @@ and passes them on: it never speaks for a training thread that hangs.
    a process waits for its data, that the others' step takes long is no verdict.
 4. On a verdict every process calls `on_verdict`, which keeps the stacks of its threads, and ends with 76. A process
    that cannot reach process 0 any more judges for itself.
+5. What has failed on one host alone (a hook, an evaluator) is told in the same way, before any deadline: every process
+   prints it. Where the job ends by it, the verdict is 1, and comes soon.
 """
 
 import faulthandler
@@ -24,10 +26,10 @@ from dataclasses import asdict
 
 import jax
 
-from runner.errors import EXIT_RETRYABLE, PeerLostError, RunnerError, first_line
+from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, first_line
 from runner.hosts import key_value
 from runner.hosts.agreement import Hosts
-from runner.hosts.beat import Beat, describe, find_silent, is_overdue, waits_for_data
+from runner.hosts.beat import Beat, Verdict, describe, find_failure, find_silent, is_overdue, waits_for_data
 from runner.hosts.clock import Clock
 from runner.hosts.preemption import end_process
 from runner.hosts.progress import Progress
@@ -51,7 +53,7 @@ class Watchdog:
 
     The three functions are called from the watchdog's thread, and must not wait for another host:
 
-    - `on_verdict` with the verdict's line, on every host before it ends: keep what helps to understand.
+    - `on_verdict` with the verdict's line and code, on every host before it ends: keep what helps to understand.
     - `on_straggler` on process 0.
     - `on_progress` with the last completed step on process 0, from time to time if it is another than before.
     """
@@ -61,7 +63,7 @@ class Watchdog:
         hosts: Hosts,
         deadlines: Deadlines,
         clock: Clock,
-        on_verdict: Callable[[str], None],
+        on_verdict: Callable[[str, int], None],
         on_straggler: Callable[[Straggling], None],
         on_progress: Callable[[int], None],
     ):
@@ -71,6 +73,7 @@ class Watchdog:
         self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
         self._suspects_peer = False  # a collective has failed here
+        self._heard = ""  # the last word on the way
         self._num_beats = 0
         self._seen: dict[int, tuple[int, float]] = {}  # process -> (number of its last beat, when it came)
         self._reached_seconds = self._looked_seconds = time.monotonic()
@@ -124,7 +127,7 @@ class Watchdog:
                 self._exchange(beat)
                 self._rounds.begin_or_join()
             elif beat.is_overdue:
-                self._end(describe({0: beat}, {}))
+                self._end(describe({0: beat}, {}), EXIT_RETRYABLE)
         if self._hosts.num_processes > 1:
             straggling = self._rounds.advance()
             if straggling is not None:
@@ -147,7 +150,7 @@ class Watchdog:
     def _beat(self) -> Beat:
         progress = self.progress
         self._num_beats += 1
-        seconds = time.monotonic() - progress.since_seconds
+        failure, seconds = progress.failure, time.monotonic() - progress.since_seconds
         return Beat(
             number=self._num_beats,
             host=socket.gethostname(),
@@ -156,26 +159,38 @@ class Watchdog:
             seconds=round(seconds, 1),
             is_overdue=seconds > progress.deadline_seconds(self._deadlines),
             suspects_peer=self._suspects_peer,
+            failure="" if failure is None else failure.line,
+            is_end=failure is not None and failure.is_end,
         )
 
     def _exchange(self, beat: Beat) -> None:
-        """Publish the beat, and end if there is a verdict. Process 0 gives it."""
+        """Publish the beat, and hear the verdict, if there is one. Process 0 gives it."""
         hosts, store = self._hosts, self._hosts.store
         store.set(key_value.of_process(key_value.BEATS, hosts.process_id), asdict(beat))
-        verdict = store.peek(key_value.VERDICT)
+        told = store.peek(key_value.VERDICT)
+        verdict = None if told is None else Verdict(*told)
         crashed = hosts.liveness.crashed()
         self._reached_seconds = time.monotonic()
-        if verdict is None and 0 in crashed:
+        is_open = verdict is None or verdict.code is None
+        if is_open and 0 in crashed:
             self._judge_alone()
-        if verdict is None and hosts.is_main:
+        if is_open and hosts.is_main:
             beats = {process: Beat(**fields) for process, fields in store.peek_all(key_value.BEATS).items()}
-            verdict = self._verdict(beats, crashed)
-            if verdict is not None:
-                store.set(key_value.VERDICT, verdict)
+            found = self._verdict(beats, crashed)
+            if found is not None and found != verdict:
+                store.set(key_value.VERDICT, found)
+                verdict = found
         if verdict is not None:
-            self._end(verdict)
+            self._hear(verdict)
 
-    def _verdict(self, beats: dict[int, Beat], crashed: list[int]) -> str | None:
+    def _hear(self, verdict: Verdict) -> None:
+        if verdict.code is not None:
+            self._end(verdict.line, verdict.code)
+        elif verdict.line != self._heard:
+            self._heard = verdict.line
+            warn(verdict.line)
+
+    def _verdict(self, beats: dict[int, Beat], crashed: list[int]) -> Verdict | None:
         """What is wrong, by all beats; None if nothing is. Main host only."""
         now = time.monotonic()
         for process in range(self._hosts.num_processes):
@@ -190,22 +205,23 @@ class Watchdog:
             self._data_seconds = now
         step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)
         if silent or is_overdue(beats.values(), now - self._data_seconds, step_deadline_seconds):
-            return describe(beats, silent)
-        return None
+            return Verdict(describe(beats, silent), EXIT_RETRYABLE)
+        return find_failure(beats)
 
     def _judge_alone(self) -> None:
         """Process 0 cannot be reached: end by what is known here."""
         silent_seconds = time.monotonic() - self._reached_seconds
         how = "has died" if 0 in self._hosts.liveness.disconnected() else f"does not answer for {silent_seconds:.0f} s"
-        self._end(describe({self._hosts.process_id: self._beat()}, {} if self._hosts.is_main else {0: how}))
+        silent = {} if self._hosts.is_main else {0: how}
+        self._end(describe({self._hosts.process_id: self._beat()}, silent), EXIT_RETRYABLE)
 
-    def _end(self, verdict: str) -> None:
-        words = threading.Thread(target=self._on_verdict, args=(verdict,), daemon=True)
+    def _end(self, verdict: str, code: int) -> None:
+        words = threading.Thread(target=self._on_verdict, args=(verdict, code), daemon=True)
         words.start()
         words.join(_LAST_WORDS_SECONDS)  # the directory may be what hangs
         if self._hosts.is_main and self._hosts.num_processes > 1:
             time.sleep(_HEARD_SECONDS)  # the store ends with process 0, and the verdict with it
-        end_process(EXIT_RETRYABLE, f"{verdict}; run the same command again")
+        end_process(code, verdict if code == EXIT_FAILED else f"{verdict}; run the same command again")
 
 
 def stacks_of_all_threads() -> str:

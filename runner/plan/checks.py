@@ -76,12 +76,12 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
         if manifest is not None and can_compare:
             job.refuse_other_checkpoints()
     if done:
-        start = "nothing: the run is done"
-    elif manifest is not None:
-        start = f"resumes step {manifest.step} of {job.total_steps}"
+        section.add("a start", "nothing: the run is done", "text", "counted")
+    elif manifest is None:
+        section.add("a start", "begins at step 0", "text", "counted")
     else:
-        start = "begins at step 0"
-    section.add("a start", start, "text", "counted")
+        with findings.collect():  # a total in epochs needs the data
+            section.add("a start", f"resumes step {manifest.step} of {job.total_steps}", "text", "counted")
     return section
 
 

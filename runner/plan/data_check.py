@@ -15,36 +15,39 @@ class DataCheck:
 
     section: Section
     is_found: bool
-    is_vocabulary_known: bool
+    can_draw: bool  # what the train step is made of is known, if the data was needed for it
 
 
 def load_data(design: Design, findings: Findings) -> tuple[Dataset | None, bool]:
-    """The data as the job would load them, None if they cannot be; and whether the vocabulary is known and fits."""
+    """The data as the job would load them, None if they cannot be; and whether the vocabulary is known and fits.
+
+    Where the total is in epochs, they are counted: data that do not serve that cannot be used either.
+    """
     with findings.collect():
-        found = design.dataset
+        found, _ = design.dataset, design.counted
         with findings.collect():
             found.refuse_vocabulary(design.vocabulary_size)
             return found, True
         return found, False
-    return None, design.names_vocabulary
+    return None, not design.needs_data
 
 
-def check_data(design: Design, total_steps: int, findings: Findings, num_hosts: int) -> DataCheck:
-    """Load the data, as each of `num_hosts` would: its tokens against the budget of `total_steps`, its first batch."""
+def check_data(design: Design, findings: Findings, num_hosts: int) -> DataCheck:
+    """Load the data, as each of `num_hosts` would: its tokens against what the run takes, its first batch."""
     section = Section("data")
     began = time.perf_counter()
-    found, is_vocabulary_known = load_data(design, findings)
+    found, can_draw = load_data(design, findings)
     if found is None:
-        return DataCheck(section, False, is_vocabulary_known)
+        return DataCheck(section, False, can_draw)
     batch, is_read = design.config.train.global_batch_examples, False
     with findings.collect():
         found.rows("train", 0, -(-batch // num_hosts))
         is_read = True
     seconds = time.perf_counter() - began
-    _describe(section, found, total_steps * batch)
+    _describe(section, found, design.counted.total_steps * batch)
     if is_read:
         section.add("first batch", seconds, "seconds", "measured", "the data opened and a host's part read, from here")
-    return DataCheck(section, is_read, is_vocabulary_known)
+    return DataCheck(section, is_read, can_draw)
 
 
 def _describe(section: Section, found: Dataset, num_examples: int) -> None:

@@ -79,13 +79,13 @@ def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) 
     sections = [] if machine is None else [report.job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
         num_hosts = 1 if machine is None else machine.num_hosts
-        data = check_data(job.design, job.total_steps, findings, num_hosts)
+        data = check_data(job.design, findings, num_hosts)
         sections += [data.section, checks.check_directory(job, data.is_found, findings)]
         mesh: Mesh | None = None
         if machine is not None:
             with findings.collect():
                 mesh = job.design.lay_out(machine.devices)
-        if machine is None or mesh is None or not data.is_vocabulary_known:
+        if machine is None or mesh is None or not data.can_draw:
             return sections
         return sections + _trainer_sections(job, mesh, machine, findings)
     with findings.collect():
@@ -106,7 +106,7 @@ def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: 
     if program is None:
         return [*sections, _checkpoint_section(job, abstract, machine, None, findings)]
     sections = [
-        report.batch_section(job.config, program),
+        report.batch_section(job.design.counted, program),
         report.state_section(abstract),
         report.memory_section(program, machine),
         report.collectives_section(program),
@@ -117,7 +117,7 @@ def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: 
     except ValueError as error:
         findings.warnings.append(f"{job.spec.job}: no FLOPs and no roofline: {error}")
     else:
-        roofline, times = report.roofline_section(job.config, flops, program, machine)
+        roofline, times = report.roofline_section(job.design.counted, flops, program, machine)
         sections += [report.flops_section(job.config, flops), roofline]
         step_seconds = None if times is None else times.step_seconds
     checkpoint = _checkpoint_section(job, abstract, machine, step_seconds, findings)

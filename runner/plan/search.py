@@ -195,7 +195,7 @@ class Search:
         job = self.open_job(candidate.overrides)
         blueprint = job.design.draw(machine.devices)
         program = compile_design(job.design, blueprint, machine, with_val=False)
-        _, times = report.roofline_section(job.config, job.flops_per_token(blueprint), program, machine)
+        _, times = report.roofline_section(job.design.counted, job.flops_per_token(blueprint), program, machine)
         return Compiled(candidate, program, times or candidate.times)
 
 

@@ -13,6 +13,8 @@ from pydantic import (
     model_validator,
 )
 
+from runner.record import PARAMS
+
 Auto = Literal["auto"]
 Section = dict[str, Any]  # of a spec that a class of the user's own validates
 Level = Literal["debug", "info", "warning", "error"]
@@ -111,6 +113,11 @@ class InitFrom(Frozen):
     """Weights to begin with, and what of them need not be as the model has it."""
 
     path: str = Field(min_length=1, description="What init_from is where it is text alone.")
+    weights: str = Field(
+        default=PARAMS,
+        min_length=1,
+        description="Which of a run's: those that it trained, params, or an average of them, as ema_0.999.",
+    )
     allow_missing: list[str] = Field(
         default=[],
         description="Patterns (*, ?) of tensors, in Hugging Face's names, that may be missing or of another shape, and "

@@ -19,6 +19,7 @@ from runner.checkpoint.leaves import form_problems, strong
 from runner.errors import InvalidError, StateError
 from runner.train.batch_layout import BatchLayout
 from runner.train.meta import refuse_meta, with_means
+from runner.train.recipe.injected import injected_rate
 from runner.train.rider import Rider, refuse_left_behind
 from runner.train.state import sharding_rules, shardings_of
 from runner.train.step import TOKEN_COUNT, Batch
@@ -39,14 +40,14 @@ def trace_train_step(
     """Trace `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
     `key` is the run's: the random key of step k is `fold_in(key, k)`. `meta` has the step's `learning_rate` where there
-    is a schedule, and its `token_count` where batches differ in that. Raises `StateError` naming the leaves that
-    `train_step` returns in another form than it takes them, and `InvalidError` if no row can hold `meta`, or if one of
-    `riders` is left as it is that has an update.
+    is a schedule, or an optimizer whose state holds it, and its `token_count` where batches differ in that. Raises
+    `StateError` naming the leaves that `train_step` returns in another form than it takes them, and `InvalidError` if
+    no row can hold `meta`, or if one of `riders` is left as it is that has an update.
     """
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
         step_key = jax.random.fold_in(key, state.step)
-        rate = {} if schedule is None else {"learning_rate": jnp.asarray(schedule(state.step), jnp.float32)}
+        rate = None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32)
         after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
         if riders:
             refuse_left_behind(riders, state.riders, after.riders)
@@ -56,7 +57,8 @@ def trace_train_step(
         refuse_meta(meta)
         count = None if TOKEN_COUNT in meta else layout.count(batch)  # here: a program of its own would be one a step
         counted = {} if count is None else {TOKEN_COUNT: count}
-        return after, loss, meta | counted | rate
+        rate = injected_rate(after.opt_state) if rate is None else rate
+        return after, loss, meta | counted | ({} if rate is None else {"learning_rate": rate})
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))

@@ -6,7 +6,7 @@ the former over the devices at hand, the latter over faked ones or those of a TP
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -24,6 +24,7 @@ from runner.train.blueprint import Blueprint, draw
 from runner.train.compilation import CompiledStep
 from runner.train.mesh import LOGICAL_AXIS_RULES, Rule, logical_rules, make_mesh, mesh_sizes
 from runner.train.recipe.choice import Recipe, choose_recipe
+from runner.train.recipe.parameter import Parameter, one_rate
 from runner.train.rider import Rider
 
 
@@ -48,6 +49,7 @@ class Design:
     val_step: Callable[..., Any]
     riders: Callable[[], Sequence[Rider]] = tuple
     rules: Sequence[Rule] = LOGICAL_AXIS_RULES
+    rate_of: Callable[[Parameter], float] = one_rate
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -64,9 +66,19 @@ class Design:
             dataset = load_dataset(self.config.data, seed=self.seed, batch_examples=batch, vocabulary_size=named)
         if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
             raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
-        with self.document.blaming("config.data.mixture"):
-            dataset.refuse_epochs(self.config.total_steps * self.config.train.global_batch_examples)
+        if self.config.data.mixture:
+            with self.document.blaming("config.data.mixture"):
+                dataset.refuse_epochs(self.config.total_steps * self.config.train.global_batch_examples)
         return dataset
+
+    @functools.cached_property
+    def counted(self) -> TrainerConfig[Any]:
+        """The config with its total in steps, the same on every host. Of epochs it reads the data on this host."""
+        if self.config.train.total_epochs is None:
+            return self.config
+        examples = self.dataset.num_train_examples
+        with self.document.blaming("config.train.total_epochs"):
+            return self.config.counted(examples)
 
     @functools.cached_property
     def vocabulary_size(self) -> int:
@@ -77,6 +89,11 @@ class Design:
     def names_vocabulary(self) -> bool:
         """Whether the spec itself gives the vocabulary's size: then it is known without the data."""
         return getattr(self.config.model, "vocabulary_size", "auto") != "auto"
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the data alone tell what the train step is: the vocabulary's size, or the total."""
+        return not self.names_vocabulary or self.config.train.total_epochs is not None
 
     def refuse_unread_keys(self) -> None:
         """Raise `InvalidError` with a line for each key that optimizer and schedule leave unread, or lack.
@@ -110,12 +127,13 @@ class Design:
     def draw_on(self, mesh: Mesh, key: jax.Array) -> Blueprint:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started."""
         self.refuse_unread_keys()
-        schedule = self.recipe.schedule_of(self.config)
+        schedule = self.recipe.schedule_of(self.config, lambda: self.counted)
         example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
 
         def make_optimizer(parameters: Any) -> optax.GradientTransformation:
             with self.document.blaming("config.optimizer"):
-                return self.recipe.optimizer_of(self.config, schedule, parameters)
+                rated = jax.tree.map(lambda parameter: replace(parameter, rate=self.rate_of(parameter)), parameters)
+                return self.recipe.optimizer_of(self.config, schedule, rated)
 
         riders = tuple(self.riders())
         rule, compute = self.config.adapter, self.config.precision.compute
@@ -177,4 +195,5 @@ def design_of(job: Any, riders: Callable[[], Sequence[Rider]]) -> Design:
         val_step=job.val_step,
         riders=riders,
         rules=logical_rules(job.logical_axis_rules, type(job).__name__),
+        rate_of=job.rate_of,
     )

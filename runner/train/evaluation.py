@@ -3,7 +3,7 @@
 An evaluator that fails costs its own figures and one line, never the run: what it raises, figures that no row can hold,
 figures that are not finite (null in the row), and other figures on another host than on host 0, whose stand in the row.
 An evaluator that raises on one host alone, before it has met the others in a program over all devices, leaves them
-waiting there: its line is out, and the deadline of a phase ends the wait (76).
+waiting there: every host names it at once (see the watchdog), and the deadline of a phase ends the wait (76).
 """
 
 import math
@@ -15,7 +15,7 @@ from runner.attempt.claim import Attempt
 from runner.config import TrainerConfig
 from runner.errors import RunnerError, first_line
 from runner.hosts.agreement import Hosts
-from runner.hosts.progress import EVALUATION
+from runner.hosts.progress import EVALUATION, Failure, Phase
 from runner.periodic import is_due
 from runner.spec import hash_of
 from runner.terminal import warn
@@ -90,7 +90,11 @@ class Evaluations:
         is_stopping = figures is None and problem is None
         problem = problem or (None if is_stopping else _problem_with(figures, before))
         digest = None if problem or is_stopping else hash_of(_plain(figures or {}))
-        told = hosts.gather([problem, digest, is_stopping])
+        words = f"evaluator {name} at step {step}: {problem} on process {hosts.process_id}"
+        failure = None if problem is None else Failure(words, is_end=False)
+        wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.bucket)
+        with self._attempt.progress.awaiting(wait, failure):
+            told = hosts.gather([problem, digest, is_stopping])
         if any(is_stopping for _, _, is_stopping in told):
             return None
         raised = {process: each for process, (each, _, _) in enumerate(told) if each is not None}

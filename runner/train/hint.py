@@ -15,7 +15,7 @@ from runner.train.mesh import does_mesh_fit
 def options_for_here(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
     """The `--set` options that make a trainer's spec run on the devices at hand."""
     length = min(config.data.sequence_length, 128)
-    total = "total_steps=100" if config.train.total_steps else f"total_tokens={100 * num_devices * length}"
+    total = f"total_tokens={100 * num_devices * length}" if config.train.total_tokens else "total_steps=100"
     data = config.data
     is_missing = not all(is_available(named.source) for named in data.sources)
     options = {
@@ -25,6 +25,7 @@ def options_for_here(spec: ExecutionSpec, topology: Topology, config: TrainerCon
         "checkpoint.every_steps=10": True,
         f"config.train.global_batch_examples={num_devices}": True,
         f"config.train.{total}": True,
+        "config.train.total_epochs=null": config.train.total_epochs is not None,
         f"config.data.sequence_length={length}": length != config.data.sequence_length,
         "config.memory.loss_chunk_positions=null": length % (config.memory.loss_chunk_positions or 1) != 0,
         "config.data.source=python-stdlib": is_missing and not data.mixture,

@@ -34,6 +34,7 @@ from runner.train.variables import (
     TrainState,
     UpdateVariables,
     model_params,
+    refuse_by_gradient,
     total,
     variables_of,
     with_other_variables,
@@ -175,6 +176,7 @@ def train_step(
     S, _ = _leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
     variables = variables_of(state)
+    refuse_by_gradient(variables)
     params = model_params(state)(state.params)
     refuse_unread(forward, with_variables(state.apply_fn, variables), params, batch, key)
     sees_halves = any(rider.sees_halves for rider in riders)

@@ -20,7 +20,9 @@ from flax import struct
 from flax.training import train_state
 
 from runner.checkpoint.adapted import BASE, Merge, merged
+from runner.errors import InvalidError
 
+BY_GRADIENT = "_overwrite_with_gradient"  # of flax's float8 operations
 PARAMS, VARIABLES, RIDERS = "params", "variables", "riders"
 STATISTICS = "statistics"
 Meta = dict[str, jax.Array]
@@ -84,6 +86,16 @@ def model_of(apply_fn: Callable[..., Any]) -> Any:
     """The object whose method `apply_fn` is, or was before `with_variables`; None for a plain function."""
     method = inspect.unwrap(apply_fn, stop=lambda function: hasattr(function, "__self__"))
     return getattr(method, "__self__", None)
+
+
+def refuse_by_gradient(variables: Mapping[str, Any]) -> None:
+    """Raise `InvalidError` for variables whose gradients are their next values: a step would leave them as they are."""
+    if BY_GRADIENT in variables:
+        raise InvalidError(
+            f"the model has variables {BY_GRADIENT}, of flax.linen.fp8_ops, whose gradients are their next values, and "
+            "no step here does that: their scales would stand still; use an operation whose scales are variables that "
+            "update_variables makes, or a train_step of your own"
+        )
 
 
 def total(meta: Mapping[str, Any], num_steps: int) -> Meta:

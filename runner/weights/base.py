@@ -12,6 +12,7 @@ from typing import Any
 from runner.checkpoint.manifest import CHECKPOINTS, newest_manifest, read_manifest
 from runner.errors import InvalidError, ResumeError, StorageError
 from runner.hosts.agreement import Hosts
+from runner.record import PARAMS
 from runner.spec import Document, ExecutionSpec, Trajectory, hash_of
 from runner.storage import Store, open_store, split_checkpoint
 from runner.terminal import warn
@@ -36,11 +37,13 @@ def name_base(document: Document, spec: ExecutionSpec, config: Any, store: Store
 
 def _fingerprint(document: Document, spec: ExecutionSpec, store: Store) -> str:
     assert spec.checkpoint.weights is not None, "the job's design refuses that"
+    chosen = spec.checkpoint.weights.weights
+    which = "" if chosen == PARAMS else f" {chosen}"
     own = newest_manifest(store)
     saved = None if own is None else own.identity.get(ADAPTER_BASE)
     with document.blaming("checkpoint.init_from"):
         try:
-            return base_fingerprint(spec.checkpoint.weights.path)
+            return base_fingerprint(spec.checkpoint.weights.path) + which
         except (InvalidError, StorageError, FileNotFoundError) as error:
             if saved is None:
                 raise error if isinstance(error, InvalidError | StorageError) else ResumeError(str(error)) from error

@@ -11,6 +11,7 @@ from runner.checkpoint.leaves import named
 from runner.checkpoint.restore import check_source as check_run
 from runner.checkpoint.weights import BEST, find_checkpoint
 from runner.errors import InvalidError, StorageError
+from runner.record import PARAMS
 from runner.spec import Document, InitFrom
 from runner.storage import Store, open_store, split_checkpoint
 from runner.terminal import warn
@@ -32,7 +33,7 @@ def check_source(document: Document, rule: InitFrom | None, family: FamilyOf, we
     with document.blaming("checkpoint.init_from"):
         store = _published_store(rule)
         if store is None:
-            check_run(_named(rule.path))
+            check_run(_named(rule.path), rule.weights)
         else:
             _match(open_published(store), rule, family, weights())
 
@@ -48,7 +49,7 @@ def load_source(
         store = _published_store(rule)
         if store is None:
             path = attempt.hosts.main_first(lambda: _named(rule.path))
-            return checkpointer.load_weights(path, weights).state
+            return checkpointer.load_weights(path, weights, rule.weights)
         loaded, problem = None, None
         told: tuple[str, ...] = ()
         try:
@@ -77,6 +78,8 @@ def _published_store(rule: InitFrom) -> Store | None:
     directory, name = split_checkpoint(rule.path)
     store = open_store(directory)
     if name is None and is_published(store):
+        if rule.weights != PARAMS:
+            raise InvalidError(f"weights: nothing reads it: {rule.path}, in Hugging Face's layout, has no averages")
         return store
     for key in ("allow_missing", "rename"):
         if getattr(rule, key):

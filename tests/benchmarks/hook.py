@@ -1,12 +1,15 @@
-"""What hooks cost a step: a run with two hooks that count, over the same run without.
+"""What hooks, evaluators and averages cost a step: a run with them, over the same run without.
 
-Both runs are set up once; slices of some steps of one and of the other take turns, so both see the same machine. Each
-step has a row here (`--every 1`), which is more than any run has. Printed: the median of the ratio over slices.
+Both runs are set up once; slices of some steps of one and of the other take turns, so both see the same machine. Hooks
+have a row to look at each 1 or 10 steps (`--every`), which is more than most runs have. Evaluations are made each
+`--evaluate` steps, and what they take themselves counts in no step; what they do to the steps after them does. Printed:
+the median of the ratio over slices, and the load of the machine before and after.
 
-    python -m tests.benchmarks.hook [--slices 30] [--steps 20] [--every 10] [--size small]
+    python -m tests.benchmarks.hook [--of hooks all] [--slices 30] [--steps 20] [--every 1 10] [--size small]
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -15,57 +18,125 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from experiments.gpt import PretrainGPT
+from runner.hosts.agreement import Hosts
 from runner.spec import Logging
+from runner.train.evaluation import Evaluator
 from tests.benchmarks.jobs import make_job
 from tests.support.attempt import start
 
-HOOKS = ("tests.support.hooked:Counts", "runner.hook:EarlyStopping")
+HOOKS = ["tests.support.hooked:Counts", "runner.hook:EarlyStopping"]
+
+
+class Timed:
+    """An evaluator, and the seconds that it has taken so far."""
+
+    def __init__(self, evaluator: Evaluator):
+        self._evaluator, self.seconds = evaluator, 0.0
+
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Any:
+        """What the evaluator finds."""
+        began = time.perf_counter()
+        try:
+            return self._evaluator.evaluate(weights, step, hosts)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+class Sized:
+    """An evaluator of its own: a figure of all parameters."""
+
+    def __init__(self, name: str, figure: Any):
+        self._name, self._figure = name, jax.jit(figure)
+
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> dict[str, float]:
+        """The figure."""
+        return {f"val/{self._name}": float(self._figure(jax.tree.leaves(weights["params"])))}
+
+
+class Judged(PretrainGPT):
+    """A GPT that three evaluators judge."""
+
+    def evaluator(self) -> Any:
+        found = [
+            *self.shipped.evaluators,
+            Sized("squares", lambda leaves: sum(jnp.vdot(leaf, leaf) for leaf in leaves)),
+            Sized("largest", lambda leaves: jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]).max()),
+        ]
+        self.timed = [Timed(each) for each in found]
+        return self.timed
+
+
+def with_hooks(job: PretrainGPT, evaluate: int) -> PretrainGPT:
+    """The same job with two hooks that count."""
+    return PretrainGPT(job.spec.model_copy(update={"hooks": HOOKS}))
+
+
+def with_all(job: PretrainGPT, evaluate: int) -> PretrainGPT:
+    """The same job with two hooks, three evaluators and an average of its weights."""
+    config = job.spec.config | {"ema": {"decays": [0.999]}, "eval": {"every_steps": evaluate, "batches": 2}}
+    return Judged(job.spec.model_copy(update={"hooks": HOOKS, "config": config}))
+
+
+VARIANTS = {"hooks": ("two hooks", with_hooks), "all": ("EMA, three evaluators and two hooks", with_all)}
 
 
 def slices(job: Any, steps: int) -> Iterator[float]:
-    """Seconds of each next `steps` steps, as `BaseTrainer.run` makes them."""
+    """Seconds of each next `steps` steps, as `BaseTrainer.run` makes them, without those of evaluators."""
     start(job)
     train_step, key, report = job.compiled.executable, job.blueprint.key, job.report
+    timed = getattr(job, "timed", [])
     with report.showing(0):
         job.state = job.steering.start(job.state, 0)
         while True:
-            began = time.perf_counter()
+            began, evaluating = time.perf_counter(), sum(each.seconds for each in timed)
             for _ in range(steps):
                 job.state, loss, meta = train_step(job.state, job.batch("train", job.step), key)
                 job.step += 1
                 report.add_step(job.step, loss, meta)
                 if report.is_row_due(job.step):
-                    report.add_row(job.weights(job.state), job.step)
+                    report.add_row(job.evaluated_weights(job.state), job.step)
                     job.state = job.steering.after_row(job.state, job.step)
                 job.save_or_stop()
             jax.block_until_ready(job.state)
-            yield time.perf_counter() - began
+            yield time.perf_counter() - began - (sum(each.seconds for each in timed) - evaluating)
+
+
+def measure(variant: str, parsed: argparse.Namespace, every: int) -> list[tuple[float, float]]:
+    """Seconds of a slice without and with, pair by pair; the first of each, which compiles, is left out."""
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = []
+        for name in ("without", "with"):
+            made = make_job(parsed.size, Path(scratch) / name, 10**9, every_steps=10**9)
+            made = PretrainGPT(made.spec.model_copy(update={"logging": Logging(every_steps=every), "name": name}))
+            job = VARIANTS[variant][1](made, parsed.evaluate) if name == "with" else made
+            runs.append(slices(job, parsed.steps))
+        return [(next(runs[0]), next(runs[1])) for _ in range(parsed.slices + 1)][1:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--of", nargs="+", default=[*VARIANTS], choices=[*VARIANTS])
     parser.add_argument("--slices", type=int, default=30)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, nargs="+", default=[1, 10])
+    parser.add_argument("--evaluate", type=int, default=20)
     parser.add_argument("--size", default="small")
     parsed = parser.parse_args()
-    for every in parsed.every:
-        with tempfile.TemporaryDirectory() as scratch:
-            runs = []
-            for name, hooks in {"without": (), "with": HOOKS}.items():
-                made = make_job(parsed.size, Path(scratch) / name, 10**9, every_steps=10**9)
-                changes = {"hooks": [*hooks], "logging": Logging(every_steps=every), "name": name}
-                runs.append(slices(PretrainGPT(made.spec.model_copy(update=changes)), parsed.steps))
-            pairs = [[next(run) for run in runs] for _ in range(parsed.slices + 1)][1:]
-        ratios = [with_hooks / without for without, with_hooks in pairs]
-        quarters = statistics.quantiles(ratios, n=4)
-        usual = statistics.median(without for without, _ in pairs) / parsed.steps
-        print(
-            f"a row each {every} steps of {1000 * usual:.1f} ms: with two hooks over without "
-            f"{statistics.median(ratios):.3f} (quartiles {quarters[0]:.3f}-{quarters[2]:.3f})"
-        )
+    for variant in parsed.of:
+        for every in parsed.every:
+            before = os.getloadavg()[0]
+            pairs = measure(variant, parsed, every)
+            ratios = [on / off for off, on in pairs]
+            quarters = statistics.quantiles(ratios, n=4)
+            usual = statistics.median(off for off, _ in pairs) / parsed.steps
+            print(
+                f"a row each {every} steps of {1000 * usual:.1f} ms: with {VARIANTS[variant][0]} over without "
+                f"{statistics.median(ratios):.3f} (quartiles {quarters[0]:.3f}-{quarters[2]:.3f}); load "
+                f"{before:.1f} before, {os.getloadavg()[0]:.1f} after"
+            )
 
 
 if __name__ == "__main__":

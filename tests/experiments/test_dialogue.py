@@ -9,8 +9,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+import pyarrow as pa
 import pytest
 import tokenizers
+from pyarrow import parquet
 
 from experiments.gpt import PretrainGPT
 from experiments.tokenise import template
@@ -41,12 +43,25 @@ TURNS = [
 ]
 TEXT = "^<system>be kind;<user>naïve 🙂?;<assistant>yes 数;<user>and?;<assistant>no;"
 ANSWERS = ["yes 数;", "no;"]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+KEYS = ("messages", "prompt", "completion", "tools")
 PAIRS = [{"prompt": f"{i} plus {i}? ", "completion": f"it is {2 * i}"} for i in range(60)]
 
 
 def write_template(directory: Path, source: Any = PLAIN, **more: Any) -> str:
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({"chat_template": source, "bos_token": "^", **more}))
+    return str(path)
+
+
+def write_table(path: Path, records: list[Any]) -> str:
+    """The records as rows, several row groups of them in Parquet; a key that a record lacks is null."""
+    table = pa.Table.from_pylist(records, schema=pa.table({key: [r.get(key) for r in records] for key in KEYS}).schema)
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path, row_group_size=7)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
     return str(path)
 
 
@@ -309,13 +324,16 @@ def test_the_character_that_marks_answers_is_refused_in_a_dialogue(tmp_path):
         ({"config.chat.template": "BROKEN"}, r"config\.chat\.template: is no chat template: .*unknown tag 'bad'"),
         (
             {"config.chat": {}, "config.field": "x"},
-            r"config\.field: is x: nothing reads it, with chat lines are dialogues",
+            r"config\.field: is x: nothing reads it, with chat lines and rows are dialogues",
         ),
         (
             {"config.chat": {}, "config.tokenizer": {"kind": "bpe", "vocabulary_size": 300}},
             r"config\.tokenizer\.kind: is bpe, dialogues need one of bytes, hf",
         ),
-        ({"config.chat": {}, "config.source": "TEXT"}, r"config\.chat: needs lines of \.jsonl, .* names text files"),
+        (
+            {"config.chat": {}, "config.source": "TEXT"},
+            r"config\.chat: needs lines of \.jsonl or rows .*, .* names text files",
+        ),
         ({"config.chat": {"longer": "cut"}}, "longer=cut: nothing reads it without max_tokens"),
     ],
 )
@@ -392,3 +410,34 @@ def test_the_loss_is_that_of_answers_alone_and_a_stop_changes_no_bit(tmp_path, p
     parts = gpt(tmp_path / "parts", TrainLookup, **changes)
     parts()
     assert leaves_equal(parts.state, whole.state)
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_rows_of_a_table_are_the_dialogues_of_the_same_lines(tmp_path, name):
+    calls = [TURNS[1], {"role": "assistant", "tool_calls": [CALL]}, *TURNS[3:]]
+    records = [*PAIRS[:20], {"messages": TURNS}, {"messages": calls, "tools": [CALL]}, {"messages": TURNS[1:3]}]
+    whole = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ tools | tojson }}"
+    template = write_template(tmp_path, whole)
+    chat = {"template": template}
+    lines = dialogues(tmp_path, records, template=template)
+    changes = {"config.source": write_table(tmp_path / name, records), "config.chat": chat, "config.shard_bytes": 600}
+    tokenise(tmp_path / "table", **changes)()
+    assert marked(tmp_path / "table/corpus") == lines
+    assert len(index_of(tmp_path / "table/corpus").shards) > 1 or name == "rows.arrow"
+
+
+TABLES: dict[str, tuple[Any, str]] = {
+    "no such column": ({"text": ["a"]}, r"t.parquet has no column 'messages', and none 'prompt' and .*; it has 'text'"),
+    "half a pair": ({"prompt": ["a"]}, r"t.parquet, row 1: has 'prompt'; needs messages alone, or a prompt"),
+    "null": ({"messages": [None]}, r"row 1.*: has no 'messages', and no 'prompt' and 'completion'"),
+    "text": ({"messages": ["a"]}, r"row 1.*: 'messages' is no list of messages: a"),
+    "bytes": ({"prompt": [b"a"], "completion": ["b"]}, r"row 1.*: holds what JSON has not \(.* bytes is not JSON"),
+}
+
+
+@pytest.mark.parametrize(("columns", "message"), TABLES.values(), ids=TABLES)
+def test_a_table_without_dialogues_is_refused_in_one_line(tmp_path, columns, message):
+    parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
+    with pytest.raises(InvalidError, match=message) as caught:
+        tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "t.parquet"), "config.chat": {}})()
+    assert "\n" not in str(caught.value)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.hosts.beat import Beat, describe, find_silent, is_overdue, waits_for_data
+from runner.hosts.beat import ALONE_SECONDS, Beat, describe, find_failure, find_silent, is_overdue, waits_for_data
 from runner.hosts.progress import DATA, STEP
 
 
@@ -17,6 +17,30 @@ def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
         "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
     )
     assert describe({}, {5: "has died"}) == "the job does not go on: process 5 has died"
+
+
+HOOK, EVALUATOR = "hook A in on_row at step 3 on process 1: E", "evaluator B at step 3: E on process 1"
+
+
+def failed(line, seconds, *, is_end):
+    return Beat(1, "n7", "the wait", 3, seconds, is_overdue=False, suspects_peer=False, failure=line, is_end=is_end)
+
+
+@pytest.mark.parametrize(
+    ("line", "seconds", "is_end", "found"),
+    [
+        (EVALUATOR, 1.0, False, None),
+        (EVALUATOR, 3.0, False, (f"{EVALUATOR}; it waits for processes 0, 2 to come out of it", None)),
+        (EVALUATOR, 600.0, False, (f"{EVALUATOR}; it waits for processes 0, 2 to come out of it", None)),
+        (HOOK, 3.0, True, (f"{HOOK}; it waits for processes 0, 2 to come out of it", None)),
+        (HOOK, ALONE_SECONDS, True, (f"{HOOK}; processes 0, 2 did not come out of it within 10 s", 1)),
+    ],
+)
+def test_what_has_failed_on_one_host_alone_is_told_at_once(line, seconds, is_end, found):
+    beats = {0: beat(3), 1: failed(line, seconds, is_end=is_end), 2: beat(3)}
+    assert find_failure(beats) == found
+    assert find_failure({1: beats[1]}) is None, "nobody is waited for"
+    assert describe(beats, {}).endswith(f"; {line}")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from runner.attempt.event import EVENT_KEYS, EVENTS, Event
 from runner.attempt.result import RESULT_KEYS
 from runner.checkpoint.manifest_key import MANIFEST_KEYS
 from runner.errors import SpecError
+from runner.hook import Hook, shipped
 from runner.recipe import OPTIMIZERS, SCHEDULES, Published
 from runner.record import Key
 from runner.spec import (
@@ -42,6 +43,9 @@ JOBS = (  # a shipped spec of each, and the section that is its own
 )
 # What a section that is null needs so that it has keys.
 GIVEN = {"ema": "config.ema={decays: [0.5]}", "adapter": "config.adapter={targets: [blocks.query]}"}
+# Hooks that steer are in the trajectory by their counters, which no spec alone tells.
+STEERS = "trajectory; free of an `Observer`"
+OF_HOOKS = {"hooks": "by key", "hooks.*.hook": STEERS, "hooks.*.name": STEERS, "hooks.*.config": "by key"}
 OWNER_KEY = "name"  # in no trajectory: job.json holds it, and another one is refused before any key is compared
 
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping", "null": "`null`"}
@@ -49,6 +53,8 @@ WORDS |= {"array": "list"}
 WORDS |= {"int": "whole number", "float": "number", "str": "text", "dict": "mapping", "list": "list"}
 WORDS |= {"boolean": "`true`, `false`", "bool": "`true`, `false`", "NoneType": "`null`"}
 SIGNS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+
+SPEC_HEADS = ("key", "type", "default", "meaning", "going on")
 
 Schema = dict[str, Any]
 
@@ -100,7 +106,8 @@ def sections_of(schema: Schema, name: str = "", meaning: str = "", definitions: 
 def model_inside(form: Schema) -> str | None:
     """The model of which a form is a list or a mapping, by its definition's name."""
     inside = form.get("items") or form.get("additionalProperties")
-    return inside["$ref"].rpartition("/")[2] if isinstance(inside, dict) and "$ref" in inside else None
+    choices = inside.get("anyOf", [inside]) if isinstance(inside, dict) else []
+    return next((choice["$ref"].rpartition("/")[2] for choice in choices if "$ref" in choice), None)
 
 
 def choices_of(form: Schema) -> list[Any]:
@@ -115,7 +122,8 @@ def type_of(form: Schema) -> str:
     if choices_of(form):
         return ", ".join(f"`{literal(choice)}`" for choice in choices_of(form))
     if model_inside(form):
-        return f"{WORDS[form['type']]} of sections"
+        either = [WORDS[choice["type"]] for choice in form.get("items", {}).get("anyOf", []) if "type" in choice]
+        return f"{WORDS[form['type']]} of {' or '.join([*either, 'sections'])}"
     bounds = [f"{sign} {form[bound]:,}" for bound, sign in SIGNS.items() if bound in form]
     return " ".join([WORDS[form["type"]], ", ".join(bounds)]).strip()
 
@@ -156,6 +164,8 @@ class Verdict:
         """`free`, `trajectory`, or one of them but for some choices."""
         if name == OWNER_KEY:
             return "stays"
+        if name in OF_HOOKS:
+            return OF_HOOKS[name]
         if any(key.startswith(f"{name}.") for key in self._usual):
             return "by key"
         words = {True: "trajectory", False: "free"}
@@ -185,10 +195,31 @@ def spec_lines() -> Iterator[str]:
                 yield from spec_table(section.keys, verdict)
 
 
+def hook_lines() -> Iterator[str]:
+    """A table of the config of each shipped hook."""
+    yield from ("## Reference: hooks", "", "What ships. The config of each stands in its entry of `hooks`.", "")
+    for hook in (each for each in vars(shipped).values() if isinstance(each, type) and issubclass(each, Hook)):
+        if hook is Hook:
+            continue
+        yield from (f"### `runner.hook:{hook.__name__}`", "", summary_of(hook), "")
+        schema, free = hook.Config.model_json_schema(), hook.Config.model_construct().free_keys
+        (section,) = sections_of(schema, meaning=schema.get("description", ""))
+        rows = [
+            (f"`{key.name}`", key.type, key.default, key.meaning, "free" if key.name in free else "trajectory")
+            for key in section.keys
+        ]
+        yield from (section.meaning, "", *table(SPEC_HEADS, rows)) if rows else ("It has no keys.", "")
+
+
+def summary_of(hook: type[Hook]) -> str:
+    """The first paragraph of what a hook's class says of itself, in one line."""
+    return " ".join((hook.__doc__ or "").partition("\n\n")[0].split())
+
+
 def spec_table(keys: Sequence[SpecKey], verdict: Verdict) -> Iterator[str]:
     """A table of spec keys."""
     rows = [(f"`{key.name}`", key.type, key.default, key.meaning, verdict(key.name)) for key in keys]
-    return table(("key", "type", "default", "meaning", "going on"), rows)
+    return table(SPEC_HEADS, rows)
 
 
 # Optimizers and schedules.
@@ -244,7 +275,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def reference() -> str:
     """All of it."""
-    lines = ["## Reference: the keys of a spec", "", *spec_lines(), *recipe_lines()]
+    lines = ["## Reference: the keys of a spec", "", *spec_lines(), *recipe_lines(), *hook_lines()]
     lines += ["## Reference: `metrics.jsonl`", "", "One object a row.", "", *key_table(ROW_KEYS)]
     lines += ["## Reference: `events.jsonl`", "", "One object an event. Each has:", "", *key_table(EVENT_KEYS)]
     lines += [*table(("event", "written by", "meaning", "details"), [event_row(event) for event in EVENTS])]

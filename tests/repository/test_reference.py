@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from runner import hook
 from runner.errors import InvalidError
 from runner.spec import ExecutionSpec
 from tests.repository.reference import BEGIN, PAGE, reference, sections_of
 from tests.support.tiny import counter
+
+BASES = ("Act", "Hook", "HookConfig", "Moment", "Observer", "SeenJob", "Verdict")
 
 
 def test_the_page_holds_what_is_generated() -> None:
@@ -30,3 +33,13 @@ def test_the_name_is_in_no_trajectory_and_stays(tmp_path: Path) -> None:
     counter(tmp_path / "run", **{"config.total_steps": 2})()
     with pytest.raises(InvalidError, match="belongs to the job 'count'"):
         counter(tmp_path / "run", name="other", **{"config.total_steps": 3})()
+
+
+def test_every_shipped_hook_has_its_config_there() -> None:
+    page = PAGE.read_text().partition("## Reference: hooks")[2].partition("## Reference: ")[0]
+    found = [getattr(hook, name) for name in hook.__all__ if name not in BASES]
+    assert found
+    for each in found:
+        section = page.partition(f"### `runner.hook:{each.__name__}`")[2].partition("###")[0]
+        assert section
+        assert all(f"| `{key}` |" in section for key in each.Config.model_fields)

@@ -78,7 +78,7 @@ def test_a_good_spec_is_read_with_defaults_filled_in(tmp_path: Path) -> None:
             for given, message in {
                 "5": ": got 5, needs text or a mapping",
                 "{allow_missing: [a]}": ": missing key path",
-                "{path: x, alow: [a]}": ".alow: unknown key; choose from path, allow_missing, rename",
+                "{path: x, alow: [a]}": ".alow: unknown key; choose from path, weights, allow_missing, rename",
                 "{path: x, rename: {a: 3}}": ".rename.a: got 3, needs text",
             }.items()
         ),

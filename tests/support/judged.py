@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer
@@ -87,6 +88,26 @@ class JudgedByAll(Judged):
 
     def evaluator(self) -> Any:
         return [*self.shipped.evaluators, Own(3)]
+
+
+class RaisesAlone:
+    """An evaluator that raises on process 1, while the others compute with all devices."""
+
+    name = "alone"
+
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> dict[str, Any]:
+        """Nothing, ever."""
+        if hosts.process_id == 1:
+            raise ValueError("no such figure")
+        multihost_utils.process_allgather(np.zeros(1))
+        return {}
+
+
+class JudgedAlone(Judged):
+    """Judged by that alone."""
+
+    def evaluator(self) -> Any:
+        return RaisesAlone()
 
 
 def write_questions(path: Path, number: int = 12) -> Path:

@@ -87,7 +87,7 @@ def unreachable(directory: Path) -> None:
 def stuck(directory: Path) -> None:
     incidents = Incidents()
     incidents.attempt = start(make(directory)).attempt
-    incidents.on_verdict("the job does not go on: process 0 is in step 1")
+    incidents.on_verdict("the job does not go on: process 0 is in step 1", 76)
 
 
 def kill_at(directory: Path, step: int, **changes: object) -> None:

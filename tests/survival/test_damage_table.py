@@ -69,7 +69,7 @@ def stop_twice(base: Path) -> Counter:
     stop_at(make(base), NEWEST)
     incidents = Incidents()
     incidents.attempt = start(make(base)).attempt
-    incidents.on_verdict("stuck")
+    incidents.on_verdict("stuck", 76)
     return make(base)
 
 

@@ -120,3 +120,30 @@ def test_a_hook_that_hangs_is_named_by_the_watchdog(processes: int, tmp_path) ->
         assert "past the deadline" in attempt.output
     stacks = (job.directory / "stacks" / f"000001.{guilty}.txt").read_text()
     assert "tests/support/hooked.py" in stacks
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_hook_that_raises_on_one_host_while_the_others_need_it_ends_all_with_1(process: int, tmp_path: Path) -> None:
+    job = Job(SPEC, tmp_path / "run", (*SMALL, sick(step=15, how="alone", process=process)))
+    for attempt in job.start_processes(2):
+        attempt.expect(1)
+        line = f"hook Sick in on_row at step 15 on process {process}: ZeroDivisionError: a bug"
+        assert line in attempt.output, attempt.report("does not name the hook")
+        assert f"it waits for process {1 - process} to come out of it" in attempt.output
+        assert f"process {1 - process} did not come out of it within" in attempt.output
+
+
+def test_an_evaluator_that_raises_on_one_host_while_the_others_need_it_is_named_at_once_by_all(tmp_path: Path) -> None:
+    options = (
+        *SMALL,
+        "job=tests.support.judged:JudgedAlone",
+        "checkpoint.keep_best=null",
+        "deadlines.phase_seconds=60",
+    )
+    for attempt in Job(SPEC, tmp_path / "run", options).start_processes(2):
+        attempt.expect(76)
+        line = "evaluator alone at step 10: ValueError: no such figure on process 1"
+        assert f"{line}; it waits for process 0 to come out of it" in attempt.output, attempt.report("does not name it")
+        told, verdict = attempt.output.index(line), attempt.output.index("the job does not go on: ")
+        assert told < verdict
+        assert line in attempt.output[verdict:]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runner import BaseTrainer
-from runner.errors import PreemptedError
+from runner.errors import InvalidError, PreemptedError
 from runner.hosts.agreement import Hosts
 from runner.storage import parse_lines
 from runner.train.loss import cross_entropy_sum
@@ -129,3 +129,24 @@ def test_evaluation_sees_them(whole):
         whole.validation.evaluate(whole.weights(state.replace(variables=fresh)), STEPS, Hosts.alone())["val/loss"]
         != loss
     )
+
+
+class OfFlax(nn.Module):
+    """Logits by token, through one of flax's matrix products in float8."""
+
+    @nn.compact
+    def __call__(self, x_BxT, *, deterministic):
+        return nn.Dense(V, dot_general_cls=nn.Fp8DirectDotGeneralOp)(nn.Embed(V, D)(x_BxT))
+
+
+class TrainOfFlax(BaseTrainer):
+    def model(self):
+        return OfFlax()
+
+
+def test_scales_that_their_gradients_overwrite_are_refused_before_the_run_begins(tmp_path):
+    with pytest.raises(
+        InvalidError, match=r"^the model has variables _overwrite_with_gradient, of flax\.linen\.fp8_ops"
+    ):
+        job(tmp_path / "run", TrainOfFlax)()
+    assert not (tmp_path / "run").exists()

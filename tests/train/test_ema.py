@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from runner import open_checkpoint
+from runner.checkpoint.fingerprint import fingerprint
 from runner.config import EmaConfig
 from runner.errors import InvalidError, PreemptedError
 from runner.plan.report import state_section
@@ -103,6 +104,32 @@ def test_an_average_begins_at_the_weights_of_another_run(directory, whole):
     warm()
     (average, *_) = jax.tree.leaves(warm.state.riders["ema"]["0.9"])
     np.testing.assert_allclose(average, whole.state.params["Embed_0"]["embedding"], rtol=1e-6)
+
+
+def from_average(directory, whole, name, decay, **changes):
+    """A run of one step that begins with an average of `whole`, and how it began."""
+    source = {"path": str(whole.store.root), "weights": f"ema_{decay}"}
+    begun = {"checkpoint.init_from": source, "config.train.total_steps": 1, "config.ema": None, "config.eval": {}}
+    return job(directory / name, **begun | changes)
+
+
+def test_a_run_begins_with_an_average_of_another(directory, whole):
+    found = from_average(directory, whole, "begun", 0.9, **{"config.optimizer.learning_rate": 1e-12})
+    found()
+    average = open_checkpoint(whole.store.root, weights="ema_0.9")[0]["params"]
+    (event,) = [each for each in parse_lines(found.store.read("events.jsonl")) if each["event"] == "init"]
+    first = found.blueprint.init_state()
+    begun = first.replace(params=jax.device_put(average, jax.tree.map(lambda leaf: leaf.sharding, first.params)))
+    assert event["fingerprint"] == fingerprint(begun)
+    assert not leaves_equal(average, whole.state.params)
+    narrow = from_average(directory, whole, "begun_narrow", 0.9, **{"config.precision.params": "bfloat16"})
+    narrow()
+    assert {leaf.dtype for leaf in jax.tree.leaves(narrow.state.params)} == {jnp.dtype("bfloat16")}
+
+
+def test_an_average_that_the_other_run_does_not_have_is_refused_with_those_that_it_has(directory, whole):
+    with pytest.raises(InvalidError, match=r"init_from: got weights 'ema_0.99', has params, ema_0.5, ema_0.9; needs"):
+        from_average(directory, whole, "refused", 0.99)()
 
 
 def test_a_run_without_averages_is_not_resumed_with_them(directory):

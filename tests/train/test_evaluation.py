@@ -136,7 +136,8 @@ class Several:
             self.barrier.wait(60)
             return found
 
-        return type("Host", (), {"num_processes": 2, "is_main": process == 0, "gather": staticmethod(gather)})()
+        told = {"process_id": process, "num_processes": 2, "is_main": process == 0, "gather": staticmethod(gather)}
+        return type("Host", (), told)()
 
 
 @pytest.mark.parametrize(

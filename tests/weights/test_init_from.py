@@ -198,6 +198,8 @@ def test_weights_that_do_not_fit_are_refused_before_the_claim(directory: Path, e
             "allow_missing: nothing reads it: .* is not in Hugging",
         ),
         ({"path": "{run}", "rename": {"a": "b"}}, "rename: nothing reads it: .* export the run, and begin with that"),
+        ({"path": "{exported}", "weights": "ema_0.9"}, "weights: nothing reads it: .* has no averages"),
+        ({"path": "{run}", "weights": "ema_0.9"}, "got weights 'ema_0.9', has params; needs one of them"),
         ("{run}/checkpoints/3", "3: no manifest.json: it was never committed"),
         ("{run}/nothing", "no checkpoint is here"),
         ({"path": "{exported}", "rename": {"transformer.h.7": None}}, "rename: no tensor begins with transformer.h.7"),

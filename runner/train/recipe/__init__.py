@@ -8,6 +8,7 @@ Knows no model beyond the names, the shapes and the logical axes of its paramete
 - `projection` moments of gradients of low rank (galore)
 - `average` weights that are a mean of those that are trained (schedule-free)
 - `schedule` the learning rate by step
+- `injected` that of an optax object of the job's own, where its state holds it
 - `optimizer` optimizers by name
 - `choice` what a job trains with, of the library or its own
 """

@@ -1,8 +1,10 @@
 """What a job trains with: optimizer and schedule of the library, or of its own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import jax
 import optax
 
 from runner.config import TrainerConfig
@@ -25,15 +27,24 @@ class Recipe:
     schedule: str | optax.Schedule
     own_names: tuple[str, ...]  # `optimizer`, `schedule`: where the job says the library's name, and not the spec
 
-    def schedule_of(self, config: TrainerConfig) -> optax.Schedule | None:
-        """The learning rate by completed steps; None where an optimizer of the job's own keeps it to itself."""
+    def schedule_of(
+        self, config: TrainerConfig, counted: Callable[[], TrainerConfig] | None = None
+    ) -> optax.Schedule | None:
+        """The learning rate by completed steps; None where an optimizer of the job's own keeps it to itself.
+
+        Of a total in epochs, `counted` gives the config with its steps. It is asked when a train step is traced:
+        whoever only looks at a run traces none, and needs no data.
+        """
         if callable(self.schedule):
             return self.schedule
         if not isinstance(self.optimizer, str):
             return None
         peak = config.optimizer.learning_rate
         assert peak is not None, "`problems` says that it is missing"
-        return make_schedule(self.schedule, config.schedule, peak, config.total_steps)
+        name, rule = self.schedule, config.schedule
+        if config.train.total_epochs is not None and counted is not None:
+            return lambda step: make_schedule(name, rule, peak, counted().total_steps)(step)
+        return make_schedule(name, rule, peak, config.total_steps)
 
     def optimizer_of(self, config: TrainerConfig, schedule: optax.Schedule | None, parameters: Any) -> Any:
         """The whole transformation: the library's, by the groups of the spec, or the job's own and nothing else.
@@ -41,6 +52,8 @@ class Recipe:
         `parameters` is a tree of `Parameter`. Raises `InvalidError` where groups do not fit it.
         """
         if not isinstance(self.optimizer, str):
+            if any(parameter.rate != 1 for parameter in jax.tree.leaves(parameters)):
+                raise InvalidError("an optax object of the job's own does not read the rates of the model's parameters")
             return self.optimizer
         assert schedule is not None, "the library's optimizers have a schedule"
         return make_optimizer(self.optimizer, config.optimizer, schedule, parameters)

@@ -90,18 +90,19 @@ def treatment(config: OptimizerConfig, parameters: Any) -> Treatment:
 
     def decay(parameter: Parameter) -> float:
         own = group(parameter).weight_decay
-        return (config.weight_decay if own is None else own) if parameter.is_matrix else 0.0
+        return (config.weight_decay if own is None else own) / parameter.rate if parameter.is_matrix else 0.0
 
     frozen = frozenset(p.name for p in jax.tree.leaves(parameters) if group(p).frozen)
     trained = jax.tree.map(lambda p: optax.MaskedNode() if p.name in frozen else p, parameters)
     if not jax.tree.leaves(trained):
         raise InvalidError("groups freeze every parameter; leave one to train")
-    has_decays = any(each.weight_decay is not None for each in config.groups)
-    has_rates = any(each.rate != 1 for each in config.groups)
+    has_own_rates = any(p.rate != 1 for p in jax.tree.leaves(trained))
+    has_decays = any(each.weight_decay is not None for each in config.groups) or has_own_rates
+    has_rates = any(each.rate != 1 for each in config.groups) or has_own_rates
     return Treatment(
         parameters=trained,
         decays=jax.tree.map(decay, trained),
-        rates=jax.tree.map(lambda p: group(p).rate, trained) if has_rates else None,
+        rates=jax.tree.map(lambda p: group(p).rate * p.rate, trained) if has_rates else None,
         clips=_clips(config, trained, group),
         weight_decay=None if has_decays else config.weight_decay,
         frozen=frozen,

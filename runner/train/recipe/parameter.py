@@ -17,11 +17,15 @@ _EMBEDDING = "embedding"  # what flax calls the table of an `nn.Embed`
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: a leaf of a tree like that of the parameters. `axes` are the logical ones, None without a name."""
+    """One parameter: a leaf of a tree like that of the parameters. `axes` are the logical ones, None without a name.
+
+    `rate` is what its model multiplies its learning rate by, whatever its group does.
+    """
 
     name: str  # dotted
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+    rate: float = 1.0
 
     @property
     def is_matrix(self) -> bool:
@@ -42,6 +46,15 @@ class Parameter:
     def is_table(self) -> bool:
         """Whether it is an embedding, or what makes logits."""
         return any(axis in _TABLE for axis in self.axes) or self.name.rpartition(".")[2] == _EMBEDDING
+
+
+def one_rate(parameter: Parameter) -> float:
+    """What the learning rate of a parameter is multiplied by, besides what its group says: 1, of every one.
+
+    A trainer whose parameters learn at rates of their own, as by mu-P, replaces it. The library's optimizers read it,
+    and divide the decay by it, so that what adamw's takes off stays.
+    """
+    return 1.0
 
 
 def nearest_names(text: str, parameters: Iterable[Parameter]) -> list[str]:

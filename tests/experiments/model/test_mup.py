@@ -1,0 +1,158 @@
+"""mu-P of the decoder: the coordinate check of Tensor Programs V, and the table that it stands for."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.model.config import DecoderConfig
+from experiments.model.decoder import PretrainDecoder
+from experiments.model.hugging_face import DecoderFiles
+from runner.errors import InvalidError
+from tests.support.tiny import gpt, leaves_equal
+
+BASE, WIDTHS, VOCABULARY, STEPS = 32, (32, 64, 128), 64, 5
+TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (8, 16))
+BATCH = {"x": TOKENS_BxT[None], "y": np.roll(TOKENS_BxT, -1)[None], "padding_mask": np.ones((1, 8, 16), bool)}
+
+
+def sizes(width, **changes):
+    return {"layers": 1, "width": width, "heads": width // 8, "mlp_width": 2 * width} | changes
+
+
+def job(directory, width, job_class=PretrainDecoder, **changes):
+    fixed = {
+        "config.model": sizes(width, vocabulary_size=VOCABULARY),
+        "config.optimizer.learning_rate": 0.02,
+        "config.schedule": {"name": "constant"},
+        "config.train": {"total_steps": STEPS, "global_batch_examples": 8},
+    }
+    directory.mkdir(exist_ok=True)
+    return gpt(directory / str(width), job_class, **fixed | changes)
+
+
+def trained(found, num_steps=STEPS):
+    """The state at the start, and after some steps on one batch."""
+    blueprint = found.design.draw(jax.devices()[:1])
+    first = blueprint.init_state()
+    step = jax.jit(functools.partial(found.train_step, accumulate_steps=1))
+    state = first
+    for _ in range(num_steps):
+        state, *_ = step(state, BATCH, blueprint.key)
+    return first, state
+
+
+def seen(found, states):
+    """Of each state the residual stream behind the last layer, and the logits."""
+
+    @jax.jit
+    def run(params):
+        streams = []
+
+        def spy(call, arguments, options, context):
+            if context.module.name == "final_norm":
+                streams.append(arguments[0])
+            return call(*arguments, **options)
+
+        with nn.intercept_methods(spy):
+            logits_BxTxV = found.model().apply({"params": params}, TOKENS_BxT, deterministic=True)
+        return streams[0], logits_BxTxV
+
+    return [run(each.params) for each in states]
+
+
+def changes_by_width(directory, **changes):
+    """By width, by how much a coordinate of the stream and of the logits has moved, on average."""
+    moved = []
+    for width in WIDTHS:
+        found = job(directory, width, **changes)
+        before, after = seen(found, trained(found))
+        moved.append([float(jnp.mean(jnp.abs(new - old))) for old, new in zip(before, after, strict=True)])
+    return np.array(moved)
+
+
+@pytest.mark.soak
+def test_what_a_few_steps_move_stays_as_large_over_widths_and_grows_without_it(tmp_path):
+    with_mup = changes_by_width(tmp_path / "mup", **{"config.model.base_width": BASE})
+    without = changes_by_width(tmp_path / "plain")
+    np.testing.assert_allclose(with_mup[0], without[0], rtol=1e-6)
+    assert (np.abs(np.log2(with_mup / with_mup[0])) < 0.6).all(), with_mup
+    assert (np.diff(np.log2(without), axis=0) > 0.4).all(), without
+
+
+def test_the_table_of_what_begins_and_learns(tmp_path):
+    found = job(tmp_path, 128, **{"config.model.base_width": BASE})
+    plain = job(tmp_path / "plain", 128)
+    first, other = (each.design.draw(jax.devices()[:1]).init_state().params for each in (found, plain))
+    layer, of_plain = (params["blocks"]["layer_0"] for params in (first, other))
+    for part, name in (("attention", "query"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")):
+        np.testing.assert_allclose(layer[part][name]["kernel"], of_plain[part][name]["kernel"] / 2, rtol=1e-5)
+    for name in ("embedding", "head"):
+        assert leaves_equal(first[name], other[name])
+    blueprint = found.design.draw(jax.devices()[:1])
+    ones = jax.tree.map(jnp.ones_like, first)
+    moved, _ = blueprint.optimizer.update(ones, blueprint.optimizer.init(first), jax.tree.map(jnp.zeros_like, first))
+    rate = found.config.optimizer.learning_rate
+    for name, leaf in _named(moved).items():
+        wanted = rate / 4 if name.endswith("kernel") else rate
+        np.testing.assert_allclose(leaf, -wanted, rtol=1e-4, err_msg=name)
+
+
+def _named(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def test_what_a_step_of_decay_takes_off_does_not_depend_on_the_width(tmp_path):
+    found = job(tmp_path, 128, **{"config.model.base_width": BASE})
+    blueprint = found.design.draw(jax.devices()[:1])
+    params = blueprint.init_state().params
+    moved, _ = blueprint.optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), blueprint.optimizer.init(params), params
+    )
+    share = found.config.optimizer.learning_rate * found.config.optimizer.weight_decay
+    kernel = params["blocks"]["layer_0"]["mlp"]["up"]["kernel"]
+    np.testing.assert_allclose(moved["blocks"]["layer_0"]["mlp"]["up"]["kernel"], -share * kernel, rtol=1e-4)
+
+
+def test_at_the_base_width_nothing_changes(tmp_path):
+    states = [
+        trained(job(tmp_path / str(base), BASE, **{"config.model.base_width": base}), 2)[1] for base in (None, BASE)
+    ]
+    assert leaves_equal(states[0].params, states[1].params)
+
+
+class OwnOptimizer(PretrainDecoder):
+    """Brings an optax object."""
+
+    @classmethod
+    def optimizer(cls):
+        return optax.adam(0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"config.optimizer.name": "lion"},
+            r"config.optimizer: base_width=32: mu-P here is that of adamw, not of lion",
+        ),
+        ({"job_class": OwnOptimizer}, r"config.optimizer: an optax object of the job's own does not read the rates"),
+        ({"config.model.moe": {"experts": 4, "experts_per_token": 2}}, r"base_width=32: what moe adds is not scaled"),
+    ],
+    ids=["lion", "own", "moe"],
+)
+def test_what_mup_is_not_known_for_is_refused(tmp_path, changes, message):
+    with pytest.raises(InvalidError, match=message):
+        job(tmp_path, 64, **{"config.model.base_width": BASE} | changes).design.draw(jax.devices()[:1])
+
+
+def test_no_family_has_such_logits_and_none_is_written():
+    with pytest.raises(InvalidError, match="no family of transformers is like it"):
+        DecoderFiles(DecoderConfig(**sizes(64, base_width=32)), VOCABULARY, 16).config()
+    assert DecoderFiles(DecoderConfig(**sizes(64, base_width=64)), VOCABULARY, 16).config()

@@ -1,0 +1,81 @@
+"""A total in epochs: counted in the data once they are known, the same run as one of so many steps."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.command.status import main as status
+from runner.errors import InvalidError, PreemptedError
+from runner.hosts.agreement import Hosts
+from runner.plan.preflight import Request, plan
+from runner.spec import dump_spec
+from tests.data.corpus import write_bin
+from tests.inference.test_commands import say
+from tests.support.tiny import StopAfter, gpt
+from tests.test_values import TrainLookup
+
+EXAMPLES, BATCH, LENGTH = 102, 8, 16
+EPOCHS = 0.5
+STEPS = math.ceil(EPOCHS * EXAMPLES / BATCH)
+SETTINGS: dict[str, Any] = {
+    "job": "tests.test_values:TrainLookup",
+    "config.model.vocabulary_size": 256,
+    "config.schedule": {"name": "cosine", "warmup_share": 0.3},
+    "config.train": {"global_batch_examples": BATCH, "total_epochs": EPOCHS},
+    "checkpoint.every_steps": 2,
+}
+
+
+def job(tmp_path: Path, name: str, **changes: Any) -> TrainLookup:
+    data = tmp_path / "data.bin"
+    if not data.exists():
+        write_bin(data, np.arange(EXAMPLES * LENGTH + 1) % 256)
+    source = {"source": str(data), "sequence_length": LENGTH, "validation_fraction": 0}
+    return gpt(tmp_path / name, TrainLookup, **SETTINGS | {"config.data": source} | changes)
+
+
+def test_epochs_are_the_run_of_so_many_steps_and_resume_to_its_bits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    steps = {"config.train": {"global_batch_examples": BATCH, "total_steps": STEPS}}
+    job(tmp_path, "steps", **steps)()
+    stopped = job(tmp_path, "run")
+    with pytest.raises(PreemptedError):
+        stopped(Hosts.alone(), StopAfter(stopped, 3))
+    job(tmp_path, "run")()
+    assert (tmp_path / "run" / "result.json").read_bytes() == (tmp_path / "steps" / "result.json").read_bytes()
+    assert job(tmp_path, "run").done
+    assert not job(tmp_path, "run", **{"config.train.total_epochs": 1}).done
+    capfd.readouterr()
+    status([str(tmp_path / "run")])
+    assert f"step {STEPS} of {STEPS}" in capfd.readouterr().out
+    (tmp_path / "data.bin").unlink()
+    assert say(capfd, tmp_path / "run", "--tokens", 4)[0] == 0, "whoever only looks needs no data"
+
+
+def test_the_total_is_free_where_no_rate_reads_it(tmp_path: Path) -> None:
+    constant = {"config.schedule": {"name": "constant"}}
+    job(tmp_path, "run", **constant)()
+    longer = job(tmp_path, "run", **constant | {"config.train.total_epochs": 0.6})
+    longer()
+    assert longer.step == math.ceil(0.6 * EXAMPLES / BATCH) > STEPS
+    job(tmp_path, "other")()
+    with pytest.raises(InvalidError, match=r"config\.train\.total_epochs: .* has 0\.5, the spec 2"):
+        job(tmp_path, "other", **{"config.train.total_epochs": 2})()
+
+
+def test_plan_counts_them_or_names_the_data_that_are_missing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(dump_spec(job(tmp_path, "run").spec))
+    assert plan(Request(str(spec))) == 0
+    out = capfd.readouterr().out
+    assert re.search(rf"^  steps +{STEPS}  counted$", out, re.MULTILINE), out
+    (tmp_path / "data.bin").unlink()
+    assert plan(Request(str(spec))) == 2
+    out = capfd.readouterr().out
+    assert out.count("problem:") == 1
+    assert "data.bin" in out
