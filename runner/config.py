@@ -172,6 +172,11 @@ class TrainConfig(Frozen):
         default="auto",
         description="Examples that a device holds at once; auto: the most that its memory holds, by the compiled step.",
     )
+    same_bits_devices: PositiveInt | None = Field(
+        default=None,
+        description="The run ends in the same bits on any number of devices that divides this one: data x fsdp, on any "
+        "number of hosts. Needs micro_batch_examples; each device then holds whole gradients. null: on one number.",
+    )
 
     @model_validator(mode="after")
     def _exactly_one_total(self) -> "TrainConfig":
@@ -183,6 +188,24 @@ class TrainConfig(Frozen):
             raise ValueError("missing key total_steps (or total_tokens, or total_epochs)")
         if len(given) > 1:
             raise ValueError(f"got both {given[0]} and {given[1]}; keep one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_whole(self) -> "TrainConfig":
+        devices, micro = self.same_bits_devices, self.micro_batch_examples
+        if devices is None:
+            return self
+        if micro == "auto":
+            raise ValueError(
+                f"same_bits_devices={devices} needs micro_batch_examples, which the bits depend on; set it"
+            )
+        if self.global_batch_examples % (devices * micro):
+            share, size = self.global_batch_examples // (devices * micro), devices * micro
+            near = " or ".join(str(count * size) for count in (share, share + 1) if count)
+            raise ValueError(
+                f"global_batch_examples={self.global_batch_examples} does not divide into micro-batches of {micro} on "
+                f"same_bits_devices={devices}; use {near}"
+            )
         return self
 
 
@@ -401,7 +424,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     @property
     def free_keys(self) -> frozenset[str]:
         """Evaluation, what rows tell, micro-batches, memory, limits; the total too, if no learning rate reads it."""
-        free = {"eval", "metrics", "memory", "train.micro_batch_examples", "data.validation", "data.cache_bytes"}
+        free = {"eval", "metrics", "memory", "data.validation", "data.cache_bytes"}
+        free |= {"train.micro_batch_examples"} if self.train.same_bits_devices is None else set()
         free |= {"ema.evaluate"}
         free |= {"data.mixture.max_epochs"}
         if not self.schedule.reads_total:

@@ -42,7 +42,7 @@ from runner.train.micro_batch import known_micro_batch, record_of
 from runner.train.recipe.choice import SPEC
 from runner.train.recipe.parameter import one_rate
 from runner.train.report import Report
-from runner.train.riding import options_of, riders_of
+from runner.train.riding import groups_of, options_of, riders_of
 from runner.train.same_data import (
     refuse_changed_data,
     refuse_different_data,
@@ -152,7 +152,7 @@ class BaseTrainer(HookedJob):
     @classmethod
     def val_step(cls, state: TrainState, batch: pure.Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(loss_sum, token_count, last_meta) over (S, B, T). Pure; of `state` it reads no `opt_state`."""
-        return pure.val_step(cls.forward, state, batch)
+        return pure.val_step(cls.forward, state, batch, groups_of(cls))
 
     def batch(self, slice: str = "train", step: int | None = None) -> pure.Batch:
         """The global (S, B, T) batch after `step` completed steps, by default this job's: see `batch_fields`.

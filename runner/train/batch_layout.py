@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from runner.config import TrainerConfig
@@ -13,11 +13,13 @@ from runner.data import Dataset, batch_fields, global_batch
 from runner.errors import InvalidError
 from runner.train.fields import target_weights
 from runner.train.mesh import (
+    BATCH_AXES,
     batch_axes_text,
     batch_sharding,
     micro_batch_sizes,
     num_batch_shards,
     refuse_cut_rows,
+    refuse_other_orders,
 )
 
 
@@ -28,6 +30,7 @@ class BatchLayout:
     Attributes:
         micro_batch_examples: per device.
         fields: dtype of each array of a batch by its name, as the data declares them; all are (S, B, T).
+        is_ordered: whether a micro-batch lies on one device, which has as many of them as its share of the batch makes.
     """
 
     mesh: Mesh
@@ -35,11 +38,19 @@ class BatchLayout:
     micro_batch_examples: int
     sequence_length: int
     fields: Mapping[str, DTypeLike]
+    is_ordered: bool = False
 
     @property
     def micro_batch(self) -> int:
-        """Examples of one micro-batch over all devices: B."""
-        return self.micro_batch_examples * num_batch_shards(self.mesh)
+        """Examples of one micro-batch: B."""
+        return self.micro_batch_examples * (1 if self.is_ordered else num_batch_shards(self.mesh))
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """How (S, B, T) batches lie: B over the devices, or S where each has micro-batches of its own."""
+        if self.is_ordered:
+            return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+        return batch_sharding(self.mesh)
 
     @property
     def accumulate_steps(self) -> int:
@@ -49,7 +60,7 @@ class BatchLayout:
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of a (S, B, T) batch."""
         shape = (self.accumulate_steps, self.micro_batch, self.sequence_length)
-        sharding = batch_sharding(self.mesh)
+        sharding = self.sharding
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in self.fields.items()}
 
     def batch(self, dataset: Dataset, slice: str, step: int) -> dict[str, jax.Array]:
@@ -60,7 +71,7 @@ class BatchLayout:
             step,
             accumulate_steps=self.accumulate_steps,
             micro_batch=self.micro_batch,
-            sharding=batch_sharding(self.mesh),
+            sharding=self.sharding,
         )
 
     def count(self, batch: Mapping[str, jax.Array]) -> jax.Array | None:
@@ -84,7 +95,12 @@ def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = N
         sizes = _of_even_number(sizes, train.global_batch_examples, shards)
     fields = batch_fields(data)
     sizes = [micro_batch] if micro_batch in sizes else sizes
-    return [BatchLayout(mesh, train.global_batch_examples, size, data.sequence_length, fields) for size in sizes]
+    is_ordered = train.same_bits_devices is not None
+    if train.same_bits_devices is not None:
+        refuse_other_orders(mesh, train.same_bits_devices)
+    return [
+        BatchLayout(mesh, train.global_batch_examples, size, data.sequence_length, fields, is_ordered) for size in sizes
+    ]
 
 
 def _of_even_number(sizes: list[int], global_batch_examples: int, shards: int) -> list[int]:

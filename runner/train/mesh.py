@@ -159,6 +159,23 @@ def refuse_cut_rows(mesh: Mesh, sequence_length: int, chunk_positions: int | Non
         )
 
 
+def refuse_other_orders(mesh: Mesh, same_bits_devices: int) -> None:
+    """Raise `InvalidError` on a mesh on which sums would have another order than on other numbers of devices."""
+    for axis in AXES:
+        if axis not in ("data", "fsdp") and mesh.shape[axis] > 1:
+            raise InvalidError(
+                f"config.train.same_bits_devices={same_bits_devices} holds for data x fsdp alone, and topology.mesh."
+                f"{axis} is {mesh.shape[axis]}; make it 1, or same_bits_devices null"
+            )
+    number = num_batch_shards(mesh)
+    if same_bits_devices % number:
+        fitting = [size for size in range(1, same_bits_devices + 1) if same_bits_devices % size == 0]
+        raise InvalidError(
+            f"config.train.same_bits_devices={same_bits_devices} does not divide over {number} devices (data x fsdp); "
+            f"use {', '.join(map(str, fitting))}"
+        )
+
+
 def micro_batch_sizes(
     global_batch_examples: int, micro_batch_examples: int | str, num_shards: int, axes: str = "data x fsdp"
 ) -> list[int]:

@@ -23,8 +23,18 @@ def riders_of(job_class: Any) -> tuple[Rider, ...]:
     return tuple(found)
 
 
-def options_of(job_class: Any) -> tuple[UpdateVariables, tuple[Rider, ...], str, Norms]:
-    """What a trainer, whose class it is given, hands to `train_step`: how variables change, riders, rounding, norms."""
+def options_of(job_class: Any) -> tuple[UpdateVariables, tuple[Rider, ...], str, Norms, int | None]:
+    """What a trainer, whose class it is given, hands to `train_step`.
+
+    How variables change, riders, rounding, norms, and the number of groups whose sums have a fixed order.
+    """
     config = getattr(job_class, "config", None)
     rounding = NEAREST if config is None else str(config.precision.rounding)
-    return job_class.update_variables, job_class.riders(), rounding, norms_of_job(job_class)
+    norms, groups = norms_of_job(job_class), groups_of(job_class)
+    return job_class.update_variables, job_class.riders(), rounding, norms, groups
+
+
+def groups_of(job_class: Any) -> int | None:
+    """`train.same_bits_devices` of a trainer, whose class it is given."""
+    config = getattr(job_class, "config", None)
+    return None if config is None else config.train.same_bits_devices

@@ -13,6 +13,7 @@ are `sums`, see `meta`.
 Shape legend: S accumulation steps, B examples, T sequence length.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ import optax
 from jax import lax
 
 from runner.errors import InvalidError
+from runner.train import fixed_order
 from runner.train.fields import refuse_unread, target_weights, uncounted
 from runner.train.meta import Meta, total_of_sums, with_means
 from runner.train.norm import Norms, norms_of
@@ -31,6 +33,7 @@ from runner.train.rider import Observation, Rider, compared, ride
 from runner.train.rounding import NEAREST, apply_stochastically
 from runner.train.variables import (
     STATISTICS,
+    VARIABLES,
     TrainState,
     UpdateVariables,
     model_params,
@@ -72,18 +75,11 @@ def _divisor(batch: Batch, count: jax.Array) -> jax.Array:
     return jnp.where(count > 0, count, 1.0) if "loss_weight" in batch else jnp.maximum(count, 1.0)
 
 
-def _gradients(
-    forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int, sees_halves: bool
-) -> tuple[Any, ...]:
-    """Loss, float32 gradients, the last micro-batch's meta, over a batch of (S, B, T), and what its halves have shown.
-
-    Of the meta, `token_count`, `statistics` and the means of `sums` are of all micro-batches. Halves are None unless
-    `sees_halves`.
-    """
+def _gradient_of(
+    forward: Forward, state: TrainState, params: Any, batch: Batch, key: jax.Array, num_tokens: jax.Array | None
+) -> tuple[Callable[[Any, Batch], Any], Any]:
+    """What computes ((loss, meta), float32 gradients) of a micro-batch of `batch` at `params`, and what is trained."""
     apply_fn, of_model = with_variables(state.apply_fn, variables_of(state)), model_params(state)
-    num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
-    batch = _numbered(batch)
-    params = gradient_point(state.params, state.opt_state)
     trained, whole = split(params, state.opt_state)
 
     def share_of_loss(trained: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -94,21 +90,40 @@ def _gradients(
             raise uncounted(batch)
         return loss_sum / num_tokens, meta
 
-    value_and_grad = jax.value_and_grad(share_of_loss, has_aux=True)
+    def value_and_grad(trained: Any, micro: Batch) -> Any:
+        found, grads = jax.value_and_grad(share_of_loss, has_aux=True)(trained, micro)
+        return found, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
 
-    def to_float32(grads: Any) -> Any:
-        return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+    return value_and_grad, trained
+
+
+def _zeros_of(trained: Any) -> Any:
+    return jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained)
+
+
+def _gradients(
+    forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int, sees_halves: bool
+) -> tuple[Any, ...]:
+    """Loss, float32 gradients, the last micro-batch's meta, over a batch of (S, B, T), and what its halves have shown.
+
+    Of the meta, `token_count`, `statistics` and the means of `sums` are of all micro-batches. Halves are None unless
+    `sees_halves`.
+    """
+    num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
+    batch = _numbered(batch)
+    params = gradient_point(state.params, state.opt_state)
+    value_and_grad, trained = _gradient_of(forward, state, params, batch, key, num_tokens)
 
     if num_steps == 1:
         (loss, meta), grads = value_and_grad(trained, jax.tree.map(lambda leaf: leaf[0], batch))
-        grads = with_zeros(to_float32(grads), params)
+        grads = with_zeros(grads, params)
         return *_divided(batch, loss, grads, meta, meta | _totals(meta, num_steps=1), num_tokens), None
 
     def accumulate(carry: tuple[jax.Array, Any], micro: Batch) -> tuple[tuple[jax.Array, Any], Any]:
         (loss, meta), grads = value_and_grad(trained, micro)
-        return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], to_float32(grads))), meta
+        return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], grads)), meta
 
-    zeros = jnp.float32(0), jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained)
+    zeros = jnp.float32(0), _zeros_of(trained)
     half = num_steps // 2 if sees_halves else 0
     (loss, grads), metas, before = _accumulated(accumulate, zeros, batch, half)
     halves = None
@@ -118,6 +133,37 @@ def _gradients(
     grads = with_zeros(grads, params)
     last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
     return *_divided(batch, loss, grads, metas, last_meta | _totals(metas, num_steps), num_tokens), halves
+
+
+def _gradients_in_order(
+    forward: Forward, num_groups: int, state: TrainState, batch: Batch, key: jax.Array
+) -> tuple[jax.Array, Any, Meta]:
+    """As `_gradients`, with all sums in the order of `fixed_order`, whatever number of devices there is."""
+    S, _ = _leading_shape(batch)
+    state = state.replace(params=gradient_point(state.params, state.opt_state), riders={})
+    num_devices = fixed_order.num_devices()
+
+    def on_device(whole: tuple[Any, Any, jax.Array], batch: Batch) -> tuple[jax.Array, Any, Meta]:
+        params, variables, key = whole
+        here = state.replace(params=params, variables=variables)  # of `opt_state` no array is read
+        counts_S = fixed_order.gathered(jax.vmap(_count)(batch), num_devices) if "padding_mask" in batch else None
+        num_tokens = None if counts_S is None else _divisor(batch, jnp.sum(counts_S))
+        value_and_grad, trained = _gradient_of(forward, here, params, batch, key, num_tokens)
+
+        def accumulate(sums: Any, micro: Batch) -> tuple[Any, Any]:
+            # By itself: what is compiled for it must not depend on what stands around it.
+            (loss, meta), grads = lax.optimization_barrier(value_and_grad(*lax.optimization_barrier((trained, micro))))
+            return jax.tree.map(jnp.add, sums, grads), (loss, meta)
+
+        zeros = _zeros_of(trained)
+        add_group = functools.partial(lax.scan, accumulate, zeros)
+        grads, (losses_S, metas) = fixed_order.summed(add_group, batch, zeros, num_groups, num_devices)
+        last_meta = {**jax.tree.map(lambda leaf: leaf[-1], metas), **_totals(metas, num_steps=0)}
+        return _divided(batch, jnp.sum(losses_S), with_zeros(grads, params), metas, last_meta, num_tokens)
+
+    assert S % num_groups == 0, f"{S} micro-batches make up no {num_groups} groups"
+    whole = state.params, getattr(state, VARIABLES, {}), key
+    return fixed_order.spread(on_device, whole, _numbered(batch))
 
 
 def _accumulated(accumulate: Any, zeros: Any, batch: Batch, half: int) -> tuple[Any, Any, Any]:
@@ -137,8 +183,8 @@ def _counts_of_halves(batch: Batch, metas: Any) -> jax.Array:
 
 
 def _totals(metas: Any, num_steps: int) -> Meta:
-    """What of the meta is added up over the micro-batches."""
-    return {**total(metas, num_steps), **total_of_sums(metas, is_stacked=num_steps > 1)}
+    """What of the meta is added up over the micro-batches; of one alone they are no axis of their own."""
+    return {**total(metas, num_steps), **total_of_sums(metas, is_stacked=num_steps != 1)}
 
 
 def _divided(
@@ -163,6 +209,7 @@ def train_step(
     riders: Sequence[Rider] = (),
     rounding: str = NEAREST,
     norms: Norms = "none",
+    num_groups: int | None = None,
 ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
     """One optimizer step over a global batch of (S, B, T) arrays: (state, loss, meta).
 
@@ -170,7 +217,8 @@ def train_step(
     what the last micro-batch's forward returned, but for `token_count`, which is of all, and for `statistics`, of whose
     total `update_variables` makes the next variables and more scalars; of `sums` the means. `riders` see the step last,
     and add theirs. `rounding` of bfloat16 parameters is `nearest` or `stochastic`. With `norms` it holds those
-    of gradients and parameters (before the update), see `norm`. Raises `InvalidError` if `forward` does not read
+    of gradients and parameters (before the update), see `norm`. With `num_groups` all sums are in the order of
+    `fixed_order`. Raises `InvalidError` if `forward` does not read
     a field that the data declares, or if nothing says how many targets are real.
     """
     S, _ = _leading_shape(batch)
@@ -182,12 +230,17 @@ def train_step(
     sees_halves = any(rider.sees_halves for rider in riders)
     if sees_halves and S % 2:
         raise InvalidError(f"a rider sees both halves of a batch, and its micro-batches are {S}; needs an even number")
-    loss, grads, meta, halves = _gradients(forward, state, batch, key, accumulate_steps, sees_halves)
+    if num_groups is None:
+        loss, grads, meta, halves = _gradients(forward, state, batch, key, accumulate_steps, sees_halves)
+    else:
+        (loss, grads, meta), halves = _gradients_in_order(forward, num_groups, state, batch, key), None
+        grads = fixed_order.kept_whole(grads)
     if STATISTICS in meta:
         changed, scalars = update_variables(variables, meta[STATISTICS])
         meta = without_statistics(meta) | scalars
         state = with_other_variables(state, changed) if variables else state
-    own = {GRAD_NORM: optax.tree.norm(grads)} | norms_of(grads, state.params, norms)
+    seen = state.params if num_groups is None or norms == "none" else fixed_order.kept_whole(state.params)
+    own = {GRAD_NORM: optax.tree.norm(grads)} | norms_of(grads, seen, norms)
     if taken := sorted({*own} & {*meta}):
         raise InvalidError(f"forward returns {taken[0]!r} as meta, a name of the runner's own; use another")
     is_nearest = rounding == NEAREST
@@ -198,14 +251,18 @@ def train_step(
     return state, loss, meta | own
 
 
-def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+def val_step(
+    forward: Forward, state: TrainState, batch: Batch, num_groups: int | None = None
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Validation over (S, B, T): (loss_sum, token_count, last_meta); sums, so that every token weighs the same.
 
     Of the meta, `sums` are those of all micro-batches, not divided yet: there are more batches to come.
 
     The tokens are those of `padding_mask`, by their weights where there are any, or those that `forward` has counted.
+    With `num_groups` all sums are in the order of `fixed_order`.
     """
-
+    if num_groups is not None:
+        return _val_step_in_order(forward, state, batch)
     apply_fn = with_variables(state.apply_fn, variables_of(state))
     params = model_params(state)(state.params)
 
@@ -217,3 +274,26 @@ def val_step(forward: Forward, state: TrainState, batch: Batch) -> tuple[jax.Arr
     (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), _numbered(batch))
     last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
     return loss_sum, token_count, last_meta | total_of_sums(metas, is_stacked=True)
+
+
+def _val_step_in_order(
+    forward: Forward, state: TrainState, batch: Batch
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    num_devices = fixed_order.num_devices()
+
+    def on_device(whole: tuple[Any, Any], batch: Batch) -> tuple[jax.Array, jax.Array, Meta]:
+        here = state.replace(params=whole[0], variables=whole[1])
+        apply_fn, params = with_variables(here.apply_fn, variables_of(here)), model_params(here)(here.params)
+
+        def one(_: None, micro: Batch) -> tuple[None, Any]:
+            params_here, micro = lax.optimization_barrier((params, micro))
+            loss_sum, meta = lax.optimization_barrier(forward(apply_fn, params_here, micro, None))
+            count = meta[TOKEN_COUNT] if TOKEN_COUNT in meta else _count(micro)
+            return None, (loss_sum, count, without_statistics(meta))
+
+        _, found = lax.scan(one, None, batch)
+        losses_S, counts_S, metas = fixed_order.gathered(found, num_devices)
+        last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
+        return jnp.sum(losses_S), jnp.sum(counts_S), {**last_meta, **total_of_sums(metas, is_stacked=True)}
+
+    return fixed_order.spread(on_device, (state.params, getattr(state, VARIABLES, {})), _numbered(batch))

@@ -1,0 +1,165 @@
+"""Sums over the micro-batches of a step in one order, whatever number of devices computes them. Pure.
+
+Floating-point sums depend on their order, and that of a usual step on how many devices share it. Here (spec key
+`train.same_bits_devices`: G) every gradient is made of the same additions of the same numbers:
+
+1. A step has M micro-batches of one shape, which each device computes alone: no sum within one crosses devices.
+2. They make up G groups of as many. The gradients of a group are added up one after another.
+3. Groups are the leaves of a binary tree: node (l, i) is the sum of groups i 2^l to (i + 1) 2^l - 1, as far as there
+   are that many, and of two nodes the left one stands on the left of the addition.
+4. Each of n devices, where n divides G, has G / n groups that follow each other. It adds up the subtrees that lie whole
+   among its own, and holds the largest of them; of one group that is the group.
+5. Every device gets its share of every array of all these subtrees, adds up the rest of the tree for it, and all shares
+   are gathered. With a group on each device that costs the bytes of a usual reduction in float32.
+
+Every device has whole parameters and gradients while it computes them: with one group three gradients at once, with
+more of them up to 2 log2(G / n) more. Losses,
+counts and meta of micro-batches are gathered, and then added up by each device, all in their order.
+
+Shape legend: S micro-batches of a step, G groups, n devices over which they are spread, c micro-batches of a group.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from runner.train.mesh import BATCH_AXES
+
+Node = tuple[int, int]  # (level, index)
+_NOWHERE = AbstractMesh((), ())
+
+
+class Course(NamedTuple):
+    """How a device adds up groups that follow each other, with a stack of subtrees.
+
+    Attributes:
+        places: for each group the place in the stack of the subtree that ends with it.
+        joined: for each group how many subtrees, those right behind that place, are added to it first, the last first.
+        nodes: the subtrees in the stack at the end.
+    """
+
+    places: tuple[int, ...]
+    joined: tuple[int, ...]
+    nodes: tuple[Node, ...]
+
+
+@functools.cache
+def course(start: int, stop: int) -> Course:
+    """For groups `start` to `stop` - 1."""
+    places, joined, stack = [], [], list[Node]()
+    for group in range(start, stop):
+        node, number = (0, group), 0
+        while stack and node[1] % 2 == 1 and stack[-1] == (node[0], node[1] - 1):
+            level, index = stack.pop()
+            node, number = (level + 1, index // 2), number + 1
+        places.append(len(stack))
+        joined.append(number)
+        stack.append(node)
+    return Course(tuple(places), tuple(joined), tuple(stack))
+
+
+def num_devices() -> int:
+    """Devices over which the caller's mesh spreads examples: n."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+
+
+def kept_whole(tree: Any) -> Any:
+    """Arrays of which each device has all, so that sums over their elements do not depend on how they are cut."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+
+
+    def whole(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: lax.with_sharding_constraint(leaf, PartitionSpec()), tree)
+
+    return whole(lax.optimization_barrier(whole(tree)))
+
+
+def spread(function: Callable[..., Any], whole: Any, batch: Any) -> Any:
+    """Return `function(whole, batch)`, called on every device with all of `whole` and its own part of `batch`.
+
+    `batch` is cut along its first axis; the results must be the same on all devices. Without a mesh this is one device.
+    Inside there is no mesh, and logical names of axes mean nothing.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return function(whole, batch)
+
+    def on_device(whole: Any, batch: Any) -> Any:
+        with nn.logical_axis_rules(()), jax.sharding.use_abstract_mesh(_NOWHERE):
+            return function(whole, batch)
+
+    specs = PartitionSpec(), PartitionSpec(BATCH_AXES)
+    return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(whole, batch)
+
+
+def gathered(values: Any, num_devices: int) -> Any:
+    """Of arrays with an axis of micro-batches in front, those of all devices. Inside `spread`."""
+    if num_devices > 1:
+        values = jax.tree.map(lambda leaf: lax.all_gather(leaf, BATCH_AXES, axis=0, tiled=True), values)
+    return lax.optimization_barrier(values)  # else sums of them become one with how they came about, in another order
+
+
+def summed(
+    add_group: Callable[[Any], tuple[Any, Any]], batch: Any, zeros: Any, num_groups: int, num_devices: int
+) -> tuple[Any, Any]:
+    """Return the sum of the gradients of all groups, and what else `add_group` gives, of all groups. Inside `spread`.
+
+    `batch` is this device's, (S / n, ...). `add_group` takes the micro-batches (c, ...) of a group, and returns the sum
+    of their gradients, of the form of `zeros`, and other values (c, ...).
+    """
+    own = num_groups // num_devices
+    courses = [course(own * device, own * (device + 1)) for device in range(num_devices)]
+    here = lax.axis_index(BATCH_AXES) if num_devices > 1 else 0
+    places, joined = (jnp.array([getattr(each, name) for each in courses])[here] for name in ("places", "joined"))
+    depth = 1 + max(place + number for each in courses for place, number in zip(each.places, each.joined, strict=True))
+
+    def of_group(stack: Any, part: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
+        place, number, batch = part
+        gradient, others = add_group(batch)
+
+        def join(count: jax.Array, gradient: Any) -> Any:
+            left = jax.tree.map(lambda leaf: leaf[place + number - 1 - count], stack)
+            return jax.tree.map(jnp.add, left, gradient)
+
+        gradient = lax.fori_loop(0, number, join, gradient)
+        return jax.tree.map(lambda leaf, new: leaf.at[place].set(new), stack, gradient), others
+
+    stack = jax.tree.map(lambda leaf: jnp.zeros((depth, *leaf.shape), leaf.dtype), zeros)
+    in_groups = jax.tree.map(lambda leaf: leaf.reshape(own, -1, *leaf.shape[1:]), batch)
+    stack, others = lax.scan(of_group, stack, (places, joined, in_groups))
+    others = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), others)
+    nodes = [each.nodes for each in courses]
+    return jax.tree.map(functools.partial(_total, num_groups, nodes), stack), gathered(others, num_devices)
+
+
+def _total(num_groups: int, nodes: Sequence[Sequence[Node]], stack: jax.Array) -> jax.Array:
+    """The root of the tree, of one array, from the subtrees of all devices."""
+    num_devices, shape = len(nodes), stack.shape[1:]
+    flat = stack.reshape(stack.shape[0], -1)
+    shares = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % num_devices))).reshape(stack.shape[0], num_devices, -1)
+    is_alone = num_devices == 1
+    came = shares.swapaxes(0, 1) if is_alone else lax.all_to_all(shares, BATCH_AXES, split_axis=1, concat_axis=0)
+    known = {node: came[device, place] for device, each in enumerate(nodes) for place, node in enumerate(each)}
+    share = _node((max(num_groups - 1, 0).bit_length(), 0), num_groups, known)
+    whole = share if is_alone else lax.all_gather(share, BATCH_AXES, axis=0, tiled=True)
+    return whole[: flat.shape[1]].reshape(shape)
+
+
+def _node(node: Node, num_groups: int, known: Mapping[Node, jax.Array]) -> jax.Array:
+    """The sum at a node, by the rule of the tree."""
+    if node in known:
+        return known[node]
+    level, index = node
+    left = _node((level - 1, 2 * index), num_groups, known)
+    if (2 * index + 1) << (level - 1) >= num_groups:
+        return left
+    return left + _node((level - 1, 2 * index + 1), num_groups, known)
