@@ -172,10 +172,12 @@ class TrainConfig(Frozen):
         default="auto",
         description="Examples that a device holds at once; auto: the most that its memory holds, by the compiled step.",
     )
-    same_bits_devices: PositiveInt | None = Field(
+    same_bits_devices: int | None = Field(
         default=None,
-        description="The run ends in the same bits on any number of devices that divides this one: data x fsdp, on any "
-        "number of hosts. Needs micro_batch_examples; each device then holds whole gradients. null: on one number.",
+        ge=2,
+        description="The run ends in the same bits on any number of devices, from 2 on, that divides this one: data x "
+        "fsdp, on any number of hosts. Needs micro_batch_examples; each device then holds whole gradients. null: on "
+        "one number of them.",
     )
 
     @model_validator(mode="after")
@@ -431,6 +433,19 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         if not self.schedule.reads_total:
             free |= {"train.total_steps", "train.total_tokens", "train.total_epochs"}
         return frozenset(free)
+
+    @model_validator(mode="after")
+    def _sums_have_an_order(self) -> "TrainerConfig[ModelConfigType]":
+        """Of what works on whole matrices, or on halves of a batch, the sums depend on how it is cut."""
+        devices, name = self.train.same_bits_devices, self.optimizer.name
+        if devices is not None and name in ("adafactor", "muon", "galore"):
+            raise ValueError(
+                f"train.same_bits_devices={devices}: optimizer.name={name} adds up over whole matrices, which devices "
+                "share; use one that works element by element, such as adamw"
+            )
+        if devices is not None and self.noise_scale is not None:
+            raise ValueError(f"train.same_bits_devices={devices}: noise_scale has no such order; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _adapter_is_float32(self) -> "TrainerConfig[ModelConfigType]":

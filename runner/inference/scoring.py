@@ -101,7 +101,8 @@ def _lay_out(run: Opened, mesh: Mesh, fields: Fields) -> BatchLayout:
     share = -(-train.global_batch_examples // shards)
     most = share if train.micro_batch_examples == "auto" else int(train.micro_batch_examples)
     micro = max(size for size in range(1, share + 1) if share % size == 0 and size <= max(1, most))
-    return BatchLayout(mesh, share * shards, micro, run.job.config.data.sequence_length, fields)
+    is_ordered = train.same_bits_devices is not None
+    return BatchLayout(mesh, share * shards, micro, run.job.config.data.sequence_length, fields, is_ordered)
 
 
 def record_of(score: Score, sizes: Mapping[str, Size]) -> JsonObject:

@@ -53,7 +53,7 @@ def batch_section(config: TrainerConfig, program: Program) -> Section:
     shards = num_batch_shards(layout.mesh)
     section.add("mesh", mesh_text(program.blueprint.mesh_sizes), "text", "counted")
     axes = batch_axes_text(layout.mesh)
-    product = f"{layout.micro_batch_examples} examples x {shards} devices ({axes}) x {layout.accumulate_steps}"
+    product = f"{layout.micro_batch_examples} examples x {shards} devices ({axes}) x {layout.rounds}"
     section.add("micro-batch x devices x accumulation", f"{product} = {train.global_batch_examples}", "text", "counted")
     section.add("tokens in a step", config.tokens_per_step, "", "counted")
     section.add("steps", config.total_steps, "", "counted")
@@ -109,7 +109,7 @@ def work_of(config: TrainerConfig, flops: Flops, program: Program) -> Work:
     whole = num_elements(abstract.params) / sizes["tensor"]
     passes = 3 if config.memory.remat == "layers" else 2
     compute_bytes = 2 if config.precision.compute == "bfloat16" else 4
-    accumulate_steps = program.step.layout.accumulate_steps
+    accumulate_steps = program.step.layout.rounds
     traffic = estimate.hbm_traffic(bytes_on_a_device(abstract), whole * compute_bytes, passes, accumulate_steps)
     num_devices = program.blueprint.mesh.size
     return Work(executed / num_devices, traffic, program.interconnect_bytes, program.network_bytes)

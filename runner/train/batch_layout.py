@@ -57,6 +57,11 @@ class BatchLayout:
         """Micro-batches in a step: S."""
         return self.global_batch_examples // self.micro_batch
 
+    @property
+    def rounds(self) -> int:
+        """How many micro-batches a device computes in a step, one after another."""
+        return self.global_batch_examples // (self.micro_batch_examples * num_batch_shards(self.mesh))
+
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of a (S, B, T) batch."""
         shape = (self.accumulate_steps, self.micro_batch, self.sequence_length)

@@ -76,7 +76,6 @@ def kept_whole(tree: Any) -> Any:
     if jax.sharding.get_abstract_mesh().empty:
         return tree
 
-
     def whole(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: lax.with_sharding_constraint(leaf, PartitionSpec()), tree)
 

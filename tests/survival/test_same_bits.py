@@ -1,0 +1,64 @@
+"""A run that is killed and goes on with another number of devices and processes: an undisturbed run's bits and rows."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.harness import Job, undisturbed
+from tests.survival.test_kill import assert_each_logged_step_once
+
+STEPS = 30
+TRAIN = f"{{total_steps: {STEPS}, global_batch_examples: 24, micro_batch_examples: 1, same_bits_devices: 24}}"
+OPTIONS = (
+    f"config.train={TRAIN}",
+    "checkpoint.every_steps=4",
+    "logging.every_steps=1",
+    "config.eval={every_steps: 10, batches: 2}",
+    "config.optimizer.clip_norm=0.5",
+)
+JOBS = {
+    "gpt": ("specs/gpt_nano.yaml", ("config.model.dropout=0.1",)),
+    "llama": ("specs/llama_nano.yaml", ()),
+    "packed": ("specs/gpt_nano.yaml", ("config.data.packing=documents",)),
+    "averaged": ("specs/gpt_nano.yaml", ("config.ema={decays: [0.9], evaluate: true}", "config.metrics.norms=groups")),
+}
+DATA, CUT = "topology.mesh={data: auto, fsdp: 1}", "topology.mesh={data: 1, fsdp: auto}"
+# (devices of a process, processes, mesh): one after another.
+PLACES = [(8, 1, DATA), (2, 1, CUT), (1, 3, DATA), (2, 2, CUT), (4, 1, DATA), (1, 2, CUT), (3, 1, DATA), (6, 1, CUT)]
+pytestmark = pytest.mark.soak
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_killed_and_resumed_elsewhere_again_and_again_it_ends_with_the_same_bits_and_rows(name, tmp_path):
+    spec, options = JOBS[name]
+    options = (*OPTIONS, *options)
+    job = Job(spec, tmp_path / "run", options)
+    for number, (devices, processes, mesh) in enumerate(PLACES):
+        here = replace(job, devices=devices).with_options(mesh)
+        attempt = here.start() if processes == 1 else here.launch(processes)
+        if number + 1 == len(PLACES):
+            attempt.expect(0)
+            break
+        attempt.until(lambda step=4 * (number + 1): any(each >= step for each in job.committed()), "the next step")
+        attempt.kill_tree()
+    assert_each_logged_step_once(job, 1, 10, STEPS)
+    assert job.outcome() == undisturbed(spec, (*options, DATA), devices=8).outcome()
+
+
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        ("config.train.same_bits_devices=12", "config.train.same_bits_devices"),
+        ("config.train.same_bits_devices=null", "config.train.same_bits_devices"),
+        ("config.train.micro_batch_examples=2", "config.train.micro_batch_examples"),
+    ],
+)
+def test_another_order_of_sums_does_not_resume_the_run(mine, message, tmp_path):
+    changes = (*OPTIONS, "config.train.total_steps=8", DATA)
+    job = Job("specs/gpt_nano.yaml", tmp_path / "run", changes, devices=4)
+    attempt = job.start()
+    attempt.until(lambda: bool(job.committed()), "a checkpoint")
+    attempt.kill_tree()
+    ended = job.with_options(mine).start()
+    ended.expect(2)
+    assert message in ended.output()

@@ -1,0 +1,149 @@
+"""Sums in one order: the tree by hand, train steps on any number of devices, and what cannot have an order."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.gpt import GPT, GPTConfig, PretrainGPT
+from runner.errors import InvalidError
+from runner.train import fixed_order
+from runner.train.mesh import BATCH_AXES, refuse_other_orders
+from runner.train.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
+from runner.train.step import train_step, val_step
+from runner.train.variables import unchanged
+from tests.support.tiny import leaves_equal, mesh_id, mesh_over
+
+# By hand.
+
+
+class Term:
+    """A sum that remembers how it came about."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __add__(self, other):
+        return Term(f"({self.text}+{other.text})")
+
+
+def sum_on(num_groups, num_devices):
+    """How `num_devices` devices add up as many groups as there are, by their courses and the rest of the tree."""
+    own, known = num_groups // num_devices, {}
+    for device in range(num_devices):
+        course, stack = fixed_order.course(own * device, own * (device + 1)), {}
+        for number, (place, joined) in enumerate(zip(course.places, course.joined, strict=True)):
+            term = Term(str(own * device + number))
+            for count in range(joined):
+                term = stack[place + joined - 1 - count] + term
+            stack[place] = term
+        known |= {node: stack[place] for place, node in enumerate(course.nodes)}
+    return fixed_order._node(((num_groups - 1).bit_length(), 0), num_groups, known).text
+
+
+def test_the_order_of_a_tree():
+    assert sum_on(8, 8) == "(((0+1)+(2+3))+((4+5)+(6+7)))"
+    assert sum_on(6, 6) == "(((0+1)+(2+3))+(4+5))"
+    assert sum_on(3, 3) == "((0+1)+2)"
+
+
+@pytest.mark.parametrize("num_groups", range(1, 49))
+def test_any_number_of_devices_adds_the_same_terms_in_the_same_order(num_groups):
+    sizes = [size for size in range(1, num_groups + 1) if num_groups % size == 0]
+    assert len({sum_on(num_groups, size) for size in sizes}) == 1
+
+
+# Train steps.
+
+V, T, M, KEY = 64, 16, 12, jax.random.key(0)
+MODEL = GPT(GPTConfig(layers=2, heads=2, width=16, dropout=0.1), V, T)
+TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+MESHES = [*DAILY, {"data": 4}, {"data": 3, "fsdp": 2}, {"data": 6}, {"fsdp": 2}, {"data": 2, "fsdp": 2}]
+    {"fsdp": 3},
+    {"data": 4},
+    {"data": 3, "fsdp": 2},
+    {"data": 2},
+    {"data": 6},
+    {"fsdp": 2},
+    {"data": 2, "fsdp": 2},
+]
+DAILY = [{"fsdp": 3}]
+WHOLE = {"data": 2}
+
+
+@functools.cache
+def batch_of(m):
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, V, (M, m, T)).astype(np.int32)
+    mask = generator.random((M, m, T)) < 0.9
+    return {"x": x, "y": np.roll(x, -1, -1), "padding_mask": mask, "loss_weight": generator.random(x.shape, np.float32)}
+
+
+def make(key):
+    return make_state(MODEL, key, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
+
+
+@functools.cache
+def steps_on(sizes, num_groups, m):
+    """State, losses, norms and validation after three steps."""
+    mesh = mesh_over(dict(sizes))
+    boxed = jax.eval_shape(lambda key: MODEL.init(key, jnp.zeros((1, T), jnp.int32), deterministic=True), KEY)
+    abstract = abstract_state(make, KEY, variable_shardings(boxed["params"], mesh), mesh)
+    shardings = shardings_of(abstract)
+
+    def step(state, batch):
+        key = jax.random.fold_in(KEY, state.step)
+        forward, options = PretrainGPT.forward, {"norms": "groups", "num_groups": num_groups}
+        return train_step(forward, state, batch, key, M, unchanged, **options)
+
+    with sharding_rules(mesh):
+        state = jax.jit(make, out_shardings=shardings)(KEY)
+        batch = jax.device_put(batch_of(m), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+        jitted, found = jax.jit(step, out_shardings=(shardings, None, None)), []
+        for _ in range(3):
+            state, loss, meta = jitted(state, batch)
+            found.append((loss, meta))
+        sums = jax.jit(functools.partial(val_step, PretrainGPT.forward, num_groups=num_groups))(state, batch)
+    return jax.device_get((state.params, state.opt_state, found, sums))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_groups", "m"),
+    [
+        pytest.param(sizes, num_groups, m, id=f"{mesh_id(sizes)}, {num_groups} groups of {m}", marks=marks)
+        for num_groups, m in ((12, 1), (12, 2), (6, 1))
+        for sizes in MESHES
+        for marks in [() if sizes in DAILY and (num_groups, m) == (12, 1) else pytest.mark.soak]
+        if num_groups % np.prod([*sizes.values()]) == 0
+    ],
+)
+def test_on_any_number_of_devices_every_bit_is_the_same(sizes, num_groups, m):
+    expected = steps_on(tuple(WHOLE.items()), num_groups, m)
+    assert leaves_equal(steps_on(tuple(sizes.items()), num_groups, m), expected)
+    assert expected[2][0][1]["grad_norm"] > 0.1  # and so it was clipped
+
+
+@pytest.mark.soak
+def test_the_usual_order_depends_on_the_number_of_devices():
+    """Else the tests above show nothing."""
+    losses = {float(steps_on((("data", size),), size, 1)[2][2][0]) for size in (2, 3, 4, 6)}
+    assert len(losses) > 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "message"),
+    [
+        ({"data": 8}, 12, "cannot be spread over 8 devices .*; use 2, 3, 4, 6, 12"),
+        ({}, 4, "cannot be spread over 1 device .*; use 2, 4"),
+        ({"data": 2, "tensor": 2}, 4, "holds for data x fsdp alone, and topology.mesh.tensor is 2"),
+        ({"data": 2, "sequence": 2}, 4, "holds for data x fsdp alone, and topology.mesh.sequence is 2"),
+        ({"expert": 4}, 4, "holds for data x fsdp alone, and topology.mesh.expert is 4"),
+    ],
+)
+def test_a_mesh_on_which_sums_have_another_order_is_refused(sizes, devices, message):
+    with pytest.raises(InvalidError, match=message):
+        refuse_other_orders(mesh_over(sizes), devices)
