@@ -74,6 +74,7 @@ SOME: dict[str, Any] = {
     "config.train.total_tokens": TOKENS,
     "config.train.total_epochs": 0.19,  # of the ids below
     "config.train.micro_batch_examples": 1,
+    "config.train.same_bits_devices": 8,
     "config.eval.every_steps": 2,
     "config.eval.multiple_choice.*.every_steps": 1,
     "config.eval.multiple_choice.*.limit": 1,
@@ -148,6 +149,7 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.model.preset", OPEN): {"config.model.key_value_heads": 1},
     ("config.model.base_width", OPEN): {"config.model.latent": None, "config.model.moe": None},
     ("config.model.window", OPEN): {"config.model.layer_pattern": ["window"]},
+    ("config.train.same_bits_devices", OPEN): {"config.train.micro_batch_examples": 1, "topology.mesh.data": "auto"},
     ("config.train.total_steps", None): {"config.train.total_tokens": TOKENS},
     ("config.train.total_tokens", OPEN): {"config.train.total_steps": None},
     ("config.train.total_epochs", OPEN): {
@@ -513,6 +515,6 @@ class InjectedOptimizer(TrainLookup):
 
 def test_a_rate_that_an_optimizer_of_the_jobs_own_keeps_in_its_state_is_logged(tmp_path: Path) -> None:
     resume(lambda name: gpt(tmp_path / name, InjectedOptimizer, **BASE | {"config.optimizer": {}}))
-    rows, _ = trajectory(tmp_path / "resumed")
+    rows, _ = outcome(tmp_path / "resumed")
     assert [row["train/learning_rate"] for row in rows] == pytest.approx([0.1, 0.09, 0.08])
-    assert rows == trajectory(tmp_path / "whole")[0]
+    assert rows == outcome(tmp_path / "whole")[0]

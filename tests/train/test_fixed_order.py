@@ -62,17 +62,9 @@ def test_any_number_of_devices_adds_the_same_terms_in_the_same_order(num_groups)
 V, T, M, KEY = 64, 16, 12, jax.random.key(0)
 MODEL = GPT(GPTConfig(layers=2, heads=2, width=16, dropout=0.1), V, T)
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
-MESHES = [*DAILY, {"data": 4}, {"data": 3, "fsdp": 2}, {"data": 6}, {"fsdp": 2}, {"data": 2, "fsdp": 2}]
-    {"fsdp": 3},
-    {"data": 4},
-    {"data": 3, "fsdp": 2},
-    {"data": 2},
-    {"data": 6},
-    {"fsdp": 2},
-    {"data": 2, "fsdp": 2},
-]
-DAILY = [{"fsdp": 3}]
 WHOLE = {"data": 2}
+DAILY = [{"fsdp": 3}]
+MESHES = [*DAILY, {"data": 4}, {"data": 3, "fsdp": 2}, {"data": 6}, {"fsdp": 2}, {"data": 2, "fsdp": 2}]
 
 
 @functools.cache
