@@ -8,6 +8,7 @@ from runner.errors import InvalidError
 from runner.spec import Checkpoint
 
 GRACE_SECONDS = 300
+SUBMITTED = "RUNNER_SUBMITTED"  # tells a process when its job was submitted, in Unix seconds
 _LARGEST = 2**31 - 1
 _ANY_TEXT = ("spec", "set", "sbatch_option")  # a path, YAML, and what is checked by its own engine
 

@@ -46,6 +46,7 @@ from tests.support.tiny import (
     stop_after,
     trajectory,
 )
+from tests.test_values import TrainLookup
 
 JOB = {"job": "tests.support.tiny:RecordingGPT"}
 STOP, STEPS = 4, 8
@@ -490,7 +491,7 @@ def test_a_run_that_was_begun_with_keys_that_nothing_reads_goes_on_without_them(
     assert read_json(job.store, "result.json") == read_json(undisturbed.store, "result.json")
 
 
-class WithMeta(PretrainGPT):
+class WithMeta(TrainLookup):
     """Returns `extra` beside its loss."""
 
     extra: ClassVar[dict[str, Any]] = {}
@@ -514,9 +515,7 @@ def test_rows_carry_the_scalars_that_a_step_returns_and_need_no_norm_of_the_grad
             state, loss, meta = super().train_step(state, batch, key, accumulate_steps)
             return state, loss, meta | {"mine": meta.pop("grad_norm")}
 
-    job = gpt(
-        tmp_path / "run", Told, **{"config.train.total_steps": 2, "config.model.layers": 1, "config.schedule": {}}
-    )
+    job = gpt(tmp_path / "run", Told, **{"config.train.total_steps": 2, "config.schedule": {}})
     job()
     for row in rows(job.store.root):
         assert (row["train/share"], row["train/count"], row["train/odd"]) == (0.5, 3, None)
@@ -595,9 +594,9 @@ def test_a_bad_id_among_many_ends_the_run_with_2_when_it_is_met(tmp_path, monkey
     ids = np.arange(4000, dtype="<u2") % 200
     ids[3990] = 999  # of the validation split, which the first row reads
     ids.tofile(path)
-    changes = {"config.data.source": str(path), "config.model.layers": 1, "config.model.vocabulary_size": 200}
+    changes = {"config.data.source": str(path), "config.model.vocabulary_size": 200}
     with pytest.raises(DataError, match=r"token id 999 at position 3990 of .*tokens\.bin is beyond") as caught:
-        gpt(tmp_path / "run", **changes)()
+        gpt(tmp_path / "run", TrainLookup, **changes)()
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
 

@@ -4,15 +4,20 @@ Renders a manifest and hands it to kubectl. What follows the end of a pod stands
 """
 
 import argparse
+import json
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from launch.kubernetes.admission import check_size
 from launch.kubernetes.jobset import dump, render
-from launch.options import add_grace_seconds, natural, positive
-from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
+from launch.kubernetes.pod import CONTAINER
+from launch.options import SUBMITTED, add_grace_seconds, natural, positive
+from runner.errors import EXIT_DONE, FailedError, InvalidError
 from runner.spec import load_document, validate_spec
-from runner.terminal import say, warn
+from runner.terminal import say
 
 HELP = "run the job as a JobSet on Kubernetes"
 
@@ -43,20 +48,51 @@ def run(parsed: argparse.Namespace) -> int:
     """Submit the job, or print what would be submitted."""
     spec = validate_spec(load_document(parsed.spec, parsed.set))
     text = Path(parsed.spec).read_text(encoding="utf-8-sig")
-    rendered = render(spec, text, parsed)
+    rendered = render(spec, text, parsed, None)
+    if not parsed.dry_run:
+        rendered = render(spec, text, parsed, _submitted(rendered["metadata"]))
     check_size(rendered, len(text.encode()))
     manifest = dump(rendered)
     if parsed.dry_run:
         say(manifest.rstrip("\n"))
-        return EXIT_DONE
+    else:
+        _kubectl("apply", "-f", "-", text=manifest)
+    return EXIT_DONE
+
+
+def _submitted(metadata: dict[str, str]) -> str | None:
+    """When the JobSet was submitted, in Unix seconds: now, or what the pods of the one that is there were told.
+
+    None if they were told nothing, since their environment cannot be changed any more.
+    """
+    namespace = [f"--namespace={metadata['namespace']}"] if "namespace" in metadata else []
+    get = ["get", "jobset", metadata["name"], *namespace, "--ignore-not-found", "--output=json"]
+    output = _kubectl(*get, stdout=subprocess.PIPE)
+    if not output.strip():
+        return str(int(time.time()))
     try:
-        result = subprocess.run(["kubectl", "apply", "-f", "-"], input=manifest, text=True)
+        return next((variable.get("value") for variable in _variables(json.loads(output))), None)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise FailedError(f"kubectl get: no JobSet that this command has made: {output!r:.100}") from None
+
+
+def _variables(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Those of that name in the container of the job."""
+    for replicated in manifest["spec"]["replicatedJobs"]:
+        for container in replicated["template"]["spec"]["template"]["spec"]["containers"]:
+            variables = container.get("env", []) if container["name"] == CONTAINER else []
+            yield from (variable for variable in variables if variable["name"] == SUBMITTED)
+
+
+def _kubectl(*arguments: str, text: str = "", stdout: int | None = None) -> str:
+    """Its output if that is a pipe. Raises `InvalidError` if it cannot be run, `FailedError` if it fails."""
+    try:
+        result = subprocess.run(["kubectl", *arguments], input=text, stdout=stdout, text=True)
     except OSError as error:
         raise InvalidError(f"cannot run kubectl: {error.strerror}; --dry-run prints what it would be given") from None
     if result.returncode != 0:
-        warn(f"kubectl apply ended with {result.returncode}")
-        return EXIT_FAILED
-    return EXIT_DONE
+        raise FailedError(f"kubectl {arguments[0]} ended with {result.returncode}")
+    return result.stdout or ""
 
 
 def _pair(text: str) -> tuple[str, str]:

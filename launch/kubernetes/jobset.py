@@ -53,8 +53,11 @@ JOBSET_FAILURE_RULES = [
 ]
 
 
-def render(spec: ExecutionSpec, text: str, parsed: argparse.Namespace) -> dict[str, Any]:
-    """The JobSet of a job; `text` is its spec as it was written. Raises `InvalidError` for what cannot run there."""
+def render(spec: ExecutionSpec, text: str, parsed: argparse.Namespace, submitted: str | None) -> dict[str, Any]:
+    """The JobSet of a job; `text` is its spec as it was written, `submitted` when that was, if its pods are told.
+
+    Raises `InvalidError` for what cannot run there.
+    """
     admission.check_options(parsed)
     accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
     pods = pod.pods_for(accelerator, parsed.nodes)
@@ -70,7 +73,7 @@ def render(spec: ExecutionSpec, text: str, parsed: argparse.Namespace) -> dict[s
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": POD_FAILURE_RULES},
-        "template": pod.template(spec, text, parsed, pods, name),
+        "template": pod.template(spec, text, parsed, pods, name, submitted),
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

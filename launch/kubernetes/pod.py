@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from launch.kubernetes.admission import MOST_PODS, check_mounts
-from launch.options import grace_seconds, runner_arguments
+from launch.options import SUBMITTED, grace_seconds, runner_arguments
 from runner.accelerator import Accelerator
 from runner.errors import InvalidError
 from runner.spec import ExecutionSpec
@@ -80,8 +80,10 @@ def pods_for(accelerator: Accelerator | None, num_nodes: int | None) -> Pods:
     return Pods(hosts * accelerator.num_slices, 1, {"nvidia.com/gpu": chips_on_a_host}, labels)
 
 
-def template(spec: ExecutionSpec, text: str, parsed: argparse.Namespace, pods: Pods, name: str) -> dict[str, Any]:
-    """The template of every pod of the JobSet `name`; `text` is the spec as it was written.
+def template(
+    spec: ExecutionSpec, text: str, parsed: argparse.Namespace, pods: Pods, name: str, submitted: str | None
+) -> dict[str, Any]:
+    """The template of every pod of the JobSet `name`; `text` is the spec as it was written, `submitted` as of `render`.
 
     Raises `InvalidError` for what the pods would lose or give away.
     """
@@ -100,7 +102,7 @@ def template(spec: ExecutionSpec, text: str, parsed: argparse.Namespace, pods: P
             *({"key": chip, "operator": "Exists", "effect": "NoSchedule"} for chip in pods.chips),
             *([{"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}] if parsed.spot else []),
         ],
-        "containers": [_container(parsed, pods, name) | {"volumeMounts": mounts}],
+        "containers": [_container(parsed, pods, name, submitted) | {"volumeMounts": mounts}],
         "volumes": volumes,
     }
     return {"metadata": {"annotations": annotations}, "spec": _given(pod)}
@@ -141,7 +143,7 @@ def _volumes(
     )
 
 
-def _container(parsed: argparse.Namespace, pods: Pods, name: str) -> dict[str, Any]:
+def _container(parsed: argparse.Namespace, pods: Pods, name: str, submitted: str | None) -> dict[str, Any]:
     """What runs in every pod, but for its volumes."""
     first_host = f"{name}-{SLICE}-0-0.{name}"
     arguments = [literal(word) for word in runner_arguments(str(SPEC_DIRECTORY / SPEC_FILE), parsed.set)]
@@ -154,7 +156,7 @@ def _container(parsed: argparse.Namespace, pods: Pods, name: str) -> dict[str, A
         "command": ["python"],
         "args": arguments,
         "workingDir": parsed.workdir,
-        "env": [{"name": key} | value for key, value in _variables(parsed, pods, first_host).items()],
+        "env": [{"name": key} | value for key, value in _variables(parsed, pods, first_host, submitted).items()],
         "envFrom": [{"secretRef": {"name": secret}} for secret in parsed.env_from_secret],
         "resources": _given(
             {
@@ -166,9 +168,13 @@ def _container(parsed: argparse.Namespace, pods: Pods, name: str) -> dict[str, A
     return _given(container)
 
 
-def _variables(parsed: argparse.Namespace, pods: Pods, first_host: str) -> dict[str, dict[str, Any]]:
+def _variables(
+    parsed: argparse.Namespace, pods: Pods, first_host: str, submitted: str | None
+) -> dict[str, dict[str, Any]]:
     """The environment of the container; the user's word is the last."""
     variables: dict[str, dict[str, Any]] = {"PYTHONUNBUFFERED": {"value": "1"}}
+    if submitted is not None:
+        variables[SUBMITTED] = {"value": submitted}
     if not pods.chips:
         variables["JAX_PLATFORMS"] = {"value": "cpu"}
     if pods.num_slices > 1:

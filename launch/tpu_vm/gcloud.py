@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from runner.errors import InvalidError, RetryableError
@@ -31,10 +32,17 @@ _NETWORK = re.compile(
 
 @dataclass(frozen=True)
 class ResourceState:
-    """What `describe` says of a queued resource: its state, and why it failed."""
+    """What `describe` says of a queued resource.
+
+    Attributes:
+        name: of the state.
+        error: why it failed.
+        created: when it was asked for, in Unix seconds; None if the answer does not say.
+    """
 
     name: str
     error: str = ""
+    created: int | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,8 @@ class Gcloud:
             return None
         state = answer.get("state") or {}
         error = (state.get("failedData") or {}).get("error") or {}
-        return ResourceState(state.get("state", "UNKNOWN"), error.get("message", ""))
+        created = _unix_seconds(answer.get("createTime"))
+        return ResourceState(state.get("state", "UNKNOWN"), error.get("message", ""), created)
 
     def node(self, node: str) -> Node | None:
         """Of one slice; None if there is none."""
@@ -156,6 +165,15 @@ class Gcloud:
             if tries_left:
                 time.sleep(self._pause_seconds)
         raise RetryableError(f"{' '.join(command[:5])}: {first_line(errors)}")
+
+
+def _unix_seconds(text: object) -> int | None:
+    """Of a time as Google's interfaces write it: RFC 3339, in UTC; None if it is none."""
+    try:
+        moment = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
 
 
 def execute(command: Sequence[str], deadline_seconds: float = DEADLINE_SECONDS) -> tuple[int, str, str]:

@@ -8,6 +8,7 @@ In the directory `~/NAME` of each host:
 | `log` | all that setting up and the job have printed; `log.previous`: that of the job before |
 | `lock` | locked by the job as long as any of its processes lives |
 | `pid` | the job's process group |
+| `submitted` | when the machines were asked for, in Unix seconds; empty if they were kept from a job before |
 | `exit_code` | how it ended, written once it has |
 
 `attend` is the one step that brings a host from anything to a running job, and may be repeated at any moment: it starts
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 
 from launch.shell import Value, fill, read_program
 
+CREATE_TIME = "createTime"  # stands for the number where commands are only printed; to a job it says nothing
 SHOWN_AT_FIRST_LINES = 20
 _ANSWER = re.compile(r"^tpu-vm: worker (\d+) (empty|started|running|stopped|ended (\d+))(?: of ([0-9a-f]+))?$", re.M)
 _LOG = re.compile(r"^tpu-vm: log from (\d+)$")
@@ -55,10 +57,18 @@ class Host:
     arguments: Sequence[str]
     environment: str | None = None
 
-    def attend(self) -> str:
-        """Start the job unless it runs or has ended; say which. One that was asked to stop (75) is started again."""
+    def attend(self, submitted: int | str | None) -> str:
+        """Start the job unless it runs or has ended; say which. One that was asked to stop (75) is started again.
+
+        `submitted`: when the machines were asked for, in Unix seconds; None if that is not known.
+        """
         return self._enter_and(
-            "attend.sh", commit=self.commit, archive=self.archive, sha256=self.sha256, job=[self.job()]
+            "attend.sh",
+            commit=self.commit,
+            archive=self.archive,
+            sha256=self.sha256,
+            submitted=submitted,
+            job=[self.job()],
         )
 
     def job(self) -> str:

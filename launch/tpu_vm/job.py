@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from launch.restart.exit_code import job_code
 from launch.tpu_vm.gcloud import MOST_TRIES, Gcloud, Resource, check, execute, first_line
-from launch.tpu_vm.host import Answer, Host, answers, lines_of_log, log_begins_at
+from launch.tpu_vm.host import CREATE_TIME, Answer, Host, answers, lines_of_log, log_begins_at
 from launch.tpu_vm.log_tail import LogTail
 from runner.errors import EXIT_DONE, PreemptedError, RetryableError
 from runner.terminal import say, warn
@@ -23,6 +23,14 @@ from runner.terminal import say, warn
 HostIndex = tuple[int, int]  # its slice, and the worker that it is of that slice
 _LOST = ("PREEMPTED", "TERMINATED")  # states of a node that comes back only as another one
 _DRAIN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _Machines:
+    """What a launch has: the number of hosts of each slice, and when it was asked for, in Unix seconds, if known."""
+
+    sizes: list[int]
+    created: int | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,8 @@ class Job:
         commands += [resource.describe_node(node) for node in nodes]
         for node in nodes:
             ship = [resource.scp(node, *file) for file in self.files.items()]
-            commands += [self._attend(node), *ship, self._attend(node)]
+            attend = self._attend(node, CREATE_TIME)
+            commands += [attend, *ship, attend]
         commands.append(self._tail(1))
         return commands + ([self._stop(node) for node in nodes] if self.is_kept else [resource.delete()])
 
@@ -115,9 +124,9 @@ class Job:
         log_tail: LogTail | None = None
         num_failures = 0
         try:
-            while (sizes := self._sizes()) is not None:
+            while (machines := self._machines()) is not None:
                 try:
-                    hosts = self._attend_all(sizes)
+                    hosts = self._attend_all(machines)
                 except RetryableError as error:
                     num_failures += 1
                     if num_failures == MOST_TRIES:
@@ -142,20 +151,22 @@ class Job:
             if log_tail is not None:
                 log_tail.abandon()
 
-    def _sizes(self) -> list[int] | None:
-        """Number of hosts of each slice; None if the machines are lost."""
+    def _machines(self) -> _Machines | None:
+        """What is there now; None if the machines are lost."""
         state = self.gcloud.state()
         if state is None:
             raise self._deleted()
         nodes = [self.gcloud.node(node) for node in self.resource.nodes]
         sizes = [node.num_workers for node in nodes if node is not None and node.state not in _LOST]
-        return sizes if state.name == "ACTIVE" and len(sizes) == len(nodes) else None
+        if state.name != "ACTIVE" or len(sizes) < len(nodes):
+            return None
+        return _Machines(sizes, state.created)
 
-    def _attend_all(self, sizes: list[int]) -> dict[HostIndex, Answer]:
+    def _attend_all(self, machines: _Machines) -> dict[HostIndex, Answer]:
         """What every host says; ships the code where it is not. Raises `RetryableError` if one cannot be asked."""
         hosts: dict[HostIndex, Answer] = {}
-        for index, (node, size) in enumerate(zip(self.resource.nodes, sizes, strict=True)):
-            found = self._answers(node, size)
+        for index, (node, size) in enumerate(zip(self.resource.nodes, machines.sizes, strict=True)):
+            found = self._answers(node, size, machines.created)
             if any(answer.state == "empty" for answer in found.values()):
                 say(f"launch: shipping commit {self.host.commit} to the {size} hosts of {node}")
                 for file in self.files.items():
@@ -163,12 +174,12 @@ class Job:
                     if code != 0:
                         check(errors)
                         raise RetryableError(first_line(errors))
-                found = self._answers(node, size)
+                found = self._answers(node, size, machines.created)
             hosts |= {(index, worker): answer for worker, answer in found.items()}
         return hosts
 
-    def _answers(self, node: str, size: int) -> dict[int, Answer]:
-        _, output, errors = execute(self._attend(node))
+    def _answers(self, node: str, size: int, created: int | None) -> dict[int, Answer]:
+        _, output, errors = execute(self._attend(node, created))
         found = answers(output)
         if set(found) != set(range(size)):  # more telling than the exit code, which speaks for all hosts at once
             check(errors)
@@ -198,8 +209,8 @@ class Job:
     def _deleted(self) -> PreemptedError:
         return PreemptedError(f"{self.resource.name} was deleted by somebody else; run the same command again to go on")
 
-    def _attend(self, node: str) -> list[str]:
-        return self.resource.ssh(node, "all", self.host.attend())
+    def _attend(self, node: str, submitted: int | str | None) -> list[str]:
+        return self.resource.ssh(node, "all", self.host.attend(submitted))
 
     def _stop(self, node: str) -> list[str]:
         return self.resource.ssh(node, "all", self.host.stop())

@@ -24,6 +24,8 @@ setup() {
   echo "$commit" >installed
 }
 setup || { sleep 10; setup; } || { sleep 60; setup; } || end 76
+RUNNER_SUBMITTED=$(cat submitted 2>/dev/null)
+export RUNNER_SUBMITTED
 chmod 600 ../@{environment} && set -a && . ../@{environment} && set +a || end 2
 cd code
 ../venv/bin/python -u -m launch.worker @{arguments}

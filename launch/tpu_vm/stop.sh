@@ -1,4 +1,5 @@
-# End the job if it runs, at once if it must be, and forget how it ended: the next look starts it anew.
+# End the job if it runs, at once if it must be, and forget how it ended: the next look starts it anew, as a job that
+# did not wait for machines.
 # Given: nothing.
 
 if ! flock -n 9; then
@@ -6,5 +7,6 @@ if ! flock -n 9; then
   flock -w 30 9 || { kill -KILL -- "-$(cat pid)"; flock -w 10 9; }
 fi
 rm -f exit_code
+: >submitted
 [ ! -e log ] || mv log log.previous
 answer stopped

@@ -13,7 +13,7 @@ from runner.command.arguments import Parser, directory_of
 from runner.command.looking import looking
 from runner.command.screen import draw
 from runner.errors import EXIT_DONE
-from runner.history.read import read_history
+from runner.history.read import HistoryReader
 from runner.history.record import History, State, as_json
 from runner.process import STOP_SIGNALS
 from runner.storage import Store, open_store
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         if parsed.watch:
             _watch(store, parsed.json)
         else:
-            _show(read_history(store), parsed.json, Console(markup=False, highlight=False, emoji=False))
+            _show(HistoryReader(store).read(), parsed.json, Console(markup=False, highlight=False, emoji=False))
     return EXIT_DONE
 
 
@@ -52,17 +52,18 @@ def _watch(store: Store, is_json: bool) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler)
     console = Console(markup=False, highlight=False, emoji=False)
-    history = read_history(store)
+    reader = HistoryReader(store)
+    history = reader.read()
     if is_json or not console.is_terminal:
         _show(history, is_json, console)
         while history.state is not State.DONE:
             time.sleep(WATCH_SECONDS)
-            history = read_history(store)
+            history = reader.read()
             _show(history, is_json, console)
         return
     with Live(draw(history), console=console, auto_refresh=False, screen=True) as live:
         while history.state is not State.DONE:
             time.sleep(WATCH_SECONDS)
-            history = read_history(store)
+            history = reader.read()
             live.update(draw(history), refresh=True)
     console.print(draw(history))

@@ -1,8 +1,8 @@
 """What the events tell of each attempt, read once from the first to the last, in bounded memory.
 
 What bounds it: an attempt keeps its newest `_MARKS_MAX` saves, the whole run `NOTICES_MAX` notices and `_POINTS_MAX`
-validation losses, commits only of the checkpoints that are there. Whatever in a line is not as it should be is taken
-for not there.
+validation losses, commits only of the checkpoints that are there and the newest of others, which a listing may lack
+that was made before. Whatever in a line is not as it should be is taken for not there.
 """
 
 import collections
@@ -13,12 +13,13 @@ from typing import Any
 
 from runner.history.record import Notice, Save
 from runner.hosts.clock import Bucket
-from runner.storage import JsonObject
+from runner.storage import JsonObject, LogFeed, Store
 
 NOTICES_MAX = 50
 EVENTS_MAX = 100
 _MARKS_MAX = 256
 _POINTS_MAX = 2048
+_UNSEEN_MAX = 64
 _OF_A_STEP = {"init", "restore", "save", "commit", "evaluate", "progress", "preempt", "done", "failed", "stuck"}
 _TEXT_MAX = 300
 
@@ -63,8 +64,9 @@ class Ledger:
 
     Attributes:
         checkpoints: the steps that are asked for.
-        commits: of them: time, bytes, attempt.
-        verified: of them, those whose bits were read back or restored since their last commit.
+        commits: of them, and of a few that are not: time, bytes, attempt.
+        verified: steps whose bits were read back, of `commits`, or restored, since their last commit.
+        forgotten: the newest step that was not asked for and whose commit is no more in `commits`.
         validation: (step, val/loss) of the surviving trajectory.
         saves: all commits, of very many a part.
         events: the newest.
@@ -74,6 +76,7 @@ class Ledger:
     attempts: dict[int, Told] = field(default_factory=dict)
     commits: dict[int, tuple[float, int, int]] = field(default_factory=dict)
     verified: set[int] = field(default_factory=set)
+    forgotten: int = -1
     validation: list[tuple[int, float]] = field(default_factory=list)
     best_validation: tuple[int, float] | None = None
     notices: "collections.deque[Notice]" = field(default_factory=lambda: collections.deque(maxlen=NOTICES_MAX))
@@ -101,9 +104,41 @@ def text(value: Any) -> str:
     return "".join(each if each.isprintable() else " " for each in shown[: 4 * _TEXT_MAX]).strip()[:_TEXT_MAX]
 
 
-def read_ledger(rows: Iterable[JsonObject], checkpoints: Set[int]) -> Ledger:
-    """Take in all events; of commits those of the steps in `checkpoints`."""
-    ledger = Ledger(checkpoints)
+class LedgerReader:
+    """Reads the events of one run, each once, however often one looks."""
+
+    def __init__(self, store: Store):
+        self._feed, self._ledger = LogFeed(store, "events"), Ledger()
+        self._is_whole = True  # whether the ledger holds all that the feed has given
+
+    def read(self, checkpoints: Set[int]) -> Ledger:
+        """All that the events tell by now, of commits those of the steps in `checkpoints`.
+
+        It is good until the next reading. Raises `OSError` if the store does not answer.
+        """
+        if not self._is_whole:
+            self._feed.restart()
+        self._is_whole = False
+        appeared = self._take_in(checkpoints)
+        if any(step <= self._ledger.forgotten and step not in self._ledger.commits for step in appeared):
+            self._feed.restart()  # as when the listing failed at first
+            self._take_in(checkpoints)
+        self._is_whole = True
+        return self._ledger
+
+    def _take_in(self, checkpoints: Set[int]) -> Set[int]:
+        """Take in what is new; the steps that are asked for the first time, of a ledger that is not begun here."""
+        is_anew, rows = self._feed.read()
+        if is_anew:
+            self._ledger = Ledger(checkpoints)
+        appeared = checkpoints - self._ledger.checkpoints
+        self._ledger.checkpoints = checkpoints
+        take_in(self._ledger, rows)
+        return appeared
+
+
+def take_in(ledger: Ledger, rows: Iterable[JsonObject]) -> Ledger:
+    """Take in events that follow those that it has."""
     for row in rows:
         attempt, moment, event = whole_number(row, "attempt"), number(row, "time"), row.get("event")
         if attempt is None or attempt < 1 or moment is None or not isinstance(event, str):
@@ -137,7 +172,7 @@ def _begin(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment
         return
     ledger.commits = {known: commit for known, commit in ledger.commits.items() if known <= step}
     ledger.verified = {known for known in ledger.verified if known <= step}
-    if row.get("event") == "restore" and row.get("tier") != "fast" and step in ledger.checkpoints:
+    if row.get("event") == "restore" and row.get("tier") != "fast":
         ledger.verified.add(step)
     if ledger.validation and ledger.validation[-1][0] > step:
         ledger.validation = [point for point in ledger.validation if point[0] <= step]
@@ -161,10 +196,22 @@ def _commit(ledger: Ledger, told: Told, row: JsonObject, step: int | None, momen
         ledger.saves.append(Save(moment, told.number, step, size, number(row, "seconds_to_durable")))
         if len(ledger.saves) > _POINTS_MAX:
             ledger.saves = ledger.saves[1::2]
-    if step is not None and step in ledger.checkpoints and row.get("tier") != "fast" and size is not None:
+    if step is not None and row.get("tier") != "fast" and size is not None:
+        ledger.commits.pop(step, None)  # so that the newest is the last
         ledger.commits[step] = (moment, size, told.number)
         if row.get("read_back") is True:
             ledger.verified.add(step)
+        if len(ledger.commits) > len(ledger.checkpoints) + 2 * _UNSEEN_MAX:
+            _forget(ledger)
+
+
+def _forget(ledger: Ledger) -> None:
+    """Of the commits that nobody has asked for keep the newest."""
+    unseen = [step for step in ledger.commits if step not in ledger.checkpoints]
+    for step in unseen[:-_UNSEEN_MAX]:
+        del ledger.commits[step]
+        ledger.verified.discard(step)
+        ledger.forgotten = max(ledger.forgotten, step)
 
 
 def _evaluate(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:

@@ -16,11 +16,11 @@ from runner.errors import InvalidError, StorageError
 from runner.history.account import Life, Share, share_out
 from runner.history.checkpoint import list_names, read_checkpoints
 from runner.history.ending import Ending, ending_of
-from runner.history.ledger import Ledger, Told, number, read_ledger, text, whole_number
+from runner.history.ledger import Ledger, LedgerReader, Told, number, text, whole_number
 from runner.history.record import Attempt, Checkpoint, History, Speed, State, Straggling
 from runner.history.row import read_sample
 from runner.hosts.clock import Bucket
-from runner.storage import DiskError, JsonObject, Store, iterate_log, number_in, read_json
+from runner.storage import DiskError, JsonObject, Store, number_in, read_json
 
 _NUM_READERS = 16
 _SPEED_ROWS = 20
@@ -31,12 +31,26 @@ Value = TypeVar("Value")
 
 
 def read_history(store: Store, now: float | None = None) -> History:
-    """The history of the run in `store`, as it stands at `now` (Unix seconds; None: this moment).
+    """See `HistoryReader.read`."""
+    return HistoryReader(store).read(now)
 
-    Raises `InvalidError` where there is no run, `StorageError` if a bucket does not answer.
-    """
-    now = time.time() if now is None else now
-    reader = _Reader(store)
+
+class HistoryReader:
+    """Reads one run. Who looks at it again and again keeps one, for it reads each event once."""
+
+    def __init__(self, store: Store):
+        self._store, self._ledger = store, LedgerReader(store)
+
+    def read(self, now: float | None = None) -> History:
+        """The history of the run, as it stands at `now` (Unix seconds; None: this moment).
+
+        Raises `InvalidError` where there is no run, `StorageError` if a bucket does not answer.
+        """
+        return _history(_Reader(self._store, self._ledger), time.time() if now is None else now)
+
+
+def _history(reader: "_Reader", now: float) -> History:
+    store = reader.store
     steps, names = reader.steps_and_names()
     ledger = reader.ledger(set(steps))
     lives = reader.lives(ledger)
@@ -84,8 +98,8 @@ def read_history(store: Store, now: float | None = None) -> History:
 class _Reader:
     """Reads the parts of one directory; what is damaged is noted in `unread`, not raised."""
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, store: Store, ledger: LedgerReader):
+        self.store, self._ledger = store, ledger
         self.unread: list[str] = []
 
     def try_to(self, read: Callable[[], Value], otherwise: Value) -> Value:
@@ -105,34 +119,34 @@ class _Reader:
     def steps_and_names(self) -> tuple[list[int], list[str]]:
         """Of the directories below `checkpoints/`."""
         nothing: tuple[list[int], list[str]] = ([], [])
-        return self.try_to(lambda: list_names(self._store), nothing)
+        return self.try_to(lambda: list_names(self.store), nothing)
 
     def checkpoints(self, steps: Sequence[int], names: Sequence[str], ledger: Ledger) -> tuple[Checkpoint, ...]:
         """What is known of those."""
-        return tuple(self.try_to(lambda: read_checkpoints(self._store, steps, names, ledger), []))
+        return tuple(self.try_to(lambda: read_checkpoints(self.store, steps, names, ledger), []))
 
     def ledger(self, checkpoints: set[int]) -> Ledger:
         """The events."""
-        return self.try_to(lambda: read_ledger(iterate_log(self._store, "events"), checkpoints), Ledger())
+        return self.try_to(lambda: self._ledger.read(checkpoints), Ledger())
 
     def sample(self) -> tuple[JsonObject, ...]:
         """Rows of metrics, the newest last."""
-        return self.try_to(lambda: read_sample(self._store), ())
+        return self.try_to(lambda: read_sample(self.store), ())
 
     def result(self) -> Result | None:
         """`result.json`."""
-        return self.try_to(lambda: read_result(self._store), None)
+        return self.try_to(lambda: read_result(self.store), None)
 
     def spec(self) -> JsonObject:
         """`spec.yaml` as it stands there, unchecked."""
-        content = self.try_to(lambda: self._store.read("spec.yaml"), b"")
+        content = self.try_to(lambda: self.store.read("spec.yaml"), b"")
         found = self.try_to(lambda: yaml.load(content, _YAML_LOADER), None)  # noqa: S506 - both are safe loaders
         return found if isinstance(found, dict) else {}
 
     def lives(self, ledger: Ledger) -> list[Life]:
         """Every attempt of which it is known when it was, in order."""
         nothing: list[str] = []
-        names = set(self.try_to(lambda: self._store.children("attempts"), nothing))
+        names = set(self.try_to(lambda: self.store.children("attempts"), nothing))
         claims = {found for found in map(number_in, names) if found is not None and found > 0}
         numbers = sorted(claims | set(ledger.attempts))
         with ThreadPoolExecutor(_NUM_READERS) as pool:
@@ -143,10 +157,10 @@ class _Reader:
         return [life for life in found if life.kept or life.claimed is not None or math.isfinite(life.told.last)]
 
     def _clock(self, attempt: int) -> Kept | None:
-        return self.try_to(lambda: decode(self._store.read(name_of(attempt))), None)
+        return self.try_to(lambda: decode(self.store.read(name_of(attempt))), None)
 
     def _claim(self, attempt: int) -> float | None:
-        found: JsonObject = self.try_to(lambda: read_json(self._store, f"attempts/{attempt}"), {})
+        found: JsonObject = self.try_to(lambda: read_json(self.store, f"attempts/{attempt}"), {})
         return number(found, "time")
 
 

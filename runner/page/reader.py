@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from runner.attempt.log_file import FOLDER
-from runner.history.read import read_history
+from runner.history.read import HistoryReader
 from runner.history.record import History
 from runner.page.chart import Curves
 from runner.page.row_feed import open_feed
@@ -51,15 +51,15 @@ class Seen:
 
 
 class RunReader:
-    """Reads one run. Between two readings it holds its curves, whose size is bounded."""
+    """Reads one run. Between two readings it holds its curves and what its events tell, whose size is bounded."""
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
-        self._feed, self._curves = open_feed(store), Curves()
+        self._history, self._feed, self._curves = HistoryReader(store), open_feed(store), Curves()
 
     def read(self) -> Seen:
         """All of it, as it stands. Raises `OSError` if the store does not answer, `InvalidError` if no run is there."""
-        history = read_history(self._store)
+        history = self._history.read()
         notes: list[str] = []
         newest: list[Row] = _noting(notes, self._read_rows, [])
         spec = _noting(notes, self._read_spec, None)

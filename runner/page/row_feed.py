@@ -5,18 +5,15 @@ reads only the parts that are new. If a resumed attempt has dropped rows, all ar
 time, or the content of one part.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from runner.storage import Store
+from runner.storage import GrowingFile, Store
 from runner.train.metrics.bucket import decode_parts, read_content
 from runner.train.metrics.disk import NAME
 from runner.train.metrics.line import surviving
 from runner.train.metrics.row import Row
-
-_LINE_BYTES_MAX = 1 << 20  # what is longer is no row
 
 
 class Fed(NamedTuple):
@@ -44,51 +41,21 @@ class DiskFeed:
     """See `RowFeed`."""
 
     def __init__(self, directory: Path):
-        self._path = directory / NAME
-        self._identity = (0, 0)
-        self._offset = 0
-        self._last_line = b""  # before `_offset`
+        self._file = GrowingFile(directory / NAME)
         self._step = -1
 
     def read(self) -> Fed:
         """See `RowFeed`."""
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            self._offset, self._last_line, self._step = 0, b"", -1
-            return Fed(True, iter(()), [])
-        is_anew = not self._goes_on_in(file)
+        is_anew, lines = self._file.read()
         if is_anew:
-            self._offset, self._last_line, self._step = 0, b"", -1
-        return Fed(is_anew, self._rows(file), [])
+            self._step = -1
+        return Fed(is_anew, self._rows(lines), [])
 
-    def _goes_on_in(self, file: BinaryIO) -> bool:
-        """Whether it is the file that was read, with the same line before the place to go on at."""
-        status = os.fstat(file.fileno())
-        before, self._identity = self._identity, (status.st_dev, status.st_ino)
-        file.seek(self._offset - len(self._last_line))
-        return self._identity == before and file.read(len(self._last_line)) == self._last_line
-
-    def _rows(self, file: BinaryIO) -> Iterator[Row]:
-        with file:
-            file.seek(self._offset)
-            for text in _whole_lines(file):
-                self._offset, self._last_line = file.tell(), text
-                for line in surviving([text], beyond=self._step):
-                    self._step = line.step
-                    yield line.row
-
-
-def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines from here on but those that are too long; what has no end yet is left for later."""
-    while text := file.readline(_LINE_BYTES_MAX):
-        if text.endswith(b"\n"):
-            yield text
-        elif len(text) < _LINE_BYTES_MAX:
-            return
-        else:
-            while text and not text.endswith(b"\n"):
-                text = file.readline(_LINE_BYTES_MAX)
+    def _rows(self, lines: Iterable[bytes]) -> Iterator[Row]:
+        for text in lines:
+            for line in surviving([text], beyond=self._step):
+                self._step = line.step
+                yield line.row
 
 
 class BucketFeed:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from runner.errors import RunnerError
-from runner.history.read import read_history
+from runner.history.read import HistoryReader
 from runner.history.record import History, State
 from runner.page.app import Body
 from runner.page.discovery import Found, FoundRun, find_runs
@@ -45,6 +45,7 @@ class Summary:
     when: float  # by the monotonic clock
     signature: Signature | None  # None in a bucket
     is_living: bool
+    reader: HistoryReader | None  # of one that lives, and will be read again
 
     def stands(self, signature: Signature | None, now: float) -> bool:
         """Whether a run whose files are now of this signature need not be read again."""
@@ -123,14 +124,22 @@ class Source:
                 if time.monotonic() - began > ROUND_SECONDS:
                     break
                 some = stale[start : start + _NUM_READERS]
-                for run, summary in zip(
-                    some, pool.map(lambda run: _summary(run, signatures[run.id]), some), strict=True
-                ):
-                    self._summaries[run.id] = summary
+                summaries = pool.map(lambda run: self._summary(run, signatures[run.id]), some)
+                self._summaries |= {run.id: summary for run, summary in zip(some, summaries, strict=True)}
         lines = [self._summaries[run.id].line for run in self._found.runs if run.id in self._summaries]
         num_left = len(self._found.runs) - len(lines)
         notes = [f"{num_left} more runs are being read."] if num_left else []
         return {"title": cut(f"Runs below {self._root.url}"), "table": lines, "notes": [*self._found.notes, *notes]}
+
+    def _summary(self, run: FoundRun, signature: Signature | None) -> Summary:
+        before = self._summaries.get(run.id)
+        reader = (None if before is None else before.reader) or HistoryReader(run.store)
+        history = _trying(reader.read)
+        if isinstance(history, str):
+            line = {"id": run.id, "name": _title(run), "state": history, "kind": "bad", "trend": []}
+            return Summary(line, time.monotonic(), signature, is_living=True, reader=None)
+        is_living = history.state in (State.RUNNING, State.STALLED)
+        return Summary(_line(run, history), time.monotonic(), signature, is_living, reader if is_living else None)
 
     def _stands(self, run: FoundRun, signature: Signature | None, now: float) -> bool:
         summary = self._summaries.get(run.id)
@@ -143,15 +152,6 @@ def _body(data: JsonObject) -> Body:
 
 def _title(run: FoundRun) -> str:
     return cut(run.path or run.store.url)
-
-
-def _summary(run: FoundRun, signature: Signature | None) -> Summary:
-    history = _trying(lambda: read_history(run.store))
-    if isinstance(history, str):
-        line = {"id": run.id, "name": _title(run), "state": history, "kind": "bad", "trend": []}
-        return Summary(line, time.monotonic(), signature, is_living=True)
-    is_living = history.state in (State.RUNNING, State.STALLED)
-    return Summary(_line(run, history), time.monotonic(), signature, is_living)
 
 
 def _line(run: FoundRun, history: History) -> JsonObject:

@@ -10,6 +10,7 @@
 - `azure` az://
 - `background_writer` growing files of a bucket, sent in the background
 - `log` lines that are only appended
+- `log_feed` the same as they come, each read once
 - `url` from a path or URL to a store
 - `cache_directory` where this machine keeps what it can make again
 """
@@ -19,6 +20,7 @@ from runner.storage.cache_directory import default_cache_directory
 from runner.storage.failure import DiskError, ForbiddenError, OtherKindError, kind_of
 from runner.storage.local import LocalStore
 from runner.storage.log import Log, iterate_log, open_log, read_log
+from runner.storage.log_feed import GrowingFile, LogFeed
 from runner.storage.retry import DeadlineError, DeniedError, TransientError
 from runner.storage.store import (
     ABSENT,
@@ -55,10 +57,12 @@ __all__ = [
     "DeniedError",
     "DiskError",
     "ForbiddenError",
+    "GrowingFile",
     "JsonObject",
     "Listed",
     "LocalStore",
     "Log",
+    "LogFeed",
     "OtherKindError",
     "Store",
     "TransientError",

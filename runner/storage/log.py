@@ -10,7 +10,7 @@ from runner.storage.local import LocalStore, append_line
 from runner.storage.store import JsonObject, Store, encode_line, parse_lines
 
 PART_BYTES = 1 << 20
-_NUM_READERS = 16
+NUM_READERS = 16
 
 
 class Log(Protocol):
@@ -71,9 +71,9 @@ def iterate_log(store: Store, name: str) -> Iterator[JsonObject]:
             yield from parse_lines(line.rstrip(b"\n"))
         return
     parts = sorted(store.children(name))
-    with ThreadPoolExecutor(_NUM_READERS) as pool:
-        for start in range(0, len(parts), _NUM_READERS):
-            for content in pool.map(lambda part: store.read(f"{name}/{part}"), parts[start : start + _NUM_READERS]):
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        for start in range(0, len(parts), NUM_READERS):
+            for content in pool.map(lambda part: store.read(f"{name}/{part}"), parts[start : start + NUM_READERS]):
                 yield from parse_lines(content)
 
 

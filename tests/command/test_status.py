@@ -14,7 +14,7 @@ from rich.console import Console
 from runner import __main__ as command
 from runner.command import status
 from runner.command.screen import amount, draw, lasting
-from runner.history.read import read_history
+from runner.history.read import HistoryReader, read_history
 from runner.history.record import State, as_json
 from runner.hosts.clock import Bucket
 from runner.storage import LocalStore, encode_line
@@ -150,14 +150,14 @@ def test_watching_goes_on_until_the_run_is_done(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = iter([State.RUNNING, State.STALLED, State.DONE])
-    original = status.read_history
+    original = HistoryReader.read
 
-    def history_of(store):
-        found = original(store)
+    def read(reader):
+        found = original(reader)
         object.__setattr__(found, "state", next(states))
         return found
 
-    monkeypatch.setattr(status, "read_history", history_of)
+    monkeypatch.setattr(HistoryReader, "read", read)
     monkeypatch.setattr(status, "WATCH_SECONDS", 0.0)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("signal.set_wakeup_fd", lambda *_: None)

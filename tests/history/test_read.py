@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.history.ledger import NOTICES, read_ledger
+from runner.history.ledger import NOTICES, Ledger, take_in
 from runner.history.read import read_history
 from runner.history.record import State
 from runner.hosts.clock import Bucket
@@ -121,10 +121,10 @@ def test_a_copy_of_a_directory_is_told_as_the_directory(tmp_path: Path) -> None:
 )
 def test_what_a_person_should_know_is_a_notice(event, details, told):
     row = {"time": 1.0, "attempt": 1, "process": 0, "event": event, "step": 20}
-    assert [notice.text for notice in read_ledger([row | details], frozenset()).notices] == [told]
+    assert [notice.text for notice in take_in(Ledger(), [row | details]).notices] == [told]
 
 
 @pytest.mark.parametrize("event", sorted(NOTICES))
 def test_an_event_that_lacks_its_details_is_a_notice_all_the_same(event):
-    (notice,) = read_ledger([{"time": 1.0, "attempt": 1, "event": event}], frozenset()).notices
+    (notice,) = take_in(Ledger(), [{"time": 1.0, "attempt": 1, "event": event}]).notices
     assert (notice.event, notice.step) == (event, None)

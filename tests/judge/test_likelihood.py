@@ -1,5 +1,6 @@
 """Log likelihoods and answers: those of independent arithmetic, and of lm-evaluation-harness itself."""
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -69,19 +70,23 @@ def ids_of(text: str) -> list[int]:
     return list(text.encode())
 
 
-def reference(model: Any, weights: Any, context: str, following: str) -> float:
-    """By hand: each row for itself, in float64, without padding."""
-    whole = ids_of(context + following) if context.strip() else [FIRST, *ids_of(context + following)]
-    num_following = len(whole) - (len(ids_of(context.rstrip())) if context.strip() else 1)
-    whole = whole[-(LENGTH + 1) :]
-    row = np.zeros((1, LENGTH), np.int32)
-    row[0, : len(whole) - 1] = whole[:-1]
-    logits_TxV = np.asarray(jitted(model)(variables_of(weights), row)[0], np.float64)
-    total = 0.0
-    for place in range(max(0, len(whole) - 1 - num_following), len(whole) - 1):
-        logits_V = logits_TxV[place]
-        total += logits_V[whole[place + 1]] - np.log(np.sum(np.exp(logits_V - logits_V.max()))) - logits_V.max()
-    return total
+def reference(model: Any, weights: Any, texts: Sequence[tuple[str, str]]) -> list[float]:
+    """By hand, of what follows each context: a loop over its tokens, in float64."""
+    rows, wholes, counts = np.zeros((len(texts), LENGTH), np.int32), [], []
+    for row, (context, following) in zip(rows, texts, strict=True):
+        whole = ids_of(context + following) if context.strip() else [FIRST, *ids_of(context + following)]
+        counts += [len(whole) - (len(ids_of(context.rstrip())) if context.strip() else 1)]
+        wholes += [whole[-(LENGTH + 1) :]]
+        row[: len(wholes[-1]) - 1] = wholes[-1][:-1]
+    totals = []
+    logits_BxTxV = np.asarray(jitted(model)(variables_of(weights), rows))
+    for whole, num_following, logits_TxV in zip(wholes, counts, logits_BxTxV, strict=True):
+        total = 0.0
+        for place in range(max(0, len(whole) - 1 - num_following), len(whole) - 1):
+            logits_V = logits_TxV[place].astype(np.float64)
+            total += logits_V[whole[place + 1]] - np.log(np.sum(np.exp(logits_V - logits_V.max()))) - logits_V.max()
+        totals += [total]
+    return totals
 
 
 _jitted: dict[str, Callable[..., Any]] = {}
@@ -102,10 +107,11 @@ def test_answers_to_200_questions_are_those_of_the_formula_by_hand(run: Path, we
     evaluator = MultipleChoice("made_up", questions, ids_of, FIRST, likelihood)
     figures = evaluator.evaluate(weights, 8, Hosts.alone())
     right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
-    expected = []
+    texts = [(question.context, " " + choice) for question in questions for choice in question.choices]
+    expected = reference(model, weights, texts)
+    left = iter(expected)
     for question in questions:
-        sums = [reference(model, weights, question.context, " " + choice) for choice in question.choices]
-        expected += sums
+        sums = list(itertools.islice(left, len(question.choices)))
         norm = [total / len(choice) for total, choice in zip(sums, question.choices, strict=True)]
         per_byte = [total / len(choice.encode()) for total, choice in zip(sums, question.choices, strict=True)]
         for key, values in {"acc": sums, "acc_norm": norm, "acc_bytes": per_byte}.items():

@@ -4,17 +4,19 @@ import concurrent.futures
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from runner.__main__ import main
+from runner.history.read import HistoryReader
 from runner.page import discovery, source, watcher
 from runner.page.app import Body
 from runner.page.discovery import find_runs
 from runner.page.source import Source
 from runner.page.watcher import Watcher
-from runner.storage import JsonObject, LocalStore, Store
+from runner.storage import JsonObject, LocalStore, Store, encode_line, log_feed
 from runner.storage.bucket import BucketStore
 from tests.benchmarks.dashboard import measure
 from tests.page.lives import BEGAN, lines_of, make_run, rows_of
@@ -138,7 +140,7 @@ def test_a_root_that_goes_away_is_said_and_one_that_comes_back_is_read(tmp_path,
 
 def test_a_run_whose_files_are_as_they_were_is_not_read_again(tmp_path, monkeypatch):
     times = []
-    monkeypatch.setattr(source, "read_history", lambda store: times.append(store) or read_history(store))
+    monkeypatch.setattr(source, "HistoryReader", lambda store: times.append(store) or HistoryReader(store))
     store = make_run(LocalStore(tmp_path / "a"), num_attempts=1, num_rows=2)
     reader = Source(LocalStore(tmp_path))
     for _ in range(5):
@@ -153,7 +155,22 @@ def test_a_run_whose_files_are_as_they_were_is_not_read_again(tmp_path, monkeypa
     assert store.exists("job.json")
 
 
-read_history = source.read_history
+def test_a_run_that_lives_is_read_on_from_where_it_was_for_the_table_and_for_its_page(tmp_path, monkeypatch):
+    parsed, parse = [], log_feed.parse_lines
+    monkeypatch.setattr(log_feed, "parse_lines", lambda content: parsed.append(content) or parse(content))
+    monkeypatch.setattr(source, "LIVING_SECONDS", 0.0)
+    make_run(LocalStore(tmp_path / "a"), num_attempts=3, num_rows=20)
+    progress = {"time": time.time(), "attempt": 4, "process": 0, "event": "start", "step": None}
+    reader, counts = Source(LocalStore(tmp_path)), []
+    for _ in range(3):
+        with (tmp_path / "a" / "events.jsonl").open("ab") as file:
+            file.write(encode_line(progress))
+        (line,) = read(reader)["table"]
+        assert read(reader, line["id"])["runs"]
+        counts.append(len(parsed))
+        parsed.clear()
+    assert line["state"] == "running"
+    assert counts == [2 * (18 + 1), 2, 2]
 
 
 def test_however_many_look_a_thing_is_read_once_a_round():

@@ -1,6 +1,6 @@
 """A gcloud for tests: queued resources with a scripted life, whose hosts are directories where commands really run.
 
-Run as `gcloud`, with its world in the directory `$FAKE_GCLOUD`:
+Each request is of another day of January 2026. Run as `gcloud`, with its world in the directory `$FAKE_GCLOUD`:
 
 | file | content |
 |---|---|
@@ -70,7 +70,9 @@ def main(arguments: list[str]) -> None:
             if resource is not None:
                 end(f"ERROR: (gcloud.compute.tpus.queued-resources.create) ALREADY_EXISTS: {name}")
             count = load("created.json", 0)
-            store("resource.json", {"states": lives[min(count, len(lives) - 1)], "options": options})
+            created = f"2026-01-{count + 1:02}T00:00:00.123456789Z"
+            states = lives[min(count, len(lives) - 1)]
+            store("resource.json", {"states": states, "options": options, "created": created})
             store("created.json", count + 1)
         elif resource is None:
             end(f"ERROR: (gcloud.compute.tpus.queued-resources.{verb}) NOT_FOUND: Resource '{name}' was not found")
@@ -81,7 +83,7 @@ def main(arguments: list[str]) -> None:
             state = resource["states"][0]
             resource["states"] = resource["states"][1:] or [state]
             store("resource.json", resource)
-            answer = {"name": name, "state": {"state": state}}
+            answer = {"name": name, "state": {"state": state}, "createTime": resource.get("created")}
             if state == "FAILED":
                 answer["state"]["failedData"] = {"error": {"code": 8, "message": "no more v5e in this zone today"}}
             print(json.dumps(answer))

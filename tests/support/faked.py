@@ -1,17 +1,33 @@
 """Faked CPU devices: of this process of pytest, and of the processes that tests start."""
 
+import mmap
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from runner.process import make_environment
 
-# Compiling is most of what these tests cost, and half of that is LLVM's optimiser.
+# Compiling is most of what these tests cost. Half of that is LLVM's optimiser, and half of the rest are XLA's newer
+# emitters of fused loops, in place of which the older ones serve.
 _UNOPTIMIZED = "--xla_backend_optimization_level=0"
+_EMITTERS = "xla_cpu_use_fusion_emitters"
 
 
 def fake_here(devices: int) -> None:
     """Give this process so many faked devices. Before jax is imported; processes that it starts inherit them."""
-    os.environ.update(make_environment(devices, {"XLA_FLAGS": _UNOPTIMIZED}))
+    flags = [_UNOPTIMIZED, *([f"--{_EMITTERS}=false"] if _is_known(_EMITTERS) else [])]
+    os.environ.update(make_environment(devices, {"XLA_FLAGS": " ".join(flags)}))
+
+
+def _is_known(flag: str) -> bool:
+    """Whether the XLA that is installed has a flag of this name: of one that it has not it dies."""
+    package = find_spec("jaxlib")
+    folders = [] if package is None else package.submodule_search_locations or []
+    for path in (Path(folder) / "libjax_common.so" for folder in folders):
+        if path.is_file():
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return content.find(flag.encode()) >= 0
+    return False
 
 
 def environment(devices: int, cache: Path | None = None) -> dict[str, str]:

@@ -264,7 +264,8 @@ def test_a_forward_that_masks_by_itself_says_how_many_tokens_are_left(state, tra
     assert_close(Masking.val_step(state, split(batch, S))[:2], val(state, split(masked, S))[:2])
 
 
-def test_a_forward_that_counts_no_token_has_no_loss(state):
+def test_a_forward_that_counts_no_token_has_no_loss():
+    state = make_state(Table("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
     batch = rows(ragged_lengths())
     loss, grad_norm, _ = run(Masking.train_step, state, split(batch | {"y": batch["y"] * 0 + 1}, 2), 2)
     assert loss == grad_norm == 0
@@ -309,7 +310,8 @@ def test_weights_hold_in_a_loss_in_chunks_too(state, val):
     assert_close(val(state.replace(apply_fn=model.apply), batch)[:2], val(state, batch)[:2])
 
 
-def test_targets_that_all_weigh_nothing_have_no_loss_and_move_nothing(state, train):
+def test_targets_that_all_weigh_nothing_have_no_loss_and_move_nothing(train):
+    state = make_state(Table("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
     batch = rows(ragged_lengths()) | {"loss_weight": np.zeros((R, T), np.float32)}
     loss, grad_norm, _ = run(train, state, split(batch, 2), 2)
     assert loss == grad_norm == 0

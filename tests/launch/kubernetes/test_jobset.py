@@ -10,12 +10,15 @@ The manifests in tests/golden are written with, for each line of GOLDEN,
 
 import copy
 import functools
+import itertools
+import json
 import operator
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jsonschema
@@ -25,6 +28,7 @@ import yaml
 from launch.__main__ import main
 from launch.kubernetes.pod import literal
 from runner.accelerator import CHIPS
+from runner.attempt.environment import SUBMITTED
 from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -450,22 +454,66 @@ def test_a_name_fits_when_the_longest_name_of_a_pod_does(rendered):
 
 @pytest.fixture
 def kubectl(tmp_path, monkeypatch):
-    """A program of that name, which keeps what it is given and ends as it is told."""
+    """A program of that name, which answers `get` with what is `there`, and keeps what else it is given."""
     program = tmp_path / "bin" / "kubectl"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat > {tmp_path}/input\n. {tmp_path}/end\n')
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/arguments\n[ $1 != get ] || exec cat {tmp_path}/there\n'
+        f"cat > {tmp_path}/input\n. {tmp_path}/end\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    (tmp_path / "there").touch()
     (tmp_path / "end").write_text("echo jobset.jobset.x-k8s.io/tiny-gpt created")
     return tmp_path
 
 
-def test_the_manifest_is_given_to_kubectl_as_the_dry_run_prints_it(kubectl, capfd):
-    options = GOLDEN["jobset_v5e-16"]
-    assert launch(*options) == 0
+def submitted_in(manifest):
+    """What the pods are told of when they were submitted."""
+    return variables_of(manifest).get(SUBMITTED)
+
+
+def test_the_manifest_is_given_to_kubectl_as_the_dry_run_prints_it_with_when_it_was_submitted(kubectl, capfd):
+    before = int(time.time())
+    assert launch(*GOLDEN["jobset_cpu"]) == 0
     assert capfd.readouterr().out == "jobset.jobset.x-k8s.io/tiny-gpt created\n"
-    assert (kubectl / "arguments").read_text() == "apply -f -\n"
-    assert (kubectl / "input").read_text() == (SPEC.parent / "jobset_v5e-16.yaml").read_text()
+    get, apply = (kubectl / "arguments").read_text().splitlines()
+    assert get == "get jobset tiny-gpt --namespace=research --ignore-not-found --output=json"
+    assert apply == "apply -f -"
+    given = yaml.safe_load((kubectl / "input").read_text())
+    assert before <= int(submitted_in(given)) <= time.time()
+    environment = container_of(given)["env"]
+    container_of(given)["env"] = [each for each in environment if each["name"] != SUBMITTED]
+    assert given == yaml.safe_load((SPEC.parent / "jobset_cpu.yaml").read_text())
+
+
+@pytest.mark.parametrize("before", [[], ["--env", "RUNNER_SUBMITTED=17"]], ids=["now", "user's"])
+def test_a_jobset_that_is_there_keeps_when_it_was_submitted_since_its_pods_cannot_change(kubectl, before, monkeypatch):
+    clock = itertools.count(1_800_000_000, 10)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    assert launch("--nodes", "1", *before) == 0
+    there = yaml.safe_load((kubectl / "input").read_text())
+    (kubectl / "there").write_text(json.dumps(there | {"status": {"restarts": 3}}))
+    assert launch("--nodes", "1") == 0
+    again = yaml.safe_load((kubectl / "input").read_text())
+    assert again == there
+    assert submitted_in(again) == ("17" if before else "1800000000")
+    assert launch("--nodes", "1", "--env", "RUNNER_SUBMITTED=23") == 0
+    assert submitted_in(yaml.safe_load((kubectl / "input").read_text())) == "23"
+
+
+def test_a_jobset_that_was_applied_from_a_dry_run_is_told_nothing_later(kubectl, rendered):
+    (kubectl / "there").write_text(json.dumps(rendered("--nodes", "1")))
+    assert launch("--nodes", "1") == 0
+    assert submitted_in(yaml.safe_load((kubectl / "input").read_text())) is None
+
+
+def test_a_jobset_of_somebody_else_is_not_touched(kubectl, capfd):
+    for text in ("no JSON", '{"spec": {}}', '{"spec": {"replicatedJobs": [{"template": null}]}}'):
+        (kubectl / "there").write_text(text)
+        assert launch("--nodes", "1") == 1
+        assert capfd.readouterr().err == f"kubectl get: no JobSet that this command has made: {text!r}\n"
+    assert not (kubectl / "input").exists()
 
 
 def test_the_dry_run_calls_nothing(kubectl):

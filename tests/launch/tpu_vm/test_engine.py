@@ -82,12 +82,20 @@ class World:
             found[line] = found.get(line, 0) + 1
         return found
 
+    def submitted(self):
+        """What each start of the job was told of when it was submitted."""
+        return (self.path / "submitted").read_text().splitlines()
+
     @property
     def is_there(self):
         return (self.path / "resource.json").exists()
 
 
-COUNT = 'echo "$NODE-$WORKER" >>"$WORLD/starts"\n'
+COUNT = """\
+echo "$NODE-$WORKER" >>"$WORLD/starts"
+echo "$RUNNER_SUBMITTED" >>"$WORLD/submitted"
+"""
+REQUESTED = ("1767225600", "1767312000")  # the first day and the second, on which the fake gcloud is asked
 
 
 @pytest.fixture
@@ -145,6 +153,7 @@ def test_a_preempted_job_gets_new_machines_and_is_started_there(repository, worl
     output = capsys.readouterr().out
     assert "was preempted" in output
     assert "life 2\n" in output
+    assert world.submitted() == [*[REQUESTED[0]] * 2, *[REQUESTED[1]] * 2]
     assert world.starts() == {"tiny-run-0": 2, "tiny-run-1": 2}
     verbs = world.verbs()
     assert [verb for verb in verbs if verb in ("create", "scp", "delete")] == ["create", "scp", "delete"] * 2
@@ -161,6 +170,7 @@ def test_a_job_that_was_asked_to_stop_is_started_again_on_the_same_machines(repo
     world.script(f"{COUNT}[ -e stopped ] || {{ touch stopped; exit 75; }}")
     assert launch() == 0
     assert world.starts() == {"tiny-run-0": 2, "tiny-run-1": 2}
+    assert world.submitted() == [REQUESTED[0]] * 4
     assert world.verbs().count("create") == 1
 
 
@@ -229,6 +239,7 @@ def test_kept_machines_stay_the_rest_of_the_job_is_stopped_and_the_next_launch_s
     assert "tiny-run is there already" in output
     assert output.count("anew") == output.count("started on 2 of 2 hosts") == 1
     assert world.starts() == {"tiny-run-0": 2, "tiny-run-1": 2}
+    assert world.submitted() == [*[REQUESTED[0]] * 2, "", ""]  # the second did not wait for them
     assert world.verbs().count("scp") == 1
 
 
@@ -323,10 +334,11 @@ def test_a_dry_run_prints_every_command_and_runs_none(repository, name, capsys, 
 
 def test_the_environment_file_reaches_every_host_of_every_slice_and_no_command(repository, world, tmp_path, capsys):
     secret = tmp_path / "keys"
-    secret.write_text("TOKEN='se cret'\n")
+    secret.write_text("TOKEN='se cret'\nRUNNER_SUBMITTED=17\n")
     world.script(f'{COUNT}[ "$TOKEN" = "se cret" ] && [ "$(stat -c %a ~/tiny-run.environment)" = 600 ]')
     assert launch("--environment-file", str(secret), spec="specs/two.yaml") == 0
     assert set(world.starts()) == {"tiny-run-0-0", "tiny-run-0-1", "tiny-run-1-0", "tiny-run-1-1"}
+    assert world.submitted() == ["17"] * 4  # the user's word is the last
     assert "se cret" not in (world.path / "calls.jsonl").read_text() + capsys.readouterr().out
     assert launch("--environment-file", str(tmp_path / "none")) == 2
 

@@ -1,10 +1,12 @@
-"""Errors of gcloud: which a further try may mend."""
+"""Errors of gcloud: which a further try may mend. Its answers: what is not in them is not known."""
 
+import json
 import re
 
 import pytest
 
-from launch.tpu_vm.gcloud import check, first_line
+from launch.tpu_vm import gcloud
+from launch.tpu_vm.gcloud import Gcloud, Resource, ResourceState, check, first_line
 from runner.errors import InvalidError
 
 DENIED = "ERROR: (gcloud.compute.tpus.queued-resources.create) PERMISSION_DENIED: Permission 'tpu.nodes.create' denied"
@@ -24,3 +26,22 @@ def test_errors_that_the_user_must_mend_are_told_from_those_that_pass(errors):
     check(errors + " HTTPSConnectionPool: Max retries exceeded")
     check("me@host: Permission denied (publickey).\nERROR: (gcloud.compute.tpus.tpu-vm.ssh) exited with [255].")
     assert first_line("") == "no error was given"
+
+
+@pytest.mark.parametrize(
+    ("answer", "created"),
+    [
+        ({}, None),
+        ({"createTime": None}, None),
+        ({"createTime": "soon"}, None),
+        ({"createTime": 17}, None),
+        ({"createTime": "2026-01-01T00:00:00Z"}, 1767225600),
+        ({"createTime": "2026-01-01T00:00:00.987654321Z"}, 1767225600),
+        ({"createTime": "2026-01-01T01:00:00+01:00"}, 1767225600),
+        ({"createTime": "2026-01-01T00:00:00"}, 1767225600),
+    ],
+)
+def test_when_a_resource_was_asked_for_is_what_the_answer_says(monkeypatch, answer, created):
+    text = json.dumps({"state": {"state": "ACTIVE"}} | answer)
+    monkeypatch.setattr(gcloud, "execute", lambda command: (0, text, ""))
+    assert Gcloud(Resource("tiny", 1, ()), 0.1).state() == ResourceState("ACTIVE", created=created)

@@ -10,7 +10,7 @@ from launch.tpu_vm.host import Answer, Host, answers
 def test_every_text_that_a_shell_reads_is_a_program_and_takes_no_word_of_the_user_for_code(tmp_path):
     nasty = ['it\'s $(touch hacked) `touch hacked`; "x"\n&& touch hacked', "a b"]
     host = Host("tiny", "c0ffee", "tiny.tar.gz", "00", ("tpu", "gcs"), nasty, "tiny.environment")
-    for text in (host.attend(), host.job(), host.tail(None), host.tail(7), host.stop()):
+    for text in (host.attend(17), host.attend(None), host.job(), host.tail(None), host.tail(7), host.stop()):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         printed = shlex.join(Resource("tiny", 1, ()).ssh("tiny", "all", text))
         subprocess.run(["bash", "-n"], input=printed, text=True, check=True)

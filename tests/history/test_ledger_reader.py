@@ -1,0 +1,185 @@
+"""Who looks again and again reads each event once, and knows what one who reads all of them knows."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.history import ledger as ledgers
+from runner.history.ledger import Ledger, LedgerReader, take_in
+from runner.storage import LocalStore, Store, encode_line, iterate_log, log_feed
+from tests.support.memory_bucket import MemoryDriver, memory_bucket
+
+
+class Written:
+    """A run's events as its attempts write them, each with two processes, on a disk or in a bucket."""
+
+    def __init__(self, store: Store):
+        self.store = store
+        self.attempt = self.step = 0
+        self._parts: dict[str, bytes] = {}
+        self.saved: list[int] = []
+
+    def append(self, event: str, process: int = 0, **details: object) -> None:
+        row = {"time": 100.0 * self.attempt + self.step, "attempt": self.attempt, "process": process, "event": event}
+        line = encode_line(row | {"step": self.step} | details)
+        if self.store.root is None:
+            name = f"events/{self.attempt:06}.{process}.0000.jsonl"
+            self._parts[name] = self._parts.get(name, b"") + line
+            self.store.write(name, self._parts[name])
+        else:
+            with (self.store.root / "events.jsonl").open("ab") as file:
+                file.write(line)
+
+    def resume(self, back: int) -> None:
+        """A new attempt goes on from the save that is so many before the newest."""
+        self.saved = self.saved[: len(self.saved) - back]
+        self.step = self.saved[-1] if self.saved else 0
+        self.attempt += 1
+        self.append("start", total_steps=1000)
+        self.append("restore" if self.saved else "init", tier="durable", seconds=1.0)
+
+    def save(self) -> None:
+        self.step += 10
+        self.append("evaluate", figures={"val/loss": 1.0 / self.step})
+        self.append("save", blocked_seconds=0.5, clock={"steps": float(self.step)})
+        self.append("commit", bytes=self.step, seconds_to_durable=2.0, read_back=self.step % 3 == 0)
+        self.append("straggler", process=1, late=[1])
+        self.saved.append(self.step)
+
+
+def told(ledger: Ledger, checkpoints: set[int]) -> dict[str, object]:
+    """What a history takes from a ledger; notices and events of several writers have no order."""
+    seen = {step: commit for step, commit in ledger.commits.items() if step in checkpoints}
+    return {
+        **{
+            name: value
+            for name, value in vars(ledger).items()
+            if name not in ("commits", "verified", "forgotten", "events")
+        },
+        "commits": seen,
+        "verified": ledger.verified & checkpoints,
+        "num_events": len(ledger.events),
+    }
+
+
+def in_one_go(store: Store, checkpoints: set[int]) -> Ledger:
+    return take_in(Ledger(checkpoints), iterate_log(store, "events"))
+
+
+ACTIONS = st.lists(
+    st.one_of(st.just("save"), st.integers(0, 3), st.sampled_from(["look", "list nothing", "cut", "replace"])),
+    min_size=3,
+    max_size=25,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(["disk", "bucket"]), st.integers(1, 4), ACTIONS)
+def test_whoever_looks_at_any_moments_knows_what_one_knows_who_reads_all(kind, num_unseen, actions):
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledgers, "_UNSEEN_MAX", num_unseen)
+        store = LocalStore(Path(directory)) if kind == "disk" else memory_bucket()
+        written, reader = Written(store), LedgerReader(store)
+        written.resume(0)
+        for action in [*actions, "look"]:
+            match action:
+                case "save":
+                    written.save()
+                case int():
+                    written.resume(action)
+                case "cut" | "replace":
+                    damage(store, action)
+                case _:
+                    listed = set(written.saved) if action == "look" else set()
+                    assert told(reader.read(listed), listed) == told(in_one_go(store, listed), listed)
+
+
+def damage(store: Store, how: str) -> None:
+    """Cut the last line off the first file of the log, or replace that by one of other moments, in a bucket by none."""
+    if store.root is None and not store.children("events"):
+        return
+    name = "events.jsonl" if store.root is not None else f"events/{sorted(store.children('events'))[0]}"
+    before = store.read(name)
+    content = before[: before[:-1].rfind(b"\n") + 1] if how == "cut" else before.replace(b'"time": ', b'"time": 9')
+    if store.root is None and how == "replace":
+        store.remove(name)
+    elif store.root is not None and how == "cut":
+        with (store.root / name).open("r+b") as file:
+            file.truncate(len(content))
+    else:
+        store.write(name, content)
+
+
+@pytest.fixture
+def num_parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Bytes of events that were parsed since it was last asked."""
+    count, parse = [0], log_feed.parse_lines
+
+    def counting(content):
+        count[0] += len(content)
+        return parse(content)
+
+    def since() -> int:
+        found, count[0] = count[0], 0
+        return found
+
+    monkeypatch.setattr(log_feed, "parse_lines", counting)
+    return since
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_the_second_look_parses_what_is_new_alone_and_fetches_no_part_that_is_as_it_was(kind, tmp_path, num_parsed):
+    driver = MemoryDriver()
+    store = LocalStore(tmp_path) if kind == "disk" else memory_bucket(driver)
+    written, reader, fetched = Written(store), LedgerReader(store), []
+    driver.before = lambda verb, key: fetched.append(key) if verb == "get" else None
+    for _ in range(20):
+        written.resume(0)
+        written.save()
+    reader.read(set(written.saved))
+    assert num_parsed() > 10_000
+    fetched.clear()
+    reader.read(set(written.saved))
+    assert (num_parsed(), fetched) == (0, [])
+    written.append("progress")
+    ledger = reader.read(set(written.saved))
+    assert 0 < num_parsed() < 200
+    assert ledger.attempts[20].last == in_one_go(store, set(written.saved)).attempts[20].last
+    assert fetched[:1] == ([] if kind == "disk" else ["run/events/000020.0.0000.jsonl"])
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_half_a_line_waits_for_its_rest(kind, tmp_path):
+    store = LocalStore(tmp_path) if kind == "disk" else memory_bucket()
+    name = "events.jsonl" if kind == "disk" else "events/000001.0.0000.jsonl"
+    reader = LedgerReader(store)
+    whole = encode_line({"time": 1.0, "attempt": 1, "process": 0, "event": "progress", "step": 1})
+    last = encode_line({"time": 2.0, "attempt": 1, "process": 0, "event": "progress", "step": 7})
+    for content, step in ((b"", None), (whole[:-9], None), (whole, 1), (whole + last[:20], 1), (whole + last, 7)):
+        if kind == "disk":
+            (tmp_path / name).write_bytes(content)
+        else:
+            store.write(name, content)
+        attempts = reader.read(set()).attempts
+        assert (attempts[1].step if attempts else None) == step
+
+
+def test_a_reading_that_fails_half_way_is_made_anew(tmp_path, monkeypatch):
+    written, reader = Written(LocalStore(tmp_path)), LedgerReader(LocalStore(tmp_path))
+    written.resume(0)
+    written.save()
+    parse, fails = log_feed.parse_lines, iter([False, False, True])
+
+    def failing(content):
+        if next(fails, False):
+            raise OSError("no disk")
+        return parse(content)
+
+    monkeypatch.setattr(log_feed, "parse_lines", failing)
+    with pytest.raises(OSError, match="no disk"):
+        reader.read({10})
+    assert told(reader.read({10}), {10}) == told(in_one_go(LocalStore(tmp_path), {10}), {10})
