@@ -50,15 +50,24 @@ def grouped(
     `apply(x_PxD, matmul)` is the experts' function of the rows at hand. What is not kept is not computed, and counts
     nothing. With `most_rows` no expert may have more rows than that.
     """
+    rank_MxK, counts_E = ranked(experts_MxK, kept_MxK, num_experts)
+    num_slots, starts_E, matmul = _layout(counts_E, experts_MxK.size, num_experts, most_rows, platform)
+    layout = lay_out(jnp.where(kept_MxK, starts_E[experts_MxK] + rank_MxK, num_slots), num_slots)
+    return _combine(apply(dispatch(x_MxD, layout), matmul), weights_MxK, layout)
+
+
+def ranked(experts_MxK: jax.Array, kept_MxK: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """How many tokens before each are kept by the same expert, (M, K), and by each expert in all, (E)."""
     chosen_MxKxE = (experts_MxK[..., None] == jnp.arange(num_experts)) & kept_MxK[..., None]
     place_MxE = jnp.cumsum(jnp.any(chosen_MxKxE, axis=1), axis=0, dtype=jnp.int32)
-    rank_MxK = jnp.sum(jnp.where(chosen_MxKxE, place_MxE[:, None] - 1, 0), axis=-1)
-    num_slots, starts_E, matmul = _layout(place_MxE[-1], experts_MxK.size, num_experts, most_rows, platform)
-    slot_MxK = jnp.where(kept_MxK, starts_E[experts_MxK] + rank_MxK, num_slots)
+    return jnp.sum(jnp.where(chosen_MxKxE, place_MxE[:, None] - 1, 0), axis=-1), place_MxE[-1]
+
+
+def lay_out(slot_MxK: jax.Array, num_slots: int) -> Layout:
+    """The layout of so many slots, from the one of each assignment; `num_slots` is none."""
     assignments = jnp.arange(slot_MxK.size, dtype=jnp.int32)
     empty_P = jnp.full(num_slots, slot_MxK.size, jnp.int32)
-    layout = Layout(slot_MxK, empty_P.at[slot_MxK.reshape(-1)].set(assignments, mode="drop"))
-    return _combine(apply(_dispatch(x_MxD, layout), matmul), weights_MxK, layout)
+    return Layout(slot_MxK, empty_P.at[slot_MxK.reshape(-1)].set(assignments, mode="drop"))
 
 
 def _layout(
@@ -86,13 +95,13 @@ def block_rows(num_assignments: int, num_experts: int) -> int:
 
 
 @jax.custom_vjp
-def _dispatch(x_MxD: jax.Array, layout: Layout) -> jax.Array:
+def dispatch(x_MxD: jax.Array, layout: Layout) -> jax.Array:
     """The tokens in their slots, (P, D); in an empty slot stands some token."""
     return x_MxD[_token_of_slot(layout)]
 
 
 def _dispatch_forward(x_MxD: jax.Array, layout: Layout) -> tuple[jax.Array, Layout]:
-    return _dispatch(x_MxD, layout), layout
+    return dispatch(x_MxD, layout), layout
 
 
 def _dispatch_backward(layout: Layout, dx_PxD: jax.Array) -> tuple[jax.Array, None]:
@@ -100,7 +109,7 @@ def _dispatch_backward(layout: Layout, dx_PxD: jax.Array) -> tuple[jax.Array, No
     return dx_MxD.astype(dx_PxD.dtype), None
 
 
-_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @jax.custom_vjp
@@ -124,6 +133,41 @@ def _combine_backward(kept: Any, dy_MxD: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 _combine.defvjp(_combine_forward, _combine_backward)
+
+
+@jax.custom_vjp
+def collect(y_PxD: jax.Array, layout: Layout) -> jax.Array:
+    """The sum over each token's slots; in float32, (M, D) in the type of `y`."""
+    return jnp.sum(_in_tokens(y_PxD, layout), axis=1, dtype=jnp.float32).astype(y_PxD.dtype)
+
+
+def _collect_forward(y_PxD: jax.Array, layout: Layout) -> tuple[jax.Array, Layout]:
+    return collect(y_PxD, layout), layout
+
+
+def _collect_backward(layout: Layout, dy_MxD: jax.Array) -> tuple[jax.Array, None]:
+    is_filled_P = layout.assignments < layout.slots.size
+    return jnp.where(is_filled_P[:, None], dy_MxD[_token_of_slot(layout)], 0), None
+
+
+collect.defvjp(_collect_forward, _collect_backward)
+
+
+@jax.custom_vjp
+def in_slots(values_MxK: jax.Array, layout: Layout) -> jax.Array:
+    """What each assignment has, in its slot, (P); in an empty slot nothing."""
+    return values_MxK.reshape(-1).at[layout.assignments].get(mode="fill", fill_value=0)
+
+
+def _in_slots_forward(values_MxK: jax.Array, layout: Layout) -> tuple[jax.Array, Layout]:
+    return in_slots(values_MxK, layout), layout
+
+
+def _in_slots_backward(layout: Layout, dvalues_P: jax.Array) -> tuple[jax.Array, None]:
+    return _in_tokens(dvalues_P[:, None], layout)[..., 0], None
+
+
+in_slots.defvjp(_in_slots_forward, _in_slots_backward)
 
 
 def _token_of_slot(layout: Layout) -> jax.Array:

@@ -10,6 +10,7 @@ Shape legend: B batch, T sequence, D width, E experts, K experts of a token, G g
 hidden layer, L layers.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -21,8 +22,20 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from experiments.model.blocks import INIT_STDDEV, Activation, GatedMLP, activate, in_stream, with_axes
+from experiments.model.blocks import (
+    INIT_STDDEV,
+    Activation,
+    GatedMLP,
+    activate,
+    cut,
+    in_stream,
+    num_shards,
+    row_parts,
+    with_axes,
+)
+from experiments.model.exchange import Form, Weights, compute_cut
 from experiments.model.grouped import Matmul, grouped
+from runner.errors import InvalidError
 from runner.spec import Auto, Frozen
 
 BALANCE = "balance"  # the collection of the biases
@@ -109,10 +122,22 @@ def route(logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array
     length = logits_BxTxE.shape[1]
     if config.capacity(length) < length:
         # In the order of the row, so that no token goes without for the sake of a later one.
-        place_BxTxE = jnp.cumsum(chosen_BxTxE, axis=1, dtype=jnp.int32)
+        place_BxTxE = _running_count(chosen_BxTxE)
         has_room_BxTxE = place_BxTxE <= config.capacity(length)
         kept_BxTxK &= jnp.any(is_expert_BxTxKxE & has_room_BxTxE[:, :, None], axis=-1)
     return Routing(experts_BxTxK, weights_BxTxK * config.routed_scale, kept_BxTxK, chosen_BxTxE, normalised_BxTxE)
+
+
+def _running_count(chosen_BxTxE: jax.Array) -> jax.Array:
+    """How many of a row are chosen up to each place. Of rows that are cut, part by part: only sums leave a device."""
+    B, T, E = chosen_BxTxE.shape
+    parts = num_shards("stream")
+    if row_parts() == 1 or T % parts:
+        return jnp.cumsum(chosen_BxTxE, axis=1, dtype=jnp.int32)
+    place_BxPxTxE = jnp.cumsum(chosen_BxTxE.reshape(B, parts, T // parts, E), axis=2, dtype=jnp.int32)
+    total_BxPxE = place_BxPxTxE[:, :, -1]
+    before_BxPxE = jnp.cumsum(total_BxPxE, axis=1) - total_BxPxE
+    return (place_BxPxTxE + before_BxPxE[:, :, None]).reshape(B, T, E)
 
 
 def _of_best_groups(scores_BxTxE: jax.Array, config: MoeConfig) -> jax.Array:
@@ -149,12 +174,16 @@ class MixtureOfExperts(nn.Module):
         gates in nats, summed over tokens.
         """
         config, D = self.config, x_BxTxD.shape[-1]
+        refuse_cut_experts(config.experts)
         router_DxE = self._param("router", INIT_STDDEV, (D, config.experts), ("embed", "expert"))
+        router_DxE = _whole(router_DxE)
         logits_BxTxE = jnp.einsum("btd,de->bte", x_BxTxD.astype(jnp.float32), router_DxE.astype(jnp.float32))
+        logits_BxTxE = _in_stream(logits_BxTxE)
         bias_E = None
         if config.bias_rate is not None:
             init = with_axes(nn.initializers.zeros, "expert")
             bias_E = self.variable(BALANCE, "bias", init, None, (config.experts,), jnp.float32).value
+            bias_E = _whole(bias_E)
         routing = route(logits_BxTxE, bias_E, real_BxT, config)
         y_BxTxD = compute_experts(x_BxTxD, routing, self._weights(D), config, self.activation)
         if config.shared_experts:
@@ -181,25 +210,28 @@ def compute_experts(
 ) -> jax.Array:
     """Return the weighted sum of what each token's experts make of it, (B, T, D).
 
-    Each device groups the tokens of its own rows, and multiplies by its own columns of every expert.
+    Where experts and rows are whole each device groups the tokens of its own rows, and multiplies by its own columns of
+    every expert. Else see `exchange`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     platform = jax.default_backend() if mesh.abstract_device is None else mesh.abstract_device.platform
+    expert = functools.partial(_mlp, activation)
+    arrays = x_BxTxD, routing.experts, routing.weights, routing.kept
+    if _is_cut():
+        length = x_BxTxD.shape[1]
+        capacity = None if config.capacity_factor is None else config.capacity(length)
+        form = Form(expert, config.experts, capacity, length, platform)
+        return in_stream(compute_cut(*arrays, weights, form))
 
     def compute(x_BxTxD: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
         B, T, D = x_BxTxD.shape
         experts_MxK, gates_MxK, kept_MxK = (leaf.reshape(B * T, -1) for leaf in (experts, gates, kept))
-
-        def apply(x_PxD: jax.Array, matmul: Matmul) -> jax.Array:
-            *into, out = weights
-            return matmul(activate(activation, *(matmul(x_PxD, weight) for weight in into)), out)
-
         y_MxD = grouped(
             x_BxTxD.reshape(B * T, D),
             experts_MxK,
             gates_MxK,
             kept_MxK,
-            apply,
+            functools.partial(expert, weights),
             num_experts=config.experts,
             most_rows=None if config.capacity_factor is None else B * config.capacity(T),
             platform=platform,
@@ -208,22 +240,53 @@ def compute_experts(
         return jax.lax.psum(y_BxTxD, tensor) if tensor else y_BxTxD
 
     tensor = _axes("mlp", weights[0].shape[2])
-    arrays = x_BxTxD, routing.experts, routing.weights, routing.kept, *weights
     if mesh.empty or mesh.size == 1:
-        return compute(*arrays)
+        return compute(*arrays, *weights)
     rows = PartitionSpec(_axes("batch", x_BxTxD.shape[0]))
     into, out = PartitionSpec(None, None, tensor), PartitionSpec(None, tensor)
     in_specs = (rows, rows, rows, rows, *[into] * (len(weights) - 1), out)
-    y_BxTxD = jax.shard_map(compute, in_specs=in_specs, out_specs=rows, check_vma=False)(*arrays)
+    y_BxTxD = jax.shard_map(compute, in_specs=in_specs, out_specs=rows, check_vma=False)(*arrays, *weights)
     return in_stream(y_BxTxD)
+
+
+def _mlp(activation: Activation, weights: Weights, x_PxD: jax.Array, matmul: Matmul) -> jax.Array:
+    """The function of an expert."""
+    *into, out = weights
+    return matmul(activate(activation, *(matmul(x_PxD, weight) for weight in into)), out)
+
+
+def _is_cut() -> bool:
+    """Whether the rules of the caller cut rows or experts."""
+    return row_parts() > 1 or num_shards("expert") > 1
+
+
+def _whole(leaf: jax.Array) -> jax.Array:
+    """Every device all of it, where rows or experts are cut: each routes its own tokens to all experts."""
+    return jax.lax.with_sharding_constraint(leaf, PartitionSpec()) if _is_cut() else leaf
+
+
+def _in_stream(logits_BxTxE: jax.Array) -> jax.Array:
+    """As the tokens lie, where rows or experts are cut."""
+    return cut(logits_BxTxE, "batch", "stream", "experts_act") if _is_cut() else logits_BxTxE
 
 
 def _axes(name: str, size: int) -> Any:
     """The mesh axes of a logical axis of so many elements; none where they do not divide it."""
     (axes,) = nn.logical_to_mesh_axes((name,)) or (None,)
-    sizes = jax.sharding.get_abstract_mesh().shape
-    number = math.prod(sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+    number = num_shards(name)
     return axes if number > 1 and size % number == 0 else None
+
+
+def refuse_cut_experts(num_experts: int) -> None:
+    """Raise `InvalidError` if devices would share an expert, by the mesh and the rules of the caller."""
+    number = num_shards("expert")
+    share = num_experts // number
+    if share * number != num_experts:
+        near = " or ".join(str(part * number) for part in (share, share + 1) if part)
+        raise InvalidError(
+            f"config.model.moe.experts={num_experts} does not divide over topology.mesh.expert={number}; use {near} "
+            f"experts, or an expert axis of {math.gcd(num_experts, number)}"
+        )
 
 
 def _statistics(logits_BxTxE: jax.Array, routing: Routing, real_BxT: jax.Array, config: MoeConfig) -> Statistics:
@@ -240,7 +303,7 @@ def _statistics(logits_BxTxE: jax.Array, routing: Routing, real_BxT: jax.Array, 
     num_kept = jnp.sum(routing.kept, dtype=jnp.int32)
     return {
         "loss_B": config.auxiliary_loss * mean_of_row(balance_BxT) + config.router_z_loss * mean_of_row(z_BxT),
-        "load_E": jnp.sum(load_BxE, axis=0),
+        "load_E": _whole(jnp.sum(load_BxE, axis=0)),  # so that whatever is made of it has the same bits everywhere
         "dropped": jnp.sum(load_BxE) - num_kept,
         "entropy": jax.lax.stop_gradient(jnp.sum(jnp.where(real_BxT, entropy_BxT, 0.0))),
     }

@@ -1,0 +1,393 @@
+"""Experts cut over devices: tokens travel to the devices of their experts, are computed there, and travel back.
+
+Owns what crosses devices between a router and the residual stream, inside one `shard_map` over the whole mesh. Knows no
+router, and of experts their function alone. What is said of the axis `expert` holds for whatever axes a job's rules
+cut experts over, if they cut the examples too; where they do not, or one row is all there is, each device computes its
+own experts for all tokens, and nothing travels but sums.
+
+Each device has M tokens, after those of its neighbours over `tensor`, which hold other columns of the same experts,
+were gathered; sums over the columns are scattered back as the stream lies. Tokens of other rows, and of other parts of
+a row, travel on their own over `expert`, among e devices. What is sent and held, a device and layer:
+
+- `fixed`, where an expert takes at most C tokens of a row (`capacity_factor`), and rows are whole: one dense
+  all-to-all of (E, B * C, D) there, and one back; backward again one each way. That many slots are sent, held and
+  multiplied whatever the router does: `capacity_factor` times the assignments.
+- `rounds`, where no token is dropped, and where parts of a row share a capacity, of which then any part may take all:
+  a window of c slots for each pair of devices, c the smaller of 5/4 of the mean A / e and of what one device can send
+  another at all, M * min(K, E / e). What a window cannot hold goes in a further round. Even load: one round. All tokens
+  to the experts of one device: min(K, E / e) * e / K * 4/5 rounds, so many times the bytes and the time. Memory is that
+  of one round in any case: e * c slots of width D sent, as many received, and their hidden layers. The backward
+  pass sends tokens again and computes again what the round held (three ways instead of two), so that nothing of it is
+  kept from the forward pass.
+
+In rounds, TPUs send by `lax.ragged_all_to_all` what fills a window, and elsewhere, where XLA has no such thing (CPU) or
+not for sure (GPU), `lax.all_to_all` sends the windows whole.
+
+A gate travels with its token and is multiplied where the expert is, in float32; so no result is needed at home in the
+backward pass. Between tokens and slots all is gathered, and never scattered (`grouped`).
+
+Shape legend: as in `grouped`; B rows and T positions at hand, R slots received, W slots sent, G devices of a group (e
+above), L experts of a device.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from experiments.model.grouped import (
+    Layout,
+    Matmul,
+    batched_matmul,
+    collect,
+    dispatch,
+    grouped,
+    in_slots,
+    lay_out,
+    ranked,
+)
+
+Weights = Sequence[jax.Array]
+Expert = Callable[[Weights, jax.Array, Matmul], jax.Array]  # (matrices, (P, D), matmul) -> (P, D), each slot by its own
+
+_TILE = 8  # slots of a window are a multiple of it
+
+
+def mesh_axes_of(name: str, size: int) -> tuple[str, ...]:
+    """The mesh axes of a logical axis of so many elements, larger than 1; none where they do not divide it."""
+    (axes,) = nn.logical_to_mesh_axes((name,)) or (None,)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    found = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if sizes[axis] > 1)
+    return found if size % math.prod(sizes[axis] for axis in found) == 0 else ()
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is known of a layer before any token is.
+
+    Attributes:
+        expert: the function of an expert.
+        num_experts: of the layer.
+        capacity: most tokens that an expert takes of a row of `length`; None: all.
+        length: of whole rows.
+        platform: that computes.
+    """
+
+    expert: Expert
+    num_experts: int
+    capacity: int | None
+    length: int
+    platform: str
+
+    def most_rows(self, num_rows: int, num_positions: int) -> int | None:
+        """Most tokens that an expert takes of these rows, where that is known and few."""
+        return None if self.capacity is None or num_positions < self.length else num_rows * self.capacity
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The mesh axes that cut tokens, experts and their columns.
+
+    Attributes:
+        rows, positions: of the tokens, as the residual stream lies.
+        experts: empty where experts are whole.
+        columns: of an expert's hidden layer.
+    """
+
+    rows: tuple[str, ...]
+    positions: tuple[str, ...]
+    experts: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Whose devices have other positions, and other columns of the same experts."""
+        return tuple(axis for axis in self.positions if axis in self.columns)
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Whose devices have the same tokens, and other columns or experts."""
+        own = (*self.rows, *self.positions)
+        return tuple(axis for axis in (*self.experts, *self.columns) if axis not in own)
+
+    @property
+    def exchanged(self) -> tuple[str, ...]:
+        """Over which tokens travel: whose devices have other tokens, and other experts."""
+        return () if set(self.experts) & set(self.summed) else self.experts
+
+
+def compute_cut(
+    x_BxTxD: jax.Array,
+    experts_BxTxK: jax.Array,
+    gates_BxTxK: jax.Array,
+    kept_BxTxK: jax.Array,
+    weights: Weights,
+    form: Form,
+) -> jax.Array:
+    """Return the weighted sum of what each token's experts make of it, (B, T, D), under a mesh.
+
+    `weights` are stacked experts first; the last one has the columns of the hidden layer in its second axis, all others
+    in their third.
+    """
+    B, T, _ = x_BxTxD.shape
+    E, _, F = weights[0].shape
+    cuts = Cuts(
+        mesh_axes_of("batch", B),
+        mesh_axes_of("stream", T) or mesh_axes_of("sequence", T),
+        mesh_axes_of("expert", E),
+        mesh_axes_of("mlp", F),
+    )
+
+    def compute(x: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
+        tokens = [_gathered(leaf, cuts.gathered) for leaf in (x, experts, gates, kept)]
+        b, t, D = tokens[0].shape
+        most_rows = form.most_rows(b, t)
+        x_MxD, *routing = (leaf.reshape(b * t, -1) for leaf in tokens)
+        if not cuts.experts:
+            y_MxD = _at_home(form, most_rows, 0, weights, x_MxD, *routing)
+        elif not cuts.exchanged:
+            first = lax.axis_index(cuts.experts) * weights[0].shape[0]
+            y_MxD = _at_home(form, most_rows, first, weights, x_MxD, *routing)
+        elif most_rows is not None:
+            y_MxD = _in_fixed_slots(form, most_rows, cuts.exchanged, weights, x_MxD, *routing)
+        else:
+            y_MxD = _in_rounds(form, cuts.exchanged, weights, x_MxD, *routing)
+        y_BxTxD = y_MxD.reshape(b, t, D)
+        for axis in reversed(cuts.gathered):
+            y_BxTxD = lax.psum_scatter(y_BxTxD, axis, scatter_dimension=1, tiled=True)
+        return lax.psum(y_BxTxD, cuts.summed) if cuts.summed else y_BxTxD
+
+    tokens = PartitionSpec(cuts.rows or None, cuts.positions or None)
+    into = PartitionSpec(cuts.experts or None, None, cuts.columns or None)
+    out = PartitionSpec(cuts.experts or None, cuts.columns or None)
+    in_specs = (tokens, tokens, tokens, tokens, *[into] * (len(weights) - 1), out)
+    spread = jax.shard_map(compute, in_specs=in_specs, out_specs=tokens, check_vma=False)
+    return spread(x_BxTxD, experts_BxTxK, gates_BxTxK, kept_BxTxK, *weights)
+
+
+def _gathered(leaf_BxTxK: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    for axis in axes:
+        leaf_BxTxK = lax.all_gather(leaf_BxTxK, axis, axis=1, tiled=True)
+    return leaf_BxTxK
+
+
+def _at_home(
+    form: Form,
+    most_rows: int | None,
+    first: int | jax.Array,
+    weights: Weights,
+    x_MxD: jax.Array,
+    experts_MxK: jax.Array,
+    gates_MxK: jax.Array,
+    kept_MxK: jax.Array,
+) -> jax.Array:
+    """What the experts at hand, the number `first` and those behind it, make of the tokens at hand."""
+    num_here = weights[0].shape[0]
+    experts_MxK = experts_MxK - first
+    return grouped(
+        x_MxD,
+        experts_MxK,
+        gates_MxK,
+        kept_MxK & (experts_MxK >= 0) & (experts_MxK < num_here),
+        functools.partial(form.expert, weights),
+        num_experts=num_here,
+        most_rows=most_rows,
+        platform=form.platform,
+    )
+
+
+def _in_fixed_slots(
+    form: Form,
+    most_rows: int,
+    axes: tuple[str, ...],
+    weights: Weights,
+    x_MxD: jax.Array,
+    experts_MxK: jax.Array,
+    gates_MxK: jax.Array,
+    kept_MxK: jax.Array,
+) -> jax.Array:
+    """So many slots for each expert, whether they are filled or not."""
+    num_here, D = weights[0].shape[0], x_MxD.shape[1]
+    rank_MxK, _ = ranked(experts_MxK, kept_MxK, form.num_experts)
+    num_slots = form.num_experts * most_rows
+    layout = lay_out(jnp.where(kept_MxK, experts_MxK * most_rows + rank_MxK, num_slots), num_slots)
+
+    def there(sent_PxD: jax.Array) -> jax.Array:
+        came_GxLxSxD = _exchanged(sent_PxD, axes).reshape(-1, num_here, most_rows, sent_PxD.shape[1])
+        return came_GxLxSxD.swapaxes(0, 1).reshape(num_slots, -1)
+
+    x_RxD, gates_Rx1 = there(dispatch(x_MxD, layout)), there(in_slots(gates_MxK, layout)[:, None])
+    y_RxD = _times(form.expert(weights, x_RxD, batched_matmul), gates_Rx1)
+    y_GxLxSxD = y_RxD.reshape(num_here, -1, most_rows, D).swapaxes(0, 1)
+    return collect(_exchanged(y_GxLxSxD.reshape(num_slots, D), axes), layout)
+
+
+def _times(y_RxD: jax.Array, gates_Rx1: jax.Array) -> jax.Array:
+    return (y_RxD.astype(jnp.float32) * gates_Rx1).astype(y_RxD.dtype)
+
+
+def _exchanged(x_WxD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """As many slots for each device of the group sent to it, and in return those that each has for this one."""
+    return lax.all_to_all(x_WxD, axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+class Traffic(NamedTuple):
+    """Who sends how much to whom. All integers."""
+
+    slots: jax.Array  # (M, K): place of an assignment among those of this device, expert by expert; A: it has none
+    assignments: jax.Array  # (A): in these places
+    sent_G: jax.Array  # to each device
+    came_GxL: jax.Array  # from each device to each expert here
+    num_rounds: jax.Array  # the same on all devices of the group
+
+
+def _in_rounds(
+    form: Form,
+    axes: tuple[str, ...],
+    weights: Weights,
+    x_MxD: jax.Array,
+    experts_MxK: jax.Array,
+    gates_MxK: jax.Array,
+    kept_MxK: jax.Array,
+) -> jax.Array:
+    """All that is kept, in as many rounds as it takes."""
+    num_here, (M, K) = weights[0].shape[0], experts_MxK.shape
+    num_devices = form.num_experts // num_here
+    window = window_slots(M, K, num_here, num_devices)
+    rank_MxK, counts_E = ranked(experts_MxK, kept_MxK, form.num_experts)
+    starts_E = jnp.cumsum(counts_E) - counts_E
+    layout = lay_out(jnp.where(kept_MxK, starts_E[experts_MxK] + rank_MxK, M * K), M * K)
+    sent_G = jnp.sum(counts_E.reshape(num_devices, num_here), axis=1)
+    came_GxL = _exchanged(counts_E, axes).reshape(num_devices, num_here)
+    num_rounds = lax.pmax(-(-jnp.max(sent_G) // window), axes)
+    traffic = Traffic(*layout, sent_G, came_GxL, num_rounds)
+    return _all_rounds((form, axes, window), x_MxD, gates_MxK, tuple(weights), traffic)
+
+
+def window_slots(num_tokens: int, experts_per_token: int, num_here: int, num_devices: int) -> int:
+    """Slots that a device has in a round for what it sends to another one."""
+    most = num_tokens * min(experts_per_token, num_here)
+    mean = num_tokens * experts_per_token / num_devices
+    return _TILE * math.ceil(min(most, 1.25 * mean) / _TILE)
+
+
+Rounds = tuple[Form, tuple[str, ...], int]  # axes of the group, and slots of a window
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_rounds(
+    rounds: Rounds, x_MxD: jax.Array, gates_MxK: jax.Array, weights: tuple[jax.Array, ...], traffic: Traffic
+) -> jax.Array:
+    def add(number: jax.Array, sum_MxD: jax.Array) -> jax.Array:
+        return sum_MxD + _round(rounds, traffic, number, x_MxD, gates_MxK, weights).astype(jnp.float32)
+
+    sum_MxD = lax.fori_loop(0, traffic.num_rounds, add, jnp.zeros(x_MxD.shape, jnp.float32))
+    return sum_MxD.astype(x_MxD.dtype)
+
+
+def _all_rounds_forward(rounds: Rounds, *arrays: Any) -> tuple[jax.Array, Any]:
+    return _all_rounds(rounds, *arrays), arrays
+
+
+def _all_rounds_backward(rounds: Rounds, kept: Any, dy_MxD: jax.Array) -> tuple[Any, Any, Any, None]:
+    *inputs, traffic = kept
+
+    def add(number: jax.Array, sums: Any) -> Any:
+        _, pull_back = jax.vjp(functools.partial(_round, rounds, traffic, number), *inputs)
+        return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), sums, pull_back(dy_MxD))
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tuple(inputs))
+    sums = lax.fori_loop(0, traffic.num_rounds, add, zeros)
+    dx_MxD, dgates_MxK, dweights = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, tuple(inputs))
+    return dx_MxD, dgates_MxK, dweights, None
+
+
+_all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
+
+
+def _round(
+    rounds: Rounds,
+    traffic: Traffic,
+    number: jax.Array,
+    x_MxD: jax.Array,
+    gates_MxK: jax.Array,
+    weights: tuple[jax.Array, ...],
+) -> jax.Array:
+    """What the tokens in one window of each pair of devices add to their sums, (M, D)."""
+    form, axes, window = rounds
+    num_here = traffic.came_GxL.shape[1]
+    first = number * window
+    layout = _in_windows(traffic, first, window)
+    came_G = jnp.sum(traffic.came_GxL, axis=1)
+    sent_G, came_G = (jnp.clip(count_G - first, 0, window) for count_G in (traffic.sent_G, came_G))
+    swap = functools.partial(_swapped, axes, form.platform == "tpu")
+    x_RxD = swap(dispatch(x_MxD, layout), sent_G, came_G)
+    gates_RxK = _exchanged(in_slots(gates_MxK, layout)[:, None], axes)
+    # Of what a device sends, expert by expert, this window begins at `first`.
+    place_S = first + jnp.arange(window)
+    ends_GxL = jnp.cumsum(traffic.came_GxL, axis=1)
+    expert_Rx1 = jnp.sum(place_S[:, None] >= ends_GxL[:, None], axis=-1, dtype=jnp.int32).reshape(-1, 1)
+    y_RxD = grouped(
+        x_RxD,
+        expert_Rx1,
+        gates_RxK,
+        expert_Rx1 < num_here,
+        functools.partial(form.expert, weights),
+        num_experts=num_here,
+        most_rows=None,
+        platform=form.platform,
+    )
+    return collect(swap(y_RxD, came_G, sent_G), layout)
+
+
+def _in_windows(traffic: Traffic, first: jax.Array, window: int) -> Layout:
+    """Where assignments lie in windows, one behind the other, that begin at `first` of what goes to each device."""
+    num_devices, num_here = traffic.came_GxL.shape
+    starts_G = jnp.cumsum(traffic.sent_G) - traffic.sent_G + first
+    ends_G = jnp.cumsum(traffic.sent_G)
+    place_GxS = starts_G[:, None] + jnp.arange(window)
+    num_assignments = traffic.slots.size
+    found_GxS = traffic.assignments.at[place_GxS].get(mode="fill", fill_value=num_assignments)
+    assignments_W = jnp.where(place_GxS < ends_G[:, None], found_GxS, num_assignments).reshape(-1)
+    # The device of an assignment is the one in whose share it lies; what has no place lies behind all shares.
+    device_MxK = jnp.sum(traffic.slots[..., None] >= ends_G, axis=-1, dtype=jnp.int32)
+    in_window_MxK = traffic.slots - starts_G.at[device_MxK].get(mode="fill", fill_value=0)
+    is_here_MxK = (device_MxK < num_devices) & (in_window_MxK >= 0) & (in_window_MxK < window)
+    slots_MxK = jnp.where(is_here_MxK, device_MxK * window + in_window_MxK, num_devices * window)
+    return Layout(slots_MxK, assignments_W)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _swapped(
+    axes: tuple[str, ...], is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, came_G: jax.Array
+) -> jax.Array:
+    """Windows sent, of each so many slots from its start, for those that came; what was not sent is anything."""
+    if not is_ragged:
+        return _exchanged(x_WxD, axes)
+    window = x_WxD.shape[0] // sent_G.size
+    starts_G = window * jnp.arange(sent_G.size)
+    own_G = jnp.full(sent_G.size, window * lax.axis_index(axes))
+    return lax.ragged_all_to_all(x_WxD, jnp.zeros_like(x_WxD), starts_G, sent_G, own_G, came_G, axis_name=axes)
+
+
+def _swapped_forward(
+    axes: tuple[str, ...], is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, came_G: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _swapped(axes, is_ragged, x_WxD, sent_G, came_G), (sent_G, came_G)
+
+
+def _swapped_backward(
+    axes: tuple[str, ...], is_ragged: bool, kept: Any, dx_WxD: jax.Array
+) -> tuple[jax.Array, None, None]:
+    sent_G, came_G = kept
+    return _swapped(axes, is_ragged, dx_WxD, came_G, sent_G), None, None
+
+
+_swapped.defvjp(_swapped_forward, _swapped_backward)
