@@ -54,18 +54,33 @@ from experiments.model.grouped import (
     ranked,
 )
 
+Axes = tuple[str, ...]  # of the mesh
 Weights = Sequence[jax.Array]
 Expert = Callable[[Weights, jax.Array, Matmul], jax.Array]  # (matrices, (P, D), matmul) -> (P, D), each slot by its own
 
 _TILE = 8  # slots of a window are a multiple of it
 
 
-def mesh_axes_of(name: str, size: int) -> tuple[str, ...]:
-    """The mesh axes of a logical axis of so many elements, larger than 1; none where they do not divide it."""
-    (axes,) = nn.logical_to_mesh_axes((name,)) or (None,)
+def token_axes(num_rows: int, num_positions: int) -> tuple[Axes, Axes]:
+    """The mesh axes that cut the rows and the positions of tokens, as the residual stream lies."""
+    (rows,), (stream,), (positions,) = (
+        _mesh_axes(name, size)
+        for name, size in (("batch", num_rows), ("stream", num_positions), ("sequence", num_positions))
+    )
+    return rows, stream or positions
+
+
+def _mesh_axes(names: str | tuple[str, ...], *sizes: int) -> list[Axes]:
+    """The mesh axes of logical axes of so many elements; none where they do not divide them."""
+    spec = nn.logical_to_mesh_axes((names,) if isinstance(names, str) else names) or [None] * len(sizes)
+    found = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    return [axes if size % num_devices(axes) == 0 else () for axes, size in zip(found, sizes, strict=True)]
+
+
+def num_devices(axes: Axes) -> int:
+    """Devices along these axes of the mesh."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    found = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if sizes[axis] > 1)
-    return found if size % math.prod(sizes[axis] for axis in found) == 0 else ()
+    return math.prod(sizes[axis] for axis in axes)
 
 
 @dataclass(frozen=True)
@@ -97,28 +112,28 @@ class Cuts:
 
     Attributes:
         rows, positions: of the tokens, as the residual stream lies.
-        experts: empty where experts are whole.
-        columns: of an expert's hidden layer.
+        experts, widths, columns: of the experts' matrices, as they are kept; columns are those of the hidden layer.
     """
 
-    rows: tuple[str, ...]
-    positions: tuple[str, ...]
-    experts: tuple[str, ...]
-    columns: tuple[str, ...]
+    rows: Axes
+    positions: Axes
+    experts: Axes
+    widths: Axes
+    columns: Axes
 
     @property
-    def gathered(self) -> tuple[str, ...]:
+    def gathered(self) -> Axes:
         """Whose devices have other positions, and other columns of the same experts."""
-        return tuple(axis for axis in self.positions if axis in self.columns)
+        return tuple(axis for axis in self.positions if axis in self.columns and num_devices((axis,)) > 1)
 
     @property
-    def summed(self) -> tuple[str, ...]:
+    def summed(self) -> Axes:
         """Whose devices have the same tokens, and other columns or experts."""
         own = (*self.rows, *self.positions)
-        return tuple(axis for axis in (*self.experts, *self.columns) if axis not in own)
+        return tuple(axis for axis in (*self.experts, *self.columns) if axis not in own and num_devices((axis,)) > 1)
 
     @property
-    def exchanged(self) -> tuple[str, ...]:
+    def exchanged(self) -> Axes:
         """Over which tokens travel: whose devices have other tokens, and other experts."""
         return () if set(self.experts) & set(self.summed) else self.experts
 
@@ -136,46 +151,52 @@ def compute_cut(
     `weights` are stacked experts first; the last one has the columns of the hidden layer in its second axis, all others
     in their third.
     """
-    B, T, _ = x_BxTxD.shape
+    B, T, D = x_BxTxD.shape
     E, _, F = weights[0].shape
-    cuts = Cuts(
-        mesh_axes_of("batch", B),
-        mesh_axes_of("stream", T) or mesh_axes_of("sequence", T),
-        mesh_axes_of("expert", E),
-        mesh_axes_of("mlp", F),
-    )
+    cuts = Cuts(*token_axes(B, T), *_mesh_axes(("expert", "embed", "mlp"), E, D, F))
 
+    @functools.partial(jax.checkpoint, policy=_is_no_gather, prevent_cse=False)
     def compute(x: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
-        tokens = [_gathered(leaf, cuts.gathered) for leaf in (x, experts, gates, kept)]
-        b, t, D = tokens[0].shape
+        tokens = [_gathered(leaf, cuts.gathered, 1) for leaf in (x, experts, gates, kept)]
+        *into, out = weights
+        whole = [*(_gathered(weight, cuts.widths, 1) for weight in into), _gathered(out, cuts.widths, 2)]
+        b, t, _ = tokens[0].shape
         most_rows = form.most_rows(b, t)
         x_MxD, *routing = (leaf.reshape(b * t, -1) for leaf in tokens)
-        if not cuts.experts:
-            y_MxD = _at_home(form, most_rows, 0, weights, x_MxD, *routing)
+        if num_devices(cuts.experts) == 1:
+            y_MxD = _at_home(form, most_rows, 0, whole, x_MxD, *routing)
         elif not cuts.exchanged:
-            first = lax.axis_index(cuts.experts) * weights[0].shape[0]
-            y_MxD = _at_home(form, most_rows, first, weights, x_MxD, *routing)
+            first = lax.axis_index(cuts.experts) * whole[0].shape[0]
+            y_MxD = _at_home(form, most_rows, first, whole, x_MxD, *routing)
         elif most_rows is not None:
-            y_MxD = _in_fixed_slots(form, most_rows, cuts.exchanged, weights, x_MxD, *routing)
+            y_MxD = _in_fixed_slots(form, most_rows, cuts.exchanged, whole, x_MxD, *routing)
         else:
-            y_MxD = _in_rounds(form, cuts.exchanged, weights, x_MxD, *routing)
+            y_MxD = _in_rounds(form, cuts.exchanged, whole, x_MxD, *routing)
         y_BxTxD = y_MxD.reshape(b, t, D)
-        for axis in reversed(cuts.gathered):
-            y_BxTxD = lax.psum_scatter(y_BxTxD, axis, scatter_dimension=1, tiled=True)
+        if cuts.gathered:
+            y_BxTxD = lax.psum_scatter(y_BxTxD, cuts.gathered, scatter_dimension=1, tiled=True)
         return lax.psum(y_BxTxD, cuts.summed) if cuts.summed else y_BxTxD
 
-    tokens = PartitionSpec(cuts.rows or None, cuts.positions or None)
-    into = PartitionSpec(cuts.experts or None, None, cuts.columns or None)
-    out = PartitionSpec(cuts.experts or None, cuts.columns or None)
+    # Axes of one device are named too: over all that are not, gradients are summed.
+    tokens = PartitionSpec(cuts.rows, cuts.positions)
+    into = PartitionSpec(cuts.experts, cuts.widths, cuts.columns)
+    out = PartitionSpec(cuts.experts, cuts.columns, cuts.widths)
     in_specs = (tokens, tokens, tokens, tokens, *[into] * (len(weights) - 1), out)
     spread = jax.shard_map(compute, in_specs=in_specs, out_specs=tokens, check_vma=False)
     return spread(x_BxTxD, experts_BxTxK, gates_BxTxK, kept_BxTxK, *weights)
 
 
-def _gathered(leaf_BxTxK: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    for axis in axes:
-        leaf_BxTxK = lax.all_gather(leaf_BxTxK, axis, axis=1, tiled=True)
-    return leaf_BxTxK
+def _is_no_gather(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What the backward pass finds of the forward pass: all but what it can gather again, matrices above all.
+
+    They are gathered here, and not by the partitioner, so that their gradients are scattered: it would sum them up
+    whole on every device first.
+    """
+    return primitive is not lax.all_gather_p
+
+
+def _gathered(leaf: jax.Array, axes: Axes, axis: int) -> jax.Array:
+    return lax.all_gather(leaf, axes, axis=axis, tiled=True) if num_devices(axes) > 1 else leaf
 
 
 def _at_home(
@@ -206,7 +227,7 @@ def _at_home(
 def _in_fixed_slots(
     form: Form,
     most_rows: int,
-    axes: tuple[str, ...],
+    axes: Axes,
     weights: Weights,
     x_MxD: jax.Array,
     experts_MxK: jax.Array,
@@ -233,7 +254,7 @@ def _times(y_RxD: jax.Array, gates_Rx1: jax.Array) -> jax.Array:
     return (y_RxD.astype(jnp.float32) * gates_Rx1).astype(y_RxD.dtype)
 
 
-def _exchanged(x_WxD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _exchanged(x_WxD: jax.Array, axes: Axes) -> jax.Array:
     """As many slots for each device of the group sent to it, and in return those that each has for this one."""
     return lax.all_to_all(x_WxD, axes, split_axis=0, concat_axis=0, tiled=True)
 
@@ -250,7 +271,7 @@ class Traffic(NamedTuple):
 
 def _in_rounds(
     form: Form,
-    axes: tuple[str, ...],
+    axes: Axes,
     weights: Weights,
     x_MxD: jax.Array,
     experts_MxK: jax.Array,
@@ -278,7 +299,7 @@ def window_slots(num_tokens: int, experts_per_token: int, num_here: int, num_dev
     return _TILE * math.ceil(min(most, 1.25 * mean) / _TILE)
 
 
-Rounds = tuple[Form, tuple[str, ...], int]  # axes of the group, and slots of a window
+Rounds = tuple[Form, Axes, int]  # axes of the group, and slots of a window
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -366,7 +387,7 @@ def _in_windows(traffic: Traffic, first: jax.Array, window: int) -> Layout:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _swapped(
-    axes: tuple[str, ...], is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, came_G: jax.Array
+    axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, came_G: jax.Array
 ) -> jax.Array:
     """Windows sent, of each so many slots from its start, for those that came; what was not sent is anything."""
     if not is_ragged:
@@ -378,13 +399,13 @@ def _swapped(
 
 
 def _swapped_forward(
-    axes: tuple[str, ...], is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, came_G: jax.Array
+    axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, came_G: jax.Array
 ) -> tuple[jax.Array, Any]:
     return _swapped(axes, is_ragged, x_WxD, sent_G, came_G), (sent_G, came_G)
 
 
 def _swapped_backward(
-    axes: tuple[str, ...], is_ragged: bool, kept: Any, dx_WxD: jax.Array
+    axes: Axes, is_ragged: bool, kept: Any, dx_WxD: jax.Array
 ) -> tuple[jax.Array, None, None]:
     sent_G, came_G = kept
     return _swapped(axes, is_ragged, dx_WxD, came_G, sent_G), None, None

@@ -33,7 +33,7 @@ from experiments.model.blocks import (
     row_parts,
     with_axes,
 )
-from experiments.model.exchange import Form, Weights, compute_cut
+from experiments.model.exchange import Axes, Form, Weights, compute_cut, token_axes
 from experiments.model.grouped import Matmul, grouped
 from runner.errors import InvalidError
 from runner.spec import Auto, Frozen
@@ -104,8 +104,13 @@ class Routing(NamedTuple):
     gates: jax.Array  # (B, T, E), float32; each token's add up to 1
 
 
-def route(logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array, config: MoeConfig) -> Routing:
-    """Choose each token's experts by its gates, or by gates and biases, from float32 logits."""
+def route(
+    logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array, config: MoeConfig, parts: Axes = ()
+) -> Routing:
+    """Choose each token's experts by its gates, or by gates and biases, from float32 logits.
+
+    Within a `shard_map` that cuts rows over the mesh axes `parts` the tokens are those of one part.
+    """
     if config.gate == "softmax":
         gates_BxTxE = normalised_BxTxE = jax.nn.softmax(logits_BxTxE, axis=-1)
     else:
@@ -119,25 +124,42 @@ def route(logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array
         weights_BxTxK /= jnp.sum(weights_BxTxK, axis=-1, keepdims=True) + 1e-20
     chosen_BxTxE = jnp.any(is_expert_BxTxKxE, axis=2) & real_BxT[..., None]
     kept_BxTxK = jnp.broadcast_to(real_BxT[..., None], experts_BxTxK.shape)
-    length = logits_BxTxE.shape[1]
+    length = logits_BxTxE.shape[1] * (jax.lax.axis_size(parts) if parts else 1)
     if config.capacity(length) < length:
         # In the order of the row, so that no token goes without for the sake of a later one.
-        place_BxTxE = _running_count(chosen_BxTxE)
+        place_BxTxE = _running_count(chosen_BxTxE, parts)
         has_room_BxTxE = place_BxTxE <= config.capacity(length)
         kept_BxTxK &= jnp.any(is_expert_BxTxKxE & has_room_BxTxE[:, :, None], axis=-1)
     return Routing(experts_BxTxK, weights_BxTxK * config.routed_scale, kept_BxTxK, chosen_BxTxE, normalised_BxTxE)
 
 
-def _running_count(chosen_BxTxE: jax.Array) -> jax.Array:
-    """How many of a row are chosen up to each place. Of rows that are cut, part by part: only sums leave a device."""
-    B, T, E = chosen_BxTxE.shape
-    parts = num_shards("stream")
-    if row_parts() == 1 or T % parts:
-        return jnp.cumsum(chosen_BxTxE, axis=1, dtype=jnp.int32)
-    place_BxPxTxE = jnp.cumsum(chosen_BxTxE.reshape(B, parts, T // parts, E), axis=2, dtype=jnp.int32)
-    total_BxPxE = place_BxPxTxE[:, :, -1]
-    before_BxPxE = jnp.cumsum(total_BxPxE, axis=1) - total_BxPxE
-    return (place_BxPxTxE + before_BxPxE[:, :, None]).reshape(B, T, E)
+def _route_apart(
+    logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array, config: MoeConfig
+) -> Routing:
+    """`route`, where rows or experts are cut, of each device for its own tokens: of others it is told counts alone.
+
+    Left to the partitioner, the choice of the best would gather the scores of all tokens first.
+    """
+    rows, parts = token_axes(*real_BxT.shape)
+    tokens = PartitionSpec(rows, parts)
+    biases = () if bias_E is None else (bias_E,)
+
+    def route_own(logits_BxTxE: jax.Array, real_BxT: jax.Array, *biases: jax.Array) -> Routing:
+        return route(logits_BxTxE, biases[0] if biases else None, real_BxT, config, parts)
+
+    in_specs = (tokens, tokens, *[PartitionSpec()] * len(biases))
+    routed = jax.shard_map(route_own, in_specs=in_specs, out_specs=tokens, check_vma=False)
+    return routed(logits_BxTxE, real_BxT, *biases)
+
+
+def _running_count(chosen_BxTxE: jax.Array, parts: Axes) -> jax.Array:
+    """How many of each whole row are chosen up to each place."""
+    place_BxTxE = jnp.cumsum(chosen_BxTxE, axis=1, dtype=jnp.int32)
+    if not parts:
+        return place_BxTxE
+    totals_PxBxE = jax.lax.all_gather(place_BxTxE[:, -1], parts)
+    is_before_P = jnp.arange(totals_PxBxE.shape[0]) < jax.lax.axis_index(parts)
+    return place_BxTxE + jnp.sum(jnp.where(is_before_P[:, None, None], totals_PxBxE, 0), axis=0)[:, None]
 
 
 def _of_best_groups(scores_BxTxE: jax.Array, config: MoeConfig) -> jax.Array:
@@ -184,7 +206,7 @@ class MixtureOfExperts(nn.Module):
             init = with_axes(nn.initializers.zeros, "expert")
             bias_E = self.variable(BALANCE, "bias", init, None, (config.experts,), jnp.float32).value
             bias_E = _whole(bias_E)
-        routing = route(logits_BxTxE, bias_E, real_BxT, config)
+        routing = (_route_apart if _is_cut() else route)(logits_BxTxE, bias_E, real_BxT, config)
         y_BxTxD = compute_experts(x_BxTxD, routing, self._weights(D), config, self.activation)
         if config.shared_experts:
             width = config.shared_experts * self.expert_width
