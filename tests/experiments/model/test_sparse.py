@@ -13,16 +13,16 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.model.config import DecoderConfig
+from experiments.model.config import DecoderConfig, DecoderTrainerConfig
 from experiments.model.decoder import Decoder, PretrainDecoder
 from runner.config import MemoryConfig
 from runner.errors import PreemptedError
 from runner.storage import parse_lines, read_json
 from runner.train.flops import matmul_flops
-from runner.train.mesh import batch_sharding
+from runner.train.mesh import batch_sharding, make_mesh, mesh_text
 from runner.train.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
 from tests.experiments.test_documents import LENGTHS, documents, pack
-from tests.support.tiny import StopAfter, gpt, leaves_equal, mesh_of, set_mesh
+from tests.support.tiny import StopAfter, gpt, leaves_equal, set_mesh
 
 SOAK = pytest.mark.soak
 KEY = jax.random.key(0)
@@ -46,8 +46,13 @@ def make_config(name, **changes):
 @functools.cache
 def trainer(name):
     """The class of a job with this model."""
-    settings = type("Settings", (), {"model": make_config(name, **PATTERN)})
-    return type("Trainer", (PretrainDecoder,), {"config": settings})
+    config = DecoderTrainerConfig(
+        model=SIZES | MODELS[name] | PATTERN,
+        data={"source": "none", "sequence_length": T},
+        train={"total_steps": 1, "global_batch_examples": 8},
+        optimizer={"learning_rate": 1.0},
+    )
+    return type("Trainer", (PretrainDecoder,), {"config": config})
 
 
 def model_of(name, memory=None, **changes):
@@ -134,20 +139,26 @@ def test_the_biases_go_towards_the_mean_load():
     assert biases.min() < 0 < biases.max()
 
 
+MESHES = [
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 8},
+    {"fsdp": 8},
+    {"tensor": 8},
+    {"data": 4, "fsdp": 2},
+    {"data": 4, "tensor": 2},
+    {"fsdp": 2, "tensor": 4},
+    {"expert": 8},
+    {"data": 2, "expert": 4},
+    {"expert": 4, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+]
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("biases", (2, 2, 2)),
-        *(
-            pytest.param(name, sizes, marks=SOAK)
-            for name in MODELS
-            for sizes in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (4, 1, 2), (1, 2, 4)]
-        ),
-    ],
-)
+@pytest.mark.parametrize("sizes", MESHES, ids=mesh_text)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_step_on_many_devices_is_that_on_one(name, sizes):
-    assert_same_step(name, step(name, 1, mesh_of(*sizes)))
+    assert_same_step(name, step(name, 1, make_mesh(sizes)))
 
 
 @pytest.mark.parametrize(
