@@ -235,8 +235,7 @@ def compute_experts(
     Where experts and rows are whole each device groups the tokens of its own rows, and multiplies by its own columns of
     every expert. Else see `exchange`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    platform = jax.default_backend() if mesh.abstract_device is None else mesh.abstract_device.platform
+    mesh, platform = jax.sharding.get_abstract_mesh(), _platform()
     expert = functools.partial(_mlp, activation)
     arrays = x_BxTxD, routing.experts, routing.weights, routing.kept
     if _is_cut():
@@ -269,6 +268,12 @@ def compute_experts(
     in_specs = (rows, rows, rows, rows, *[into] * (len(weights) - 1), out)
     y_BxTxD = jax.shard_map(compute, in_specs=in_specs, out_specs=rows, check_vma=False)(*arrays, *weights)
     return in_stream(y_BxTxD)
+
+
+def _platform() -> str:
+    """What computes what is traced here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.default_backend() if mesh.abstract_device is None else mesh.abstract_device.platform
 
 
 def _mlp(activation: Activation, weights: Weights, x_PxD: jax.Array, matmul: Matmul) -> jax.Array:

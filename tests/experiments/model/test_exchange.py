@@ -13,10 +13,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.model import exchange
+from experiments.model import exchange, moe
+from experiments.model.decoder import PretrainDecoder
 from experiments.model.moe import MixtureOfExperts, MoeConfig
-from runner.train.mesh import BATCH_AXES, make_mesh
+from runner.errors import InvalidError
+from runner.plan.hlo import collectives
+from runner.train.mesh import BATCH_AXES, make_mesh, mesh_text
 from runner.train.state import sharding_rules, variable_shardings
+from tests.support.harness import command, environment
+from tests.support.tiny import gpt
 
 SOAK = pytest.mark.soak
 KEY = jax.random.key(0)
@@ -100,7 +105,7 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
 
 
-DAILY = {("fsdp 2, expert 2, tensor 2", "dropless", "two"), ("data 2, expert 4", "capacity", "any")}
+DAILY = {("fsdp 2, expert 2, tensor 2", "dropless", "two")}
 CASES = [
     case if case in DAILY else pytest.param(*case, marks=SOAK)
     for case in ((mesh, room, traffic) for mesh in MESHES for room in ROOM for traffic in TRAFFIC)
@@ -110,3 +115,152 @@ CASES = [
 @pytest.mark.parametrize(("mesh", "room", "traffic"), CASES)
 def test_a_layer_on_many_devices_is_that_on_one(mesh, room, traffic):
     assert_same(sharded(make_mesh(MESHES[mesh]), room, traffic), expected(room, traffic))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("mesh", ["data 2, expert 4", "sequence 2, expert 2, tensor 2"])
+def test_shared_experts_and_groups_of_experts_are_what_they_are_on_one_device(mesh, room):
+    family = tuple(DEEPSEEK.items())
+    assert_same(sharded(make_mesh(MESHES[mesh]), room, "any", family), expected(room, "any", family))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sizes", [{"expert": 8}, {"sequence": 2, "expert": 2, "tensor": 2}], ids=mesh_text)
+@pytest.mark.parametrize("room", ROOM)
+def test_rows_that_cannot_be_cut_are_computed_by_each_device_with_its_own_experts(room, sizes):
+    """As a sampler's few tokens are."""
+    model, variables = layer(room, "any")
+    x_BxTxD, real_BxT = inputs()[0][:3, :5], jnp.ones((3, 5), jnp.bool_)
+    expected = jax.jit(gradients_of(model))(variables, x_BxTxD, real_BxT)
+    mesh = make_mesh(sizes)
+    placed = lying(mesh, model, variables)[0]
+    with sharding_rules(mesh):
+        actual = jax.jit(gradients_of(model))(placed, x_BxTxD, real_BxT)
+    assert_same(*jax.device_get((actual, expected)))
+
+
+def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What the documentation of `jax.lax.ragged_all_to_all` says; NaN if devices disagree about a size."""
+    sent, starts, sizes, ends = (
+        jax.lax.all_gather(each, axis_name) for each in (operand, input_offsets, send_sizes, output_offsets)
+    )
+    here, rows = jax.lax.axis_index(axis_name), jnp.arange(output.shape[0])
+    for source in range(sent.shape[0]):
+        place = rows - ends[source, here]
+        found = sent[source].at[starts[source, here] + place].get(mode="clip")
+        found = jnp.where(sizes[source, here] == recv_sizes[source], found, jnp.nan)
+        output = jnp.where(((place >= 0) & (place < sizes[source, here]))[:, None], found, output)
+    return output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("traffic", TRAFFIC)
+def test_what_a_tpu_sends_is_what_others_send(traffic, monkeypatch):
+    """Which the CPU cannot: the operation is replaced by its documentation, and all else is as on a TPU."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+    monkeypatch.setattr(moe, "_platform", lambda: "tpu")
+    assert_same(sharded(make_mesh(MESHES["data 2, expert 4"]), "dropless", traffic), expected("dropless", traffic))
+
+
+# What is sent.
+
+
+@functools.cache
+def sent(mesh, room):
+    """Collectives of the compiled gradients of a layer, of those with more than one device."""
+    model, variables = layer(room, "any")
+    laid = make_mesh(MESHES[mesh])
+    arrays = lying(laid, model, variables)
+    with sharding_rules(laid):
+        text = jax.jit(gradients_of(model)).lower(*arrays).compile().as_text()
+    return [found for found in collectives(text, dict(laid.shape)) if found.group_size > 1]
+
+
+ROUTER_BYTES = 4 * D * E
+
+
+@pytest.mark.parametrize(
+    ("mesh", "room"),
+    [
+        ("data 2, expert 4", "capacity"),
+        *(pytest.param(mesh, room, marks=SOAK) for mesh in MESHES for room in ROOM),
+    ],
+)
+def test_over_the_axis_of_experts_tokens_go_by_all_to_all_alone_and_matrices_not_at_all(mesh, room):
+    cut, found = MESHES[mesh], sent(mesh, room)
+    travels = [each for each in found if each.kind == "all-to-all"]
+    assert {each.axes for each in travels} == ({("expert",)} if "expert" in cut else set())
+    others = [each for each in found if "expert" in each.axes and each.kind != "all-to-all"]
+    assert [each for each in others if each.bytes > ROUTER_BYTES + 4 * (E + 4)] == []
+    state = tuple(axis for axis in ("fsdp", "sequence") if axis in cut)
+    whole = 4 * E * D * F // math.prod(cut.get(axis, 1) for axis in ("expert", "tensor"))
+    for kind in ("all-gather", "reduce-scatter"):
+        matrices = [each for each in found if each.kind == kind and each.axes == state]
+        assert sum(each.bytes == whole for each in matrices) == (3 if state else 0), kind
+    summed = [each.axes for each in found if each.kind == "all-reduce" and each.bytes > 2 * ROUTER_BYTES]
+    assert set(summed) <= {("data",)}
+
+
+def test_the_bytes_of_fixed_slots_are_those_counted_by_hand():
+    """One row of 24 tokens on each of 2 x 4 devices: 6 tokens of it for each of 8 experts, of 16 floats and a gate."""
+    slots = 6 * 8
+    by_hand = 4 * (slots * 16 * 4) + 2 * (slots * 4)  # tokens there and back, and again backward; gates there, and back
+    found = [each for each in sent("data 2, expert 4", "capacity") if each.kind == "all-to-all"]
+    assert sum(each.bytes * each.count for each in found) == by_hand
+    assert sum(each.sent_bytes_per_device for each in found) == by_hand * 3 // 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "per_token", "here", "devices", "window", "rounds"),
+    [(4096, 8, 16, 8, 5120, 7), (4096, 8, 4, 32, 1280, 13), (24, 2, 2, 4, 16, 3), (4096, 2, 1, 8, 1280, 4)],
+)
+def test_a_window_is_a_quarter_more_than_the_mean_and_any_imbalance_takes_so_many_rounds(
+    tokens, per_token, here, devices, window, rounds
+):
+    assert exchange.window_slots(tokens, per_token, here, devices) == window
+    assert math.ceil(tokens * min(per_token, here) / window) == rounds
+
+
+# As a job.
+
+
+def job_of(directory, **changes):
+    model = {"layers": 2, "heads": 4, "width": 32, "mlp_width": 16, "moe": {"experts": 8, "experts_per_token": 2}}
+    return gpt(directory, PretrainDecoder, **{"config.model": model} | changes)
+
+
+def test_experts_and_their_moments_lie_over_their_axis(tmp_path):
+    mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
+    job = job_of(tmp_path / "run", **{"topology.mesh": mesh})
+    state = job.design.draw(jax.devices()).abstract_state
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
+    found = [
+        (path[-1].key, leaf.sharding.shard_shape(leaf.shape))
+        for path, leaf in leaves
+        if leaf.ndim == 4 and path[-2].key == "moe"
+    ]
+    share = {"gate": (2, 4, 16, 8), "up": (2, 4, 16, 8), "down": (2, 4, 8, 16)}  # layers, experts, then a matrix
+    assert sorted(found) == sorted([*share.items()] * 3)  # the parameter and its two moments
+
+
+@pytest.mark.parametrize(
+    ("experts", "axis", "advice"),
+    [(6, 4, "use 4 or 8 experts, or an expert axis of 2"), (4, 8, "use 8 experts, or an expert axis of 4")],
+)
+def test_experts_that_devices_would_share_are_refused_with_the_nearest_that_divide(tmp_path, experts, axis, advice):
+    mesh = {"data": "auto", "expert": axis}
+    job = job_of(tmp_path / "run", **{"config.model.moe.experts": experts, "topology.mesh": mesh})
+    with pytest.raises(InvalidError) as refused:
+        job()
+    line = f"config.model.moe.experts={experts} does not divide over topology.mesh.expert={axis}; {advice}"
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.soak
+def test_a_plan_refuses_experts_that_devices_would_share():
+    sizes = ["--set", "config.model.moe.experts=12", "--set", "topology.mesh.expert=8"]
+    code, output = command(environment(1), "plan", "specs/moe_nano.yaml", "--topology", "cpu-8", *sizes)
+    assert code == 2, output
+    assert "config.model.moe.experts=12 does not divide over topology.mesh.expert=8; use 8 or 16 experts" in output
