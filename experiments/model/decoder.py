@@ -317,12 +317,18 @@ class PretrainDecoder(BaseTrainer):
             last_parameters=0 if has_post_norm else config.last_matmul_parameters,
             is_loss_recomputed=memory.loss_chunk_positions is not None,
         )
-        return replace(flops, recomputed_per_token=flops.recomputed_per_token + self._experts_recomputed())
+        return replace(flops, recomputed_per_token=flops.recomputed_per_token + self._experts_recomputed(blueprint))
 
-    def _experts_recomputed(self) -> float:
-        """FLOPs of routed experts whose results `dots` does not keep, since no plain matmul makes them."""
-        moe, memory = self.config.model.moe, self.config.memory
-        if moe is None or memory.remat != "dots":
+    def _experts_recomputed(self, blueprint: Blueprint) -> float:
+        """FLOPs of routed experts that are computed again though a layer's other matmuls are not.
+
+        With `dots`, since no plain matmul makes their results; and with `none` where tokens travel in rounds.
+        """
+        moe, memory, sizes = self.config.model.moe, self.config.memory, blueprint.mesh_sizes
+        if moe is None or memory.remat == "layers":
+            return 0.0
+        is_in_rounds = sizes["expert"] > 1 and (moe.capacity_factor is None or sizes["sequence"] > 1)
+        if memory.remat == "none" and not is_in_rounds:
             return 0.0
         share = moe.experts_per_token / (moe.experts_per_token + moe.shared_experts)
         layers = self.config.model.layers - moe.dense_layers

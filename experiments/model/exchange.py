@@ -15,10 +15,11 @@ a row, travel on their own over `expert`, among e devices. What is sent and held
 - `rounds`, where no token is dropped, and where parts of a row share a capacity, of which then any part may take all:
   a window of c slots for each pair of devices, c the smaller of 5/4 of the mean A / e and of what one device can send
   another at all, M * min(K, E / e). What a window cannot hold goes in a further round. Even load: one round. All tokens
-  to the experts of one device: min(K, E / e) * e / K * 4/5 rounds, so many times the bytes and the time. Memory is that
-  of one round in any case: e * c slots of width D sent, as many received, and their hidden layers. The backward
-  pass sends tokens again and computes again what the round held (three ways instead of two), so that nothing of it is
-  kept from the forward pass.
+  to the experts of one device: at most 4/5 * e * min(K, E / e) / K rounds, so many times the bytes and the time.
+  Memory is that of one round whatever the router does: e * c slots, 5/4 of the assignments, of width D three times
+  (sent, come, by expert), and their hidden layers; in the backward pass twice that, and the gradients of the experts at
+  hand in float32. It sends tokens again and computes again what the round held, so that nothing of it is kept from the
+  forward pass: three ways backward instead of two.
 
 In rounds, TPUs send by `lax.ragged_all_to_all` what fills a window, and elsewhere, where XLA has no such thing (CPU) or
 not for sure (GPU), `lax.all_to_all` sends the windows whole.
@@ -33,7 +34,7 @@ above), L experts of a device.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -151,9 +152,7 @@ def compute_cut(
     `weights` are stacked experts first; the last one has the columns of the hidden layer in its second axis, all others
     in their third.
     """
-    B, T, D = x_BxTxD.shape
-    E, _, F = weights[0].shape
-    cuts = Cuts(*token_axes(B, T), *_mesh_axes(("expert", "embed", "mlp"), E, D, F))
+    D, cuts = x_BxTxD.shape[2], _cuts_of(x_BxTxD.shape, weights[0].shape)
 
     @functools.partial(jax.checkpoint, policy=_is_no_gather, prevent_cse=False)
     def compute(x: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
@@ -184,6 +183,14 @@ def compute_cut(
     in_specs = (tokens, tokens, tokens, tokens, *[into] * (len(weights) - 1), out)
     spread = jax.shard_map(compute, in_specs=in_specs, out_specs=tokens, check_vma=False)
     return spread(x_BxTxD, experts_BxTxK, gates_BxTxK, kept_BxTxK, *weights)
+
+
+def _cuts_of(tokens: tuple[int, ...], matrices: tuple[int, ...]) -> Cuts:
+    """The cuts of tokens (B, T, D) and experts (E, D, F)."""
+    cuts = Cuts(*token_axes(*tokens[:2]), *_mesh_axes(("expert", "embed", "mlp"), *matrices))
+    is_mixed = set(cuts.experts) & set(cuts.summed) and set(cuts.experts) & {*cuts.rows, *cuts.positions}
+    # Of one axis tokens would have to travel, and of another not: then every device has all experts, which is rare.
+    return replace(cuts, experts=()) if is_mixed else cuts
 
 
 def _is_no_gather(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -264,8 +271,8 @@ class Traffic(NamedTuple):
 
     slots: jax.Array  # (M, K): place of an assignment among those of this device, expert by expert; A: it has none
     assignments: jax.Array  # (A): in these places
-    sent_G: jax.Array  # to each device
-    came_GxL: jax.Array  # from each device to each expert here
+    sent: jax.Array  # (G): to each device
+    came: jax.Array  # (G, L): from each device, for each expert here
     num_rounds: jax.Array  # the same on all devices of the group
 
 
@@ -343,17 +350,17 @@ def _round(
 ) -> jax.Array:
     """What the tokens in one window of each pair of devices add to their sums, (M, D)."""
     form, axes, window = rounds
-    num_here = traffic.came_GxL.shape[1]
+    num_here = traffic.came.shape[1]
     first = number * window
     layout = _in_windows(traffic, first, window)
-    came_G = jnp.sum(traffic.came_GxL, axis=1)
-    sent_G, came_G = (jnp.clip(count_G - first, 0, window) for count_G in (traffic.sent_G, came_G))
+    came_G = jnp.sum(traffic.came, axis=1)
+    sent_G, came_G = (jnp.clip(count_G - first, 0, window) for count_G in (traffic.sent, came_G))
     swap = functools.partial(_swapped, axes, form.platform == "tpu")
     x_RxD = swap(dispatch(x_MxD, layout), sent_G, came_G)
     gates_RxK = _exchanged(in_slots(gates_MxK, layout)[:, None], axes)
     # Of what a device sends, expert by expert, this window begins at `first`.
     place_S = first + jnp.arange(window)
-    ends_GxL = jnp.cumsum(traffic.came_GxL, axis=1)
+    ends_GxL = jnp.cumsum(traffic.came, axis=1)
     expert_Rx1 = jnp.sum(place_S[:, None] >= ends_GxL[:, None], axis=-1, dtype=jnp.int32).reshape(-1, 1)
     y_RxD = grouped(
         x_RxD,
@@ -370,9 +377,9 @@ def _round(
 
 def _in_windows(traffic: Traffic, first: jax.Array, window: int) -> Layout:
     """Where assignments lie in windows, one behind the other, that begin at `first` of what goes to each device."""
-    num_devices, num_here = traffic.came_GxL.shape
-    starts_G = jnp.cumsum(traffic.sent_G) - traffic.sent_G + first
-    ends_G = jnp.cumsum(traffic.sent_G)
+    num_devices = traffic.sent.size
+    starts_G = jnp.cumsum(traffic.sent) - traffic.sent + first
+    ends_G = jnp.cumsum(traffic.sent)
     place_GxS = starts_G[:, None] + jnp.arange(window)
     num_assignments = traffic.slots.size
     found_GxS = traffic.assignments.at[place_GxS].get(mode="fill", fill_value=num_assignments)
@@ -386,9 +393,7 @@ def _in_windows(traffic: Traffic, first: jax.Array, window: int) -> Layout:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _swapped(
-    axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, came_G: jax.Array
-) -> jax.Array:
+def _swapped(axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, came_G: jax.Array) -> jax.Array:
     """Windows sent, of each so many slots from its start, for those that came; what was not sent is anything."""
     if not is_ragged:
         return _exchanged(x_WxD, axes)
@@ -404,9 +409,7 @@ def _swapped_forward(
     return _swapped(axes, is_ragged, x_WxD, sent_G, came_G), (sent_G, came_G)
 
 
-def _swapped_backward(
-    axes: Axes, is_ragged: bool, kept: Any, dx_WxD: jax.Array
-) -> tuple[jax.Array, None, None]:
+def _swapped_backward(axes: Axes, is_ragged: bool, kept: Any, dx_WxD: jax.Array) -> tuple[jax.Array, None, None]:
     sent_G, came_G = kept
     return _swapped(axes, is_ragged, dx_WxD, came_G, sent_G), None, None
 

@@ -1,7 +1,8 @@
 """Mixture of experts: a router that chooses a few of many MLPs for each token, how they are kept in balance, counts.
 
 Whatever could depend on how a step is split into micro-batches, devices and hosts is computed row by row (capacity, the
-auxiliary loss) or is a sum over tokens (the counts). A token of padding is neither routed nor counted.
+auxiliary loss) or is a sum over tokens (the counts). A token of padding is neither routed nor counted. Where rows or
+experts are cut, each device routes the tokens that it has, and `exchange` takes them to their experts.
 
 Sources: Shazeer et al. 2017 and Fedus et al. 2021 (top-k, auxiliary loss, capacity), Zoph et al. 2022 (router z-loss),
 Dai et al. 2024 (fine-grained and shared experts), DeepSeek-V3 2024 (biases instead of a loss, groups of experts).
@@ -133,9 +134,7 @@ def route(
     return Routing(experts_BxTxK, weights_BxTxK * config.routed_scale, kept_BxTxK, chosen_BxTxE, normalised_BxTxE)
 
 
-def _route_apart(
-    logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array, config: MoeConfig
-) -> Routing:
+def _route_apart(logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array, config: MoeConfig) -> Routing:
     """`route`, where rows or experts are cut, of each device for its own tokens: of others it is told counts alone.
 
     Left to the partitioner, the choice of the best would gather the scores of all tokens first.

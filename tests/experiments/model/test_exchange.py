@@ -244,6 +244,21 @@ def test_experts_and_their_moments_lie_over_their_axis(tmp_path):
     assert sorted(found) == sorted([*share.items()] * 3)  # the parameter and its two moments
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_what_a_round_held_is_computed_again_and_counted(tmp_path, capacity_factor):
+    def recomputed(number, remat):
+        mesh = {"data": "auto", "expert": number}
+        changes = {"config.model.moe.capacity_factor": capacity_factor, "config.memory.remat": remat}
+        job = job_of(tmp_path / f"{number}-{remat}", **changes, **{"topology.mesh": mesh})
+        return job.flops_per_token(job.design.draw(jax.devices())).recomputed_per_token
+
+    experts = 2 * 2 * 2 * 3 * 32 * 16  # FLOPs, layers and experts of a token, matrices of width and hidden width
+    assert recomputed(4, "none") - recomputed(1, "none") == (experts if capacity_factor is None else 0)
+    for remat in ("dots", "layers"):
+        assert recomputed(4, remat) == recomputed(1, remat)
+
+
 @pytest.mark.parametrize(
     ("experts", "axis", "advice"),
     [(6, 4, "use 4 or 8 experts, or an expert axis of 2"), (4, 8, "use 8 experts, or an expert axis of 4")],
