@@ -4,6 +4,7 @@ Shape legend: as in `experiments.model.moe`.
 """
 
 import functools
+import itertools
 import math
 
 import flax.linen as nn
@@ -18,10 +19,10 @@ from experiments.model.decoder import PretrainDecoder
 from experiments.model.moe import MixtureOfExperts, MoeConfig
 from runner.errors import InvalidError
 from runner.plan.hlo import collectives
-from runner.train.mesh import BATCH_AXES, make_mesh, mesh_text
+from runner.train.mesh import BATCH_AXES, make_mesh
 from runner.train.state import sharding_rules, variable_shardings
 from tests.support.harness import command, environment
-from tests.support.tiny import gpt
+from tests.support.tiny import AXIS_MESHES, gpt, mesh_id, mesh_over
 
 SOAK = pytest.mark.soak
 KEY = jax.random.key(0)
@@ -29,16 +30,16 @@ B, T, D, E, K, F = 8, 24, 16, 8, 2, 12
 LAYER = {"experts": E, "experts_per_token": K, "auxiliary_loss": 0.5, "router_z_loss": 0.1, "bias_rate": 0.01}
 ROOM = {"dropless": {}, "capacity": {"capacity_factor": 1.0}}
 DEEPSEEK = {"gate": "sigmoid", "shared_experts": 1, "groups": 4, "groups_per_token": 2, "routed_scale": 2.5}
-MESHES = {
-    "expert 8": {"expert": 8},
-    "data 2, expert 4": {"data": 2, "expert": 4},
-    "expert 4, tensor 2": {"expert": 4, "tensor": 2},
-    "fsdp 2, expert 2, tensor 2": {"fsdp": 2, "expert": 2, "tensor": 2},
-    "fsdp 2, sequence 2, expert 2": {"fsdp": 2, "sequence": 2, "expert": 2},
-    "sequence 2, expert 2, tensor 2": {"sequence": 2, "expert": 2, "tensor": 2},
-    "sequence 4, tensor 2": {"sequence": 4, "tensor": 2},
-    "sequence 8": {"sequence": 8},
-}
+MESHES = [
+    {"expert": 8},
+    {"data": 2, "expert": 4},
+    {"expert": 4, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"sequence": 2, "expert": 2, "tensor": 2},
+    {"sequence": 8},
+    *(mesh for mesh in AXIS_MESHES if {"expert", "sequence"} & {*mesh}),
+]
+DATA_AND_EXPERT, ALL_CUTS, ROWS_CUT = MESHES[1], MESHES[3], MESHES[4]
 # What the router's biases make of the load: as it comes; one expert is in every choice; two of one device are all.
 TRAFFIC = {"any": (), "one": (5,), "two": (4, 5)}
 
@@ -85,8 +86,9 @@ def lying(mesh, model, variables):
     return variables, jax.device_put(inputs()[0], stream), jax.device_put(inputs()[1], rows)
 
 
-def sharded(mesh, *names):
+def sharded(sizes, *names):
     model, variables = layer(*names)
+    mesh = mesh_over(sizes)
     arrays = lying(mesh, model, variables)
     with sharding_rules(mesh):
         return jax.device_get(jax.jit(gradients_of(model))(*arrays))
@@ -105,28 +107,29 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
 
 
-DAILY = {("fsdp 2, expert 2, tensor 2", "dropless", "two")}
-CASES = [
-    case if case in DAILY else pytest.param(*case, marks=SOAK)
-    for case in ((mesh, room, traffic) for mesh in MESHES for room in ROOM for traffic in TRAFFIC)
-]
+def cases(daily, *tables):
+    """All combinations, of which only one is for every day."""
+    return [
+        pytest.param(*case, id="-".join([mesh_id(case[0]), *case[1:]]), marks=() if case == daily else SOAK)
+        for case in itertools.product(MESHES, *tables)
+    ]
 
 
-@pytest.mark.parametrize(("mesh", "room", "traffic"), CASES)
+@pytest.mark.parametrize(("mesh", "room", "traffic"), cases((ALL_CUTS, "dropless", "two"), ROOM, TRAFFIC))
 def test_a_layer_on_many_devices_is_that_on_one(mesh, room, traffic):
-    assert_same(sharded(make_mesh(MESHES[mesh]), room, traffic), expected(room, traffic))
+    assert_same(sharded(mesh, room, traffic), expected(room, traffic))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("room", ROOM)
-@pytest.mark.parametrize("mesh", ["data 2, expert 4", "sequence 2, expert 2, tensor 2"])
+@pytest.mark.parametrize("mesh", [DATA_AND_EXPERT, ROWS_CUT], ids=mesh_id)
 def test_shared_experts_and_groups_of_experts_are_what_they_are_on_one_device(mesh, room):
     family = tuple(DEEPSEEK.items())
-    assert_same(sharded(make_mesh(MESHES[mesh]), room, "any", family), expected(room, "any", family))
+    assert_same(sharded(mesh, room, "any", family), expected(room, "any", family))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("sizes", [{"expert": 8}, {"sequence": 2, "expert": 2, "tensor": 2}], ids=mesh_text)
+@pytest.mark.parametrize("sizes", [{"expert": 8}, ROWS_CUT], ids=mesh_id)
 @pytest.mark.parametrize("room", ROOM)
 def test_rows_that_cannot_be_cut_are_computed_by_each_device_with_its_own_experts(room, sizes):
     """As a sampler's few tokens are."""
@@ -160,35 +163,41 @@ def test_what_a_tpu_sends_is_what_others_send(traffic, monkeypatch):
     """Which the CPU cannot: the operation is replaced by its documentation, and all else is as on a TPU."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     monkeypatch.setattr(moe, "_platform", lambda: "tpu")
-    assert_same(sharded(make_mesh(MESHES["data 2, expert 4"]), "dropless", traffic), expected("dropless", traffic))
+    assert_same(sharded(DATA_AND_EXPERT, "dropless", traffic), expected("dropless", traffic))
 
 
 # What is sent.
 
 
-@functools.cache
-def sent(mesh, room):
+def sent(sizes, room):
     """Collectives of the compiled gradients of a layer, of those with more than one device."""
     model, variables = layer(room, "any")
-    laid = make_mesh(MESHES[mesh])
-    arrays = lying(laid, model, variables)
-    with sharding_rules(laid):
+    mesh = mesh_over(sizes)
+    arrays = lying(mesh, model, variables)
+    with sharding_rules(mesh):
         text = jax.jit(gradients_of(model)).lower(*arrays).compile().as_text()
-    return [found for found in collectives(text, dict(laid.shape)) if found.group_size > 1]
+    return [found for found in collectives(text, dict(mesh.shape)) if found.group_size > 1]
+
+
+@pytest.fixture(scope="module")
+def sent_in_fixed_slots():
+    return sent(DATA_AND_EXPERT, "capacity")
 
 
 ROUTER_BYTES = 4 * D * E
 
 
-@pytest.mark.parametrize(
-    ("mesh", "room"),
-    [
-        ("data 2, expert 4", "capacity"),
-        *(pytest.param(mesh, room, marks=SOAK) for mesh in MESHES for room in ROOM),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("mesh", "room"), cases(None, ROOM))
 def test_over_the_axis_of_experts_tokens_go_by_all_to_all_alone_and_matrices_not_at_all(mesh, room):
-    cut, found = MESHES[mesh], sent(mesh, room)
+    check_what_is_sent(mesh, sent(mesh, room))
+
+
+def test_tokens_in_fixed_slots_go_by_all_to_all_alone_and_matrices_not_at_all(sent_in_fixed_slots):
+    check_what_is_sent(DATA_AND_EXPERT, sent_in_fixed_slots)
+
+
+def check_what_is_sent(cut, found):
     travels = [each for each in found if each.kind == "all-to-all"]
     assert {each.axes for each in travels} == ({("expert",)} if "expert" in cut else set())
     others = [each for each in found if "expert" in each.axes and each.kind != "all-to-all"]
@@ -202,11 +211,11 @@ def test_over_the_axis_of_experts_tokens_go_by_all_to_all_alone_and_matrices_not
     assert set(summed) <= {("data",)}
 
 
-def test_the_bytes_of_fixed_slots_are_those_counted_by_hand():
+def test_the_bytes_of_fixed_slots_are_those_counted_by_hand(sent_in_fixed_slots):
     """One row of 24 tokens on each of 2 x 4 devices: 6 tokens of it for each of 8 experts, of 16 floats and a gate."""
     slots = 6 * 8
     by_hand = 4 * (slots * 16 * 4) + 2 * (slots * 4)  # tokens there and back, and again backward; gates there, and back
-    found = [each for each in sent("data 2, expert 4", "capacity") if each.kind == "all-to-all"]
+    found = [each for each in sent_in_fixed_slots if each.kind == "all-to-all"]
     assert sum(each.bytes * each.count for each in found) == by_hand
     assert sum(each.sent_bytes_per_device for each in found) == by_hand * 3 // 4
 

@@ -19,10 +19,10 @@ from runner.config import MemoryConfig
 from runner.errors import PreemptedError
 from runner.storage import parse_lines, read_json
 from runner.train.flops import matmul_flops
-from runner.train.mesh import batch_sharding, make_mesh, mesh_text
+from runner.train.mesh import batch_sharding, make_mesh
 from runner.train.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
 from tests.experiments.test_documents import LENGTHS, documents, pack
-from tests.support.tiny import StopAfter, gpt, leaves_equal, set_mesh
+from tests.support.tiny import StopAfter, gpt, leaves_equal, mesh_id, set_mesh
 
 SOAK = pytest.mark.soak
 KEY = jax.random.key(0)
@@ -151,11 +151,13 @@ MESHES = [
     {"data": 2, "expert": 4},
     {"expert": 4, "tensor": 2},
     {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"fsdp": 2, "sequence": 2, "expert": 2},
+    {"sequence": 2, "expert": 2, "tensor": 2},
 ]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("sizes", MESHES, ids=mesh_text)
+@pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_on_many_devices_is_that_on_one(name, sizes):
     assert_same_step(name, step(name, 1, make_mesh(sizes)))
