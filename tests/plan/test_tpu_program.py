@@ -45,7 +45,12 @@ def _libtpu_is_ours() -> Iterator[None]:
 @pytest.fixture(scope="module", params=PROGRAMS)
 def program(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the compiled step of a spec holds and gathers."""
-    words = [sys.executable, "-m", "tests.plan.tpu_program", f"specs/{request.param}.yaml", *PROGRAMS[request.param]]
+    return look(request.param, *PROGRAMS[request.param])
+
+
+def look(spec: str, *options: str) -> dict[str, Any]:
+    """What `tpu_program` prints."""
+    words = [sys.executable, "-m", "tests.plan.tpu_program", f"specs/{spec}.yaml", *options]
     done = subprocess.run(
         words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
     )
@@ -76,3 +81,17 @@ def test_no_all_gather_makes_more_than_a_layer_of_a_parameter_that_stacks_severa
     others = [shape for stacked, *shape in program["parameters"].values() if stacked <= 1]
     most = max(math.prod(shape) for shape in (*layers, *others))
     assert [shape for shape in program["gathered"] if math.prod(shape) > most] == []
+
+
+def test_tokens_go_to_experts_over_an_axis_by_ragged_all_to_all_and_no_more_of_them_than_a_window_holds() -> None:
+    cut = [option for option in CUT if "mesh" not in option]
+    mesh = ("topology.mesh.data=1", "topology.mesh.fsdp=2", "topology.mesh.expert=4")
+    sizes = ("config.model.width=128", "config.train.micro_batch_examples=4")  # of the lanes of a register, at least
+    found = look("moe_nano", "v5e-8", *cut, *mesh, *sizes)["collectives"]
+    travels = [bytes_ for kind, axes, bytes_ in found if kind == "ragged-all-to-all" and axes == ["expert"]]
+    # There and back; backward the tokens again, the gradients of results, and those of tokens. A device has 4 rows of
+    # 64 tokens for 2 experts each, 128 float32 wide; a window for each of 4 devices holds a quarter more than the mean.
+    assert travels == [4 * 64 * 2 * 5 // 4 * 128 * 4] * 5
+    assert {tuple(axes) for kind, axes, _ in found if "all-to-all" in kind} == {("expert",)}
+    tokens = 4 * 64 * 128 * 4
+    assert [one for one in found if one[0] == "all-gather" and one[1] == ["expert"] and one[2] >= tokens] == []

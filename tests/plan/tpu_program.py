@@ -3,7 +3,8 @@
     python -m tests.plan.tpu_program SPEC TOPOLOGY [KEY=VALUE ...]
 
 `gathered`: shapes of what all-gathers make; `of_vocabulary`: shapes of results that have the vocabulary as an axis;
-`parameters`: by name the shape of each, with the number of layers that it stacks in front, 0 if none.
+`parameters`: by name the shape of each, with the number of layers that it stacks in front, 0 if none; `collectives`:
+of each its kind, the mesh axes, and the bytes.
 """
 
 import json
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from runner.accelerator import parse_accelerator
 from runner.checkpoint.leaves import named
 from runner.plan.checks import Findings, open_job
+from runner.plan.hlo import collectives
 from runner.plan.hlo.program import read
 from runner.plan.hlo.text import ARRAY, instructions, output_of
 from runner.plan.machine import open_machine
@@ -73,6 +75,7 @@ def look(job: BaseTrainer, program: Program) -> dict[str, Any]:
         "vocabulary": job.vocabulary_size,
         "parameters": {name: [layers[name], *shape] for name, shape in shapes.items()},
         "gathered": sorted(gathered),
+        "collectives": [(one.kind, one.axes, one.bytes) for one in collectives(text, program.blueprint.mesh_sizes)],
         "of_vocabulary": sorted(shape for shape in results if job.vocabulary_size in shape),
     }
 
