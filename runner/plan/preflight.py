@@ -207,6 +207,6 @@ def _as_json(compiled: Compiled, accelerator: Accelerator) -> dict[str, Any]:
         "lowest_step_seconds": compiled.times.step_seconds,
         "bound": compiled.times.bound,
         "needed_bytes": compiled.program.step.memory.needed,
-        "predicted_step_seconds": compiled.candidate.times.step_seconds,
-        "predicted_bytes": compiled.candidate.state_bytes + compiled.candidate.working_bytes,
+        "predicted_step_seconds": compiled.candidate.prediction.times.step_seconds,
+        "predicted_bytes": compiled.candidate.prediction.needed_bytes,
     }

@@ -18,7 +18,9 @@ import pytest
 
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
+from runner.accelerator import parse_accelerator
 from runner.plan.hlo import Collective, collectives, largest_arrays
+from runner.plan.machine import open_machine
 from runner.train.batch_layout import batch_layouts
 from runner.trainer import BaseTrainer
 from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
@@ -27,6 +29,7 @@ from tests.support.tiny import gpt
 N = 8  # devices, all along one axis
 B = 1
 LOSS, TOKENS = 1, 1  # the scalars that every split of a batch adds up
+NORM = 1  # of the gradients, where no device has all of them
 STATE_AXES = ("fsdp", "expert")  # of a dense model alike
 
 
@@ -40,8 +43,8 @@ class Shapes(NamedTuple):
     M: int
 
     @property
-    def X(self) -> int:
-        """Numbers in the residual stream of a micro-batch."""
+    def stream(self) -> int:
+        """Numbers in the residual stream of a micro-batch, X below."""
         return B * self.T * self.D
 
     def changes(self, **model: Any) -> dict[str, Any]:
@@ -100,12 +103,13 @@ def decoder_on_cpu(axis: str, s: Shapes) -> dict[str, int]:
         forward, backward = gradients, s.L * (matrices + norms) + s.D
         # Of each leaf its norm, but not of the embedding, whose gradient is whole everywhere.
         return {"all-gather": forward + backward, "all-reduce": gradients + LOSS + TOKENS + LEAVES - 1}
+    X = s.stream
     # Forward the stream is gathered before attention, MLP and logits, backward behind the two and the lookup. The
     # tokens are gathered too, since each device looks up those of its part of the vocabulary.
-    gathered = s.L * 2 * s.X + s.X + s.L * 2 * s.X + s.X + B * s.T
+    gathered = s.L * 2 * X + X + s.L * 2 * X + X + B * s.T
     # The results of attention and MLP, and rows that were looked up; backward one for each matrix that reads the
     # stream: q, k, v, gate, up, and the head.
-    stream = s.L * 2 * s.X + s.X + s.L * 5 * s.X + s.X
+    stream = s.L * 2 * X + X + s.L * 5 * X + X
     ends = 3 * B * s.T  # of every token its largest logit, the sum of all, and the label's
     return {"all-gather": gathered, "all-reduce": stream + ends + s.L * norms + s.D + LEAVES - 3}
 
@@ -120,6 +124,7 @@ def test_a_decoder_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_
 
 # The same for TPUs, in bfloat16 but for norms: where an axis cuts what is multiplied, in rings behind the matmuls.
 
+NORMS_ON_TPU = 6  # of the matrices that `tensor` cuts: some are added up before they are reduced
 HOPS = N + 1  # of a ring in both directions: one to begin with, and two a turn of N / 2
 
 
@@ -134,14 +139,14 @@ def decoder_on_tpu(axis: str, s: Shapes) -> dict[str, int]:
             # Forward, backward, and the gradient; of the head the gradient alone.
             "collective-permute": (3 * s.L * matrices + table) * HOPS // N,
             "all-gather": 2 * table + 2 * s.L * norms + 4 * s.D,
-            "all-reduce": table + small + 4 * (LOSS + TOKENS),
+            "all-reduce": table + small + 4 * (LOSS + TOKENS + NORM),
         }
-    stream, ids = 2 * s.X, 4 * B * s.T
+    stream, ids = 2 * s.stream, 4 * B * s.T
     return {
         "all-gather": 4 * s.L * stream + 2 * stream + 2 * ids,
         "reduce-scatter": 4 * s.L * stream,
         # The rows that were looked up, and the stream's gradient behind the head; the largest logits in bfloat16.
-        "all-reduce": 2 * stream + small + 2 * ids + ids // 2,
+        "all-reduce": 2 * stream + small + 2 * ids + ids // 2 + 4 * NORMS_ON_TPU,
     }
 
 
@@ -160,9 +165,6 @@ def test_a_tpu_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_path
 
 def print_tpu_payload(axis: str, directory: Path) -> None:
     """What `decoder_on_tpu` counts, as the compiler has it: in a process of its own, since libtpu stays with it."""
-    from runner.accelerator import parse_accelerator
-    from runner.plan.machine import open_machine
-
     machine = open_machine(parse_accelerator("v5e-8"))
     assert machine is not None
     job = decoder(axis, directory, LARGE, **{"config.precision.compute": "bfloat16"})
@@ -197,7 +199,7 @@ def gpt_on_cpu(axis: str) -> dict[str, int]:
         # Backward needs no biases, and no bias of a norm; the scale of a norm it gathers twice: to recompute, to apply.
         backward = L * (GPT_MATRICES + 2 * 2 * D) + 2 * D
         return {"all-gather": forward + backward, "all-reduce": gradients + LOSS + TOKENS + GPT_LEAVES - 2}
-    X = TINY_GPT.X
+    X = TINY_GPT.stream
     gathered = L * 2 * X + X + L * 2 * X + X + B * T + T * D  # at last the gradient of the positions
     stream = L * 2 * X + X + L * 4 * X + X  # backward q, k, v, and one after the MLP
     vectors = L * 4 * D + D  # scales of norms, and biases behind attention and MLP: their gradients are sums of parts
@@ -214,9 +216,14 @@ def test_a_gpt_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_path
 
 @pytest.mark.soak
 def test_data_parallel_reduces_every_gradient_once_a_micro_batch(tmp_path: Path) -> None:
-    text, found = compiled(small_gpt("data", tmp_path / "run", accumulate_steps=2))
+    _, found = compiled(small_gpt("data", tmp_path / "run", accumulate_steps=2))
     assert payload(found, "data", itemsize=4) == {"all-reduce": 2 * (gpt_on_cpu("data")["all-reduce"] - 1) + TOKENS}
-    first = largest_arrays(text, 1)[0]  # what the layers keep for the backward pass
+
+
+@pytest.mark.soak
+def test_the_largest_array_of_a_step_is_what_the_layers_keep_for_backward(tmp_path: Path) -> None:
+    text, _ = compiled(small_gpt("data", tmp_path / "run"))
+    first = largest_arrays(text, 1)[0]
     L, T, _, _, M = TINY_GPT
     assert (first.bytes, first.shape) == (L * B * T * M * 4, f"f32[{L},{B * T},{M}]")
     assert "jvp(GPT)/while/body" in first.op_name

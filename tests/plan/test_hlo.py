@@ -187,7 +187,11 @@ OF_EXPERTS = "channel_id=1, replica_groups=[16,2]<=[8,2,2]T(0,2,1), use_global_d
         (f"(f32[4,16]{{1,0}}, f32[4,16]{{1,0}}) all-to-all(%p, %q), {OF_EXPERTS}", "all-to-all", 512),
         (f"bf16[2,8,16]{{2,1,0}} all-to-all(%p), {OF_EXPERTS}, dimensions={{0}}", "all-to-all", 512),
         (f"bf16[16,16]{{1,0}} ragged-all-to-all(%a, %b, %c, %d, %e, %f), {OF_EXPERTS}", "ragged-all-to-all", 512),
-        (f"((bf16[16,16]), bf16[16,16], u32[]) ragged-all-to-all-start(%a, %b), {OF_EXPERTS}", "ragged-all-to-all", 512),
+        (
+            f"((bf16[16,16]), bf16[16,16]) ragged-all-to-all-start(%a), {OF_EXPERTS}",
+            "ragged-all-to-all",
+            512,
+        ),
     ],
 )
 def test_tokens_that_go_to_experts_are_half_of_what_two_devices_hold(line, kind, size):
