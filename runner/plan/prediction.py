@@ -1,5 +1,6 @@
 """What arithmetic says of a job on a mesh, before anything is compiled: what it keeps, sends and computes."""
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,15 +15,19 @@ from runner.checkpoint.leaves import named
 from runner.errors import InvalidError
 from runner.plan import estimate
 from runner.plan.estimate import Roofline, Work
-from runner.plan.mesh import Sizes
+from runner.plan.mesh import Sizes, in_order
 from runner.plan.program import bytes_on_a_device, num_elements
 from runner.plan.tile import share_of, small_shards
 from runner.plan.traffic import Weights, flows, sent
 from runner.train.blueprint import Blueprint
 from runner.train.design import Design
 from runner.train.flops import Flops
-from runner.train.mesh import AXES, BATCH_AXES, STATE_AXES, micro_batch_sizes, over_slices, refuse_cut_rows
+from runner.train.mesh import AXES, BATCH_AXES, micro_batch_sizes, over_slices, refuse_cut_rows
+from runner.train.state import relaid
 from runner.trainer import BaseTrainer
+
+_LONG_ROW = 16_384  # positions
+WHOLE = in_order(dict.fromkeys(AXES, 1))  # the mesh of one device
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,6 @@ class StateSize:
     parameter_bytes: float  # in the type in which they are kept
     num_parameters: int
     whole_share: float = 0.0
-
-    def cut(self, sizes: Mapping[str, int]) -> "StateSize":
-        """If it were cut evenly over all axes that cut it: no more than that is known before it is drawn."""
-        parts = math.prod(sizes[axis] for axis in (*STATE_AXES, "tensor"))
-        return StateSize(self.state_bytes / parts, self.parameter_bytes / parts, self.num_parameters)
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,14 @@ class Predictor:
         assert speeds is not None, "peak figures are known of what is predicted for"
         return speeds
 
-    def draw(self, sizes: Sizes) -> Blueprint:
-        """The job over a mesh of no devices, which gives its state shapes and shardings: no backend is started."""
-        return draw_abstractly(self.job.design, sizes)
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The abstract state on one device, from which it is known on any mesh."""
+        return draw_abstractly(self.job.design, WHOLE).abstract_state
+
+    def state_on(self, sizes: Sizes) -> Any:
+        """The abstract state over a mesh of no devices: shapes and shardings."""
+        return relaid(self.whole, abstract_mesh(sizes))
 
     def size_of(self, abstract: Any) -> StateSize:
         """Of an abstract state with shardings."""
@@ -99,7 +104,7 @@ class Predictor:
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         try:
             over_slices(sizes, _num_domains(self.accelerator))
-            mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+            mesh = abstract_mesh(in_order(sizes))
             refuse_cut_rows(mesh, config.data.sequence_length, config.memory.loss_chunk_positions)
             return micro_batch_sizes(config.train.global_batch_examples, "auto", shards)
         except InvalidError:
@@ -135,10 +140,16 @@ class Predictor:
                 yield found
 
 
+def abstract_mesh(sizes: Sizes) -> Any:
+    """A mesh of no devices."""
+    return AbstractMesh(tuple(size for _, size in sizes), tuple(axis for axis, _ in sizes))
+
+
 def draw_abstractly(design: Design, sizes: Sizes) -> Blueprint:
-    """The job over a mesh of no devices."""
-    mesh: Any = AbstractMesh(tuple(size for _, size in sizes), tuple(axis for axis, _ in sizes))
-    return design.draw_on(mesh, jax.eval_shape(lambda: jax.random.key(design.seed)))
+    """The job over a mesh of no devices; its shapes are found by a shorter row where its own takes long to trace."""
+    length = design.config.data.sequence_length
+    row_length = math.gcd(length, _LONG_ROW) if length > _LONG_ROW else length
+    return design.draw_on(abstract_mesh(sizes), jax.eval_shape(lambda: jax.random.key(design.seed)), row_length)
 
 
 def _num_domains(accelerator: Accelerator) -> int:

@@ -1,15 +1,14 @@
 """What to ask for: meshes x micro-batches x what the job declares, ranked by predicted step time.
 
-1. Every mesh over the devices whose batch and rows divide, every micro-batch, every choice of
-   `BaseTrainer.search_space`: ranked by arithmetic, as if every mesh cut the state evenly.
-2. The best `_NUM_DRAWN` meshes are drawn, which takes some tenths of a second each: state by its shapes and shardings,
-   activations by the job's own formula. What cannot fit is left out, and the rest predicted anew.
+1. Every mesh over the devices whose batch, rows and experts divide (some hundreds: `mesh` says what bounds them), every
+   micro-batch, every choice of `BaseTrainer.search_space`.
+2. Arithmetic leaves out what cannot fit (state by its shapes and shardings, activations by the job's own formula) and
+   predicts the least step time of the rest: matmuls, memory traffic, and the collectives that such a mesh needs. The
+   state is drawn once, and laid over each mesh: some thousand predictions take seconds.
 3. The best few are compiled, those that do not fit are dropped, and the rest is ranked by what was compiled.
 """
 
-import heapq
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +21,15 @@ from runner.plan.checks import Findings
 from runner.plan.data_check import load_data
 from runner.plan.estimate import TYPICAL_SHARE, Roofline
 from runner.plan.machine import Machine
-from runner.plan.mesh import Sizes, all_meshes, in_order
-from runner.plan.prediction import Prediction, Predictor, StateSize, draw_abstractly
+from runner.plan.mesh import Sizes, all_meshes
+from runner.plan.prediction import WHOLE, Prediction, Predictor, draw_abstractly
 from runner.plan.program import Program, compile_design
 from runner.spec import Document, load_document
 from runner.train.compilation import MEMORY_SHARE
 from runner.train.flops import Flops
-from runner.train.mesh import AXES
 from runner.trainer import BaseTrainer
 
-_NUM_COMPILED, _NUM_TRIED, _NUM_DRAWN = 3, 16, 48
-
-_WHOLE = in_order(dict.fromkeys(AXES, 1))
-_LAST = (float("inf"), 0.0)  # the rank of what does not fit
+_NUM_COMPILED, _NUM_TRIED = 3, 16
 
 Choices = tuple[tuple[str, Any], ...]  # values of the job's own knobs by dotted key
 
@@ -114,7 +109,7 @@ class Search:
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_override(key, value) for key, value in choices])
-            blueprint = draw_abstractly(job.design, _WHOLE)
+            blueprint = draw_abstractly(job.design, WHOLE)
             try:
                 found.append(Model(job, choices, job.flops_per_token(blueprint)))
             except ValueError as error:
@@ -126,21 +121,15 @@ class Search:
         limit_bytes = hbm_bytes * MEMORY_SHARE
         predictors = [Predictor(model.job, model.flops, accelerator) for model in models]
         first = predictors[0]
-        whole = first.size_of(first.draw(_WHOLE).abstract_state)
-        length, num_experts = first.job.config.data.sequence_length, first.job.sizing(dict(_WHOLE)).num_experts
-
-        def on(mesh: Sizes, state: StateSize) -> Iterator[Candidate]:
+        length, num_experts = first.job.config.data.sequence_length, first.job.sizing(dict(WHOLE)).num_experts
+        found: list[Candidate] = []
+        for mesh in all_meshes(accelerator.num_devices or 1, length, num_experts):
+            if not first.micro_batches(dict(mesh)):
+                continue
+            state = first.size_of(first.state_on(mesh))
             for model, predictor in zip(models, predictors, strict=True):
-                for prediction in predictor.fitting(dict(mesh), state, limit_bytes):
-                    yield Candidate(mesh, model.choices, prediction)
-
-        def rank_of(mesh: Sizes) -> tuple[float, float]:
-            return min((candidate.rank for candidate in on(mesh, whole.cut(dict(mesh)))), default=_LAST)
-
-        ranks = {mesh: rank_of(mesh) for mesh in all_meshes(accelerator.num_devices or 1, length, num_experts)}
-        possible = [mesh for mesh, rank in ranks.items() if rank != _LAST]
-        drawn = heapq.nsmallest(_NUM_DRAWN, possible, key=lambda mesh: ranks[mesh])
-        found = [candidate for mesh in drawn for candidate in on(mesh, first.size_of(first.draw(mesh).abstract_state))]
+                fitting = predictor.fitting(dict(mesh), state, limit_bytes)
+                found += [Candidate(mesh, model.choices, prediction) for prediction in fitting]
         return sorted(found, key=lambda candidate: candidate.rank)
 
     def compile_best(self, candidates: list[Candidate], machine: Machine) -> tuple[list[Compiled], list[str]]:

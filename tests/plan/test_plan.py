@@ -21,7 +21,7 @@ NANO = "specs/gpt_nano.yaml"
 
 
 def plan(*arguments: str, expected: int = 0) -> str:
-    code, output = command(unoptimized(environment(1)), "plan", *arguments)
+    code, output = command(unoptimized(environment(1)), "plan", *arguments, has_progress=True)
     assert code == expected, output
     assert "Traceback" not in output
     return output
