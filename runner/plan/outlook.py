@@ -18,7 +18,7 @@ from runner.plan.mesh import Sizes, in_order, near_meshes
 from runner.plan.mesh_check import Fault, Passes
 from runner.plan.prediction import Prediction, Predictor, draw_abstractly
 from runner.plan.probe import moves_whole
-from runner.plan.program import Program
+from runner.plan.program import Program, bytes_on_a_device
 from runner.plan.progress import telling
 from runner.plan.tile import SmallShard, small_shards
 from runner.train.blueprint import Blueprint
@@ -156,10 +156,21 @@ def outlook_of(job: BaseTrainer, blueprint: Blueprint, machine: Machine) -> Outl
         return None
 
 
-def first_outlook(job: BaseTrainer, machine: Machine) -> Outlook | None:
-    """The same before anything is laid out, by a short row. Raises `InvalidError` if the mesh does not fit."""
-    sizes = in_order(mesh_sizes(job.topology.mesh, len(machine.devices)))
-    return outlook_of(job, draw_abstractly(job.design, sizes), machine)
+def first_estimate(job: BaseTrainer, blueprint: Blueprint, machine: Machine) -> str:
+    """What arithmetic says of the job, for a person; of an unknown chip, what its state takes."""
+    outlook = outlook_of(job, blueprint, machine)
+    if outlook is not None:
+        return outlook.line
+    state, there = bytes_on_a_device(blueprint.abstract_state), machine.hbm_bytes * MEMORY_SHARE
+    return (
+        f"first estimate, by arithmetic: {mesh_text(blueprint.mesh_sizes)}: state {amount(state, 'bytes')} of "
+        f"{amount(there, 'bytes')} a device; what a step takes is not known of this device"
+    )
+
+
+def first_blueprint(job: BaseTrainer, machine: Machine) -> Blueprint:
+    """The job before anything is laid out, over no devices. Raises `InvalidError` if the mesh does not fit."""
+    return draw_abstractly(job.design, in_order(mesh_sizes(job.topology.mesh, len(machine.devices))))
 
 
 def _parameters(abstract: Any) -> dict[str, Any]:

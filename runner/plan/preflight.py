@@ -21,7 +21,7 @@ from runner.plan.figure import Section, amount, as_json, as_lines
 from runner.plan.hlo import largest_arrays
 from runner.plan.machine import Machine, open_machine
 from runner.plan.mesh_check import Fault
-from runner.plan.outlook import Outlook, first_outlook, outlook_of
+from runner.plan.outlook import Outlook, first_blueprint, first_estimate, outlook_of
 from runner.plan.program import Program, compile_design
 from runner.plan.progress import telling
 from runner.plan.search import Compiled, Search, smallest_slice
@@ -110,9 +110,9 @@ def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: 
     abstract = blueprint.abstract_state
     checks.check_weights(job, abstract, findings)
     outlook = outlook_of(job, blueprint, machine)
+    if not job.design.names_vocabulary:  # else it has been told already
+        warn(first_estimate(job, blueprint, machine))
     if outlook is not None:
-        if not job.design.names_vocabulary:  # else it has been told already
-            warn(outlook.line)
         _warn_of(job, outlook, outlook.small, findings)
     with telling(f"compiling {job.spec.name} for {job.topology.accelerator}"):
         program, sections = _compile(job.design, blueprint, machine, findings)
@@ -142,9 +142,7 @@ def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: 
 def _tell_first(job: BaseTrainer, machine: Machine) -> None:
     """The first estimate, before data are read and anything is compiled. What is wrong is told later, in its place."""
     with contextlib.suppress(InvalidError):
-        outlook = first_outlook(job, machine)
-        if outlook is not None:
-            warn(outlook.line)
+        warn(first_estimate(job, first_blueprint(job, machine), machine))
 
 
 def _warn_of(job: BaseTrainer, outlook: Outlook, faults: list[Fault], findings: Findings) -> None:
