@@ -208,15 +208,6 @@ class DecoderConfig(Scaled):
         return self.mlp_width if self.moe is None or self.moe.expert_width == "auto" else self.moe.expert_width
 
     @property
-    def mean_hidden_width(self) -> float:
-        """Hidden width that computes a token, of an MLP or of its experts together; the mean of all layers."""
-        if self.moe is None:
-            return self.mlp_width
-        sparse = (self.moe.experts_per_token + self.moe.shared_experts) * self.expert_width
-        dense = self.moe.dense_layers
-        return (dense * self.mlp_width + (self.layers - dense) * sparse) / self.layers
-
-    @property
     def key_heads(self) -> int:
         """Heads of keys and values."""
         return self.heads if self.key_value_heads == "auto" else self.key_value_heads

@@ -273,6 +273,15 @@ def _by_layer(config: DecoderConfig, statistics: Mapping[str, Mapping[str, Stati
     }
 
 
+def _mean_hidden_width(config: DecoderConfig) -> float:
+    """Hidden width that computes a token, of an MLP or of its experts together; the mean of all layers."""
+    if config.moe is None:
+        return config.mlp_width
+    sparse = (config.moe.experts_per_token + config.moe.shared_experts) * config.expert_width
+    dense = config.moe.dense_layers
+    return (dense * config.mlp_width + (config.layers - dense) * sparse) / config.layers
+
+
 def layer_names(kinds: tuple[LayerKind, ...]) -> list[str]:
     """Names of the layers of one turn of the pattern."""
     return [f"layer_{number}" for number in range(len(kinds))]
@@ -340,7 +349,7 @@ class PretrainDecoder(BaseTrainer):
         latents = 0 if latent is None else (latent.query_rank or 0) + latent.cached_width
         halves = 1 if config.mlp == "squared_relu" else 2
         norms = {"pre": 2, "post": 2, "both": 4}[config.norm]
-        hidden = config.mean_hidden_width
+        hidden = _mean_hidden_width(config)
         return transformer_sizing(
             layers=config.layers,
             width=config.width,
