@@ -367,12 +367,15 @@ class PretrainDecoder(BaseTrainer):
         )
 
     def _expert_sizing(self) -> ExpertSizing:
+        """Where no token is dropped, tokens are sent once more in the backward pass instead of being kept; else slots
+        are sent, as many as there are.
+        """
         config, moe = self.config.model, self.config.model.moe
         if moe is None:
             return NO_EXPERTS
-        chosen = moe.experts_per_token + moe.shared_experts
-        layers = config.layers - moe.dense_layers
-        return ExpertSizing(moe.experts, moe.experts_per_token, layers, config.expert_matmul_parameters // chosen)
+        own = config.expert_matmul_parameters // (moe.experts_per_token + moe.shared_experts)
+        journeys = 5 if moe.capacity_factor is None else 4 * moe.capacity_factor
+        return ExpertSizing(moe.experts, moe.experts_per_token, config.layers - moe.dense_layers, own, journeys)
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
         """What is kept, and whether the loss is computed in chunks."""

@@ -31,15 +31,21 @@ class Sizing:
 
 @dataclass(frozen=True)
 class ExpertSizing:
-    """Experts of a decoder: how many a layer has, how many compute a token, in how many layers, and their size."""
+    """Experts of a decoder: how many a layer has, how many compute a token, in how many layers, and their size.
+
+    Attributes:
+        parameters: of one.
+        journeys: of a token to one of its experts or back, forward and backward.
+    """
 
     num_experts: int
     experts_per_token: int
     layers: int
-    parameters: int  # of one
+    parameters: int
+    journeys: float
 
 
-NO_EXPERTS = ExpertSizing(1, 0, 0, 0)
+NO_EXPERTS = ExpertSizing(1, 0, 0, 0, 0)
 
 
 def transformer_sizing(
@@ -74,7 +80,7 @@ def transformer_sizing(
     is_again = memory.remat != "none"
     reductions = 6 if memory.remat == "layers" else 4  # of each layer's attention and MLP, in each pass
     rounds = 3 + is_again  # keys and values forward and backward, and their gradients
-    journeys = 4 + 2 * is_again  # there and back, forward and backward; computed again there and back once more
+    journeys = experts.journeys + 2 * is_again  # computed again there and back once more
     return Sizing(
         activation_bytes_per_token=itemsize * (layers * kept_of_layer + kept) + logits,
         tensor_bytes_per_token=reductions * layers * width * itemsize,

@@ -41,7 +41,7 @@ def parameter(mesh: dict[str, int], shape: tuple[int, ...], *axes: Any) -> jax.S
         ((4096, 14336), ("fsdp", None), 8),
         ((14336, 4096), (None, ("fsdp", "sequence")), 8),
         ((32, 4096, 512), (None, "fsdp", "tensor"), 8),
-        ((16384, 64), ("fsdp", None), None),  # 32 rows
+        ((8192, 64), ("fsdp", None), None),  # 16 rows: a whole tile
         ((512, 64, 8), ("fsdp", None, None), None),  # the first of three axes lies in no tile
         ((8, 4096), (None, "tensor"), None),  # what `tensor` cuts stays cut
         ((8, 4096), ("data", None), None),

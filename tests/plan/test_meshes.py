@@ -120,7 +120,7 @@ def test_a_decoder_sends_its_keys_and_values_and_its_tokens_to_experts():
     )
     sizing = sparse.sizing(ONES)
     assert (sizing.num_experts, sizing.expert_parameters) == (8, 2 * 8 * 3 * 64 * 32)
-    assert sizing.expert_bytes_per_token == 4 * 2 * 2 * 64 * 4  # journeys, layers, experts of a token, width, float32
+    assert sizing.expert_bytes_per_token == 5 * 2 * 2 * 64 * 4  # journeys, layers, experts of a token, width, float32
 
 
 def test_memory_grows_with_the_tokens_of_a_device_and_not_with_the_row():
