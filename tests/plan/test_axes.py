@@ -21,7 +21,9 @@ from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
 from runner.plan.hlo import Collective, collectives, largest_arrays
 from runner.plan.machine import open_machine
+from runner.plan.traffic import Weights, flows, sent
 from runner.train.batch_layout import batch_layouts
+from runner.train.mesh import AXES
 from runner.trainer import BaseTrainer
 from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
 from tests.support.tiny import gpt
@@ -161,6 +163,19 @@ def test_a_tpu_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_path
         )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == decoder_on_tpu(axis, LARGE)
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+def test_what_a_plan_predicts_is_within_a_quarter_of_the_count(axis: str, tmp_path: Path) -> None:
+    sizes = dict.fromkeys(AXES, 1) | {axis: N}
+    counted = decoder_on_tpu(axis, LARGE)
+    on_a_ring = 2 * counted.pop("all-reduce") + sum(counted.get(kind, 0) for kind in ("all-gather", "reduce-scatter"))
+    sent_bytes = on_a_ring * (N - 1) / N + counted.get("collective-permute", 0)
+    job = decoder(axis, tmp_path / "run", LARGE, **{"config.precision.compute": "bfloat16"})
+    L, _, V, D, M = LARGE
+    weights = Weights(2.0 * (L * (4 * D**2 + 3 * D * M) + 2 * V * D) / sizes["tensor"], 0.0)
+    predicted, _ = sent(flows(sizes, weights, job.sizing(sizes), B * LARGE.T, passes=2), sizes, dict.fromkeys(AXES, 1))
+    assert predicted == pytest.approx(sent_bytes, rel=0.25)
 
 
 def print_tpu_payload(axis: str, directory: Path) -> None:
