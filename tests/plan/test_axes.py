@@ -190,7 +190,7 @@ def print_tpu_payload(axis: str, directory: Path) -> None:
 
 # A GPT, compiled for CPUs: tied, with biases.
 
-TINY_GPT = Shapes(L=3, T=32, V=256, D=64, M=256)
+TINY_GPT = Shapes(L=3, T=128, V=256, D=64, M=256)
 GPT_LEAVES = 20
 GPT_MATRICES, GPT_VECTORS = 12 * TINY_GPT.D**2, 13 * TINY_GPT.D  # of a layer: two norms, and a bias of each matrix
 
