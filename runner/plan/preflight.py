@@ -83,7 +83,7 @@ def _open_machine(document: Document, findings: Findings) -> Machine | None:
 def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) -> list[Section]:
     sections = [] if machine is None else [report.job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
-        if machine is not None and job.design.names_vocabulary:
+        if machine is not None and _needs_no_data(job):
             _tell_first(job, machine)
         num_hosts = 1 if machine is None else machine.num_hosts
         data = check_data(job.design, findings, num_hosts)
@@ -110,7 +110,7 @@ def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: 
     abstract = blueprint.abstract_state
     checks.check_weights(job, abstract, findings)
     outlook = outlook_of(job, blueprint, machine)
-    if not job.design.names_vocabulary:  # else it has been told already
+    if not _needs_no_data(job):  # else it has been told already
         warn(first_estimate(job, blueprint, machine))
     if outlook is not None:
         _warn_of(job, outlook, outlook.small, findings)
@@ -137,6 +137,11 @@ def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: 
         step_seconds = None if times is None else times.step_seconds
     checkpoint = _checkpoint_section(job, abstract, machine, step_seconds, findings)
     return [*sections, checkpoint, report.compile_section(program)]
+
+
+def _needs_no_data(job: BaseTrainer) -> bool:
+    """Whether a job can be drawn before its data are read."""
+    return job.design.names_vocabulary and job.config.train.total_epochs is None
 
 
 def _tell_first(job: BaseTrainer, machine: Machine) -> None:
