@@ -173,7 +173,7 @@ def first_blueprint(job: BaseTrainer, machine: Machine) -> Blueprint:
     return draw_abstractly(job.design, in_order(mesh_sizes(job.topology.mesh, len(machine.devices))))
 
 
-def _parameters(abstract: Any) -> dict[str, Any]:
+def _parameters(abstract: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return named({"params": abstract.params})
 
 
