@@ -118,12 +118,12 @@ def _repeated(found: list[Collective], by_size: Mapping[int, list[tuple[str, int
             continue
         total = sum(each.sent_bytes for each in gathered)
         largest = max(gathered, key=lambda each: each.sent_bytes)
+        names = tuple(name for name, _ in by_size[size])
         text = (
-            f"all-gather over {' x '.join(largest.one.axes)} of {_shape(largest.shape)}, {by_size[size][0][0]}, "
+            f"all-gather over {' x '.join(largest.one.axes)} of {_shape(largest.shape)}, {' or '.join(names)}, each "
             f"{times:.0f} times in a micro-batch whose passes need it {needed} times{_place(largest.one)}: "
             f"{amount(total, 'bytes')} sent by a device and step"
         )
-        names = tuple(name for name, _ in by_size[size])
         result.append(Fault(text, total * (1 - needed / times), names, is_of_mesh=False))
     return result
 

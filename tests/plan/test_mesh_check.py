@@ -178,7 +178,7 @@ def test_a_parameter_that_is_gathered_more_often_than_its_passes_need_is_told() 
     assert found_in(*twice) == []
     more = [*twice, *(gather(f"h{number}", "bf16[256,64]{1,0}") for number in range(4))]
     (fault,) = found_in(*more)
-    assert "4 times in a micro-batch whose passes need it 2 times" in fault.text
+    assert "params.up or params.gate, each 4 times in a micro-batch whose passes need it 2 times" in fault.text
     assert fault.excess_bytes == 3 * 8 * 64 * 256 * 2 * 7 // 8 / 2
     assert not fault.is_of_mesh
     assert found_in(*more, accumulate_steps=2) == []
@@ -187,7 +187,7 @@ def test_a_parameter_that_is_gathered_more_often_than_its_passes_need_is_told() 
 def test_a_table_that_every_chunk_of_the_loss_gathers_is_told_by_name() -> None:
     lines = [gather(f"g{number}", "bf16[512,64]{1,0}") for number in range(2)]  # in each of three turns
     (fault,) = found_in(*lines)
-    assert "params.embedding, 6 times in a micro-batch whose passes need it 3 times" in fault.text
+    assert "params.embedding, each 6 times in a micro-batch whose passes need it 3 times" in fault.text
 
 
 def test_a_fault_is_worth_a_word_where_it_costs_a_part_of_the_step() -> None:
