@@ -12,6 +12,7 @@ N heads, H = D / N width of a head, I and O input and output of any dense layer.
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -42,7 +43,8 @@ from runner.config import MemoryConfig, ModelConfig, TrainerConfig
 from runner.spec import Auto
 from runner.train.blueprint import Blueprint
 from runner.train.fields import document_arguments, target_weights
-from runner.train.flops import Flops, Sizing, memory_choices, transformer_flops, transformer_sizing
+from runner.train.flops import Flops, transformer_flops
+from runner.train.sizing import Sizing, memory_choices, transformer_sizing
 from runner.train.step import Batch
 
 LAYER_NORM_EPSILON = 1e-5
@@ -292,11 +294,12 @@ class PretrainGPT(BaseTrainer):
             is_loss_recomputed=memory.loss_chunk_positions is not None,
         )
 
-    def sizing(self, tensor: int) -> Sizing:
-        """By formula. In units of D a layer keeps its input, two normalised copies and the stream between, whole; and
-        q, k, v, attention's result and 4 + 4 of the hidden layer before and after its GELU, cut by heads or columns.
+    def sizing(self, sizes: Mapping[str, int]) -> Sizing:
+        """By formula. In units of D a layer keeps its input and the stream between, cut like that; two normalised
+        copies, of whole rows; and q, k, v, attention's result and 4 + 4 of the hidden layer before and after its GELU,
+        cut by heads or columns.
         """
-        model = self.config.model
+        model, tensor = self.config.model, sizes["tensor"]
         return transformer_sizing(
             layers=model.layers,
             width=model.width,
@@ -304,9 +307,10 @@ class PretrainGPT(BaseTrainer):
             sequence_length=self.config.data.sequence_length,
             itemsize=jnp.dtype(self.config.precision.compute).itemsize,
             memory=self.config.memory,
-            tensor=tensor,
-            kept=model.width * (4 + 12 / tensor),
-            kept_of_dots=model.width * (3 + 7 / tensor),
+            sizes=sizes,
+            kept=model.width * (2 + 14 / tensor),
+            kept_of_dots=model.width * 10 / tensor,
+            keys_and_values=2 * model.width,
         )
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:

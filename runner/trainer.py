@@ -9,7 +9,7 @@ since each job has a class of its own that holds it.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -34,7 +34,7 @@ from runner.train.design import design_of
 from runner.train.ema_validation import ema_evaluators
 from runner.train.evaluation import Evaluator
 from runner.train.fields import document_arguments, target_weights
-from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
+from runner.train.flops import Flops, flops_of_forward, mfu_of_a_token_per_second
 from runner.train.hint import refuse_other_hardware
 from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import Rule, device_memory_bytes
@@ -49,6 +49,7 @@ from runner.train.same_data import (
     refuse_different_questions,
     share_ids,
 )
+from runner.train.sizing import Sizing
 from runner.train.validation import Validation
 from runner.train.variables import TrainState
 from runner.weights.base import name_base
@@ -132,8 +133,8 @@ class BaseTrainer(HookedJob):
             self.forward, blueprint, batch_fields(self.config.data), self.config.data.sequence_length
         )
 
-    def sizing(self, tensor: int) -> Sizing:
-        """What a token keeps and sends where single matrices lie on `tensor` devices; by default nothing is known."""
+    def sizing(self, sizes: Mapping[str, int]) -> Sizing:
+        """What a token keeps and sends on a mesh of these sizes, devices by axis; by default nothing is known."""
         return Sizing()
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:

@@ -46,8 +46,9 @@ from runner import BaseTrainer
 from runner.config import MemoryConfig
 from runner.train.blueprint import Blueprint
 from runner.train.fields import document_arguments, target_weights
-from runner.train.flops import Flops, Sizing, memory_choices, transformer_flops, transformer_sizing
+from runner.train.flops import Flops, transformer_flops
 from runner.train.recipe.parameter import Parameter
+from runner.train.sizing import NO_EXPERTS, ExpertSizing, Sizing, memory_choices, transformer_sizing
 from runner.train.step import Batch
 from runner.train.variables import STATISTICS
 
@@ -272,6 +273,15 @@ def _by_layer(config: DecoderConfig, statistics: Mapping[str, Mapping[str, Stati
     }
 
 
+def _mean_hidden_width(config: DecoderConfig) -> float:
+    """Hidden width that computes a token, of an MLP or of its experts together; the mean of all layers."""
+    if config.moe is None:
+        return config.mlp_width
+    sparse = (config.moe.experts_per_token + config.moe.shared_experts) * config.expert_width
+    dense = config.moe.dense_layers
+    return (dense * config.mlp_width + (config.layers - dense) * sparse) / config.layers
+
+
 def layer_names(kinds: tuple[LayerKind, ...]) -> list[str]:
     """Names of the layers of one turn of the pattern."""
     return [f"layer_{number}" for number in range(len(kinds))]
@@ -334,17 +344,18 @@ class PretrainDecoder(BaseTrainer):
         layers = self.config.model.layers - moe.dense_layers
         return 2 * layers * share * self.config.model.expert_matmul_parameters
 
-    def sizing(self, tensor: int) -> Sizing:
-        """By formula. A layer keeps its input, two normalised copies and the stream between, whole, and of every norm
-        after a part that part's result, and latents and their norms; and q, k, v, attention's result and the parts of
-        the MLP's hidden layer, cut by heads or columns.
+    def sizing(self, sizes: Mapping[str, int]) -> Sizing:
+        """By formula. A layer keeps its input and the stream between, cut like that, and of every norm after a part
+        that part's result; two normalised copies, of whole rows, and latents and their norms; and q, k, v, attention's
+        result and the parts of the hidden layers that compute a token, cut by heads or columns.
         """
-        config, latent = self.config.model, self.config.model.latent
+        config, latent, tensor = self.config.model, self.config.model.latent, sizes["tensor"]
         query, values = config.heads * config.head_size, config.heads * config.value_size
         keys = config.key_heads * (config.head_size + config.value_size)
         latents = 0 if latent is None else (latent.query_rank or 0) + latent.cached_width
         halves = 1 if config.mlp == "squared_relu" else 2
-        norms = {"pre": 4, "post": 4, "both": 6}[config.norm]
+        norms = {"pre": 2, "post": 2, "both": 4}[config.norm]
+        hidden = _mean_hidden_width(config)
         return transformer_sizing(
             layers=config.layers,
             width=config.width,
@@ -352,12 +363,25 @@ class PretrainDecoder(BaseTrainer):
             sequence_length=self.config.data.sequence_length,
             itemsize=jnp.dtype(self.config.precision.compute).itemsize,
             memory=self.config.memory,
-            tensor=tensor,
-            kept=norms * config.width
+            sizes=sizes,
+            kept=2 * config.width
             + 2 * latents
-            + (query + values + keys + (halves + 1) * config.mlp_width) / tensor,
-            kept_of_dots=3 * config.width + latents + (query + keys + halves * config.mlp_width) / tensor,
+            + (norms * config.width + query + values + keys + (halves + 1) * hidden) / tensor,
+            kept_of_dots=latents + (3 * config.width + query + keys + halves * hidden) / tensor,
+            keys_and_values=keys,
+            experts=self._expert_sizing(),
         )
+
+    def _expert_sizing(self) -> ExpertSizing:
+        """Where no token is dropped, tokens are sent once more in the backward pass instead of being kept; else slots
+        are sent, as many as there are.
+        """
+        config, moe = self.config.model, self.config.model.moe
+        if moe is None:
+            return NO_EXPERTS
+        own = config.expert_matmul_parameters // (moe.experts_per_token + moe.shared_experts)
+        journeys = 5 if moe.capacity_factor is None else 4 * moe.capacity_factor
+        return ExpertSizing(moe.experts, moe.experts_per_token, config.layers - moe.dense_layers, own, journeys)
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
         """What is kept, and whether the loss is computed in chunks."""

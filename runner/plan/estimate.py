@@ -42,6 +42,11 @@ class Roofline:
         return max(self.compute, self.memory, self.interconnect, self.network)
 
     @property
+    def rank(self) -> tuple[float, float]:
+        """The least first: by the time of a step; of equals the one with less of everything else."""
+        return self.step_seconds, self.compute + self.memory + self.interconnect + self.network
+
+    @property
     def bound(self) -> str:
         """The slowest resource."""
         times = {

@@ -1,5 +1,6 @@
 """The whole of a plan: check, compile, report; exit 0 when the job would run, 2 when not."""
 
+import contextlib
 import functools
 import json
 from dataclasses import dataclass
@@ -19,9 +20,13 @@ from runner.plan.data_check import check_data
 from runner.plan.figure import Section, amount, as_json, as_lines
 from runner.plan.hlo import largest_arrays
 from runner.plan.machine import Machine, open_machine
+from runner.plan.mesh_check import Fault
+from runner.plan.outlook import Outlook, first_blueprint, first_estimate, outlook_of
 from runner.plan.program import Program, compile_design
+from runner.plan.progress import telling
 from runner.plan.search import Compiled, Search, smallest_slice
 from runner.spec import Document, load_document
+from runner.terminal import warn
 from runner.train.blueprint import Blueprint
 from runner.train.design import Design
 from runner.trainer import BaseTrainer
@@ -78,6 +83,8 @@ def _open_machine(document: Document, findings: Findings) -> Machine | None:
 def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) -> list[Section]:
     sections = [] if machine is None else [report.job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
+        if machine is not None and _needs_no_data(job):
+            _tell_first(job, machine)
         num_hosts = 1 if machine is None else machine.num_hosts
         data = check_data(job.design, findings, num_hosts)
         sections += [data.section, checks.check_directory(job, data.is_found, findings)]
@@ -102,9 +109,17 @@ def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: 
     blueprint = job.design.draw_on(mesh, jax.random.key(job.spec.seed))
     abstract = blueprint.abstract_state
     checks.check_weights(job, abstract, findings)
-    program, sections = _compile(job.design, blueprint, machine, findings)
+    outlook = outlook_of(job, blueprint, machine)
+    if not _needs_no_data(job):  # else it has been told already
+        warn(first_estimate(job, blueprint, machine))
+    if outlook is not None:
+        _warn_of(job, outlook, outlook.small, findings)
+    with telling(f"compiling {job.spec.name} for {job.topology.accelerator}"):
+        program, sections = _compile(job.design, blueprint, machine, findings)
     if program is None:
         return [*sections, _checkpoint_section(job, abstract, machine, None, findings)]
+    if outlook is not None:
+        _warn_of(job, outlook, outlook.faults(program), findings)
     sections = [
         report.batch_section(job.design.counted, program),
         report.state_section(abstract),
@@ -122,6 +137,23 @@ def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: 
         step_seconds = None if times is None else times.step_seconds
     checkpoint = _checkpoint_section(job, abstract, machine, step_seconds, findings)
     return [*sections, checkpoint, report.compile_section(program)]
+
+
+def _needs_no_data(job: BaseTrainer) -> bool:
+    """Whether a job can be drawn before its data are read."""
+    return job.design.names_vocabulary and job.config.train.total_epochs is None
+
+
+def _tell_first(job: BaseTrainer, machine: Machine) -> None:
+    """The first estimate, before data are read and anything is compiled. What is wrong is told later, in its place."""
+    with contextlib.suppress(InvalidError):
+        warn(first_estimate(job, first_blueprint(job, machine), machine))
+
+
+def _warn_of(job: BaseTrainer, outlook: Outlook, faults: list[Fault], findings: Findings) -> None:
+    """A warning for each fault of the mesh, with a mesh that cures it if one is near."""
+    for fault in faults:
+        findings.warnings.append(job.document.line(("topology", "mesh"), fault.text + outlook.cure(fault)))
 
 
 def _checkpoint_section(
@@ -207,6 +239,6 @@ def _as_json(compiled: Compiled, accelerator: Accelerator) -> dict[str, Any]:
         "lowest_step_seconds": compiled.times.step_seconds,
         "bound": compiled.times.bound,
         "needed_bytes": compiled.program.step.memory.needed,
-        "predicted_step_seconds": compiled.candidate.times.step_seconds,
-        "predicted_bytes": compiled.candidate.state_bytes + compiled.candidate.working_bytes,
+        "predicted_step_seconds": compiled.candidate.prediction.times.step_seconds,
+        "predicted_bytes": compiled.candidate.prediction.needed_bytes,
     }

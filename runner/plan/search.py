@@ -1,42 +1,36 @@
 """What to ask for: meshes x micro-batches x what the job declares, ranked by predicted step time.
 
-1. Every mesh over the devices whose batch divides, every micro-batch, every choice of `BaseTrainer.search_space`.
+1. Every mesh over the devices whose batch, rows and experts divide (some hundreds: `mesh` says what bounds them), every
+   micro-batch, every choice of `BaseTrainer.search_space`.
 2. Arithmetic leaves out what cannot fit (state by its shapes and shardings, activations by the job's own formula) and
-   predicts the least step time of the rest: matmuls, memory traffic, and the collectives that such a mesh needs.
+   predicts the least step time of the rest: matmuls, memory traffic, and the collectives that such a mesh needs. The
+   state is drawn once, and laid over each mesh: some thousand predictions take seconds.
 3. The best few are compiled, those that do not fit are dropped, and the rest is ranked by what was compiled.
 """
 
 import itertools
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import yaml
-from jax.sharding import AbstractMesh
 
-from runner.accelerator import Accelerator, Speeds
+from runner.accelerator import Accelerator
 from runner.errors import InvalidError
-from runner.plan import checks, estimate, report
+from runner.plan import checks, report
 from runner.plan.checks import Findings
 from runner.plan.data_check import load_data
-from runner.plan.estimate import TYPICAL_SHARE, Roofline, Work, split_over_domains
+from runner.plan.estimate import TYPICAL_SHARE, Roofline
 from runner.plan.machine import Machine
-from runner.plan.program import Program, bytes_on_a_device, compile_design, num_elements
+from runner.plan.mesh import Sizes, all_meshes
+from runner.plan.prediction import WHOLE, Prediction, Predictor, draw_abstractly
+from runner.plan.program import Program, compile_design
 from runner.spec import Document, load_document
-from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE
-from runner.train.design import Design
 from runner.train.flops import Flops
-from runner.train.mesh import AXES, BATCH_AXES, micro_batch_sizes, over_slices
 from runner.trainer import BaseTrainer
 
 _NUM_COMPILED, _NUM_TRIED = 3, 16
-_MAX_TENSOR = 16  # beyond a few chips next to each other, tensor parallelism only waits for its network
 
-
-Sizes = tuple[tuple[str, int], ...]  # devices by axis, in the order of AXES
 Choices = tuple[tuple[str, Any], ...]  # values of the job's own knobs by dotted key
 
 
@@ -45,25 +39,20 @@ class Candidate:
     """One way to run the job, and what arithmetic says of it."""
 
     mesh: Sizes
-    micro_batch_examples: int
     choices: Choices
-    state_bytes: float  # of a device
-    working_bytes: float  # gradients and activations, by formula
-    times: Roofline
+    prediction: Prediction
 
     @property
     def rank(self) -> tuple[float, float]:
         """Least step time first; of equals the one with less of everything else."""
-        return self.times.step_seconds, sum(
-            (self.times.compute, self.times.memory, self.times.interconnect, self.times.network)
-        )
+        return self.prediction.times.rank
 
     @property
     def settings(self) -> dict[str, Any]:
         """By dotted key."""
         return {
             "topology.mesh": dict(self.mesh),
-            "config.train.micro_batch_examples": self.micro_batch_examples,
+            "config.train.micro_batch_examples": self.prediction.micro_batch_examples,
             **dict(self.choices),
         }
 
@@ -120,7 +109,7 @@ class Search:
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_override(key, value) for key, value in choices])
-            blueprint = _draw_abstractly(job.design, tuple((axis, 1) for axis in AXES))
+            blueprint = draw_abstractly(job.design, WHOLE)
             try:
                 found.append(Model(job, choices, job.flops_per_token(blueprint)))
             except ValueError as error:
@@ -129,37 +118,19 @@ class Search:
 
     def candidates(self, models: list[Model], accelerator: Accelerator, hbm_bytes: int) -> list[Candidate]:
         """All that may fit, best first."""
-        speeds = accelerator.chip.speeds
-        assert speeds is not None, "peak figures are known of what is searched for"
+        limit_bytes = hbm_bytes * MEMORY_SHARE
+        predictors = [Predictor(model.job, model.flops, accelerator) for model in models]
+        first = predictors[0]
+        length, num_experts = first.job.config.data.sequence_length, first.job.sizing(dict(WHOLE)).num_experts
         found: list[Candidate] = []
-        for mesh in _meshes(accelerator.num_devices or 1):
-            found += self._on_mesh(models, mesh, accelerator, speeds, hbm_bytes)
-        return sorted(found, key=lambda candidate: candidate.rank)
-
-    def _on_mesh(
-        self, models: list[Model], mesh: Sizes, accelerator: Accelerator, speeds: Speeds, hbm_bytes: int
-    ) -> Iterator[Candidate]:
-        job, sizes = models[0].job, dict(mesh)
-        global_batch, shards = job.config.train.global_batch_examples, math.prod(sizes[axis] for axis in BATCH_AXES)
-        try:
-            micro_batches = micro_batch_sizes(global_batch, "auto", shards)
-            over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(accelerator)), strict=True))
-        except InvalidError:
-            return
-        state = _draw_abstractly(job.design, mesh).abstract_state
-        state_bytes, num_parameters = bytes_on_a_device(state), num_elements(state.params)
-        gradient_bytes = bytes_on_a_device(state.params)
-        for model, micro_batch in itertools.product(models, micro_batches):
-            tokens = micro_batch * job.config.data.sequence_length
-            sizing = model.job.sizing(sizes["tensor"])
-            accumulate_steps = global_batch // (micro_batch * shards)
-            working_bytes = gradient_bytes * min(accumulate_steps, 2) + tokens * sizing.activation_bytes_per_token
-            if state_bytes + working_bytes > hbm_bytes * MEMORY_SHARE:
+        for mesh in all_meshes(accelerator.num_devices or 1, length, num_experts):
+            if not first.micro_batches(dict(mesh)):
                 continue
-            reduced_bytes = tokens * sizing.tensor_bytes_per_token
-            work = _work(model, sizes, over_domains, state_bytes, num_parameters, reduced_bytes, accumulate_steps)
-            times = estimate.roofline(work, speeds, accelerator.chip.devices_per_chip)
-            yield Candidate(mesh, micro_batch, model.choices, state_bytes, working_bytes, times)
+            state = first.size_of(first.state_on(mesh))
+            for model, predictor in zip(models, predictors, strict=True):
+                fitting = predictor.fitting(dict(mesh), state, limit_bytes)
+                found += [Candidate(mesh, model.choices, prediction) for prediction in fitting]
+        return sorted(found, key=lambda candidate: candidate.rank)
 
     def compile_best(self, candidates: list[Candidate], machine: Machine) -> tuple[list[Compiled], list[str]]:
         """The best few that fit when compiled, best first, and a line for each that did not.
@@ -179,14 +150,15 @@ class Search:
                 dropped[candidate] = f"{' '.join(candidate.overrides)}: {str(error).partition(';')[0]}"
                 needed_bytes = getattr(error.__cause__, "needed_bytes", 0)
                 last = excess.get(candidate.choices, 1.0)
-                excess[candidate.choices] = max(1.1 * last, needed_bytes / candidate.working_bytes)
+                excess[candidate.choices] = max(1.1 * last, needed_bytes / candidate.prediction.working_bytes)
 
         for candidate in candidates:
             if len(found) == _NUM_COMPILED or len(found) + len(dropped) == _NUM_TRIED:
                 break
-            if candidate.state_bytes + excess.get(candidate.choices, 1.0) * candidate.working_bytes <= limit_bytes:
+            predicted = candidate.prediction
+            if predicted.state_bytes + excess.get(candidate.choices, 1.0) * predicted.working_bytes <= limit_bytes:
                 attempt(candidate)
-        smallest = min(candidates, key=lambda candidate: candidate.state_bytes + candidate.working_bytes, default=None)
+        smallest = min(candidates, key=lambda candidate: candidate.prediction.needed_bytes, default=None)
         if not found and smallest is not None and smallest not in dropped:
             attempt(smallest)
         return sorted(found, key=lambda compiled: compiled.times.step_seconds), list(dropped.values())
@@ -196,56 +168,7 @@ class Search:
         blueprint = job.design.draw(machine.devices)
         program = compile_design(job.design, blueprint, machine, with_val=False)
         _, times = report.roofline_section(job.design.counted, job.flops_per_token(blueprint), program, machine)
-        return Compiled(candidate, program, times or candidate.times)
-
-
-def _draw_abstractly(design: Design, mesh: Sizes) -> Blueprint:
-    """The job over a mesh of no devices, which gives its state shapes and shardings: no backend is started."""
-    abstract: Any = AbstractMesh(tuple(size for _, size in mesh), tuple(axis for axis, _ in mesh))
-    return design.draw_on(abstract, jax.eval_shape(lambda: jax.random.key(design.seed)))
-
-
-def _meshes(num_devices: int) -> Iterator[Sizes]:
-    for tensor in (size for size in range(1, _MAX_TENSOR + 1) if num_devices % size == 0):
-        left = num_devices // tensor
-        for fsdp in (size for size in range(1, left + 1) if left % size == 0):
-            found = {"data": left // fsdp, "fsdp": fsdp, "tensor": tensor}
-            yield tuple((axis, found[axis]) for axis in AXES)
-
-
-def _num_domains(accelerator: Accelerator) -> int:
-    """Slices, or GPU nodes."""
-    return accelerator.num_slices if accelerator.chip.is_tpu else accelerator.hosts_per_slice * accelerator.num_slices
-
-
-def _work(
-    model: Model,
-    sizes: dict[str, int],
-    over_domains: dict[str, int],
-    state_bytes: float,
-    num_parameters: int,
-    reduced_bytes: float,
-    accumulate_steps: int,
-) -> Work:
-    """What one device does in a step: gradients are reduced in every micro-batch, as XLA does it."""
-    job, flops = model.job, model.flops
-    compute_bytes = 2 if job.config.precision.compute == "bfloat16" else 4
-    parameter_bytes = num_parameters * compute_bytes / sizes["tensor"]
-    passes = 3 if job.config.memory.remat == "layers" else 2
-    executed = (flops.per_token + flops.recomputed_per_token) * job.config.tokens_per_step
-    traffic = estimate.hbm_traffic(state_bytes, parameter_bytes, passes, accumulate_steps)
-    collectives = (
-        (("fsdp",), passes + 1, parameter_bytes),  # gathered in each pass, gradients scattered once
-        (("data",), 2, parameter_bytes / sizes["fsdp"]),
-        (("tensor",), 2, reduced_bytes),
-    )
-    interconnect = network = 0.0
-    for axes, factor, payload in collectives:
-        inside, across = split_over_domains(sizes, over_domains, axes, factor, payload)
-        interconnect += accumulate_steps * inside
-        network += accumulate_steps * across
-    num_devices = math.prod(sizes.values())
-    return Work(executed / num_devices, traffic, interconnect, network)
+        return Compiled(candidate, program, times or candidate.prediction.times)
 
 
 def smallest_slice(search: Search, accelerator: Accelerator, hours: float) -> tuple[Accelerator, list[Candidate]]:
@@ -263,7 +186,7 @@ def smallest_slice(search: Search, accelerator: Accelerator, hours: float) -> tu
         candidates = search.candidates(models, slice_, speeds.hbm_bytes // slice_.chip.devices_per_chip)
         if not candidates:
             continue
-        needed_hours = candidates[0].times.step_seconds / TYPICAL_SHARE * steps / 3600
+        needed_hours = candidates[0].prediction.times.step_seconds / TYPICAL_SHARE * steps / 3600
         best = f"; {accelerator.name}-{num_chips} needs {needed_hours:,.1f}"
         if needed_hours <= hours:
             return slice_, candidates

@@ -22,6 +22,7 @@
 - `same_data` every host trains on the same data, from the first step to the last
 - `design` what a job is before any device is touched, and how it is drawn on devices
 - `flops` what a train step computes, by formula and counted in a traced program
+- `sizing` what a token keeps and sends, for a plan that cannot compile every way
 - `metrics` the rows of the surviving trajectory, and where people see them
 - `evaluation` who judges the weights, each at its own cadence
 - `validation` the loss on a validation set

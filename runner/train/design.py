@@ -124,11 +124,15 @@ class Design:
             share_ids(self.dataset)
         return self.draw_on(mesh, jax.random.key(self.seed))
 
-    def draw_on(self, mesh: Mesh, key: jax.Array) -> Blueprint:
-        """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started."""
+    def draw_on(self, mesh: Mesh, key: jax.Array, row_length: int | None = None) -> Blueprint:
+        """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started.
+
+        `row_length` is that of the row which the model is shown to find its shapes, by default as the data have it: the
+        kernels of long rows take minutes to trace.
+        """
         self.refuse_unread_keys()
         schedule = self.recipe.schedule_of(self.config, lambda: self.counted)
-        example = jax.ShapeDtypeStruct((1, self.config.data.sequence_length), jnp.int32)
+        example = jax.ShapeDtypeStruct((1, row_length or self.config.data.sequence_length), jnp.int32)
 
         def make_optimizer(parameters: Any) -> optax.GradientTransformation:
             with self.document.blaming("config.optimizer"):

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from runner.accelerator import chip_of
-from runner.config import MemoryConfig
 from runner.train.adapter import model_state
 from runner.train.blueprint import Blueprint
 from runner.train.variables import variables_of, with_variables
@@ -41,52 +40,6 @@ class Flops:
     per_token: float  # forward and backward, each operation once
     recomputed_per_token: float  # done once more, because their results were not kept
     formula: str  # how `per_token` comes about, with its terms and their values
-
-
-@dataclass(frozen=True)
-class Sizing:
-    """What a token costs besides FLOPs, for a search that cannot compile every way to run a job."""
-
-    activation_bytes_per_token: float = 0.0  # that a device keeps for the backward pass
-    tensor_bytes_per_token: float = 0.0  # of the arrays that tensor parallelism reduces, forward and backward
-
-
-def transformer_sizing(
-    *,
-    layers: int,
-    width: int,
-    output_width: int,
-    sequence_length: int,
-    itemsize: int,
-    memory: MemoryConfig,
-    tensor: int,
-    kept: float,
-    kept_of_dots: float,
-) -> Sizing:
-    """Return the sizes of a decoder by formula: what its layers keep, the logits that exist at once, what is reduced.
-
-    Args:
-        width: of the residual stream, and of a layer's input.
-        output_width: the vocabulary's size.
-        itemsize: bytes of an activation.
-        tensor: devices that single matrices lie on.
-        kept: activations of a token that a layer keeps, and needs while it is computed again, where it keeps all.
-        kept_of_dots: those that it keeps with `remat: dots`.
-    """
-    kept_of_layer = {"none": kept, "dots": kept_of_dots, "layers": float(width)}[memory.remat]
-    positions = memory.loss_chunk_positions or sequence_length
-    logits = output_width * (itemsize + 4) * positions / sequence_length / tensor
-    reductions = 6 if memory.remat == "layers" else 4  # of each layer's attention and MLP, in each pass
-    return Sizing(itemsize * (layers * kept_of_layer + kept) + logits, reductions * layers * width * itemsize)
-
-
-def memory_choices(sequence_length: int) -> dict[str, tuple[Any, ...]]:
-    """What a search may vary of a decoder's memory: what is kept, and whether the loss is computed in chunks."""
-    chunk = max(size for size in range(1, 513) if sequence_length % size == 0)
-    return {
-        "config.memory.remat": ("none", "dots", "layers"),
-        "config.memory.loss_chunk_positions": (None, chunk),
-    }
 
 
 def transformer_flops(

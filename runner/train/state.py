@@ -155,6 +155,20 @@ def abstract_state(
     return abstract.replace(variables=jax.tree.map(_lying, shapes.variables, shardings_of_others))
 
 
+def relaid(abstract: Any, mesh: Mesh) -> Any:
+    """`abstract`, drawn on a mesh whose axes are all 1, as it would lie on another: every axis that may cut is named.
+
+    Takes milliseconds, where a state is drawn in tenths of a second.
+    """
+    return jax.tree.map(lambda leaf: _lying(leaf, _relaid(leaf, mesh)), abstract)
+
+
+def _relaid(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> NamedSharding:
+    assert isinstance(leaf.sharding, NamedSharding), "every leaf of an abstract state says how it lies"
+    is_whole = not any(leaf.sharding.spec)
+    return NamedSharding(mesh, PartitionSpec()) if is_whole else _fit(leaf.shape, leaf.sharding.spec, mesh)
+
+
 def _lying(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

@@ -1,21 +1,12 @@
-"""What a compiled step communicates: every form of the text, and whole steps against counts made by hand.
+"""What a compiled step communicates: every form of the text. Whole steps are counted in `test_axes`."""
 
-Shape legend: B examples of a micro-batch on one device, T sequence, V vocabulary, D width, L layers, P parameters.
-"""
-
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
-from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner.plan.hlo import Buffer, Collective, collectives, largest_arrays, sent_bytes_by_axes
-from runner.train.batch_layout import BatchLayout
-from runner.train.compilation import lower_train_step, trace_train_step
-from runner.train.state import abstract_state, make_state, variable_shardings
-from tests.support.tiny import mesh_of
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+AXES = tuple(MESH)
+FIVE = {"data": 1, "fsdp": 2, "sequence": 4, "expert": 2, "tensor": 2}
 ADD = "%add (a: f32[], b: f32[]) -> f32[] {\n  ROOT %sum = f32[] add(%a, %b)\n}\n"
 
 
@@ -48,16 +39,16 @@ def all_reduce(groups, attributes="channel_id=1, use_global_device_ids=true"):
         ("{{0,2},{4,6},{1,3},{5,7}}", ("fsdp",), 2),
         ("{{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
         ("{{0,2,4,6},{1,3,5,7}}", ("data", "fsdp"), 4),
-        ("{{0,1,2,3,4,5,6,7}}", tuple(MESH), 8),
+        ("{{0,1,2,3,4,5,6,7}}", AXES, 8),
         ("{{0},{1},{2},{3},{4},{5},{6},{7}}", (), 1),
-        ("{}", tuple(MESH), 8),
-        ("[1,8]<=[8]", tuple(MESH), 8),
+        ("{}", AXES, 8),
+        ("[1,8]<=[8]", AXES, 8),
         ("[4,2]<=[8]", ("tensor",), 2),
         ("[4,2]<=[2,4]T(1,0)", ("data",), 2),
         ("[4,2]<=[4,2]T(1,0)", ("fsdp",), 2),
         ("[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",), 2),
         ("[2,4]<=[4,2]T(1,0)", ("data", "fsdp"), 4),
-        ("mesh['axis_0'=8] {'axis_0'}", tuple(MESH), 8),
+        ("mesh['axis_0'=8] {'axis_0'}", AXES, 8),
         ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_2'}", ("tensor",), 2),
         ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0','axis_1'}", ("data", "fsdp"), 4),
         ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(1,0,2)) {'axis_0'}", ("fsdp",), 2),
@@ -83,7 +74,7 @@ def test_groups_that_are_no_product_of_axes_name_the_fewest_axes_that_hold_them(
 
 
 def test_groups_of_replicas_with_a_channel_take_in_all_partitions():
-    assert only(all_reduce("{{0}}", "channel_id=1")).axes == tuple(MESH)
+    assert only(all_reduce("{{0}}", "channel_id=1")).axes == AXES
     assert only(all_reduce("{{0}}", "foo=1")).axes == ()
 
 
@@ -95,6 +86,23 @@ def test_a_mesh_that_lacks_the_devices_is_refused_with_the_numbers():
 def test_groups_of_a_form_that_is_not_known_are_refused_and_not_guessed():
     with pytest.raises(ValueError, match="replica groups of a form that is not known here"):
         only(all_reduce("@grid<4>"))
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes", "size"),
+    [
+        ("[16,2]<=[32]", ("tensor",), 2),
+        ("[16,2]<=[8,2,2]T(0,2,1)", ("expert",), 2),
+        ("[8,4]<=[2,4,4]T(0,2,1)", ("sequence",), 4),
+        ("[4,8]<=[2,4,4]T(2,0,1)", ("fsdp", "sequence"), 8),
+        ("[2,16]<=[16,2]T(1,0)", ("fsdp", "sequence", "expert"), 16),
+        ("[4,8]<=[2,4,2,2]T(0,2,1,3)", ("sequence", "tensor"), 8),
+        ("mesh['axis_0'=2,'axis_1'=4,'axis_2'=2,'axis_3'=2] {'axis_1'}", ("sequence",), 4),
+    ],
+)
+def test_groups_over_five_axes_name_those_that_they_span(groups, axes, size):
+    found = only(all_reduce(groups), mesh=FIVE, partitions=32)
+    assert (found.axes, found.group_size) == (axes, size)
 
 
 # What and how much.
@@ -170,9 +178,89 @@ def test_every_element_type_has_its_size(shape, size):
     assert only(f"%x = {shape} all-gather(%p), {GROUPS}").bytes == size
 
 
+OF_EXPERTS = "channel_id=1, replica_groups=[16,2]<=[8,2,2]T(0,2,1), use_global_device_ids=true"
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "size"),
+    [
+        (f"(f32[4,16]{{1,0}}, f32[4,16]{{1,0}}) all-to-all(%p, %q), {OF_EXPERTS}", "all-to-all", 512),
+        (f"bf16[2,8,16]{{2,1,0}} all-to-all(%p), {OF_EXPERTS}, dimensions={{0}}", "all-to-all", 512),
+        (f"bf16[16,16]{{1,0}} ragged-all-to-all(%a, %b, %c, %d, %e, %f), {OF_EXPERTS}", "ragged-all-to-all", 512),
+        (
+            f"((bf16[16,16]), bf16[16,16]) ragged-all-to-all-start(%a), {OF_EXPERTS}",
+            "ragged-all-to-all",
+            512,
+        ),
+    ],
+)
+def test_tokens_that_go_to_experts_are_half_of_what_two_devices_hold(line, kind, size):
+    found = only(f"%x = {line}", mesh=FIVE, partitions=32)
+    assert (found.kind, found.axes, found.group_size, found.bytes) == (kind, ("expert",), 2, size)
+    assert found.sent_bytes_per_device == size // 2
+
+
+def ring_over_sequence():
+    """Each device of `FIVE` to the next along `sequence`, whose neighbours are 4 apart, 4 in a ring."""
+    rings = [[block * 16 + place * 4 + rest for place in range(4)] for block in range(2) for rest in range(4)]
+    pairs = [(source, ring[(at + 1) % 4]) for ring in rings for at, source in enumerate(ring)]
+    return "{" + ",".join(f"{{{source},{target}}}" for source, target in pairs) + "}"
+
+
+def test_keys_and_values_go_round_the_ring_of_a_row_one_hop_less_than_it_has_devices():
+    lines, before = loop(0, 1, 3, "LT")
+    hop = f"collective-permute(%p), channel_id=4, source_target_pairs={ring_over_sequence()}"
+    before = before.replace(all_reduce("{}"), f"%r = (bf16[8,4,16], bf16[8,4,16]) {hop}")
+    found = only(*lines, before=before, mesh=FIVE, partitions=32)
+    assert found == Collective("collective-permute", ("sequence",), 4, 2 * 8 * 4 * 16 * 2, 3, "")
+    assert found.count * found.sent_bytes_per_device == 3 * 2 * 8 * 4 * 16 * 2
+
+
+def test_an_all_reduce_that_is_cut_later_is_what_it_is():
+    cut = "%s = f32[4,16]{1,0} dynamic-slice(%r, %i, %zero), dynamic_slice_sizes={4,16}"
+    found = only(all_reduce("[4,2]<=[8]"), cut)
+    assert (found.kind, found.sent_bytes_per_device) == ("all-reduce", 2 * 512 // 2)
+
+
 def test_the_traced_operation_is_named():
     found = only(all_reduce("{}") + r', metadata={op_name="jit(step)/state.params[\'w\']" stack_frame_id=3}')
     assert found.op_name == "jit(step)/state.params['w']"
+
+
+TABLES = """
+FileNames
+1 "/src/experiments/gpt.py"
+2 "/src/runner/train/step.py"
+
+FunctionNames
+1 "forward"
+
+FileLocations
+1 {file_name_id=2 function_name_id=1 line=38 end_line=38 column=11 end_column=11}
+2 {file_name_id=1 function_name_id=1 line=125 end_line=125 column=28 end_column=28}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+7 {file_location_id=2 parent_frame_id=2}
+
+
+%add"""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "source"),
+    [
+        ("stack_frame_id=7", "/src/experiments/gpt.py:125"),
+        ("stack_frame_id=1", "/src/runner/train/step.py:38"),
+        ("stack_frame_id=9", ""),
+        ('source_file="/src/a.py" source_line=3', "/src/a.py:3"),
+        ("", ""),
+    ],
+)
+def test_the_line_of_the_source_and_the_shapes_are_told(metadata, source):
+    line = all_reduce("{}") + f', metadata={{op_name="jit(step)/add" {metadata}}}'
+    (found,) = collectives(module(line).replace("%add", TABLES, 1), MESH)
+    assert (found.source, found.shapes) == (source, ((8, 16),))
 
 
 def test_sent_bytes_are_summed_over_runs_by_kind_and_axes():
@@ -500,104 +588,3 @@ def test_the_largest_arrays_are_named_by_what_made_them_and_by_arguments():
 )
 def test_an_array_in_tiles_takes_whole_tiles(shape, size):
     assert largest_arrays(module(f"%x = {shape} negate(%p)"), 1)[0].bytes == size
-
-
-# Whole steps, by hand.
-
-L, T, V, D, B = 3, 16, 64, 32, 2
-FLOAT = 4
-MATRICES = 12 * D * D  # of a layer: query, key, value, out, and 4 D each way
-VECTORS = 13 * D  # of a layer: two norms, and the biases of its matrices
-P = L * (MATRICES + VECTORS) + V * D + T * D + 2 * D
-LEAVES = 20
-LOSS, TOKENS = 1, 1  # the scalars that every split of a batch adds up
-
-
-def step_text(data, fsdp, tensor, accumulate_steps=1):
-    """The compiled train step of a GPT whose optimizer communicates nothing."""
-    mesh = mesh_of(data, fsdp, tensor)
-    model = GPT(GPTConfig(layers=L, heads=8, width=D), V, T)
-    tokens_BxT = jnp.zeros((1, T), jnp.int32)
-    key = jax.random.key(0)
-    boxed = jax.eval_shape(lambda key: model.init(key, tokens_BxT, deterministic=True), key)["params"]
-
-    def make(key):
-        return make_state(model, key, optax.sgd(1.0), tokens_BxT, deterministic=True)
-
-    abstract = abstract_state(make, key, variable_shardings(boxed, mesh), mesh)
-    assert sum(leaf.size for leaf in jax.tree.leaves(abstract.params)) == P
-    assert len(jax.tree.leaves(abstract.params)) == LEAVES
-    fields = {"x": jnp.int32, "y": jnp.int32, "padding_mask": jnp.bool_}
-    layout = BatchLayout(mesh, data * fsdp * B * accumulate_steps, B, T, fields)
-    schedule = optax.constant_schedule(1.0)
-    traced = trace_train_step(PretrainGPT.train_step, schedule, abstract, key, layout)
-    return lower_train_step(traced, layout).compile().as_text()
-
-
-def numbers(text, sizes, kind):
-    """Numbers that all collectives of a kind carry in a step, all of them over the axis that is not 1."""
-    mesh = dict(zip(MESH, sizes, strict=True))
-    found = [one for one in collectives(text, mesh) if one.kind == kind]
-    assert {one.axes for one in found} == {tuple(axis for axis, size in mesh.items() if size > 1)}
-    assert {one.group_size for one in found} == {8}
-    assert not any(one.is_at_least for one in found)
-    return sum(one.count * one.bytes for one in found) // FLOAT
-
-
-@pytest.fixture(scope="module")
-def text_of():
-    return {sizes: step_text(*sizes) for sizes in [(8, 1, 1), (1, 8, 1), (1, 1, 8)]}
-
-
-def kinds(text, sizes):
-    return {one.kind for one in collectives(text, dict(zip(MESH, sizes, strict=True)))}
-
-
-# The embedding is read twice, by the lookup and by the logits, and the compiler reduces both gradients before it adds.
-GRADIENTS = P + V * D
-
-
-@pytest.mark.soak
-def test_data_parallel_reduces_every_gradient_once_a_micro_batch(text_of):
-    sizes = (8, 1, 1)
-    assert kinds(text_of[sizes], sizes) == {"all-reduce"}
-    assert numbers(text_of[sizes], sizes, "all-reduce") == GRADIENTS + LOSS + TOKENS
-    accumulated = step_text(*sizes, accumulate_steps=2)
-    assert numbers(accumulated, sizes, "all-reduce") == 2 * (GRADIENTS + LOSS) + TOKENS
-
-
-def test_fsdp_gathers_parameters_forward_and_backward_and_reduces_every_gradient(text_of):
-    sizes = (1, 8, 1)
-    # Backward needs no biases, and no bias of a norm; the scale of a norm it gathers twice, to recompute and to apply.
-    forward = L * (MATRICES + VECTORS) + V * D + T * D + 2 * D
-    backward = L * (MATRICES + 2 * 2 * D) + 2 * D
-    assert kinds(text_of[sizes], sizes) == {"all-gather", "all-reduce"}
-    assert numbers(text_of[sizes], sizes, "all-gather") == forward + backward
-    # The compiler for CPUs reduces whole gradients, never scatters them. The norm is a sum over every leaf, and that of
-    # embedding and positions each device takes by itself, from the whole.
-    assert numbers(text_of[sizes], sizes, "all-reduce") == GRADIENTS + LOSS + TOKENS + LEAVES - 2
-
-
-def test_tensor_parallel_gathers_and_reduces_activations_twice_a_layer_in_each_direction(text_of):
-    sizes = (1, 1, 8)
-    assert kinds(text_of[sizes], sizes) == {"all-gather", "all-reduce"}
-    # Forward what two norms give, backward the gradient of what two parts have added. At the ends the tokens to look
-    # up, what the last norm gives, and the gradients of rows and positions, whose tables are not cut by positions.
-    gathered = 4 * L * B * T * D + B * T + 2 * B * T * D + T * D
-    assert numbers(text_of[sizes], sizes, "all-gather") == gathered
-    # The compiler for CPUs reduces to the whole where that for TPUs scatters. Backward: one after the MLP, and one each
-    # after query, key and value, which it does not add first; and the scales of the norms.
-    layers = L * ((2 + 1 + 3) * B * T * D + 2 * D)
-    # The rows that were looked up, their gradient from the logits; of every token its largest logit, sum and label's;
-    # and the scale of the last norm.
-    ends = 2 * B * T * D + 3 * B * T + D
-    sharded_leaves = 11  # 6 matrices, 4 biases (all but those of the two outputs) and the embedding
-    assert numbers(text_of[sizes], sizes, "all-reduce") == layers + ends + sharded_leaves
-
-
-def test_the_largest_array_of_a_step_is_what_the_layers_keep_for_backward(text_of):
-    first = largest_arrays(text_of[8, 1, 1], 1)[0]
-    assert (first.bytes, first.shape) == (L * B * T * 4 * D * FLOAT, f"f32[{L},{B},{T},{4 * D}]")
-    assert "jvp(GPT)/while/body" in first.op_name
-    names = {buffer.op_name for buffer in largest_arrays(text_of[8, 1, 1], 200)}
-    assert "state.params['blocks']['mlp_in']['kernel']" in names

@@ -73,7 +73,7 @@ def test_a_collective_goes_inside_its_domains_first_and_then_across(sizes, domai
     assert twice == (pytest.approx(2 * inside), pytest.approx(2 * across))
 
 
-@pytest.mark.parametrize("text", ["v5e-16", "2xv5e-256", "v5p-512", "h200-16"])
+@pytest.mark.parametrize("text", ["v5e-16", "2xv5e-256", "v5p-256", "v5p-512", "v5p-2048", "h200-16", "h100-512"])
 def test_every_accelerator_has_a_number_of_devices_and_a_memory(text):
     accelerator = parse_accelerator(text)
     assert accelerator.num_devices == math.prod((accelerator.num_slices, accelerator.num_chips))

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from runner.accelerator import CHIPS, Accelerator, parse_accelerator
 from runner.errors import InvalidError
-from runner.plan import machine
+from runner.plan import machine, progress
 from runner.plan.machine import open_machine
 from tests.support.attempt import start
 from tests.support.harness import ROOT, Job, command, environment, unoptimized
@@ -21,7 +22,7 @@ NANO = "specs/gpt_nano.yaml"
 
 
 def plan(*arguments: str, expected: int = 0) -> str:
-    code, output = command(unoptimized(environment(1)), "plan", *arguments)
+    code, output = command(unoptimized(environment(1)), "plan", *arguments, has_progress=True)
     assert code == expected, output
     assert "Traceback" not in output
     return output
@@ -179,12 +180,51 @@ def test_the_peak_of_a_step_is_what_was_planned() -> None:
     assert measured == pytest.approx(planned, rel=0.1)
 
 
+# While it works.
+
+
+def test_what_takes_long_is_told_with_its_time_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.01)
+    told = threading.Event()
+    monkeypatch.setattr(progress, "warn", lambda line: (print(line), line.endswith(" s") and told.set()))
+    with progress.telling("compiling x"):
+        assert told.wait(60)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "compiling x ..."
+    assert lines[1] == "compiling x: 0 s"
+
+
+@pytest.mark.parametrize(
+    ("topology", "needed"),
+    [
+        ("v5e-4", ("1 example(s) a device", "a step takes", "bound by", "fits")),
+        ("cpu-4", ("state ", "what a step takes is not known of this device")),
+    ],
+)
+@pytest.mark.soak
+def test_a_first_estimate_comes_on_standard_error_before_anything_is_compiled(
+    topology: str, needed: tuple[str, ...]
+) -> None:
+    words = [sys.executable, "-m", "runner", "plan", NANO, "--topology", topology, "--json"]
+    words += ["--set", "config.model.vocabulary_size=256", "--set", "config.train.micro_batch_examples=1"]
+    result = subprocess.run(words, cwd=ROOT, env=unoptimized(environment(1)), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["problems"] == []
+    first, second = [line for line in result.stderr.splitlines() if line.startswith(("first estimate", "compiling"))][
+        :2
+    ]
+    assert all(part in first for part in needed), first
+    assert second == f"compiling gpt_nano for {topology} ..."
+
+
 # What to ask for.
 
 SMALL_CHIPS = """
 import dataclasses, sys
 from runner import accelerator
-from runner.plan import machine
+from runner.plan import machine, progress
 
 chip = accelerator.CHIPS["v5e"]
 speeds = dataclasses.replace(chip.speeds, hbm_bytes=int(sys.argv.pop(1)))

@@ -80,19 +80,27 @@ def without_speed(rows: list[Row]) -> list[Row]:
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
-def command(variables: dict[str, str], *arguments: str, deadline_seconds: float = DEADLINE_SECONDS) -> tuple[int, str]:
-    """Exit code and output of `python -m runner ARGUMENTS`, which must end in time."""
+def command(
+    variables: dict[str, str],
+    *arguments: str,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    has_progress: bool = False,
+) -> tuple[int, str]:
+    """Exit code and output of `python -m runner ARGUMENTS`, which must end in time.
+
+    Of a command that tells its progress on standard error, only standard output, and a traceback if there is one.
+    """
     result = subprocess.run(
         bind_to_parent([sys.executable, "-m", "runner", *arguments]),
         cwd=ROOT,
         env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE if has_progress else subprocess.STDOUT,
         text=True,
         timeout=deadline_seconds,
     )
-    return result.returncode, result.stdout
+    return result.returncode, result.stdout + (result.stderr if "Traceback" in (result.stderr or "") else "")
 
 
 @dataclass(frozen=True)

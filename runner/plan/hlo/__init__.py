@@ -10,7 +10,8 @@ How the text is read, in order:
    once, and `is_at_least` says so. All branches of a conditional count as taken.
 2. An asynchronous collective counts where it starts. On TPU one may be spread over several fusions, each of which
    repeats it: these share a `chain_id`, and the one that `AsyncCollectiveStart` takes is counted.
-3. An all-reduce of which each device of a group keeps its own part, inside a TPU's fusion, is a reduce-scatter.
+3. An all-reduce of which each device of a group keeps its own part, inside a TPU's fusion, is a reduce-scatter. One
+   that stands by itself moves the whole array twice, whatever is cut out of its result later: it is an all-reduce.
 4. Between TPU slices the runtime carries data from host to host, so a collective there is a `send` that names its kind.
 
 The ids in a replica group are positions in the mesh's devices, row-major. Where a module holds fewer partitions than
@@ -19,6 +20,7 @@ the mesh has devices it is the program of one slice of several, and slices are t
 Modules, in the order in which they build on each other:
 
 - `text`: instructions, operands, shapes and their bytes
+- `source`: the line of a program that an instruction comes from
 - `program`: computations, calls, loops, and the collectives as they stand
 - `count`: how often a computation runs
 - `group`: replica groups, and the mesh axes that they span

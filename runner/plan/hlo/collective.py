@@ -2,12 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from runner.plan.hlo.count import counts_of
 from runner.plan.hlo.group import span
 from runner.plan.hlo.program import read
-from runner.plan.hlo.text import op_name_of
+from runner.plan.hlo.source import sources_in
+from runner.plan.hlo.text import op_name_of, output_of, sizes_in
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Collective:
     op_name: str  # the traced operation that it comes from, if the compiler kept it
     is_at_least: bool = False  # `count` is a lower bound: a loop around it has a number of trips that is not known
     is_between_slices: bool = False  # over the network of hosts, not the interconnect of chips
+    shapes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)  # of what one device gets out
+    source: str = field(default="", compare=False)  # file:line that it comes from, if the compiler kept it
 
     @property
     def rounds(self) -> int:
@@ -48,7 +51,7 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
 
     Raises `ValueError` if a group names devices that the mesh does not have.
     """
-    program = read(text)
+    program, sources = read(text), sources_in(text)
     counts = counts_of(program)
     op_names = {call.callee: call.op_name for call in program.calls}
     fused = {call.callee for call in program.calls if call.opcode == "fusion"}
@@ -68,8 +71,10 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
             kind = "reduce-scatter"
         elif kind == "reduce-scatter" or (kind == "all-gather" and found.is_between_slices):
             bytes_ *= size
-        op_name = op_name_of(found.instruction.rest) or op_names.get(computation, "")
-        result.append(Collective(kind, axes, size, bytes_, count, op_name, is_at_least, found.is_between_slices))
+        rest = found.instruction.rest
+        op_name, source = op_name_of(rest) or op_names.get(computation, ""), sources.of(rest)
+        shapes, between = sizes_in(output_of(found.instruction)), found.is_between_slices
+        result.append(Collective(kind, axes, size, bytes_, count, op_name, is_at_least, between, shapes, source))
     return result
 
 

@@ -96,9 +96,18 @@ def bytes_of(shape: str) -> int:
     return sum(array_bytes(match) for match in ARRAY.finditer(shape))
 
 
+def sizes_in(shape: str) -> tuple[tuple[int, ...], ...]:
+    """The sizes of an array, or of each array in a tuple."""
+    return tuple(_sizes(match) for match in ARRAY.finditer(shape))
+
+
+def _sizes(match: re.Match[str]) -> tuple[int, ...]:
+    return tuple(int(size.lstrip("<=")) for size in match[2].split(",") if size)
+
+
 def array_bytes(match: re.Match[str], is_padded: bool = False) -> int:
     """Bytes of an array that `ARRAY` matched, as packed values; or as they lie in memory, in whole tiles."""
-    dims = [int(size.lstrip("<=")) for size in match[2].split(",") if size]
+    dims = list(_sizes(match))
     layout = match[3] or ""
     if is_padded and (tile := _TILE.search(layout)):
         tile_sizes = [int(size) for size in tile[1].split(",")]

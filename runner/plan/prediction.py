@@ -1,0 +1,157 @@
+"""What arithmetic says of a job on a mesh, before anything is compiled: what it keeps, sends and computes."""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from runner.accelerator import Accelerator, Speeds
+from runner.checkpoint.leaves import named
+from runner.errors import InvalidError
+from runner.plan import estimate
+from runner.plan.estimate import Roofline, Work
+from runner.plan.mesh import Sizes, in_order
+from runner.plan.program import bytes_on_a_device, num_elements
+from runner.plan.tile import share_of, small_shards
+from runner.plan.traffic import Weights, flows, sent
+from runner.train.blueprint import Blueprint
+from runner.train.design import Design
+from runner.train.flops import Flops
+from runner.train.mesh import AXES, BATCH_AXES, micro_batch_sizes, over_slices, refuse_cut_rows
+from runner.train.state import relaid
+from runner.trainer import BaseTrainer
+
+_LONG_ROW = 16_384  # positions
+WHOLE = in_order(dict.fromkeys(AXES, 1))  # the mesh of one device
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """The state on one device, and the parameters as they are sent.
+
+    Attributes:
+        whole_share: see `Weights`.
+    """
+
+    state_bytes: float
+    parameter_bytes: float  # in the type in which they are kept
+    num_parameters: int
+    whole_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one mesh and one micro-batch."""
+
+    micro_batch_examples: int
+    state_bytes: float  # of a device
+    working_bytes: float  # gradients and activations, by formula
+    sent_bytes: float  # by a device in a step
+    times: Roofline
+
+    @property
+    def needed_bytes(self) -> float:
+        """Of a device."""
+        return self.state_bytes + self.working_bytes
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Arithmetic for one job with one choice of its own knobs."""
+
+    job: BaseTrainer
+    flops: Flops
+    accelerator: Accelerator
+
+    @property
+    def speeds(self) -> Speeds:
+        """Of its chips, which must be known."""
+        speeds = self.accelerator.chip.speeds
+        assert speeds is not None, "peak figures are known of what is predicted for"
+        return speeds
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The abstract state on one device, from which it is known on any mesh."""
+        return draw_abstractly(self.job.design, WHOLE).abstract_state
+
+    def state_on(self, sizes: Sizes) -> Any:
+        """The abstract state over a mesh of no devices: shapes and shardings."""
+        return relaid(self.whole, abstract_mesh(sizes))
+
+    def size_of(self, abstract: Any) -> StateSize:
+        """Of an abstract state with shardings."""
+        small = 0.0
+        if self.accelerator.chip.is_tpu:
+            parameters = named({"params": abstract.params})
+            small = share_of(small_shards(parameters, self.sent_itemsize), parameters)
+        state_bytes, parameter_bytes = bytes_on_a_device(abstract), bytes_on_a_device(abstract.params)
+        return StateSize(state_bytes, parameter_bytes, num_elements(abstract.params), small)
+
+    @property
+    def sent_itemsize(self) -> int:
+        """Bytes of a parameter as it is gathered."""
+        return int(jnp.dtype(self.job.config.precision.compute).itemsize)
+
+    def micro_batches(self, sizes: Mapping[str, int]) -> list[int]:
+        """Those that a search may choose from, largest first; none if the mesh cannot hold the batch or its rows."""
+        config = self.job.config
+        shards = math.prod(sizes[axis] for axis in BATCH_AXES)
+        try:
+            over_slices(sizes, _num_domains(self.accelerator))
+            mesh = abstract_mesh(in_order(sizes))
+            refuse_cut_rows(mesh, config.data.sequence_length, config.memory.loss_chunk_positions)
+            return micro_batch_sizes(config.train.global_batch_examples, "auto", shards)
+        except InvalidError:
+            return []
+
+    def predict(self, sizes: Mapping[str, int], micro_batch: int, state: StateSize) -> Prediction:
+        """What a step takes with `micro_batch` examples a device."""
+        config = self.job.config
+        tokens = micro_batch * config.data.sequence_length / sizes["sequence"]
+        sizing = self.job.sizing(sizes)
+        shards = math.prod(sizes[axis] for axis in BATCH_AXES)
+        accumulate_steps = config.train.global_batch_examples // (micro_batch * shards)
+        sent_bytes = self.sent_itemsize / sizes["tensor"]
+        of_experts = min(sizing.expert_parameters, state.num_parameters)
+        weights = Weights((state.num_parameters - of_experts) * sent_bytes, of_experts * sent_bytes, state.whole_share)
+        passes = 3 if config.memory.remat == "layers" else 2
+        over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(self.accelerator)), strict=True))
+        inside, across = sent(flows(sizes, weights, sizing, tokens, passes), sizes, over_domains)
+        executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.tokens_per_step
+        whole_bytes = weights.shared + weights.of_experts / sizes["expert"]
+        traffic = estimate.hbm_traffic(state.state_bytes, whole_bytes, passes, accumulate_steps)
+        work = Work(executed / math.prod(sizes.values()), traffic, accumulate_steps * inside, accumulate_steps * across)
+        working_bytes = state.parameter_bytes * min(accumulate_steps, 2) + tokens * sizing.activation_bytes_per_token
+        times = estimate.roofline(work, self.speeds, self.accelerator.chip.devices_per_chip)
+        sent_in_step = work.interconnect_bytes + work.network_bytes
+        return Prediction(micro_batch, state.state_bytes, working_bytes, sent_in_step, times)
+
+    def fitting(self, sizes: Mapping[str, int], state: StateSize, limit_bytes: float) -> Iterator[Prediction]:
+        """Those of every micro-batch that fits, largest first."""
+        for micro_batch in self.micro_batches(sizes):
+            found = self.predict(sizes, micro_batch, state)
+            if found.needed_bytes <= limit_bytes:
+                yield found
+
+
+def abstract_mesh(sizes: Sizes) -> Any:
+    """A mesh of no devices."""
+    return AbstractMesh(tuple(size for _, size in sizes), tuple(axis for axis, _ in sizes))
+
+
+def draw_abstractly(design: Design, sizes: Sizes) -> Blueprint:
+    """The job over a mesh of no devices; its shapes are found by a shorter row where its own takes long to trace."""
+    length = design.config.data.sequence_length
+    row_length = math.gcd(length, _LONG_ROW) if length > _LONG_ROW else length
+    return design.draw_on(abstract_mesh(sizes), jax.eval_shape(lambda: jax.random.key(design.seed)), row_length)
+
+
+def _num_domains(accelerator: Accelerator) -> int:
+    """Slices, or GPU nodes."""
+    return accelerator.num_slices if accelerator.chip.is_tpu else accelerator.hosts_per_slice * accelerator.num_slices

@@ -1,0 +1,250 @@
+"""What a whole step communicates along each axis of the mesh alone, against counts made by hand.
+
+Shape legend: B examples of a micro-batch on one device, T sequence, V vocabulary, D width, M hidden width, L layers.
+"""
+
+import fcntl
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+
+from experiments.gpt import PretrainGPT
+from experiments.model.decoder import PretrainDecoder
+from runner.accelerator import parse_accelerator
+from runner.plan.hlo import Collective, collectives, largest_arrays
+from runner.plan.machine import open_machine
+from runner.plan.traffic import Weights, flows, sent
+from runner.train.batch_layout import batch_layouts
+from runner.train.mesh import AXES
+from runner.trainer import BaseTrainer
+from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
+from tests.support.tiny import gpt
+
+N = 8  # devices, all along one axis
+B = 1
+LOSS, TOKENS = 1, 1  # the scalars that every split of a batch adds up
+NORM = 1  # of the gradients, where no device has all of them
+STATE_AXES = ("fsdp", "expert")  # of a dense model alike
+
+
+class Shapes(NamedTuple):
+    """Of a decoder that has as many heads of keys and values as of queries, or of a GPT, where M is 4 D."""
+
+    L: int
+    T: int
+    V: int
+    D: int
+    M: int
+
+    @property
+    def stream(self) -> int:
+        """Numbers in the residual stream of a micro-batch, X below."""
+        return B * self.T * self.D
+
+    def changes(self, **model: Any) -> dict[str, Any]:
+        """As keys of a spec."""
+        return {
+            "config.model": {"layers": self.L, "heads": N, "width": self.D, "vocabulary_size": self.V, **model},
+            "config.optimizer.clip_norm": None,
+            "config.data.tokenizer": "bytes",
+            "config.data.sequence_length": self.T,
+            "config.train.micro_batch_examples": B,
+        }
+
+
+TINY = Shapes(L=3, T=32, V=256, D=64, M=128)
+LARGE = Shapes(L=3, T=1024, V=8192, D=1024, M=4096)  # whose shards are whole tiles of a TPU
+
+
+def decoder(axis: str, directory: Path, shapes: Shapes, **changes: Any) -> BaseTrainer:
+    """A decoder over `N` devices along `axis`, whose batch is one micro-batch."""
+    examples = B * N if axis in ("data", *STATE_AXES) else B
+    mesh = {"topology.mesh": {"data": 1} | {axis: N}, "config.train.global_batch_examples": examples}
+    model = shapes.changes(key_value_heads=N, mlp_width=shapes.M, tied_embedding=False)
+    return gpt(directory, PretrainDecoder, **model, **mesh, **changes)
+
+
+def compiled(job: BaseTrainer) -> tuple[str, list[Collective]]:
+    """The text of its train step for the devices here, and the collectives in it."""
+    blueprint = job.design.draw(jax.devices()[:N])
+    text = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0]).text
+    return text, collectives(text, blueprint.mesh_sizes)
+
+
+def payload(found: Iterable[Collective], axis: str, itemsize: int = 1) -> dict[str, int]:
+    """By kind what all collectives of a step carry, all of them along `axis`, in items."""
+    sums: Counter[str] = Counter()
+    for one in found:
+        assert (one.axes, one.group_size) == ((axis,), N)
+        assert not one.is_at_least
+        sums[one.kind] += one.count * one.bytes
+    return {kind: number // itemsize for kind, number in sums.items()}
+
+
+# A decoder, compiled for CPUs: these reduce whole gradients and whole activations, and never scatter.
+
+LEAVES = 7 + 2 + 3  # seven matrices and two norms of a layer; embedding, head and last norm
+
+
+def decoder_on_cpu(axis: str, s: Shapes) -> dict[str, int]:
+    """Numbers that each kind of collective carries in a step."""
+    matrices, norms = 4 * s.D**2 + 3 * s.D * s.M, 2 * s.D  # of a layer
+    gradients = s.L * (matrices + norms) + 2 * s.V * s.D + s.D
+    if axis == "data":
+        return {"all-reduce": gradients + LOSS + TOKENS}
+    if axis in STATE_AXES:
+        # Embedding and head are gathered once, since what is gathered is kept for the backward pass.
+        forward, backward = gradients, s.L * (matrices + norms) + s.D
+        # Of each leaf its norm, but not of the embedding, whose gradient is whole everywhere.
+        return {"all-gather": forward + backward, "all-reduce": gradients + LOSS + TOKENS + LEAVES - 1}
+    X = s.stream
+    # Forward the stream is gathered before attention, MLP and logits, backward behind the two and the lookup. The
+    # tokens are gathered too, since each device looks up those of its part of the vocabulary.
+    gathered = s.L * 2 * X + X + s.L * 2 * X + X + B * s.T
+    # The results of attention and MLP, and rows that were looked up; backward one for each matrix that reads the
+    # stream: q, k, v, gate, up, and the head.
+    stream = s.L * 2 * X + X + s.L * 5 * X + X
+    ends = 3 * B * s.T  # of every token its largest logit, the sum of all, and the label's
+    return {"all-gather": gathered, "all-reduce": stream + ends + s.L * norms + s.D + LEAVES - 3}
+
+
+@pytest.mark.parametrize(
+    "axis", ["fsdp", "tensor", *(pytest.param(axis, marks=pytest.mark.soak) for axis in ("data", "expert"))]
+)
+def test_a_decoder_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_path: Path) -> None:
+    _, found = compiled(decoder(axis, tmp_path / "run", TINY))
+    assert payload(found, axis, itemsize=4) == decoder_on_cpu(axis, TINY)
+
+
+# The same for TPUs, in bfloat16 but for norms: where an axis cuts what is multiplied, in rings behind the matmuls.
+
+NORMS_ON_TPU = 6  # of the matrices that `tensor` cuts: some are added up before they are reduced
+HOPS = N + 1  # of a ring in both directions: one to begin with, and two a turn of N / 2
+
+
+def decoder_on_tpu(axis: str, s: Shapes) -> dict[str, int]:
+    """Bytes that each kind of collective carries in a step."""
+    matrices, norms, table = 2 * (4 * s.D**2 + 3 * s.D * s.M), 4 * 2 * s.D, 2 * s.V * s.D
+    small = s.L * norms + 4 * s.D
+    if axis == "data":
+        return {"all-reduce": s.L * matrices + 2 * table + small + 4 * (LOSS + TOKENS)}
+    if axis == "fsdp":
+        return {
+            # Forward, backward, and the gradient; of the head the gradient alone.
+            "collective-permute": (3 * s.L * matrices + table) * HOPS // N,
+            "all-gather": 2 * table + 2 * s.L * norms + 4 * s.D,
+            "all-reduce": table + small + 4 * (LOSS + TOKENS + NORM),
+        }
+    stream, ids = 2 * s.stream, 4 * B * s.T
+    return {
+        "all-gather": 4 * s.L * stream + 2 * stream + 2 * ids,
+        "reduce-scatter": 4 * s.L * stream,
+        # The rows that were looked up, and the stream's gradient behind the head; the largest logits in bfloat16.
+        "all-reduce": 2 * stream + small + 2 * ids + ids // 2 + 4 * NORMS_ON_TPU,
+    }
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+def test_a_tpu_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_path: Path) -> None:
+    with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one process can hold libtpu
+        words = [sys.executable, "-m", "tests.plan.test_axes", axis, str(tmp_path / "run")]
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
+        )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == decoder_on_tpu(axis, LARGE)
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+def test_what_a_plan_predicts_is_within_a_quarter_of_the_count(axis: str, tmp_path: Path) -> None:
+    sizes = dict.fromkeys(AXES, 1) | {axis: N}
+    counted = decoder_on_tpu(axis, LARGE)
+    on_a_ring = 2 * counted.pop("all-reduce") + sum(counted.get(kind, 0) for kind in ("all-gather", "reduce-scatter"))
+    sent_bytes = on_a_ring * (N - 1) / N + counted.get("collective-permute", 0)
+    job = decoder(axis, tmp_path / "run", LARGE, **{"config.precision.compute": "bfloat16"})
+    L, _, V, D, M = LARGE
+    weights = Weights(2.0 * (L * (4 * D**2 + 3 * D * M) + 2 * V * D) / sizes["tensor"], 0.0)
+    predicted, _ = sent(flows(sizes, weights, job.sizing(sizes), B * LARGE.T, passes=2), sizes, dict.fromkeys(AXES, 1))
+    assert predicted == pytest.approx(sent_bytes, rel=0.25)
+
+
+def print_tpu_payload(axis: str, directory: Path) -> None:
+    """What `decoder_on_tpu` counts, as the compiler has it: in a process of its own, since libtpu stays with it."""
+    machine = open_machine(parse_accelerator("v5e-8"))
+    assert machine is not None
+    job = decoder(axis, directory, LARGE, **{"config.precision.compute": "bfloat16"})
+    blueprint = job.design.draw(machine.devices)
+    text = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0]).text
+    print(json.dumps(payload(collectives(text, blueprint.mesh_sizes), axis)))
+
+
+# A GPT, compiled for CPUs: tied, with biases.
+
+TINY_GPT = Shapes(L=3, T=32, V=256, D=64, M=256)
+GPT_LEAVES = 20
+GPT_MATRICES, GPT_VECTORS = 12 * TINY_GPT.D**2, 13 * TINY_GPT.D  # of a layer: two norms, and a bias of each matrix
+
+
+def small_gpt(axis: str, directory: Path, accumulate_steps: int = 1, shapes: Shapes = TINY_GPT) -> BaseTrainer:
+    """A GPT over `N` devices along `axis`."""
+    examples = B * accumulate_steps * (1 if axis == "tensor" else N)
+    mesh = {"topology.mesh": {"data": 1} | {axis: N}, "config.train.global_batch_examples": examples}
+    return gpt(directory, PretrainGPT, **shapes.changes(), **mesh)
+
+
+def gpt_on_cpu(axis: str) -> dict[str, int]:
+    """Numbers that each kind of collective carries in a step."""
+    L, T, V, D, _ = TINY_GPT
+    # The embedding is read twice, by lookup and logits, and both gradients are reduced before they are added.
+    gradients = L * (GPT_MATRICES + GPT_VECTORS) + 2 * V * D + T * D + 2 * D
+    if axis == "data":
+        return {"all-reduce": gradients + LOSS + TOKENS}
+    if axis == "fsdp":
+        forward = gradients - V * D  # once for both
+        # Backward needs no biases, and no bias of a norm; the scale of a norm it gathers twice: to recompute, to apply.
+        backward = L * (GPT_MATRICES + 2 * 2 * D) + 2 * D
+        return {"all-gather": forward + backward, "all-reduce": gradients + LOSS + TOKENS + GPT_LEAVES - 2}
+    X = TINY_GPT.stream
+    gathered = L * 2 * X + X + L * 2 * X + X + B * T + T * D  # at last the gradient of the positions
+    stream = L * 2 * X + X + L * 4 * X + X  # backward q, k, v, and one after the MLP
+    vectors = L * 4 * D + D  # scales of norms, and biases behind attention and MLP: their gradients are sums of parts
+    sharded_leaves = 11  # 6 matrices, 4 biases (all but those of the two outputs) and the embedding
+    return {"all-gather": gathered, "all-reduce": stream + 3 * B * T + vectors + sharded_leaves}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+def test_a_gpt_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_path: Path) -> None:
+    _, found = compiled(small_gpt(axis, tmp_path / "run"))
+    assert payload(found, axis, itemsize=4) == gpt_on_cpu(axis)
+
+
+@pytest.mark.soak
+def test_data_parallel_reduces_every_gradient_once_a_micro_batch(tmp_path: Path) -> None:
+    _, found = compiled(small_gpt("data", tmp_path / "run", accumulate_steps=2))
+    assert payload(found, "data", itemsize=4) == {"all-reduce": 2 * (gpt_on_cpu("data")["all-reduce"] - 1) + TOKENS}
+
+
+@pytest.mark.soak
+def test_the_largest_array_of_a_step_is_what_the_layers_keep_for_backward(tmp_path: Path) -> None:
+    long = TINY_GPT._replace(T=128)  # so that activations outweigh the gradients of a layer's weights
+    text, _ = compiled(small_gpt("data", tmp_path / "run", shapes=long))
+    first = largest_arrays(text, 1)[0]
+    assert (first.bytes, first.shape) == (long.L * B * long.T * long.M * 4, f"f32[{long.L},{B},{long.T},{long.M}]")
+    assert "jvp(GPT)/while/body" in first.op_name
+    names = {buffer.op_name for buffer in largest_arrays(text, 200)}
+    assert "state.params['blocks']['mlp_in']['kernel']" in names
+
+
+if __name__ == "__main__":
+    print_tpu_payload(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,197 @@
+"""Shapes that betray a mesh: shards below the tile, gradients reduced whole, parameters gathered too often."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from runner.accelerator import parse_accelerator
+from runner.plan import outlook
+from runner.plan.checks import Findings, open_job
+from runner.plan.hlo import collectives
+from runner.plan.machine import Machine
+from runner.plan.mesh import in_order
+from runner.plan.mesh_check import Passes, faults, is_worth_a_word
+from runner.plan.outlook import Outlook
+from runner.plan.prediction import Predictor, draw_abstractly
+from runner.plan.tile import small_shards
+from runner.spec import load_document
+from runner.train.mesh import AXES, STATE_AXES, mesh_sizes
+from runner.trainer import BaseTrainer
+from tests.plan.test_hlo import STATED, computation, module
+from tests.support.harness import ROOT
+
+ONES = dict.fromkeys(AXES, 1)
+SPECS = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
+
+
+def parameter(mesh: dict[str, int], shape: tuple[int, ...], *axes: Any) -> jax.ShapeDtypeStruct:
+    abstract: Any = AbstractMesh(tuple((ONES | mesh).values()), AXES)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(abstract, PartitionSpec(*axes)))
+
+
+# Before compiling.
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "rows"),
+    [
+        ((4096, 14336), ("fsdp", None), 8),
+        ((14336, 4096), (None, ("fsdp", "sequence")), 8),
+        ((32, 4096, 512), (None, "fsdp", "tensor"), 8),
+        ((8192, 64), ("fsdp", None), None),  # 16 rows: a whole tile
+        ((512, 64, 8), ("fsdp", None, None), None),  # the first of three axes lies in no tile
+        ((8, 4096), (None, "tensor"), None),  # what `tensor` cuts stays cut
+        ((8, 4096), ("data", None), None),
+    ],
+)
+def test_a_shard_is_too_small_where_a_cut_axis_has_less_rows_than_a_tile(
+    shape: tuple[int, ...], axes: tuple[Any, ...], rows: int | None
+) -> None:
+    found = small_shards({"w": parameter({"fsdp": 512, "tensor": 16}, shape, *axes)}, itemsize=2)
+    assert [shard.rows for shard in found] == ([] if rows is None else [rows])
+
+
+def test_the_tile_of_32_bits_has_half_the_rows_and_what_is_next_to_nothing_is_passed_over() -> None:
+    leaf = parameter({"fsdp": 512}, (4096, 14336), "fsdp", None)
+    assert small_shards({"w": leaf}, itemsize=4) == []
+    scale = parameter({"fsdp": 512}, (32, 4096), None, "fsdp")
+    assert [shard.name for shard in small_shards({"scale": scale, "w": leaf}, itemsize=2)] == ["w", "scale"]
+    large = parameter({"fsdp": 512}, (65536, 14336), "fsdp", None)
+    assert small_shards({"scale": scale, "w": large}, itemsize=2) == []
+
+
+def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, Outlook] | None:
+    """A shipped spec and its outlook on the topology that it names; None for what has no steps to plan."""
+    findings = Findings()
+    document = load_document(f"specs/{spec}.yaml", list(overrides))
+    if "topology" not in document.data:
+        return None
+    job = open_job(document, findings)
+    assert isinstance(job, BaseTrainer), findings.problems
+    accelerator = parse_accelerator(job.topology.accelerator)
+    if accelerator is None or accelerator.num_devices is None:
+        return None
+    machine = Machine((), (), accelerator, "", True, accelerator.chip.speeds.hbm_bytes)
+    sizes = in_order(mesh_sizes(job.topology.mesh, accelerator.num_devices))
+    if all(size == 1 for axis, size in sizes if axis in STATE_AXES):
+        return None
+    blueprint = draw_abstractly(job.design, sizes)
+    return job, Outlook(Predictor(job, job.flops_per_token(blueprint), accelerator), machine, blueprint)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_shipped_spec_cuts_its_parameters_below_the_tile(spec: str) -> None:
+    found = drawn(spec)
+    assert found is None or found[1].small == []
+
+
+def test_a_decoder_over_too_many_devices_is_told_before_it_is_compiled_with_a_mesh_that_cures_it() -> None:
+    found = drawn("llama3_8b", "topology.accelerator=v5p-512", "topology.mesh={data: 1, fsdp: 512}")
+    assert found is not None
+    (fault,) = found[1].small
+    for part in ("data 1 x fsdp 512 x tensor 1 cuts ", " rows of ", " shards of 8", "a tile of bfloat16 has 16"):
+        assert part in fault.text
+    cure = found[1].cure(fault)
+    assert "by arithmetic data " in cure
+    assert "does not" in cure
+    assert "fits" in found[1].line
+    assert "data 1 x fsdp 512" in found[1].line
+
+
+def test_meshes_near_are_tried_until_one_gathers_and_scatters(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = drawn("llama3_8b", "topology.accelerator=v5p-512", "topology.mesh={data: 1, fsdp: 512}")
+    assert found is not None
+    tried: list[dict[str, int]] = []
+
+    def moves_whole(devices: Any, sizes: Any, leaf: Any, dtype: str) -> bool:
+        tried.append(dict(sizes))
+        assert (dtype, leaf.ndim) in {("bfloat16", 2), ("bfloat16", 3)}
+        return dict(sizes)["fsdp"] != tried[0]["fsdp"] // 2
+
+    monkeypatch.setattr(outlook, "moves_whole", moves_whole)
+    monkeypatch.setattr(outlook, "_NUM_PROBED", 100)
+    (fault,) = found[1].small
+    real = Outlook(
+        found[1].predictor, Machine((), (), found[1].machine.accelerator, "", False, 95 * 2**30), found[1].blueprint
+    )
+    assert "gathers and scatters them, as one matmul shows" in real.cure(fault)
+    assert len(tried) > 1
+    assert tried[-1]["fsdp"] == tried[0]["fsdp"] // 2
+
+
+# After compiling.
+
+MESH = ONES | {"fsdp": 8}
+PARAMETERS = {
+    "params.up": parameter(MESH, (3, 64, 256), None, "fsdp", None),
+    "params.gate": parameter(MESH, (3, 64, 256), None, "fsdp", None),
+    "params.embedding": parameter(MESH, (512, 64), None, "fsdp"),
+    "params.norm": parameter(MESH, (3, 64), None, "fsdp"),
+}
+ALL = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true"
+OF = 'metadata={op_name="jit(step)/transpose(jvp(Decoder))/while/body/mlp/up/dot_general"}'
+
+
+def found_in(*lines: str, accumulate_steps: int = 1) -> list[Any]:
+    """The faults of a module that runs the first of these lines three times, in a loop over layers."""
+    before = computation("body", *lines)
+    loop = f"%w = (s32[], f32[8]) while(%p), condition=%cond, body=%body, {STATED}"
+    found = collectives(module(loop, before=before), MESH)
+    return faults(found, PARAMETERS, Passes(accumulate_steps, 2, 3), {"fsdp"})
+
+
+def test_a_gradient_that_is_reduced_whole_is_told_with_what_it_sends() -> None:
+    reduce = f"%r = bf16[64,256]{{1,0}} all-reduce(%p), {ALL}, to_apply=%add, {OF}"
+    (fault,) = found_in(reduce)
+    sent = 3 * 2 * 64 * 256 * 2 * 7 // 8
+    assert fault.excess_bytes == sent / 2
+    assert (fault.is_of_mesh, fault.names) == (True, ("params.up",))
+    assert "all-reduce over fsdp of 64 x 256" in fault.text
+    assert "(transpose(jvp(Decoder))/mlp/up/dot_general)" in fault.text
+    assert f"{sent / 1024:.2f} KiB sent by a device and step, half of it for nothing" in fault.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"%r = bf16[64,256]{{1,0}} reduce-scatter(%p), {ALL}, dimensions={{0}}, to_apply=%add",
+        f"%r = bf16[64,250]{{1,0}} all-reduce(%p), {ALL}, to_apply=%add",  # no parameter
+        f"%r = f32[64]{{0}} all-reduce(%p), {ALL}, to_apply=%add",  # a norm's
+        f"%r = f32[1,16384]{{1,0}} all-reduce(%p), {ALL}, to_apply=%add",  # a vector as large as a matrix
+        f"%r = bf16[64,256]{{1,0}} all-gather(%p), {ALL}, dimensions={{0}}",  # once a layer
+        "%r = bf16[64,256]{1,0} all-reduce(%p), channel_id=1, replica_groups=[8,1]<=[8], to_apply=%add",
+    ],
+)
+def test_what_is_as_it_must_be_is_no_fault(line: str) -> None:
+    assert found_in(line) == []
+
+
+def gather(name: str, shape: str) -> str:
+    return f"%{name} = {shape} all-gather(%p), {ALL}, dimensions={{0}}, {OF}"
+
+
+def test_a_parameter_that_is_gathered_more_often_than_its_passes_need_is_told() -> None:
+    twice = [gather(f"g{number}", "bf16[1,64,256]{2,1,0}") for number in range(4)]  # two matrices, two passes
+    assert found_in(*twice) == []
+    more = [*twice, *(gather(f"h{number}", "bf16[256,64]{1,0}") for number in range(4))]
+    (fault,) = found_in(*more)
+    assert "params.up or params.gate, each 4 times in a micro-batch whose passes need it 2 times" in fault.text
+    assert fault.excess_bytes == 3 * 8 * 64 * 256 * 2 * 7 // 8 / 2
+    assert not fault.is_of_mesh
+    assert found_in(*more, accumulate_steps=2) == []
+
+
+def test_a_table_that_every_chunk_of_the_loss_gathers_is_told_by_name() -> None:
+    lines = [gather(f"g{number}", "bf16[512,64]{1,0}") for number in range(2)]  # in each of three turns
+    (fault,) = found_in(*lines)
+    assert "params.embedding, each 6 times in a micro-batch whose passes need it 3 times" in fault.text
+
+
+def test_a_fault_is_worth_a_word_where_it_costs_a_part_of_the_step() -> None:
+    reduce = f"%r = bf16[64,256]{{1,0}} all-reduce(%p), {ALL}, to_apply=%add, {OF}"
+    (fault,) = found_in(reduce)
+    assert is_worth_a_word(fault, bytes_per_second=fault.excess_bytes, step_seconds=20.0)
+    assert not is_worth_a_word(fault, bytes_per_second=fault.excess_bytes, step_seconds=21.0)

@@ -1,0 +1,161 @@
+"""Meshes to choose from, what is sent along their axes by formula, and a search that stays bounded."""
+
+import math
+
+import jax
+import pytest
+
+from runner.accelerator import parse_accelerator
+from runner.plan.checks import Findings, open_job
+from runner.plan.mesh import all_meshes, in_order, near_meshes
+from runner.plan.prediction import Predictor, draw_abstractly
+from runner.plan.search import Search
+from runner.plan.traffic import Weights, flows, sent
+from runner.spec import load_document
+from runner.train.mesh import AXES
+from runner.train.sizing import Sizing
+from runner.trainer import BaseTrainer
+
+ONES = dict.fromkeys(AXES, 1)
+
+
+# Which meshes.
+
+
+def sizes_of(axis, *args):
+    return {dict(mesh)[axis] for mesh in all_meshes(*args)}
+
+
+def test_every_mesh_uses_all_devices_once():
+    found = list(all_meshes(64, 131_072, 8))
+    assert len(found) == len(set(found)) > 50
+    assert {math.prod(dict(mesh).values()) for mesh in found} == {64}
+    assert all(tuple(axis for axis, _ in mesh) == AXES for mesh in found)
+
+
+@pytest.mark.parametrize(
+    ("axis", "args", "sizes"),
+    [
+        ("tensor", (512, 1024, 1), {1, 2, 4, 8, 16}),
+        ("expert", (64, 1024, 1), {1}),
+        ("expert", (64, 1024, 8), {1, 2, 4, 8}),
+        ("expert", (64, 1024, 6), {1, 2}),
+        ("sequence", (64, 1024, 1), {1}),
+        ("sequence", (64, 8192, 1), {1, 2, 4}),
+        ("sequence", (64, 131_072, 1), {1, 2, 4, 8, 16, 32, 64}),
+        ("sequence", (64, 6 * 1024, 1), {1, 2}),  # 4 would need rows of 8 halves
+        ("fsdp", (8, 1024, 1), {1, 2, 4, 8}),
+    ],
+)
+def test_an_axis_is_as_long_as_rows_experts_and_neighbours_allow(axis, args, sizes):
+    assert sizes_of(axis, *args) == sizes
+
+
+def test_near_meshes_move_a_factor_from_one_axis_to_another():
+    near = [{axis: size for axis, size in mesh if size > 1} for mesh in near_meshes(ONES | {"fsdp": 512}, 8192, 1)]
+    assert {"data": 8, "fsdp": 64} in near
+    assert {"data": 16, "fsdp": 32} in near
+    assert {"fsdp": 256, "tensor": 2} in near
+    assert {"fsdp": 128, "sequence": 4} in near
+    assert not any("expert" in mesh or mesh.get("sequence", 1) > 4 or mesh.get("tensor", 1) > 16 for mesh in near)
+
+
+# What is sent. D width, K keys and values, tokens of a device.
+
+SIZING = Sizing(
+    tensor_bytes_per_token=100.0, sequence_bytes_per_token=10.0, expert_bytes_per_token=60.0, expert_parameters=7
+)
+WEIGHTS = Weights(shared=2400.0, of_experts=1200.0)
+
+
+@pytest.mark.parametrize(
+    ("axis", "bytes_"),
+    [
+        ("data", 2 * 3600 * 3 / 4),  # every gradient, reduced once
+        ("fsdp", 3 * 3600 * 3 / 4),  # gathered forward and backward, scattered once
+        ("sequence", 3 * 3600 * 3 / 4 + 10 * 4 * 5 * 3 / 4),  # and the keys and values of the others: three parts of 5
+        ("expert", 3 * 2400 * 3 / 4 + 60 * 5 * 3 / 4),  # experts stay where they are, and tokens come
+        ("tensor", 2 * 100 * 5 * 3 / 4),  # gathered and scattered
+    ],
+)
+def test_each_axis_alone_sends_what_was_counted_by_hand(axis, bytes_):
+    sizes = ONES | {axis: 4}
+    found = flows(sizes, WEIGHTS, SIZING, tokens=5, passes=2)
+    assert sent(found, sizes, ONES) == (pytest.approx(bytes_), 0)
+    assert sent(found, sizes, sizes) == (0, pytest.approx(bytes_))
+
+
+def test_what_is_moved_whole_costs_twice():
+    whole = Weights(2400.0, 1200.0, whole_share=0.5)
+    sizes = ONES | {"fsdp": 4}
+    assert sent(flows(sizes, whole, SIZING, 5, 2), sizes, ONES)[0] == pytest.approx(1.5 * 3 * 3600 * 3 / 4)
+
+
+def test_experts_are_gathered_over_the_axes_that_do_not_cut_them():
+    sizes = ONES | {"fsdp": 2, "expert": 4}
+    found = sum(flow.factor * flow.payload for flow in flows(sizes, WEIGHTS, SIZING, 0, 2) if "fsdp" in flow.axes)
+    assert found == 3 * 2400 + 3 * 1200 / 4
+
+
+# What a decoder says of itself.
+
+
+def predictor(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
+    findings = Findings()
+    job = open_job(load_document(spec, [f"topology.accelerator={accelerator}", *overrides]), findings)
+    assert isinstance(job, BaseTrainer), findings.problems
+    return job, Predictor(job, job.flops_per_token(None), parse_accelerator(accelerator))
+
+
+def test_a_decoder_sends_its_keys_and_values_and_its_tokens_to_experts():
+    job, _ = predictor()
+    sizing = job.sizing(ONES)
+    assert sizing.sequence_bytes_per_token == 32 * (3 + 1) * 2 * 8 * 128 * 2  # layers, rounds, keys and values, bf16
+    assert sizing.sequence_bytes_per_token == 2 * job.sizing(ONES | {"tensor": 2}).sequence_bytes_per_token
+    assert (sizing.num_experts, sizing.expert_parameters, sizing.expert_bytes_per_token) == (1, 0, 0)
+    sparse, _ = predictor(
+        "config.model={vocabulary_size: 256, layers: 3, heads: 4, width: 64, mlp_width: 128, "
+        "moe: {experts: 8, experts_per_token: 2, expert_width: 32, dense_layers: 1}}",
+        spec="specs/moe_nano.yaml",
+    )
+    sizing = sparse.sizing(ONES)
+    assert (sizing.num_experts, sizing.expert_parameters) == (8, 2 * 8 * 3 * 64 * 32)
+    assert sizing.expert_bytes_per_token == 5 * 2 * 2 * 64 * 4  # journeys, layers, experts of a token, width, float32
+
+
+def test_memory_grows_with_the_tokens_of_a_device_and_not_with_the_row():
+    rows = {length: predictor(f"config.data.sequence_length={length}")[0] for length in (8192, 32_768)}
+    one, four = (rows[length].sizing(ONES | {"sequence": parts}) for length, parts in ((8192, 1), (32_768, 4)))
+    assert one == four
+
+
+@pytest.mark.parametrize(
+    "spec", ["moe_nano", *(pytest.param(spec, marks=pytest.mark.soak) for spec in ("llama_nano", "gpt_small"))]
+)
+def test_a_state_laid_over_a_mesh_is_that_which_is_drawn_on_it(spec):
+    job, predictor_ = predictor("config.model.vocabulary_size=320", accelerator="v5e-64", spec=f"specs/{spec}.yaml")
+    meshes = [
+        {"fsdp": 8},
+        {"tensor": 16},
+        {"fsdp": 2, "sequence": 4, "expert": 2, "tensor": 2},
+        {"expert": 8, "fsdp": 3},
+    ]
+    for sizes in (in_order(ONES | mesh) for mesh in meshes):
+        drawn = draw_abstractly(job.design, sizes).abstract_state
+        laid = predictor_.state_on(sizes)
+        shapes = [[leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state)] for state in (laid, drawn)]
+        assert shapes[0] == shapes[1]
+
+
+# The search.
+
+
+@pytest.mark.parametrize(("spec", "axis"), [("llama3_8b_128k", "sequence"), ("qwen3_30b_a3b", "expert")])
+@pytest.mark.soak
+def test_a_search_of_five_axes_finds_meshes_along_each(spec, axis):
+    accelerator = parse_accelerator("v5p-64")
+    assert accelerator is not None
+    found = Search(f"specs/{spec}.yaml", (f"topology.accelerator={accelerator}",))
+    candidates = found.candidates(found.models(), accelerator, 95 * 2**30)
+    assert any(dict(candidate.mesh)[axis] > 1 for candidate in candidates)
+    assert [one.rank for one in candidates] == sorted(one.rank for one in candidates)

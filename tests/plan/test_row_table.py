@@ -1,0 +1,56 @@
+"""What a device holds of long rows: the table in the README of plans, by arithmetic.
+
+python -m tests.plan.test_row_table     prints it
+"""
+
+from runner.accelerator import parse_accelerator
+from runner.plan.checks import Findings, open_job
+from runner.plan.mesh import in_order
+from runner.plan.prediction import Predictor
+from runner.spec import load_document
+from runner.train.mesh import AXES
+from runner.trainer import BaseTrainer
+from tests.support.harness import ROOT
+
+DEVICES, FSDP = 256, 16
+LENGTHS, PARTS = (8192, 32_768, 131_072), (1, 4, 16)
+
+
+def predictor(length: int) -> Predictor:
+    """For an 8B that keeps of each layer its input, one row on each device or group of devices that share it."""
+    accelerator = parse_accelerator(f"v5p-{DEVICES}")
+    assert accelerator is not None
+    keys = (
+        f"config.data.sequence_length={length}",
+        "config.memory.remat=layers",
+        f"topology.accelerator={accelerator}",
+    )
+    job = open_job(load_document("specs/llama3_8b.yaml", keys), Findings())
+    assert isinstance(job, BaseTrainer)
+    return Predictor(job, job.flops_per_token(None), accelerator)  # type: ignore[arg-type]
+
+
+def table() -> list[str]:
+    """Its lines, in Markdown."""
+    of = {length: predictor(length) for length in LENGTHS}
+    heads = [f"`sequence` {parts}" for parts in PARTS]
+    lines = [f"| tokens a row | {' | '.join(heads)} |", f"|---|{'---|' * len(PARTS)}"]
+    first = of[LENGTHS[0]]
+    for length in LENGTHS:
+        cells = []
+        for parts in PARTS:
+            fsdp = FSDP // parts if parts < FSDP else 1
+            sizes = dict.fromkeys(AXES, 1) | {"data": DEVICES // (fsdp * parts), "fsdp": fsdp, "sequence": parts}
+            state = first.size_of(first.state_on(in_order(sizes)))
+            found = of[length].predict(sizes, 1, state)
+            cells.append(f"{found.needed_bytes / 2**30:.1f} GiB")
+        lines.append(f"| {length:,} | {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_readme_has_the_table_of_what_a_device_holds_of_long_rows() -> None:
+    assert "\n".join(table()) in (ROOT / "runner" / "plan" / "README.md").read_text()
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))
