@@ -31,9 +31,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from experiments.model.blocks import cut
+from experiments.model.row_attention import attend_to_rows, rows_on_devices
 from runner.errors import InvalidError
+from runner.train.row_attention import RowAttention
 
 AXES = ("batch", "sequence", "heads", "head_dim")
+ROW_AXES = ("batch", "row", "heads", "head_dim")  # where a device attends to rows of which it has every position
 MAX_BLOCKS = 8
 MIN_BLOCK_TOKENS = 64
 TPU_BLOCK_TOKENS = (512, 256, 128)
@@ -49,12 +52,15 @@ def causal_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    row_attention: RowAttention = "auto",
 ) -> jax.Array:
     """Attend from every position to itself and the past of its segment; returns (B, T, N, W) in the dtype of `v`.
 
     The platform is that of the mesh (`jax.set_mesh`), so that compiling ahead of time for a TPU on a machine without
     one takes the TPU's kernel; without a mesh, the one that the program is lowered for. Under a mesh with logical axis
-    rules, batch and heads may be sharded; heads of keys need not divide over the devices that heads of queries do.
+    rules, batch and heads may be sharded; heads of keys need not divide over the devices that heads of queries do. So
+    may positions: then `row_attention` says how keys come to queries (`memory.row_attention`), if every device has two
+    halves of as many positions; other rows, which training refuses, every device attends to whole.
     Raises `InvalidError` for sizes and options that no form can serve.
     """
     _check(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, window, softcap)
@@ -62,6 +68,9 @@ def causal_attention(
         window = None
     k_BxTxKxH, v_BxTxKxW = (_spread_over_mesh(x, q_BxTxNxH.shape[2]) for x in (k_BxTxKxH, v_BxTxKxW))
     arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
+    rows = rows_on_devices(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, window=window, softcap=softcap, scale=scale)
+    if rows is not None:
+        return _row_splash().attend(rows, *arrays) if rows.has_kernel else attend_to_rows(rows, *arrays)
     forms = {}
     for platform, candidates in FORMS.items():
         form = next(one for one in candidates if _can(one, arrays, softcap))
@@ -222,7 +231,7 @@ def splash_attention(
 
     segments = () if segments_BxT is None else (segments_BxT,)
     if not jax.sharding.get_abstract_mesh().empty:
-        spec, spec_of_ids = _partition_spec(AXES), _partition_spec(AXES[:2])
+        spec, spec_of_ids = _partition_spec(ROW_AXES), _partition_spec(ROW_AXES[:2])
         in_specs = (spec, spec, spec, *[spec_of_ids] * len(segments))
         attend = jax.shard_map(attend, in_specs=in_specs, out_specs=spec, check_vma=False)
     return attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *segments)
@@ -244,6 +253,10 @@ def _make_splash_kernel(
         masks, block_sizes=sizes, attn_logits_soft_cap=softcap, head_shards=1, q_seq_shards=1
     )
     return kernel
+
+
+def _row_splash() -> ModuleType:
+    return importlib.import_module("experiments.model.row_splash")  # slow, and for TPUs alone
 
 
 def _cudnn_takes(head_width: int) -> bool:
@@ -382,7 +395,7 @@ def _divides_over_mesh(q_BxTxNxH: jax.Array) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return True
-    sharding = jax.sharding.NamedSharding(mesh, _partition_spec(AXES))
+    sharding = jax.sharding.NamedSharding(mesh, _partition_spec(ROW_AXES))
     try:
         sharding.shard_shape(q_BxTxNxH.shape)
     except ValueError:
