@@ -32,8 +32,8 @@ from jax.typing import DTypeLike
 
 from experiments.model.blocks import cut
 from experiments.model.row_attention import attend_to_rows, rows_on_devices
+from runner.config import RowAttention
 from runner.errors import InvalidError
-from runner.train.row_attention import RowAttention
 
 AXES = ("batch", "sequence", "heads", "head_dim")
 ROW_AXES = ("batch", "row", "heads", "head_dim")  # where a device attends to rows of which it has every position

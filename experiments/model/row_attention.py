@@ -36,8 +36,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from experiments.model.blocks import cuts_of, row_parts
+from runner.config import RowAttention
 from runner.train.row_attention import (
-    RowAttention,
     RowShape,
     Way,
     faster_way,
@@ -71,7 +71,8 @@ class Rows:
     window: int | None
     softcap: float | None
     scale: float
-    has_kernel: bool = False
+    block_tokens: int  # C
+    has_kernel: bool
 
     @property
     def ids_spec(self) -> PartitionSpec:
@@ -97,13 +98,6 @@ class Rows:
     def half_tokens(self) -> int:
         """c."""
         return self.length // (2 * self.num_shards)
-
-    @property
-    def block_tokens(self) -> int:
-        """C: the largest divisor of a half that is no block too many, or else a half is padded to whole blocks."""
-        half, most = self.half_tokens, min(self.half_tokens, MAX_BLOCK_TOKENS)
-        divisor = max(size for size in range(1, most + 1) if half % size == 0)
-        return divisor if 4 * divisor >= most else -(-half // -(-half // most))
 
     @property
     def num_blocks(self) -> int:
@@ -167,7 +161,14 @@ def rows_on_devices(
     can_kernel = platform_of_mesh() == "tpu" and T // (2 * n) % KERNEL_TOKENS == 0
     way = _way(row_attention, spec, q, k, v, window, can_kernel)
     has_kernel = can_kernel and way == "gather"
-    return Rows(T, n, axes, spec, way, window, softcap, factor, has_kernel)
+    return Rows(T, n, axes, spec, way, window, softcap, factor, _block_tokens(T // (2 * n)), has_kernel)
+
+
+def _block_tokens(half_tokens: int) -> int:
+    """The largest divisor of a half that is no block too long; where all are much shorter, a half is padded to blocks."""
+    most = min(half_tokens, MAX_BLOCK_TOKENS)
+    divisor = max(size for size in range(1, most + 1) if half_tokens % size == 0)
+    return divisor if 4 * divisor >= most else -(-half_tokens // -(-half_tokens // most))
 
 
 def _way(

@@ -12,7 +12,6 @@ from typing import Literal
 from runner.accelerator import Speeds, chip_of
 
 Way = Literal["gather", "ring"]
-RowAttention = Literal["auto", "ring", "gather"]
 
 # Of a chip that the catalogue does not know, or whose speeds depend on the machine: some cores of a server.
 UNKNOWN = Speeds(500e9, 16 * 2**30, 50e9, 10e9, 1e9)
