@@ -1,0 +1,301 @@
+"""Rows whose positions lie on several devices: attention, whole models and their programs are those of one device.
+
+Shape legend: S accumulation steps, B examples, T sequence length, N heads of queries, K heads of keys, H width of a
+head of queries and keys, W width of a head of values, V vocabulary.
+"""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+from experiments.gpt import GPT, GPTConfig, PretrainGPT
+from experiments.model import row_attention
+from experiments.model.attention import blocked_attention, cached_attention, causal_attention
+from experiments.model.config import DecoderConfig
+from experiments.model.decoder import Decoder, PretrainDecoder
+from experiments.model.row_attention import Rows, rows_on_devices
+from experiments.model.row_splash import RowMask
+from runner.accelerator import CHIPS
+from runner.config import MemoryConfig
+from runner.plan.hlo import collectives
+from runner.plan.hlo.text import ARRAY, instructions, output_of
+from runner.train.mesh import batch_sharding, make_mesh
+from runner.train.row_attention import RowShape, faster_way, row_seconds, speeds_between
+from runner.train.state import abstract_state, sharding_rules, shardings_of, variable_shardings
+from tests.experiments.model.test_attention import Case, value_and_gradients
+from tests.experiments.model.test_decoder import EVERYTHING, LATENT
+from tests.experiments.test_documents import LENGTHS, T, documents, pack
+
+SOAK = pytest.mark.soak
+WAYS = ("ring", "gather")
+ALL = {"N": 4, "K": 2, "W": 6, "segments": True, "softcap": 2.0, "scale": 0.3}
+# By name: T in halves of a device, and what else is asked for. Halves of 10 are blocks of 5, of 11 blocks of 4 and 3.
+CASES = {
+    "plain": (10, {}),
+    "grouped": (10, {"N": 6, "K": 2}),
+    "narrow window": (10, {"window": 7}),
+    "itself": (4, {"window": 1}),
+    "wide window": (10, {"window": 25}),
+    "softcap": (10, {"softcap": 2.0}),
+    "segments": (10, {"segments": True}),
+    "narrow values": (10, {"W": 4}),
+    "odd": (11, {}),
+    "odd window": (11, {"window": 12, "segments": True}),
+    "all": (11, ALL),
+}
+
+
+def mesh_of(**sizes):
+    """Over as many devices as the product of the sizes."""
+    return make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
+
+
+@functools.cache
+def expected(case):
+    """Output and gradients on one device."""
+    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    return jax.device_get(jax.jit(functools.partial(value_and_gradients, blocked_attention, **case.options))(*arrays))
+
+
+def check(case, way, mesh):
+    attend = functools.partial(causal_attention, row_attention=way)
+    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    with sharding_rules(mesh):
+        actual = jax.jit(functools.partial(value_and_gradients, attend, **case.options))(*arrays)
+    for got, want in zip(actual, expected(case), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+ATTENTION = [
+    ("all", "ring", {"sequence": 4}),
+    ("all", "gather", {"sequence": 2, "tensor": 2, "fsdp": 2}),
+    *(
+        pytest.param(name, way, sizes, marks=SOAK)
+        for name, way, sizes in itertools.product(
+            CASES,
+            WAYS,
+            [{"sequence": 2}, {"sequence": 4}, {"sequence": 8}, {"sequence": 4, "tensor": 2}],
+        )
+    ),
+]
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Several blocks in a half, and some that pad it."""
+    monkeypatch.setattr(row_attention, "MAX_BLOCK_TOKENS", 5)
+
+
+@pytest.mark.parametrize(("name", "way", "sizes"), ATTENTION, ids=str)
+def test_attention_over_cut_rows_is_that_of_one_device(name, way, sizes, short_blocks):
+    half, options = CASES[name]
+    check(Case(T=2 * sizes["sequence"] * half, B=2, **options), way, mesh_of(**sizes))
+
+
+KERNEL_CASES = [
+    (2, Case(T=512, N=2, K=1, H=64, W=32, B=1, segments=True, softcap=2.0)),
+    (4, Case(T=1024, N=1, K=1, H=64, W=64, B=1, window=140)),
+    (4, Case(T=1024, N=2, K=2, H=64, W=64, B=1, window=600, segments=True)),
+    (4, Case(T=1024, N=2, K=1, H=64, W=64, B=1, window=100, segments=True, scale=0.2)),
+]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The program is one for TPUs, whose kernels run here."""
+    monkeypatch.setattr(row_attention, "platform_of_mesh", lambda: "tpu")
+    monkeypatch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("devices", "case"), KERNEL_CASES)
+def test_the_tpu_kernel_over_gathered_rows_is_attention_of_one_device(devices, case, interpreted):
+    check(case, "gather", mesh_of(sequence=devices, fsdp=8 // devices) if case.B > 1 else mesh_of(sequence=devices))
+    with sharding_rules(mesh_of(sequence=devices)):
+        q, k, v, _ = map(jnp.asarray, case.arrays())
+        assert rows_on_devices(q, k, v, "auto", window=None, softcap=None, scale=None).has_kernel
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(range(8, 12), slice(0, 4)), (range(8, 12), slice(8, 12))])
+def test_the_kernel_is_told_of_each_block_what_its_elements_say(queries, keys):
+    for window in (None, *range(1, 14)):
+        mask = RowMask(np.array([*queries]), 12, window)
+        element = mask.mask_function(np.array([*queries])[:, None], np.arange(keys.start, keys.stop))
+        block = mask[slice(0, 4), keys]
+        assert (block.any(), block.all()) == (element.any(), element.all())
+
+
+# Work.
+
+
+def rows_of(devices, half, way, block=1, window=None):
+    return Rows(2 * devices * half, devices, "sequence", None, way, window, None, 1.0, block, False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_every_query_meets_every_key_that_it_may_see_once_and_devices_do_the_same_in_each_round(devices, way, window):
+    half = 6
+    rows = rows_of(devices, half, way, window=window)
+    met = np.zeros((rows.length, rows.length), int)
+    for number in range(rows.num_rounds):
+        work = []
+        for place in range(devices):
+            visits = row_attention._visits(rows, place, number)
+            keys = (visits.key_positions[0][:, None] + np.arange(half)).reshape(-1)
+            for pair, one in np.ndindex(visits.count.shape):
+                first, count = visits.first[pair, one], visits.count[pair, one]
+                met[visits.query_positions[pair, one], keys[first : first + count]] += 1
+            work.append(visits.count.sum(axis=1).max())
+        steps = row_attention._num_steps(rows, range(number, number + 1))
+        assert steps == max(work)
+        assert window is not None or set(work) == {steps}
+    distance = np.arange(rows.length)[:, None] - np.arange(rows.length)
+    assert (met == (distance >= 0) & (distance < (window or rows.length))).all()
+    halves = 2 * devices * half + 1 if way == "gather" else 2 * half
+    assert window is not None or steps == halves
+
+
+@pytest.mark.parametrize(("window", "before"), [(1, 0), (2, 1), (13, 1), (14, 2), (40, 4), (49, 7), (96, 7)])
+def test_a_window_needs_the_devices_that_it_reaches(window, before):
+    assert rows_of(8, 6, "ring", window=window).before == before
+
+
+# The way.
+
+LONG = RowShape(
+    shards=8, batch=1, length=131_072, heads=32, key_heads=8, key_width=128, value_width=128, has_kernel=True
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "way"),
+    [
+        ("TPU v5p", {}, "gather"),  # whose kernel a ring does not have
+        ("TPU v5 lite", {"length": 2**21}, "ring"),  # that does not fit otherwise
+        ("NVIDIA H100", {"has_kernel": False}, "ring"),  # which moves keys while it works
+        ("NVIDIA H100", {"has_kernel": False, "length": 2**12, "shards": 64}, "gather"),  # too short to hide a move
+        ("cpu", {"has_kernel": False}, "ring"),
+    ],
+)
+def test_the_faster_way_is_taken(kind, changes, way):
+    shape = replace(LONG, **changes)
+    assert faster_way(shape, *speeds_between(kind, shape.shards)) == way
+
+
+def test_the_seconds_of_both_ways_are_those_of_the_formula():
+    shape = RowShape(shards=2, batch=3, length=64, heads=4, key_heads=2, key_width=16, value_width=8, itemsize=4)
+    speeds = CHIPS["v5e"].speeds
+    scores, chunk = 3 * 4 * 64 * 32 / 2, 3 * 32 * 2 * 24 * 4
+    tile, move = 8 * scores / 819e9, chunk / 1e6
+    forward, backward = (2 * scores * width / 197e12 for width in (24, 64))
+    found = row_seconds(shape, speeds, 1e6)
+    assert found["gather"] == pytest.approx(forward + backward + 6 * tile + 3 * move)
+    assert found["ring"] == pytest.approx(2 * move + 2 * 2 * move + 3 * move)
+    slow = row_seconds(shape, speeds, 1e15)
+    assert slow["ring"] == pytest.approx(forward + backward + 6 * tile, rel=1e-3)
+    assert speeds_between("NVIDIA H100", 8)[1] > speeds_between("NVIDIA H100", 16)[1]
+    assert speeds_between("TPU7x", 16)[0].flops_per_second == CHIPS["tpu7x"].speeds.flops_per_second / 2
+
+
+# Rows that do not divide, and caches.
+
+
+@pytest.mark.parametrize("length", [1, 7, 12])
+def test_rows_that_cannot_be_cut_into_halves_are_attended_to_whole(length):
+    check(Case(T=length, B=1, N=2, K=2), "ring", mesh_of(sequence=4))
+
+
+def test_a_cache_is_read_by_rows_that_are_cut_and_by_single_tokens():
+    q, k, v, _ = map(jnp.asarray, Case(T=24, K=2).arrays())
+    want = blocked_attention(q, k, v)
+    with sharding_rules(mesh_of(sequence=4)):
+        attend = jax.jit(cached_attention)
+        for part in (slice(0, 8), slice(8, 9), slice(9, 24)):
+            np.testing.assert_allclose(attend(q[:, part], k, v, part.start), want[:, part], atol=1e-5)
+
+
+# Whole models.
+
+VOCABULARY = 31
+DECODER = EVERYTHING | {"layers": 2, "heads": 8, "window": 40}
+MODELS = {
+    "gpt": (GPT, GPTConfig(layers=2, heads=4, width=32, dropout=0.3), PretrainGPT),
+    "decoder": (Decoder, DecoderConfig(**DECODER), PretrainDecoder),
+    "narrow window": (Decoder, DecoderConfig(**DECODER | {"window": 5}), PretrainDecoder),
+    "latent": (Decoder, DecoderConfig(**LATENT), PretrainDecoder),
+}
+SIZES = [
+    {"sequence": 8},
+    {"sequence": 2, "tensor": 2, "fsdp": 2},
+    {"data": 2, "sequence": 4},
+    {"sequence": 4, "tensor": 2},
+]
+GRADIENTS = optax.trace(decay=0.0)  # whose state they are
+
+
+def make_model(name, **memory):
+    model, config, _ = MODELS[name]
+    lengths = (T,) if model is GPT else ()
+    return model(config, VOCABULARY, *lengths, memory=MemoryConfig(**memory))
+
+
+def make_batch(S):
+    """Packed documents, (S, B, T)."""
+    rows = documents(sorted(LENGTHS))
+    return {name: jnp.asarray(leaf.reshape(S, -1, T)) for name, leaf in pack(rows).items()}
+
+
+def compile_step(model, job, mesh, S):
+    """A train step over (S, B, T), and what it is run with."""
+    boxed = jax.eval_shape(functools.partial(model.init, deterministic=True), jax.random.key(0), jnp.zeros((1, T), int))
+    init = jax.jit(lambda key: nn.unbox(model.init(key, jnp.zeros((1, T), int), deterministic=True))["params"])
+    params = init(jax.random.key(0))
+
+    def make_state(params):
+        return TrainState.create(apply_fn=model.apply, params=params, tx=GRADIENTS)
+
+    state = make_state(params)
+    abstract = abstract_state(make_state, state.params, variable_shardings(boxed["params"], mesh), mesh)
+    arguments = jax.device_put((state, make_batch(S)), (shardings_of(abstract), batch_sharding(mesh)))
+    arguments = (*arguments, jax.random.key(1))
+    with sharding_rules(mesh):
+        return jax.jit(job.train_step, static_argnums=3).lower(*arguments, S).compile(), arguments
+
+
+@functools.cache
+def step_on_one_device(name):
+    compiled, arguments = compile_step(make_model(name), MODELS[name][2], mesh_of(data=1), 1)
+    new, loss, _ = compiled(*arguments)
+    return jax.device_get((loss, new.opt_state.trace))
+
+
+STEPS = [
+    ("gpt", {"sequence": 4, "tensor": 2}, "gather", 2),
+    *(
+        pytest.param(name, sizes, way, S, marks=SOAK)
+        for name, (number, sizes), way in itertools.product(MODELS, enumerate(SIZES), WAYS)
+        for S in ((1, 2) if number else (1,))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "way", "S"), STEPS, ids=str)
+def test_a_step_over_cut_rows_has_the_loss_and_gradients_of_one_device(name, sizes, way, S):
+    model = make_model(name, row_attention=way, loss_chunk_positions=4)
+    compiled, arguments = compile_step(model, MODELS[name][2], mesh_of(**sizes), S)
+    new, loss, _ = jax.device_get(compiled(*arguments))
+    want_loss, want = step_on_one_device(name)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    for got, gradient in zip(jax.tree.leaves(new.opt_state.trace), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, gradient, rtol=0, atol=1e-4 * max(np.abs(gradient).max(), 1e-3))
