@@ -31,7 +31,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from experiments.model.blocks import cut
-from experiments.model.row_attention import attend_to_rows, rows_on_devices
+from experiments.model.row_attention import attend_to_rows
+from experiments.model.row_layout import rows_on_devices
 from runner.config import RowAttention
 from runner.errors import InvalidError
 

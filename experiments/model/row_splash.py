@@ -17,7 +17,8 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.model.row_attention import KERNEL_TOKENS, Rows, dealt, gathered, returned
+from experiments.model.row_exchange import dealt, gathered, returned
+from experiments.model.row_layout import KERNEL_TOKENS, Rows
 
 BLOCK_TOKENS = (512, 256, KERNEL_TOKENS)  # by the same measurements as those of whole rows
 LONG_BLOCK_TOKENS = 1024
@@ -25,7 +26,7 @@ _KEPT = "row_attention"
 _EMPTY, _PARTLY, _FULL = (np.array([block]) for block in ([False], [True, False], [True]))
 
 
-class RowMask(splash.Mask):  # type: ignore[misc]
+class RowMask(splash.Mask):
     """Which keys the queries of all devices may see, as they are dealt.
 
     The kernel computes masks by itself, from `q_sequence`, and asks this one of each block of T x T only whether it
@@ -92,13 +93,11 @@ def _make_kernel(rows: Rows, num_heads: int) -> Any:
     unit = next(size for size in BLOCK_TOKENS if c % size == 0)
     is_long = min(rows.length, rows.window or rows.length) >= 4 * LONG_BLOCK_TOKENS and c % LONG_BLOCK_TOKENS == 0
     block = LONG_BLOCK_TOKENS if is_long else unit
-    sizes = splash.BlockSizes(
-        **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block),
-        **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), unit),
-    )
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes: dict[str, Any] = dict.fromkeys(names, block) | {"block_kv_compute": unit, "block_kv_dkv_compute": unit}
     return splash.make_splash_mqa(
         splash.MultiHeadMask([RowMask(positions, num_keys, rows.window)] * num_heads),
-        block_sizes=sizes,
+        block_sizes=splash.BlockSizes(**sizes),
         attn_logits_soft_cap=rows.softcap,
         head_shards=1,
         q_seq_shards=n if rows.is_dealt else 1,
@@ -127,9 +126,11 @@ def _segments(rows: Rows, shape: tuple[int, ...], ids: tuple[jax.Array, ...]) ->
     """Of queries and of keys; of keys that no row has a segment that nobody else has. None where all is one segment."""
     if rows.is_dealt and not ids:
         return []
-    own = ids[0] if ids else jnp.zeros(shape, jnp.int32)
-    of_keys = gathered(rows, own)
+    if ids:
+        of_queries, of_keys = dealt(rows, ids[0]).reshape(shape), gathered(rows, ids[0])
+    else:
+        of_queries, of_keys = (jnp.zeros((shape[0], part * shape[1]), jnp.int32) for part in (1, rows.before + 1))
     if not rows.is_dealt:
         first = (jax.lax.axis_index(rows.axes) - rows.before) * shape[1]
         of_keys = jnp.where(first + jnp.arange(of_keys.shape[1]) < 0, -1, of_keys)
-    return [splash.SegmentIds(dealt(rows, own).reshape(shape), of_keys)]
+    return [splash.SegmentIds(of_queries, of_keys)]
