@@ -1,8 +1,9 @@
 """Causal attention where the positions of every row lie on several devices, in order.
 
 Owns an attention in blocks of plain matmuls that runs on every platform; `row_splash` puts the TPU's kernel in its
-place. What each device has to do is said by `row_layout`, what goes between devices by `row_exchange`. Nothing of T x T exists on any device, and nothing of it is kept for
-the backward pass: that keeps q, k, v, the result and one number a query, and computes scores again.
+place. What each device has to do is said by `row_layout`, what goes between devices by `row_exchange`. Nothing of T x T
+exists on any device, and nothing of it is kept for the backward pass: that keeps q, k, v, the result and one number a
+query, and computes scores again.
 
 1. With n devices a row is 2n halves of a device's positions, and device i holds halves 2i and 2i + 1. Later positions
    see more keys. So halves of queries are dealt: device j attends for halves j and 2n - 1 - j, which see 2n + 1 halves
