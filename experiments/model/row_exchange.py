@@ -14,7 +14,7 @@ def dealt(rows: Rows, x: jax.Array) -> jax.Array:
     halves = x.reshape(x.shape[0], 2, rows.half_tokens, *x.shape[2:])
     if not rows.is_dealt:
         return halves
-    even, odd = (jax.lax.ppermute(halves[:, parity], rows.axes, _deal(rows, parity)) for parity in (0, 1))
+    even, odd = (_sent(rows, halves[:, parity], _deal(rows, parity)) for parity in (0, 1))
     is_even = jax.lax.axis_index(rows.axes) % 2 == 0
     return jnp.stack([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=1)
 
@@ -26,7 +26,7 @@ def returned(rows: Rows, halves: jax.Array) -> jax.Array:
         first, second = halves[:, 0], halves[:, 1]
         sent = jnp.where(is_even, first, second), jnp.where(is_even, second, first)
         back = (
-            jax.lax.ppermute(half, rows.axes, [(there, here) for here, there in _deal(rows, parity)])
+            _sent(rows, half, [(there, here) for here, there in _deal(rows, parity)])
             for parity, half in enumerate(sent)
         )
         halves = jnp.stack([*back], axis=1)
@@ -38,6 +38,13 @@ def _deal(rows: Rows, parity: int) -> list[tuple[int, int]]:
     n = rows.num_shards
     halves = [2 * place + parity for place in range(n)]
     return [(place, half if half < n else 2 * n - 1 - half) for place, half in enumerate(halves)]
+
+
+def _sent(rows: Rows, x: jax.Array, ways: list[tuple[int, int]]) -> jax.Array:
+    """What comes if every device sends; nothing moves where all keep their own, as even halves of two devices do."""
+    if all(here == there for here, there in ways):
+        return x
+    return jax.lax.ppermute(x, rows.axes, ways)
 
 
 def gathered(rows: Rows, x: jax.Array) -> jax.Array:
