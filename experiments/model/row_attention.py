@@ -44,7 +44,6 @@ class Queries(NamedTuple):
     """What a loop over pairs of blocks runs through: block m of the lower half with block M - 1 - m of the other."""
 
     q: jax.Array  # (M, 2, B, K, R, H)
-    ids: jax.Array | None  # (M, 2, B, C)
 
 
 class Results(NamedTuple):
@@ -60,7 +59,7 @@ class Keys(NamedTuple):
 
     k: jax.Array  # (PM, B, K, C, H)
     v: jax.Array  # (PM, B, K, C, W)
-    ids: jax.Array | None  # (PM, B, C)
+    ids: jax.Array | None = None  # (2nM, B, C): segments of the whole row, few as they are, which stay where they are
 
 
 def attend_to_rows(rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
@@ -122,7 +121,7 @@ class Softmax(NamedTuple):
 def _forward_on_device(
     rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    queries = Queries(_paired(rows, q, k.shape[2]), _paired_ids(rows, ids))
+    queries = Queries(_paired(rows, q, k.shape[2]))
     shape = queries.q.shape[:-1]
     softmax = Softmax(
         jnp.full(shape, _MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, v.shape[3]), jnp.float32)
@@ -156,11 +155,11 @@ def _backward_on_device(
     K = k.shape[2]
     dot = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1, keepdims=True)
     pairs = [_paired(rows, x, K) for x in (q, g, dot)]
-    queries, results = Queries(pairs[0], _paired_ids(rows, ids)), Results(pairs[1], lse, pairs[2][..., 0])
+    queries, results = Queries(pairs[0]), Results(pairs[1], lse, pairs[2][..., 0])
     dq = jnp.zeros(queries.q.shape, jnp.float32)
     last = rows.num_rounds - 1
     keys = _keys_at_hand(rows, k, v, ids)
-    none = Keys(jnp.zeros(keys.k.shape, jnp.float32), jnp.zeros(keys.v.shape, jnp.float32), None)
+    none = Keys(jnp.zeros(keys.k.shape, jnp.float32), jnp.zeros(keys.v.shape, jnp.float32))
 
     def of_round(number: jax.Array, carry: tuple[Keys, Keys, jax.Array]) -> tuple[Keys, Keys, jax.Array]:
         keys, gradients, dq = carry
@@ -235,7 +234,7 @@ def _differentiate(
             dk_here = jnp.einsum("bkrs,bkrh->bksh", dscores, tile.q, preferred_element_type=_WIDE)
             dq_here = jnp.einsum("bkrs,bksh->bkrh", dscores, tile.k, preferred_element_type=_WIDE)
             dk, dv = _add(dk, dk_here, tile.block), _add(dv, dv_here, tile.block)
-            return Keys(dk, dv, None), _add(dq, dq_here, tile.half)
+            return Keys(dk, dv), _add(dq, dq_here, tile.half)
 
         return jax.lax.fori_loop(0, most_steps, step, (gradients, dq))
 
@@ -271,11 +270,18 @@ def _tile(rows: Rows, queries: Queries, keys: Keys, visits: Visits, number: jax.
     if rows.window is not None:
         visible &= queries_at - keys_at < rows.window
     visible = visible[None]
-    if queries.ids is not None and keys.ids is not None:
-        visible = visible & (_at(queries.ids, half)[:, :, None] == _at(keys.ids, block)[:, None, :])
+    if keys.ids is not None:
+        own, others = (_at(keys.ids, _block_at(rows, first)) for first in (queries_at[0, 0], keys_at[0]))
+        visible = visible & (own[:, :, None] == others[:, None, :])
     q = _at(queries.q, half)
     visible = jnp.tile(visible, (1, q.shape[2] // rows.block_tokens, 1))[:, None]
     return Tile(half, block, q, _at(keys.k, block), _at(keys.v, block), visible)
+
+
+def _block_at(rows: Rows, position: jax.Array) -> jax.Array:
+    """The block of a row that begins at a position; the first for one that no row has."""
+    half, in_half = jnp.maximum(position, 0) // rows.half_tokens, jnp.maximum(position, 0) % rows.half_tokens
+    return half * rows.num_blocks + in_half // rows.block_tokens
 
 
 def _scores(rows: Rows, tile: Tile) -> tuple[jax.Array, jax.Array | float]:
@@ -294,17 +300,20 @@ def _scores(rows: Rows, tile: Tile) -> tuple[jax.Array, jax.Array | float]:
 def _keys_at_hand(rows: Rows, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> Keys:
     """What the first round finds."""
     if rows.way == "ring":
-        halves = [dealt(rows, x) for x in (k, v, *ids)]
+        parts = [dealt(rows, x) for x in (k, v)]
     else:
-        whole = [gathered(rows, x) for x in (k, v, *ids)]
-        halves = [x.reshape(x.shape[0], -1, rows.half_tokens, *x.shape[2:]) for x in whole]
-    blocks = [_blocks(rows, x) for x in halves]
-    k, v, *found = (x.reshape(-1, *x.shape[2:]) for x in blocks)
+        parts = [_in_halves(rows, gathered(rows, x)) for x in (k, v)]
+    row = [_in_halves(rows, jax.lax.all_gather(x, rows.axes, axis=1, tiled=True)) for x in ids]
+    k, v, *found = (x.reshape(-1, *x.shape[2:]) for x in (_blocks(rows, halves) for halves in (*parts, *row)))
     return Keys(k, v, found[0] if found else None)
 
 
+def _in_halves(rows: Rows, x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[0], -1, rows.half_tokens, *x.shape[2:])
+
+
 def _passed_on(rows: Rows, keys: Keys, distance: int = 1) -> Keys:
-    return jax.tree.map(lambda x: passed_on(rows, x, distance), keys)
+    return keys._replace(k=passed_on(rows, keys.k, distance), v=passed_on(rows, keys.v, distance))
 
 
 def _gradients_brought_home(rows: Rows, gradients: Keys, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -349,14 +358,6 @@ def _unpaired(rows: Rows, pairs: jax.Array, num_heads: int) -> jax.Array:
     blocks = jnp.stack([pairs[:, 0], pairs[::-1, 1]])
     blocks = blocks.reshape(*blocks.shape[:3], num_heads, rows.block_tokens, blocks.shape[-1])
     return returned(rows, _joined(rows, blocks))
-
-
-def _paired_ids(rows: Rows, ids: tuple[jax.Array, ...]) -> jax.Array | None:
-    """Segments of queries in pairs of blocks, (M, 2, B, C)."""
-    for x in ids:
-        blocks = _blocks(rows, dealt(rows, x))
-        return jnp.stack([blocks[0], blocks[1, ::-1]], axis=1)
-    return None
 
 
 def _at(x: jax.Array, index: jax.Array) -> jax.Array:
