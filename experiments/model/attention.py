@@ -23,7 +23,7 @@ import importlib
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -71,7 +71,8 @@ def causal_attention(
     arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
     rows = rows_on_devices(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, window=window, softcap=softcap, scale=scale)
     if rows is not None:
-        return _row_splash().attend(rows, *arrays) if rows.has_kernel else attend_to_rows(rows, *arrays)
+        attend = _for_tpus("experiments.model.row_splash").attend if rows.has_kernel else attend_to_rows
+        return cast(jax.Array, attend(rows, *arrays))
     forms = {}
     for platform, candidates in FORMS.items():
         form = next(one for one in candidates if _can(one, arrays, softcap))
@@ -213,7 +214,7 @@ def splash_attention(
     T is padded to whole blocks: at the end, where no real position sees it. The partitioner cannot split such a kernel,
     so under a mesh each device runs it on its own rows and heads.
     """
-    splash = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")  # slow, and for TPUs alone
+    splash = _for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
     T, N, H = q_BxTxNxH.shape[1:]
     group, padding = N // k_BxTxKxH.shape[2], -T % _tpu_block_tokens(T, window)[0]
     factor = 1 / math.sqrt(H) if scale is None else scale
@@ -256,8 +257,8 @@ def _make_splash_kernel(
     return kernel
 
 
-def _row_splash() -> ModuleType:
-    return importlib.import_module("experiments.model.row_splash")  # slow, and for TPUs alone
+def _for_tpus(module: str) -> ModuleType:
+    return importlib.import_module(module)  # slow, and for TPUs alone
 
 
 def _cudnn_takes(head_width: int) -> bool:
