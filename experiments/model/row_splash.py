@@ -93,11 +93,19 @@ def _make_kernel(rows: Rows, num_heads: int) -> Any:
     unit = next(size for size in BLOCK_TOKENS if c % size == 0)
     is_long = min(rows.length, rows.window or rows.length) >= 4 * LONG_BLOCK_TOKENS and c % LONG_BLOCK_TOKENS == 0
     block = LONG_BLOCK_TOKENS if is_long else unit
-    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sizes: dict[str, Any] = dict.fromkeys(names, block) | {"block_kv_compute": unit, "block_kv_dkv_compute": unit}
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=unit,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=unit,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
     return splash.make_splash_mqa(
         splash.MultiHeadMask([RowMask(positions, num_keys, rows.window)] * num_heads),
-        block_sizes=splash.BlockSizes(**sizes),
+        block_sizes=sizes,
         attn_logits_soft_cap=rows.softcap,
         head_shards=1,
         q_seq_shards=n if rows.is_dealt else 1,
