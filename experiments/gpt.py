@@ -39,7 +39,7 @@ from experiments.model.blocks import (
 )
 from experiments.model.noise import EmbeddingNoise
 from runner import BaseTrainer
-from runner.config import MemoryConfig, ModelConfig, TrainerConfig
+from runner.config import MemoryConfig, ModelConfig, RowAttention, TrainerConfig
 from runner.spec import Auto
 from runner.train.blueprint import Blueprint
 from runner.train.fields import document_arguments, target_weights
@@ -103,6 +103,7 @@ class Block(nn.Module):
     deterministic: bool
     param_dtype: DTypeLike
     compute_dtype: DTypeLike
+    row_attention: RowAttention = "auto"
 
     @nn.compact
     def __call__(
@@ -128,7 +129,8 @@ class Block(nn.Module):
             for name in ("query", "key", "value")
         )
         if cache is None:
-            a_BxTxNxH = causal_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, segments_BxT)
+            qkv = (q_BxTxNxH, k_BxTxNxH, v_BxTxNxH)
+            a_BxTxNxH = causal_attention(*qkv, segments_BxT, row_attention=self.row_attention)
         else:
             assert start is not None, "a cache is read from a position on"
             new = {"key": k_BxTxNxH, "value": v_BxTxNxH}
@@ -236,7 +238,14 @@ class GPT(nn.Module):
             length=self.config.layers,
             unroll=1 if self.config.layer_loop == "scan" else self.config.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
-        )(self.config, deterministic, self.param_dtype, self.compute_dtype, name="blocks")
+        )(
+            self.config,
+            deterministic,
+            self.param_dtype,
+            self.compute_dtype,
+            self.memory.row_attention,
+            name="blocks",
+        )
 
     def _remat(self, block: type[Block]) -> type[nn.Module]:
         return rematerialised(block, self.memory.remat, is_in_line=self.config.layer_loop == "unroll")

@@ -331,6 +331,9 @@ class AdapterConfig(Frozen):
     )
 
 
+RowAttention = Literal["auto", "ring", "gather"]
+
+
 class MemoryConfig(Frozen):
     """What a step keeps and what it computes again, so that a large model fits. Moves bits by rounding alone."""
 
@@ -341,6 +344,11 @@ class MemoryConfig(Frozen):
     loss_chunk_positions: PositiveInt | None = Field(
         default=None,
         description="Positions of the sequence whose logits exist at once; divides sequence_length; null: all.",
+    )
+    row_attention: RowAttention = Field(
+        default="auto",
+        description="Where topology.mesh.sequence cuts rows, a device collects all keys and values that its queries "
+        "see (gather), or they go round from device to device (ring); auto: what is predicted to be faster.",
     )
 
 

@@ -115,6 +115,11 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
         if axis != "data"
     },
     ("topology.mesh.data", OPEN): {f"topology.mesh.{other}": 1 for other in AXES if other != "data"},
+    **{
+        ("config.memory.row_attention", value): dict.fromkeys((f"topology.mesh.{axis}" for axis in AXES), 1)
+        | {"topology.mesh.sequence": 2, "topology.mesh.data": "auto"}
+        for value in ("ring", "gather")
+    },
     ("checkpoint.every_steps", None): {"checkpoint.every_minutes": 1.0},
     ("checkpoint.every", "auto"): {"checkpoint.every_steps": None, "checkpoint.every_minutes": None},
     ("checkpoint.keep_best.mode", "min"): {"checkpoint.keep_best.metric": "train/loss"},

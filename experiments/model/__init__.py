@@ -3,6 +3,10 @@
 - `preset`           published models by name
 - `rotary`           rotary positions
 - `config`           the keys of a decoder
+- `row_layout`       how rows lie that several devices share, and what each has to do of their attention
+- `row_exchange`     what goes between those devices
+- `row_attention`    attention to such rows, in blocks of plain matmuls
+- `row_splash`       the TPU's kernel for them
 - `attention`        causal attention, in the form that is fast on each platform
 - `blocks`           projections, norms, the gated MLP, what is kept for the backward pass, the loss
 - `noise`            noise on embeddings in training

@@ -23,7 +23,7 @@ import importlib
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -31,9 +31,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from experiments.model.blocks import cut
+from experiments.model.row_attention import attend_to_rows
+from experiments.model.row_layout import rows_on_devices
+from runner.config import RowAttention
 from runner.errors import InvalidError
 
 AXES = ("batch", "sequence", "heads", "head_dim")
+ROW_AXES = ("batch", "row", "heads", "head_dim")  # where a device attends to rows of which it has every position
 MAX_BLOCKS = 8
 MIN_BLOCK_TOKENS = 64
 TPU_BLOCK_TOKENS = (512, 256, 128)
@@ -49,12 +53,15 @@ def causal_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    row_attention: RowAttention = "auto",
 ) -> jax.Array:
     """Attend from every position to itself and the past of its segment; returns (B, T, N, W) in the dtype of `v`.
 
     The platform is that of the mesh (`jax.set_mesh`), so that compiling ahead of time for a TPU on a machine without
     one takes the TPU's kernel; without a mesh, the one that the program is lowered for. Under a mesh with logical axis
-    rules, batch and heads may be sharded; heads of keys need not divide over the devices that heads of queries do.
+    rules, batch and heads may be sharded; heads of keys need not divide over the devices that heads of queries do. So
+    may positions: then `row_attention` says how keys come to queries (`memory.row_attention`), if every device has two
+    halves of as many positions; other rows, which training refuses, every device attends to whole.
     Raises `InvalidError` for sizes and options that no form can serve.
     """
     _check(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, window, softcap)
@@ -62,6 +69,10 @@ def causal_attention(
         window = None
     k_BxTxKxH, v_BxTxKxW = (_spread_over_mesh(x, q_BxTxNxH.shape[2]) for x in (k_BxTxKxH, v_BxTxKxW))
     arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
+    rows = rows_on_devices(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, window=window, softcap=softcap, scale=scale)
+    if rows is not None:
+        attend = _for_tpus("experiments.model.row_splash").attend if rows.has_kernel else attend_to_rows
+        return cast(jax.Array, attend(rows, *arrays))
     forms = {}
     for platform, candidates in FORMS.items():
         form = next(one for one in candidates if _can(one, arrays, softcap))
@@ -203,7 +214,7 @@ def splash_attention(
     T is padded to whole blocks: at the end, where no real position sees it. The partitioner cannot split such a kernel,
     so under a mesh each device runs it on its own rows and heads.
     """
-    splash = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")  # slow, and for TPUs alone
+    splash = _for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
     T, N, H = q_BxTxNxH.shape[1:]
     group, padding = N // k_BxTxKxH.shape[2], -T % _tpu_block_tokens(T, window)[0]
     factor = 1 / math.sqrt(H) if scale is None else scale
@@ -222,7 +233,7 @@ def splash_attention(
 
     segments = () if segments_BxT is None else (segments_BxT,)
     if not jax.sharding.get_abstract_mesh().empty:
-        spec, spec_of_ids = _partition_spec(AXES), _partition_spec(AXES[:2])
+        spec, spec_of_ids = _partition_spec(ROW_AXES), _partition_spec(ROW_AXES[:2])
         in_specs = (spec, spec, spec, *[spec_of_ids] * len(segments))
         attend = jax.shard_map(attend, in_specs=in_specs, out_specs=spec, check_vma=False)
     return attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *segments)
@@ -244,6 +255,10 @@ def _make_splash_kernel(
         masks, block_sizes=sizes, attn_logits_soft_cap=softcap, head_shards=1, q_seq_shards=1
     )
     return kernel
+
+
+def _for_tpus(module: str) -> ModuleType:
+    return importlib.import_module(module)  # slow, and for TPUs alone
 
 
 def _cudnn_takes(head_width: int) -> bool:
@@ -382,7 +397,7 @@ def _divides_over_mesh(q_BxTxNxH: jax.Array) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return True
-    sharding = jax.sharding.NamedSharding(mesh, _partition_spec(AXES))
+    sharding = jax.sharding.NamedSharding(mesh, _partition_spec(ROW_AXES))
     try:
         sharding.shard_shape(q_BxTxNxH.shape)
     except ValueError:

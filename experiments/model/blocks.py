@@ -34,17 +34,23 @@ Remat = Literal["none", "dots", "layers"]
 
 def cut(x: jax.Array, *names: str) -> jax.Array:
     """`x` with each axis cut by the logical name it has here, over mesh axes as far as they divide it."""
+    spec = cuts_of(x.shape, *names)
+    return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+def cuts_of(shape: tuple[int, ...], *names: str) -> PartitionSpec | None:
+    """Over which mesh axes `cut` lays each axis of an array; None where the caller has no mesh or no rules."""
     mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes(names)
     if mesh.empty or not spec:
-        return x
+        return None
     cuts = []
-    for size, axes in zip(x.shape, spec, strict=True):
+    for size, axes in zip(shape, spec, strict=True):
         kept: tuple[str, ...] = ()
         for axis in (axes,) if isinstance(axes, str) else axes or ():
             if size % math.prod(mesh.shape[name] for name in (*kept, axis)) == 0:
                 kept = (*kept, axis)
         cuts.append(kept)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*cuts))
+    return PartitionSpec(*cuts)
 
 
 def in_stream(x_BxTxD: jax.Array) -> jax.Array:

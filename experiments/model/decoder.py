@@ -43,7 +43,7 @@ from experiments.model.mup import rate_of
 from experiments.model.noise import EmbeddingNoise
 from experiments.model.rotary import Rotation, rotation_at
 from runner import BaseTrainer
-from runner.config import MemoryConfig
+from runner.config import MemoryConfig, RowAttention
 from runner.train.blueprint import Blueprint
 from runner.train.fields import document_arguments, target_weights
 from runner.train.flops import Flops, transformer_flops
@@ -60,11 +60,12 @@ class Block(nn.Module):
     kind: LayerKind
     precision: Precision
     is_sparse: bool = False
+    row_attention: RowAttention = "auto"
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, row: Row, cache: Any) -> tuple[jax.Array, tuple[Cache | None, Statistics]]:
         form = Attention if self.config.latent is None else LatentAttention
-        attention = form(self.config, self.kind, self.precision, name="attention")
+        attention = form(self.config, self.kind, self.precision, self.row_attention, name="attention")
         y_BxTxD, cache = attention(self._norm("attention_norm", "pre", x_BxTxD), row, cache)
         x_BxTxD += self._norm("attention_post_norm", "post", y_BxTxD)
         x_BxTxD = in_stream(x_BxTxD)
@@ -104,7 +105,8 @@ class Turn(nn.Module):
         block = rematerialised(Block, self.memory.remat, is_in_line=self.is_in_line)
         found = {}
         for name, kind in zip(layer_names(self.kinds), self.kinds, strict=True):
-            layer = block(self.config, kind, self.precision, self.is_sparse, name=name)
+            options = (self.is_sparse, self.memory.row_attention)
+            layer = block(self.config, kind, self.precision, *options, name=name)
             x_BxTxD, found[name] = layer(x_BxTxD, row, None if caches is None else caches[name])
         new = None if caches is None else {name: cache for name, (cache, _) in found.items()}
         return x_BxTxD, (new, {name: statistics for name, (_, statistics) in found.items()})

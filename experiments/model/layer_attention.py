@@ -27,6 +27,7 @@ from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.blocks import INIT_STDDEV, Dense, RMSNorm, cut, flat, in_rows, with_axes
 from experiments.model.config import DecoderConfig, LatentConfig, LayerKind
 from experiments.model.rotary import Rotation, rotate
+from runner.config import RowAttention
 from runner.errors import InvalidError
 
 LATENT_NORM_EPSILON = 1e-6  # in every published model, whatever its other norms have
@@ -78,6 +79,7 @@ class Attention(nn.Module):
     config: DecoderConfig
     kind: LayerKind
     precision: Precision
+    row_attention: RowAttention = "auto"
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, row: Row, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
@@ -96,7 +98,8 @@ class Attention(nn.Module):
 
         options = _options(config, self.kind)
         if cache is None:
-            a_BxTxNxH = causal_attention(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, row.segments, **options)
+            qkv = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxH)
+            a_BxTxNxH = causal_attention(*qkv, row.segments, **options, row_attention=self.row_attention)
         else:
             start = _start_of(row)
             cache = LayerCache(_put(cache.keys, k_BxTxKxH, start), _put(cache.values, v_BxTxKxH, start))
@@ -123,6 +126,7 @@ class LatentAttention(nn.Module):
     config: DecoderConfig
     kind: LayerKind
     precision: Precision
+    row_attention: RowAttention = "auto"
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, row: Row, cache: LatentCache | None) -> tuple[jax.Array, LatentCache | None]:
@@ -142,7 +146,8 @@ class LatentAttention(nn.Module):
             k_BxTxNxR = jnp.broadcast_to(k_BxTx1xR, q_BxTxNxR.shape)
             q_BxTxNxH, k_BxTxNxH = _joined(q_BxTxNxP, q_BxTxNxR), _joined(kv_BxTxNxPW[..., :P], k_BxTxNxR)
             options = _options(config, self.kind)
-            a_BxTxNxW = causal_attention(q_BxTxNxH, k_BxTxNxH, kv_BxTxNxPW[..., P:], row.segments, **options)
+            qkv = (q_BxTxNxH, k_BxTxNxH, kv_BxTxNxPW[..., P:])
+            a_BxTxNxW = causal_attention(*qkv, row.segments, **options, row_attention=self.row_attention)
         else:
             new, start = _joined(c_BTxC.reshape(B, T, 1, C), k_BxTx1xR), _start_of(row)
             cache = LatentCache(_put(cache.latents, new, start))

@@ -16,6 +16,7 @@
 - `meta` what `forward` may return beside the loss, and how a row holds it
 - `step` pure train_step and val_step with accumulation
 - `loss` token cross entropy
+- `row_attention` which of two ways attention takes over rows that are cut, by the time that each needs
 - `compilation` the compiled step, and the micro-batch that fits a device
 - `blueprint` what a job is on certain devices, before anything is allocated
 - `micro_batch` the micro-batch that was chosen for some hardware, as manifests remember it

@@ -143,14 +143,19 @@ def batch_axes_text(mesh: Mesh) -> str:
 
 
 def refuse_cut_rows(mesh: Mesh, sequence_length: int, chunk_positions: int | None) -> None:
-    """Raise `InvalidError` if rows, or the chunks of their loss, do not divide over the `sequence` axis."""
+    """Raise `InvalidError` if rows, or the chunks of their loss, do not divide over the `sequence` axis.
+
+    Every device has two halves of its part of a row, one of which others attend for.
+    """
     number = int(mesh.shape["sequence"])
-    share = sequence_length // number
-    if share * number != sequence_length:
-        near = " or ".join(str(part * number) for part in (share, share + 1) if part)
+    share, rest = divmod(sequence_length, number)
+    if number > 1 and (rest or share % 2):
+        below = sequence_length // (2 * number) * 2 * number
+        near = " or ".join(str(length) for length in (below, below + 2 * number) if length)
+        most = max(math.gcd(sequence_length, 2 * number) // 2, 1)
         raise InvalidError(
-            f"config.data.sequence_length={sequence_length} does not divide over topology.mesh.sequence={number}; "
-            f"use {near}, or a sequence axis of {math.gcd(sequence_length, number)}"
+            f"config.data.sequence_length={sequence_length} does not divide into two halves for each of "
+            f"topology.mesh.sequence={number} devices; use {near}, or a sequence axis of {most}"
         )
     if number > 1 and chunk_positions is not None and share % chunk_positions:
         raise InvalidError(

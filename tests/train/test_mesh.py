@@ -117,8 +117,9 @@ def test_the_nearest_axes_of_the_interconnect_are_tensor_and_expert():
 
 
 ROWS = [
-    (4, 10, None, "sequence_length=10 does not divide over topology.mesh.sequence=4; use 8 or 12, or a .* axis of 2"),
-    (4, 2, None, "sequence_length=2 does not divide over topology.mesh.sequence=4; use 4, or a sequence axis of 2"),
+    (4, 10, None, "sequence_length=10 does not divide into two halves .*=4 devices; use 8 or 16, or a .* axis of 1"),
+    (4, 12, None, "sequence_length=12 does not divide into two halves .*=4 devices; use 8 or 16, or a .* axis of 2"),
+    (4, 2, None, "sequence_length=2 does not divide into two halves .* devices; use 8, or a sequence axis of 1"),
     (2, 16, 6, "loss_chunk_positions=6 does not divide the 8 positions .* use 2"),
 ]
 

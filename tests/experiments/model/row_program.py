@@ -1,0 +1,36 @@
+"""What a step over cut rows holds and communicates when it is compiled for a TPU, as JSON: a process of its own.
+
+    python -m tests.experiments.model.row_program SPEC TOPOLOGY [KEY=VALUE ...]
+
+`kernels`: calls of kernels in the text; `collectives`: of attention, kind, axes and how often; `most`: elements of the
+largest result of any operation; `shapes`: those of all results.
+"""
+
+import json
+import math
+import sys
+
+from runner.plan.hlo import collectives
+from runner.plan.hlo.text import instructions, output_of
+from tests.plan.tpu_program import compiled, shapes_in
+
+
+def main(spec: str, topology: str, overrides: list[str]) -> None:
+    _, program = compiled(spec, topology, overrides)
+    text = program.step.text
+    found = [one for one in collectives(text, program.blueprint.mesh_sizes) if "attention/shard_map" in one.op_name]
+    shapes = {shape for one in instructions(text) for shape in shapes_in(output_of(one))}
+    print(
+        json.dumps(
+            {
+                "kernels": text.count('custom_call_target="tpu_custom_call"'),
+                "collectives": sorted([one.kind, list(one.axes), one.bytes] for one in found),
+                "most": max(map(math.prod, shapes)),
+                "shapes": sorted(shapes),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

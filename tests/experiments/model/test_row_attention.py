@@ -1,0 +1,399 @@
+"""Rows whose positions lie on several devices: attention, whole models and their programs are those of one device.
+
+Shape legend: S accumulation steps, B examples, T sequence length, N heads of queries, K heads of keys, H width of a
+head of queries and keys, W width of a head of values, V vocabulary.
+"""
+
+import fcntl
+import functools
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+from experiments.gpt import GPT, GPTConfig, PretrainGPT
+from experiments.model import row_layout
+from experiments.model.attention import blocked_attention, cached_attention, causal_attention
+from experiments.model.config import DecoderConfig
+from experiments.model.decoder import Decoder, PretrainDecoder
+from experiments.model.row_layout import Rows, num_steps, rows_on_devices, visits_of
+from experiments.model.row_splash import RowMask
+from runner.accelerator import CHIPS
+from runner.config import MemoryConfig, TrainerConfig
+from runner.plan.hlo import collectives
+from runner.plan.hlo.text import ARRAY
+from runner.train.mesh import batch_sharding, make_mesh
+from runner.train.row_attention import RowShape, faster_way, row_seconds, speeds_between
+from runner.train.state import abstract_state, sharding_rules, shardings_of, variable_shardings
+from tests.experiments.model.test_attention import Case, value_and_gradients
+from tests.experiments.model.test_decoder import EVERYTHING, LATENT
+from tests.experiments.test_documents import LENGTHS, T, documents, pack
+from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
+from tests.support.judged import TINY, rows_of, write_questions
+from tests.support.tiny import gpt
+
+SOAK = pytest.mark.soak
+WAYS = ("ring", "gather")
+ALL = {"N": 4, "K": 2, "W": 6, "segments": True, "softcap": 2.0, "scale": 0.3}
+# By name: T in halves of a device, and what else is asked for. Halves of 10 are blocks of 5, of 11 blocks of 4 and 3.
+CASES = {
+    "plain": (10, {}),
+    "grouped": (10, {"N": 6, "K": 2}),
+    "narrow window": (10, {"window": 7}),
+    "itself": (4, {"window": 1}),
+    "wide window": (10, {"window": 25}),
+    "softcap": (10, {"softcap": 2.0}),
+    "segments": (10, {"segments": True}),
+    "narrow values": (10, {"W": 4}),
+    "odd": (11, {}),
+    "odd window": (11, {"window": 12, "segments": True}),
+    "all": (11, ALL),
+}
+
+
+def mesh_of(**sizes):
+    """Over as many devices as the product of the sizes."""
+    return make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
+
+
+@functools.cache
+def expected(case):
+    """Output and gradients on one device."""
+    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    return jax.device_get(jax.jit(functools.partial(value_and_gradients, blocked_attention, **case.options))(*arrays))
+
+
+def check(case, way, mesh):
+    attend = functools.partial(causal_attention, row_attention=way)
+    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    with sharding_rules(mesh):
+        actual = jax.jit(functools.partial(value_and_gradients, attend, **case.options))(*arrays)
+    for got, want in zip(actual, expected(case), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+ATTENTION = [
+    ("all", "ring", {"sequence": 4}),
+    *(
+        pytest.param(name, way, sizes, marks=SOAK)
+        for name, way, sizes in itertools.product(
+            CASES,
+            WAYS,
+            [{"sequence": 2}, {"sequence": 4}, {"sequence": 8}, {"sequence": 2, "tensor": 2, "fsdp": 2}],
+        )
+    ),
+]
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Several blocks in a half, and some that pad it."""
+    monkeypatch.setattr(row_layout, "MAX_BLOCK_TOKENS", 5)
+
+
+@pytest.mark.parametrize(("name", "way", "sizes"), ATTENTION, ids=str)
+def test_attention_over_cut_rows_is_that_of_one_device(name, way, sizes, short_blocks):
+    half, options = CASES[name]
+    check(Case(T=2 * sizes["sequence"] * half, B=2, **options), way, mesh_of(**sizes))
+
+
+KERNEL_CASES = [
+    (2, Case(T=512, N=2, K=1, H=64, W=32, B=1, segments=True, softcap=2.0)),
+    (4, Case(T=1024, N=1, K=1, H=64, W=64, B=1, window=140)),
+    (4, Case(T=1024, N=2, K=2, H=64, W=64, B=1, window=600, segments=True)),
+    (4, Case(T=1024, N=2, K=1, H=64, W=64, B=1, window=100, segments=True, scale=0.2)),
+]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The program is one for TPUs, whose kernels run here."""
+    monkeypatch.setattr(row_layout, "platform_of_mesh", lambda: "tpu")
+    monkeypatch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("devices", "case"), KERNEL_CASES)
+def test_the_tpu_kernel_over_gathered_rows_is_attention_of_one_device(devices, case, interpreted):
+    check(case, "gather", mesh_of(sequence=devices, fsdp=8 // devices) if case.B > 1 else mesh_of(sequence=devices))
+    with sharding_rules(mesh_of(sequence=devices)):
+        q, k, v, _ = map(jnp.asarray, case.arrays())
+        assert rows_on_devices(q, k, v, "auto", window=None, softcap=None, scale=None).has_kernel
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(range(8, 12), slice(0, 4)), (range(8, 12), slice(8, 12))])
+def test_the_kernel_is_told_of_each_block_what_its_elements_say(queries, keys):
+    for window in (None, *range(1, 14)):
+        mask = RowMask(np.array([*queries]), 12, window)
+        element = mask.mask_function(np.array([*queries])[:, None], np.arange(keys.start, keys.stop))
+        block = mask[slice(0, 4), keys]
+        assert (block.any(), block.all()) == (element.any(), element.all())
+
+
+# Work.
+
+
+def cut_rows(devices, half, way, block=1, window=None):
+    return Rows(2 * devices * half, devices, "sequence", None, way, window, None, 1.0, block, False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_every_query_meets_every_key_that_it_may_see_once_and_devices_do_the_same_in_each_round(devices, way, window):
+    half = 6
+    rows = cut_rows(devices, half, way, window=window)
+    met = np.zeros((rows.length, rows.length), int)
+    for number in range(rows.num_rounds):
+        work = []
+        for place in range(devices):
+            visits = visits_of(rows, place, number)
+            keys = (visits.key_positions[0][:, None] + np.arange(half)).reshape(-1)
+            for pair, one in np.ndindex(visits.count.shape):
+                first, count = visits.first[pair, one], visits.count[pair, one]
+                met[visits.query_positions[pair, one], keys[first : first + count]] += 1
+            work.append(visits.count.sum(axis=1).max())
+        steps = num_steps(rows, range(number, number + 1))
+        assert steps == max(work)
+        assert window is not None or set(work) == {steps}
+    distance = np.arange(rows.length)[:, None] - np.arange(rows.length)
+    assert (met == (distance >= 0) & (distance < (window or rows.length))).all()
+    halves = 2 * devices * half + 1 if way == "gather" else 2 * half
+    assert window is not None or steps == halves
+
+
+@pytest.mark.parametrize(("window", "before"), [(1, 0), (2, 1), (13, 1), (14, 2), (40, 4), (49, 7), (96, 7)])
+def test_a_window_needs_the_devices_that_it_reaches(window, before):
+    assert cut_rows(8, 6, "ring", window=window).before == before
+
+
+# The way.
+
+LONG = RowShape(
+    shards=8, batch=1, length=131_072, heads=32, key_heads=8, key_width=128, value_width=128, has_kernel=True
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "way"),
+    [
+        ("TPU v5p", {}, "gather"),  # whose kernel a ring does not have
+        ("TPU v5 lite", {"length": 2**21}, "ring"),  # that does not fit otherwise
+        ("NVIDIA H100", {"has_kernel": False}, "ring"),  # which moves keys while it works
+        ("NVIDIA H100", {"has_kernel": False, "length": 2**12, "shards": 64}, "gather"),  # too short to hide a move
+        ("cpu", {"has_kernel": False}, "ring"),
+    ],
+)
+def test_the_faster_way_is_taken(kind, changes, way):
+    shape = replace(LONG, **changes)
+    assert faster_way(shape, *speeds_between(kind, shape.shards)) == way
+
+
+def test_the_seconds_of_both_ways_are_those_of_the_formula():
+    shape = RowShape(shards=2, batch=3, length=64, heads=4, key_heads=2, key_width=16, value_width=8, itemsize=4)
+    speeds = CHIPS["v5e"].speeds
+    scores, chunk = 3 * 4 * 64 * 32 / 2, 3 * 32 * 2 * 24 * 4
+    tile, move = 8 * scores / 819e9, chunk / 1e6
+    forward, backward = (2 * scores * width / 197e12 for width in (24, 64))
+    found = row_seconds(shape, speeds, 1e6)
+    assert found["gather"] == pytest.approx(forward + backward + 6 * tile + 3 * move)
+    assert found["ring"] == pytest.approx(2 * move + 2 * 2 * move + 3 * move)
+    slow = row_seconds(shape, speeds, 1e15)
+    assert slow["ring"] == pytest.approx(forward + backward + 6 * tile, rel=1e-3)
+    assert speeds_between("NVIDIA H100", 8)[1] > speeds_between("NVIDIA H100", 16)[1]
+    assert speeds_between("TPU7x", 16)[0].flops_per_second == CHIPS["tpu7x"].speeds.flops_per_second / 2
+
+
+# Rows that do not divide, and caches.
+
+
+@pytest.mark.parametrize("length", [1, 7, 12])
+def test_rows_that_cannot_be_cut_into_halves_are_attended_to_whole(length):
+    check(Case(T=length, B=1, N=2, K=2), "ring", mesh_of(sequence=4))
+
+
+def test_a_cache_is_read_by_rows_that_are_cut_and_by_single_tokens():
+    q, k, v, _ = map(jnp.asarray, Case(T=24, K=2).arrays())
+    want = blocked_attention(q, k, v)
+    with sharding_rules(mesh_of(sequence=4)):
+        attend = jax.jit(cached_attention)
+        for part in (slice(0, 8), slice(8, 9), slice(9, 24)):
+            np.testing.assert_allclose(attend(q[:, part], k, v, part.start), want[:, part], atol=1e-5)
+
+
+# Whole models.
+
+VOCABULARY = 31
+DECODER = EVERYTHING | {"layers": 2, "heads": 8, "window": 40}
+MODELS = {
+    "gpt": (GPT, GPTConfig(layers=2, heads=4, width=32, dropout=0.3), PretrainGPT),
+    "decoder": (Decoder, DecoderConfig(**DECODER), PretrainDecoder),
+    "narrow window": (Decoder, DecoderConfig(**DECODER | {"window": 5}), PretrainDecoder),
+    "latent": (Decoder, DecoderConfig(**LATENT), PretrainDecoder),
+    "one document a row": (Decoder, DecoderConfig(**DECODER), PretrainDecoder),
+}
+SIZES = [
+    {"sequence": 8},
+    {"sequence": 2, "tensor": 2, "fsdp": 2},
+    {"data": 2, "sequence": 4},
+    {"sequence": 4, "tensor": 2},
+]
+GRADIENTS = optax.trace(decay=0.0)  # whose state they are
+
+
+def make_model(name, **memory):
+    model, config, _ = MODELS[name]
+    lengths = (T,) if model is GPT else ()
+    return model(config, VOCABULARY, *lengths, memory=MemoryConfig(**memory))
+
+
+def make_batch(name, S):
+    """(S, B, T): packed documents, or rows of which the model is told no documents and no positions."""
+    fields = pack(documents(sorted(LENGTHS)))
+    if name == "one document a row":
+        fields = {name: fields[name] for name in ("x", "y", "padding_mask")}
+    return {name: jnp.asarray(leaf.reshape(S, -1, T)) for name, leaf in fields.items()}
+
+
+def make_config(model):
+    """What a step reads of a job's config, with everything else as it is by default."""
+    data, train = {"source": "none", "sequence_length": T}, {"total_steps": 1, "global_batch_examples": len(LENGTHS)}
+    return TrainerConfig[type(model.config)](model=model.config, data=data, train=train, schedule={"name": "constant"})
+
+
+def compile_step(name, model, mesh, S):
+    """A train step over (S, B, T), and what it is run with."""
+    job = type("Job", (MODELS[name][2],), {"config": make_config(model)})
+    boxed = jax.eval_shape(functools.partial(model.init, deterministic=True), jax.random.key(0), jnp.zeros((1, T), int))
+    init = jax.jit(lambda key: nn.unbox(model.init(key, jnp.zeros((1, T), int), deterministic=True))["params"])
+    params = init(jax.random.key(0))
+
+    def make_state(params):
+        return TrainState.create(apply_fn=model.apply, params=params, tx=GRADIENTS)
+
+    state = make_state(params)
+    abstract = abstract_state(make_state, state.params, variable_shardings(boxed["params"], mesh), mesh)
+    arguments = jax.device_put((state, make_batch(name, S)), (shardings_of(abstract), batch_sharding(mesh)))
+    arguments = (*arguments, jax.random.key(1))
+    with sharding_rules(mesh):
+        return jax.jit(job.train_step, static_argnums=3).lower(*arguments, S).compile(), arguments
+
+
+@functools.cache
+def step_on_one_device(name):
+    compiled, arguments = compile_step(name, make_model(name), mesh_of(data=1), 1)
+    new, loss, _ = compiled(*arguments)
+    return jax.device_get((loss, new.opt_state.trace))
+
+
+STEPS = [
+    pytest.param(name, sizes, way, S, marks=SOAK)
+    for name, (number, sizes), way in itertools.product(MODELS, enumerate(SIZES), WAYS)
+    for S in ((1, 2) if number == 1 else (1,))
+]
+
+
+def check_program(text, model, mesh):
+    """Nothing of T x T or of all logits exists on a device, and attention speaks along its own axis alone."""
+    shapes = {tuple(map(int, found[2].split(","))) for found in ARRAY.finditer(text) if found[2]}
+    assert not [shape for shape in shapes if shape.count(T) > 1 or np.prod(shape) >= T * T * model.config.heads]
+    assert not [shape for shape in shapes if VOCABULARY in shape and np.prod(shape) >= len(LENGTHS) * T * VOCABULARY]
+    sizes = {axis: int(size) for axis, size in mesh.shape.items()}
+    found = [one for one in collectives(text, sizes) if "shard_map" in one.op_name]
+    assert {one.axes for one in found} == {("sequence",)}
+    assert {one.kind for one in found} <= {"all-gather", "collective-permute", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.parametrize(("name", "sizes", "way", "S"), STEPS, ids=str)
+def test_a_step_over_cut_rows_has_the_loss_and_gradients_of_one_device(name, sizes, way, S):
+    model = make_model(name, row_attention=way, loss_chunk_positions=4)
+    compiled, arguments = compile_step(name, model, mesh_of(**sizes), S)
+    check_program(compiled.as_text(), model, mesh_of(**sizes))
+    new, loss, _ = jax.device_get(compiled(*arguments))
+    want_loss, want = step_on_one_device(name)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    for got, gradient in zip(jax.tree.leaves(new.opt_state.trace), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, gradient, rtol=0, atol=1e-4 * max(np.abs(gradient).max(), 1e-3))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_is_judged_over_cut_rows_as_on_one_device(way, tmp_path):
+    questions = write_questions(tmp_path / "questions.jsonl")
+    changes = TINY | {
+        "config.model": {"layers": 1, "heads": 2, "width": 16},
+        "config.train.micro_batch_examples": "auto",
+        "config.train.total_steps": 3,
+        "config.eval.at_end": True,
+        "config.eval.multiple_choice": [{"name": "squares", "path": str(questions)}],
+        "config.eval.samples": {"prompts": ["1 squared is 1.", "2"], "tokens": 20},
+        "config.memory.row_attention": way,
+    }
+    rows = []
+    for name, mesh in {"one": {"data": 8}, "cut": {"data": 2, "sequence": 4}}.items():
+        gpt(tmp_path / name, **changes, **{"topology.mesh": mesh})()
+        rows.append(rows_of(tmp_path / name)[-1])
+    own = [key for key in rows[0] if key.startswith(("val/", "train/"))]
+    assert {"val/squares/acc", "val/sample/0", "val/loss"} <= {*own}
+    for key in own:
+        want = rows[0][key]
+        assert rows[1][key] == (want if isinstance(want, str) else pytest.approx(want, rel=1e-4)), key
+
+
+# The TPU's own compiler.
+
+
+@pytest.fixture
+def _libtpu_is_ours():
+    """Wait until no other suite on this machine is here."""
+    with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def compiled_for_tpu(*overrides):
+    sizes = ["layers=3", "heads=4", "key_value_heads=2", "head_dim=64", *overrides]
+    others = ["topology.mesh.sequence=4", "config.data.sequence_length=4096", "config.train.global_batch_examples=1"]
+    others += ["config.memory.loss_chunk_positions=128", "config.precision.compute=bfloat16"]
+    module = "tests.experiments.model.row_program"
+    words = [sys.executable, "-m", module, "specs/llama_nano.yaml", "v5e-4", *others]
+    words += [f"config.model.{key}" for key in sizes]
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("_libtpu_is_ours")
+@pytest.mark.parametrize(
+    ("overrides", "gathered"),
+    [
+        ((), {"all-gather": 4, "reduce-scatter": 2, "collective-permute": 10}),
+        (("layer_pattern=[window]", "window=700"), {"collective-permute": 6}),
+    ],
+    ids=["whole rows", "a window"],
+)
+def test_a_tpu_runs_its_kernel_on_rows_that_are_gathered_along_their_axis(overrides, gathered):
+    found = compiled_for_tpu(*overrides)
+    assert found["kernels"] == 3
+    assert {tuple(axes) for _, axes, _ in found["collectives"]} == {("sequence",)}
+    kinds = [kind for kind, _, _ in found["collectives"]]
+    assert {kind: kinds.count(kind) for kind in kinds} == gathered
+    assert {bytes_ for kind, _, bytes_ in found["collectives"] if kind == "all-gather"} <= {4096 * 2 * 64 * 2}
+    row = 4096 * 4 * 64  # all queries of a row; the kernel keeps as many numbers of its softmax
+    assert found["most"] <= row
+    assert not [shape for shape in found["shapes"] if shape[:1] == [3] and shape.count(4096)]  # kept by each layer
