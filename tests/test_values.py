@@ -154,7 +154,13 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.model.preset", OPEN): {"config.model.key_value_heads": 1},
     ("config.model.base_width", OPEN): {"config.model.latent": None, "config.model.moe": None},
     ("config.model.window", OPEN): {"config.model.layer_pattern": ["window"]},
-    ("config.train.same_bits_devices", OPEN): {"config.train.micro_batch_examples": 1, "topology.mesh.data": "auto"},
+    ("config.train.same_bits_devices", OPEN): {
+        "config.train.micro_batch_examples": 1,
+        "config.optimizer.name": "adamw",
+        "config.noise_scale": None,
+        "topology.mesh.data": "auto",
+        **{f"topology.mesh.{axis}": 1 for axis in AXES if axis != "data"},
+    },
     ("config.train.total_steps", None): {"config.train.total_tokens": TOKENS},
     ("config.train.total_tokens", OPEN): {"config.train.total_steps": None},
     ("config.train.total_epochs", OPEN): {

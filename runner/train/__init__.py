@@ -14,6 +14,7 @@
 - `fields` what the step knows of the fields of a batch, and what it refuses to leave unread
 - `batch_layout` how the examples of a step are split over devices and micro-batches
 - `meta` what `forward` may return beside the loss, and how a row holds it
+- `fixed_order` sums over micro-batches in one order, whatever number of devices computes them
 - `step` pure train_step and val_step with accumulation
 - `loss` token cross entropy
 - `row_attention` which of two ways attention takes over rows that are cut, by the time that each needs

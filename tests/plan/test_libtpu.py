@@ -33,6 +33,9 @@ PODS = [
     ("moe_nano", "v5e-4"),
     ("llama_1b", "v5e-64"),
     ("llama3_8b", "v5p-128"),
+    ("llama3_8b_128k", "v5p-256"),
+    ("qwen3_30b_a3b", "v5p-256"),
+    ("llama3_70b", "v5p-2048"),
 ]
 
 

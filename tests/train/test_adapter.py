@@ -23,6 +23,7 @@ from runner.inference.sample import Request as Text
 from runner.inference.sample import sample
 from runner.storage import parse_lines
 from runner.train.adapter import model_state, model_weights, with_base
+from runner.train.mesh import STATE_AXES
 from runner.weights.base import ADAPTER_BASE
 from tests.support.tiny import StopAfter, gpt, gpt_document, leaves_equal, name_of, set_mesh
 from tests.test_values import TrainLookup
@@ -281,7 +282,7 @@ def test_bfloat16_holds_the_base_and_the_adapter_stays_float32(tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(abstract.params)} == {jnp.dtype("float32")}
     assert {leaf.dtype for leaf in jax.tree.leaves(abstract.variables["base"])} == {jnp.dtype("bfloat16")}
     query = abstract.params["blocks"]["query"]["kernel"]
-    assert query["lora_a"].sharding.spec == PartitionSpec(None, "fsdp", None)  # as embed, heads of the base
+    assert query["lora_a"].sharding.spec == PartitionSpec(None, STATE_AXES, None)  # as embed, heads of the base
     assert query["lora_b"].sharding.spec == PartitionSpec(
         None, None, ("tensor", "fsdp")
     )  # by fsdp, too, where it divides

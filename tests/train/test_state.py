@@ -205,6 +205,6 @@ def test_other_parameters_than_the_models_are_refused(tmp_path):
 
 def test_sharded_init_may_be_replaced_where_the_mesh_is_abstract(tmp_path):
     job = gpt(tmp_path / "run", Halved)
-    mesh = AbstractMesh((1, 8, 1), AXES)
+    mesh = AbstractMesh(tuple(8 if axis == "fsdp" else 1 for axis in AXES), AXES)
     blueprint = job.design.draw_on(mesh, jax.eval_shape(lambda: KEY))
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(blueprint.abstract_state)} == {mesh}
