@@ -213,14 +213,14 @@ def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None 
 
 def loss_sum_of(
     unembed: Callable[[Any, jax.Array], jax.Array],
-    weights: Any,
+    weights: jax.Array,
     x_BxTxD: jax.Array,
     targets: tuple[jax.Array, jax.Array],
     *,
     chunk_positions: int | None,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """Return the summed cross entropy of `targets`, (y_BxT, weight_BxT), float32.
+    """Return the summed cross entropy of `targets`, (y_BxT, weight_BxT), float32; `weights` are (V, D).
 
     With `chunk_positions` (`memory.loss_chunk_positions`) not all logits ever exist.
     """
@@ -237,4 +237,5 @@ def loss_sum_of(
         chunk_positions=chunk_positions,
         z_loss=z_loss,
         parts=row_parts(),
+        at_hand=cut(weights, "vocab", "embed_act") if num_shards("embed") > 1 else None,
     )[0]

@@ -46,12 +46,14 @@ def chunked_cross_entropy_sum(
     chunk_positions: int,
     z_loss: float = 0.0,
     parts: int = 1,
+    at_hand: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `cross_entropy_sum(unembed(weights, x), y, mask, z_loss)`, never holding the logits of more than a chunk.
 
     `unembed` maps (weights, (B, C, D)) to (B, C, V), position by position. The backward pass computes each chunk's
     logits again. Chunks are cut along T, so that a batch that is sharded over B stays as it lies. Where T is sharded
-    too, in `parts`, each chunk has so many positions of each of them.
+    too, in `parts`, each chunk has so many positions of each of them. `at_hand` are the weights as devices multiply by
+    them, where they lie in another way: gathered once, and not by each chunk.
     """
     T = x_BxTxD.shape[1]
     if T % (parts * chunk_positions):
@@ -63,7 +65,10 @@ def chunked_cross_entropy_sum(
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def sum_of_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_BxCxD, y_BxC, mask_BxC = chunk
-        narrow = jax.tree.map(lambda leaf, given: leaf.astype(given.dtype), wide, weights)
+        if at_hand is None:
+            narrow = jax.tree.map(lambda leaf, given: leaf.astype(given.dtype), wide, weights)
+        else:
+            narrow = jax.tree.map(_standing_for, wide, jax.lax.stop_gradient(at_hand))
         return cross_entropy_sum(unembed(narrow, x_BxCxD), y_BxC, mask_BxC, z_loss)
 
     def in_chunks(leaf_BxT: jax.Array) -> jax.Array:
@@ -74,3 +79,20 @@ def chunked_cross_entropy_sum(
 
     loss_K, count_K = jax.lax.map(sum_of_chunk, (in_chunks(x_BxTxD), in_chunks(y_BxT), in_chunks(mask_BxT)))
     return jnp.sum(loss_K), jnp.sum(count_K)
+
+
+@jax.custom_vjp
+def _standing_for(wide: jax.Array, at_hand: jax.Array) -> jax.Array:
+    """`at_hand`, whose gradient is that of `wide`, which it was made of."""
+    return at_hand
+
+
+def _standing_for_forward(wide: jax.Array, at_hand: jax.Array) -> tuple[jax.Array, None]:
+    return at_hand, None
+
+
+def _standing_for_backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return gradient.astype(jnp.float32), jnp.zeros_like(gradient)
+
+
+_standing_for.defvjp(_standing_for_forward, _standing_for_backward)

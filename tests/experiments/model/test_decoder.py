@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -254,7 +255,8 @@ def test_a_loss_in_chunks_is_that_of_all_logits_which_it_never_has(name, remat):
 def loss_and_gradients(model, params, batch, mesh=None):
     """The summed training loss of a batch, and its gradients, on one device or over a mesh."""
     batch = batch | {"example": np.arange(len(batch["x"]))}
-    grad = jax.value_and_grad(lambda params, batch: PretrainDecoder.forward(model.apply, params, batch, key)[0])
+    trainer = type("Trainer", (PretrainDecoder,), {"config": SimpleNamespace(model=model.config)})
+    grad = jax.value_and_grad(lambda params, batch: trainer.forward(model.apply, params, batch, key)[0])
     key = jax.random.key(0)
     if mesh is None:
         return jax.device_get(jax.jit(grad)(params, batch))
