@@ -146,7 +146,7 @@ def test_options_that_do_not_go_together_are_refused(options: list[str], message
 def test_the_command_prints_the_profile_of_a_spec_and_writes_its_trace(topology: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     words = (*NANO, "--topology", topology, "--set", f"directory={tmp_path}", "--profile", "--trace", str(trace))
-    code, output = command(environment(1), "plan", *words, "--json")
+    code, output = command(environment(1), "plan", *words, "--json", has_progress=True)
     assert code == 0, output
     found = json.loads(output)["plan"]
     first = found["forecast of a step"]
