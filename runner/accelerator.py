@@ -64,6 +64,8 @@ class Chip:
         gcloud_prefix: what accelerator types of queued resources begin with, None where there are none.
         gcloud_units_per_chip: by what the number in that type exceeds the chips (it counts cores on some).
         gcloud_runtime: software version of its TPU VMs for JAX.
+        matrix_units: how many a chip has, and the width of each: one of width 128 does 128 x 128 multiplications and
+            additions in a cycle. None where that is not known. The makers publish no clock: it is what gives the peak.
     """
 
     device_kinds: tuple[str, ...]
@@ -76,6 +78,15 @@ class Chip:
     gcloud_prefix: str | None = None
     gcloud_units_per_chip: int = 1
     gcloud_runtime: str | None = None
+    matrix_units: tuple[int, int] | None = None
+
+    @property
+    def clock_hertz(self) -> float | None:
+        """Cycles a second, by the peak of the matrix units."""
+        if self.matrix_units is None or self.speeds is None:
+            return None
+        number, width = self.matrix_units
+        return self.speeds.flops_per_second / (2 * number * width**2)
 
     @property
     def is_tpu(self) -> bool:
@@ -102,6 +113,7 @@ CHIPS = {
         gcloud_prefix="v4",
         gcloud_units_per_chip=2,
         gcloud_runtime="tpu-ubuntu2204-base",
+        matrix_units=(8, 128),  # two cores of four
     ),
     "v5e": Chip(
         ("tpu v5 lite", "tpu v5e"),
@@ -112,6 +124,7 @@ CHIPS = {
         gke_accelerator="tpu-v5-lite-podslice",
         gcloud_prefix="v5litepod",
         gcloud_runtime="v2-alpha-tpuv5-lite",
+        matrix_units=(4, 128),
     ),
     "v5p": Chip(
         ("tpu v5p", "tpu v5"),
@@ -123,6 +136,7 @@ CHIPS = {
         gcloud_prefix="v5p",
         gcloud_units_per_chip=2,
         gcloud_runtime="v2-alpha-tpuv5",
+        matrix_units=(8, 128),  # two cores of four
     ),
     "v6e": Chip(
         ("tpu v6 lite", "tpu v6e"),
@@ -133,6 +147,7 @@ CHIPS = {
         gke_accelerator="tpu-v6e-slice",
         gcloud_prefix="v6e",
         gcloud_runtime="v2-alpha-tpuv6e",
+        matrix_units=(4, 256),  # what libtpu's cycles of a large matmul come to
     ),
     "tpu7x": Chip(
         ("tpu7x", "tpu v7"),
@@ -142,6 +157,7 @@ CHIPS = {
         shapes=_TORUS_3D,
         libtpu_name="tpu7x",
         gke_accelerator="tpu7x",
+        matrix_units=(8, 256),  # as v6e's, of its two devices
     ),
     "a100": Chip(
         ("nvidia a100",),

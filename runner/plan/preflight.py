@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
 from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.plan import checks, report
+from runner.plan.against import against_section, rows_of
 from runner.plan.checks import Findings
 from runner.plan.data_check import check_data
 from runner.plan.figure import Section, amount, as_json, as_lines
@@ -22,6 +24,7 @@ from runner.plan.hlo import largest_arrays
 from runner.plan.machine import Machine, open_machine
 from runner.plan.mesh_check import Fault
 from runner.plan.outlook import Outlook, first_blueprint, first_estimate, outlook_of
+from runner.plan.profile import forecast_of, profile_sections, write_trace
 from runner.plan.program import Program, compile_design
 from runner.plan.progress import telling
 from runner.plan.search import Compiled, Search, smallest_slice
@@ -43,17 +46,21 @@ class Request:
     as_json: bool = False
     is_search: bool = False
     hours: float | None = None  # in which the run must end: choose the chips too
+    is_profile: bool = False  # op by op
+    trace: Path | None = None  # where to write the schedule for Perfetto
+    against: str | None = None  # a run's directory
 
 
 def plan(request: Request) -> int:
     """Print the plan of a spec; the exit code."""
     if request.is_search or request.hours is not None:
         return _search(request)
+    _refuse_early(request)
     findings = Findings()
     document = load_document(request.spec, request.overrides)
     machine = _open_machine(document, findings)
     job = checks.open_job(document, findings)
-    sections = [] if job is None else _sections(job, machine, findings)
+    sections = [] if job is None else _sections(job, machine, findings, request)
     if request.as_json:
         content = {"problems": findings.problems, "warnings": findings.warnings, "plan": as_json(sections)}
         print(json.dumps(content, indent=2))
@@ -64,6 +71,14 @@ def plan(request: Request) -> int:
         lines += ["", "would not run" if findings.problems else "would run"]
         print("\n".join(lines).lstrip("\n"))
     return EXIT_INVALID if findings.problems else EXIT_DONE
+
+
+def _refuse_early(request: Request) -> None:
+    """What would else be found wrong when all has been compiled."""
+    if request.trace is not None and not request.trace.absolute().parent.is_dir():
+        raise InvalidError(f"--trace {request.trace}: {request.trace.absolute().parent} is no directory")
+    if request.against is not None:
+        rows_of(request.against)
 
 
 def _open_machine(document: Document, findings: Findings) -> Machine | None:
@@ -80,7 +95,7 @@ def _open_machine(document: Document, findings: Findings) -> Machine | None:
     return None
 
 
-def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) -> list[Section]:
+def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings, request: Request) -> list[Section]:
     sections = [] if machine is None else [report.job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
         if machine is not None and _needs_no_data(job):
@@ -94,7 +109,7 @@ def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) 
                 mesh = job.design.lay_out(machine.devices)
         if machine is None or mesh is None or not data.can_draw:
             return sections
-        return sections + _trainer_sections(job, mesh, machine, findings)
+        return sections + _trainer_sections(job, mesh, machine, findings, request)
     with findings.collect():
         job.setup(Hosts.alone())
     sections.append(checks.check_directory(job, True, findings))
@@ -105,7 +120,9 @@ def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings) 
     return [*sections, report.state_section(abstract), _checkpoint_section(job, abstract, machine, None, findings)]
 
 
-def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: Findings) -> list[Section]:
+def _trainer_sections(
+    job: BaseTrainer, mesh: Mesh, machine: Machine, findings: Findings, request: Request
+) -> list[Section]:
     blueprint = job.design.draw_on(mesh, jax.random.key(job.spec.seed))
     abstract = blueprint.abstract_state
     checks.check_weights(job, abstract, findings)
@@ -126,7 +143,7 @@ def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: 
         report.memory_section(program, machine),
         report.collectives_section(program),
     ]
-    step_seconds = None
+    step_seconds = model_flops = None
     try:
         flops = job.flops_per_token(blueprint)
     except ValueError as error:
@@ -135,6 +152,8 @@ def _trainer_sections(job: BaseTrainer, mesh: Mesh, machine: Machine, findings: 
         roofline, times = report.roofline_section(job.design.counted, flops, program, machine)
         sections += [report.flops_section(job.config, flops), roofline]
         step_seconds = None if times is None else times.step_seconds
+        model_flops = flops.per_token * job.config.tokens_per_step
+    sections += _profile(program, machine, model_flops, findings, request)
     checkpoint = _checkpoint_section(job, abstract, machine, step_seconds, findings)
     return [*sections, checkpoint, report.compile_section(program)]
 
@@ -154,6 +173,26 @@ def _warn_of(job: BaseTrainer, outlook: Outlook, faults: list[Fault], findings: 
     """A warning for each fault of the mesh, with a mesh that cures it if one is near."""
     for fault in faults:
         findings.warnings.append(job.document.line(("topology", "mesh"), fault.text + outlook.cure(fault)))
+
+
+def _profile(
+    program: Program, machine: Machine, model_flops: float | None, findings: Findings, request: Request
+) -> list[Section]:
+    """The step op by op, where that is asked for."""
+    if not request.is_profile:
+        return []
+    found = forecast_of(program, machine)
+    if found is None:
+        findings.warnings.append("--profile: no forecast, since no peak figures are known for this device")
+        return []
+    if request.trace is not None:
+        write_trace(request.trace, found, request.spec)
+    sections = profile_sections(found, program, machine, model_flops)
+    if request.against is not None:
+        with findings.collect():
+            rows = rows_of(request.against)
+            sections.append(against_section(found, program.step.memory.needed, rows))
+    return sections
 
 
 def _checkpoint_section(
@@ -222,7 +261,9 @@ def _search_lines(
         step, bound = amount(compiled.times.step_seconds, "seconds"), compiled.times.bound
         needed = amount(compiled.program.step.memory.needed, "bytes")
         settings = " ".join(compiled.candidate.overrides)
-        lines.append(f"  {number}. lowest step time {step} ({bound}), {needed} a device: {settings}")
+        seconds = compiled.forecast_seconds
+        forecast = "" if seconds is None else f"forecast {amount(seconds, 'seconds')}, "
+        lines.append(f"  {number}. {forecast}lowest step time {step} ({bound}), {needed} a device: {settings}")
     lines += [f"  does not fit: {line}" for line in dropped]
     if not found:
         return [*lines, "", "nothing fits: more chips, or a smaller global batch, model or sequence"]
@@ -238,6 +279,7 @@ def _as_json(compiled: Compiled, accelerator: Accelerator) -> dict[str, Any]:
         "settings": {"topology.accelerator": str(accelerator), **compiled.candidate.settings},
         "lowest_step_seconds": compiled.times.step_seconds,
         "bound": compiled.times.bound,
+        "forecast_step_seconds": compiled.forecast_seconds,
         "needed_bytes": compiled.program.step.memory.needed,
         "predicted_step_seconds": compiled.candidate.prediction.times.step_seconds,
         "predicted_bytes": compiled.candidate.prediction.needed_bytes,

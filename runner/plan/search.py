@@ -5,7 +5,8 @@
 2. Arithmetic leaves out what cannot fit (state by its shapes and shardings, activations by the job's own formula) and
    predicts the least step time of the rest: matmuls, memory traffic, and the collectives that such a mesh needs. The
    state is drawn once, and laid over each mesh: some thousand predictions take seconds.
-3. The best few are compiled, those that do not fit are dropped, and the rest is ranked by what was compiled.
+3. The best few are compiled, those that do not fit are dropped, and the rest is ranked by what was compiled: by the
+   compiler's estimates of its ops where it writes them (`profile`), else by the bound.
 """
 
 import itertools
@@ -23,6 +24,7 @@ from runner.plan.estimate import TYPICAL_SHARE, Roofline
 from runner.plan.machine import Machine
 from runner.plan.mesh import Sizes, all_meshes
 from runner.plan.prediction import WHOLE, Prediction, Predictor, draw_abstractly
+from runner.plan.profile import forecast_seconds
 from runner.plan.program import Program, compile_design
 from runner.spec import Document, load_document
 from runner.train.compilation import MEMORY_SHARE
@@ -73,6 +75,12 @@ class Compiled:
     candidate: Candidate
     program: Program
     times: Roofline
+    forecast_seconds: float | None = None  # by the compiler's estimates, where it has written any
+
+    @property
+    def rank_seconds(self) -> float:
+        """What it is ranked by: the forecast, else the bound."""
+        return self.times.step_seconds if self.forecast_seconds is None else self.forecast_seconds
 
 
 @dataclass(frozen=True)
@@ -161,14 +169,14 @@ class Search:
         smallest = min(candidates, key=lambda candidate: candidate.prediction.needed_bytes, default=None)
         if not found and smallest is not None and smallest not in dropped:
             attempt(smallest)
-        return sorted(found, key=lambda compiled: compiled.times.step_seconds), list(dropped.values())
+        return sorted(found, key=lambda compiled: compiled.rank_seconds), list(dropped.values())
 
     def _compile(self, candidate: Candidate, machine: Machine) -> Compiled:
         job = self.open_job(candidate.overrides)
         blueprint = job.design.draw(machine.devices)
         program = compile_design(job.design, blueprint, machine, with_val=False)
         _, times = report.roofline_section(job.design.counted, job.flops_per_token(blueprint), program, machine)
-        return Compiled(candidate, program, times or candidate.prediction.times)
+        return Compiled(candidate, program, times or candidate.prediction.times, forecast_seconds(program, machine))
 
 
 def smallest_slice(search: Search, accelerator: Accelerator, hours: float) -> tuple[Accelerator, list[Candidate]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from runner.plan.hlo.count import counts_of
 from runner.plan.hlo.group import span
-from runner.plan.hlo.program import read
+from runner.plan.hlo.program import Found, read
 from runner.plan.hlo.source import sources_in
 from runner.plan.hlo.text import op_name_of, output_of, sizes_in
 
@@ -51,6 +51,11 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
 
     Raises `ValueError` if a group names devices that the mesh does not have.
     """
+    return [collective for _, collective in located_collectives(text, mesh_shape)]
+
+
+def located_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[Found, Collective]]:
+    """`collectives`, each with the place in the text that it was read from."""
     program, sources = read(text), sources_in(text)
     counts = counts_of(program)
     op_names = {call.callee: call.op_name for call in program.calls}
@@ -59,7 +64,8 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
     for found in program.found:
         if found.chain and (found.chain not in leaders or found.instruction.name in program.started):
             leaders[found.chain] = found.instruction.name
-    result = []
+    result: list[Collective] = []
+    places: list[Found] = []
     for found in program.found:
         computation, name = found.instruction.computation, found.instruction.name
         count, is_at_least = counts[computation]
@@ -74,8 +80,9 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
         rest = found.instruction.rest
         op_name, source = op_name_of(rest) or op_names.get(computation, ""), sources.of(rest)
         shapes, between = sizes_in(output_of(found.instruction)), found.is_between_slices
+        places.append(found)
         result.append(Collective(kind, axes, size, bytes_, count, op_name, is_at_least, between, shapes, source))
-    return result
+    return list(zip(places, result, strict=True))
 
 
 def sent_bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:

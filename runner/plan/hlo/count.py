@@ -24,7 +24,7 @@ def counts_of(program: Program) -> dict[str, tuple[int, bool]]:
     for call in program.calls:
         callers[call.callee].append(call)
     graph = {callee: {call.caller for call in calls} for callee, calls in callers.items()}
-    trips = {loop: _trips(program, *parts) for loop, parts in program.loops.items()} | program.trips
+    trips = trips_of(program)
     counts: dict[str, tuple[int, bool]] = defaultdict(lambda: (0, False))
     for name in graphlib.TopologicalSorter(graph).static_order():
         runs, is_at_least = int(name == program.entry), False
@@ -35,6 +35,11 @@ def counts_of(program: Program) -> dict[str, tuple[int, bool]]:
         counts[name] = runs, is_at_least
     counts.setdefault(program.entry, (1, False))
     return counts
+
+
+def trips_of(program: Program) -> dict[str, int | None]:
+    """Trips of each `while`, None where they are not known."""
+    return {loop: _trips(program, *parts) for loop, parts in program.loops.items()} | program.trips
 
 
 def _trips(program: Program, state: str, condition: str, body: str) -> int | None:

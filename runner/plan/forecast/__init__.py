@@ -1,0 +1,40 @@
+"""How long a step will take, op by op, and why: read from the compiled program, on a machine without the chip.
+
+A TPU's compiler writes an estimate of cycles beside each op of its schedule. Their sum is the upper end of a range;
+the lower is the sum of the rooflines of the ops, each as fast as matrix units and memory allow. Text and the chip's
+peak figures in, numbers out: knows no jax, no model and no spec.
+
+How it is counted, in order:
+1. Every op of the schedule runs on the one compute lane, as often as loops, calls and conditionals have it run: a loop
+   by its trips, a conditional by its longest branch. Loops whose trips are not known count once, and it is said.
+2. What starts and is awaited later (copies between memories, collectives) runs on a lane of its own, one transfer
+   after the other. What is still missing when it is awaited is exposed; the rest is hidden. A collective without a
+   start is exposed as a whole, and takes the bytes that a device sends over its links.
+3. An op's roofline is the larger of its matmuls, with sizes filled up to the width of a matrix unit, at peak, and the
+   bytes that it moves in main memory at the memory's bandwidth. What is cut out of a larger array, or put into one in
+   place, counts by its own size; what lies in the chip's fast memory counts nothing.
+4. A kernel counts by the cost that it states; attention kernels that state none by their shapes and their blocks.
+5. An op without an estimate counts by its roofline in both ends of the range.
+
+Modules, in the order in which they build on each other:
+
+- `array`     sizes, bytes and memories of what instructions make
+- `module`    the instructions of a module by computation, as the compiler has scheduled them
+- `source`    which line of whose source an op comes from
+- `matmul`    the matrix multiplications in an op, convolutions and batches included
+- `movement`  the bytes that an op moves in main memory
+- `kernel`    what a custom kernel costs
+- `transfer`  what runs beside the ops: copies and collectives
+- `cost`      the time of an op, at its roofline and by the compiler's estimate
+- `part`      which part of a step an op belongs to
+- `schedule`  loops, calls and branches as a tree, and its time
+- `live`      what is alive in main memory at each op
+- `whole`     the forecast of a program
+- `trace`     the schedule as a file that Perfetto opens
+"""
+
+from runner.plan.forecast.cost import Rates
+from runner.plan.forecast.trace import memory_at, trace_of
+from runner.plan.forecast.whole import Forecast, OpTime, forecast
+
+__all__ = ["Forecast", "OpTime", "Rates", "forecast", "memory_at", "trace_of"]

@@ -1,0 +1,235 @@
+"""The schedule of a program as a tree of loops, calls and branches, and the time that it takes.
+
+Ops run one after the other. A transfer begins when it is started and its lane is free, and the ops wait at its end for
+as long as it is not done: that time is exposed.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from runner.plan.forecast.cost import Cost
+from runner.plan.forecast.module import Module, Op
+from runner.plan.forecast.transfer import Transfer, Transfers
+
+End = Literal["low", "high"]
+Key = tuple[str, str]  # computation, op
+
+# A loop is drawn turn by turn up to so many ops in all; of longer ones the first turn is.
+MOST_DRAWN = 60_000
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op as the clock sees it: what it costs, what it starts or awaits, and what it runs inside.
+
+    `inside` are the computations that run where it stands: the body and condition of a loop, all branches of a
+    conditional, what is called. `trips` counts a loop's turns.
+    """
+
+    op: Op
+    cost: Cost | None = None
+    begins: Transfer | None = None
+    awaits: str | None = None
+    at_once: Transfer | None = None
+    inside: tuple[tuple["Step", ...], ...] = ()
+    kind: Literal["op", "loop", "branches", "call"] = "op"
+    trips: int = 1
+
+    @property
+    def key(self) -> Key:
+        """Which op it is."""
+        return self.op.computation, self.op.name
+
+
+@dataclass
+class Spent:
+    """The time of one op over all its runs: of the ops themselves, of its transfer, and of the ops waiting for it."""
+
+    runs: float = 0
+    busy: float = 0.0
+    transfer: float = 0.0
+    exposed: float = 0.0
+
+    def add(self, other: "Spent", times: float) -> None:
+        """Count another's `times` over."""
+        self.runs += times * other.runs
+        self.busy += times * other.busy
+        self.transfer += times * other.transfer
+        self.exposed += times * other.exposed
+
+
+class Drawn(NamedTuple):
+    """A stretch of a lane. `stack` is the ops that were running when it began, outermost first."""
+
+    lane: str
+    name: str
+    start: float
+    seconds: float
+    stack: tuple[Key, ...]
+    turns: int = 1  # how many turns of a loop it stands for
+
+
+@dataclass
+class Timing:
+    """The time of a whole schedule."""
+
+    seconds: float = 0.0
+    spent: dict[Key, Spent] = field(default_factory=dict)
+    drawn: list[Drawn] = field(default_factory=list)
+
+
+def schedule(module: Module, transfers: Transfers, cost: Callable[[Op], Cost | None]) -> tuple[Step, ...]:
+    """The steps of a run of a module, in order."""
+    known: dict[str, tuple[Step, ...]] = {}
+
+    def steps_of(computation: str) -> tuple[Step, ...]:
+        if computation not in known:
+            ops = module.computations.get(computation, {}).values()
+            known[computation] = tuple(step for op in ops if (step := step_of(op)) is not None)
+        return known[computation]
+
+    def step_of(op: Op) -> Step | None:
+        key = op.computation, op.name
+        callees = op.callees
+        if op.opcode == "while":
+            inside = (steps_of(callees["body"]) + steps_of(callees["condition"]),)
+            trips = module.trips.get(op.name)
+            return Step(op, inside=inside, kind="loop", trips=1 if trips is None else trips)
+        if op.opcode == "conditional":
+            return Step(op, inside=tuple(steps_of(name) for name in callees.values()), kind="branches")
+        if op.opcode == "call":
+            return Step(op, inside=(steps_of(callees["to_apply"]),), kind="call")
+        if key in transfers.at_once:
+            return Step(op, at_once=transfers.at_once[key])
+        begins, awaits = transfers.starts.get(key), transfers.waits.get(key)
+        found = None if begins is not None or awaits is not None else cost(op)
+        return None if begins is None and awaits is None and found is None else Step(op, found, begins, awaits)
+
+    return steps_of(module.entry)
+
+
+def time_of(steps: Sequence[Step], end: End, *, is_drawn: bool = False) -> Timing:
+    """The time of a schedule by one end of the range of its ops."""
+    clock = _Clock(end, MOST_DRAWN if is_drawn else 0)
+    timing = Timing(spent=clock.spent, drawn=clock.drawn)
+    clock.run(steps, ())
+    timing.seconds = clock.now
+    return timing
+
+
+class _Clock:
+    """Runs steps. What is under way is known by the op that started it."""
+
+    def __init__(self, end: End, most_drawn: int):
+        self.end, self.most_drawn = end, most_drawn
+        self.now = 0.0
+        self.free: dict[str, float] = {}  # lane -> when its last transfer ends
+        self.pending: dict[str, tuple[Step, float]] = {}
+        self.spent: dict[Key, Spent] = defaultdict(Spent)
+        self.drawn: list[Drawn] = []
+
+    def run(self, steps: Sequence[Step], stack: tuple[Key, ...]) -> None:
+        """All steps in order."""
+        for step in steps:
+            if step.kind == "loop":
+                self._loop(step, stack)
+            elif step.kind == "branches":
+                self.run(max(step.inside, key=self._alone, default=()), (*stack, step.key))
+            elif step.kind == "call":
+                self.run(step.inside[0], (*stack, step.key))
+            else:
+                self._op(step, stack)
+
+    def _op(self, step: Step, stack: tuple[Key, ...]) -> None:
+        if step.begins is not None:
+            self._begin(step, step.begins, stack)
+        elif step.awaits is not None:
+            self._await(step, stack)
+        elif step.at_once is not None:
+            spent, seconds = self.spent[step.key], step.at_once.seconds
+            begun = max(self.now, self.free.get(step.at_once.lane, 0.0))
+            self._draw(step.at_once.kind, step.op.name, begun, seconds, stack)
+            spent.runs += 1
+            spent.transfer += seconds
+            spent.exposed += begun + seconds - self.now
+            self.now = self.free[step.at_once.lane] = begun + seconds
+        elif step.cost is not None:
+            spent = self.spent[step.key]
+            seconds = step.cost.low if self.end == "low" else step.cost.high
+            self._draw("compute", step.op.name, self.now, seconds, (*stack, step.key))
+            spent.runs += 1
+            spent.busy += seconds
+            self.now += seconds
+
+    def _begin(self, step: Step, transfer: Transfer, stack: tuple[Key, ...]) -> None:
+        begun = max(self.now, self.free.get(transfer.lane, 0.0))
+        self.free[transfer.lane] = begun + transfer.seconds
+        self.pending[step.op.name] = step, begun + transfer.seconds
+        spent = self.spent[step.key]
+        spent.runs += 1
+        spent.transfer += transfer.seconds
+        self._draw(transfer.kind, step.op.name, begun, transfer.seconds, stack)
+
+    def _await(self, step: Step, stack: tuple[Key, ...]) -> None:
+        assert step.awaits is not None
+        name = step.awaits
+        if not name:
+            stem = step.op.opcode.removesuffix("-done")
+            same = [key for key, (begun, _) in self.pending.items() if begun.op.opcode.removesuffix("-start") == stem]
+            name = same[0] if same else ""
+        if name not in self.pending:
+            return
+        begun, until = self.pending.pop(name)
+        wait = max(0.0, until - self.now)
+        self.spent[begun.key].exposed += wait
+        if wait:
+            self._draw("waiting", name, self.now, wait, stack)
+        self.now += wait
+
+    def _loop(self, step: Step, stack: tuple[Key, ...]) -> None:
+        """Turn by turn, until one begins as the one before it did: from there all are equal."""
+        outer, inner = self.spent, (*stack, step.key)
+        before: tuple[tuple[str, float], ...] | None = None
+        started, last = self.now, outer
+        for turn in range(step.trips):
+            at = self._relative()
+            if at == before and len(self.drawn) >= self.most_drawn:
+                self._repeat(step, step.trips - turn, self.now - started, last, outer, inner)
+                break
+            started, before, last = self.now, at, defaultdict(Spent)
+            self.spent = last
+            self.run(step.inside[0], inner)
+            self.spent = outer
+            for key, spent in last.items():
+                outer[key].add(spent, 1)
+
+    def _repeat(
+        self,
+        step: Step,
+        times: int,
+        seconds: float,
+        spent: dict[Key, Spent],
+        outer: dict[Key, Spent],
+        stack: tuple[Key, ...],
+    ) -> None:
+        for key, one in spent.items():
+            outer[key].add(one, times)
+        self._draw("compute", f"{step.op.name}: {times} more", self.now, seconds * times, stack, times)
+        self.now += seconds * times
+        self.free = {lane: until + seconds * times for lane, until in self.free.items()}
+        self.pending = {name: (begun, until + seconds * times) for name, (begun, until) in self.pending.items()}
+
+    def _relative(self) -> tuple[tuple[str, float], ...]:
+        """What is under way, as it lies to the clock: what is over does not matter."""
+        ends = [*self.free.items(), *((name, until) for name, (_, until) in self.pending.items())]
+        return tuple(sorted((name, round(max(0.0, until - self.now), 12)) for name, until in ends))
+
+    def _alone(self, steps: Sequence[Step]) -> float:
+        """How long a branch takes by itself, its longest end."""
+        return time_of(steps, "high").seconds
+
+    def _draw(self, lane: str, name: str, start: float, seconds: float, stack: tuple[Key, ...], turns: int = 1) -> None:
+        if self.most_drawn and seconds:
+            self.drawn.append(Drawn(lane, name, start, seconds, stack, turns))

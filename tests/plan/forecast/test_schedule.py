@@ -1,0 +1,275 @@
+"""The time of a schedule: loops in loops, async pairs, conditionals, calls and fusions, exact by hand count."""
+
+import itertools
+import json
+
+import pytest
+
+from runner.plan.forecast import forecast, trace_of
+from tests.plan.forecast.text import MESH, computation, cycles, module, nanoseconds, negate, rates, seen
+
+
+def loop(name: str, trips: int, *inside: str) -> tuple[tuple[str, ...], str]:
+    """A loop whose trips stand in its condition alone; its counting takes no time that counts."""
+    before = computation(
+        f"{name}_cond",
+        f"%{name}_c = (s32[]{{:S(6)}}, f32[250]{{0}}) parameter(0)",
+        f"%{name}_ci = s32[]{{:S(6)}} get-tuple-element(%{name}_c), index=0",
+        f"%{name}_bound = s32[]{{:S(6)}} constant({trips})",
+        f"ROOT %{name}_test = pred[]{{:S(6)}} compare(%{name}_ci, %{name}_bound), direction=LT",
+    ) + computation(
+        f"{name}_body",
+        f"%{name}_p = (s32[]{{:S(6)}}, f32[250]{{0}}) parameter(0)",
+        f"%{name}_i = s32[]{{:S(6)}} get-tuple-element(%{name}_p), index=0",
+        f"%{name}_x = f32[250]{{0}} get-tuple-element(%{name}_p), index=1",
+        f"%{name}_one = s32[]{{:S(6)}} constant(1)",
+        f"%{name}_next = s32[]{{:S(6)}} add(%{name}_i, %{name}_one)",
+        *inside,
+        f"ROOT %{name}_out = (s32[]{{:S(6)}}, f32[250]{{0}}) tuple(%{name}_next, %{name}_x)",
+    )
+    lines = (
+        f"%{name}_zero = s32[]{{:S(6)}} constant(0)",
+        f"%{name}_in = (s32[]{{:S(6)}}, f32[250]{{0}}) tuple(%{name}_zero, %x)",
+        f"%{name} = (s32[]{{:S(6)}}, f32[250]{{0}}) while(%{name}_in), condition=%{name}_cond, body=%{name}_body",
+    )
+    return lines, before
+
+
+IN_LOOP = negate("a", "L_x")
+ONE_LOOP = loop("L", 3, IN_LOOP)
+INNER = loop("M", 4, negate("b", "M_x", 7000))
+NESTED = loop(
+    "L",
+    3,
+    IN_LOOP,
+    *(line.replace("%x", "%L_x") for line in INNER[0]),
+)
+BRANCHES = computation("short", "%s = f32[250]{0} parameter(0)", negate("s1", "s")) + computation(
+    "long", "%l = f32[250]{0} parameter(0)", negate("l1", "l"), negate("l2", "l1")
+)
+FUSED = computation(
+    "fused",
+    "%f0 = f32[250]{0} parameter(0)",
+    "%f1 = f32[250]{0} negate(%f0)",
+    "ROOT %f2 = f32[250]{0} exponential(%f1)",
+)
+GROUPS = "channel_id=1, replica_groups=[2,2]<=[4], use_global_device_ids=true"
+COPY = (
+    "%cs = (f32[2500]{0:S(1)}, f32[2500]{0}, u32[]{:S(2)}) copy-start(%big)",
+    "%cd = f32[2500]{0:S(1)} copy-done(%cs)",
+)
+BIG = "%big = f32[2500]{0} parameter(1)"
+GATHER = (
+    f"%gs = (f32[250]{{0}}, f32[500]{{0}}) all-gather-start(%x), {GROUPS}, dimensions={{0}}",
+    "%gd = f32[500]{0} all-gather-done(%gs)",
+)
+
+SCHEDULES = {
+    "an op": ((negate(),), "", 2000, 5000),
+    "ops one after the other": ((negate(), negate("z", "y", 1000)), "", 4000, 6000),
+    "what has no estimate": (("%y = f32[250]{0} negate(%x)",), "", 2000, 2000),
+    "names of what is there": (
+        (
+            "%t = (f32[250]{0}) tuple(%x)",
+            "%y = f32[250]{0} get-tuple-element(%t), index=0",
+            "%b = f32[250]{0} bitcast(%y)",
+        ),
+        "",
+        0,
+        0,
+    ),
+    "a loop": (*ONE_LOOP, 3 * 2000, 3 * 5000),
+    "a loop in a loop": (NESTED[0], INNER[1] + NESTED[1], 3 * (2000 + 4 * 2000), 3 * (5000 + 4 * 7000)),
+    "a loop that never turns": (*loop("L", 0, IN_LOOP), 0, 0),
+    "a conditional takes its longest branch": (
+        ("%c = f32[250]{0} conditional(%i, %x, %x), branch_computations={%short, %long}",),
+        BRANCHES,
+        4000,
+        10000,
+    ),
+    "a conditional of true and false": (
+        ("%c = f32[250]{0} conditional(%i, %x, %x), true_computation=%long, false_computation=%short",),
+        BRANCHES,
+        4000,
+        10000,
+    ),
+    "two calls": (
+        ("%c = f32[250]{0} call(%x), to_apply=%short", "%d = f32[250]{0} call(%c), to_apply=%long"),
+        BRANCHES,
+        6000,
+        15000,
+    ),
+    "a fusion counts once": (
+        (f"%y = f32[250]{{0}} fusion(%x), kind=kLoop, calls=%fused, {cycles(9000)}",),
+        FUSED,
+        2000,
+        9000,
+    ),
+    "a copy that nothing hides": ((BIG, *COPY), "", 10000, 10000),
+    "a copy that is hidden in part": ((BIG, COPY[0], negate(), COPY[1]), "", 10000, 10000),
+    "a copy that is hidden whole": ((BIG, COPY[0], negate(estimated=12000), COPY[1]), "", 10000, 12000),
+    "copies follow one another": (
+        (BIG, COPY[0], COPY[0].replace("%cs", "%cs2"), COPY[1], COPY[1].replace("%c", "%c2").replace("(%c2s", "(%cs2")),
+        "",
+        20000,
+        20000,
+    ),
+    "a copy within main memory is read and written": (
+        (BIG, *(line.replace("S(1)", "") for line in COPY)),
+        "",
+        20000,
+        20000,
+    ),
+    "a gather that is hidden in part": ((GATHER[0], negate(estimated=400), GATHER[1]), "", 2000, 1000),
+    "a copy and a gather do not wait for each other": (
+        (BIG, COPY[0], GATHER[0], GATHER[1], COPY[1]),
+        "",
+        10000,
+        10000,
+    ),
+    "a reduction that is not started": (
+        (negate(), f"%r = f32[250]{{0}} all-reduce(%y), {GROUPS}, to_apply=%add"),
+        "",
+        2000 + 1000,
+        5000 + 1000,
+    ),
+    "a copy around a loop": ((BIG, COPY[0], *ONE_LOOP[0], COPY[1]), ONE_LOOP[1], 10000, 15000),
+    "a copy in each turn": (
+        *loop("L", 3, BIG, *COPY),
+        30000,
+        30000,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_time_of_a_schedule_is_the_one_counted_by_hand(name: str) -> None:
+    lines, before, low, high = SCHEDULES[name]
+    assert nanoseconds(seen(*lines, before=before)) == (low, high)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_the_ops_spend_is_the_time_of_the_whole(name: str) -> None:
+    lines, before, *_ = SCHEDULES[name]
+    found = seen(*lines, before=before)
+    assert sum(op.low for op in found.ops) == pytest.approx(found.low, abs=1e-12)
+    assert sum(op.high for op in found.ops) == pytest.approx(found.high, abs=1e-12)
+    assert sum(high for _, high in found.by_part().values()) == pytest.approx(found.high, abs=1e-12)
+    assert sum(high for _, high in found.by_line().values()) == pytest.approx(found.high, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_trace_has_the_whole_time_on_its_lane_of_ops(name: str) -> None:
+    lines, before, *_ = SCHEDULES[name]
+    found = seen(*lines, before=before)
+    content = json.loads(json.dumps(trace_of(found, "name")))
+    threads = {
+        event["tid"]: event["args"]["name"] for event in content["traceEvents"] if event["name"] == "thread_name"
+    }
+    spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
+    on_lane = [event for event in spans if threads[event["tid"]] in ("compute", "waiting")]
+    at_once = sum(op.high for op in found.ops if op.opcode == "all-reduce")
+    assert sum(event["dur"] for event in on_lane) == pytest.approx((found.high - at_once) * 1e6)
+    ends = sorted((event["ts"], event["ts"] + event["dur"]) for event in on_lane)
+    assert all(first[1] <= second[0] + 1e-9 for first, second in itertools.pairwise(ends)), "no two at a time"
+
+
+def test_exposed_and_hidden_make_up_a_transfer() -> None:
+    found = seen(GATHER[0], negate(estimated=400), GATHER[1])
+    assert {key: tuple(round(s * 1e9) for s in both) for key, both in found.collectives().items()} == {
+        "all-gather over fsdp": (600, 400)
+    }
+
+
+def test_a_loop_of_unknown_trips_counts_once_and_is_told() -> None:
+    lines, before = loop("L", 3, IN_LOOP)
+    found = seen(*lines, before=before.replace("add(%L_i", "multiply(%L_i"))
+    assert (nanoseconds(found), found.num_endless) == ((2000, 5000), 1)
+    assert seen(*lines, before=before).num_endless == 0
+
+
+def test_a_program_without_estimates_or_of_an_unknown_clock_is_all_rooflines_and_says_so() -> None:
+    plain = seen("%y = f32[250]{0} negate(%x)")
+    assert (nanoseconds(plain), plain.has_estimates) == ((2000, 2000), False)
+    unknown = seen(negate(), clock=None)
+    assert (nanoseconds(unknown), unknown.has_estimates) == ((2000, 2000), False)
+    assert seen(negate()).has_estimates
+
+
+# What libtpu makes of asynchronous collectives and of reduce-scatters.
+
+PIECE = (
+    "all-gather(%param), channel_id=130, replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true, "
+    'frontend_attributes={chain_id="8"}'
+)
+CHAIN = (
+    computation(
+        "starts",
+        "%param = f32[250]{0} parameter(0)",
+        f"%g1 = f32[500]{{0}} {PIECE}",
+        "ROOT %begun = (f32[250]{0}, f32[500]{0}, s32[2]{0:S(4)}) custom-call(%g1), "
+        'custom_call_target="AsyncCollectiveStart"',
+    )
+    + computation(
+        "goes_on",
+        "%param = f32[250]{0} parameter(0)",
+        f"%g2 = f32[500]{{0:S(1)}} {PIECE}",
+        "%n = f32[250]{0} negate(%param)",
+        "ROOT %both = (f32[250]{0}, f32[500]{0:S(1)}) tuple(%n, %g2)",
+    )
+    + computation(
+        "ends",
+        "%param = f32[250]{0} parameter(0)",
+        f"%g3 = f32[500]{{0}} {PIECE}",
+        'ROOT %done = f32[500]{0} custom-call(%g3), custom_call_target="AsyncCollectiveDone"',
+    )
+)
+
+
+@pytest.mark.parametrize(("estimated", "high"), [(400, 1000), (3000, 3000)])
+def test_the_pieces_of_one_collective_are_one_transfer_behind_the_ops_between(estimated: int, high: int) -> None:
+    found = seen(
+        "%s = (f32[250]{0}, f32[500]{0}) fusion(%x), kind=kCustom, calls=%starts",
+        f"%m = (f32[250]{{0}}, f32[500]{{0:S(1)}}) fusion(%x), kind=kCustom, calls=%goes_on, {cycles(estimated)}",
+        "%e = f32[500]{0} fusion(%m), kind=kCustom, calls=%ends",
+        before=CHAIN,
+    )
+    assert nanoseconds(found)[1] == high
+    assert [op.transfer * 1e9 for op in found.ops if op.basis == "links"] == [pytest.approx(1000)]
+
+
+def test_an_all_reduce_of_which_each_keeps_a_part_is_a_reduce_scatter_of_half_the_time() -> None:
+    inner = computation(
+        "scatters",
+        "%whole = f32[250]{0} parameter(0)",
+        f"%r = f32[250]{{0}} all-reduce(%whole), {GROUPS}, to_apply=%add",
+        "%zero = s32[] constant(0)",
+        "ROOT %part = f32[125]{0} dynamic-slice(%r, %zero), dynamic_slice_sizes={125}",
+    )
+    found = seen("%y = f32[125]{0} fusion(%x), kind=kCustom, calls=%scatters", before=inner)
+    assert nanoseconds(found) == (500, 500)
+    assert [op.part for op in found.ops] == ["reduce-scatter over fsdp"]
+
+
+def test_what_goes_to_other_slices_is_there_when_it_has_been_received() -> None:
+    meeting = (
+        '_xla_host_transfer_rendezvous="r0",_xla_megascale_target="{1,2}",_xla_megascale_transfer_type="ALL_REDUCE"'
+    )
+    text = module(
+        f"%s = (f32[250]{{0}}, u32[], token[]) send(%x, %t), channel_id=5, frontend_attributes={{{meeting}}}",
+        f"%r = (f32[250]{{0}}, u32[], token[]) recv(%t), channel_id=4, frontend_attributes={{{meeting}}}",
+        "%sd = token[] send-done(%s)",
+        negate(estimated=300),
+        "%rd = (f32[250]{0}, token[]) recv-done(%r)",
+    )
+    found = forecast(text.replace("num_partitions=4", "num_partitions=2"), MESH, rates())
+    assert round(found.high * 1e9) == 1000
+    assert [op.part for op in found.ops if op.basis == "links"] == ["all-reduce over data"]
+
+
+def test_a_long_schedule_is_drawn_by_the_first_turns_and_the_rest_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.plan.forecast.schedule.MOST_DRAWN", 2)
+    lines, before = loop("L", 50, IN_LOOP)
+    found = forecast(module(*lines, before=before), MESH, rates())
+    assert nanoseconds(found) == (50 * 2000, 50 * 5000)
+    assert [(one.name, one.turns) for one in found.timing.drawn][-1] == ("L: 48 more", 48)

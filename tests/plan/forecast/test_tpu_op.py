@@ -1,0 +1,56 @@
+"""Single ops compiled alone by libtpu: their work is exact, and its estimates lie as far from rooflines as measured."""
+
+import fcntl
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
+
+pytestmark = pytest.mark.soak
+
+# Estimate over roofline, with room for another version; FLOPs. Large matmuls are 2 to 18% over their peak, what is
+# bound by memory 1.2 to 7 times.
+EXPECTED = {
+    "matmul 4096": (1.0, 1.2, 2 * 4096**3),
+    "matmul 8192 x 4096 x 16384": (1.0, 1.2, 2 * 8192 * 4096 * 16384),
+    "matmul 16384 x 768 x 3072": (1.0, 1.35, 2 * 16384 * 768 * 3072),
+    "heads": (1.0, 4.0, 2 * 16384 * 768 * 768),
+    "scores": (1.0, 4.0, 2 * 48 * 1024 * 1024 * 64),
+    "add float32": (1.1, 1.9, 0),
+    "add": (1.1, 5.0, 0),
+    "gelu": (1.1, 5.0, 0),
+    "layer norm": (1.1, 8.0, 0),
+    "transpose": (1.1, 5.0, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[dict[str, dict[str, float]]]:
+    """What the forecast says of each op; libtpu is ours meanwhile."""
+    with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        words = [sys.executable, "-m", "tests.plan.forecast.tpu_op"]
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
+        )
+        assert done.returncode == 0, done.stderr
+        yield json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_op_has_its_work_and_an_estimate_as_far_from_its_roofline_as_is_known(
+    found: dict[str, dict[str, float]], name: str
+) -> None:
+    least, most, flops = EXPECTED[name]
+    assert found[name]["flops"] == flops
+    assert least <= found[name]["ratio"] <= most
+
+
+def test_every_op_is_looked_at(found: dict[str, dict[str, float]]) -> None:
+    assert found.keys() == EXPECTED.keys()

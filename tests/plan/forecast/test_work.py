@@ -1,0 +1,254 @@
+"""What an op computes and moves: matmuls in every form, bytes of main memory, kernels."""
+
+import pytest
+
+from runner.plan.forecast.array import arrays_in
+from runner.plan.forecast.kernel import causal_share
+from runner.plan.forecast.matmul import Matmul, matmuls_in
+from runner.plan.forecast.module import Module, Op, load
+from runner.plan.forecast.movement import moved_bytes
+from tests.plan.forecast.text import computation, cycles, module, nanoseconds, seen
+
+
+def last(text: str) -> tuple[Module, Op]:
+    """The module, and the last op of its entry."""
+    found = load(text)
+    return found, list(found.computations[found.entry].values())[-1]
+
+
+def of(lhs: str, rhs: str, line: str) -> list[Matmul]:
+    """The matmuls of an op on two arguments."""
+    return matmuls_in(*last(module(f"%a = {lhs} parameter(1)", f"%b = {rhs} parameter(2)", f"%y = {line}")))
+
+
+# As libtpu 0.0.42 writes them, but for the last ones.
+MATMULS = {
+    "a dot": (
+        "f32[8,16]",
+        "f32[16,32]",
+        "f32[8,32] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        Matmul(1, 8, 32, 16),
+    ),
+    "a dot of batches": (
+        "f32[4,8,16]",
+        "f32[4,32,16]",
+        "f32[4,8,32] dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, "
+        "rhs_contracting_dims={2}",
+        Matmul(4, 8, 32, 16),
+    ),
+    "a plain convolution": (
+        "bf16[512,64]",
+        "bf16[64,256]",
+        "f32[512,256] convolution(%a, %b), dim_labels=bf_io->bf",
+        Matmul(1, 512, 256, 64),
+    ),
+    "a window of one": (
+        "bf16[16,1024,768]",
+        "bf16[50304,768,1]",
+        "bf16[16,1024,50304] convolution(%a, %b), window={size=1}, dim_labels=0bf_oi0->0bf",
+        Matmul(1, 16 * 1024, 50304, 768),
+    ),
+    "a window that sums": (
+        "bf16[16,768,1024]",
+        "bf16[16,1024,3072]",
+        "f32[768,3072,1] convolution(%a, %b), window={size=16}, dim_labels=0bf_0io->bf0",
+        Matmul(1, 768, 3072, 16 * 1024),
+    ),
+    "heads that a padded window splits": (
+        "bf16[1,1024,768,1]",
+        "bf16[12,64,768,1]",
+        "bf16[1,1024,12,64] convolution(%a, %b), window={size=1x12 pad=0_0x11_11 rhs_reversal=0x1}, "
+        "dim_labels=0bf1_1oi0->0b1f",
+        Matmul(1, 1024, 12 * 64, 768),
+    ),
+    "batches in two dilated windows": (
+        "bf16[8,64,4,16]",
+        "bf16[8,64,4,16]",
+        "f32[8,4,64,64] convolution(%a, %b), window={size=8x4 stride=7x3 lhs_dilate=8x4}, dim_labels=0b1f_0o1i->01bf",
+        Matmul(32, 64, 64, 16),
+    ),
+    "groups of features": (
+        "f32[2,10,12]",
+        "f32[3,4,24]",
+        "f32[2,8,24] convolution(%a, %b), window={size=3}, dim_labels=b0f_0io->b0f, feature_group_count=3",
+        Matmul(3, 2 * 8, 8, 3 * 4),
+    ),
+    "an image": (
+        "f32[2,9,9,3]",
+        "f32[3,3,3,16]",
+        "f32[2,7,7,16] convolution(%a, %b), window={size=3x3}, dim_labels=b01f_01io->b01f",
+        Matmul(1, 2 * 49, 16, 27),
+    ),
+    "a GPU library's": (
+        "f32[8,16]",
+        "f32[16,32]",
+        '(f32[8,32], s8[4]) custom-call(%a, %b), custom_call_target="__cublas$gemm", '
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],'
+        '"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}',
+        Matmul(1, 8, 32, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MATMULS)
+def test_every_form_of_a_matmul_has_its_sizes(name: str) -> None:
+    lhs, rhs, line, expected = MATMULS[name]
+    assert of(lhs, rhs, line) == [expected]
+
+
+def test_the_matmuls_of_a_fusion_are_those_inside_and_a_loop_has_none_of_its_own() -> None:
+    product = "%y = f32[8,8] dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    inner = computation("inner", "%p = f32[8,8] parameter(0)", "%q = f32[8,8] negate(%p)", "ROOT " + product)
+    outer = computation(
+        "outer", "%o = f32[8,8] parameter(0)", "ROOT %n = f32[8,8] fusion(%o), kind=kOutput, calls=%inner"
+    )
+    entry = "%z = f32[8,8] fusion(%x), kind=kOutput, calls=%outer"
+    assert matmuls_in(*last(module(entry, before=inner + outer))) == [Matmul(1, 8, 8, 8)]
+    loop = "%z = f32[8,8] while(%x), condition=%inner, body=%outer"
+    assert matmuls_in(*last(module(loop, before=inner + outer))) == []
+
+
+@pytest.mark.parametrize(
+    ("matmul", "width", "filled"),
+    [
+        (Matmul(1, 1024, 1024, 1024), 128, 2 * 1024**3),
+        (Matmul(1, 1024, 1024, 64), 128, 2 * 1024 * 1024 * 128),  # a head of 64 fills half of the unit
+        (Matmul(1, 1024, 64, 1024), 128, 2 * 1024 * 128 * 1024),
+        (Matmul(3, 1000, 1024, 128), 128, 2 * 3 * 1000 * 1024 * 128),  # what streams past is not filled up
+        (Matmul(1, 1, 1, 1), 128, 2 * 128**3),
+        (Matmul(1, 1024, 1024, 128), 256, 2 * 1024 * 1024 * 256),
+        (Matmul(5, 7, 3, 9), 1, 2 * 5 * 7 * 3 * 9),
+    ],
+)
+def test_a_matmul_fills_whole_matrix_units(matmul: Matmul, width: int, filled: int) -> None:
+    assert matmul.filled_flops(width) == filled
+
+
+def test_an_op_takes_the_longer_of_its_matmuls_and_its_bytes() -> None:
+    lines = ("%a = f32[10,1000] parameter(1)", "%b = f32[1000,10] parameter(2)")
+    product = "%y = f32[10,10] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, " + cycles(1)
+    assert nanoseconds(seen(*lines, product)) == (2 * 10 * 10 * 1000, 1)
+    thin = product.replace("f32[10,10]", "f32[1,10]").replace("%a", "%c")
+    assert nanoseconds(seen("%c = f32[1,1000] parameter(1)", lines[1], thin)) == (4 * (1000 + 10000 + 10), 1)
+
+
+# Bytes.
+
+STACK, ROW = 4 * 12 * 100, 4 * 100
+UPDATE = computation(
+    "update",
+    "%stack = f32[12,100]{1,0} parameter(0)",
+    "%row = f32[1,100]{1,0} parameter(1)",
+    "%at = s32[] parameter(2)",
+    "%zero = s32[] constant(0)",
+    "%new = f32[1,100]{1,0} negate(%row)",
+    "ROOT %put = f32[12,100]{1,0} dynamic-update-slice(%stack, %new, %at, %zero)",
+)
+CUT = computation(
+    "cut",
+    "%whole = f32[12,100]{1,0} parameter(0)",
+    "%at2 = s32[] parameter(1)",
+    "%zero2 = s32[] constant(0)",
+    "%seen = f32[12,100]{1,0} bitcast(%whole)",
+    "ROOT %row2 = f32[1,100]{1,0} dynamic-slice(%seen, %at2, %zero2), dynamic_slice_sizes={1,100}",
+)
+NESTED = computation(
+    "nested",
+    "%outside = f32[12,100]{1,0} parameter(0)",
+    "%at3 = s32[] parameter(1)",
+    "%r3 = f32[1,100]{1,0} fusion(%outside, %at3), kind=kLoop, calls=%cut",
+    "ROOT %n3 = f32[1,100]{1,0} negate(%r3)",
+)
+ARGUMENTS = ("%s = f32[12,100]{1,0} parameter(1)", "%r = f32[1,100]{1,0} parameter(2)", "%i = s32[] parameter(3)")
+MOVES = {
+    "an op reads and writes": ("%y = f32[12,100]{1,0} negate(%s)", 2 * STACK),
+    "the same operand is read once": ("%y = f32[12,100]{1,0} add(%s, %s)", 2 * STACK),
+    "a cut counts by itself": (
+        "%y = f32[1,100]{1,0} dynamic-slice(%s, %i, %i), dynamic_slice_sizes={1,100}",
+        2 * ROW + 4,
+    ),
+    "what is put in place counts by itself": (
+        "%y = f32[12,100]{1,0} dynamic-update-slice(%s, %r, %i, %i)",
+        2 * ROW + 4,
+    ),
+    "in a fusion too": ("%y = f32[12,100]{1,0} fusion(%s, %r, %i), kind=kLoop, calls=%update", 2 * ROW + 4),
+    "a cut in a fusion too": ("%y = f32[1,100]{1,0} fusion(%s, %i), kind=kLoop, calls=%cut", 2 * ROW + 4),
+    "and in a fusion of a fusion": ("%y = f32[1,100]{1,0} fusion(%s, %i), kind=kLoop, calls=%nested", 2 * ROW + 4),
+    "fast memory is not main memory": ("%y = f32[12,100]{1,0:S(1)} negate(%s)", STACK),
+    "whole tiles are moved": ("%y = f32[12,100]{1,0:T(8,128)} negate(%s)", STACK + 4 * 16 * 128),
+    "a gather reads what it takes": ("%y = f32[3,100]{1,0} gather(%s, %i), offset_dims={1}", 2 * 3 * ROW + 4),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_an_op_moves_the_bytes_that_it_needs(name: str) -> None:
+    line, expected = MOVES[name]
+    assert moved_bytes(*last(module(*ARGUMENTS, line, before=UPDATE + CUT + NESTED))) == expected
+
+
+def test_arrays_have_their_memory() -> None:
+    found = arrays_in("(bf16[8,64]{1,0:T(8,128)(2,1)S(1)}, f32[2]{0}, s8[4]{0:S(5)})")
+    assert [(one.dims, one.bytes, one.held_bytes, one.main_bytes) for one in found] == [
+        ((8, 64), 2048, 0, 0),
+        ((2,), 8, 8, 8),
+        ((4,), 4, 0, 4),
+    ]
+
+
+# Kernels.
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "blocks_in_a_row", "share"),
+    [
+        (1024, 1024, None, 1),
+        (1024, 512, None, 3 / 4),
+        (1024, 128, None, 36 / 64),
+        (2048, 512, 2, 7 / 16),
+        (2048, 512, 1, 4 / 16),
+    ],
+)
+def test_causal_attention_computes_the_blocks_on_and_below_the_diagonal(
+    length: int, block: int, blocks_in_a_row: int | None, share: float
+) -> None:
+    assert causal_share(length, length, block, block, blocks_in_a_row) == share
+
+
+KERNEL = (
+    "%q = bf16[2,12,1,1024,64] parameter(1)",
+    "%k = bf16[2,12,1024,64] parameter(2)",
+    "%m = s8[1,2,2] parameter(3)",
+)
+NOTES = (
+    'custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n"xprof_metadata":"'
+    r"{\"block_q\": 512, \"block_kv\": 512, \"block_q_dq\": 1024, \"block_kv_dq\": 1024}"
+    '"\n}}, metadata={op_name="jit(step)/splash/pallas_call"}, backend_config={"custom_call_config":{"body":"abc"}}'
+)
+ONE = 2 * 2 * 12 * 1024 * 1024 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("splash_mqa_fwd_residuals.1", 2 * ONE * 3 / 4),
+        ("splash_mqa_dq_no_residuals.1", 3 * ONE),
+        ("splash_mqa_dkv_no_residuals", 4 * ONE),
+    ],
+)
+@pytest.mark.parametrize("width", [1, 128])
+def test_an_attention_kernel_costs_what_its_blocks_compute(name: str, flops: float, width: int) -> None:
+    found = seen(*KERNEL, f"%{name} = bf16[2,12,1,1024,64] custom-call(%m, %q, %k, %k), {NOTES}", width=width)
+    (op,) = found.ops
+    assert (op.part, op.basis, found.num_unknown) == ("attention", "shapes", 0)
+    assert op.low * 1e9 == op.high * 1e9 == pytest.approx(flops * (1 if width == 1 else 2))
+
+
+def test_a_kernel_that_states_its_cost_has_that_and_one_of_which_nothing_is_known_is_counted() -> None:
+    stated = '"cost_estimate":{"flops":"41943040","transcendentals":"0","bytes_accessed":"458784"}'
+    line = '%ragged-dot.1 = f32[250] custom-call(%x), custom_call_target="tpu_custom_call", backend_config={COST}'
+    found = seen(line.replace("COST", f'"custom_call_config":{{{stated}}}'))
+    assert (nanoseconds(found), found.num_unknown) == ((41943040, 41943040), 0)
+    assert [(op.part, op.basis) for op in found.ops] == [("matmuls", "stated")]
+    unknown = seen(line.replace("COST", "").replace("ragged-dot", "mystery"))
+    assert (nanoseconds(unknown), unknown.num_unknown) == ((2000, 2000), 1)
+    assert [op.part for op in unknown.ops] == ["other kernels"]

@@ -1,0 +1,196 @@
+"""`plan --profile`: what its sections say of a program, and the command."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runner.accelerator import CHIPS, parse_accelerator
+from runner.command.plan import main
+from runner.errors import InvalidError
+from runner.plan.against import against_section, rows_of
+from runner.plan.figure import Section, as_json, as_lines
+from runner.plan.machine import Machine
+from runner.plan.profile import forecast_of, forecast_seconds, profile_sections, write_trace
+from runner.plan.search import Compiled
+from tests.plan.forecast.text import MESH, module, negate
+from tests.support.harness import command, environment
+
+NANO = ("specs/gpt_nano.yaml", "--set", "config.model.layers=1", "--set", "config.model.width=16")
+GROUPS = "channel_id=1, replica_groups=[2,2]<=[4], use_global_device_ids=true"
+PLAIN = ("%y = f32[250]{0} negate(%x)",)
+MYSTERY = '%k = f32[250]{0} custom-call(%x), custom_call_target="tpu_custom_call"'
+GATHER = f"%g = f32[500]{{0}} all-gather(%x), {GROUPS}, dimensions={{0}}"
+
+
+def program(*lines: str) -> Any:
+    """All of a compiled program that a profile looks at."""
+    step = SimpleNamespace(text=module(*lines), memory=SimpleNamespace(temporaries=2000))
+    return SimpleNamespace(step=step, blueprint=SimpleNamespace(mesh_sizes=MESH))
+
+
+def machine_of(name: str, *, is_faked: bool = False) -> Machine:
+    devices: Any = [None] * 4
+    return Machine(devices, devices, parse_accelerator(name), "libtpu 1.2", is_faked, 2**34)
+
+
+def sections(*lines: str, machine: Machine, model_flops: float | None = 1e6) -> dict[str, Section]:
+    found = forecast_of(program(*lines), machine)
+    assert found is not None
+    made = profile_sections(found, program(*lines), machine, model_flops)
+    return {section.title: section for section in made}
+
+
+def test_the_clock_of_a_chip_follows_from_its_peak() -> None:
+    clocks = {name: chip.clock_hertz and round(chip.clock_hertz / 1e9, 2) for name, chip in CHIPS.items()}
+    assert {name: clock for name, clock in clocks.items() if clock} == {
+        "v4": 1.05,
+        "v5e": 1.5,
+        "v5p": 1.75,
+        "v6e": 1.75,
+        "tpu7x": 2.2,
+    }
+
+
+def test_a_range_has_both_ends_and_the_utilisation_at_each() -> None:
+    found = sections(negate(estimated=1503), machine=machine_of("v5e-4"))["forecast of a step"]
+    low, high = 2000 / 819e9, 1503 * 2 * 4 * 128**2 / 197e12
+    assert found["at the rooflines of its ops"] == pytest.approx(low)
+    assert found["by the compiler's estimates"] == pytest.approx(high)
+    assert found["MFU at most"] == pytest.approx(1e6 / (4 * 197e12 * low))
+    assert found["MFU by the estimates"] == pytest.approx(1e6 / (4 * 197e12 * high))
+
+
+@pytest.mark.parametrize(
+    ("lines", "machine", "said"),
+    [
+        (PLAIN, machine_of("v5e-4"), "none in the program of libtpu 1.2"),
+        ((negate(),), machine_of("v5e-4", is_faked=True), "stands in: all is rooflines"),
+        (PLAIN, machine_of("h100-4", is_faked=True), "stands in: all is rooflines"),
+        (PLAIN, machine_of("h100-4"), "none in the program of libtpu 1.2, or no clock is known"),
+    ],
+)
+def test_a_program_without_estimates_says_so_and_is_ranked_by_its_bound(
+    lines: tuple[str, ...], machine: Machine, said: str
+) -> None:
+    found = sections(*lines, machine=machine)
+    assert said in found["forecast of a step"]["estimates"]
+    assert found["where the time goes"].figures[0].basis == "assumed"
+    assert forecast_seconds(program(*lines), machine) is None
+
+
+def test_a_program_with_estimates_is_ranked_by_them() -> None:
+    assert forecast_seconds(program(negate()), machine_of("v5e-4")) == pytest.approx(5000 * 2 * 4 * 128**2 / 197e12)
+
+
+def test_a_kernel_without_a_cost_is_told_of() -> None:
+    assert sections(MYSTERY, negate(), machine=machine_of("v5e-4"))["forecast of a step"]["kernels without a cost"] == 1
+    names = [figure.name for figure in sections(negate(), machine=machine_of("v5e-4"))["forecast of a step"].figures]
+    assert "kernels without a cost" not in names
+
+
+def test_collectives_take_their_bytes_over_the_links_of_a_chip_or_the_network_of_its_node() -> None:
+    found = sections(GATHER, machine=machine_of("v5e-4"))["collectives in time"]
+    assert found["all-gather over fsdp"] == pytest.approx(1000 / 200e9)
+    alone = sections(GATHER, machine=machine_of("h100-4", is_faked=True))["collectives in time"]
+    assert alone["all-gather over fsdp"] == pytest.approx(1000 / 450e9)
+    halves = machine_of("tpu7x-4")
+    assert sections(GATHER, machine=halves)["collectives in time"]["all-gather over fsdp"] == pytest.approx(
+        2000 / 600e9
+    )
+
+
+def test_memory_is_beside_the_compilers_own_figure() -> None:
+    found = sections("%a = f32[250]{0} reverse(%x)", "ROOT " + negate(), machine=machine_of("v5e-4"))
+    memory = found["memory over the step"]
+    assert (memory["temporaries at the peak"], memory["temporaries as planned"]) == (1000, 2000)
+    assert "-50.0% off" in memory.figures[1].note
+
+
+def test_every_section_is_a_table_and_json() -> None:
+    made = sections(GATHER, MYSTERY, negate(), machine=machine_of("v5e-4"), model_flops=None)
+    lines = as_lines(made.values())
+    assert any(line.startswith("  1. y ") for line in lines)
+    assert (
+        json.loads(json.dumps(as_json(made.values())))["where the time goes"]["all-gather over fsdp"]["unit"]
+        == "seconds"
+    )
+
+
+def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    found = forecast_of(program(negate()), machine_of("v5e-4"))
+    assert found is not None
+    with pytest.raises(InvalidError, match=r"--trace .*no/file\.json: No such file"):
+        write_trace(tmp_path / "no" / "file.json", found, "name")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trace", "f.json"], "--trace FILE and --against RUN need --profile"),
+        (["--against", "runs/a"], "--trace FILE and --against RUN need --profile"),
+        (["--profile", "--trace", "/no/such/f.json"], "--trace /no/such/f.json: /no/such is no directory"),
+        (["--profile", "--against", "/no/such"], "--against /no/such: got no row of metrics.jsonl"),
+        (["--profile", "--search"], "--profile is of one plan"),
+        (["--profile", "--chips", "auto", "--hours", "1"], "--profile is of one plan"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(InvalidError, match=message):
+        main([NANO[0], *options])
+
+
+@pytest.mark.parametrize("topology", ["h100-2", pytest.param("v5e-4", marks=pytest.mark.soak)])
+def test_the_command_prints_the_profile_of_a_spec_and_writes_its_trace(topology: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    words = (*NANO, "--topology", topology, "--set", f"directory={tmp_path}", "--profile", "--trace", str(trace))
+    code, output = command(environment(1), "plan", *words, "--json", has_progress=True)
+    assert code == 0, output
+    found = json.loads(output)["plan"]
+    first = found["forecast of a step"]
+    assert ("by the compiler's estimates" in first) == (topology == "v5e-4")
+    assert 0 < first["at the rooflines of its ops"]["value"] < 1e-3
+    assert {"matmuls", "attention", "loss", "optimizer", "all-reduce over data"} <= found["where the time goes"].keys()
+    assert any(line.startswith("experiments/gpt.py:") for line in found["by line of source"])
+    assert len(found["the most expensive ops"]) == 20
+    memory = found["memory over the step"]
+    if topology != "v5e-4":  # where a model so small lies in fast memory
+        planned = memory["temporaries as planned"]["value"]
+        assert memory["temporaries at the peak"]["value"] == pytest.approx(planned, rel=0.25)
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"process_name", "thread_name"} <= names
+
+
+def test_a_device_without_peak_figures_has_no_forecast() -> None:
+    assert forecast_of(program(negate()), machine_of("cpu-4")) is None
+
+
+def test_what_is_compiled_is_ranked_by_its_forecast_else_by_its_bound() -> None:
+    bound: Any = SimpleNamespace(step_seconds=1.0)
+    nothing: Any = None
+    assert Compiled(nothing, nothing, bound).rank_seconds == 1.0
+    assert Compiled(nothing, nothing, bound, 3.0).rank_seconds == 3.0
+
+
+def test_what_a_run_took_stands_beside_the_range(tmp_path: Path) -> None:
+    rows: list[dict[str, float]] = [
+        {"step": step, "train/loss": 2.0, "perf/step_seconds_median": 1e-8 * step, "perf/peak_bytes": 1000}
+        for step in (1, 2, 3)
+    ]
+    rows.append({"step": 4, "train/loss": 2.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = forecast_of(program(negate()), machine_of("v5e-4"))
+    assert found is not None
+    section = against_section(found, 1500, rows_of(str(tmp_path)))
+    assert section["step"] == 2e-8
+    assert section["over the rooflines of its ops"] == pytest.approx(2e-8 / found.low)
+    assert section["over the compiler's estimates"] == pytest.approx(2e-8 / found.high)
+    assert section["peak memory of a device"] == 1000
+    assert "+50.0%" in section.figures[-1].note
+
+
+def test_a_directory_without_such_rows_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InvalidError, match=r"--against .*: got no row of metrics\.jsonl"):
+        rows_of(str(tmp_path))
