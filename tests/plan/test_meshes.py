@@ -104,7 +104,8 @@ def predictor(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
     findings = Findings()
     job = open_job(load_document(spec, [f"topology.accelerator={accelerator}", *overrides]), findings)
     assert isinstance(job, BaseTrainer), findings.problems
-    return job, Predictor(job, job.flops_per_token(None), parse_accelerator(accelerator))
+    flops = job.flops_per_token(draw_abstractly(job.design, in_order(ONES)))
+    return job, Predictor(job, flops, parse_accelerator(accelerator))
 
 
 def test_a_decoder_sends_its_keys_and_values_and_its_tokens_to_experts():

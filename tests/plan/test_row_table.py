@@ -6,7 +6,7 @@ python -m tests.plan.test_row_table     prints it
 from runner.accelerator import parse_accelerator
 from runner.plan.checks import Findings, open_job
 from runner.plan.mesh import in_order
-from runner.plan.prediction import Predictor
+from runner.plan.prediction import Predictor, draw_abstractly
 from runner.spec import load_document
 from runner.train.mesh import AXES
 from runner.trainer import BaseTrainer
@@ -27,7 +27,8 @@ def predictor(length: int) -> Predictor:
     )
     job = open_job(load_document("specs/llama3_8b.yaml", keys), Findings())
     assert isinstance(job, BaseTrainer)
-    return Predictor(job, job.flops_per_token(None), accelerator)  # type: ignore[arg-type]
+    blueprint = draw_abstractly(job.design, in_order(dict.fromkeys(AXES, 1)))
+    return Predictor(job, job.flops_per_token(blueprint), accelerator)
 
 
 def table() -> list[str]:
