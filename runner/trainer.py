@@ -190,6 +190,11 @@ class BaseTrainer(HookedJob):
         return self.design.vocabulary_size
 
     @functools.cached_property
+    def base(self) -> Trajectory:
+        """What names the weights that an adapter is trained beside, as this host sees them; in a run, the main one."""
+        return name_base(self.document, self.spec, self.config, self.store)
+
+    @functools.cached_property
     def report(self) -> Report:
         """The rows of this attempt."""
         evaluators = self.shipped.check(self.evaluator(), self.document)
@@ -228,7 +233,7 @@ class BaseTrainer(HookedJob):
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
         refuse_different_questions(self.asked.digest, hosts)
-        self.blueprint = self.blueprint.beside(name_base(self.document, self.spec, self.config, self.store, hosts))
+        self.base = hosts.main_first(lambda: self.base)
         self.design.check(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
 
     def prepare(self) -> None:
@@ -261,7 +266,7 @@ class BaseTrainer(HookedJob):
 
     def identity(self) -> Trajectory:
         """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
-        known = super().identity() | {"config.data": self.dataset.fingerprint} | self.blueprint.base
+        known = super().identity() | {"config.data": self.dataset.fingerprint} | self.base
         return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:

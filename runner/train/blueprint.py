@@ -6,7 +6,7 @@ A `Design` draws it, for `run` and for `plan` alike.
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from runner.checkpoint.leaves import strong
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
-from runner.spec import Trajectory
 from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train.adapter import begin_adapter, beside_base, boxed_adapter, make_merge
@@ -50,7 +49,6 @@ class Blueprint:
         abstract_state: shape, dtype and sharding of every leaf.
         make_state: the state at step 0 from a key; to be jitted with the shardings of `abstract_state`.
         riders: what rides along with the parameters in the state.
-        base: what names the weights that an adapter is trained beside, in the trajectory; only where it is run.
         rules: what logical axis names mean in the model.
         traced, traced_val: train and validation steps that were traced and not compiled yet, by micro-batch: nothing is
             traced twice.
@@ -63,7 +61,6 @@ class Blueprint:
     abstract_state: TrainState
     make_state: Callable[[jax.Array], TrainState]
     riders: Sequence[Rider] = ()
-    base: Trajectory = field(default_factory=dict)
     rules: Sequence[Rule] = LOGICAL_AXIS_RULES
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
     traced_val: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
@@ -98,10 +95,6 @@ class Blueprint:
         )
         with self.sharding_rules():
             return state.replace(riders=begin(state.params))
-
-    def beside(self, base: Trajectory) -> "Blueprint":
-        """The same, which knows the base of its adapter, if it has one."""
-        return replace(self, base=base) if base else self
 
     def trace_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> None:
         """Trace `train_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""

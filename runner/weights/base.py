@@ -11,7 +11,6 @@ from typing import Any
 
 from runner.checkpoint.manifest import CHECKPOINTS, newest_manifest, read_manifest
 from runner.errors import InvalidError, ResumeError, StorageError
-from runner.hosts.agreement import Hosts
 from runner.record import PARAMS
 from runner.spec import Document, ExecutionSpec, Trajectory, hash_of
 from runner.storage import Store, open_store, split_checkpoint
@@ -24,15 +23,13 @@ _NUM_READERS = 8
 _WEIGHTS = ("params.", "variables.")
 
 
-def name_base(document: Document, spec: ExecutionSpec, config: Any, store: Store, hosts: Hosts) -> Trajectory:
+def name_base(document: Document, spec: ExecutionSpec, config: Any, store: Store) -> Trajectory:
     """What an adapter adds to the trajectory: the fingerprint of the weights that the spec names; nothing without one.
 
-    Where they are gone it is that of the run's own. Called on every host. Raises `InvalidError` if they are not there
-    and the run in `store` has not begun.
+    Where they are gone it is that of the run's own. Raises `InvalidError` if they are not there and the run in `store`
+    has not begun.
     """
-    if config.adapter is None:
-        return {}
-    return {ADAPTER_BASE: hosts.main_first(lambda: _fingerprint(document, spec, store))}
+    return {} if config.adapter is None else {ADAPTER_BASE: _fingerprint(document, spec, store)}
 
 
 def _fingerprint(document: Document, spec: ExecutionSpec, store: Store) -> str:

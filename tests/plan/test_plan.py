@@ -10,13 +10,16 @@ from typing import Any
 import jax
 import pytest
 
+from runner import BaseTrainer
 from runner.accelerator import CHIPS, Accelerator, parse_accelerator
 from runner.errors import InvalidError
 from runner.plan import machine, progress
+from runner.plan.checks import Findings, check_directory
 from runner.plan.machine import open_machine
 from tests.support.attempt import start
 from tests.support.harness import ROOT, Job, command, environment, unoptimized
-from tests.support.tiny import gpt
+from tests.support.tiny import gpt, stop_after
+from tests.train.test_adapter import adapted, plain
 
 NANO = "specs/gpt_nano.yaml"
 
@@ -97,6 +100,21 @@ def test_what_a_start_would_resume_and_whose_the_directory_is(tmp_path: Path) ->
     assert "resumes step 20 of 30" in plan(*job.arguments, "--set", "config.total_steps=30")
     output = plan(*job.arguments, "--set", "name=other", expected=2)
     assert "belongs to the job 'counter', this one is 'other'" in output
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_what_a_start_of_a_trainer_would_resume(is_adapter: bool, tmp_path: Path) -> None:
+    base = plain("lookup", tmp_path / "base")
+    base()
+
+    def make() -> BaseTrainer:
+        there = tmp_path / "run"
+        return adapted("lookup", there, tmp_path / "base") if is_adapter else plain("lookup", there)
+
+    stop_after(make(), 2)
+    findings = Findings()
+    assert "resumes step 2 of " in str(check_directory(make(), True, findings))
+    assert findings.problems == []
 
 
 def test_a_save_that_does_not_fit_into_the_grace_is_a_warning(tmp_path: Path) -> None:
