@@ -66,7 +66,6 @@ class BaseTrainer(HookedJob):
 
     # Logical axis names of the job's own model, and what of a mesh they mean, before the runner's: see `train.mesh`.
     logical_axis_rules: ClassVar[Sequence[Rule]] = ()
-
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.unchanged)
     weights = staticmethod(model_weights)
@@ -78,7 +77,8 @@ class BaseTrainer(HookedJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
-        self.design = design_of(self, lambda: (*self.riders(), *self.hooks.riders()))
+        base = functools.partial(name_base, self.document, spec, self.config, self.store)
+        self.design = design_of(self, lambda: (*self.riders(), *self.hooks.riders()), base)
 
     # What an experiment says.
 
@@ -190,11 +190,6 @@ class BaseTrainer(HookedJob):
         return self.design.vocabulary_size
 
     @functools.cached_property
-    def base(self) -> Trajectory:
-        """What names the weights that an adapter is trained beside, as this host sees them; in a run, the main one."""
-        return name_base(self.document, self.spec, self.config, self.store)
-
-    @functools.cached_property
     def report(self) -> Report:
         """The rows of this attempt."""
         evaluators = self.shipped.check(self.evaluator(), self.document)
@@ -233,7 +228,7 @@ class BaseTrainer(HookedJob):
         self.dataset.refuse_vocabulary(self.vocabulary_size)
         refuse_different_data(self.dataset, hosts)
         refuse_different_questions(self.asked.digest, hosts)
-        self.base = hosts.main_first(lambda: self.base)
+        hosts.main_first(lambda: self.design.base)  # what is wrong with it the main host finds first
         self.design.check(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
 
     def prepare(self) -> None:
@@ -266,7 +261,7 @@ class BaseTrainer(HookedJob):
 
     def identity(self) -> Trajectory:
         """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
-        known = super().identity() | {"config.data": self.dataset.fingerprint} | self.base
+        known = super().identity() | {"config.data": self.dataset.fingerprint} | self.design.base
         return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:

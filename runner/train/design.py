@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from runner.config import TrainerConfig
 from runner.data import Dataset, load_dataset
-from runner.spec import Document, ExecutionSpec, Topology
+from runner.spec import Document, ExecutionSpec, Topology, Trajectory
 from runner.train.adapter import model_state
 from runner.train.batch_layout import BatchLayout, batch_layouts
 from runner.train.blueprint import Blueprint, draw
@@ -49,12 +49,18 @@ class Design:
     val_step: Callable[..., Any]
     riders: Callable[[], Sequence[Rider]] = tuple
     rules: Sequence[Rule] = LOGICAL_AXIS_RULES
+    name_base: Callable[[], Trajectory] = dict
     rate_of: Callable[[Parameter], float] = one_rate
 
     @functools.cached_property
     def recipe(self) -> Recipe:
         """Optimizer and schedule: of the library, or the job's own."""
         return choose_recipe(self.optimizer(), self.schedule(), self.config)
+
+    @functools.cached_property
+    def base(self) -> Trajectory:
+        """What names the weights that an adapter is trained beside, in the trajectory. Reads of them on this host."""
+        return self.name_base()
 
     @functools.cached_property
     def dataset(self) -> Dataset:
@@ -184,7 +190,7 @@ class Design:
         return blueprint.compile_train(self.train_step, batch_layouts(self.config, blueprint.mesh)[-1])
 
 
-def design_of(job: Any, riders: Callable[[], Sequence[Rider]]) -> Design:
+def design_of(job: Any, riders: Callable[[], Sequence[Rider]], name_base: Callable[[], Trajectory]) -> Design:
     """The design of a trainer, by its methods; `riders` gives what rides along in its state."""
     return Design(
         document=job.document,
@@ -199,5 +205,6 @@ def design_of(job: Any, riders: Callable[[], Sequence[Rider]]) -> Design:
         val_step=job.val_step,
         riders=riders,
         rules=logical_rules(job.logical_axis_rules, type(job).__name__),
+        name_base=name_base,
         rate_of=job.rate_of,
     )
