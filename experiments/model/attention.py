@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from experiments.model.blocks import cut
+from experiments.model.blocks import cut, num_shards
 from experiments.model.row_attention import attend_to_rows
 from experiments.model.row_layout import rows_on_devices
 from runner.config import RowAttention
@@ -383,13 +383,10 @@ def _spread_over_mesh(x_BxTxKxH: jax.Array, num_heads: int) -> jax.Array:
     devices that need it, of which each then holds its own alone.
     """
     K = x_BxTxKxH.shape[2]
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = () if mesh.empty else _partition_spec(AXES)[2:3]
-    names = [name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis)]
-    num_shards = math.prod(mesh.shape[name] for name in names)
-    if num_heads % num_shards or K % num_shards == 0:
+    number = num_shards("heads")
+    if num_heads % number or K % number == 0:
         return x_BxTxKxH
-    repeated = jnp.repeat(x_BxTxKxH, math.lcm(K, num_shards) // K, axis=2)
+    repeated = jnp.repeat(x_BxTxKxH, math.lcm(K, number) // K, axis=2)
     return cut(repeated, *AXES)
 
 

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
+from runner.train.mesh import axes_in, fitting_axes
 
 INIT_STDDEV = 0.02
 Activation = Literal["swiglu", "geglu", "squared_relu"]
@@ -43,14 +44,7 @@ def cuts_of(shape: tuple[int, ...], *names: str) -> PartitionSpec | None:
     mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes(names)
     if mesh.empty or not spec:
         return None
-    cuts = []
-    for size, axes in zip(shape, spec, strict=True):
-        kept: tuple[str, ...] = ()
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
-            if size % math.prod(mesh.shape[name] for name in (*kept, axis)) == 0:
-                kept = (*kept, axis)
-        cuts.append(kept)
-    return PartitionSpec(*cuts)
+    return PartitionSpec(*(fitting_axes(size, entry, mesh.shape) for size, entry in zip(shape, spec, strict=True)))
 
 
 def in_stream(x_BxTxD: jax.Array) -> jax.Array:
@@ -75,9 +69,14 @@ def row_parts() -> int:
 
 def num_shards(name: str) -> int:
     """Devices over which the rules of the caller cut a logical axis."""
-    mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes((name,))
-    axes = None if mesh.empty or not spec else spec[0]
-    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+    spec = nn.logical_to_mesh_axes((name,))
+    return num_devices(spec[0]) if spec else 1
+
+
+def num_devices(entry: str | tuple[str, ...] | None) -> int:
+    """Devices along the mesh axes of an entry of a `PartitionSpec`, on the mesh of the caller; without one 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes_in(entry))
 
 
 class Dense(nn.Module):

@@ -43,6 +43,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from experiments.model.blocks import num_devices
 from experiments.model.grouped import (
     Layout,
     Matmul,
@@ -54,12 +55,22 @@ from experiments.model.grouped import (
     lay_out,
     ranked,
 )
+from runner.train.mesh import axes_in
 
 Axes = tuple[str, ...]  # of the mesh
 Weights = Sequence[jax.Array]
 Expert = Callable[[Weights, jax.Array, Matmul], jax.Array]  # (matrices, (P, D), matmul) -> (P, D), each slot by its own
 
 _TILE = 8  # slots of a window are a multiple of it
+
+
+class Tokens(NamedTuple):
+    """The tokens of a device, and what a router says of them."""
+
+    x: jax.Array  # (M, D)
+    experts: jax.Array  # (M, K)
+    gates: jax.Array  # (M, K)
+    kept: jax.Array  # (M, K), bool
 
 
 def token_axes(num_rows: int, num_positions: int) -> tuple[Axes, Axes]:
@@ -74,14 +85,8 @@ def token_axes(num_rows: int, num_positions: int) -> tuple[Axes, Axes]:
 def _mesh_axes(names: str | tuple[str, ...], *sizes: int) -> list[Axes]:
     """The mesh axes of logical axes of so many elements; none where they do not divide them."""
     spec = nn.logical_to_mesh_axes((names,) if isinstance(names, str) else names) or [None] * len(sizes)
-    found = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    found = [axes_in(entry) for entry in spec]
     return [axes if size % num_devices(axes) == 0 else () for axes, size in zip(found, sizes, strict=True)]
-
-
-def num_devices(axes: Axes) -> int:
-    """Devices along these axes of the mesh."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return math.prod(sizes[axis] for axis in axes)
 
 
 @dataclass(frozen=True)
@@ -156,21 +161,21 @@ def compute_cut(
 
     @functools.partial(jax.checkpoint, policy=_is_no_gather, prevent_cse=False)
     def compute(x: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
-        tokens = [_gathered(leaf, cuts.gathered, 1) for leaf in (x, experts, gates, kept)]
+        found = [_gathered(leaf, cuts.gathered, 1) for leaf in (x, experts, gates, kept)]
         *into, out = weights
         whole = [*(_gathered(weight, cuts.widths, 1) for weight in into), _gathered(out, cuts.widths, 2)]
-        b, t, _ = tokens[0].shape
+        b, t, _ = found[0].shape
         most_rows = form.most_rows(b, t)
-        x_MxD, *routing = (leaf.reshape(b * t, -1) for leaf in tokens)
+        tokens = Tokens(*(leaf.reshape(b * t, -1) for leaf in found))
         if num_devices(cuts.experts) == 1:
-            y_MxD = _at_home(form, most_rows, 0, whole, x_MxD, *routing)
+            y_MxD = _at_home(form, most_rows, 0, whole, tokens)
         elif not cuts.exchanged:
             first = lax.axis_index(cuts.experts) * whole[0].shape[0]
-            y_MxD = _at_home(form, most_rows, first, whole, x_MxD, *routing)
+            y_MxD = _at_home(form, most_rows, first, whole, tokens)
         elif most_rows is not None:
-            y_MxD = _in_fixed_slots(form, most_rows, cuts.exchanged, whole, x_MxD, *routing)
+            y_MxD = _in_fixed_slots(form, most_rows, cuts.exchanged, whole, tokens)
         else:
-            y_MxD = _in_rounds(form, cuts.exchanged, whole, x_MxD, *routing)
+            y_MxD = _in_rounds(form, cuts.exchanged, whole, tokens)
         y_BxTxD = y_MxD.reshape(b, t, D)
         if cuts.gathered:
             y_BxTxD = lax.psum_scatter(y_BxTxD, cuts.gathered, scatter_dimension=1, tiled=True)
@@ -211,19 +216,16 @@ def _at_home(
     most_rows: int | None,
     first: int | jax.Array,
     weights: Weights,
-    x_MxD: jax.Array,
-    experts_MxK: jax.Array,
-    gates_MxK: jax.Array,
-    kept_MxK: jax.Array,
+    tokens: Tokens,
 ) -> jax.Array:
     """What the experts at hand, the number `first` and those behind it, make of the tokens at hand."""
     num_here = weights[0].shape[0]
-    experts_MxK = experts_MxK - first
+    experts_MxK = tokens.experts - first
     return grouped(
-        x_MxD,
+        tokens.x,
         experts_MxK,
-        gates_MxK,
-        kept_MxK & (experts_MxK >= 0) & (experts_MxK < num_here),
+        tokens.gates,
+        tokens.kept & (experts_MxK >= 0) & (experts_MxK < num_here),
         functools.partial(form.expert, weights),
         num_experts=num_here,
         most_rows=most_rows,
@@ -236,22 +238,19 @@ def _in_fixed_slots(
     most_rows: int,
     axes: Axes,
     weights: Weights,
-    x_MxD: jax.Array,
-    experts_MxK: jax.Array,
-    gates_MxK: jax.Array,
-    kept_MxK: jax.Array,
+    tokens: Tokens,
 ) -> jax.Array:
     """So many slots for each expert, whether they are filled or not."""
-    num_here, D = weights[0].shape[0], x_MxD.shape[1]
-    rank_MxK, _ = ranked(experts_MxK, kept_MxK, form.num_experts)
+    num_here, D = weights[0].shape[0], tokens.x.shape[1]
+    rank_MxK, _ = ranked(tokens.experts, tokens.kept, form.num_experts)
     num_slots = form.num_experts * most_rows
-    layout = lay_out(jnp.where(kept_MxK, experts_MxK * most_rows + rank_MxK, num_slots), num_slots)
+    layout = lay_out(jnp.where(tokens.kept, tokens.experts * most_rows + rank_MxK, num_slots), num_slots)
 
     def there(sent_PxD: jax.Array) -> jax.Array:
         came_GxLxSxD = _exchanged(sent_PxD, axes).reshape(-1, num_here, most_rows, sent_PxD.shape[1])
         return came_GxLxSxD.swapaxes(0, 1).reshape(num_slots, -1)
 
-    x_RxD, gates_Rx1 = there(dispatch(x_MxD, layout)), there(in_slots(gates_MxK, layout)[:, None])
+    x_RxD, gates_Rx1 = there(dispatch(tokens.x, layout)), there(in_slots(tokens.gates, layout)[:, None])
     y_RxD = _times(form.expert(weights, x_RxD, batched_matmul), gates_Rx1)
     y_GxLxSxD = y_RxD.reshape(num_here, -1, most_rows, D).swapaxes(0, 1)
     return collect(_exchanged(y_GxLxSxD.reshape(num_slots, D), axes), layout)
@@ -280,23 +279,20 @@ def _in_rounds(
     form: Form,
     axes: Axes,
     weights: Weights,
-    x_MxD: jax.Array,
-    experts_MxK: jax.Array,
-    gates_MxK: jax.Array,
-    kept_MxK: jax.Array,
+    tokens: Tokens,
 ) -> jax.Array:
     """All that is kept, in as many rounds as it takes."""
-    num_here, (M, K) = weights[0].shape[0], experts_MxK.shape
+    num_here, (M, K) = weights[0].shape[0], tokens.experts.shape
     num_devices = form.num_experts // num_here
     window = window_slots(M, K, num_here, num_devices)
-    rank_MxK, counts_E = ranked(experts_MxK, kept_MxK, form.num_experts)
+    rank_MxK, counts_E = ranked(tokens.experts, tokens.kept, form.num_experts)
     starts_E = jnp.cumsum(counts_E) - counts_E
-    layout = lay_out(jnp.where(kept_MxK, starts_E[experts_MxK] + rank_MxK, M * K), M * K)
+    layout = lay_out(jnp.where(tokens.kept, starts_E[tokens.experts] + rank_MxK, M * K), M * K)
     sent_G = jnp.sum(counts_E.reshape(num_devices, num_here), axis=1)
     came_GxL = _exchanged(counts_E, axes).reshape(num_devices, num_here)
     num_rounds = lax.pmax(-(-jnp.max(sent_G) // window), axes)
     traffic = Traffic(*layout, sent_G, came_GxL, num_rounds)
-    return _all_rounds((form, axes, window), x_MxD, gates_MxK, tuple(weights), traffic)
+    return _all_rounds((form, axes, window), tokens.x, tokens.gates, tuple(weights), traffic)
 
 
 def window_slots(num_tokens: int, experts_per_token: int, num_here: int, num_devices: int) -> int:

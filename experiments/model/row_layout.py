@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from experiments.model.blocks import cuts_of, row_parts
+from experiments.model.blocks import cuts_of, num_devices, row_parts
 from runner.config import RowAttention
 from runner.train.row_attention import RowShape, Way, faster_way, is_dealt, shards_before, speeds_between
 
@@ -106,7 +106,7 @@ def rows_on_devices(
     if spec is None or n == 1 or T % (2 * n):
         return None
     batch, axes, heads, _ = spec
-    if k.shape[2] % _devices(heads):
+    if k.shape[2] % num_devices(heads):
         heads = None
     spec = PartitionSpec(batch, axes, heads, None)
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
@@ -135,7 +135,7 @@ def _way(
     """`wanted`, or the faster one."""
     if wanted != "auto":
         return wanted
-    batch, rows, heads, _ = map(_devices, spec)
+    batch, rows, heads, _ = map(num_devices, spec)
     shape = RowShape(
         shards=rows,
         batch=q.shape[0] // batch,
@@ -150,12 +150,6 @@ def _way(
     )
     device = jax.sharding.get_abstract_mesh().abstract_device
     return faster_way(shape, *speeds_between("" if device is None else device.device_kind, shape.shards * heads))
-
-
-def _devices(axes: str | tuple[str, ...] | None) -> int:
-    """Over how many devices of the caller's mesh an axis of an array lies that is cut over these axes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def platform_of_mesh() -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from runner.plan.figure import amount
 from runner.plan.hlo import Collective
 from runner.plan.tile import SmallShard
-from runner.train.mesh import STATE_AXES
+from runner.train.mesh import STATE_AXES, axes_in
 
 _LEAST_SHARE = 0.05  # of a step's least time; a fault that costs less is not worth a word
 
@@ -140,7 +140,7 @@ def _by_size(parameters: Mapping[str, Any]) -> dict[int, list[tuple[str, int]]]:
         sizes = dict(leaf.sharding.mesh.shape)
         here = list(leaf.shape)
         for axis, axes in enumerate(leaf.sharding.spec):
-            names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+            names = axes_in(axes)
             kept = names if names == ("expert",) else [one for one in names if one not in STATE_AXES]
             here[axis] //= math.prod(sizes[one] for one in kept)
         number = here[0] if leaf.ndim > 2 else 1

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runner.train.mesh import STATE_AXES
+from runner.train.mesh import STATE_AXES, axes_in
 
 _TILE_BYTES = 32  # of one column of a tile
 _LEAST_SHARE = 0.01  # of all parameters; what is less is not worth a word
@@ -58,4 +58,4 @@ def share_of(shards: Iterable[SmallShard], parameters: Mapping[str, Any]) -> flo
 
 def _is_cut_over_state(spec: Any, axis: int) -> bool:
     axes = spec[axis] if axis < len(spec) else None
-    return bool({*((axes,) if isinstance(axes, str) else axes or ())} & {*STATE_AXES})
+    return bool({*axes_in(axes)} & {*STATE_AXES})

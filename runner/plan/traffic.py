@@ -11,6 +11,7 @@ gather or a scatter, 2 an all-reduce). A device sends `factor x payload x (n - 1
 - `tensor`: the residual stream, gathered before what is cut and scattered behind it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,9 +49,7 @@ def flows(sizes: Mapping[str, int], weights: Weights, sizing: Sizing, tokens: fl
         tokens: of a device: its examples, times its part of a row.
         passes: over the parameters: forward, backward, and what is computed again.
     """
-    cut = 1
-    for axis in STATE_AXES:
-        cut *= sizes[axis]
+    cut = math.prod(sizes[axis] for axis in STATE_AXES)
     rounds = (passes + 1) * (1 + weights.whole_share)
     of_own_experts = weights.of_experts / sizes["expert"]
     beside_experts = tuple(axis for axis in STATE_AXES if axis != "expert")

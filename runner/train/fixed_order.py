@@ -20,7 +20,6 @@ Shape legend: S micro-batches of a step, G groups, n devices over which they are
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from runner.train.mesh import BATCH_AXES
+from runner.train.mesh import BATCH_AXES, num_batch_shards
 
 Node = tuple[int, int]  # (level, index)
 _NOWHERE = AbstractMesh((), ())
@@ -67,8 +66,8 @@ def course(start: int, stop: int) -> Course:
 
 def num_devices() -> int:
     """Devices over which the caller's mesh spreads examples: n."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else num_batch_shards(mesh)
 
 
 def kept_whole(tree: Any) -> Any:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from runner.errors import InvalidError
 from runner.spec import Mesh as MeshSpec
@@ -75,7 +75,7 @@ def mesh_text(sizes: Mapping[str, int | str]) -> str:
 def logical_rules(own: Sequence[Rule], owner: str) -> tuple[Rule, ...]:
     """The rules of a job: its `own` first, then those above. Raises `InvalidError` if they name no axis of the mesh."""
     for name, axes in own:
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
+        for axis in axes_in(axes):
             if axis not in AXES:
                 near = get_close_matches(axis, AXES, n=1, cutoff=0)[0]
                 raise InvalidError(
@@ -83,6 +83,20 @@ def logical_rules(own: Sequence[Rule], owner: str) -> tuple[Rule, ...]:
                     f"{', '.join(AXES)}, did you mean {near}?"
                 )
     return (*own, *LOGICAL_AXIS_RULES)
+
+
+def axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that a rule, or an entry of a `PartitionSpec`, names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def fitting_axes(size: int, entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Of the mesh axes of `entry` those that, one after another, together divide an axis of `size` elements."""
+    kept: tuple[str, ...] = ()
+    for axis in axes_in(entry):
+        if size % math.prod(sizes[name] for name in (*kept, axis)) == 0:
+            kept = (*kept, axis)
+    return kept
 
 
 def does_mesh_fit(mesh: MeshSpec, num_devices: int) -> bool:
@@ -132,7 +146,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, "sequence"))
 
 
-def num_batch_shards(mesh: Mesh) -> int:
+def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Devices over which the examples of a batch are spread."""
     return math.prod(int(mesh.shape[axis]) for axis in BATCH_AXES)
 

@@ -6,6 +6,7 @@ divides.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.adapted import Merge
 from runner.checkpoint.leaves import strong
-from runner.train.mesh import LOGICAL_AXIS_RULES, Rule
+from runner.train.mesh import LOGICAL_AXIS_RULES, Rule, fitting_axes
 from runner.train.recipe.average import has_average, restarted
 from runner.train.rider import Rider, init_riders
 from runner.train.variables import PARAMS, RIDERS, TrainState, others
@@ -44,27 +45,16 @@ def _context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
 
 def _fit(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
     """The sharding nearest to `spec` that divides `shape`, and that is cut over fsdp if any axis allows it."""
-    cuts: list[tuple[str, ...]] = []
-    for size, axes in zip(shape, (*spec, *[None] * (len(shape) - len(spec))), strict=True):
-        kept: tuple[str, ...] = ()
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
-            if size % (_num_shards(kept, mesh) * mesh.shape[axis]) == 0:
-                kept = (*kept, axis)
-        cuts.append(kept)
+    entries = (*spec, *[None] * (len(shape) - len(spec)))
+    cuts = [fitting_axes(size, entry, mesh.shape) for size, entry in zip(shape, entries, strict=True)]
     if all("fsdp" not in axes for axes in cuts):
-        sizes = [size // _num_shards(axes, mesh) for size, axes in zip(shape, cuts, strict=True)]
+        num_shards = [math.prod(mesh.shape[axis] for axis in axes) for axes in cuts]
+        sizes = [size // number for size, number in zip(shape, num_shards, strict=True)]
         fitting = [index for index, size in enumerate(sizes) if size % mesh.shape["fsdp"] == 0]
         if fitting:
             largest = max(fitting, key=lambda index: sizes[index])
             cuts[largest] = (*cuts[largest], "fsdp")
     return NamedSharding(mesh, PartitionSpec(*cuts))
-
-
-def _num_shards(axes: tuple[str, ...], mesh: Mesh) -> int:
-    number = 1
-    for axis in axes:
-        number *= mesh.shape[axis]
-    return number
 
 
 def variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[Rule] | None = None) -> Any:
