@@ -20,7 +20,6 @@ Modules, in the order in which they build on each other:
 
 - `array`     sizes, bytes and memories of what instructions make
 - `module`    the instructions of a module by computation, as the compiler has scheduled them
-- `source`    which line of whose source an op comes from
 - `matmul`    the matrix multiplications in an op, convolutions and batches included
 - `movement`  the bytes that an op moves in main memory
 - `kernel`    what a custom kernel costs

@@ -5,7 +5,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from runner.plan.hlo.text import ARRAY, array_bytes
+from runner.plan.hlo.text import ARRAY, array_bytes, sizes_of
 
 _SPACE = re.compile(r"S\((\d+)\)")
 _HOST = 5  # XLA's number for the memory of the host
@@ -41,7 +41,8 @@ def arrays_in(shape: str) -> tuple[Array, ...]:
     """The array of a shape, or those of a tuple, in order."""
     found = []
     for match in ARRAY.finditer(shape):
-        dims = tuple(int(size.lstrip("<=")) for size in match[2].split(",") if size)
         space = _SPACE.search(match[3] or "")
-        found.append(Array(match[1], dims, array_bytes(match, is_padded=True), int(space[1]) if space else 0))
+        found.append(
+            Array(match[1], sizes_of(match), array_bytes(match, is_padded=True), int(space[1]) if space else 0)
+        )
     return tuple(found)

@@ -10,7 +10,7 @@ from runner.plan.forecast.kernel import is_attention_kernel, is_kernel
 from runner.plan.forecast.matmul import matmuls_in
 from runner.plan.forecast.module import Module, Op
 from runner.plan.forecast.movement import FREE
-from runner.plan.forecast.source import Frame
+from runner.plan.hlo.source import Frame
 
 MATMULS, ATTENTION, ELEMENTWISE = "matmuls", "attention", "elementwise and reductions"
 ACTIVATIONS, LAYOUT, GATHERS = "saving and reading slices", "layout changes", "gathers and scatters"

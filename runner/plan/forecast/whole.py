@@ -10,8 +10,8 @@ from runner.plan.forecast.matmul import matmuls_in
 from runner.plan.forecast.module import Module, Op, load
 from runner.plan.forecast.part import part_of
 from runner.plan.forecast.schedule import Key, Step, Timing, schedule, time_of
-from runner.plan.forecast.source import Frame, line_of, sources_in
 from runner.plan.forecast.transfer import COPIES, Transfer, Transfers, transfers_in
+from runner.plan.hlo.source import Frame, line_of, sources_in
 from runner.plan.hlo.text import op_name_of
 
 WAITING = "waiting for copies"

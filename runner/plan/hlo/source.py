@@ -1,37 +1,98 @@
-"""Where in the source an instruction comes from: by the tables of files and stack frames that a module begins with."""
+"""Which line of whose source an op comes from: by the tables of files and stack frames that a module begins with."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-_FILE = re.compile(r'^(\d+) "([^"]*)"$', re.MULTILINE)
-_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.MULTILINE)
-_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.MULTILINE)
+_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$', re.MULTILINE)
 _FRAME_OF = re.compile(r"\bstack_frame_id=(\d+)")
 _STATED = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+# Whoever traced a step stands outside of these functions, and is no part of it.
+_OUTERMOST = {"trace_train_step.<locals>.step", "lower_train_step"}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A call on the way to an op. `package` is where an installed file lies, "" for a file of one's own."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the file is a library's."""
+        return bool(_PACKAGES.match(self.file)) or self.file.startswith("<") or "/lib/python" in self.file
+
+    def __str__(self) -> str:
+        """`file:line`, a library's file from its package on."""
+        return f"{_PACKAGES.sub('', self.file)}:{self.line}"
 
 
 @dataclass(frozen=True)
 class Sources:
-    """`file:line` of each stack frame of a module, by its number."""
+    """The calls that led to each op, innermost first, by the number of its innermost frame."""
 
-    by_frame: dict[str, str]
+    frames: dict[int, tuple[Frame, int]] = field(default_factory=dict)  # and the number of its caller, 0 if none
 
     def of(self, rest: str) -> str:
-        """`file:line` of the innermost call that made an instruction, from its attributes; "" if the text lacks it."""
-        if frame := _FRAME_OF.search(rest):
-            return self.by_frame.get(frame[1], "")
-        stated = _STATED.search(rest)
-        return ":".join(part for part in stated.groups() if part) if stated else ""
+        """`file:line` of the innermost call that made an op, from its attributes; "" if the text lacks it."""
+        calls = self.calls(rest)[:1]
+        return "".join(f"{call.file}:{call.line}" if call.line else call.file for call in calls)
+
+    def calls(self, rest: str) -> tuple[Frame, ...]:
+        """The calls that led to an op, innermost first, from its attributes."""
+        found: list[Frame] = []
+        seen: set[int] = set()
+        match = _FRAME_OF.search(rest)
+        number = int(match[1]) if match else 0
+        while number in self.frames and number not in seen:
+            seen.add(number)
+            frame, number = self.frames[number]
+            if frame not in found:
+                found.append(frame)
+            if frame.function in _OUTERMOST:
+                break
+        if not found and (stated := _STATED.search(rest)):
+            return (Frame(stated[1], int(stated[2] or 0), ""),)
+        return tuple(found)
 
 
 def sources_in(text: str) -> Sources:
     """The tables in front of the first computation."""
-    found = re.search(r"^(?:%|ENTRY )", text, re.MULTILINE)
-    head = text[: found.start()] if found else ""
-    tables = {name: head.partition(f"\n{name}\n")[2].partition("\n\n")[0] for name in ("FileNames", "FileLocations")}
-    files = dict(_FILE.findall(tables["FileNames"]))
-    lines = {
-        number: f"{files.get(file, '')}:{line}" for number, file, line in _LOCATION.findall(tables["FileLocations"])
+    first = re.search(r"^(?:%|ENTRY )", text, re.MULTILINE)
+    head = text[: first.start()] if first else text
+    tables = {
+        name: {int(row[1]): row[2] if row[2] is not None else row[3] for row in _ROW.finditer(_table(head, name))}
+        for name in _TABLES
     }
-    frames = head.partition("\nStackFrames\n")[2]
-    return Sources({number: lines.get(location, "") for number, location in _FRAME.findall(frames)})
+    locations = {number: _numbers(row) for number, row in tables["FileLocations"].items()}
+    frames = {}
+    for number, row in tables["StackFrames"].items():
+        values = _numbers(row)
+        place = locations.get(values.get("file_location_id", 0), {})
+        file = tables["FileNames"].get(place.get("file_name_id", 0), "")
+        function = tables["FunctionNames"].get(place.get("function_name_id", 0), "")
+        # The text counts callers from one, with one for none.
+        frames[number] = Frame(file, place.get("line", 0), function), values.get("parent_frame_id", 1) - 1
+    return Sources(frames)
+
+
+def _table(head: str, name: str) -> str:
+    return head.partition(f"\n{name}\n")[2].partition("\n\n")[0]
+
+
+def _numbers(row: str) -> dict[str, int]:
+    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
+
+
+def line_of(calls: tuple[Frame, ...], library: str) -> str:
+    """`file:line` of the innermost call in source that is neither installed nor below `library`, the runner's own.
+
+    Where there is none, of the innermost that is not installed; else of the outermost call that is known; else "".
+    """
+    own = [frame for frame in calls if not frame.is_installed]
+    users = [frame for frame in own if f"/{library}/" not in frame.file]
+    found = (users or own or list(calls[-1:]))[:1]
+    return str(found[0]) if found else ""

@@ -98,16 +98,17 @@ def bytes_of(shape: str) -> int:
 
 def sizes_in(shape: str) -> tuple[tuple[int, ...], ...]:
     """The sizes of an array, or of each array in a tuple."""
-    return tuple(_sizes(match) for match in ARRAY.finditer(shape))
+    return tuple(sizes_of(match) for match in ARRAY.finditer(shape))
 
 
-def _sizes(match: re.Match[str]) -> tuple[int, ...]:
+def sizes_of(match: re.Match[str]) -> tuple[int, ...]:
+    """The sizes of an array that `ARRAY` matched."""
     return tuple(int(size.lstrip("<=")) for size in match[2].split(",") if size)
 
 
 def array_bytes(match: re.Match[str], is_padded: bool = False) -> int:
     """Bytes of an array that `ARRAY` matched, as packed values; or as they lie in memory, in whole tiles."""
-    dims = list(_sizes(match))
+    dims = list(sizes_of(match))
     layout = match[3] or ""
     if is_padded and (tile := _TILE.search(layout)):
         tile_sizes = [int(size) for size in tile[1].split(",")]
