@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from runner.errors import InvalidError
-from runner.recipe import OptimizerConfig, ScheduleConfig
+from runner.recipe import OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from runner.spec import Auto, Frozen, JobConfig
 
 DEFAULT_SOURCE = "python-stdlib"
@@ -446,7 +446,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     def _sums_have_an_order(self) -> "TrainerConfig[ModelConfigType]":
         """Of what works on whole matrices, or on halves of a batch, the sums depend on how it is cut."""
         devices, name = self.train.same_bits_devices, self.optimizer.name
-        if devices is not None and name in ("adafactor", "muon", "galore"):
+        if devices is not None and not OPTIMIZERS[name].is_elementwise:
             raise ValueError(
                 f"train.same_bits_devices={devices}: optimizer.name={name} adds up over whole matrices, which devices "
                 "share; use one that works element by element, such as adamw"

@@ -22,10 +22,18 @@ from runner.spec import Frozen
 
 @dataclass(frozen=True)
 class Published:
-    """An optimizer or a schedule: the keys that it alone or with some others reads, by default, and its source."""
+    """An optimizer or a schedule.
+
+    Attributes:
+        source: where it was published.
+        defaults: the keys that it alone or with some others reads.
+        is_elementwise: whether what an optimizer makes of an element depends on that element alone, and not on others
+            of its matrix, which devices may share.
+    """
 
     source: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    is_elementwise: bool = True
 
 
 _RANK, _PROJECTION_EVERY_STEPS, _PROJECTION_SCALE = 128, 200, 0.25
@@ -42,7 +50,9 @@ OPTIMIZERS: dict[str, Published] = {
         "Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, where b2 is 0.99, and 0.98 for language",
         {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "moments": "float32"},
     ),
-    "adafactor": Published("Adafactor, arXiv:1804.04235, without momentum", {"weight_decay": 0.1}),
+    "adafactor": Published(
+        "Adafactor, arXiv:1804.04235, without momentum", {"weight_decay": 0.1}, is_elementwise=False
+    ),
     "sgd": Published(
         "On the importance of initialization and momentum, ICML 2013 (Sutskever et al.), without Nesterov's step",
         {"momentum": 0.9, "weight_decay": 0.1, "moments": "float32"},
@@ -58,6 +68,7 @@ OPTIMIZERS: dict[str, Published] = {
             "moments": "float32",
             "matrices": None,
         },
+        is_elementwise=False,
     ),
     "galore": Published(
         "GaLore, arXiv:2403.03507, with adamw; eps and decay of its published code; adamw for the rest",
@@ -72,6 +83,7 @@ OPTIMIZERS: dict[str, Published] = {
             "projection_every_steps": _PROJECTION_EVERY_STEPS,
             "projection_scale": _PROJECTION_SCALE,
         },
+        is_elementwise=False,
     ),
     "schedule_free_adamw": Published(
         "The Road Less Scheduled, arXiv:2405.15682; meant for a constant learning rate after a warm-up",
