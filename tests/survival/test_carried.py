@@ -3,6 +3,8 @@
 A table: what is new joins it by a line.
 """
 
+from typing import NamedTuple
+
 import pytest
 
 from runner.checkpoint.manifest import CHECKPOINTS
@@ -12,9 +14,24 @@ from tests.survival.test_kill import NANO, TRAINER_DELAYS, assert_each_logged_st
 GPT, EXPERTS = "specs/gpt_nano.yaml", "specs/moe_nano.yaml"
 CUT = "topology.mesh={data: 1, fsdp: auto, tensor: 1}"
 BASE = "BASE"  # the last checkpoint of another run
-CARRIED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "experts": (EXPERTS, ()),
-    "riders": (
+
+
+class Carried(NamedTuple):
+    """A spec and its options; and the devices of one process, and of each of two."""
+
+    spec: str
+    options: tuple[str, ...] = ()
+    devices: tuple[int, int] = (1, 1)
+
+
+CARRIED = {
+    "experts": Carried(EXPERTS),
+    "axes": Carried(
+        EXPERTS,
+        ("topology.mesh={data: 1, fsdp: 2, sequence: 2, expert: 2}", "config.data.packing=documents"),
+        devices=(8, 4),
+    ),
+    "riders": Carried(
         GPT,
         (
             "config.ema={decays: [0.9, 0.99], evaluate: true}",
@@ -23,12 +40,12 @@ CARRIED: dict[str, tuple[str, tuple[str, ...]]] = {
             "config.precision.rounding=stochastic",
         ),
     ),
-    "muon": (GPT, (CUT, "config.optimizer.name=muon")),
-    "galore": (
+    "muon": Carried(GPT, (CUT, "config.optimizer.name=muon")),
+    "galore": Carried(
         GPT,
         (CUT, "config.optimizer={name: galore, learning_rate: 0.001, rank: 8, projection_every_steps: 7}"),
     ),
-    "schedule_free": (
+    "schedule_free": Carried(
         GPT,
         (
             CUT,
@@ -36,7 +53,7 @@ CARRIED: dict[str, tuple[str, tuple[str, ...]]] = {
             "config.schedule={name: constant, warmup_share: 0.1}",
         ),
     ),
-    "groups": (
+    "groups": Carried(
         GPT,
         (
             CUT,
@@ -45,7 +62,7 @@ CARRIED: dict[str, tuple[str, tuple[str, ...]]] = {
             "config.optimizer.moments=bfloat16",
         ),
     ),
-    "adapter": (
+    "adapter": Carried(
         GPT,
         (
             f"checkpoint.init_from={BASE}",
@@ -53,7 +70,7 @@ CARRIED: dict[str, tuple[str, tuple[str, ...]]] = {
             "config.ema={decays: [0.9], evaluate: true}",
         ),
     ),
-    "judged": (
+    "judged": Carried(
         GPT,
         (
             "config.eval.samples={prompts: ['def ', 'class '], tokens: 12, temperature: 0.8, every_steps: 20}",
@@ -61,7 +78,7 @@ CARRIED: dict[str, tuple[str, tuple[str, ...]]] = {
             "config.metrics.norms=groups",
         ),
     ),
-    "noise": (GPT, (CUT, "config.model.neftune_alpha=5.0", "config.model.dropout=0.1")),
+    "noise": Carried(GPT, (CUT, "config.model.neftune_alpha=5.0", "config.model.dropout=0.1")),
 }
 pytestmark = pytest.mark.soak
 
@@ -74,32 +91,32 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(params=CARRIED)
-def carried(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...]]:
-    """A spec and its options."""
-    spec, options = CARRIED[request.param]
+def carried(request: pytest.FixtureRequest) -> Carried:
+    """What is run."""
+    found = CARRIED[request.param]
+    options = found.options
     if any(BASE in option for option in options):
-        found = request.getfixturevalue("base")
-        options = tuple(option.replace(BASE, found) for option in options)
-    return spec, (*NANO, *options)
+        options = tuple(option.replace(BASE, request.getfixturevalue("base")) for option in options)
+    return found._replace(options=(*NANO, *options))
 
 
 def test_killed_in_every_phase_it_ends_with_the_same_bits_and_rows(carried, tmp_path):
-    spec, options = carried
-    job = Job(spec, tmp_path / "run", options)
+    spec, options, (devices, _) = carried
+    job = Job(spec, tmp_path / "run", options, devices)
     storm(job, 7, seed=6, delays=TRAINER_DELAYS)
     kill_before_done(job, 120)
     job.finish()
     assert_each_logged_step_once(job, 4, 10, 120)
-    assert job.outcome() == undisturbed(spec, options).outcome()
+    assert job.outcome() == undisturbed(spec, options, devices).outcome()
 
 
 def test_on_two_processes_killed_again_and_again_it_ends_with_the_same_bits_and_rows(carried, tmp_path):
-    spec, options = carried
-    job = Job(spec, tmp_path / "run", options)
+    spec, options, (_, devices) = carried
+    job = Job(spec, tmp_path / "run", options, devices)
     for step in (6, 30, 72):
         attempt = job.launch(2)
         attempt.until(lambda step=step: any(committed >= step for committed in job.committed()), f"step {step}")
         attempt.kill_tree()
     job.launch(2).expect(0)
     assert_each_logged_step_once(job, 4, 10, 120)
-    assert job.outcome() == undisturbed(spec, options, num_processes=2).outcome()
+    assert job.outcome() == undisturbed(spec, options, devices, num_processes=2).outcome()
