@@ -13,10 +13,10 @@ from experiments.counter import Counter
 from runner.attempt import alert
 from runner.attempt.alert import HOUR_SECONDS, TOLD, Alerts
 from runner.attempt.event import EVENTS
-from runner.errors import DivergedError, PreemptedError
+from runner.errors import DivergedError
 from runner.spec import Notify, read_spec
 from runner.storage import LocalStore, read_json
-from tests.support.tiny import StopAfter, counter
+from tests.support.tiny import counter, stop_after
 
 RUN = {"run": "count", "directory": "runs/count", "attempt": 3}
 
@@ -170,8 +170,7 @@ def test_over_the_life_of_a_run_each_event_is_told_once_and_the_url_stands_nowhe
     }
     for steps in (3, 4):
         job = counter(tmp_path / "run", **changes)
-        with pytest.raises(PreemptedError):
-            job(stop=StopAfter(job, steps))
+        stop_after(job, steps)
     with pytest.raises(DivergedError):
         counter(tmp_path / "run", Diverging, **changes)()
     counter(tmp_path / "run", **changes)()

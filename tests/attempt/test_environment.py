@@ -13,9 +13,8 @@ import pytest
 
 from runner.attempt import environment
 from runner.checkpoint.manifest import seal
-from runner.errors import PreemptedError
 from runner.storage import LocalStore, read_log
-from tests.support.tiny import StopAfter, counter
+from tests.support.tiny import counter, stop_after
 
 BEFORE = {
     "versions": {"jax": "0.10.2", "python": "3.11.2"},
@@ -134,8 +133,7 @@ def test_start_and_manifest_hold_it_and_a_resume_says_what_has_changed(
 ) -> None:
     def stop_at(step: int) -> None:
         job = counter(tmp_path / "run")
-        with pytest.raises(PreemptedError):
-            job(stop=StopAfter(job, step))
+        stop_after(job, step)
 
     def events(name: str) -> list[dict[str, Any]]:
         return [event for event in read_log(LocalStore(tmp_path / "run"), "events") if event["event"] == name]

@@ -22,10 +22,10 @@ from runner.checkpoint.leaves import strong
 from runner.checkpoint.look import read_leaves
 from runner.checkpoint.manifest import committed
 from runner.checkpoint.reader import BlockReader
-from runner.errors import InvalidError, PreemptedError, StateError
+from runner.errors import InvalidError, StateError
 from runner.storage import LocalStore, read_log
 from tests.support.memory_bucket import memory_bucket
-from tests.support.tiny import StopAfter
+from tests.support.tiny import stop_after
 
 DTYPES = sorted(
     {found.dtype.name for found in vars(jnp).values() if isinstance(getattr(found, "dtype", None), np.dtype)}
@@ -101,11 +101,6 @@ def keeper(store: Any, make: Any, job_class: type[Keeper] = Keeper, **checkpoint
     job = job_class(spec)
     job.store, job.make = store, make
     return job
-
-
-def stop_after(job: Keeper, step: int) -> None:
-    with pytest.raises(PreemptedError):
-        job(stop=StopAfter(job, step))
 
 
 def forms(state: Any) -> Any:

@@ -8,10 +8,10 @@ import pytest
 
 from runner.config import DataConfig
 from runner.data import Source, load_dataset
-from runner.errors import DataError, InvalidError, PreemptedError
+from runner.errors import DataError, InvalidError
 from runner.storage import LocalStore, read_json
 from tests.data.corpus import READS
-from tests.support.tiny import StopAfter, gpt
+from tests.support.tiny import gpt, stop_after
 
 
 class Squares(Source):
@@ -191,14 +191,12 @@ def test_a_run_on_it_is_stopped_and_resumed_to_the_same_bits_and_refused_on_othe
 
     job("whole")()
     stopped = job("stopped")
-    with pytest.raises(PreemptedError):
-        stopped(stop=StopAfter(stopped, 2))
+    stop_after(stopped, 2)
     job("stopped")()
     assert read_json(LocalStore(tmp_path / "stopped"), "result.json") == read_json(
         LocalStore(tmp_path / "whole"), "result.json"
     )
     half = job("half")
-    with pytest.raises(PreemptedError):
-        half(stop=StopAfter(half, 2))
+    stop_after(half, 2)
     with pytest.raises(InvalidError, match="would be another trajectory"):
         job("half", first=4)()

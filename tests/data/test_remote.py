@@ -14,14 +14,14 @@ from runner.data import Dataset
 from runner.data.index import HEAD_BYTES
 from runner.data.remote.cache import FILE
 from runner.data.remote.reader import in_parallel
-from runner.errors import DataError, PreemptedError, StorageError
+from runner.errors import DataError, StorageError
 from runner.storage import ABSENT, DeniedError, LocalStore, read_json
 from runner.storage.retry import TransientError
 from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket, random_shards, write_corpus
 from tests.data.corpus import load, write_bin, write_npy
 from tests.data.golden import CASES, copy_golden
 from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
-from tests.support.tiny import StopAfter, gpt
+from tests.support.tiny import gpt, stop_after
 
 NUM_TOKENS = 5000
 SIZES = [[40, 900, 1, 300], [], [5], [1500, 0, 700], [0, 90, 1464]]
@@ -453,8 +453,7 @@ def test_a_run_is_stopped_and_resumed_to_the_same_bits_with_the_cache_torn_and_t
     there, small = f"{URL}/*.bin", {"cache_bytes": 1 << 15}
     job("whole", str(bins.directory / "*.bin"))()
     stopped = job("stopped", there, **small)
-    with pytest.raises(PreemptedError):
-        stopped(stop=StopAfter(stopped, 1))
+    stop_after(stopped, 1)
     flip_bytes(bins.cache / FILE)
     bins.driver.before = fail_some(0.3)
     job("stopped", there, **small)()

@@ -22,9 +22,9 @@ from experiments.tokenise.source import find_files
 from experiments.tokenise.template import ChatTemplate, Renderer, read_template
 from runner import BaseTrainer
 from runner.data.subword import HuggingFace
-from runner.errors import DataError, InvalidError, PreemptedError
+from runner.errors import DataError, InvalidError
 from tests.support.inputs import SEPARATOR, Bucket, content_of, index_of, make_hf, read_corpus, tokenise
-from tests.support.tiny import StopAfter, gpt, leaves_equal
+from tests.support.tiny import gpt, leaves_equal, stop_after
 
 PLAIN = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
@@ -222,8 +222,7 @@ def test_a_stopped_job_ends_with_the_same_bytes_and_refuses_another_template(tmp
     changes |= {"config.shard_bytes": 300, "config.chat.template": write_template(tmp_path)}
     tokenise(tmp_path / "whole", **changes)()
     stopped = tokenise(tmp_path / "run", **changes)
-    with pytest.raises(PreemptedError):
-        stopped(stop=StopAfter(stopped, 500))
+    stop_after(stopped, 500)
     write_template(tmp_path, MARKED)
     with pytest.raises(InvalidError, match=r"config\.chat\.template\.sha256"):
         tokenise(tmp_path / "run", **changes)()
@@ -405,8 +404,7 @@ def test_the_loss_is_that_of_answers_alone_and_a_stop_changes_no_bit(tmp_path, p
     np.testing.assert_allclose(first["train/loss"], losses[is_answer].mean(), rtol=1e-6)
     assert abs(losses[rows["padding_mask"]].mean() - losses[is_answer].mean()) > 1e-3
     parts = gpt(tmp_path / "parts", TrainLookup, **changes)
-    with pytest.raises(PreemptedError):
-        parts(stop=StopAfter(parts, 1))
+    stop_after(parts, 1)
     parts = gpt(tmp_path / "parts", TrainLookup, **changes)
     parts()
     assert leaves_equal(parts.state, whole.state)

@@ -21,7 +21,7 @@ from experiments.tokenise.source import find_files, open_place
 from experiments.tokenise.tally import Tally
 from experiments.tokenise.vocabulary import sample_of, train
 from runner.data.index import Shard
-from runner.errors import DataError, InvalidError, PreemptedError, StorageError
+from runner.errors import DataError, InvalidError, StorageError
 from runner.storage import DeadlineError
 from tests.support import inputs
 from tests.support.inputs import (
@@ -36,7 +36,7 @@ from tests.support.inputs import (
     write_texts,
 )
 from tests.support.servers import BACKENDS, Faults, lead, start_backend
-from tests.support.tiny import StopAfter
+from tests.support.tiny import StopAfter, stop_after
 
 STDLIB = "python-stdlib"
 
@@ -290,8 +290,7 @@ def _some(tmp_path: Path) -> dict[str, Any]:
 def _stopped(tmp_path: Path, **changes: Any) -> Path:
     """A run that was asked to stop in the middle."""
     job = tokenise(tmp_path / "run", **_some(tmp_path), **changes)
-    with pytest.raises(PreemptedError):
-        job(stop=StopAfter(job, 500))
+    stop_after(job, 500)
     return tmp_path / "run"
 
 
@@ -369,8 +368,7 @@ def test_an_object_that_was_replaced_by_one_of_its_size_is_refused_and_named(tmp
     bucket.write("web/b.jsonl", inputs.lines(DOCUMENTS[60:]))
     changes = {"config.source": "gs://b/web/*"}
     job = tokenise(tmp_path / "run", **changes)
-    with pytest.raises(PreemptedError):
-        job(stop=StopAfter(job, 500))
+    stop_after(job, 500)
     bucket.write("web/b.jsonl", inputs.lines(DOCUMENTS[:59:-1]))
     assert "gs://b/web/b.jsonl has changed since this job began" in refusal(tmp_path / "run", **changes)
 
@@ -416,8 +414,7 @@ def test_a_trained_tokenizer_that_was_replaced_is_refused(tmp_path, kinds):
 def test_two_runs_never_write_one_corpus(tmp_path):
     output = {"config.output": str(tmp_path / "corpus")}
     job = tokenise(tmp_path / "run", **_some(tmp_path), **output)
-    with pytest.raises(PreemptedError):
-        job(stop=StopAfter(job, 500))
+    stop_after(job, 500)
     found = refusal(tmp_path / "other", **_some(tmp_path), **output)
     assert f"is the corpus of the run 'tokenise' in {tmp_path / 'run'}; use another output" in found
     shutil.rmtree(tmp_path / "run")

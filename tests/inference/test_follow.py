@@ -8,14 +8,14 @@ import pytest
 
 from runner.__main__ import main
 from runner.command.appending import append, refuse_inside, steps_in
-from runner.errors import InvalidError, PreemptedError
+from runner.errors import InvalidError
 from runner.hosts.agreement import Hosts
 from runner.inference.evaluation import follow
 from runner.inference.opening import open_run
 from runner.storage import LocalStore
 from tests.support.harness import hash_tree
 from tests.support.judged import TINY, Judged, rows_of, write_questions
-from tests.support.tiny import StopAfter, gpt
+from tests.support.tiny import gpt, stop_after
 
 STEPS = 6
 
@@ -34,8 +34,7 @@ def changes(directory: Path) -> dict[str, Any]:
 def test_each_step_of_a_live_run_is_scored_once_until_it_is_done(tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = gpt(run, Judged, **changes(tmp_path))
-    with pytest.raises(PreemptedError):
-        job(stop=StopAfter(job, 3))
+    stop_after(job, 3)
     waited = []
 
     def go_on() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from runner import BaseTrainer
-from runner.errors import PreemptedError
 from runner.storage import LocalStore, read_json
 from tests.support.judged import TINY, JudgedByAll, rows_of, write_questions
-from tests.support.tiny import StopAfter, gpt
+from tests.support.tiny import gpt, stop_after
 
 STEPS = 12
 
@@ -98,8 +97,7 @@ def test_rows_of_a_run_that_was_stopped_and_resumed_are_those_of_an_undisturbed_
     whole: Path, tmp_path: Path, step: int
 ) -> None:
     job = gpt(tmp_path / "run", JudgedByAll, **changes(whole.parent))
-    with pytest.raises(PreemptedError):
-        job(stop=StopAfter(job, step))
+    stop_after(job, step)
     gpt(tmp_path / "run", JudgedByAll, **changes(whole.parent))()
     assert rows_of(tmp_path / "run") == rows_of(whole)
 

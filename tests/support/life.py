@@ -9,11 +9,11 @@ import pytest
 from experiments.counter import Counter
 from runner.attempt.fence import Fence
 from runner.attempt.incident import Incidents
-from runner.errors import DataError, DivergedError, FencedError, PreemptedError, StorageError
+from runner.errors import DataError, DivergedError, FencedError, StorageError
 from runner.hosts.preemption import StopNotice
 from runner.storage import LocalStore
 from tests.support.attempt import start
-from tests.support.tiny import StopAfter, counter
+from tests.support.tiny import counter, stop_after
 
 OPTIONS = {"config.total_steps": 40, "config.width": 8, "checkpoint.every_steps": 10, "checkpoint.keep_last": 9}
 
@@ -46,8 +46,7 @@ def done(directory: Path) -> None:
 
 def stop_at(directory: Path, step: int, **changes: object) -> None:
     job = make(directory, **changes)
-    with pytest.raises(PreemptedError):
-        job(stop=StopAfter(job, step))
+    stop_after(job, step)
 
 
 def preempted(directory: Path) -> None:

@@ -20,12 +20,12 @@ from runner.attempt.incident import Incidents
 from runner.attempt.layout import EXPENDABLE, LAYOUT
 from runner.checkpoint.inspection import Depth, report
 from runner.checkpoint.manifest import committed
-from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, PreemptedError, RunnerError
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, RunnerError
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.attempt import start
 from tests.support.damage import ERRORS, damages_of, give_errors
 from tests.support.harness import command, environment, killed_after, whole_counter
-from tests.support.tiny import StopAfter, counter
+from tests.support.tiny import counter, stop_after
 
 STEPS, NEWEST = 8, 6
 HANG_SECONDS = 120  # no start takes so long, on any machine
@@ -52,8 +52,7 @@ def events(base: Path, kind: str) -> list[dict[str, object]]:
 
 
 def stop_at(job: Counter, step: int) -> None:
-    with pytest.raises(PreemptedError):
-        job(stop=StopAfter(job, step))
+    stop_after(job, step)
 
 
 def finish(base: Path) -> Counter:

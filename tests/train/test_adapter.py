@@ -15,7 +15,7 @@ from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, ExecutionSpec, open_checkpoint
 from runner.checkpoint.leaves import named
-from runner.errors import InvalidError, PreemptedError
+from runner.errors import InvalidError
 from runner.hosts.agreement import Hosts
 from runner.inference.evaluation import Request, evaluate
 from runner.inference.opening import open_run
@@ -25,7 +25,7 @@ from runner.storage import parse_lines
 from runner.train.adapter import model_state, model_weights, with_base
 from runner.train.mesh import STATE_AXES
 from runner.weights.base import ADAPTER_BASE
-from tests.support.tiny import StopAfter, gpt, gpt_document, leaves_equal, name_of, set_mesh
+from tests.support.tiny import gpt, gpt_document, leaves_equal, name_of, set_mesh, stop_after
 from tests.test_values import TrainLookup
 
 STEPS, STOP = 4, 2
@@ -174,8 +174,7 @@ def test_the_base_keeps_its_bits_and_has_no_moments(whole, base):
 
 def test_a_run_that_was_stopped_ends_with_the_same_bits(name, whole, base, place):
     first = adapted(name, place / f"{name}_resumed", base.store.root)
-    with pytest.raises(PreemptedError):
-        first(stop=StopAfter(first, STOP + 1))
+    stop_after(first, STOP + 1)
     again = adapted(name, place / f"{name}_resumed", base.store.root)
     again()
     assert leaves_equal(again.state, whole.state)
@@ -261,8 +260,7 @@ def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
         return adapted("lookup", tmp_path / "run", base)
 
     begun = job(tmp_path / "first")
-    with pytest.raises(PreemptedError):
-        begun(stop=StopAfter(begun, STOP))
+    stop_after(begun, STOP)
     for another in (tmp_path / "other", tmp_path / "other" / "checkpoints" / str(STEPS)):
         with pytest.raises(InvalidError, match=f"{ADAPTER_BASE}: .* has 'run .*', the spec 'run "):
             job(another)()

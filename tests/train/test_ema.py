@@ -8,10 +8,10 @@ import pytest
 from runner import open_checkpoint
 from runner.checkpoint.fingerprint import fingerprint
 from runner.config import EmaConfig
-from runner.errors import InvalidError, PreemptedError
+from runner.errors import InvalidError
 from runner.plan.report import state_section
 from runner.storage import parse_lines
-from tests.support.tiny import StopAfter, gpt, leaves_equal, set_mesh
+from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
 from tests.test_values import TrainLookup
 
 DECAYS = [0.5, 0.9]
@@ -76,8 +76,7 @@ def test_nothing_else_moves_by_a_bit(directory, whole):
 def test_stopped_and_resumed_they_are_those_of_the_whole_run(directory, whole, mesh):
     name = "elsewhere" if mesh else "resumed"
     first = job(directory / name)
-    with pytest.raises(PreemptedError):
-        first(stop=StopAfter(first, 3))
+    stop_after(first, 3)
     again = job(directory / name, **mesh)
     again()
     if mesh:
@@ -134,8 +133,7 @@ def test_an_average_that_the_other_run_does_not_have_is_refused_with_those_that_
 
 def test_a_run_without_averages_is_not_resumed_with_them(directory):
     first = job(directory / "later", **{"config.ema": None})
-    with pytest.raises(PreemptedError):
-        first(stop=StopAfter(first, 1))
+    stop_after(first, 1)
     with pytest.raises(InvalidError, match=r"config\.ema"):
         job(directory / "later")()
 

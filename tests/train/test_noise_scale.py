@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from runner.errors import InvalidError, PreemptedError
+from runner.errors import InvalidError
 from runner.storage import parse_lines
 from runner.train import step as pure
 from runner.train.mesh import batch_sharding
@@ -14,7 +14,7 @@ from runner.train.noise_scale import make_noise_scale
 from runner.train.rider import Halves, Observation
 from runner.train.state import sharding_rules
 from runner.train.variables import TrainState, unchanged
-from tests.support.tiny import StopAfter, gpt, leaves_equal, mesh_of, set_mesh
+from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
 from tests.test_values import TrainLookup
 
 T, R, V = 8, 16, 32
@@ -163,8 +163,7 @@ def scales(job):
 def test_stopped_and_resumed_rows_are_those_of_the_whole_run(directory, whole, split):
     name = "elsewhere" if split else "resumed"
     first = gpt(directory / name, TrainLookup, **MEASURED)
-    with pytest.raises(PreemptedError):
-        first(stop=StopAfter(first, 2))
+    stop_after(first, 2)
     again = gpt(directory / name, TrainLookup, **MEASURED, **split)
     again()
     assert None not in scales(whole)

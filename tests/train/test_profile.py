@@ -10,14 +10,14 @@ import pytest
 
 from experiments.gpt import PretrainGPT
 from runner.command import profile as command
-from runner.errors import InvalidError, PreemptedError, SpecError
+from runner.errors import InvalidError, SpecError
 from runner.spec import STEPS_OF_A_PROFILE_MAX, parse_document, validate_spec
 from runner.storage import JsonObject, LocalStore, Store, encode_json, read_json, read_log
 from runner.train import profile
 from runner.train.profile import REQUEST, Profiler, request, take_request
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import memory_bucket
-from tests.support.tiny import StopAfter, gpt, gpt_document
+from tests.support.tiny import gpt, gpt_document, stop_after
 
 
 @pytest.fixture
@@ -98,8 +98,7 @@ def test_a_running_job_records_its_next_steps_when_it_is_asked_to(
 ) -> None:
     monkeypatch.setattr(profile, "POLL_SECONDS", 0.001)
     job = gpt(tmp_path / "run", Asking)
-    with pytest.raises(PreemptedError):
-        job(stop=StopAfter(job, 7))
+    stop_after(job, 7)
     gpt(tmp_path / "run")()
     assert steps_of(events(job.store)) == [(3, 6)]
     assert asked == ["begin 000001.3-6", "end"]

@@ -7,11 +7,11 @@ import pytest
 
 from runner import BaseTrainer
 from runner.checkpoint.fingerprint import fingerprint, leaf_names
-from runner.errors import InvalidError, PreemptedError
+from runner.errors import InvalidError
 from runner.hosts.agreement import Hosts
 from runner.storage import parse_lines
 from runner.train.rider import Rider, init_riders
-from tests.support.tiny import StopAfter, gpt, leaves_equal, set_mesh
+from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
 from tests.test_values import TrainLookup
 
 
@@ -87,8 +87,7 @@ def test_they_see_each_step_and_are_replaced_between_two(whole):
 def test_stopped_and_resumed_they_have_the_bits_of_the_whole_run(directory, whole, mesh):
     name = "elsewhere" if mesh else "resumed"
     first = job(directory / name)
-    with pytest.raises(PreemptedError):
-        first(stop=StopAfter(first, 3))
+    stop_after(first, 3)
     again = job(directory / name, **mesh)
     again()
     assert leaves_equal(again.state.riders["start"], whole.state.riders["start"])
@@ -121,8 +120,7 @@ def test_a_rider_that_the_checkpoints_lack_is_refused_by_its_leaves(directory):
             return *super().riders(), Rider("more", lambda params: jnp.zeros(()))
 
     first = job(directory / "fewer")
-    with pytest.raises(PreemptedError):
-        first(stop=StopAfter(first, 1))
+    stop_after(first, 1)
     with pytest.raises(InvalidError, match=r"riders\.more: checkpoint has nothing, the job float32"):
         job(directory / "fewer", More)()
 

@@ -12,7 +12,7 @@ from flax.training import train_state as flax_state
 
 from runner import BaseTrainer, open_checkpoint
 from runner.checkpoint.fingerprint import fingerprint, leaf_names
-from runner.errors import InvalidError, PreemptedError, StateError
+from runner.errors import InvalidError, StateError
 from runner.hosts.agreement import Hosts
 from runner.storage import read_json
 from runner.train.fields import document_arguments
@@ -20,7 +20,7 @@ from runner.train.loss import cross_entropy_sum
 from runner.train.mesh import batch_sharding
 from runner.train.state import make_state, sharding_rules
 from runner.train.variables import with_variables
-from tests.support.tiny import StopAfter, gpt, leaves_equal, mesh_of, set_mesh
+from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
 
 V, T, R = 256, 16, 16
 KEY = jax.random.key(0)
@@ -162,8 +162,7 @@ def test_they_lie_on_the_mesh_as_their_names_say(directory):
 def test_stopped_and_resumed_they_have_the_bits_of_the_whole_run(directory, whole, mesh):
     name = "elsewhere" if mesh else "resumed"
     first = job(directory / name)
-    with pytest.raises(PreemptedError):
-        first(stop=StopAfter(first, 3))
+    stop_after(first, 3)
     again = job(directory / name, **mesh)
     again()
     assert leaves_equal(again.state.variables, whole.state.variables)

@@ -16,13 +16,12 @@ import pytest
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig
 from experiments.model.decoder import Decoder, PretrainDecoder
 from runner.config import MemoryConfig
-from runner.errors import PreemptedError
 from runner.storage import parse_lines, read_json
 from runner.train.flops import matmul_flops
 from runner.train.mesh import batch_sharding, make_mesh
 from runner.train.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
 from tests.experiments.test_documents import LENGTHS, documents, pack
-from tests.support.tiny import StopAfter, gpt, leaves_equal, mesh_id, set_mesh
+from tests.support.tiny import gpt, leaves_equal, mesh_id, set_mesh, stop_after
 
 SOAK = pytest.mark.soak
 KEY = jax.random.key(0)
@@ -272,8 +271,7 @@ def whole(tmp_path_factory):
 )
 def test_a_run_that_was_stopped_ends_with_the_bits_and_rows_of_the_whole_one(tmp_path, whole, mesh):
     first = gpt(tmp_path / "run", PretrainDecoder, **JOB)
-    with pytest.raises(PreemptedError):
-        first(stop=StopAfter(first, 2))
+    stop_after(first, 2)
     again = run(tmp_path / "run", **mesh)
     rows, expected_rows = (parse_lines((job.store.root / "metrics.jsonl").read_bytes()) for job in (again, whole))
     assert [row["step"] for row in rows] == list(range(1, 7))
