@@ -40,18 +40,19 @@ def measure(root: Path) -> Signs:
     """Count the signs of the tree below `root`."""
     files = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
     trees = {path: ast.parse(path.read_text()) for path in files}
-    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    nodes = {path: list(ast.walk(tree)) for path, tree in trees.items()}
+    classes = [node for found in nodes.values() for node in found if isinstance(node, ast.ClassDef)]
     by_name = {node.name: node for node in classes}
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     return Signs(
         max((_num_lines(node), node.name) for node in classes),
         max((sum(isinstance(part, functions) for part in node.body), node.name) for node in classes),
         sorted(name for node in classes for name in _late_attributes(node, by_name)),
-        [f"{path.relative_to(root)}:{line}" for path, tree in trees.items() for line in _imports_by_string(tree)],
+        [f"{path.relative_to(root)}:{line}" for path, found in nodes.items() for line in _imports_by_string(found)],
         [
             f"{path.relative_to(root)}:{node.name}"
-            for path, tree in trees.items()
-            for node in ast.walk(tree)
+            for path, found in nodes.items()
+            for node in found
             if isinstance(node, functions) and _num_lines(node) > 50
         ],
         sum(ast.unparse(tree).count("dict[str, Any]") for tree in trees.values()),
@@ -90,10 +91,12 @@ def _attributes_set(method: ast.FunctionDef) -> Iterator[str]:
             yield part.attr
 
 
-def _imports_by_string(tree: ast.Module) -> Iterator[int]:
-    for part in ast.walk(tree):
-        if isinstance(part, ast.Call) and ast.unparse(part.func).endswith("import_module"):
-            yield part.lineno
+def _imports_by_string(nodes: list[ast.AST]) -> Iterator[int]:
+    for part in nodes:
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute | ast.Name):
+            name = part.func.attr if isinstance(part.func, ast.Attribute) else part.func.id
+            if name.endswith("import_module"):
+                yield part.lineno
 
 
 def lines(signs: Signs) -> list[str]:

@@ -1,6 +1,7 @@
 """The order in runner/__init__.py holds: a module imports only from those above it."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -26,9 +27,10 @@ def layer_of(path: Path) -> str:
     return path.relative_to(ROOT / "runner").with_suffix("").parts[0]
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Dotted names of all that a file imports, anywhere in it: by a statement, or by a module's name in a string."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -39,7 +41,7 @@ def imports(path: Path) -> set[str]:
             found |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
         elif isinstance(node, ast.Constant) and node.value in MODULES:
             found.add(node.value)
-    return found
+    return frozenset(found)
 
 
 def layers_imported(path: Path) -> set[str]:
