@@ -1,6 +1,7 @@
+import grain
 import pytest
 
-from runner.data.window import make_order, probe_order, split_tokens
+from runner.data.window import FEW_WINDOWS, make_order, probe_order, split_tokens
 from runner.errors import DataError
 
 
@@ -48,6 +49,15 @@ def test_every_epoch_covers_each_window_once_in_a_new_order() -> None:
     epochs = [[order[epoch * 100 + i] for i in range(100)] for epoch in range(5)]
     assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 5
+
+
+@pytest.mark.parametrize("num_windows", [1, 2, 3, 100, FEW_WINDOWS, FEW_WINDOWS + 1])
+def test_whether_windows_are_few_or_many_their_order_is_grains(num_windows: int) -> None:
+    of_grain = grain.MapDataset.range(num_windows).seed(7).shuffle().repeat()
+    indices = [*range(3), *range(num_windows - 1, num_windows + 2), 5 * num_windows]
+    order = make_order(num_windows, seed=7)
+    assert [order[index] for index in indices] == [of_grain[index] for index in indices]
+    assert len(order) == len(of_grain)
 
 
 def test_seeds_give_different_orders_and_a_seed_always_the_same() -> None:
