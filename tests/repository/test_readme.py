@@ -1,7 +1,8 @@
 """The commands of every README.md, run as they stand there.
 
 A ```bash block is run; what needs a cluster, libtpu or hours is a ```text block. Blocks of a page run in their order,
-the pages in one checkout, README.md first. The demonstration of kill and resume is tried daily, all else in the soak.
+the pages in one checkout, README.md first. The demonstration of kill and resume is tried daily too, of a smaller model,
+without LLVM's optimiser.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from runner.storage import parse_lines
+from tests.support.faked import environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -41,10 +43,16 @@ SETUP = [block for block in blocks(ROOT / "README.md") if "-m venv" in block]
 (DEMONSTRATION,) = [block for block in blocks(ROOT / "README.md") if "kill -9" in block]
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+SMALLER = {
+    "{layers: 2, heads: 4, width: 64,": "{layers: 1, heads: 4, width: 16,",
+    "sequence_length: 64": "sequence_length: 32",
+    "examples: 32": "examples: 8",
+    "batches: 4": "batches: 2",
+}
+
+
+def copy_project(directory: Path) -> Path:
     """A copy of the project, under git, whose `.venv` is the environment that the tests run in."""
-    directory = tmp_path_factory.mktemp("readme") / "checkout"
     shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
     python = directory / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -57,14 +65,24 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_project(tmp_path_factory.mktemp("readme") / "checkout")
+
+
+@pytest.fixture(scope="module")
 def demonstration(checkout: Path) -> str:
     """What the demonstration of kill and resume prints."""
-    return run_block(DEMONSTRATION, checkout)
+    return run_block(DEMONSTRATION, checkout, as_a_person())
 
 
-def run_block(block: str, checkout: Path) -> str:
+def as_a_person() -> dict[str, str]:
+    """The environment without what is set for tests alone."""
+    return {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+
+
+def run_block(block: str, checkout: Path, variables: dict[str, str]) -> str:
     """Run one block in `checkout` and return its output. No process that it has started is left."""
-    variables = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    variables = variables.copy()
     variables["PATH"] = f"{checkout / '.venv' / 'bin'}:{variables['PATH']}"
     with subprocess.Popen(
         ["bash", "-e", "-c", block],
@@ -105,9 +123,27 @@ def test_every_block_says_its_language_and_every_link_leads_to_a_file(page: Path
         assert (page.parent / target).is_file(), target
 
 
+def test_the_kill_and_resume_demonstration_prints_the_same_fingerprint_twice_of_a_smaller_model(
+    tmp_path: Path,
+) -> None:
+    copy = copy_project(tmp_path / "checkout")
+    spec = copy / "specs/gpt_nano.yaml"
+    text = spec.read_text()
+    for line, smaller in SMALLER.items():
+        assert text.count(line) == 1
+        text = text.replace(line, smaller)
+    spec.write_text(text)
+    expect_the_same_fingerprint_twice(run_block(DEMONSTRATION, copy, environment(1)), copy)
+
+
+@pytest.mark.soak
 def test_the_kill_and_resume_demonstration_prints_the_same_fingerprint_twice(
     demonstration: str, checkout: Path
 ) -> None:
+    expect_the_same_fingerprint_twice(demonstration, checkout)
+
+
+def expect_the_same_fingerprint_twice(demonstration: str, checkout: Path) -> None:
     fingerprints = re.findall(r'result\.json: *"fingerprint": "([0-9a-f]{32})"', demonstration)
     assert len(fingerprints) == 2
     assert len(set(fingerprints)) == 1
@@ -126,4 +162,4 @@ def test_every_other_command_of_a_page_runs(page: Path, checkout: Path, request:
         (checkout / "runs/gpt_small").symlink_to("undisturbed")  # for the run of the first block, which takes minutes
     for block in blocks(page):
         if block not in (*SETUP, DEMONSTRATION):
-            run_block(block, checkout)
+            run_block(block, checkout, as_a_person())
