@@ -12,6 +12,7 @@ import pytest
 
 from runner import BaseTrainer
 from runner.accelerator import CHIPS, Accelerator, parse_accelerator
+from runner.command.plan import main
 from runner.errors import InvalidError
 from runner.plan import machine, progress
 from runner.plan.checks import Findings, check_directory
@@ -31,6 +32,12 @@ def plan(*arguments: str, expected: int = 0) -> str:
     return output
 
 
+def plan_here(capsys: pytest.CaptureFixture[str], *arguments: str, expected: int = 0) -> str:
+    """The same in this process: what each wrong spec is told, where one process tells that it is told."""
+    assert main(arguments) == expected
+    return capsys.readouterr().out
+
+
 def plan_json(*arguments: str, expected: int = 0) -> dict[str, Any]:
     return json.loads(plan(*arguments, "--json", expected=expected))
 
@@ -38,7 +45,7 @@ def plan_json(*arguments: str, expected: int = 0) -> dict[str, Any]:
 # The check.
 
 
-def test_all_that_is_wrong_with_a_spec_is_listed_at_once(tmp_path: Path) -> None:
+def test_all_that_is_wrong_with_a_spec_is_listed_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "bad.yaml"
     text = (ROOT / NANO).read_text()
     text = (
@@ -47,7 +54,7 @@ def test_all_that_is_wrong_with_a_spec_is_listed_at_once(tmp_path: Path) -> None
         .replace("wandb: dis", "wandb: diz")
     )
     spec.write_text(text)
-    output = plan(str(spec), "--topology", "v5e-17", expected=2)
+    output = plan_here(capsys, str(spec), "--topology", "v5e-17", expected=2)
     for problem in ("keep_lasst", "total_stepz", "v5e has no slice of 17 chips; slices: v5e-1, v5e-4, v5e-8, v5e-16"):
         assert problem in output
     assert output.rstrip().endswith("would not run")
@@ -69,8 +76,10 @@ def test_data_directory_and_mesh_are_all_checked_whatever_the_others_say(tmp_pat
 @pytest.mark.parametrize(
     "accelerator", ["v9-16", *(pytest.param(name, marks=pytest.mark.soak) for name in ("v5e", "h200", "2xv5p-12"))]
 )
-def test_a_topology_that_does_not_exist_is_one_line_with_those_that_do(accelerator: str) -> None:
-    output = plan("specs/counter.yaml", "--topology", accelerator, expected=2)
+def test_a_topology_that_does_not_exist_is_one_line_with_those_that_do(
+    accelerator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = plan_here(capsys, str(ROOT / "specs/counter.yaml"), "--topology", accelerator, expected=2)
     (problem,) = [line for line in output.splitlines() if line.startswith("problem: ")]
     assert "topology" in problem
     assert any(name in problem for name in ("v5e", "h200-8", "v5p-8"))
