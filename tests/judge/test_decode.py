@@ -22,7 +22,7 @@ from runner.judge.decode import CachedReader, PlainReader, generate, make_reader
 from runner.train.mesh import AXES, make_mesh
 
 VOCABULARY, SEQUENCE = 61, 24
-TOKENS_BxT = np.asarray(jax.random.randint(jax.random.key(7), (2, SEQUENCE), 0, VOCABULARY))
+TOKENS_BxT = np.random.default_rng(7).integers(0, VOCABULARY, (2, SEQUENCE), dtype=np.int32)
 
 
 def gpt(**config: Any) -> GPT:

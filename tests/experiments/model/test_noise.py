@@ -17,19 +17,19 @@ from tests.support.tiny import gpt as tiny_gpt
 from tests.support.tiny import leaves_equal, stop_after
 
 B, T, D, V = 8, 6, 8, 16
-X = jax.random.normal(jax.random.key(0), (B, T, D))
+X = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
 KEY = jax.random.key(1)
-TOKENS_BxT = jax.random.randint(jax.random.key(3), (B, T), 0, V)
+TOKENS_BxT = np.random.default_rng(3).integers(0, V, (B, T), dtype=np.int32)
 
 
-def noise_of(alpha: float, examples: jax.Array, deterministic: bool = False, x: jax.Array = X) -> np.ndarray:
+def noise_of(alpha: float, examples: jax.Array, deterministic: bool = False, x: np.ndarray = X) -> np.ndarray:
     """What is added to the embeddings of these examples."""
     module = EmbeddingNoise(alpha, deterministic)
     return np.asarray(module.apply({}, x, examples, rngs={"dropout": KEY}) - x)
 
 
 def test_noise_is_uniform_within_the_published_bound():
-    large = jnp.zeros((B, 64, 128))
+    large = np.zeros((B, 64, 128), np.float32)
     noise, bound = noise_of(5.0, jnp.arange(B), x=large), 5 / np.sqrt(64 * 128)
     assert bound * 0.999 < np.abs(noise).max() <= bound
     np.testing.assert_allclose(noise.mean(), 0, atol=0.01 * bound)
@@ -59,11 +59,17 @@ def decoder(alpha: float) -> tuple[nn.Module, type[PretrainDecoder]]:
 MODELS = {"gpt": gpt, "decoder": decoder}
 
 
+@functools.cache
+def params_of(name: str):
+    """Those of either model, whatever its alpha."""
+    model, _ = MODELS[name](0.0)
+    init = jax.jit(functools.partial(model.init, deterministic=True))
+    return nn.unbox(init(jax.random.key(2), TOKENS_BxT))["params"]
+
+
 def loss_of(name: str, alpha: float):
     """The summed loss of a model of these embeddings, compiled: of a micro-batch of tokens, its examples, and a key."""
-    model, job = MODELS[name](alpha)
-    init = jax.jit(functools.partial(model.init, deterministic=True))
-    params = nn.unbox(init(jax.random.key(2), TOKENS_BxT))["params"]
+    (model, job), params = MODELS[name](alpha), params_of(name)
 
     def loss(tokens_BxT, examples_B, key):
         micro = {"x": tokens_BxT, "y": tokens_BxT, "padding_mask": jnp.ones(tokens_BxT.shape, bool)}
