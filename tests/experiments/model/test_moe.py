@@ -53,7 +53,7 @@ def chosen_by_loops(variables, config, x_BxTxD, real_BxT):
 
 
 def bias_of(variables):
-    return variables.get("balance", {"bias": jnp.zeros(E)})["bias"]
+    return variables.get("balance", {"bias": np.zeros(E)})["bias"]
 
 
 def gates_of(variables, config, x_BxTxD):
@@ -84,7 +84,7 @@ def reference(variables, config, activation, x_BxTxD, real_BxT, chosen, kept):
 
 def inputs():
     """Rows of several lengths: whole, padded, and of padding alone."""
-    x_BxTxD = jax.random.normal(jax.random.key(1), (B, T, D))
+    x_BxTxD = jax.device_get(jax.random.normal(jax.random.key(1), (B, T, D)))
     lengths = np.asarray([T, T, 1, 0, 7, T, 13, 2])
     return x_BxTxD, np.arange(T) < lengths[:, None]
 
@@ -92,10 +92,10 @@ def inputs():
 def made(config, activation="swiglu"):
     model = MixtureOfExperts(config, F, activation, 0.3)
     x_BxTxD, real_BxT = inputs()
-    variables = nn.unbox(model.init(KEY, x_BxTxD, jnp.asarray(real_BxT)))
+    variables = jax.device_get(nn.unbox(jax.jit(model.init)(KEY, x_BxTxD, real_BxT)))
     variables = jax.tree.map(lambda leaf: 20 * leaf, variables)  # scores far enough apart
     if "balance" in variables:
-        variables["balance"]["bias"] = jnp.linspace(-0.2, 0.2, E)
+        variables["balance"]["bias"] = np.linspace(-0.2, 0.2, E, dtype=np.float32)
     return model, variables
 
 
@@ -140,7 +140,7 @@ def check_against_reference(config, activation):
             y, loss_B = found[:2]
             return jnp.sum(jnp.where(real_BxT[..., None], jnp.sin(y), 0)) + jnp.sum(loss_B), found
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(variables["params"], x_BxTxD)
+        return jax.device_get(jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(variables["params"], x_BxTxD))
 
     gradients, (y, loss_B, statistics) = all_of(ours)
     expected_gradients, (expected, expected_loss_B) = all_of(theirs)

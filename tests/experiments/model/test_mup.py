@@ -84,22 +84,34 @@ def test_what_a_few_steps_move_stays_as_large_over_widths_and_grows_without_it(t
     assert (np.diff(np.log2(without), axis=0) > 0.4).all(), without
 
 
-def test_the_table_of_what_begins_and_learns(tmp_path):
-    found = job(tmp_path, 128, **{"config.model.base_width": BASE})
-    plain = job(tmp_path / "plain", 128)
-    first, other = (each.design.draw(jax.devices()[:1]).init_state().params for each in (found, plain))
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A job of four times the base width, its blueprint, and its weights at the start."""
+    found = job(tmp_path_factory.mktemp("wide"), 128, **{"config.model.base_width": BASE})
+    blueprint = found.design.draw(jax.devices()[:1])
+    return found, blueprint, blueprint.init_state().params
+
+
+def test_the_table_of_what_begins_and_learns(wide, tmp_path):
+    found, blueprint, first = wide
+    other = job(tmp_path / "plain", 128).design.draw(jax.devices()[:1]).init_state().params
     layer, of_plain = (params["blocks"]["layer_0"] for params in (first, other))
     for part, name in (("attention", "query"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")):
         np.testing.assert_allclose(layer[part][name]["kernel"], of_plain[part][name]["kernel"] / 2, rtol=1e-5)
     for name in ("embedding", "head"):
         assert leaves_equal(first[name], other[name])
-    blueprint = found.design.draw(jax.devices()[:1])
-    ones = jax.tree.map(jnp.ones_like, first)
-    moved, _ = blueprint.optimizer.update(ones, blueprint.optimizer.init(first), jax.tree.map(jnp.zeros_like, first))
+    ones, zeros = (jax.tree.map(like, jax.device_get(first)) for like in (np.ones_like, np.zeros_like))
+    moved = update(blueprint.optimizer, ones, first, zeros)
     rate = found.config.optimizer.learning_rate
     for name, leaf in _named(moved).items():
         wanted = rate / 4 if name.endswith("kernel") else rate
         np.testing.assert_allclose(leaf, -wanted, rtol=1e-4, err_msg=name)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def update(optimizer, gradients, started_with, params):
+    """What the first step adds to `params`."""
+    return optimizer.update(gradients, optimizer.init(started_with), params)[0]
 
 
 def _named(tree):
@@ -108,13 +120,9 @@ def _named(tree):
     }
 
 
-def test_what_a_step_of_decay_takes_off_does_not_depend_on_the_width(tmp_path):
-    found = job(tmp_path, 128, **{"config.model.base_width": BASE})
-    blueprint = found.design.draw(jax.devices()[:1])
-    params = blueprint.init_state().params
-    moved, _ = blueprint.optimizer.update(
-        jax.tree.map(jnp.zeros_like, params), blueprint.optimizer.init(params), params
-    )
+def test_what_a_step_of_decay_takes_off_does_not_depend_on_the_width(wide):
+    found, blueprint, params = wide
+    moved = update(blueprint.optimizer, jax.tree.map(np.zeros_like, jax.device_get(params)), params, params)
     share = found.config.optimizer.learning_rate * found.config.optimizer.weight_decay
     kernel = params["blocks"]["layer_0"]["mlp"]["up"]["kernel"]
     np.testing.assert_allclose(moved["blocks"]["layer_0"]["mlp"]["up"]["kernel"], -share * kernel, rtol=1e-4)
