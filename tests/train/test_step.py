@@ -3,6 +3,8 @@
 Shape legend: S accumulation steps, B examples, T sequence length, R = S * B examples of a global batch.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +98,8 @@ def test_a_mean_of_means_would_fail_that(state, val, whole, S):
 
 def test_the_loss_is_the_mean_over_real_tokens_in_float64(state, whole):
     batch = rows(ragged_lengths())
-    logits_RxTxV = np.asarray(MODEL.apply({"params": state.params}, batch["x"], deterministic=True), np.float64)
+    apply = jax.jit(functools.partial(MODEL.apply, deterministic=True))
+    logits_RxTxV = np.asarray(apply({"params": state.params}, batch["x"]), np.float64)
     log_p_RxTxV = logits_RxTxV - np.log(np.exp(logits_RxTxV).sum(-1, keepdims=True))
     loss_RxT = -np.take_along_axis(log_p_RxTxV, batch["y"][..., None], -1)[..., 0]
     np.testing.assert_allclose(whole[0], loss_RxT[batch["padding_mask"]].mean(), rtol=1e-6)
