@@ -20,7 +20,7 @@ COMMON: dict[str, Any] = {
     "config.schedule": {"name": "constant"},
     "config.optimizer": {"learning_rate": 0.05},
     "config.train": {"total_steps": 2, "global_batch_examples": 16},
-    "config.eval": {"batches": 1},
+    "config.data.validation_fraction": 0,
     "config.data.sequence_length": 8,
 }
 SIZES = {"layers": 2, "heads": 2, "width": 16}
