@@ -1,0 +1,108 @@
+"""MFU of a model beside a compiled peer in torch, step by step on the same shapes, in turns on the same device."""
+
+import json
+import os
+import random
+import statistics
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from runner.accelerator import chip_of
+from tests.benchmarks.accelerator.result import Figure
+from tests.benchmarks.accelerator.size import Model, Setting
+from tests.benchmarks.accelerator.turn import Ending, Player, PlayerError
+
+OURS, PEER = "ours", "torch"
+_NUM_TOKENS = 1_000_000
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leave memory to who else is on the device
+
+
+def measure(setting: Setting, name: str) -> Iterator[Figure]:
+    """Step times, their ratio, MFU, memory. Where there is no peer, or it fails, of ours alone, and that is said."""
+    model, scratch = setting.sizes.models[name], Path(setting.scratch)
+    commands = {OURS: open_trainer(model, scratch), PEER: _peer_command(setting, model)}
+    with ExitStack() as stack:
+        players: dict[str, Player] = {}
+        for who, command in commands.items():
+            try:
+                player = Player(command, os.environ | SHARED, scratch / f"{who}.log")
+            except (PlayerError, OSError) as error:
+                if who == OURS:
+                    raise
+                yield Figure(f"{PEER}: seconds of a step", None, "seconds", f"no compiled torch here: {error}")
+                continue
+            players[who] = stack.enter_context(player)
+            yield Figure(f"{who}: parameters", player.ready.parameters)
+        yield from _play(setting, model, players)
+
+
+def _play(setting: Setting, model: Model, players: dict[str, Player]) -> Iterator[Figure]:
+    """All rounds, and what they come to."""
+    for _ in range(model.rounds + 1):  # the first compiles and warms up
+        for who, player in list(players.items()):
+            try:
+                player.turn(model.steps)
+            except PlayerError as error:
+                if who == OURS:
+                    raise
+                yield Figure(f"{PEER}: seconds of a step", None, "seconds", str(error))
+                del players[who]
+    seconds = {who: player.turns[1:] for who, player in players.items()}
+    flops = players[OURS].ready.flops_per_token
+    for who, turns in seconds.items():
+        about = f"median of {model.rounds} turns of {model.steps} steps, {min(turns):.4g} to {max(turns):.4g}"
+        yield Figure(f"{who}: seconds of a step", statistics.median(turns), "seconds", about)
+        yield _mfu(who, setting.device, model, flops, statistics.median(turns))
+    if PEER in seconds:
+        ratios = [peer / mine for mine, peer in zip(seconds[OURS], seconds[PEER], strict=True)]
+        about = f"{PEER} / {OURS}, median over pairs of turns, {min(ratios):.3f} to {max(ratios):.3f}"
+        yield Figure("speed beside the peer", statistics.median(ratios), "times", about)
+    for who, player in players.items():
+        yield from _memory(who, player.ready.planned_bytes, player.end())
+
+
+def open_trainer(model: Model, scratch: Path, who: str = OURS, *options: str) -> list[str]:
+    """The command of the runner's own loop for a model, with as many steps as it may ever be asked for."""
+    arguments = model.arguments(scratch / who, write_tokens(model, scratch), 10**6, *options)
+    return [sys.executable, "-m", "tests.benchmarks.accelerator.trainer", *arguments]
+
+
+def write_tokens(model: Model, scratch: Path) -> Path:
+    """A file of random tokens below the vocabulary, the same each time."""
+    path = scratch / f"{model.name}.bin"
+    if not path.exists():
+        draw = random.Random(0)
+        tokens = array("H", (draw.randrange(model.shape.vocabulary_size) for _ in range(_NUM_TOKENS)))
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        path.write_bytes(tokens.tobytes())
+    return path
+
+
+def _peer_command(setting: Setting, model: Model) -> Sequence[str]:
+    return [
+        setting.torch_python,
+        "-m",
+        "tests.benchmarks.accelerator.torch_gpt",
+        json.dumps(asdict(model.shape)),
+    ]
+
+
+def _mfu(who: str, device: str, model: Model, flops: float | None, seconds: float) -> Figure:
+    chip = chip_of(device)
+    if chip is None or chip.speeds is None or flops is None:
+        return Figure(f"{who}: MFU", None, "share", f"the peak of {device} is not known")
+    achieved = flops * model.shape.tokens_per_step / seconds
+    about = f"{flops:,.0f} FLOPs a token, {model.shape.tokens_per_step:,} tokens a step"
+    return Figure(f"{who}: MFU", achieved / chip.speeds.flops_per_second, "share", about)
+
+
+def _memory(who: str, planned: int | None, ending: Ending) -> Iterator[Figure]:
+    about = "" if ending.peak_bytes is not None else "not counted on this device"
+    yield Figure(f"{who}: peak memory", ending.peak_bytes, "bytes", about)
+    if planned is not None:
+        yield Figure(f"{who}: memory of the step by its compiler", planned, "bytes")
