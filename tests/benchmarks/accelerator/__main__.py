@@ -1,7 +1,6 @@
 """The command of the kit; see the package."""
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-from runner.accelerator import has_gpu
 from tests.benchmarks.accelerator.agenda import SECTIONS, chosen
 from tests.benchmarks.accelerator.kit import Kit, variables_of
 from tests.benchmarks.accelerator.size import ROOT, SIZES
@@ -23,13 +21,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="JSON")
     parser.add_argument("--sections", nargs="+", default=[], metavar="NAME", help=f"beginnings of {names}")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all of it; default 10")
-    parser.add_argument("--size", choices=list(SIZES), help="default: full where a GPU is, else tiny")
+    parser.add_argument("--size", choices=list(SIZES), help="default: full on an accelerator, tiny on a CPU")
     parser.add_argument("--wheels", type=Path, metavar="DIRECTORY", help="what was carried along, to be unpacked")
     parser.add_argument("--torch-python", default=sys.executable, metavar="PYTHON", help="an interpreter with torch")
     parser.add_argument("--commit", help="of this checkout, where it is no git repository")
     parsed = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)
-    size = parsed.size or ("full" if has_gpu(os.environ) else "tiny")
     with tempfile.TemporaryDirectory(prefix="carried-") as carried:
         try:
             sections = chosen(parsed.sections)
@@ -38,7 +35,7 @@ def main() -> int:
         except ValueError as error:
             parser.error(str(error))
         variables = variables_of(Path(carried) if parsed.wheels else None)
-        kit = Kit(sections, parsed.minutes, size, parsed.torch_python, parsed.out, variables)
+        kit = Kit(sections, parsed.minutes, parsed.size, parsed.torch_python, parsed.out, variables)
         results = kit.run(parsed.commit or commit_here())
     return int(any(part.status != "done" for part in results.parts))
 

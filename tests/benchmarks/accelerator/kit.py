@@ -49,7 +49,7 @@ class Kit:
     Attributes:
         sections: in their order.
         minutes: for all of it.
-        size: which of `SIZES`.
+        size: which of `SIZES`; None: full on an accelerator, tiny on a CPU.
         torch_python: an interpreter that may have torch.
         out: the JSON.
         variables: what every process is started with.
@@ -57,7 +57,7 @@ class Kit:
 
     sections: Sequence[Measured]
     minutes: float
-    size: str
+    size: str | None
     torch_python: str
     out: Path
     variables: Mapping[str, str]
@@ -66,7 +66,7 @@ class Kit:
         """Measure everything, and say each figure as it comes."""
         began = time.monotonic()
         waiting = tuple(Part(section.name) for section in self.sections)
-        results = Results(commit, self.size, self.minutes, time.time(), parts=waiting)
+        results = Results(commit, self.size or "", self.minutes, time.time(), parts=waiting)
         results.write(self.out)
         with tempfile.TemporaryDirectory(prefix="accelerator-kit-", ignore_cleanup_errors=True) as scratch:
             variables = {"RUNNER_CACHE": str(Path(scratch) / "cache"), **self.variables}
@@ -77,6 +77,8 @@ class Kit:
             else:
                 results = replace(results, machine=machine)
                 say(f"device: {machine.num_devices} x {machine.device}")
+            size = self.size or ("full" if results.machine and results.machine.device != "cpu" else "tiny")
+            results = replace(results, sizes=size)
             results.write(self.out)
             left = 60 * self.minutes - (time.monotonic() - began)
             device = "" if isinstance(machine, str) else machine.device
@@ -84,14 +86,17 @@ class Kit:
             for section, end in zip(self.sections, ends([one.share for one in self.sections], left), strict=True):
                 directory = Path(scratch) / section.name.replace(" ", "_")
                 directory.mkdir()
-                setting = Setting(self.size, str(directory), device, self.torch_python)
+                setting = Setting(size, str(directory), device, self.torch_python)
                 results = self._run_one(section, setting, first + end, results, variables)
         return results
 
     def _run_one(
         self, section: Measured, setting: Setting, deadline: float, results: Results, variables: Mapping[str, str]
     ) -> Results:
-        """One section until `deadline`, by the monotonic clock; the results with it."""
+        """One section until `deadline`, by the monotonic clock; the results with it. One that is too late waits on."""
+        if time.monotonic() >= deadline:
+            say(f"{section.name}: no time is left for it")
+            return results
         say(f"{section.name}: {max(deadline - time.monotonic(), 0):.0f} s at most")
         began, before = time.monotonic(), leftover.find()
         figures, log = Path(setting.scratch) / "figures.jsonl", Path(setting.scratch) / "section.log"

@@ -39,7 +39,7 @@ class Machine:
 
     Attributes:
         device: the kind that jax gives it.
-        memory_bytes: of one device, where the backend tells.
+        memory_bytes: what jax may take of one device, where the backend tells.
         versions: of the packages that are there, by name.
     """
 

@@ -101,7 +101,7 @@ SIZES = {
             "gpt2_124m": Model("gpt2_124m", GPT2, _GPT2, rounds=5, steps=20),
             "llama_1b": Model("llama_1b", LLAMA, _LLAMA, rounds=3, steps=5),
         },
-        Theorem(total_steps=1000, every_steps=50, verify_steps=40, kills=3),
+        Theorem(total_steps=600, every_steps=50, verify_steps=40, kills=3),
         save="124m",
         save_batch=(2, 128),
         rounds=3,

@@ -24,7 +24,7 @@ def _where(results: Results) -> str:
         return f"No device: {_cell(results.problem)} ({about})"
     machine = results.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    memory = "" if machine.memory_bytes is None else f" of {amount(machine.memory_bytes, 'bytes')}"
+    memory = "" if machine.memory_bytes is None else f" ({amount(machine.memory_bytes, 'bytes')} for jax)"
     what = f"**{machine.num_devices} x {machine.device}**{memory}, {machine.num_cpus} CPUs"
     return f"{what}; {about}; Python {machine.python}, {versions}."
 

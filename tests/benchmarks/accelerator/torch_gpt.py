@@ -118,8 +118,8 @@ class Loop:
         ]
         self._step = 0
 
-    def step(self) -> torch.Tensor:
-        """One step of the global batch; the loss of its last micro-batch."""
+    def step(self) -> None:
+        """One step of the global batch."""
         batch = self._batches[self._step % _NUM_BATCHES]
         for x_BT, y_BT in batch:
             with torch.autocast("cuda", torch.bfloat16, enabled=self._device == "cuda"):
@@ -129,17 +129,15 @@ class Loop:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._step += 1
-        return loss
 
-    def turn(self, num_steps: int) -> tuple[float, float]:
-        """Seconds of so many steps, and the last loss."""
+    def turn(self, num_steps: int) -> float:
+        """Seconds of so many steps, the last one waited for."""
         started = time.perf_counter()
         for _ in range(num_steps):
-            loss = self.step()
-        last = float(loss.detach())  # waits for the device
+            self.step()
         if self._device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - started, last
+        return time.perf_counter() - started
 
 
 def main() -> None:
@@ -147,11 +145,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loop = Loop(Shape(**json.loads(sys.argv[1])), device)
     seat.tell(Ready(sum(parameter.numel() for parameter in loop.model.parameters())))
-    loss = None
     while (num_steps := seat.ask()) is not None:
-        seconds, loss = loop.turn(num_steps)
-        seat.tell(Turn(seconds))
-    seat.tell(Ending(torch.cuda.max_memory_allocated() if device == "cuda" else None, None, loss))
+        seat.tell(Turn(loop.turn(num_steps)))
+    seat.tell(Ending(torch.cuda.max_memory_allocated() if device == "cuda" else None))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main() -> None:
     parsed = parser.parse_args()
     job = start(make_job(parsed.spec, parsed.set))
     play(job, seat)
-    os._exit(0)  # threads of the job that wait for a next step would hold the process
+    job.checkpointer.settle()
 
 
 if __name__ == "__main__":

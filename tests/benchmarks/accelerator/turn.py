@@ -43,11 +43,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Ending:
-    """Said at the end. `loss` is of the last step, None where nobody kept it."""
+    """Said at the end. None is what nobody has counted."""
 
     peak_bytes: int | None = None
     fingerprint: str | None = None
-    loss: float | None = None
 
 
 Record = TypeVar("Record", Ready, Turn, Ending)

@@ -13,6 +13,7 @@ from tests.benchmarks.accelerator.result import Figure
 from tests.benchmarks.accelerator.section.speed import write_tokens
 from tests.benchmarks.accelerator.size import Setting
 
+FORECAST = "forecast of a step, at the rooflines of its ops"
 _ROUNDS, _STEPS = 3, 10  # rows of the run after the first, and steps of each
 
 
@@ -33,14 +34,14 @@ def measure(setting: Setting, name: str) -> Iterator[Figure]:
     chip = next((known for known, chip in CHIPS.items() if chip == chip_of(setting.device) and chip.speeds), None)
     if chip is None:
         about = f"the peak figures of {setting.device} are not known"
-        yield Figure("forecast of a step", None, "seconds", about)
+        yield Figure(FORECAST, None, "seconds", about)
         return
     words = ("--topology", f"{chip}-1", "--profile", "--against", str(directory))
     planned = _plan(*arguments, *words, changes={"JAX_PLATFORMS": "cpu"})
     yield from _memory("planned without the device", planned, peak)
     lowest = _value(planned, "roofline of a step", "lowest step time")
-    about = f"measured is {measured / lowest:.2f} times that" if lowest else "plan does not say"
-    yield Figure("lowest step time by plan", lowest, "seconds", about)
+    yield _beside("lowest step time by plan", lowest, measured)
+    yield _beside(FORECAST, _value(planned, "forecast of a step", "at the rooflines of its ops"), measured)
     for figure, said in planned.get("against a run", {}).items():
         yield Figure(f"plan --against: {figure}", said["value"], said["unit"], said["note"])
 
@@ -54,6 +55,11 @@ def _plan(*words: str, changes: dict[str, str] | None = None) -> Any:
 def _value(plan: Any, section: str, name: str) -> float | None:
     found = plan.get(section, {}).get(name)
     return None if found is None else float(found["value"])
+
+
+def _beside(title: str, forecast: float | None, measured: float) -> Figure:
+    about = f"measured is {measured / forecast:.2f} times that" if forecast else "plan does not say"
+    return Figure(title, forecast, "seconds", about)
 
 
 def _memory(title: str, plan: Any, peak: int | None) -> Iterator[Figure]:

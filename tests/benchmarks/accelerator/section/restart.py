@@ -20,9 +20,8 @@ def measure(setting: Setting) -> Iterator[Figure]:
             rows.append(restart.measure(SPEC, Path(scratch), 1, cold=False))
         with tempfile.TemporaryDirectory(dir=setting.scratch) as scratch:
             floors.append(restart.measure_floor(Path(scratch), 1, cold=False))
-        yield Figure(f"round {number}: kill to first new step", sum(rows[-1].values()), "seconds")
+        about = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in rows[-1].items())
+        yield Figure(f"round {number}: kill to first new step", sum(rows[-1].values()), "seconds", about)
         yield Figure(f"round {number}: by hand", floors[-1], "seconds", "the program that a hand loop needs")
     ratio = statistics.median(sum(row.values()) / floor for row, floor in zip(rows, floors, strict=True))
     yield Figure("restart over its floor", ratio, "times", f"median of {len(rows)}")
-    for phase in restart.PHASES:
-        yield Figure(phase, statistics.median(row[phase] for row in rows), "seconds")

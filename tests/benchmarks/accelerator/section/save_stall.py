@@ -19,7 +19,7 @@ _WARM_STEPS, _MARGIN = 3, 1.5
 def measure(setting: Setting) -> Iterator[Figure]:
     """A synchronous save first, which says how long the windows are to be; then rounds of all three windows."""
     sizes = setting.sizes
-    job = start(make_job(sizes.save, Path(setting.scratch) / "run", 10**6, batch=sizes.save_batch))
+    job = start(make_job(sizes.save, Path(setting.scratch) / "run", 10**6, layer_loop="scan", batch=sizes.save_batch))
     yield Figure("bytes of the state", sum(leaf.nbytes for leaf in jax.tree.leaves(job.state)), "bytes")
     save.steps(job, _WARM_STEPS, save=False)
     seconds, _ = save.steps(job, _WARM_STEPS, save=False)

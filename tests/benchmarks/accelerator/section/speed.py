@@ -2,14 +2,14 @@
 
 import json
 import os
-import random
 import statistics
 import sys
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+
+import numpy as np
 
 from runner.accelerator import chip_of
 from tests.benchmarks.accelerator.result import Figure
@@ -75,11 +75,8 @@ def write_tokens(model: Model, scratch: Path) -> Path:
     """A file of random tokens below the vocabulary, the same each time."""
     path = scratch / f"{model.name}.bin"
     if not path.exists():
-        draw = random.Random(0)
-        tokens = array("H", (draw.randrange(model.shape.vocabulary_size) for _ in range(_NUM_TOKENS)))
-        if sys.byteorder == "big":
-            tokens.byteswap()
-        path.write_bytes(tokens.tobytes())
+        tokens = np.random.default_rng(0).integers(model.shape.vocabulary_size, size=_NUM_TOKENS)
+        path.write_bytes(tokens.astype("<u2").tobytes())
     return path
 
 
