@@ -36,13 +36,13 @@ class Section:
 
 
 SECTIONS = (
-    Section("theorems", "theorem", 0.24),
-    Section("speed of gpt2_124m", "speed", 0.16, ("gpt2_124m",)),
+    Section("theorems", "theorem", 0.22),
+    Section("speed of gpt2_124m", "speed", 0.20, ("gpt2_124m",)),
     Section("determinism", "determinism", 0.16, ("gpt2_124m",)),
-    Section("plan", "forecast", 0.15, ("gpt2_124m",)),
-    Section("save", "save_stall", 0.07),
-    Section("speed of llama_1b", "speed", 0.13, ("llama_1b",)),
-    Section("restart", "restart", 0.09),
+    Section("plan", "forecast", 0.13, ("gpt2_124m",)),
+    Section("save", "save_stall", 0.06),
+    Section("speed of llama_1b", "speed", 0.15, ("llama_1b",)),
+    Section("restart", "restart", 0.08),
 )
 
 

@@ -144,7 +144,8 @@ def main() -> None:
     seat = Seat()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loop = Loop(Shape(**json.loads(sys.argv[1])), device)
-    seat.tell(Ready(sum(parameter.numel() for parameter in loop.model.parameters())))
+    num_parameters = sum(parameter.numel() for parameter in loop.model.parameters())
+    seat.tell(Ready(num_parameters, version=f"torch {torch.__version__}"))
     while (num_steps := seat.ask()) is not None:
         seat.tell(Turn(loop.turn(num_steps)))
     seat.tell(Ending(torch.cuda.max_memory_allocated() if device == "cuda" else None))

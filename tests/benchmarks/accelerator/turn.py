@@ -27,11 +27,13 @@ class Ready:
     Attributes:
         planned_bytes: of the compiled step, by its compiler; None where that is not known.
         flops_per_token: of the model, by formula; None for a peer, whose model is the same.
+        version: of the library that a peer is written in.
     """
 
     parameters: int
     planned_bytes: int | None = None
     flops_per_token: float | None = None
+    version: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class Player:
     def __enter__(self) -> "Player":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._process.kill()
         self._process.wait()
 

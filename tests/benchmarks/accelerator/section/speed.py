@@ -22,7 +22,7 @@ SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leave memory to who else 
 
 
 def measure(setting: Setting, name: str) -> Iterator[Figure]:
-    """Step times, their ratio, MFU, memory. Where there is no peer, or it fails, of ours alone, and that is said."""
+    """Step times, their ratio, MFU, memory. Where there is no peer, or it fails, of ours only, and that is said."""
     model, scratch = setting.sizes.models[name], Path(setting.scratch)
     commands = {OURS: open_trainer(model, scratch), PEER: _peer_command(setting, model)}
     with ExitStack() as stack:
@@ -36,8 +36,18 @@ def measure(setting: Setting, name: str) -> Iterator[Figure]:
                 yield Figure(f"{PEER}: seconds of a step", None, "seconds", f"no compiled torch here: {error}")
                 continue
             players[who] = stack.enter_context(player)
-            yield Figure(f"{who}: parameters", player.ready.parameters)
+            yield Figure(f"{who}: parameters", player.ready.parameters, "", player.ready.version)
+            if who == OURS:
+                yield from _alone(setting, model, player)
         yield from _play(setting, model, players)
+
+
+def _alone(setting: Setting, model: Model, ours: Player) -> Iterator[Figure]:
+    """What is known of ours before the peer, which may take long to compile."""
+    for _ in range(2):  # the first warms up
+        ours.turn(model.steps)
+    yield Figure("ours alone: seconds of a step", ours.turns[-1], "seconds", f"one turn of {model.steps} steps")
+    yield _mfu("ours alone", setting.device, model, ours.ready.flops_per_token, ours.turns[-1])
 
 
 def _play(setting: Setting, model: Model, players: dict[str, Player]) -> Iterator[Figure]:
@@ -51,7 +61,7 @@ def _play(setting: Setting, model: Model, players: dict[str, Player]) -> Iterato
                     raise
                 yield Figure(f"{PEER}: seconds of a step", None, "seconds", str(error))
                 del players[who]
-    seconds = {who: player.turns[1:] for who, player in players.items()}
+    seconds = {who: player.turns[-model.rounds :] for who, player in players.items()}
     flops = players[OURS].ready.flops_per_token
     for who, turns in seconds.items():
         about = f"median of {model.rounds} turns of {model.steps} steps, {min(turns):.4g} to {max(turns):.4g}"
