@@ -18,7 +18,8 @@ from tests.benchmarks.accelerator.turn import Ending, Player, PlayerError
 
 OURS, PEER = "ours", "torch"
 _NUM_TOKENS = 1_000_000
-SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leave memory to who else is on the device
+# Leave the device's memory to who else is on it, and the CPUs: who waits for its turn, or for a thread, does not spin.
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OMP_WAIT_POLICY": "passive"}
 
 
 def measure(setting: Setting, name: str) -> Iterator[Figure]:
