@@ -120,12 +120,22 @@ def test_a_section_whose_time_is_over_before_it_begins_waits_on(tmp_path):
     assert [part.status for part in done.parts] == ["waiting", "waiting"]
 
 
+_READS_ITSELF = """
+file.flush()
+for _ in range(6000):
+    text = open('OUT').read()
+    if 'a note' in text and 'the kit ended before it' in text:
+        break
+    time.sleep(0.01)
+else:
+    sys.exit('never came')
+"""
+
+
 def test_figures_are_in_the_json_while_their_section_still_runs(tmp_path):
     """The section reads the kit's own JSON until its figures stand there, and gives up only where they never come."""
     out = tmp_path / "out.json"
-    program = _SEE + f"file.flush()\nfor _ in range(6000):\n  if 'a note' in open({str(out)!r}).read(): break\n"
-    program += "  time.sleep(0.01)\nelse: sys.exit('never came')"
-    (part,) = run_kit([Fake("waits for itself", program)], out).parts
+    (part,) = run_kit([Fake("waits for itself", _SEE + _READS_ITSELF.replace("OUT", str(out)))], out).parts
     assert part.status == "done"
 
 

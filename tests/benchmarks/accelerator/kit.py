@@ -110,6 +110,8 @@ class Kit:
                 stderr=subprocess.STDOUT,
             )
         part = Part(section.name, "cut", problem="the kit ended before it")
+        results = results.with_part(part)
+        results.write(self.out)
         try:
             while part.status == "cut" and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
