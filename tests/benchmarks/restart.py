@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from runner.process import free_port, make_placements
@@ -32,10 +33,10 @@ PHASES = {
 Processes = list["subprocess.Popen[bytes]"]
 
 
-def spawn(spec: str, directory: Path, cache: Path, num_processes: int) -> Processes:
-    """Start the runner on every host, with a row for every step."""
+def spawn(spec: str, directory: Path, cache: Path, num_processes: int, options: Sequence[str] = ()) -> Processes:
+    """Start the runner on every host, with a row for every step and `options` of the command."""
     command = [sys.executable, "-m", "runner", spec]
-    command += ["--set", f"directory={directory}", "--set", "logging.every_steps=1"]
+    command += ["--set", f"directory={directory}", "--set", "logging.every_steps=1", *options]
     commands = [[*command, *placement] for placement in make_placements(num_processes)]
     environment = os.environ | {"RUNNER_CACHE": str(cache)}
     quiet = subprocess.DEVNULL

@@ -12,6 +12,8 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -20,6 +22,21 @@ from experiments.gpt import PretrainGPT
 from runner.storage import read_log
 from tests.benchmarks.jobs import make_job
 from tests.support.attempt import start
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the loop without a save, with one, of those that the save blocked, and of a synchronous save alone."""
+
+    plain: float
+    saving: float
+    blocked: float
+    alone: float
+
+    @property
+    def extra(self) -> float:
+        """What the loop took longer for the save."""
+        return self.saving - self.plain
 
 
 def steps(job: PretrainGPT, num_steps: int, save: bool) -> tuple[float, float]:
@@ -52,6 +69,15 @@ def peak_bytes() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
+def measure(job: PretrainGPT, rounds: int, num_steps: int) -> Iterator[Costs]:
+    """What each round took; the windows of a round follow each other."""
+    for _ in range(rounds):
+        plain, _ = steps(job, num_steps, save=False)
+        saving, blocked = steps(job, num_steps, save=True)
+        job.checkpointer.settle()
+        yield Costs(plain, saving, blocked, synchronous(job))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=9)
@@ -68,22 +94,19 @@ def main() -> None:
         steps(job, 2, save=True)
         job.checkpointer.settle()
         rows = []
-        for _ in range(parsed.rounds):
-            plain, _ = steps(job, parsed.steps, save=False)
-            saving, blocked = steps(job, parsed.steps, save=True)
-            job.checkpointer.settle()
-            alone = synchronous(job)
-            rows.append((plain, saving, blocked, alone))
+        for costs in measure(job, parsed.rounds, parsed.steps):
+            rows.append(costs)
             print(
-                f"loop {plain:.2f} s, with save {saving:.2f} s, blocked {blocked:.3f} s, synchronous {alone:.2f} s",
+                f"loop {costs.plain:.2f} s, with save {costs.saving:.2f} s, blocked {costs.blocked:.3f} s, "
+                f"synchronous {costs.alone:.2f} s",
                 flush=True,
             )
         durable = [event["seconds_to_durable"] for event in read_log(job.store, "events") if event["event"] == "commit"]
-    extra = statistics.median(saving - plain for plain, saving, *_ in rows)
-    alone = statistics.median(row[3] for row in rows)
+    extra = statistics.median(row.extra for row in rows)
+    alone = statistics.median(row.alone for row in rows)
     print(f"state {state_bytes / 1e9:.2f} GB")
     print(f"extra loop time / synchronous save: {extra / alone:.2f}  ({extra:.2f} s / {alone:.2f} s)")
-    print(f"blocked: {statistics.median(row[2] for row in rows):.3f} s")
+    print(f"blocked: {statistics.median(row.blocked for row in rows):.3f} s")
     print(f"time to durable while training: {statistics.median(durable[1::2]):.2f} s")
     print(f"extra peak memory: {(peak_bytes() - unsaved_peak_bytes) / state_bytes:.2f} copies of the state")
 

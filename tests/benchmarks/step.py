@@ -18,33 +18,31 @@ import jax
 from experiments.gpt import PretrainGPT
 from tests.benchmarks.hand_loop import SIZES, make_hand_step
 from tests.benchmarks.jobs import make_job
+from tests.benchmarks.slices import Slices
 from tests.support.attempt import start
 
 
-class Sliced(PretrainGPT):
-    """A GPT job that lets another loop run for a while after every `slice_steps` steps, and times both."""
+class SlicedGPT(Slices, PretrainGPT):
+    """A GPT job that takes turns."""
 
-    slice_steps = 10
 
-    def compare_with(self, hand: Any) -> None:
-        """Set the other loop: what `make_hand_step` returns."""
-        self.step_by_hand, self.hand_state, self.x_BxT, self.y_BxT = hand
-        self.seconds: list[tuple[float, float]] = []
-        self.slice_started = time.perf_counter()
+def compare(job: SlicedGPT, hand: Any, num_steps: int) -> list[tuple[float, float]]:
+    """Run the job to its end in turns with what `make_hand_step` returns; seconds of both, slice by slice."""
+    step_by_hand, state, x_BxT, y_BxT = hand
+    seconds: list[tuple[float, float]] = []
 
-    def save_or_stop(self) -> None:
-        """As ever; at the end of a slice, wait for the device and hand over."""
-        super().save_or_stop()
-        if self.step % self.slice_steps:
-            return
-        jax.block_until_ready(self.state)
-        mine = time.perf_counter() - self.slice_started
+    def turn(mine: float) -> int:
+        nonlocal state
         started = time.perf_counter()
-        for _ in range(self.slice_steps):
-            self.hand_state, loss = self.step_by_hand(self.hand_state, self.x_BxT, self.y_BxT)
-        jax.block_until_ready((self.hand_state, loss))
-        self.seconds.append((mine, time.perf_counter() - started))
-        self.slice_started = time.perf_counter()
+        for _ in range(num_steps):
+            state, loss = step_by_hand(state, x_BxT, y_BxT)
+        jax.block_until_ready((state, loss))
+        seconds.append((mine, time.perf_counter() - started))
+        return num_steps
+
+    job.take_turns(num_steps, turn)
+    job.run()
+    return seconds
 
 
 def main() -> None:
@@ -54,19 +52,17 @@ def main() -> None:
     parser.add_argument("--slices", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parsed = parser.parse_args()
-    Sliced.slice_steps = parsed.steps
     for size in parsed.sizes:
         for layer_loop in parsed.layer_loops:
             hand = make_hand_step(SIZES[size.upper()], layer_loop)
             with tempfile.TemporaryDirectory() as directory:
                 total_steps = (parsed.slices + 1) * parsed.steps  # the first slice warms up
-                job = start(make_job(size, Path(directory), total_steps, layer_loop=layer_loop, job_class=Sliced))
-                assert isinstance(job, Sliced)
-                job.compare_with(hand)
-                job.run()
+                job = start(make_job(size, Path(directory), total_steps, layer_loop=layer_loop, job_class=SlicedGPT))
+                assert isinstance(job, SlicedGPT)
+                seconds = compare(job, hand, parsed.steps)
                 job.checkpointer.settle()
-            mine, other = zip(*job.seconds[1:], strict=True)
-            ratios = [a / b for a, b in job.seconds[1:]]
+            mine, other = zip(*seconds[1:], strict=True)
+            ratios = [a / b for a, b in seconds[1:]]
             print(
                 f"{size} {layer_loop}: runner {statistics.median(mine) / parsed.steps:.4f} s, "
                 f"by hand {statistics.median(other) / parsed.steps:.4f} s, ratio median "

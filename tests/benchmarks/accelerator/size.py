@@ -1,0 +1,141 @@
+"""The models that are measured, each as a spec of the runner and as a shape for its peer in torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder and its batch. `gpt` is GPT-2, `llama` has RMS norms, rotary positions and SwiGLU; both tie."""
+
+    family: Literal["gpt", "llama"]
+    layers: int
+    heads: int
+    key_value_heads: int
+    width: int
+    mlp_width: int
+    vocabulary_size: int
+    sequence_length: int
+    global_batch_examples: int
+    micro_batch_examples: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the global batch."""
+        return self.global_batch_examples * self.sequence_length
+
+
+@dataclass(frozen=True)
+class Model:
+    """A shape, the spec that it is run by, and how long: so many rounds of turns of so many steps, after a first."""
+
+    name: str
+    spec: str
+    shape: Shape
+    rounds: int
+    steps: int
+    options: tuple[str, ...] = ()
+
+    def arguments(self, directory: Path, tokens: Path, total_steps: int, *more: str) -> list[str]:
+        """SPEC and the options with which it has this shape on the devices at hand, and saves nothing meanwhile."""
+        shape = self.shape
+        sizes = {name: getattr(shape, name) for name in ("layers", "heads", "width", "vocabulary_size")}
+        if shape.family == "llama":
+            sizes |= {"key_value_heads": shape.key_value_heads, "mlp_width": shape.mlp_width}
+            sizes |= {"tied_embedding": True, "rope": {"theta": 500000.0}}
+        options = [
+            f"directory={directory}",
+            "topology.accelerator=any",
+            "topology.mesh={data: auto, fsdp: 1, tensor: 1}",
+            f"checkpoint.every_steps={10**9}",
+            f"config.model={json.dumps(sizes)}",
+            f"config.data.source={tokens}",
+            f"config.data.sequence_length={shape.sequence_length}",
+            "config.eval.every_steps=null",
+            "config.schedule.warmup_steps=2",
+            "config.train.total_tokens=null",
+            f"config.train.total_steps={total_steps}",
+            f"config.train.global_batch_examples={shape.global_batch_examples}",
+            f"config.train.micro_batch_examples={shape.micro_batch_examples}",
+            *self.options,
+            *more,
+        ]
+        return [self.spec, *(word for option in options for word in ("--set", option))]
+
+
+@dataclass(frozen=True)
+class Theorem:
+    """How long the runs are that are killed: of `specs/gpt_nano.yaml`, whose run saves every so many steps."""
+
+    total_steps: int
+    every_steps: int
+    verify_steps: int
+    kills: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All of one size. `save` is a size and a batch of `tests.benchmarks.jobs`."""
+
+    models: dict[str, Model]
+    theorem: Theorem
+    save: str
+    save_batch: tuple[int, int]
+    rounds: int  # of saves and of restarts
+
+
+_GPT2 = Shape("gpt", 12, 12, 12, 768, 3072, 50304, 1024, 32, 16)
+_LLAMA = Shape("llama", 16, 32, 8, 2048, 8192, 50304, 2048, 8, 4)
+_TINY_GPT = Shape("gpt", 2, 2, 2, 32, 128, 256, 32, 4, 2)
+_TINY_LLAMA = Shape("llama", 2, 4, 2, 32, 64, 256, 32, 4, 2)
+_FLOAT32, _WHOLE = "config.precision.compute=float32", "config.memory.loss_chunk_positions=null"
+GPT2, LLAMA = "specs/gpt2_124m.yaml", "specs/llama_1b.yaml"
+
+SIZES = {
+    "full": Sizes(
+        {
+            "gpt2_124m": Model("gpt2_124m", GPT2, _GPT2, rounds=5, steps=20),
+            "llama_1b": Model("llama_1b", LLAMA, _LLAMA, rounds=3, steps=5),
+        },
+        Theorem(total_steps=600, every_steps=50, verify_steps=40, kills=3),
+        save="124m",
+        save_batch=(2, 128),
+        rounds=3,
+    ),
+    "tiny": Sizes(
+        {
+            "gpt2_124m": Model("gpt2_124m", GPT2, _TINY_GPT, 2, 5, (_FLOAT32,)),
+            "llama_1b": Model("llama_1b", LLAMA, _TINY_LLAMA, 2, 5, (_FLOAT32, _WHOLE)),
+        },
+        Theorem(total_steps=100, every_steps=5, verify_steps=8, kills=2),
+        save="small",
+        save_batch=(2, 64),
+        rounds=1,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a section is given.
+
+    Attributes:
+        size: which of `SIZES`.
+        scratch: a directory of its own.
+        device: the kind that jax gives the device.
+        torch_python: an interpreter that may have torch.
+    """
+
+    size: str
+    scratch: str
+    device: str
+    torch_python: str
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes themselves."""
+        return SIZES[self.size]
