@@ -134,7 +134,7 @@ class Design:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started.
 
         `row_length` is that of the row which the model is shown to find its shapes, by default as the data have it: the
-        kernels of long rows take minutes to trace.
+        kernels of long rows take long to trace.
         """
         self.refuse_unread_keys()
         schedule = self.recipe.schedule_of(self.config, lambda: self.counted)
