@@ -6,8 +6,10 @@
 - `row_layout`       how rows lie that several devices share, and what each has to do of their attention
 - `row_exchange`     what goes between those devices
 - `row_attention`    attention to such rows, in blocks of plain matmuls
-- `row_splash`       the TPU's kernel for them
+- `row_mask`         which keys a query may see, as the TPU's kernel asks for it
+- `row_splash`       the TPU's kernel for rows that several devices share
 - `attention`        causal attention, in the form that is fast on each platform
+- `scatter`          gradients of matrices whose columns are cut
 - `blocks`           projections, norms, the gated MLP, what is kept for the backward pass, the loss
 - `noise`            noise on embeddings in training
 - `grouped`          matmuls of tokens that are grouped by expert

@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from experiments.model.blocks import cut, num_shards
@@ -244,8 +245,8 @@ def _make_splash_kernel(
 ) -> Callable[..., jax.Array]:
     """Attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), over a row that is padded."""
     unit, block = _tpu_block_tokens(length, window)
-    shape = (length + -length % unit,) * 2
-    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    padded = length + -length % unit
+    mask = _for_tpus("experiments.model.row_mask").RowMask(np.arange(padded), padded, window)
     sizes = splash.BlockSizes(
         **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block),
         **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), unit),

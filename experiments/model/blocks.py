@@ -25,6 +25,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from experiments.model.scatter import is_for_tpu, scattered_back
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from runner.train.mesh import axes_in, fitting_axes
 
@@ -97,7 +98,12 @@ class Dense(nn.Module):
     def __call__(self, x_BTxI: jax.Array) -> jax.Array:
         kernel_init = with_axes(nn.initializers.normal(self.stddev), *self.axes)
         kernel_IxO = self.param("kernel", kernel_init, (x_BTxI.shape[-1], self.features), self.param_dtype)
-        y_BTxO = x_BTxI @ kernel_IxO.astype(self.compute_dtype)
+        kernel_IxO = scattered_back(kernel_IxO.astype(self.compute_dtype), cuts_of(kernel_IxO.shape, *self.axes))
+        y_BTxO = x_BTxI @ kernel_IxO
+        if x_BTxI.ndim == 2 and self.axes[1] == "embed" and num_shards("stream") > 1 and not is_for_tpu():
+            # Of one example a device the stream's cut of positions could be one of flat tokens, and the partitioner
+            # would gather the whole batch to multiply what is cut so.
+            y_BTxO = cut(y_BTxO, "batch", "embed_act")
         if not self.has_bias:
             return y_BTxO
         bias_O = self.param("bias", with_axes(nn.initializers.zeros, self.axes[1]), (self.features,), self.param_dtype)
@@ -203,6 +209,7 @@ def embed(embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
 def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None = None) -> jax.Array:
     """Return logits (B, T, V) of normalised hidden states, in their dtype; with `softcap` s, s tanh(logits / s)."""
     B, T, _ = x_BxTxD.shape
+    embedding_VxD = scattered_back(embedding_VxD, cuts_of(embedding_VxD.shape, "vocab", "embed"))
     logits_BxTxV = (flat(x_BxTxD) @ embedding_VxD.T).reshape(B, T, -1)
     if softcap is not None:
         capped_BxTxV = softcap * jnp.tanh(logits_BxTxV.astype(jnp.float32) / softcap)

@@ -3,6 +3,8 @@
 Shape legend: B batch, on one device t positions, 2 halves of c, P halves of keys; D any axes behind.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -50,7 +52,7 @@ def _sent(rows: Rows, x: jax.Array, ways: list[tuple[int, int]]) -> jax.Array:
 def gathered(rows: Rows, x: jax.Array) -> jax.Array:
     """(B, P c, D) of (B, t, D): the whole row, or of a narrow window what it reaches; zeros before a row's begin."""
     if rows.is_dealt:
-        return jax.lax.all_gather(x, rows.axes, axis=1, tiled=True)
+        return _whole(rows, x)
     n = rows.num_shards
     others = [
         jax.lax.ppermute(x, rows.axes, [(place, place + distance) for place in range(n - distance)])
@@ -59,10 +61,25 @@ def gathered(rows: Rows, x: jax.Array) -> jax.Array:
     return jnp.concatenate([*others, x], axis=1)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _whole(rows: Rows, x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, rows.axes, axis=1, tiled=True)
+
+
+_whole.defvjp(lambda rows, x: (_whole(rows, x), None), lambda rows, _, g: (scattered(rows, g),))
+
+
 def scattered(rows: Rows, x: jax.Array) -> jax.Array:
-    """The sum of what all devices have of a device's own positions, of what lies as `gathered` has it."""
+    """The sum of what all devices have of a device's own positions, of what lies as `gathered` has it.
+
+    The whole row is summed as a matrix of positions and all else: of more axes libtpu makes an all-reduce, which sends
+    twice as much.
+    """
     if rows.is_dealt:
-        return jax.lax.psum_scatter(x, rows.axes, scatter_dimension=1, tiled=True)
+        B, T, *rest = x.shape
+        x_TxBD = x.swapaxes(0, 1).reshape(T, -1)
+        own_txBD = jax.lax.psum_scatter(x_TxBD, rows.axes, scatter_dimension=0, tiled=True)
+        return own_txBD.reshape(-1, B, *rest).swapaxes(0, 1)
     n, parts = rows.num_shards, jnp.split(x, rows.before + 1, axis=1)
     total = parts.pop()
     for distance, part in zip(range(rows.before, 0, -1), parts, strict=True):

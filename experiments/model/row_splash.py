@@ -19,49 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.model.row_exchange import dealt, gathered, returned
 from experiments.model.row_layout import KERNEL_TOKENS, Rows
+from experiments.model.row_mask import RowMask
 
 BLOCK_TOKENS = (512, 256, KERNEL_TOKENS)  # by the same measurements as those of whole rows
 LONG_BLOCK_TOKENS = 1024
 _KEPT = "row_attention"
-_EMPTY, _PARTLY, _FULL = (np.array([block]) for block in ([False], [True, False], [True]))
-
-
-class RowMask(splash.Mask):
-    """Which keys the queries of all devices may see, as they are dealt.
-
-    The kernel computes masks by itself, from `q_sequence`, and asks this one of each block of T x T only whether it
-    sees all of it, some or nothing: so that is all there is in a block of it.
-    """
-
-    def __init__(self, positions: np.ndarray, num_keys: int, window: int | None):
-        self.q_sequence, self._num_keys, self._window = positions.astype(np.int32), num_keys, window
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.q_sequence), self._num_keys)
-
-    def mask_function(self, queries: Any, keys: Any) -> Any:
-        """Of positions: called by the kernel, too."""
-        visible = queries >= keys
-        return visible if self._window is None else visible & (queries - keys < self._window)
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        queries, keys = self.q_sequence[index[0]], index[1]  # queries of a block follow each other
-        least, most = queries[0] - (keys.stop - 1), queries[-1] - keys.start  # distances
-        reach = most + 1 if self._window is None else self._window
-        if most < 0 or least >= reach:
-            return _EMPTY
-        return _FULL if least >= 0 and most < reach else _PARTLY
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RowMask) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[bytes, int, int | None]:
-        return self.q_sequence.tobytes(), self._num_keys, self._window
 
 
 def attend(rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:

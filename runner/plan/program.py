@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 from runner.plan.estimate import split_over_domains
 from runner.plan.hlo import Collective, collectives
 from runner.plan.machine import Machine
+from runner.train.batch_layout import BatchLayout
 from runner.train.blueprint import Blueprint
 from runner.train.compilation import MEMORY_SHARE, CompiledStep
 from runner.train.design import Design
@@ -32,17 +34,28 @@ class Program:
 def compile_design(design: Design, blueprint: Blueprint, machine: Machine, *, with_val: bool = True) -> Program:
     """Compile what the job would run, as its blueprint lies on the machine. Allocates no parameter.
 
-    Raises `InvalidError` with the numbers if it does not fit.
+    Both steps side by side, as a compiler has few threads of its own: the validation step for the micro-batch that the
+    train step tries first, and again if that does not fit. Raises `InvalidError` with the numbers if it does not fit.
     """
-    started = time.monotonic()
-    step = design.compile(blueprint, int(machine.hbm_bytes * MEMORY_SHARE))
-    compile_seconds, started = time.monotonic() - started, time.monotonic()
-    if with_val:
-        blueprint.compile_val(design.val_step, blueprint.abstract_state.replace(opt_state=()), step.layout)
+    first = design.first_layout(blueprint)
+    with ThreadPoolExecutor(1) as beside:
+        val = beside.submit(_seconds_of_val, design, blueprint, first) if with_val else None
+        started = time.monotonic()
+        step = design.compile(blueprint, int(machine.hbm_bytes * MEMORY_SHARE))
+        compile_seconds = time.monotonic() - started
+        val_seconds = None if val is None else val.result()
+    if with_val and step.layout != first:
+        val_seconds = _seconds_of_val(design, blueprint, step.layout)
     found = tuple(collectives(step.text, blueprint.mesh_sizes))
     interconnect, network = sent_bytes(found, blueprint.mesh_sizes, machine)
-    val_seconds = time.monotonic() - started if with_val else None
     return Program(blueprint, step, found, compile_seconds, val_seconds, interconnect, network)
+
+
+def _seconds_of_val(design: Design, blueprint: Blueprint, layout: BatchLayout) -> float:
+    """How long the validation step takes to compile for this split of the batch."""
+    started = time.monotonic()
+    blueprint.compile_val(design.val_step, blueprint.abstract_state.replace(opt_state=()), layout)
+    return time.monotonic() - started
 
 
 def sent_bytes(found: Iterable[Collective], sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:

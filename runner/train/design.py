@@ -134,7 +134,7 @@ class Design:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started.
 
         `row_length` is that of the row which the model is shown to find its shapes, by default as the data have it: the
-        kernels of long rows take minutes to trace.
+        kernels of long rows take long to trace.
         """
         self.refuse_unread_keys()
         schedule = self.recipe.schedule_of(self.config, lambda: self.counted)
@@ -153,7 +153,11 @@ class Design:
 
     def trace(self, blueprint: Blueprint, micro_batch: int | None = None) -> None:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""
-        blueprint.trace_train(self.train_step, batch_layouts(self.config, blueprint.mesh, micro_batch)[0])
+        blueprint.trace_train(self.train_step, self.first_layout(blueprint, micro_batch))
+
+    def first_layout(self, blueprint: Blueprint, micro_batch: int | None = None) -> BatchLayout:
+        """The split of the batch that `compile` tries first: with the largest micro-batch that the spec allows."""
+        return batch_layouts(self.config, blueprint.mesh, micro_batch)[0]
 
     def check(self, blueprint: Blueprint, micro_batch: int | None) -> None:
         """Trace the train step, and the validation step of a run that has no micro-batch yet: errors in them show.
@@ -163,7 +167,7 @@ class Design:
         self.trace(blueprint, micro_batch)
         if micro_batch is None and self.dataset.validation:
             abstract = model_state(blueprint.abstract_state).replace(opt_state=(), riders={})
-            blueprint.trace_val(self.val_step, abstract, batch_layouts(self.config, blueprint.mesh)[0])
+            blueprint.trace_val(self.val_step, abstract, self.first_layout(blueprint))
 
     def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """The train step with the largest micro-batch that fits into `limit_bytes` of each device.

@@ -20,11 +20,13 @@ from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
 from runner.plan.hlo import Collective, collectives, largest_arrays
+from runner.plan.hlo.text import instructions, output_of
 from runner.plan.machine import open_machine
 from runner.plan.traffic import Weights, flows, sent
 from runner.train.batch_layout import batch_layouts
 from runner.train.mesh import AXES
 from runner.trainer import BaseTrainer
+from tests.plan.tpu_program import shapes_in
 from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
 from tests.support.tiny import gpt
 
@@ -69,7 +71,7 @@ def decoder(axis: str, directory: Path, shapes: Shapes, **changes: Any) -> BaseT
     examples = B * N if axis in ("data", *STATE_AXES) else B
     mesh = {"topology.mesh": {"data": 1} | {axis: N}, "config.train.global_batch_examples": examples}
     model = shapes.changes(key_value_heads=N, mlp_width=shapes.M, tied_embedding=False)
-    return gpt(directory, PretrainDecoder, **model, **mesh, **changes)
+    return gpt(directory, PretrainDecoder, **{**model, **mesh, **changes})
 
 
 def compiled(job: BaseTrainer) -> tuple[str, list[Collective]]:
@@ -122,6 +124,16 @@ def decoder_on_cpu(axis: str, s: Shapes) -> dict[str, int]:
 def test_a_decoder_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_path: Path) -> None:
     _, found = compiled(decoder(axis, tmp_path / "run", TINY))
     assert payload(found, axis, itemsize=4) == decoder_on_cpu(axis, TINY)
+
+
+def test_no_device_gathers_the_batch_to_multiply_the_tokens_of_its_one_example(tmp_path: Path) -> None:
+    shapes, sizes = Shapes(L=1, T=48, V=256, D=64, M=160), {"fsdp": N // 2, "tensor": 2}
+    batch = {"topology.mesh": {"data": 1} | sizes, "config.train.global_batch_examples": B * sizes["fsdp"]}
+    text, _ = compiled(decoder("fsdp", tmp_path / "run", shapes, **batch))
+    tokens = B * sizes["fsdp"] * shapes.T
+    found = {shape for one in instructions(text) for shape in shapes_in(output_of(one))}
+    assert (B * shapes.T, shapes.D) in found
+    assert [shape for shape in found if tokens in shape] == []
 
 
 # The same for TPUs, in bfloat16 but for norms: where an axis cuts what is multiplied, in rings behind the matmuls.

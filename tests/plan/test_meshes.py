@@ -124,8 +124,10 @@ def test_a_decoder_sends_its_keys_and_values_and_its_tokens_to_experts():
     assert sizing.expert_bytes_per_token == 5 * 2 * 2 * 64 * 4  # journeys, layers, experts of a token, width, float32
 
 
-def test_memory_grows_with_the_tokens_of_a_device_and_not_with_the_row():
-    rows = {length: predictor(f"config.data.sequence_length={length}")[0] for length in (8192, 32_768)}
+@pytest.mark.parametrize("chunk", ["null", 512])  # of the loss: all logits of a device, or some
+def test_memory_grows_with_the_tokens_of_a_device_and_not_with_the_row(chunk):
+    keys = f"config.memory.loss_chunk_positions={chunk}"
+    rows = {length: predictor(f"config.data.sequence_length={length}", keys)[0] for length in (8192, 32_768)}
     one, four = (rows[length].sizing(ONES | {"sequence": parts}) for length, parts in ((8192, 1), (32_768, 4)))
     assert one == four
 

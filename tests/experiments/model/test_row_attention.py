@@ -29,7 +29,7 @@ from experiments.model.attention import blocked_attention, cached_attention, cau
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder, PretrainDecoder
 from experiments.model.row_layout import Rows, num_steps, rows_on_devices, visits_of
-from experiments.model.row_splash import RowMask
+from experiments.model.row_mask import RowMask
 from runner.accelerator import CHIPS
 from runner.config import MemoryConfig, TrainerConfig
 from runner.plan.hlo import collectives
@@ -363,9 +363,10 @@ def _libtpu_is_ours():
         yield
 
 
-def compiled_for_tpu(*overrides):
+def compiled_for_tpu(*overrides, examples):
     sizes = ["layers=3", "heads=4", "key_value_heads=2", "head_dim=64", *overrides]
-    others = ["topology.mesh.sequence=4", "config.data.sequence_length=4096", "config.train.global_batch_examples=1"]
+    others = ["topology.mesh.sequence=4", "config.data.sequence_length=4096"]
+    others += [f"config.train.global_batch_examples={examples}"]
     others += ["config.memory.loss_chunk_positions=128", "config.precision.compute=bfloat16"]
     module = "tests.experiments.model.row_program"
     words = [sys.executable, "-m", module, "specs/llama_nano.yaml", "v5e-4", *others]
@@ -380,20 +381,23 @@ def compiled_for_tpu(*overrides):
 @pytest.mark.soak
 @pytest.mark.usefixtures("_libtpu_is_ours")
 @pytest.mark.parametrize(
-    ("overrides", "gathered"),
+    ("overrides", "examples", "gathered"),
     [
-        ((), {"all-gather": 4, "reduce-scatter": 2, "collective-permute": 10}),
-        (("layer_pattern=[window]", "window=700"), {"collective-permute": 6}),
+        ((), 1, {"all-gather": 4, "reduce-scatter": 2, "collective-permute": 10}),
+        ((), 2, {"all-gather": 4, "reduce-scatter": 2, "collective-permute": 10}),
+        (("layer_pattern=[window]", "window=700"), 1, {"collective-permute": 6}),
     ],
-    ids=["whole rows", "a window"],
+    ids=["whole rows", "two rows", "a window"],
 )
-def test_a_tpu_runs_its_kernel_on_rows_that_are_gathered_along_their_axis(overrides, gathered):
-    found = compiled_for_tpu(*overrides)
+def test_a_tpu_runs_its_kernel_on_rows_that_are_gathered_along_their_axis(overrides, examples, gathered):
+    found = compiled_for_tpu(*overrides, examples=examples)
     assert found["kernels"] == 3
     assert {tuple(axes) for _, axes, _ in found["collectives"]} == {("sequence",)}
     kinds = [kind for kind, _, _ in found["collectives"]]
     assert {kind: kinds.count(kind) for kind in kinds} == gathered
-    assert {bytes_ for kind, _, bytes_ in found["collectives"] if kind == "all-gather"} <= {4096 * 2 * 64 * 2}
-    row = 4096 * 4 * 64  # all queries of a row; the kernel keeps as many numbers of its softmax
+    assert {bytes_ for kind, _, bytes_ in found["collectives"] if kind == "all-gather"} <= {
+        examples * 4096 * 2 * 64 * 2
+    }
+    row = examples * 4096 * 4 * 64  # all queries of a row; the kernel keeps as many numbers of its softmax
     assert found["most"] <= row
     assert not [shape for shape in found["shapes"] if shape[:1] == [3] and shape.count(4096)]  # kept by each layer
