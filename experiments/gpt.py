@@ -3,8 +3,7 @@
 Owns the architecture and the logical name of every parameter axis. Knows no mesh, optimizer or data: names become
 mesh axes by the rules of the caller, and without rules every annotation is a no-op.
 
-Tokens are flattened to two dimensions before each matmul, which runs three times faster on a CPU than a batch of
-them, and still shards over batch.
+Tokens are flattened to two dimensions before each matmul where that is faster (see `experiments.model.form`).
 
 Shape legend: B batch, T sequence, S positions of a cache, L layers, V vocabulary, D width, M = 4 D width of the MLP,
 N heads, H = D / N width of a head, I and O input and output of any dense layer.
@@ -27,6 +26,8 @@ from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.blocks import (
     INIT_STDDEV,
     Dense,
+    FromHeads,
+    ToHeads,
     cut,
     flat,
     gelu,
@@ -37,6 +38,7 @@ from experiments.model.blocks import (
     unembed,
     with_axes,
 )
+from experiments.model.form import kept
 from experiments.model.noise import EmbeddingNoise
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, RowAttention, TrainerConfig
@@ -115,17 +117,15 @@ class Block(nn.Module):
         start: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
         B, T, D = x_BxTxD.shape
-        N, H = self.config.heads, D // self.config.heads
+        N = self.config.heads
         residual_stddev = INIT_STDDEV / math.sqrt(2 * self.config.layers)
         dropout = functools.partial(Dropout(self.config.dropout, self.deterministic), examples_B=examples_B)
 
         # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
         h_BTxD = flat(in_rows(self._layer_norm("attention_norm")(x_BxTxD)))
+        precision = self.param_dtype, self.compute_dtype
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
-            cut(
-                self._dense(name, D, ("embed", "heads"))(h_BTxD).reshape(B, T, N, H),
-                *("batch", "sequence", "heads", "head_dim"),
-            )
+            ToHeads(D, ("embed", "heads"), INIT_STDDEV, *precision, True, N, name=name)(h_BTxD, (B, T))
             for name in ("query", "key", "value")
         )
         if cache is None:
@@ -136,12 +136,12 @@ class Block(nn.Module):
             new = {"key": k_BxTxNxH, "value": v_BxTxNxH}
             cache = {name: lax.dynamic_update_slice_in_dim(cache[name], new[name], start, axis=1) for name in new}
             a_BxTxNxH = cached_attention(q_BxTxNxH, cache["key"], cache["value"], start)
-        a_BTxD = self._dense("attention_out", D, ("heads", "embed"), residual_stddev)(flat(a_BxTxNxH.reshape(B, T, D)))
-        x_BxTxD = in_stream(x_BxTxD + dropout(in_stream(a_BTxD.reshape(B, T, D))))
+        out = FromHeads(D, ("heads", "embed"), residual_stddev, *precision, name="attention_out")
+        x_BxTxD = kept(in_stream(x_BxTxD + dropout(in_stream(out(a_BxTxNxH)))))
 
         h_BTxD = flat(in_rows(self._layer_norm("mlp_norm")(x_BxTxD)))
         h_BxTxM = self._dense("mlp_in", 4 * D, ("embed", "mlp"))(h_BTxD).reshape(B, T, 4 * D)
-        h_BxTxM = gelu(cut(h_BxTxM, "batch", "sequence", "mlp"))
+        h_BxTxM = gelu(kept(cut(h_BxTxM, "batch", "sequence", "mlp")))
         h_BTxD = self._dense("mlp_out", D, ("mlp", "embed"), residual_stddev)(flat(h_BxTxM))
         return in_stream(x_BxTxD + dropout(in_stream(h_BTxD.reshape(B, T, D)))), cache
 

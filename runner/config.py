@@ -339,7 +339,8 @@ class MemoryConfig(Frozen):
 
     remat: Literal["none", "dots", "layers"] = Field(
         default="none",
-        description="What the backward pass finds of a layer: all (none), matmul results (dots), its input (layers).",
+        description="What the backward pass finds of a layer: all (none), results of matmuls and on TPUs of attention "
+        "(dots), its input (layers).",
     )
     loss_chunk_positions: PositiveInt | None = Field(
         default=None,

@@ -238,7 +238,8 @@ class BaseTrainer(HookedJob):
         known = known_micro_batch(self.blueprint, self.store, hosts)  # again: until the claim another might commit
         self.compiled = self.design.compile(self.blueprint, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
-        self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples)
+        given = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
+        self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples, **given)
 
     # What the base asks for.
 

@@ -9,7 +9,14 @@ import sys
 import pytest
 
 from runner import accelerator
-from runner.accelerator import CHIPS, DETERMINISTIC_FLAGS, Accelerator, parse_accelerator, set_deterministic
+from runner.accelerator import (
+    CHIPS,
+    DETERMINISTIC_FLAGS,
+    Accelerator,
+    compiler_options,
+    parse_accelerator,
+    set_deterministic,
+)
 from runner.errors import InvalidError
 
 
@@ -130,3 +137,22 @@ def test_the_compiler_knows_each_flag(flag):
     """It ends the process at one that it does not know."""
     variables = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=variables, check=True)
+
+
+FLAGGED = [name for name in KINDS if CHIPS[name].compiler_flags]
+
+
+def test_some_chips_have_flags_and_a_cpu_has_none():
+    assert "v5p" in FLAGGED
+    assert compiler_options(KINDS["cpu"], {}) == compiler_options("a chip of tomorrow", {}) == {}
+
+
+@pytest.mark.parametrize("name", FLAGGED)
+def test_flags_of_a_chip_are_options_that_a_users_own_take_the_place_of(name):
+    options = compiler_options(KINDS[name], {})
+    assert len(options) == len(CHIPS[name].compiler_flags)
+    assert not any(key.startswith("-") for key in options)
+    for variable in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"):
+        for own in options:
+            left = compiler_options(KINDS[name], {variable: f"--xla_another=1 --{own}=false"})
+            assert left == {key: value for key, value in options.items() if key != own}

@@ -29,9 +29,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from experiments.model.blocks import cut, num_shards
+from experiments.model.form import KEPT, platform
 from experiments.model.row_attention import attend_to_rows
 from experiments.model.row_layout import rows_on_devices
 from runner.config import RowAttention
@@ -75,13 +77,11 @@ def causal_attention(
         attend = _for_tpus("experiments.model.row_splash").attend if rows.has_kernel else attend_to_rows
         return cast(jax.Array, attend(rows, *arrays))
     forms = {}
-    for platform, candidates in FORMS.items():
+    for name, candidates in FORMS.items():
         form = next(one for one in candidates if _can(one, arrays, softcap))
-        forms[platform] = functools.partial(form.attend, window=window, softcap=softcap, scale=scale)
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        platform = "cuda" if device.platform == "gpu" else device.platform
-        return forms.get(platform, forms["default"])(*arrays)
+        forms[name] = functools.partial(form.attend, window=window, softcap=softcap, scale=scale)
+    if (here := platform()) is not None:
+        return forms.get("cuda" if here == "gpu" else here, forms["default"])(*arrays)
     return jax.lax.platform_dependent(*arrays, **forms)
 
 
@@ -222,15 +222,16 @@ def splash_attention(
 
     def attend(*arrays: jax.Array) -> jax.Array:
         q, k, v, *ids = (jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)) for x in arrays)
-        # The kernel takes no scale. In 16 bits the product is rounded once, and not its factor before.
-        q = (q.astype(jnp.float32) * factor).astype(q.dtype)
-        q_BxKxGxTxH = q.reshape(*q.shape[:2], -1, group, H).transpose(0, 2, 3, 1, 4)
+        # Heads come before positions first: where they came so, nothing is moved, and the rest joins the matmul before.
+        q_BxNxTxH, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+        q_BxNxTxH = _scaled(q_BxNxTxH, factor)  # the kernel takes no scale
+        q_BxNxTxH, k, v = (checkpoint_name(x, KEPT) for x in (q_BxNxTxH, k, v))
+        q_BxKxGxTxH = q_BxNxTxH.reshape(q.shape[0], -1, group, *q_BxNxTxH.shape[2:])
         # Rows and heads of keys are axes that the two cores of a chip may share, those of the kernel itself are not.
         kernel = _make_splash_kernel(splash, group, T, window, softcap)
         of_row = jax.vmap(kernel, in_axes=(0, 0, 0, *[None] * len(ids)))
-        keys = (x.transpose(0, 2, 1, 3) for x in (k, v))
-        out_BxKxGxTxW = jax.vmap(of_row)(q_BxKxGxTxH, *keys, *(splash.SegmentIds(x, x) for x in ids))
-        return out_BxKxGxTxW.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[:, :T]
+        out_BxKxGxTxW = jax.vmap(of_row)(q_BxKxGxTxH, k, v, *(splash.SegmentIds(x, x) for x in ids))
+        return out_BxKxGxTxW.reshape(*q_BxNxTxH.shape[:3], -1).transpose(0, 2, 1, 3)[:, :T]
 
     segments = () if segments_BxT is None else (segments_BxT,)
     if not jax.sharding.get_abstract_mesh().empty:
@@ -238,6 +239,16 @@ def splash_attention(
         in_specs = (spec, spec, spec, *[spec_of_ids] * len(segments))
         attend = jax.shard_map(attend, in_specs=in_specs, out_specs=spec, check_vma=False)
     return attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *segments)
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    """`x` times a factor, in its own dtype; the product is rounded once, and not the factor before.
+
+    A power of two rounds nothing, and so needs no wider type on the way, which keeps it out of the matmul before.
+    """
+    if math.frexp(factor)[0] == 0.5:
+        return x * jnp.asarray(factor, x.dtype)
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _make_splash_kernel(
@@ -253,7 +264,12 @@ def _make_splash_kernel(
     )
     masks = splash.MultiHeadMask([mask] * num_heads)
     kernel: Callable[..., jax.Array] = splash.make_splash_mqa(
-        masks, block_sizes=sizes, attn_logits_soft_cap=softcap, head_shards=1, q_seq_shards=1
+        masks,
+        block_sizes=sizes,
+        attn_logits_soft_cap=softcap,
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=KEPT,
     )
     return kernel
 

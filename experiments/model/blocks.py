@@ -1,7 +1,7 @@
 """Parts that models here are made of: projections, norms, the gated MLP, and what the backward pass finds of them.
 
-Owns no architecture. Tokens are flattened to two dimensions before each matmul, which runs three times faster on a CPU
-than a batch of them, and still shards over batch; but not where rows are cut (`flat`). Norms and activations keep their
+Owns no architecture. Tokens are flattened to two dimensions before each matmul, which still shards over batch, where
+the form of the platform has it so (`form`), but not where rows are cut (`flat`). Norms and activations keep their
 inputs alone for the backward pass and compute the rest again, which is faster than to write it out and read it back in
 a scan over layers.
 
@@ -25,7 +25,8 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from experiments.model.scatter import is_for_tpu, scattered_back
+from experiments.model.form import keeps_heads_apart, kept, platform, policy_of_dots
+from experiments.model.scatter import scattered_back
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from runner.train.mesh import axes_in, fitting_axes
 
@@ -59,8 +60,11 @@ def in_rows(x_BxTxD: jax.Array) -> jax.Array:
 
 
 def flat(x_BxTxI: jax.Array) -> jax.Array:
-    """Tokens in one axis, (BT, I); as they are where rows are cut, since the two axes then cannot become one."""
-    return x_BxTxI if row_parts() > 1 else x_BxTxI.reshape(-1, x_BxTxI.shape[-1])
+    """Tokens in one axis, (BT, I); as they are where the form of the platform says so.
+
+    Also where rows are cut, since the two axes then cannot become one.
+    """
+    return x_BxTxI if row_parts() > 1 or keeps_heads_apart() else x_BxTxI.reshape(-1, x_BxTxI.shape[-1])
 
 
 def row_parts() -> int:
@@ -80,11 +84,11 @@ def num_devices(entry: str | tuple[str, ...] | None) -> int:
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes_in(entry))
 
 
-class Dense(nn.Module):
-    """Matmul, and bias if it has one, of tokens in one flat axis or in two.
+class Projection(nn.Module):
+    """The kernel of a matmul, and its bias if it has one.
 
-    Kernels and biases stay as flat as they are multiplied: heads and their width are one axis, so that what has two
-    axes is a matrix, and what has one is not.
+    They are flat in every form: heads and their width are one axis, so that what has two axes is a matrix, and what has
+    one is not.
     """
 
     features: int
@@ -94,20 +98,65 @@ class Dense(nn.Module):
     compute_dtype: DTypeLike = jnp.float32
     has_bias: bool = True
 
+    def kernel_for(self, num_inputs: int) -> jax.Array:
+        """The kernel, (I, O), in `compute_dtype`."""
+        kernel_init = with_axes(nn.initializers.normal(self.stddev), *self.axes)
+        kernel_IxO = self.param("kernel", kernel_init, (num_inputs, self.features), self.param_dtype)
+        return scattered_back(kernel_IxO.astype(self.compute_dtype), cuts_of(kernel_IxO.shape, *self.axes))
+
+    def with_bias(self, y: jax.Array, *shape: int) -> jax.Array:
+        """`y` and the bias, if there is one, as an array of `shape`: that of the last axes of `y`, flat by default."""
+        if not self.has_bias:
+            return y
+        bias_O = self.param("bias", with_axes(nn.initializers.zeros, self.axes[1]), (self.features,), self.param_dtype)
+        return y + bias_O.astype(self.compute_dtype).reshape(shape or bias_O.shape)
+
+
+class Dense(Projection):
+    """Matmul, and bias if it has one, of tokens in one flat axis or in two."""
+
     @nn.compact
     def __call__(self, x_BTxI: jax.Array) -> jax.Array:
-        kernel_init = with_axes(nn.initializers.normal(self.stddev), *self.axes)
-        kernel_IxO = self.param("kernel", kernel_init, (x_BTxI.shape[-1], self.features), self.param_dtype)
-        kernel_IxO = scattered_back(kernel_IxO.astype(self.compute_dtype), cuts_of(kernel_IxO.shape, *self.axes))
-        y_BTxO = x_BTxI @ kernel_IxO
-        if x_BTxI.ndim == 2 and self.axes[1] == "embed" and num_shards("stream") > 1 and not is_for_tpu():
+        y_BTxO = x_BTxI @ self.kernel_for(x_BTxI.shape[-1])
+        if x_BTxI.ndim == 2 and self.axes[1] == "embed" and num_shards("stream") > 1 and platform() != "tpu":
             # Of one example a device the stream's cut of positions could be one of flat tokens, and the partitioner
             # would gather the whole batch to multiply what is cut so.
             y_BTxO = cut(y_BTxO, "batch", "embed_act")
-        if not self.has_bias:
-            return y_BTxO
-        bias_O = self.param("bias", with_axes(nn.initializers.zeros, self.axes[1]), (self.features,), self.param_dtype)
-        return y_BTxO + bias_O.astype(self.compute_dtype)
+        return self.with_bias(y_BTxO)
+
+
+class ToHeads(Projection):
+    """A matmul whose result is cut into heads: (B, T, N, H) of what `flat` gives of (B, T, I).
+
+    In memory heads stand before positions where the attention kernel of the platform reads them so.
+    """
+
+    num_heads: int = 1
+
+    @nn.compact
+    def __call__(self, x_BTxI: jax.Array, rows: tuple[int, int]) -> jax.Array:
+        """`rows` is (B, T)."""
+        N, H = self.num_heads, self.features // self.num_heads
+        kernel_IxO = self.kernel_for(x_BTxI.shape[-1])
+        if keeps_heads_apart():
+            y_BxNxTxH = jnp.einsum("bti,inh->bnth", x_BTxI, kernel_IxO.reshape(-1, N, H))
+            y_BxTxNxH = self.with_bias(y_BxNxTxH, N, 1, H).transpose(0, 2, 1, 3)
+        else:
+            y_BxTxNxH = self.with_bias(x_BTxI @ kernel_IxO).reshape(*rows, N, H)
+        return cut(y_BxTxNxH, "batch", "sequence", "heads", "head_dim")
+
+
+class FromHeads(Projection):
+    """A matmul that reads heads: (B, T, O) of (B, T, N, W), which stand in memory as `ToHeads` has it."""
+
+    @nn.compact
+    def __call__(self, x_BxTxNxW: jax.Array) -> jax.Array:
+        B, T, N, W = x_BxTxNxW.shape
+        if keeps_heads_apart():
+            x_BxNxTxW, kernel_NxWxO = x_BxTxNxW.transpose(0, 2, 1, 3), self.kernel_for(N * W).reshape(N, W, -1)
+            return self.with_bias(jnp.einsum("bntw,nwo->bto", x_BxNxTxW, kernel_NxWxO))
+        x_BTxNW = flat(x_BxTxNxW.reshape(B, T, N * W))
+        return self.with_bias(x_BTxNW @ self.kernel_for(N * W)).reshape(B, T, -1)
 
 
 class RMSNorm(nn.Module):
@@ -154,7 +203,7 @@ class GatedMLP(nn.Module):
         x_BTxD = flat(in_rows(x_BxTxD))
         names = ("up",) if self.activation == "squared_relu" else ("gate", "up")
         hidden = [self._dense(name, self.width, ("embed", "mlp"), self.in_stddev)(x_BTxD) for name in names]
-        hidden = [cut(h.reshape(B, T, -1), "batch", "sequence", "mlp") for h in hidden]
+        hidden = [kept(cut(h.reshape(B, T, -1), "batch", "sequence", "mlp")) for h in hidden]
         h_BTxM = flat(activate(self.activation, *hidden))
         return self._dense("down", D, ("mlp", "embed"), self.out_stddev)(h_BTxM).reshape(B, T, D)
 
@@ -192,8 +241,7 @@ def rematerialised(block: type[nn.Module], remat: Remat, *, is_in_line: bool) ->
     """
     if remat == "none":
         return block
-    policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "layers": None}
-    return nn.remat(block, prevent_cse=is_in_line, policy=policies[remat])
+    return nn.remat(block, prevent_cse=is_in_line, policy=policy_of_dots() if remat == "dots" else None)
 
 
 def embed(embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:

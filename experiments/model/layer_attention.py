@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from experiments.model.attention import cached_attention, causal_attention
-from experiments.model.blocks import INIT_STDDEV, Dense, RMSNorm, cut, flat, in_rows, with_axes
+from experiments.model.blocks import INIT_STDDEV, Dense, FromHeads, RMSNorm, ToHeads, cut, flat, in_rows, with_axes
 from experiments.model.config import DecoderConfig, LatentConfig, LayerKind
 from experiments.model.rotary import Rotation, rotate
 from runner.config import RowAttention
@@ -84,17 +84,13 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, row: Row, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
         config, (B, T, D) = self.config, x_BxTxD.shape
-        N, K, H = config.heads, config.key_heads, config.head_size
+        N, K = config.heads, config.key_heads
         refuse_cut_heads(N)
         # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
         x_BTxD = flat(in_rows(x_BxTxD))
-        has_bias = config.bias.query_key_value
-        q_BTxNH = self._dense("query", N * H, ("embed", "heads"), config.hidden_stddev, has_bias)(x_BTxD)
-        k_BTxKH = self._dense("key", K * H, ("embed", "heads"), config.hidden_stddev, has_bias)(x_BTxD)
-        v_BTxKH = self._dense("value", K * H, ("embed", "heads"), config.hidden_stddev, has_bias)(x_BTxD)
-        q_BxTxNxH = _rotated(self._by_head("query_norm", q_BTxNH, (B, T, N, H)), row, config, self.kind)
-        k_BxTxKxH = _rotated(self._by_head("key_norm", k_BTxKH, (B, T, K, H)), row, config, self.kind)
-        v_BxTxKxH = _cut_by_heads(v_BTxKH.reshape(B, T, K, H))
+        q_BxTxNxH = _rotated(self._heads("query", N, x_BTxD, (B, T)), row, config, self.kind)
+        k_BxTxKxH = _rotated(self._heads("key", K, x_BTxD, (B, T)), row, config, self.kind)
+        v_BxTxKxH = self._heads("value", K, x_BTxD, (B, T))
 
         options = _options(config, self.kind)
         if cache is None:
@@ -104,20 +100,23 @@ class Attention(nn.Module):
             start = _start_of(row)
             cache = LayerCache(_put(cache.keys, k_BxTxKxH, start), _put(cache.values, v_BxTxKxH, start))
             a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, start, **options).astype(q_BxTxNxH.dtype)
-        out = self._dense("out", D, ("heads", "embed"), residual_stddev(config), config.bias.attention_out)
-        return out(flat(a_BxTxNxH.reshape(B, T, N * H))).reshape(B, T, D), cache
+        axes, has_bias = ("heads", "embed"), config.bias.attention_out
+        out = FromHeads(D, axes, residual_stddev(config), *self.precision, has_bias, name="out")
+        return out(a_BxTxNxH), cache
 
-    def _by_head(self, name: str, x_BTxNH: jax.Array, shape: tuple[int, int, int, int]) -> jax.Array:
-        """Queries or keys by head, normalised as the config says."""
-        if self.config.query_key_norm == "whole":
-            x_BTxNH = make_norm(name, self.config, self.precision, "heads")(x_BTxNH)
-        x_BxTxNxH = _cut_by_heads(x_BTxNH.reshape(shape))
-        if self.config.query_key_norm == "head":
-            x_BxTxNxH = make_norm(name, self.config, self.precision, "head_dim")(x_BxTxNxH)
+    def _heads(self, name: str, num_heads: int, x_BTxD: jax.Array, rows: tuple[int, int]) -> jax.Array:
+        """Queries, keys or values by head, (B, T, N, H); the former two normalised as the config says."""
+        config, features = self.config, num_heads * self.config.head_size
+        options = (features, ("embed", "heads"), config.hidden_stddev, *self.precision, config.bias.query_key_value)
+        norm = "none" if name == "value" else config.query_key_norm
+        if norm == "whole":
+            x_BTxNH = Dense(*options, name=name)(x_BTxD)
+            x_BTxNH = make_norm(f"{name}_norm", config, self.precision, "heads")(x_BTxNH)
+            return _cut_by_heads(x_BTxNH.reshape(*rows, num_heads, -1))
+        x_BxTxNxH = ToHeads(*options, num_heads, name=name)(x_BTxD, rows)
+        if norm == "head":
+            x_BxTxNxH = make_norm(f"{name}_norm", config, self.precision, "head_dim")(x_BxTxNxH)
         return x_BxTxNxH
-
-    def _dense(self, name: str, features: int, axes: tuple[str, str], stddev: float, has_bias: bool) -> Dense:
-        return Dense(features, axes, stddev, *self.precision, has_bias, name=name)
 
 
 class LatentAttention(nn.Module):
@@ -152,8 +151,9 @@ class LatentAttention(nn.Module):
             new, start = _joined(c_BTxC.reshape(B, T, 1, C), k_BxTx1xR), _start_of(row)
             cache = LatentCache(_put(cache.latents, new, start))
             a_BxTxNxW = self._attend_to_latents(q_BxTxNxP, q_BxTxNxR, up_CxNPW, cache, start)
-        out = self._dense("out", D, ("heads", "embed"), config.bias.attention_out, residual_stddev(config))
-        return out(flat(a_BxTxNxW.reshape(B, T, -1))).reshape(B, T, D), cache
+        axes, has_bias = ("heads", "embed"), config.bias.attention_out
+        out = FromHeads(D, axes, residual_stddev(config), *self.precision, has_bias, name="out")
+        return out(a_BxTxNxW), cache
 
     def _queries(self, x_BTxD: jax.Array) -> jax.Array:
         """Queries of all heads, (BT, NH)."""
@@ -192,10 +192,8 @@ class LatentAttention(nn.Module):
     def _norm(self, name: str) -> RMSNorm:
         return RMSNorm(LATENT_NORM_EPSILON, "latent", self.config.norm_offset, *self.precision, name=name)
 
-    def _dense(
-        self, name: str, features: int, axes: tuple[str, str], has_bias: bool = False, stddev: float = INIT_STDDEV
-    ) -> Dense:
-        return Dense(features, axes, stddev, *self.precision, has_bias, name=name)
+    def _dense(self, name: str, features: int, axes: tuple[str, str], has_bias: bool = False) -> Dense:
+        return Dense(features, axes, INIT_STDDEV, *self.precision, has_bias, name=name)
 
 
 class Matrix(nn.Module):

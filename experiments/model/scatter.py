@@ -10,18 +10,13 @@ import functools
 import jax
 from jax.sharding import PartitionSpec
 
+from experiments.model.form import platform
 from runner.train.mesh import STATE_AXES, axes_in
-
-
-def is_for_tpu() -> bool:
-    """Whether the mesh of the caller is one of TPUs."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform == "tpu"
 
 
 def scattered_back(matrix: jax.Array, spec: PartitionSpec | None) -> jax.Array:
     """`matrix` (I, O), which lies as `spec` says; None is no mesh. On TPUs its gradient is scattered where O is cut."""
-    if spec is None or not is_for_tpu():
+    if spec is None or platform() != "tpu":
         return matrix
     (rows, columns), mesh = spec, jax.sharding.get_abstract_mesh()
     is_cut = any(axis in STATE_AXES and mesh.shape[axis] > 1 for axis in axes_in(columns))

@@ -59,6 +59,7 @@ EVENTS = (
         (
             Key("program", str, "Digest of the program (StableHLO); `plan` prints the same on the same mesh."),
             Key("micro_batch_examples", int, "Examples that a device holds at once."),
+            Key("compiler_options", dict, "XLA's, of the chip in the catalogue; absent where it has none."),
         ),
     ),
     Event(

@@ -23,6 +23,7 @@ from runner.train.adapter import begin_adapter, beside_base, boxed_adapter, make
 from runner.train.batch_layout import BatchLayout
 from runner.train.compilation import (
     CompiledStep,
+    compile_lowered,
     compile_to_fit,
     lower_train_step,
     lower_val_step,
@@ -108,8 +109,8 @@ class Blueprint:
         self.trace_train(train_step, layout)
         with self.sharding_rules():
             lowered = lower_train_step(self.traced.pop(layout.micro_batch_examples), layout)
-        executable = lowered.compile()
-        return CompiledStep(layout, executable, program_digest(lowered), memory_of(executable))
+        executable, options = compile_lowered(lowered, self.mesh)
+        return CompiledStep(layout, executable, program_digest(lowered), memory_of(executable), options)
 
     def compile_to_fit(
         self, train_step: Callable[..., Any], layouts: Sequence[BatchLayout], limit_bytes: int
@@ -125,7 +126,7 @@ class Blueprint:
         self.trace_val(val_step, abstract, layout)
         with self.sharding_rules():
             lowered = lower_val_step(self.traced_val.pop(layout.micro_batch_examples), layout)
-        return lowered.compile()
+        return compile_lowered(lowered, self.mesh)[0]
 
     def trace_val(self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> None:
         """Trace `val_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""

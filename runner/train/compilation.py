@@ -5,16 +5,18 @@ Compiled ahead of the first step, so nothing is ever traced again. Knows no mode
 
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from runner.accelerator import compiler_options
 from runner.checkpoint.leaves import form_problems, strong
 from runner.errors import InvalidError, StateError
 from runner.train.batch_layout import BatchLayout
@@ -101,6 +103,12 @@ def _refusing_meta(val_step: Callable[..., Any], layout: BatchLayout) -> Callabl
     return refusing
 
 
+def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[jax.stages.Compiled, Mapping[str, str | bool]]:
+    """Compile for the devices of a mesh, with the options that the catalogue has for them; returns these, too."""
+    options = compiler_options(mesh.devices.flat[0].device_kind, os.environ)
+    return lowered.compile(compiler_options=options or None), options
+
+
 def program_digest(lowered: jax.stages.Lowered) -> str:
     """What tells programs apart: a digest of the StableHLO that the compiler is given."""
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
@@ -139,12 +147,14 @@ class CompiledStep:
     Attributes:
         executable: `(state, batch, key) -> (state, loss, meta)`, the state donated.
         digest: of the StableHLO that the compiler was given.
+        options: of XLA, that it was given besides (`runner.accelerator.compiler_options`).
     """
 
     layout: BatchLayout
     executable: jax.stages.Compiled
     digest: str
     memory: Memory
+    options: Mapping[str, str | bool] = field(default_factory=dict)
 
     @property
     def text(self) -> str:

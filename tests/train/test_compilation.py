@@ -1,14 +1,16 @@
 """The micro-batch that fits a device, by the compiled step's own figures."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from runner.accelerator import CHIPS
 from runner.errors import InvalidError
 from runner.train.batch_layout import BatchLayout
-from runner.train.compilation import compile_to_fit, memory_of
+from runner.train.compilation import compile_lowered, compile_to_fit, memory_of
 from tests.support.tiny import mesh_of
 
 GIB = 2**30
@@ -96,3 +98,14 @@ def test_a_layout_splits_the_global_batch_over_devices_and_micro_batches():
     assert (layout.micro_batch, layout.accumulate_steps) == (12, 8)
     assert {leaf.shape for leaf in layout.abstract_batch().values()} == {(8, 12, 16)}
     assert {name: leaf.dtype for name, leaf in layout.abstract_batch().items()} == fields
+
+
+def test_a_program_is_compiled_with_the_flags_of_its_chip(monkeypatch):
+    lowered, mesh = jax.jit(jnp.sin).lower(1.0), mesh_of(8, 1, 1)
+    assert compile_lowered(lowered, mesh)[1] == {}
+    flagged = replace(CHIPS["cpu"], compiler_flags=("--xla_cpu_enable_fast_math=false",))
+    monkeypatch.setitem(CHIPS, "cpu", flagged)
+    assert compile_lowered(lowered, mesh)[1] == {"xla_cpu_enable_fast_math": False}
+    monkeypatch.setitem(CHIPS, "cpu", replace(flagged, compiler_flags=("--xla_no_such_flag=true",)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
+        compile_lowered(lowered, mesh)

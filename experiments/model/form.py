@@ -1,0 +1,46 @@
+"""The form of a model: what is arranged in another way on each platform, though it computes the same.
+
+A CPU multiplies two matrices three times faster than a batch of them: there tokens are flattened before each matmul,
+and heads are cut out of its result. On a TPU each such step is a copy of all activations, since the kernel of attention
+wants heads before positions: there tokens stay as they are, and a matmul makes heads where the kernel reads them, and
+reads its result where that is written. Parameters have one shape in every form, so that a checkpoint knows of none.
+
+The one place that chooses: parts of models ask it. It goes by the mesh (`jax.set_mesh`), so that a program that is
+compiled for a TPU on a machine without one has the TPU's form; without a mesh it is the CPU's.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+KEPT = "kept"  # the name of what `remat: dots` finds beside results of matmuls
+
+
+def platform() -> str | None:
+    """What the program is compiled for, as JAX names platforms; None without a mesh, or with one that is abstract."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else device.platform
+
+
+def keeps_heads_apart() -> bool:
+    """Whether tokens are not flattened, and matmuls make and read heads in the order of the attention kernel."""
+    return platform() == "tpu"
+
+
+def kept(x: jax.Array) -> jax.Array:
+    """`x`, which the backward pass finds with `remat: dots`, and so nothing that only leads to it.
+
+    Of attention and of what is added to a matmul's result, on platforms where that is dearer to make than to keep.
+    """
+    return checkpoint_name(x, KEPT) if keeps_heads_apart() else x
+
+
+def policy_of_dots() -> Callable[..., bool]:
+    """What `remat: dots` keeps."""
+    policies = jax.checkpoint_policies
+    dots: Callable[..., bool] = policies.dots_with_no_batch_dims_saveable
+    if not keeps_heads_apart():
+        return dots
+    found: Callable[..., bool] = policies.save_from_both_policies(dots, policies.save_only_these_names(KEPT))
+    return found

@@ -1,0 +1,101 @@
+"""The form of a model on a TPU computes what that on a CPU does: the same parameters, loss and gradients.
+
+Here both run on a CPU, so that of the TPU's form the attention is plain; its kernel has tests of its own.
+
+Shape legend: B batch, T sequence.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.gpt import GPT, GPTConfig
+from experiments.model import form
+from experiments.model.config import DecoderConfig
+from experiments.model.decoder import Decoder
+from runner.config import MemoryConfig
+from runner.train.mesh import make_mesh
+from runner.train.state import sharding_rules
+from tests.experiments.model.test_decoder import FAMILIES, LLAMA
+
+SOAK = pytest.mark.soak
+VOCABULARY = 31
+TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (2, 16))
+TARGETS = TOKENS_BxT, np.ones((2, 16), np.float32)
+MOE = LLAMA | {"moe": {"experts": 4, "experts_per_token": 2}}
+REMATS = ("none", "dots", "layers")
+
+
+def make_gpt(remat):
+    config = GPTConfig(layers=2, heads=4, width=16)
+    model = GPT(config, VOCABULARY, 16, memory=MemoryConfig(remat=remat, loss_chunk_positions=8))
+    return functools.partial(model.apply, examples_B=None, deterministic=True), model
+
+
+def make_decoder(keys, remat):
+    model = Decoder(DecoderConfig(**keys), VOCABULARY, memory=MemoryConfig(remat=remat))
+    return functools.partial(model.apply, deterministic=True), model
+
+
+MODELS = {"gpt": make_gpt} | {
+    name: functools.partial(make_decoder, keys) for name, keys in (FAMILIES | {"moe": MOE}).items()
+}
+DAILY = {("gpt", "dots"), ("olmo", "none"), ("llama", "layers")}
+CASES = [
+    pytest.param(name, remat, marks=() if (name, remat) in DAILY else SOAK, id=f"{name}-{remat}")
+    for name in MODELS
+    for remat in REMATS
+]
+
+
+@pytest.fixture
+def as_on_a_tpu(monkeypatch):
+    """What choosing a form then finds; attention still asks what is really there."""
+    return lambda: monkeypatch.setattr(form, "platform", lambda: "tpu")
+
+
+def value_and_gradients(apply, variables):
+    """Compiled anew: the form is none of what a compiled function is kept by."""
+    return jax.jit(jax.value_and_grad(lambda params: apply(params, TOKENS_BxT, targets=TARGETS)))(variables)
+
+
+@pytest.mark.parametrize(("name", "remat"), CASES)
+def test_both_forms_are_one_function_of_the_same_parameters(name, remat, as_on_a_tpu):
+    apply, model = MODELS[name](remat)
+    variables = jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
+    noise = np.random.default_rng(1)
+    variables = jax.tree.map(lambda leaf: leaf + 0.05 * noise.normal(size=leaf.shape).astype(np.float32), variables)
+    expected_loss, expected = value_and_gradients(apply, variables)
+    as_on_a_tpu()
+    loss, gradients = value_and_gradients(apply, variables)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), gradients, expected)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=SOAK)], ids=str
+)
+def test_both_forms_are_one_function_on_a_mesh(sizes, as_on_a_tpu):
+    apply, model = make_decoder(LLAMA | {"key_value_heads": 4}, "dots")
+    variables = jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
+    expected_loss, expected = value_and_gradients(apply, variables)
+    as_on_a_tpu()
+    mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+    with sharding_rules(mesh):
+        loss, gradients = value_and_gradients(apply, variables)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), gradients, expected)
+
+
+def test_dots_keep_what_is_named_on_a_tpu_alone(as_on_a_tpu):
+    def num_sines():
+        """Of a function of its own, since JAX keeps what it has traced."""
+        layer = jax.checkpoint(lambda x: jnp.sin(form.kept(jnp.sin(x))), policy=form.policy_of_dots())
+        return str(jax.make_jaxpr(jax.grad(layer))(1.0)).count(" sin ")
+
+    on_a_cpu = num_sines()
+    as_on_a_tpu()
+    assert num_sines() == on_a_cpu - 1  # that within is not computed again
