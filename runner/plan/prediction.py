@@ -119,14 +119,16 @@ class Predictor:
         accumulate_steps = config.train.global_batch_examples // (micro_batch * shards)
         sent_bytes = self.sent_itemsize / sizes["tensor"]
         of_experts = min(sizing.expert_parameters, state.num_parameters)
-        weights = Weights((state.num_parameters - of_experts) * sent_bytes, of_experts * sent_bytes, state.whole_share)
+        shared = state.num_parameters - of_experts
+        weights = Weights(shared * sent_bytes, of_experts * sent_bytes, state.whole_share, self.sent_itemsize)
         passes = 3 if config.memory.remat == "layers" else 2
         over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(self.accelerator)), strict=True))
-        inside, across = sent(flows(sizes, weights, sizing, tokens, passes), sizes, over_domains)
+        found = flows(sizes, weights, sizing, accumulate_steps * tokens, passes, accumulate_steps)
+        inside, across = sent(found, sizes, over_domains)
         executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.tokens_per_step
         whole_bytes = weights.shared + weights.of_experts / sizes["expert"]
         traffic = estimate.hbm_traffic(state.state_bytes, whole_bytes, passes, accumulate_steps)
-        work = Work(executed / math.prod(sizes.values()), traffic, accumulate_steps * inside, accumulate_steps * across)
+        work = Work(executed / math.prod(sizes.values()), traffic, inside, across)
         working_bytes = state.parameter_bytes * min(accumulate_steps, 2) + tokens * sizing.activation_bytes_per_token
         times = estimate.roofline(work, self.speeds, self.accelerator.chip.devices_per_chip)
         sent_in_step = work.interconnect_bytes + work.network_bytes
