@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runner.plan.estimate import split_over_domains
-from runner.train.mesh import STATE_AXES
+from runner.train.mesh import BATCH_AXES, STATE_AXES
 from runner.train.sizing import Sizing
 
 _REDUCED_ITEMSIZE = 4  # of gradients over `data`, which are float32
@@ -67,6 +67,20 @@ def flows(
         Flow(("sequence",), 1, tokens * sizes["sequence"] * sizing.sequence_bytes_per_token),
         Flow(("expert",), 1, tokens * sizing.expert_bytes_per_token),
         Flow(("tensor",), 2, tokens * sizing.tensor_bytes_per_token),
+    ]
+
+
+def flows_in_order(parameters: float, itemsize: int, num_subtrees: int) -> list[Flow]:
+    """The collectives of a step whose sums have a fixed order, see `runner.train.fixed_order`.
+
+    Parameters are gathered once over `fsdp`, in the type in which they are stored; of every device its subtrees go to
+    all others by shares, and of the whole sum each has the others' shares gathered.
+    """
+    gradient = parameters * _REDUCED_ITEMSIZE
+    return [
+        Flow(("fsdp",), 1, parameters * itemsize),
+        Flow(BATCH_AXES, num_subtrees, gradient),
+        Flow(BATCH_AXES, 1, gradient),
     ]
 
 

@@ -5,6 +5,7 @@ Shape legend: B examples of a micro-batch on one device, T sequence, V vocabular
 
 import fcntl
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from runner.accelerator import parse_accelerator
 from runner.plan.hlo import Collective, collectives, largest_arrays
 from runner.plan.machine import Machine, open_machine
 from runner.plan.program import sent_bytes
-from runner.plan.traffic import Weights, flows, sent
+from runner.plan.traffic import Weights, flows, flows_in_order, sent
 from runner.train.batch_layout import batch_layouts
 from runner.train.mesh import AXES
 from runner.trainer import BaseTrainer
@@ -304,6 +305,41 @@ def test_between_slices_goes_the_sum_of_each_slice_and_nothing_else(
     machine = Machine(devices, devices, parse_accelerator("2xv5e-4"), "", True, 0)
     _, network = sent_bytes(found, dict.fromkeys(AXES, 1) | mesh, machine)
     assert network == pytest.approx(4 * 2 * numbers / 2)  # an all-reduce between two
+
+
+# Sums in one order: each array goes to all others by shares, and the shares of the sum are gathered.
+
+
+@pytest.mark.parametrize(
+    ("mesh", "groups", "subtrees"),
+    [
+        ({"data": 2, "fsdp": 2}, 16, 1),  # four groups of a device are one subtree
+        pytest.param({"data": 8}, 8, 1, marks=pytest.mark.soak),
+        pytest.param({"data": 2, "fsdp": 4}, 8, 1, marks=pytest.mark.soak),
+        pytest.param({"data": 4}, 24, 2, marks=pytest.mark.soak),  # six groups are two of them
+    ],
+    ids=str,
+)
+def test_same_bits_send_the_subtrees_of_each_device_and_gather_the_sum(
+    mesh: dict[str, int], groups: int, subtrees: int, tmp_path: Path
+) -> None:
+    sizes, number, axes = dict.fromkeys(AXES, 1) | mesh, math.prod(mesh.values()), tuple(mesh)
+    changes = {"topology.mesh": {"data": 1} | mesh, "config.train.same_bits_devices": groups}
+    examples = {"config.train.global_batch_examples": B * groups}
+    job = gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes, **examples)
+    blueprint = job.design.draw(jax.devices()[:number])
+    text = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0]).text
+    sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in collectives(text, blueprint.mesh_sizes):
+        sums[one.kind, one.axes] += one.count * one.bytes // 4
+    assert sums == {
+        ("all-to-all", axes): subtrees * GPT_PARAMETERS,
+        ("all-gather", axes): GPT_PARAMETERS + groups * (LOSS + TOKENS),
+        **({("all-gather", ("fsdp",)): GPT_PARAMETERS} if "fsdp" in mesh else {}),
+    }
+    predicted, _ = sent(flows_in_order(GPT_PARAMETERS, 4, subtrees), sizes, dict.fromkeys(AXES, 1))
+    gathered = GPT_PARAMETERS * (1 - 1 / sizes["fsdp"])
+    assert predicted == pytest.approx(4 * (gathered + (subtrees + 1) * GPT_PARAMETERS * (1 - 1 / number)))
 
 
 @pytest.mark.soak
