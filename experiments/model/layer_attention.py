@@ -20,11 +20,21 @@ from typing import NamedTuple, TypedDict
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from experiments.model.attention import cached_attention, causal_attention
-from experiments.model.blocks import INIT_STDDEV, Dense, FromHeads, RMSNorm, ToHeads, cut, flat, in_rows, with_axes
+from experiments.model.blocks import (
+    INIT_STDDEV,
+    Dense,
+    FromHeads,
+    RMSNorm,
+    ToHeads,
+    cut,
+    flat,
+    in_rows,
+    num_shards,
+    with_axes,
+)
 from experiments.model.config import DecoderConfig, LatentConfig, LayerKind
 from experiments.model.rotary import Rotation, rotate
 from runner.config import RowAttention
@@ -222,17 +232,12 @@ def residual_stddev(config: DecoderConfig) -> float:
 
 def refuse_cut_heads(num_heads: int) -> None:
     """Raise `InvalidError` if devices would share a head, by the mesh and the rules of the caller."""
-    mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes(("heads",))
-    if mesh.empty or not spec:
-        return
-    try:
-        NamedSharding(mesh, spec).shard_shape((num_heads,))
-    except ValueError:
-        sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    if num_heads % num_shards("heads"):
+        sizes = ", ".join(f"{axis} {size}" for axis, size in jax.sharding.get_abstract_mesh().shape.items())
         raise InvalidError(
             f"config.model.heads={num_heads} does not divide over the devices that share the heads (mesh: {sizes}); "
             "make topology.mesh.tensor a divisor of it"
-        ) from None
+        )
 
 
 class Options(TypedDict):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from experiments.model.row_exchange import dealt, gathered, returned
 from experiments.model.row_layout import KERNEL_TOKENS, Rows
@@ -34,7 +34,7 @@ def attend(rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.
     run = jax.shard_map(
         functools.partial(_attend_on_device, rows),
         in_specs=(
-            kernel.manual_sharding_spec(NamedSharding(mesh, queries)),
+            kernel.manual_sharding_spec(NamedSharding(AbstractMesh(mesh.axis_sizes, mesh.axis_names), queries)),
             *[rows.spec] * 3,
             *[rows.ids_spec] * len(segments),
         ),

@@ -18,11 +18,12 @@ from runner.plan.estimate import Roofline, Work
 from runner.plan.mesh import Sizes, in_order
 from runner.plan.program import bytes_on_a_device, num_elements
 from runner.plan.tile import share_of, small_shards
-from runner.plan.traffic import Weights, flows, sent
+from runner.plan.traffic import Weights, flows, flows_in_order, sent
+from runner.train import fixed_order
 from runner.train.blueprint import Blueprint
 from runner.train.design import Design
 from runner.train.flops import Flops
-from runner.train.mesh import AXES, BATCH_AXES, micro_batch_sizes, over_slices, refuse_cut_rows
+from runner.train.mesh import AXES, BATCH_AXES, micro_batch_sizes, over_slices, refuse_cut_rows, refuse_other_orders
 from runner.train.state import relaid
 from runner.trainer import BaseTrainer
 
@@ -106,7 +107,10 @@ class Predictor:
             over_slices(sizes, _num_domains(self.accelerator))
             mesh = abstract_mesh(in_order(sizes))
             refuse_cut_rows(mesh, config.data.sequence_length, config.memory.loss_chunk_positions)
-            return micro_batch_sizes(config.train.global_batch_examples, "auto", shards)
+            devices, wanted = config.train.same_bits_devices, config.train.micro_batch_examples
+            if devices is not None:
+                refuse_other_orders(mesh, devices)
+            return micro_batch_sizes(config.train.global_batch_examples, "auto" if devices is None else wanted, shards)
         except InvalidError:
             return []
 
@@ -119,15 +123,25 @@ class Predictor:
         accumulate_steps = config.train.global_batch_examples // (micro_batch * shards)
         sent_bytes = self.sent_itemsize / sizes["tensor"]
         of_experts = min(sizing.expert_parameters, state.num_parameters)
-        weights = Weights((state.num_parameters - of_experts) * sent_bytes, of_experts * sent_bytes, state.whole_share)
+        shared = state.num_parameters - of_experts
+        weights = Weights(shared * sent_bytes, of_experts * sent_bytes, state.whole_share, self.sent_itemsize)
         passes = 3 if config.memory.remat == "layers" else 2
         over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(self.accelerator)), strict=True))
-        inside, across = sent(flows(sizes, weights, sizing, tokens, passes), sizes, over_domains)
+        groups, gradients = config.train.same_bits_devices, state.parameter_bytes * min(accumulate_steps, 2)
+        if groups is None:
+            found = flows(sizes, weights, sizing, accumulate_steps * tokens, passes, accumulate_steps)
+        else:
+            itemsize = jnp.dtype(config.precision.params).itemsize
+            found = flows_in_order(state.num_parameters, itemsize, fixed_order.num_subtrees(groups, shards))
+            gradients = fixed_order.held_bytes(
+                state.num_parameters, itemsize if sizes["fsdp"] > 1 else 0, groups, shards
+            )
+        inside, across = sent(found, sizes, over_domains)
         executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.tokens_per_step
         whole_bytes = weights.shared + weights.of_experts / sizes["expert"]
         traffic = estimate.hbm_traffic(state.state_bytes, whole_bytes, passes, accumulate_steps)
-        work = Work(executed / math.prod(sizes.values()), traffic, accumulate_steps * inside, accumulate_steps * across)
-        working_bytes = state.parameter_bytes * min(accumulate_steps, 2) + tokens * sizing.activation_bytes_per_token
+        work = Work(executed / math.prod(sizes.values()), traffic, inside, across)
+        working_bytes = gradients + tokens * sizing.activation_bytes_per_token
         times = estimate.roofline(work, self.speeds, self.accelerator.chip.devices_per_chip)
         sent_in_step = work.interconnect_bytes + work.network_bytes
         return Prediction(micro_batch, state.state_bytes, working_bytes, sent_in_step, times)

@@ -10,11 +10,16 @@ Floating-point sums depend on their order, and that of a usual step on how many 
 4. Each of n devices, where n divides G, has G / n groups that follow each other. It adds up the subtrees that lie whole
    among its own, and holds the largest of them; of one group that is the group.
 5. Every device gets its share of every array of all these subtrees, adds up the rest of the tree for it, and all shares
-   are gathered. With a group on each device that costs the bytes of a usual reduction in float32.
+   are gathered. Where the groups of each device make up one subtree, as they do if their number is a power of two, that
+   costs the bytes of a usual reduction in float32; else up to 2 log2(G / n) times as many before the gathering.
 
-Every device has whole parameters and gradients while it computes them: with one group three gradients at once, with
-more of them up to 2 log2(G / n) more. Losses,
-counts and meta of micro-batches are gathered, and then added up by each device, all in their order.
+Every device has whole parameters and gradients while it computes them: two gradients, and the stack of subtrees.
+Losses, counts and meta of micro-batches are gathered, and then added up by each device, all in their order.
+
+A single device is refused. XLA partitions no program of one, and what comes behind the partitioner then meets another
+program: its algebraic simplifier makes multiplications by 1 / x of other divisions by x, that of a softmax among them,
+which moves the last bits of gradients. Without that pass (`xla_disable_hlo_passes=algsimp`) those of a GPT on one CPU
+were the ones on two; but backends count on it, and to be slower everywhere is too much for one more device.
 
 Shape legend: S micro-batches of a step, G groups, n devices over which they are spread, c micro-batches of a group.
 """
@@ -62,6 +67,30 @@ def course(start: int, stop: int) -> Course:
         joined.append(number)
         stack.append(node)
     return Course(tuple(places), tuple(joined), tuple(stack))
+
+
+def courses_of(num_groups: int, num_devices: int) -> list[Course]:
+    """Of each device, where as many devices have the same number of groups."""
+    own = num_groups // num_devices
+    return [course(own * device, own * (device + 1)) for device in range(num_devices)]
+
+
+def stack_depth(num_groups: int, num_devices: int) -> int:
+    """Subtrees that a device holds at most while it adds up its groups."""
+    pairs = [
+        pair for each in courses_of(num_groups, num_devices) for pair in zip(each.places, each.joined, strict=True)
+    ]
+    return max((place + max(number, 1) for place, number in pairs), default=1)
+
+
+def num_subtrees(num_groups: int, num_devices: int) -> int:
+    """Subtrees that a device has at most when it has added up its groups, which all of them then send."""
+    return max(len(each.nodes) for each in courses_of(num_groups, num_devices))
+
+
+def held_bytes(num_parameters: int, gathered_itemsize: int, num_groups: int, num_devices: int) -> int:
+    """What a device holds of whole parameters, gathered in this type (of 0 bytes if they are), and of gradients."""
+    return num_parameters * (gathered_itemsize + 4 * (2 + stack_depth(num_groups, num_devices)))
 
 
 def num_devices() -> int:
@@ -114,11 +143,10 @@ def summed(
     `batch` is this device's, (S / n, ...). `add_group` takes the micro-batches (c, ...) of a group, and returns the sum
     of their gradients, of the form of `zeros`, and other values (c, ...).
     """
-    own = num_groups // num_devices
-    courses = [course(own * device, own * (device + 1)) for device in range(num_devices)]
+    own, courses = num_groups // num_devices, courses_of(num_groups, num_devices)
     here = lax.axis_index(BATCH_AXES) if num_devices > 1 else 0
     places, joined = (jnp.array([getattr(each, name) for each in courses])[here] for name in ("places", "joined"))
-    depth = 1 + max(place + number for each in courses for place, number in zip(each.places, each.joined, strict=True))
+    depth = stack_depth(num_groups, num_devices)
 
     def of_group(stack: Any, part: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
         place, number, batch = part
@@ -136,7 +164,8 @@ def summed(
     stack, others = lax.scan(of_group, stack, (places, joined, in_groups))
     others = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), others)
     nodes = [each.nodes for each in courses]
-    return jax.tree.map(functools.partial(_total, num_groups, nodes), stack), gathered(others, num_devices)
+    left = jax.tree.map(lambda leaf: leaf[: num_subtrees(num_groups, num_devices)], stack)
+    return jax.tree.map(functools.partial(_total, num_groups, nodes), left), gathered(others, num_devices)
 
 
 def _total(num_groups: int, nodes: Sequence[Sequence[Node]], stack: jax.Array) -> jax.Array:

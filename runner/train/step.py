@@ -23,9 +23,9 @@ import optax
 from jax import lax
 
 from runner.errors import InvalidError
-from runner.train import fixed_order
+from runner.train import data_sum, fixed_order
 from runner.train.fields import refuse_unread, target_weights, uncounted
-from runner.train.meta import Meta, total_of_sums, with_means
+from runner.train.meta import SUMS, Meta, total_of_sums, with_means
 from runner.train.norm import Norms, norms_of
 from runner.train.recipe.average import gradient_point
 from runner.train.recipe.group import split, with_zeros
@@ -107,32 +107,40 @@ def _gradients(
     """Loss, float32 gradients, the last micro-batch's meta, over a batch of (S, B, T), and what its halves have shown.
 
     Of the meta, `token_count`, `statistics` and the means of `sums` are of all micro-batches. Halves are None unless
-    `sees_halves`.
+    `sees_halves`. Of the parts of micro-batches that lie along `data` all sums are taken once, see `data_sum`.
     """
     num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
-    batch = _numbered(batch)
     params = gradient_point(state.params, state.opt_state)
-    value_and_grad, trained = _gradient_of(forward, state, params, batch, key, num_tokens)
 
+    def on_part(whole: tuple[Any, Any, jax.Array, jax.Array | None], batch: Batch) -> tuple[Any, ...]:
+        params, variables, key, num_tokens = whole
+        here = _at(state, params, variables)
+        value_and_grad, trained = _gradient_of(forward, here, params, batch, key, num_tokens)
+        (loss, grads), metas, before = _added_up(value_and_grad, trained, batch, num_steps, sees_halves)
+        last_meta = metas if num_steps == 1 else jax.tree.map(lambda leaf: leaf[-1], metas)
+        halves = (before, _counts_of_halves(batch, metas)) if sees_halves else None
+        return (loss, grads, _totals(metas, num_steps), halves), _of_one(last_meta)
+
+    whole = params, getattr(state, VARIABLES, {}), key, num_tokens
+    (loss, grads, totals, halves), last_meta = data_sum.on_parts(on_part, whole, _numbered(batch))
+    if halves is not None:
+        halves = compared(halves[0], grads, halves[1], None if TOKEN_COUNT in totals else num_tokens)
+    return *_divided(batch, loss, with_zeros(grads, params), {**last_meta, **totals}, num_tokens), halves
+
+
+def _added_up(value_and_grad: Any, trained: Any, batch: Batch, num_steps: int, sees_halves: bool) -> tuple[Any, ...]:
+    """Loss and gradients of all micro-batches, the meta of each (of one alone no axis), half of the gradients."""
     if num_steps == 1:
         (loss, meta), grads = value_and_grad(trained, jax.tree.map(lambda leaf: leaf[0], batch))
-        grads = with_zeros(grads, params)
-        return *_divided(batch, loss, grads, meta, meta | _totals(meta, num_steps=1), num_tokens), None
+        return (loss, grads), meta, None
 
     def accumulate(carry: tuple[jax.Array, Any], micro: Batch) -> tuple[tuple[jax.Array, Any], Any]:
         (loss, meta), grads = value_and_grad(trained, micro)
         return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], grads)), meta
 
     zeros = jnp.float32(0), _zeros_of(trained)
-    half = num_steps // 2 if sees_halves else 0
-    (loss, grads), metas, before = _accumulated(accumulate, zeros, batch, half)
-    halves = None
-    if sees_halves:
-        divisor = None if TOKEN_COUNT in metas else num_tokens
-        halves = compared(before[1], grads, _counts_of_halves(batch, metas), divisor)
-    grads = with_zeros(grads, params)
-    last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
-    return *_divided(batch, loss, grads, metas, last_meta | _totals(metas, num_steps), num_tokens), halves
+    sums, metas, before = _accumulated(accumulate, zeros, batch, num_steps // 2 if sees_halves else 0)
+    return sums, metas, before[1]
 
 
 def _gradients_in_order(
@@ -140,12 +148,12 @@ def _gradients_in_order(
 ) -> tuple[jax.Array, Any, Meta]:
     """As `_gradients`, with all sums in the order of `fixed_order`, whatever number of devices there is."""
     S, _ = _leading_shape(batch)
-    state = state.replace(params=gradient_point(state.params, state.opt_state), riders={})
+    params = gradient_point(state.params, state.opt_state)
     num_devices = fixed_order.num_devices()
 
     def on_device(whole: tuple[Any, Any, jax.Array], batch: Batch) -> tuple[jax.Array, Any, Meta]:
         params, variables, key = whole
-        here = state.replace(params=params, variables=variables)  # of `opt_state` no array is read
+        here = _at(state, params, variables)
         counts_S = fixed_order.gathered(jax.vmap(_count)(batch), num_devices) if "padding_mask" in batch else None
         num_tokens = None if counts_S is None else _divisor(batch, jnp.sum(counts_S))
         value_and_grad, trained = _gradient_of(forward, here, params, batch, key, num_tokens)
@@ -159,10 +167,10 @@ def _gradients_in_order(
         add_group = functools.partial(lax.scan, accumulate, zeros)
         grads, (losses_S, metas) = fixed_order.summed(add_group, batch, zeros, num_groups, num_devices)
         last_meta = {**jax.tree.map(lambda leaf: leaf[-1], metas), **_totals(metas, num_steps=0)}
-        return _divided(batch, jnp.sum(losses_S), with_zeros(grads, params), metas, last_meta, num_tokens)
+        return _divided(batch, jnp.sum(losses_S), with_zeros(grads, params), last_meta, num_tokens)
 
     assert S % num_groups == 0, f"{S} micro-batches make up no {num_groups} groups"
-    whole = state.params, getattr(state, VARIABLES, {}), key
+    whole = params, getattr(state, VARIABLES, {}), key
     return fixed_order.spread(on_device, whole, _numbered(batch))
 
 
@@ -184,19 +192,28 @@ def _counts_of_halves(batch: Batch, metas: Any) -> jax.Array:
 
 def _totals(metas: Any, num_steps: int) -> Meta:
     """What of the meta is added up over the micro-batches; of one alone they are no axis of their own."""
-    return {**total(metas, num_steps), **total_of_sums(metas, is_stacked=num_steps != 1)}
+    counts = {TOKEN_COUNT: jnp.sum(metas[TOKEN_COUNT], dtype=jnp.float32)} if TOKEN_COUNT in metas else {}
+    return {**counts, **total(metas, num_steps), **total_of_sums(metas, is_stacked=num_steps != 1)}
+
+
+def _of_one(meta: Meta) -> Meta:
+    """What of the meta is of one micro-batch alone, and not added up."""
+    return {name: value for name, value in meta.items() if name not in (TOKEN_COUNT, STATISTICS, SUMS)}
 
 
 def _divided(
-    batch: Batch, loss: jax.Array, grads: Any, metas: Any, last_meta: Any, num_tokens: jax.Array | None
-) -> tuple[Any, ...]:
-    """Sums over their own `token_count` as means, with that of all micro-batches in the meta; else all as it is."""
-    if TOKEN_COUNT not in last_meta:
-        return loss, grads, with_means(last_meta, num_tokens)
-    count = jnp.sum(metas[TOKEN_COUNT], dtype=jnp.float32)
-    divisor = _divisor(batch, count)
-    meta = {**with_means(last_meta, divisor), TOKEN_COUNT: count}
-    return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), meta
+    batch: Batch, loss: jax.Array, grads: Any, meta: Meta, num_tokens: jax.Array | None
+) -> tuple[jax.Array, Any, Meta]:
+    """Sums over their own `token_count` as means, if the meta has that of all micro-batches; else all as it is."""
+    if TOKEN_COUNT not in meta:
+        return loss, grads, with_means(meta, num_tokens)
+    divisor = _divisor(batch, meta[TOKEN_COUNT])
+    return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), with_means(meta, divisor)
+
+
+def _at(state: TrainState, params: Any, variables: Any) -> TrainState:
+    """`state` with other arrays in place of its own. Of `opt_state`, which is as it was, none is read here."""
+    return state.replace(params=params, **({VARIABLES: variables} if hasattr(state, VARIABLES) else {}))
 
 
 def train_step(
@@ -282,7 +299,7 @@ def _val_step_in_order(
     num_devices = fixed_order.num_devices()
 
     def on_device(whole: tuple[Any, Any], batch: Batch) -> tuple[jax.Array, jax.Array, Meta]:
-        here = state.replace(params=whole[0], variables=whole[1])
+        here = _at(state, *whole)
         apply_fn, params = with_variables(here.apply_fn, variables_of(here)), model_params(here)(here.params)
 
         def one(_: None, micro: Batch) -> tuple[None, Any]:

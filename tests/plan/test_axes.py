@@ -5,6 +5,7 @@ Shape legend: B examples of a micro-batch on one device, T sequence, V vocabular
 
 import fcntl
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -21,14 +22,15 @@ from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
 from runner.plan.hlo import Collective, collectives, largest_arrays
 from runner.plan.hlo.text import instructions, output_of
-from runner.plan.machine import open_machine
-from runner.plan.traffic import Weights, flows, sent
+from runner.plan.machine import Machine, open_machine
+from runner.plan.program import sent_bytes
+from runner.plan.traffic import Weights, flows, flows_in_order, sent
 from runner.train.batch_layout import batch_layouts
 from runner.train.mesh import AXES
 from runner.trainer import BaseTrainer
 from tests.plan.tpu_program import shapes_in
 from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
-from tests.support.tiny import gpt
+from tests.support.tiny import gpt, mesh_id
 
 N = 8  # devices, all along one axis
 B = 1
@@ -147,7 +149,8 @@ def decoder_on_tpu(axis: str, s: Shapes) -> dict[str, int]:
     matrices, norms, table = 2 * (4 * s.D**2 + 3 * s.D * s.M), 4 * 2 * s.D, 2 * s.V * s.D
     small = s.L * norms + 4 * s.D
     if axis == "data":
-        return {"all-reduce": s.L * matrices + 2 * table + small + 4 * (LOSS + TOKENS)}
+        gradients = s.L * (4 * s.D**2 + 3 * s.D * s.M + 2 * s.D) + 2 * s.V * s.D + s.D
+        return {"all-reduce": 4 * (gradients + LOSS + TOKENS)}  # in float32
     if axis == "fsdp":
         return {
             # Forward, backward, and the gradient; of the head the gradient alone.
@@ -185,7 +188,7 @@ def test_what_a_plan_predicts_is_within_a_quarter_of_the_count(axis: str, tmp_pa
     sent_bytes = on_a_ring * (N - 1) / N + counted.get("collective-permute", 0)
     job = decoder(axis, tmp_path / "run", LARGE, **{"config.precision.compute": "bfloat16"})
     L, _, V, D, M = LARGE
-    weights = Weights(2.0 * (L * (4 * D**2 + 3 * D * M) + 2 * V * D) / sizes["tensor"], 0.0)
+    weights = Weights(2.0 * (L * (4 * D**2 + 3 * D * M) + 2 * V * D) / sizes["tensor"], 0.0, itemsize=2)
     predicted, _ = sent(flows(sizes, weights, job.sizing(sizes), B * LARGE.T, passes=2), sizes, dict.fromkeys(AXES, 1))
     assert predicted == pytest.approx(sent_bytes, rel=0.25)
 
@@ -205,6 +208,9 @@ def print_tpu_payload(axis: str, directory: Path) -> None:
 TINY_GPT = Shapes(L=3, T=32, V=256, D=64, M=256)
 GPT_LEAVES = 20
 GPT_MATRICES, GPT_VECTORS = 12 * TINY_GPT.D**2, 13 * TINY_GPT.D  # of a layer: two norms, and a bias of each matrix
+GPT_PARAMETERS = (
+    TINY_GPT.L * (GPT_MATRICES + GPT_VECTORS) + TINY_GPT.V * TINY_GPT.D + TINY_GPT.T * TINY_GPT.D + 2 * TINY_GPT.D
+)
 
 
 def small_gpt(axis: str, directory: Path, accumulate_steps: int = 1, shapes: Shapes = TINY_GPT) -> BaseTrainer:
@@ -217,10 +223,10 @@ def small_gpt(axis: str, directory: Path, accumulate_steps: int = 1, shapes: Sha
 def gpt_on_cpu(axis: str) -> dict[str, int]:
     """Numbers that each kind of collective carries in a step."""
     L, T, V, D, _ = TINY_GPT
-    # The embedding is read twice, by lookup and logits, and both gradients are reduced before they are added.
-    gradients = L * (GPT_MATRICES + GPT_VECTORS) + 2 * V * D + T * D + 2 * D
     if axis == "data":
-        return {"all-reduce": gradients + LOSS + TOKENS}
+        return {"all-reduce": GPT_PARAMETERS + LOSS + TOKENS}
+    # The embedding is read twice, by lookup and logits, and both gradients are reduced before they are added.
+    gradients = GPT_PARAMETERS + V * D
     if axis == "fsdp":
         forward = gradients - V * D  # once for both
         # Backward needs no biases, and no bias of a norm; the scale of a norm it gathers twice: to recompute, to apply.
@@ -241,10 +247,111 @@ def test_a_gpt_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_path
     assert payload(found, axis, itemsize=4) == gpt_on_cpu(axis)
 
 
-@pytest.mark.soak
-def test_data_parallel_reduces_every_gradient_once_a_micro_batch(tmp_path: Path) -> None:
-    _, found = compiled(small_gpt("data", tmp_path / "run", accumulate_steps=2))
-    assert payload(found, "data", itemsize=4) == {"all-reduce": 2 * (gpt_on_cpu("data")["all-reduce"] - 1) + TOKENS}
+# Gradients over `data`: once a step, whatever the number of micro-batches, and of each device no more than its shards.
+
+
+def along_data(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
+    """By kind and axes, what all collectives of a step carry that go along `data`, alone or with others; in float32."""
+    sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in found:
+        if "data" in one.axes:
+            sums[one.kind, one.axes] += one.count * one.bytes
+    return {key: number // 4 for key, number in sums.items()}
+
+
+GRADIENTS: list[tuple[dict[str, int], str, dict[tuple[str, ...], int]]] = [
+    ({"data": 8}, "float32", {("data",): GPT_PARAMETERS + LOSS + TOKENS}),
+    ({"data": 8}, "bfloat16", {("data",): GPT_PARAMETERS + LOSS + TOKENS}),
+    ({"data": 2, "fsdp": 4}, "float32", {("data",): GPT_PARAMETERS // 4 + LOSS, ("data", "fsdp"): TOKENS}),
+    ({"data": 4, "fsdp": 2}, "float32", {("data",): GPT_PARAMETERS // 2 + LOSS, ("data", "fsdp"): TOKENS}),
+    ({"fsdp": 8}, "float32", {}),
+]
+_DAILY_GRADIENTS = [({"data": 2, "fsdp": 4}, 8)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "compute", "expected", "accumulate_steps"),
+    [
+        pytest.param(
+            *of_mesh,
+            accumulate_steps,
+            id=f"{mesh_id(of_mesh[0])}, {of_mesh[1]}, {accumulate_steps} micro-batches",
+            marks=() if (of_mesh[0], accumulate_steps) in _DAILY_GRADIENTS else pytest.mark.soak,
+        )
+        for of_mesh in GRADIENTS
+        for accumulate_steps in (1, 8)
+    ],
+)
+def test_gradients_go_along_data_once_a_step_and_as_shards(
+    mesh: dict[str, int],
+    compute: str,
+    expected: dict[tuple[str, ...], int],
+    accumulate_steps: int,
+    tmp_path: Path,
+) -> None:
+    changes = {"topology.mesh": {"data": 1} | mesh, "config.precision.compute": compute}
+    examples = {"config.train.global_batch_examples": B * N * accumulate_steps}
+    _, found = compiled(gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes, **examples))
+    assert along_data(found) == {("all-reduce", axes): number for axes, number in expected.items()}
+
+
+# Two slices: `data` is what is cut over them, so what goes between them is what goes along it.
+
+
+@pytest.mark.parametrize(
+    ("mesh", "numbers"),
+    [
+        # Each device of a slice has its shard, adds it up within the slice (two stages), and tells its share of that.
+        ({"data": 2, "fsdp": 4}, GPT_PARAMETERS / 4 + LOSS + TOKENS / 4),
+        pytest.param({"data": 4, "fsdp": 2}, (GPT_PARAMETERS / 2 + LOSS) / 2 + TOKENS / 4, marks=pytest.mark.soak),
+        pytest.param({"data": 8}, (GPT_PARAMETERS + LOSS + TOKENS) / 4, marks=pytest.mark.soak),
+    ],
+)
+@pytest.mark.parametrize("accumulate_steps", [pytest.param(1, marks=pytest.mark.soak), 8])
+def test_between_slices_goes_the_sum_of_each_slice_and_nothing_else(
+    mesh: dict[str, int], numbers: float, accumulate_steps: int, tmp_path: Path
+) -> None:
+    changes = {"topology.mesh": mesh, "config.train.global_batch_examples": B * N * accumulate_steps}
+    _, found = compiled(gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes))
+    devices = tuple(jax.devices()[:N])
+    machine = Machine(devices, devices, parse_accelerator("2xv5e-4"), "", True, 0)
+    _, network = sent_bytes(found, dict.fromkeys(AXES, 1) | mesh, machine)
+    assert network == pytest.approx(4 * 2 * numbers / 2)  # an all-reduce between two
+
+
+# Sums in one order: each array goes to all others by shares, and the shares of the sum are gathered.
+
+
+@pytest.mark.parametrize(
+    ("mesh", "groups", "subtrees"),
+    [
+        ({"data": 2, "fsdp": 2}, 16, 1),  # four groups of a device are one subtree
+        pytest.param({"data": 8}, 8, 1, marks=pytest.mark.soak),
+        pytest.param({"data": 2, "fsdp": 4}, 8, 1, marks=pytest.mark.soak),
+        pytest.param({"data": 4}, 24, 2, marks=pytest.mark.soak),  # six groups are two of them
+    ],
+    ids=str,
+)
+def test_same_bits_send_the_subtrees_of_each_device_and_gather_the_sum(
+    mesh: dict[str, int], groups: int, subtrees: int, tmp_path: Path
+) -> None:
+    sizes, number, axes = dict.fromkeys(AXES, 1) | mesh, math.prod(mesh.values()), tuple(mesh)
+    changes = {"topology.mesh": {"data": 1} | mesh, "config.train.same_bits_devices": groups}
+    examples = {"config.train.global_batch_examples": B * groups}
+    job = gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes, **examples)
+    blueprint = job.design.draw(jax.devices()[:number])
+    text = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0]).text
+    sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in collectives(text, blueprint.mesh_sizes):
+        sums[one.kind, one.axes] += one.count * one.bytes // 4
+    assert sums == {
+        ("all-to-all", axes): subtrees * GPT_PARAMETERS,
+        ("all-gather", axes): GPT_PARAMETERS + groups * (LOSS + TOKENS),
+        **({("all-gather", ("fsdp",)): GPT_PARAMETERS} if "fsdp" in mesh else {}),
+    }
+    predicted, _ = sent(flows_in_order(GPT_PARAMETERS, 4, subtrees), sizes, dict.fromkeys(AXES, 1))
+    gathered = GPT_PARAMETERS * (1 - 1 / sizes["fsdp"])
+    assert predicted == pytest.approx(4 * (gathered + (subtrees + 1) * GPT_PARAMETERS * (1 - 1 / number)))
 
 
 @pytest.mark.soak

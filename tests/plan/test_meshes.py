@@ -85,6 +85,23 @@ def test_each_axis_alone_sends_what_was_counted_by_hand(axis, bytes_):
     assert sent(found, sizes, sizes) == (0, pytest.approx(bytes_))
 
 
+@pytest.mark.parametrize("axis", AXES)
+def test_more_micro_batches_of_as_many_tokens_send_parameters_again_but_no_gradient_over_data(axis):
+    sizes = ONES | {axis: 4}
+    once, eight_times = (
+        sent(flows(sizes, WEIGHTS, SIZING, tokens=5, passes=2, accumulate_steps=steps), sizes, ONES)[0]
+        for steps in (1, 8)
+    )
+    of_parameters = {"fsdp": 3 * 3600, "sequence": 3 * 3600, "expert": 3 * 2400}.get(axis, 0) * 3 / 4
+    assert eight_times - once == pytest.approx(7 * of_parameters)
+
+
+def test_gradients_go_over_data_in_float32():
+    sizes, half = ONES | {"data": 4}, Weights(WEIGHTS.shared / 2, WEIGHTS.of_experts / 2, itemsize=2)
+    found = [sent(flows(sizes, weights, SIZING, 5, 2), sizes, ONES) for weights in (WEIGHTS, half)]
+    assert found[0] == found[1]
+
+
 def test_what_is_moved_whole_costs_twice():
     whole = Weights(2400.0, 1200.0, whole_share=0.5)
     sizes = ONES | {"fsdp": 4}

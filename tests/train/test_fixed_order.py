@@ -33,7 +33,7 @@ class Term:
 
 def sum_on(num_groups, num_devices):
     """How `num_devices` devices add up as many groups as there are, by their courses and the rest of the tree."""
-    own, known = num_groups // num_devices, {}
+    own, known, depth = num_groups // num_devices, {}, fixed_order.stack_depth(num_groups, num_devices)
     for device in range(num_devices):
         course, stack = fixed_order.course(own * device, own * (device + 1)), {}
         for number, (place, joined) in enumerate(zip(course.places, course.joined, strict=True)):
@@ -41,6 +41,8 @@ def sum_on(num_groups, num_devices):
             for count in range(joined):
                 term = stack[place + joined - 1 - count] + term
             stack[place] = term
+            assert max(place + joined - 1, place) < depth
+        assert len(course.nodes) <= fixed_order.num_subtrees(num_groups, num_devices) <= depth
         known |= {node: stack[place] for place, node in enumerate(course.nodes)}
     return fixed_order._node(((num_groups - 1).bit_length(), 0), num_groups, known).text
 

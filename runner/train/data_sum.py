@@ -1,0 +1,56 @@
+"""Sums over what the devices along `data` have computed, taken once a step. Pure.
+
+No parameter is cut over `data`, so along it a device can compute its part of all micro-batches of a step before it
+tells the others anything. It adds up its own gradients in float32, and these sums are reduced once, whatever the number
+of micro-batches, in float32 whatever the type of compute. A table that is used twice has one gradient by then.
+
+Over the axes that cut parameters (`fsdp`, `sequence`, `expert`) the partitioner scatters gradients in each micro-batch.
+To wait for the end of the step a device would have to hold all gradients in float32, where such an axis was chosen
+since it cannot hold all parameters. So it holds its shard of them, and no more than that is reduced over `data`: that
+axis comes first, and nothing else crosses slices.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from runner.train.mesh import Rule, axes_in
+from runner.train.state import rules_in_force
+
+DATA = "data"
+
+
+def on_parts(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, batch: Any) -> tuple[Any, Any]:
+    """Call `function(whole, batch)` along `data`, with its own part of each micro-batch of a batch (S, B, ...).
+
+    Of the pair that it returns, the first is added up over all parts, and of the second it is the last part's that is
+    returned. Inside, `data` is no axis that a sharding may name. The others are as outside; where all of them are 1
+    there is no mesh, and what is traced is the program of one device.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape[DATA] == 1:
+        return function(whole, batch)
+    is_alone = mesh.size == mesh.shape[DATA]
+    inside = AbstractMesh((), (), abstract_device=mesh.abstract_device) if is_alone else None
+    rules = () if is_alone else [_without_data(rule) for rule in rules_in_force()]
+
+    def on_part(whole: Any, batch: Any) -> tuple[Any, Any]:
+        here = jax.sharding.get_abstract_mesh() if inside is None else inside
+        with nn.logical_axis_rules(rules), jax.sharding.use_abstract_mesh(here):
+            sums, last = function(whole, batch)
+        return lax.psum(sums, DATA), jax.tree.map(lambda leaf: lax.all_gather(jnp.asarray(leaf), DATA)[-1], last)
+
+    specs, axes = (PartitionSpec(), PartitionSpec(None, DATA)), {*mesh.axis_names} if is_alone else {DATA}
+    return jax.shard_map(on_part, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
+        whole, batch
+    )
+
+
+def _without_data(rule: Rule) -> Rule:
+    name, axes = rule
+    return name, tuple(axis for axis in axes_in(axes) if axis != DATA)

@@ -1,0 +1,106 @@
+"""Parts of a batch along `data`: what is added up over them, what the last one says, and what a model sees of them.
+
+Shape legend: S micro-batches, B examples, T sequence length, D width.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+from runner.train.data_sum import on_parts
+from runner.train.mesh import BATCH_AXES
+from runner.train.state import sharding_rules
+from runner.train.step import train_step
+from tests.support.tiny import mesh_id, mesh_over
+
+S, B, T, D = 4, 8, 6, 3
+KEY = jax.random.key(0)
+MESHES = [{"data": 4}, {"data": 2, "fsdp": 4}, {"data": 2, "tensor": 2}, {"fsdp": 4}]
+of_meshes = pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
+
+
+@of_meshes
+def test_one_is_added_up_and_the_other_is_the_last_parts(sizes):
+    mesh, values = mesh_over(sizes), np.arange(S * B, dtype=np.float32).reshape(S, B)
+
+    def of_part(factor, part):
+        return {"sum": jnp.sum(factor * part)}, {
+            "first": part[0, 0],
+            "is_last": part[0, 0] == B // sizes.get("data", 1),
+        }
+
+    with sharding_rules(mesh):
+        batch = jax.device_put(values, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
+        sums, last = jax.jit(lambda batch: on_parts(of_part, jnp.float32(2), batch))(batch)
+    parts = sizes.get("data", 1)
+    assert float(sums["sum"]) == 2 * values.sum()
+    assert float(last["first"]) == B - B // parts
+    assert bool(last["is_last"]) == (parts == 2)
+
+
+@of_meshes
+def test_a_part_sees_the_other_axes_and_none_where_there_are_none(sizes):
+    seen = []
+
+    def of_part(_, part):
+        mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes(("batch",))
+        seen.append((part.shape, mesh.empty, spec and spec[0]))
+        return jnp.sum(part), ()
+
+    with sharding_rules(mesh_over(sizes)):
+        jax.eval_shape(lambda batch: on_parts(of_part, (), batch), jnp.zeros((S, B)))
+    parts, is_alone = sizes.get("data", 1), set(sizes) == {"data"}
+    axes = BATCH_AXES if parts == 1 else None if is_alone else ("fsdp", "expert")
+    assert seen == [((S, B // parts), is_alone, axes)]
+
+
+# A step.
+
+
+def forward(apply_fn, params, batch, key):
+    """Squared errors, with meta of every kind."""
+    errors_BxT = (batch["x"] @ params["weights"] - 1) ** 2 * batch["padding_mask"]
+    error, count = jnp.sum(errors_BxT), jnp.sum(batch["padding_mask"], dtype=jnp.float32)
+    return error, {
+        "token_count": count,
+        "sums": {"error": error, "of_half": (error, count / 2)},
+        "statistics": {"rows": jnp.int32(batch["x"].shape[0])},
+        "last_example": batch["example"][-1],
+    }
+
+
+def stepped(sizes):
+    """Loss, meta and parameters after a step, on a mesh or on none."""
+    generator = np.random.default_rng(0)
+    batch = {
+        "x": generator.normal(size=(S, B, T, D)).astype(np.float32),
+        "padding_mask": generator.random((S, B, T)) < 0.7,
+    }
+    params = {"weights": jnp.arange(D, dtype=jnp.float32)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+    def step(state, batch):
+        return train_step(forward, state, batch, KEY, S, lambda variables, found: (variables, found))
+
+    if sizes is None:
+        return jax.device_get(jax.jit(step)(state, batch))
+    mesh = mesh_over(sizes)
+    with sharding_rules(mesh):
+        batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
+        return jax.device_get(jax.jit(step)(state, batch))
+
+
+@of_meshes
+def test_a_step_on_parts_is_the_step_on_all_within_rounding(sizes):
+    (state, loss, meta), (expected, expected_loss, expected_meta) = stepped(sizes), stepped(None)
+    np.testing.assert_allclose(state.params["weights"], expected.params["weights"], rtol=1e-6)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert {*meta} == {*expected_meta} == {"token_count", "error", "of_half", "rows", "last_example", "grad_norm"}
+    assert (meta["rows"], meta["last_example"]) == (S * B, S * B - 1)
+    for name, value in expected_meta.items():
+        np.testing.assert_allclose(meta[name], value, rtol=1e-6)
