@@ -19,7 +19,7 @@ from tests.support.tiny import finish, mesh_id, start_python
 
 SOAK = pytest.mark.soak
 NUMBERS = (8, MOST_DEVICES)
-DAILY = ("window, gathered", {"data": 2, "sequence": 4})
+DAILY = ("dense", {"data": 2, "sequence": 2, "tensor": 2})
 # What no mesh can betray: where values come from, and by what number weights are scaled.
 OF_NO_MESH = {"preset", "vocabulary_size", "base_width"}
 CASES = [
