@@ -163,17 +163,14 @@ def fsdp_on_tpu(s: Shapes) -> Bytes:
 
 
 def sequence_on_tpu(s: Shapes) -> Bytes:
-    """Matrices are gathered forward and backward, and so are keys and values of the whole row.
-
-    Gradients of matrices are scattered or summed up whole, as the compiler likes; both bring the same bytes together.
-    """
-    matrices, table, row = 2 * (4 * s.D**2 + 3 * s.D * s.M), 2 * s.V * s.D, 2 * B * s.T * s.D
+    """As `fsdp` has it; and keys and values of whole rows are gathered forward and backward, their gradients summed."""
+    found, row = fsdp_on_tpu(s), 2 * B * s.T * s.D
     half = row // (2 * N)  # of a device's part of the row, which another one attends for
     forward, backward = 2 + 2, 2 + 2 + 2  # even and odd halves of queries and results; and again, and of gradients
     return {
-        "all-gather": 2 * s.L * matrices + 2 * table + 2 * norms_of(s) - 4 * s.D + 2 * s.L * 2 * row,
-        "collective-permute": s.L * (forward + backward) * half,
-        SUMMED: s.L * matrices + 2 * table + norms_of(s) + s.L * 2 * row + 4 * (LOSS + TOKENS + NORM),
+        "all-gather": found["all-gather"] + s.L * (2 + 2) * row,
+        "collective-permute": found["collective-permute"] + s.L * (forward + backward) * half,
+        SUMMED: found["all-reduce"] + s.L * 2 * row,
     }
 
 
@@ -217,7 +214,7 @@ def capacity_on_tpu(s: Shapes) -> Bytes:
     slots = E * B * math.ceil(s.T * K / E)
     return found | {
         "all-to-all": s.L * ((2 + 2) * 2 * slots * s.D + 2 * 4 * slots),
-        "all-reduce": found["all-reduce"] + s.L * 4,  # how many tokens were dropped
+        "all-reduce": found["all-reduce"] + s.L * 2 * 4,  # assignments, and those that were kept
     }
 
 
