@@ -64,7 +64,10 @@ class GPTConfig(ModelConfig):
     """
 
     layers: PositiveInt = Field(description="Transformer blocks.")
-    heads: PositiveInt = Field(description="Attention heads; must divide width.")
+    heads: PositiveInt = Field(
+        description="Attention heads; must divide width. Where topology.mesh.tensor does not divide them, devices hold "
+        "more of them than their share."
+    )
     width: PositiveInt = Field(description="Width of the residual stream.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of embedding and branch outputs zeroed.")
     neftune_alpha: NonNegativeFloat = Field(default=0.0, description="NEFTune noise in training, its paper's alpha.")

@@ -21,6 +21,7 @@ from runner.checkpoint.manifest import FORMAT, newest_manifest
 from runner.errors import InvalidError, NewerFormatError
 from runner.spec import JobConfig, load_document, validate_spec
 from runner.storage import LocalStore, Store, read_json, read_log
+from runner.train.mesh import AXES
 from tests.support.damage import newer_format
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.support.tiny import ROOT, counter
@@ -87,6 +88,17 @@ def test_a_run_of_a_released_version_goes_on(
         counter(tmp_path / "whole", **{"config.total_steps": 6, "config.width": 8})()
         whole = read_json(LocalStore(tmp_path / "whole"), "result.json")
         assert read_json(job.store, "result.json") == whole
+
+
+@pytest.mark.parametrize("number", FORMATS)
+def test_it_goes_on_over_axes_that_it_did_not_know_and_without_them_its_mesh_is_what_it_was(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    directory = copy_of(number, "gpt", tmp_path / "run")
+    assert load(directory, PretrainGPT).topology.mesh.model_dump() == dict.fromkeys(AXES, 1)
+    later = "topology.mesh={data: 1, fsdp: 2, sequence: 2, expert: 2}"
+    again(load(directory, PretrainGPT, *AS_WRITTEN, later))
 
 
 @pytest.mark.parametrize("name", JOBS)

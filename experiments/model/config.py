@@ -84,9 +84,11 @@ class DecoderConfig(Scaled):
     )
     layers: PositiveInt = Field(description="Transformer blocks.")
     width: PositiveInt = Field(description="Width of the residual stream.")
-    heads: PositiveInt = Field(description="Heads of queries.")
+    heads: PositiveInt = Field(description="Heads of queries; topology.mesh.tensor must divide them.")
     key_value_heads: PositiveInt | Auto = Field(
-        default="auto", description="Heads of keys and values, each shared by heads / key_value_heads; auto: heads."
+        default="auto",
+        description="Heads of keys and values, each shared by heads / key_value_heads; auto: heads. Where "
+        "topology.mesh.tensor does not divide them, every device whose queries read one has a copy of it.",
     )
     head_dim: PositiveInt | Auto = Field(default="auto", description="Width of a head, even; auto: width / heads.")
     latent: LatentConfig | None = Field(

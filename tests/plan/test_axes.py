@@ -1,17 +1,20 @@
 """What a whole step communicates along each axis of the mesh alone, against counts made by hand.
 
-Shape legend: B examples of a micro-batch on one device, T sequence, V vocabulary, D width, M hidden width, L layers.
+Shape legend: B examples of a micro-batch on one device, T sequence, V vocabulary, D width, M hidden width, L layers,
+E experts, K experts of a token, F hidden width of an expert.
 """
 
 import fcntl
+import functools
 import json
 import math
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +24,7 @@ from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
 from runner.plan.hlo import Collective, collectives, largest_arrays
-from runner.plan.hlo.text import instructions, output_of
+from runner.plan.hlo.text import instructions, output_of, sizes_in
 from runner.plan.machine import Machine, open_machine
 from runner.plan.program import sent_bytes
 from runner.plan.traffic import Weights, flows, flows_in_order, sent
@@ -36,6 +39,7 @@ N = 8  # devices, all along one axis
 B = 1
 LOSS, TOKENS = 1, 1  # the scalars that every split of a batch adds up
 NORM = 1  # of the gradients, where no device has all of them
+SUMMED = "all-reduce and reduce-scatter"
 STATE_AXES = ("fsdp", "expert")  # of a dense model alike
 
 
@@ -65,7 +69,8 @@ class Shapes(NamedTuple):
 
 
 TINY = Shapes(L=3, T=32, V=256, D=64, M=128)
-LARGE = Shapes(L=3, T=1024, V=8192, D=1024, M=4096)  # whose shards are whole tiles of a TPU
+# Whose shards are whole tiles of a TPU, and whose parts of a row, and halves of those, have the size of nothing else.
+LARGE = Shapes(L=3, T=6144, V=8192, D=1024, M=4096)
 
 
 def decoder(axis: str, directory: Path, shapes: Shapes, **changes: Any) -> BaseTrainer:
@@ -88,7 +93,7 @@ def payload(found: Iterable[Collective], axis: str, itemsize: int = 1) -> dict[s
     sums: Counter[str] = Counter()
     for one in found:
         assert (one.axes, one.group_size) == ((axis,), N)
-        assert not one.is_at_least
+        assert not one.is_at_least or "all-to-all" in one.kind  # of which there is a round or more
         sums[one.kind] += one.count * one.bytes
     return {kind: number // itemsize for kind, number in sums.items()}
 
@@ -142,48 +147,168 @@ def test_no_device_gathers_the_batch_to_multiply_the_tokens_of_its_one_example(t
 
 NORMS_ON_TPU = 6  # of the matrices that `tensor` cuts: some are added up before they are reduced
 HOPS = N + 1  # of a ring in both directions: one to begin with, and two a turn of N / 2
+E, K, F = 16, 2, 512
+EXPERTS = {"config.model.mlp_width": F, "config.model.moe": {"experts": E, "experts_per_token": K}}
+CAPACITY = {"config.model.moe.capacity_factor": 1.0}
+Bytes = dict[str, int]  # by kind of collective, of a device and step
 
 
-def decoder_on_tpu(axis: str, s: Shapes) -> dict[str, int]:
-    """Bytes that each kind of collective carries in a step."""
-    matrices, norms, table = 2 * (4 * s.D**2 + 3 * s.D * s.M), 4 * 2 * s.D, 2 * s.V * s.D
-    small = s.L * norms + 4 * s.D
-    if axis == "data":
-        gradients = s.L * (4 * s.D**2 + 3 * s.D * s.M + 2 * s.D) + 2 * s.V * s.D + s.D
-        return {"all-reduce": 4 * (gradients + LOSS + TOKENS)}  # in float32
-    if axis == "fsdp":
-        return {
-            # Forward, backward, and the gradient; of the head the gradient alone.
-            "collective-permute": (3 * s.L * matrices + table) * HOPS // N,
-            "all-gather": 2 * table + 2 * s.L * norms + 4 * s.D,
-            "all-reduce": table + small + 4 * (LOSS + TOKENS + NORM),
-        }
+def norms_of(s: Shapes) -> int:
+    """Bytes of the scales of all norms, which stay float32."""
+    return 4 * (s.L * 2 * s.D + s.D)
+
+
+def data_on_tpu(s: Shapes) -> Bytes:
+    """Every gradient is summed up whole, in float32."""
+    gradients = s.L * (4 * s.D**2 + 3 * s.D * s.M) + 2 * s.V * s.D
+    return {"all-reduce": 4 * (gradients + LOSS + TOKENS) + norms_of(s)}
+
+
+def fsdp_on_tpu(s: Shapes) -> Bytes:
+    """Matrices go round forward, backward, and as gradients; of the head only the gradient does."""
+    matrices, table = 2 * (4 * s.D**2 + 3 * s.D * s.M), 2 * s.V * s.D
+    return {
+        "collective-permute": (3 * s.L * matrices + table) * HOPS // N,
+        "all-gather": 2 * table + 2 * norms_of(s) - 4 * s.D,  # of the last norm once
+        "all-reduce": table + norms_of(s) + 4 * (LOSS + TOKENS + NORM),
+    }
+
+
+def sequence_on_tpu(s: Shapes) -> Bytes:
+    """As `fsdp` has it; and keys and values of whole rows are gathered forward and backward, their gradients summed."""
+    found, row = fsdp_on_tpu(s), 2 * B * s.T * s.D
+    half = row // (2 * N)  # of a device's part of the row, which another one attends for
+    forward, backward = 2 + 2, 2 + 2 + 2  # even and odd halves of queries and results; and again, and of gradients
+    return {
+        "all-gather": found["all-gather"] + s.L * (2 + 2) * row,
+        "collective-permute": found["collective-permute"] + s.L * (forward + backward) * half,
+        SUMMED: found["all-reduce"] + s.L * 2 * row,
+    }
+
+
+def tensor_on_tpu(s: Shapes) -> Bytes:
+    """The stream is gathered before attention and MLP and scattered behind them, forward and backward."""
     stream, ids = 2 * s.stream, 4 * B * s.T
     return {
         "all-gather": 4 * s.L * stream + 2 * stream + 2 * ids,
         "reduce-scatter": 4 * s.L * stream,
         # The rows that were looked up, and the stream's gradient behind the head; the largest logits in bfloat16.
-        "all-reduce": 2 * stream + small + 2 * ids + ids // 2 + 4 * NORMS_ON_TPU,
+        "all-reduce": 2 * stream + norms_of(s) + 2 * ids + ids // 2 + 4 * NORMS_ON_TPU,
     }
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
-def test_a_tpu_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_path: Path) -> None:
+def around_experts(s: Shapes) -> Bytes:
+    """All but the experts is as `fsdp` has it; routers are gathered, and summed up in float32."""
+    matrices, table, router = 2 * 4 * s.D**2, 2 * s.V * s.D, s.D * E
+    statistics = s.L * 4 * (E + 1)  # load of each expert, and entropy
+    return {
+        "collective-permute": (3 * s.L * matrices + table) * HOPS // N,
+        "all-gather": 2 * table + 2 * norms_of(s) - 4 * s.D + s.L * 2 * router,
+        "all-reduce": table + norms_of(s) + s.L * 4 * router + statistics + 4 * (LOSS + TOKENS + NORM),
+    }
+
+
+def expert_on_tpu(s: Shapes) -> Bytes:
+    """Tokens go in windows, of a round that suffices if load is even; backward they are sent again."""
+    found = around_experts(s)
+    window = 8 * math.ceil(1.25 * B * s.T * K / N / 8)
+    gates, counts = 4 * N * window, 4 * E
+    return found | {
+        "ragged-all-to-all": s.L * (2 + 3) * 2 * N * window * s.D,
+        "all-to-all": s.L * ((1 + 2) * gates + counts),
+        "all-reduce": found["all-reduce"] + s.L * 4,  # the number of rounds
+    }
+
+
+def capacity_on_tpu(s: Shapes) -> Bytes:
+    """Slots go there and back, and backward again; nothing is sent twice. A gate goes there, and its gradient back."""
+    found = around_experts(s)
+    slots = E * B * math.ceil(s.T * K / E)
+    return found | {
+        "all-to-all": s.L * ((2 + 2) * 2 * slots * s.D + 2 * 4 * slots),
+        "all-reduce": found["all-reduce"] + s.L * 2 * 4,  # assignments, and those that were kept
+    }
+
+
+class OnTpu(NamedTuple):
+    """A decoder along one axis, and the bytes that were counted by hand."""
+
+    axis: str
+    by_hand: Callable[[Shapes], Bytes]
+    changes: Mapping[str, Any] = MappingProxyType({})
+
+
+ON_TPU = {
+    "data": OnTpu("data", data_on_tpu),
+    "fsdp": OnTpu("fsdp", fsdp_on_tpu),
+    "sequence": OnTpu("sequence", sequence_on_tpu),
+    "expert": OnTpu("expert", expert_on_tpu, EXPERTS),
+    "expert, with capacity": OnTpu("expert", capacity_on_tpu, EXPERTS | CAPACITY),
+    "tensor": OnTpu("tensor", tensor_on_tpu),
+}
+
+
+def test_every_axis_has_a_count_on_tpus() -> None:
+    assert {each.axis for each in ON_TPU.values()} == {*AXES}
+
+
+@functools.cache
+def tpu_program(name: str) -> dict[str, Any]:
+    """What `print_tpu_program` prints: of a process of its own, since libtpu stays with it."""
     with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # only one process can hold libtpu
-        words = [sys.executable, "-m", "tests.plan.test_axes", axis, str(tmp_path / "run")]
+        words = [sys.executable, "-m", "tests.plan.test_axes", name]
         done = subprocess.run(
             words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
         )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == decoder_on_tpu(axis, LARGE)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ON_TPU)
+def test_a_tpu_sends_along_one_axis_what_was_counted_by_hand(name: str) -> None:
+    """And so all-to-all over the axis of experts alone."""
+    by_hand, found = ON_TPU[name].by_hand(LARGE), dict(tpu_program(name)["payload"])
+    if SUMMED in by_hand:
+        found[SUMMED] = found.pop("all-reduce") + found.pop("reduce-scatter")
+    assert found == by_hand
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ON_TPU)
+def test_nothing_on_a_tpu_is_of_sequence_times_sequence_or_more_than_a_devices_share_of_all_logits(name: str) -> None:
+    found = tpu_program(name)
+    shapes = [tuple(shape) for shape in found["shapes"]]
+    of_vocabulary = [shape for shape in shapes if LARGE.V in shape and LARGE.D not in shape]
+    share = found["examples"] * LARGE.T * LARGE.V // N
+    if ON_TPU[name].axis == "tensor":
+        assert of_vocabulary == []  # which is cut
+    else:
+        assert max(map(math.prod, of_vocabulary)) == share
+    assert max(map(math.prod, shapes)) <= max(share, E * LARGE.T * LARGE.D, LARGE.V * LARGE.D)
+    parts = {LARGE.T, LARGE.T // N, LARGE.T // (2 * N)}
+    assert [shape for shape in shapes if LARGE.T in shape and sum(size in parts for size in shape) > 1] == []
+
+
+def print_tpu_program(name: str) -> None:
+    """As JSON the bytes of its collectives by kind, the sizes of all results, and the examples of the whole batch."""
+    machine = open_machine(parse_accelerator("v5e-8"))
+    assert machine is not None
+    axis, _, changes = ON_TPU[name]
+    with tempfile.TemporaryDirectory() as directory:
+        job = decoder(axis, Path(directory) / "run", LARGE, **{"config.precision.compute": "bfloat16"}, **changes)
+        blueprint = job.design.draw(machine.devices)
+        text = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0]).text
+    sizes = {shape for one in instructions(text) for shape in sizes_in(output_of(one))}
+    found = payload(collectives(text, blueprint.mesh_sizes), axis)
+    print(json.dumps({"payload": found, "shapes": sorted(sizes), "examples": job.config.train.global_batch_examples}))
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
 def test_what_a_plan_predicts_is_within_a_quarter_of_the_count(axis: str, tmp_path: Path) -> None:
     sizes = dict.fromkeys(AXES, 1) | {axis: N}
-    counted = decoder_on_tpu(axis, LARGE)
+    counted = ON_TPU[axis].by_hand(LARGE)
     on_a_ring = 2 * counted.pop("all-reduce") + sum(counted.get(kind, 0) for kind in ("all-gather", "reduce-scatter"))
     sent_bytes = on_a_ring * (N - 1) / N + counted.get("collective-permute", 0)
     job = decoder(axis, tmp_path / "run", LARGE, **{"config.precision.compute": "bfloat16"})
@@ -191,16 +316,6 @@ def test_what_a_plan_predicts_is_within_a_quarter_of_the_count(axis: str, tmp_pa
     weights = Weights(2.0 * (L * (4 * D**2 + 3 * D * M) + 2 * V * D) / sizes["tensor"], 0.0, itemsize=2)
     predicted, _ = sent(flows(sizes, weights, job.sizing(sizes), B * LARGE.T, passes=2), sizes, dict.fromkeys(AXES, 1))
     assert predicted == pytest.approx(sent_bytes, rel=0.25)
-
-
-def print_tpu_payload(axis: str, directory: Path) -> None:
-    """What `decoder_on_tpu` counts, as the compiler has it: in a process of its own, since libtpu stays with it."""
-    machine = open_machine(parse_accelerator("v5e-8"))
-    assert machine is not None
-    job = decoder(axis, directory, LARGE, **{"config.precision.compute": "bfloat16"})
-    blueprint = job.design.draw(machine.devices)
-    text = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0]).text
-    print(json.dumps(payload(collectives(text, blueprint.mesh_sizes), axis)))
 
 
 # A GPT, compiled for CPUs: tied, with biases.
@@ -366,4 +481,4 @@ def test_the_largest_array_of_a_step_is_what_the_layers_keep_for_backward(tmp_pa
 
 
 if __name__ == "__main__":
-    print_tpu_payload(sys.argv[1], Path(sys.argv[2]))
+    print_tpu_program(sys.argv[1])

@@ -1,0 +1,189 @@
+"""A train step on many faked devices beside the same step on one: every kind of model, over meshes of all axes.
+
+    python -m tests.support.sharded DEVICES KIND     prints by mesh of so many devices how far a step is off
+
+A kind is what a job can be asked for that a mesh could betray; an axis of the mesh joins by its name in `AXES`.
+"""
+
+import functools
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from experiments.gpt import PretrainGPT
+from experiments.model.decoder import PretrainDecoder
+from runner.train.batch_layout import batch_layouts
+from runner.train.mesh import AXES, STATE_AXES
+from runner.train.state import shardings_of
+from runner.train.step import Batch
+from runner.trainer import BaseTrainer
+from tests.support.tiny import gpt, mesh_id
+
+Mesh = Mapping[str, int]
+Changes = dict[str, Any]
+
+MOST_DEVICES = 16  # which divide rows in halves, heads, experts, examples and vocabulary below
+GRADIENTS = optax.trace(decay=0.0)  # whose state they are
+SCALE = 3.0  # of matrices at the start: no router's choice hangs on rounding, and every part counts
+
+DECODER = {"layers": 2, "width": 64, "heads": 16, "mlp_width": 96}
+GPT = {"layers": 2, "width": 64, "heads": 16}
+EXPERTS = {"experts": 16, "experts_per_token": 2, "auxiliary_loss": 0.1, "router_z_loss": 0.01}
+
+
+class Kind(NamedTuple):
+    """What a job is asked for: its class, its model, and other keys of `config`."""
+
+    job: type[BaseTrainer]
+    model: Changes
+    others: Mapping[str, Any] = MappingProxyType({})
+
+
+PACKED = {"data.packing": "documents", "data.source": "TEXTS"}
+GROUPED = {
+    "key_value_heads": 2,
+    "head_dim": 8,
+    "norm": "both",
+    "norm_offset": True,
+    "norm_epsilon": 1e-4,
+    "query_key_norm": "head",
+    "bias": {"query_key_value": True, "attention_out": True, "mlp": True},
+    "query_scale": 0.3,
+    "mlp": "geglu",
+    "embedding_scale": "sqrt_width",
+}
+# Narrower than the part of a row that a device has, and wider than that of two.
+WINDOWS = {
+    "layers": 3,
+    "layer_pattern": ["window", "full", "no_rope"],
+    "window": 5,
+    "rope": {"theta": 100.0, "scaling": {"name": "yarn", "factor": 4.0, "original_positions": 16}},
+    "window_rope": {"theta": 50.0},
+    "attention_softcap": 3.0,
+    "logit_softcap": 2.0,
+    "z_loss": 0.1,
+}
+LATENT = {
+    "latent": {"query_rank": 12, "key_value_rank": 16, "plain_head_dim": 8, "rotary_head_dim": 4, "value_head_dim": 6},
+    "rope": {"pairs": "neighbours"},
+    "layer_loop": "unroll",
+    "neftune_alpha": 5.0,
+}
+SIGMOID = {"gate": "sigmoid", "bias_rate": 0.01, "shared_experts": 1, "dense_layers": 1, "expert_width": 16}
+GROUPS = {"groups": 4, "groups_per_token": 2, "group_score": "max", "routed_scale": 2.5, "normalise_gates": False}
+KINDS = {
+    "dense": Kind(PretrainDecoder, {"tied_embedding": True}),
+    "packed": Kind(PretrainDecoder, {}, PACKED),
+    "grouped heads": Kind(PretrainDecoder, GROUPED, {"memory.row_attention": "ring"}),
+    "window": Kind(PretrainDecoder, WINDOWS, PACKED | {"memory.row_attention": "ring"}),
+    "window, gathered": Kind(PretrainDecoder, WINDOWS, PACKED | {"memory.row_attention": "gather"}),
+    "latent": Kind(PretrainDecoder, LATENT, {"memory.remat": "layers", "memory.loss_chunk_positions": 2}),
+    "dropout": Kind(PretrainGPT, {"dropout": 0.3, "neftune_alpha": 5.0}, {"train.micro_batch_examples": 1}),
+    "sparse": Kind(PretrainDecoder, {"moe": EXPERTS | SIGMOID | GROUPS}, {"memory.remat": "dots"}),
+    "sparse, with capacity": Kind(PretrainDecoder, {"moe": EXPERTS | {"capacity_factor": 1.0}}, PACKED),
+}
+
+
+def meshes(devices: int) -> list[dict[str, int]]:
+    """Over so many devices, a power of two: each axis alone, all pairs of axes, and two triples."""
+    less, more = 2 ** ((devices.bit_length() - 1) // 2), 2 ** (devices.bit_length() // 2)
+    return [
+        *({axis: devices} for axis in AXES),
+        *({first: less, second: more} for first, second in itertools.combinations(AXES, 2)),
+        *({first: 2, second: 2, third: devices // 4} for first, second, third in (AXES[::2], STATE_AXES)),
+    ]
+
+
+@functools.cache
+def _directory() -> Path:
+    """With documents of several lengths, each in a file of its own."""
+    directory = Path(tempfile.mkdtemp())
+    for number, length in enumerate(np.random.default_rng(0).integers(1, 90, 200)):
+        (directory / f"{number:03}.txt").write_text("".join(chr(97 + (number + k * k) % 26) for k in range(length)))
+    return directory
+
+
+def make_job(name: str, mesh: Mesh) -> BaseTrainer:
+    """A job of this kind, whose optimizer keeps the gradients of the last step."""
+    kind = KINDS[name]
+    methods = {"optimizer": classmethod(lambda cls: GRADIENTS), "schedule": classmethod(lambda cls: None)}
+    others = {key: str(_directory() / "*.txt") if value == "TEXTS" else value for key, value in kind.others.items()}
+    changes = {
+        "topology.mesh": dict.fromkeys(AXES, 1) | dict(mesh),
+        "config.model": (GPT if kind.job is PretrainGPT else DECODER) | kind.model,
+        "config.data.sequence_length": 4 * MOST_DEVICES,
+        "config.optimizer": {},
+        "config.schedule": {},
+        "config.train": {"total_steps": 1, "global_batch_examples": 2 * MOST_DEVICES},
+    }
+    kept = type(kind.job.__name__, (kind.job,), methods)
+    return gpt(_directory() / "run", kept, **changes, **{f"config.{key}": value for key, value in others.items()})
+
+
+class Step(NamedTuple):
+    """What a step made, on the host."""
+
+    loss: Any
+    gradients: Any
+    variables: Any
+
+
+def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = None) -> tuple[Step, list[Any]]:
+    """One step from the state with these leaves, or else from that of the seed; and the leaves it began with."""
+    job = make_job(name, mesh)
+    blueprint = job.design.draw(jax.devices()[:devices])
+    layout = batch_layouts(job.config, blueprint.mesh)[0]
+    step = blueprint.compile_train(job.train_step, layout).executable
+    if leaves is None:
+        begun = jax.device_get(blueprint.init_state())
+        scaled = jax.tree.map(lambda leaf: SCALE * leaf if leaf.ndim > 1 else leaf, begun.params)
+        leaves = jax.tree.leaves(begun.replace(params=scaled))
+    abstract = blueprint.abstract_state
+    state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    batch: Batch = layout.batch(job.design.dataset, "train", 0)
+    after, loss, _ = step(jax.device_put(state, shardings_of(abstract)), batch, blueprint.key)
+    return Step(*jax.device_get((loss, after.opt_state.trace, after.variables))), leaves
+
+
+@functools.cache
+def on_one_device(name: str) -> tuple[Step, list[Any]]:
+    """The step of a kind, and the state it began with."""
+    return take_step(name, {}, 1)
+
+
+class Difference(NamedTuple):
+    """How far a step is off: of the loss relative to it, of a gradient to its own largest element."""
+
+    loss: float
+    gradient: float
+    variables: float
+
+
+def difference(name: str, mesh: Mesh, devices: int) -> Difference:
+    """Of a step over this mesh from that on one device.
+
+    A gradient that is zero but for rounding, as that of a key's bias, counts as a thousandth of the largest one.
+    """
+    want, leaves = on_one_device(name)
+    got, _ = take_step(name, mesh, devices, leaves)
+    pairs = [*zip(jax.tree.leaves(got.gradients), jax.tree.leaves(want.gradients), strict=True)]
+    floor = max(np.abs(b).max() for _, b in pairs) / 1000
+    off = max(np.abs(a - b).max() / max(np.abs(b).max(), floor) for a, b in pairs)
+    others = zip(jax.tree.leaves(got.variables), jax.tree.leaves(want.variables), strict=True)
+    found = abs(got.loss - want.loss) / abs(want.loss), off, max((np.abs(a - b).max() for a, b in others), default=0)
+    return Difference(*map(float, found))
+
+
+if __name__ == "__main__":
+    number = int(sys.argv[1])
+    found = {mesh_id(mesh): difference(sys.argv[2], mesh, number) for mesh in meshes(number)}
+    print(json.dumps(found))

@@ -1,0 +1,78 @@
+"""What a mesh cannot carry is refused before anything is compiled: one line with the key, the numbers and what fits.
+
+A member of the table is a job's keys and the mesh; the refusal is that of a start, of which `plan` makes problems.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+
+from experiments.model.decoder import PretrainDecoder
+from runner.errors import InvalidError
+from runner.spec import load_document
+from runner.train.mesh import AXES
+from tests.support.tiny import gpt
+
+EXPERTS = {"experts": 6, "experts_per_token": 2}
+
+
+class Bad(NamedTuple):
+    """What stands in the spec, and what the line says."""
+
+    mesh: dict[str, Any]
+    keys: dict[str, Any]
+    line: str
+
+
+BAD = {
+    "rows": Bad({"sequence": 8}, {"data.sequence_length": 24}, "config.data.sequence_length=24 does not divide into"),
+    "halves of rows": Bad(
+        {"sequence": 4, "data": 2}, {"data.sequence_length": 20}, "use 16 or 24, or a sequence axis of 2"
+    ),
+    "chunks": Bad(
+        {"sequence": 4, "data": 2},
+        {"data.sequence_length": 48, "memory.loss_chunk_positions": 8},
+        "config.memory.loss_chunk_positions=8 does not divide the 12 positions",
+    ),
+    "experts": Bad(
+        {"expert": 4, "data": 2},
+        {"model.moe": EXPERTS},
+        "config.model.moe.experts=6 does not divide over topology.mesh.expert=4; use 4 or 8 experts",
+    ),
+    "heads": Bad(
+        {"tensor": 8},
+        {},
+        "config.model.heads=4 does not divide over the devices that share the heads (mesh: data 1, fsdp 1, sequence 1, "
+        "expert 1, tensor 8); make topology.mesh.tensor a divisor of it",
+    ),
+    "too few devices": Bad({"sequence": 2, "expert": 2}, {}, "does not use exactly the 8 devices here"),
+    "too many devices": Bad({"sequence": 16}, {}, "sequence 16 x tensor 1 is larger than the 8 devices here"),
+    "a batch": Bad(
+        {"expert": 8}, {"train.global_batch_examples": 12}, "does not divide over 8 devices (data x fsdp x expert)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_a_mesh_cannot_carry_is_refused_with_a_line_that_teaches(name: str, tmp_path: Path) -> None:
+    mesh, keys, line = BAD[name]
+    changes = {"config.model": {"layers": 1, "heads": 4, "width": 16, "mlp_width": 16}} | {
+        f"config.{key}": value for key, value in keys.items()
+    }
+    job = gpt(tmp_path / "run", PretrainDecoder, **changes, **{"topology.mesh": dict.fromkeys(AXES, 1) | mesh})
+    with pytest.raises(InvalidError) as refused:
+        job.design.trace(job.design.draw(jax.devices()))
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_an_axis_that_is_given_twice_is_refused_with_both_lines(axis: str, tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"name: tiny\ntopology:\n  mesh:\n    {axis}: 2\n    {axis}: 4\n")
+    with pytest.raises(InvalidError) as refused:
+        load_document(spec, [])
+    assert f"spec.yaml:5: topology.mesh.{axis}: duplicate key, first given at " in str(refused.value)
+    assert "spec.yaml:4" in str(refused.value)
