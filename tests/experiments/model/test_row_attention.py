@@ -401,3 +401,14 @@ def test_a_tpu_runs_its_kernel_on_rows_that_are_gathered_along_their_axis(overri
     row = examples * 4096 * 4 * 64  # all queries of a row; the kernel keeps as many numbers of its softmax
     assert found["most"] <= row
     assert not [shape for shape in found["shapes"] if shape[:1] == [3] and shape.count(4096)]  # kept by each layer
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("_libtpu_is_ours")
+def test_a_tpu_scatters_the_gradients_of_gathered_keys_of_several_long_rows():
+    words = [sys.executable, "-m", "tests.experiments.model.row_gradient"]
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == ["reduce-scatter"]

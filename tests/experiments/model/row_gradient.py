@@ -1,0 +1,40 @@
+"""What a TPU sends to sum up the gradients of gathered keys, as JSON: a process of its own, since libtpu stays with it.
+
+python -m tests.experiments.model.row_gradient     prints the kinds of collectives
+"""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.model.row_exchange import scattered
+from experiments.model.row_layout import Rows
+from runner.accelerator import parse_accelerator
+from runner.plan.hlo import collectives
+from runner.plan.machine import open_machine
+from runner.train.mesh import make_mesh
+
+SIZES = {"data": 8, "fsdp": 2, "sequence": 16}
+B, T, K, H = 2, 131_072, 8, 128
+
+
+def main() -> None:
+    rows = Rows(T, SIZES["sequence"], "sequence", PartitionSpec(), "gather", None, None, 1.0, 512, True)
+    mesh = make_mesh(SIZES, open_machine(parse_accelerator("v5p-256")).devices)
+    whole = jax.ShapeDtypeStruct((B, K, T, H), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def on_device(g_BxKxTxH: jax.Array) -> jax.Array:  # as the kernel makes them
+        return scattered(rows, jnp.sin(g_BxKxTxH).transpose(0, 2, 1, 3)) + 1
+
+    run = functools.partial(jax.shard_map, in_specs=PartitionSpec(), out_specs=PartitionSpec(None, "sequence"))
+    with jax.set_mesh(mesh):
+        text = jax.jit(run(on_device, check_vma=False)).lower(whole).compile().as_text() or ""
+    found = collectives(text, {axis: int(size) for axis, size in mesh.shape.items()})
+    print(json.dumps([one.kind for one in found]))
+
+
+if __name__ == "__main__":
+    main()
