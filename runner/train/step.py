@@ -231,12 +231,12 @@ def train_step(
     """One optimizer step over a global batch of (S, B, T) arrays: (state, loss, meta).
 
     `loss` is the mean over the real target tokens of the whole batch; `meta` holds `grad_norm` (before clipping) and
-    what the last micro-batch's forward returned, but for `token_count`, which is of all, and for `statistics`, of whose
-    total `update_variables` makes the next variables and more scalars; of `sums` the means. `riders` see the step last,
-    and add theirs. `rounding` of bfloat16 parameters is `nearest` or `stochastic`. With `norms` it holds those
-    of gradients and parameters (before the update), see `norm`. With `num_groups` all sums are in the order of
-    `fixed_order`. Raises `InvalidError` if `forward` does not read
-    a field that the data declares, or if nothing says how many targets are real.
+    what `forward` returned of the last micro-batch, where `data` cuts that of its last part, but for `token_count`,
+    which is of all, and for `statistics`, of whose total `update_variables` makes the next variables and more scalars;
+    of `sums` the means. `riders` see the step last, and add theirs. `rounding` of bfloat16 parameters is `nearest` or
+    `stochastic`. With `norms` it holds those of gradients and parameters (before the update), see `norm`. With
+    `num_groups` all sums are in the order of `fixed_order`. Raises `InvalidError` if `forward` does not read a field
+    that the data declares, or if nothing says how many targets are real.
     """
     S, _ = _leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"

@@ -16,7 +16,7 @@ from runner.train.mesh import BATCH_AXES, refuse_other_orders
 from runner.train.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
 from runner.train.step import train_step, val_step
 from runner.train.variables import unchanged
-from tests.support.tiny import leaves_equal, mesh_id, mesh_over
+from tests.support.tiny import gpt, leaves_equal, mesh_id, mesh_over
 
 # By hand.
 
@@ -141,3 +141,9 @@ def test_the_usual_order_depends_on_the_number_of_devices():
 def test_a_mesh_on_which_sums_have_another_order_is_refused(sizes, devices, message):
     with pytest.raises(InvalidError, match=message):
         refuse_other_orders(mesh_over(sizes), devices)
+
+
+def test_a_batch_that_does_not_divide_into_groups_is_refused_with_the_nearest(tmp_path):
+    train = {"total_steps": 1, "global_batch_examples": 40, "micro_batch_examples": 2, "same_bits_devices": 8}
+    with pytest.raises(ValueError, match="micro-batches of 2 on same_bits_devices=8; use 32 or 48"):
+        _ = gpt(tmp_path / "run", **{"config.train": train}).config
