@@ -111,18 +111,22 @@ class Projection(nn.Module):
         bias_O = self.param("bias", with_axes(nn.initializers.zeros, self.axes[1]), (self.features,), self.param_dtype)
         return y + bias_O.astype(self.compute_dtype).reshape(shape or bias_O.shape)
 
-
-class Dense(Projection):
-    """Matmul, and bias if it has one, of tokens in one flat axis or in two."""
-
-    @nn.compact
-    def __call__(self, x_BTxI: jax.Array) -> jax.Array:
+    def of_tokens(self, x_BTxI: jax.Array) -> jax.Array:
+        """The product, with the bias, of tokens in one flat axis or in two."""
         y_BTxO = x_BTxI @ self.kernel_for(x_BTxI.shape[-1])
         if x_BTxI.ndim == 2 and self.axes[1] == "embed" and num_shards("stream") > 1 and platform() != "tpu":
             # Of one example a device the stream's cut of positions could be one of flat tokens, and the partitioner
             # would gather the whole batch to multiply what is cut so.
             y_BTxO = cut(y_BTxO, "batch", "embed_act")
         return self.with_bias(y_BTxO)
+
+
+class Dense(Projection):
+    """Matmul, and bias if it has one, of tokens in one flat axis or in two."""
+
+    @nn.compact
+    def __call__(self, x_BTxI: jax.Array) -> jax.Array:
+        return self.of_tokens(x_BTxI)
 
 
 class ToHeads(Projection):
@@ -156,7 +160,7 @@ class FromHeads(Projection):
             x_BxNxTxW, kernel_NxWxO = x_BxTxNxW.transpose(0, 2, 1, 3), self.kernel_for(N * W).reshape(N, W, -1)
             return self.with_bias(jnp.einsum("bntw,nwo->bto", x_BxNxTxW, kernel_NxWxO))
         x_BTxNW = flat(x_BxTxNxW.reshape(B, T, N * W))
-        return self.with_bias(x_BTxNW @ self.kernel_for(N * W)).reshape(B, T, -1)
+        return self.of_tokens(x_BTxNW).reshape(B, T, -1)
 
 
 class RMSNorm(nn.Module):
