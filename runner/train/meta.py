@@ -1,6 +1,6 @@
 """What `forward` may return beside the loss, its meta, and how a row of metrics holds it. Knows no model and no file.
 
-By name, each of the last micro-batch:
+By name, each of the last micro-batch, and where `data` cuts that of its last part:
 
 - a scalar: a real number, or a bool;
 - a list: an array of one axis, of at most `LIST_MAX` numbers;

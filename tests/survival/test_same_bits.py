@@ -28,6 +28,12 @@ PLACES = [(8, 1, DATA), (2, 1, CUT), (1, 3, DATA), (2, 2, CUT), (4, 1, DATA), (1
 pytestmark = pytest.mark.soak
 
 
+@pytest.fixture(autouse=True)
+def _compiled_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tests compile otherwise, without XLA's optimiser, sums that norms share with clipping differ by the mesh."""
+    monkeypatch.delenv("XLA_FLAGS")
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_killed_and_resumed_elsewhere_again_and_again_it_ends_with_the_same_bits_and_rows(name, tmp_path):
     spec, options = JOBS[name]

@@ -95,8 +95,8 @@ ROW_KEYS = (
         "train/<name>",
         float | list | dict | None,
         "What `forward` returned as meta under this name: a number, a list, or a histogram, `counts` of bins and their "
-        "`edges`; of the last micro-batch of this step, but for the means of `sums`, which are of all. What was not "
-        "finite is null.",
+        "`edges`; of the last micro-batch of this step, and where `data` cuts that of its last part, but for the means "
+        "of `sums`, which are of all. What was not finite is null.",
     ),
     Key(
         "val/<name>",
