@@ -19,7 +19,7 @@ from runner.plan.mesh import Sizes, in_order
 from runner.plan.program import bytes_on_a_device, num_elements
 from runner.plan.tile import share_of, small_shards
 from runner.plan.traffic import Weights, flows, flows_in_order, sent
-from runner.train import fixed_order
+from runner.train import data_sum, fixed_order
 from runner.train.blueprint import Blueprint
 from runner.train.design import Design
 from runner.train.flops import Flops
@@ -129,7 +129,8 @@ class Predictor:
         over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(self.accelerator)), strict=True))
         groups, gradients = config.train.same_bits_devices, state.parameter_bytes * min(accumulate_steps, 2)
         if groups is None:
-            found = flows(sizes, weights, sizing, accumulate_steps * tokens, passes, accumulate_steps)
+            waits = data_sum.waits(sizes, is_tpu=self.accelerator.chip.is_tpu)
+            found = flows(sizes, weights, sizing, accumulate_steps * tokens, passes, accumulate_steps, waits=waits)
         else:
             itemsize = jnp.dtype(config.precision.params).itemsize
             found = flows_in_order(state.num_parameters, itemsize, fixed_order.num_subtrees(groups, shards))

@@ -3,7 +3,8 @@
 Each collective has a payload, the whole array of a group of devices, and a factor: how often a ring passes it on (1 a
 gather or a scatter, 2 an all-reduce). A device sends `factor x payload x (n - 1) / n` along an axis of n.
 
-- `data`: the gradients of a device's parameters in float32, reduced once a step; all else goes in each micro-batch.
+- `data`: the gradients of a device's parameters in float32, reduced once a step, unless they do not wait for its end
+  (see `runner.train.data_sum`); all else goes in each micro-batch.
 - `fsdp`, `sequence` and `expert` together: parameters, gathered in every pass, and their gradients, scattered once; of
   experts' own matrices, which `expert` has cut already, over the other two.
 - `sequence`: keys and values, in a ring or gathered, which is the same number of bytes.
@@ -47,17 +48,26 @@ class Weights:
 
 
 def flows(
-    sizes: Mapping[str, int], weights: Weights, sizing: Sizing, tokens: float, passes: int, accumulate_steps: int = 1
+    sizes: Mapping[str, int],
+    weights: Weights,
+    sizing: Sizing,
+    tokens: float,
+    passes: int,
+    accumulate_steps: int = 1,
+    *,
+    waits: bool = True,
 ) -> list[Flow]:
     """The collectives of a step.
 
     Args:
         tokens: of a device in a step: its examples, times its part of a row.
         passes: over the parameters in a micro-batch: forward, backward, and what is computed again.
+        waits: whether gradients are reduced over `data` once a step.
     """
     cut = math.prod(sizes[axis] for axis in STATE_AXES)
     rounds = accumulate_steps * (passes + 1) * (1 + weights.whole_share)
-    reduced = (weights.shared + weights.of_experts) / cut * _REDUCED_ITEMSIZE / weights.itemsize
+    rounds_of_data = _REDUCED_ITEMSIZE / weights.itemsize if waits else accumulate_steps
+    reduced = (weights.shared + weights.of_experts) / cut * rounds_of_data
     of_own_experts = weights.of_experts / sizes["expert"]
     beside_experts = tuple(axis for axis in STATE_AXES if axis != "expert")
     return [

@@ -12,7 +12,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.train.data_sum import on_parts
+from runner.train.data_sum import on_parts, waits
 from runner.train.mesh import BATCH_AXES
 from runner.train.state import sharding_rules
 from runner.train.step import train_step
@@ -57,6 +57,15 @@ def test_a_part_sees_the_other_axes_and_none_where_there_are_none(sizes):
     parts, is_alone = sizes.get("data", 1), set(sizes) == {"data"}
     axes = BATCH_AXES if parts == 1 else None if is_alone else ("fsdp", "expert")
     assert seen == [((S, B // parts), is_alone, axes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "elsewhere", "on_tpu"),
+    [({"data": 1}, False, False), ({"data": 8}, True, True), ({"data": 2, "fsdp": 4}, True, False)],
+    ids=str,
+)
+def test_beside_another_axis_a_tpu_reduces_in_each_micro_batch(sizes, elsewhere, on_tpu):
+    assert (waits(sizes, is_tpu=False), waits(sizes, is_tpu=True)) == (elsewhere, on_tpu)
 
 
 # A step.
