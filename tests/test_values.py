@@ -6,6 +6,7 @@ Daily, values that do not get in each other's way share a run of a model that co
 value by itself, with a GPT. Values of a decoder's own keys are traced daily, and run in the soak.
 """
 
+import string
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -220,7 +222,7 @@ BY_ITSELF = [("topology", None), ("config.optimizer.learning_rate", None)]  # of
 
 
 class Lookup(nn.Module):
-    """Logits by token: one matrix, and what is added to them. No other token counts, nor where it stands."""
+    """Logits by token: one matrix, and what is added to them. No other token counts; of padding they are 0."""
 
     vocabulary_size: int
     precision: PrecisionConfig
@@ -231,7 +233,8 @@ class Lookup(nn.Module):
     ) -> jax.Array:
         size, precision = self.vocabulary_size, self.precision
         bias_V = self.param("bias", nn.initializers.zeros, (size,), precision.params)
-        return nn.Embed(size, size, dtype=precision.compute, param_dtype=precision.params)(x_BxT) + bias_V
+        logits_BxTxV = nn.Embed(size, size, dtype=precision.compute, param_dtype=precision.params)(x_BxT) + bias_V
+        return logits_BxTxV if segments is None else jnp.where((segments > 0)[..., None], logits_BxTxV, 0)
 
 
 class TrainLookup(BaseTrainer):
@@ -412,12 +415,13 @@ def write_chats(directory: Path) -> Path:
 
 
 def write_texts(directory: Path) -> Path:
-    """A glob of text files, which are documents, made once."""
+    """A glob of text files, which are documents with all the characters of questions, made once."""
     directory.mkdir(exist_ok=True)
     for number in range(40):
         path = directory / f"{number}.txt"
         if not path.exists():
-            path.write_text("".join(f"{number} and {other} is {number + other}.\n" for other in range(5 + number)))
+            lines = "".join(f"{number} and {other} is {number + other}.\n" for other in range(5 + number))
+            path.write_text(lines + string.printable)
     return directory / "*.txt"
 
 

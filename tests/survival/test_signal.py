@@ -157,7 +157,7 @@ def test_a_signal_between_steps_saves_the_step_that_was_running(tmp_path: Path, 
     attempt.process.send_signal(number)
     attempt.thaw()
     step = assert_stopped(attempt, saved=True)
-    assert step in (row + 1, row + 2)
+    assert step in (row, row + 1, row + 2)  # the first if it was frozen between its row and the look at signals
     assert job.rows()[-1]["step"] == step
     finish_like(undisturbed(NANO_SPEC, NANO), job, step)
 
@@ -182,8 +182,9 @@ def test_sigterm_while_waiting_for_data_stops_after_the_step_that_waits(tmp_path
     job = Job(NANO_SPEC, tmp_path / "run", NANO)
     attempt = job.start_held(f"data {WAIT_STEP - 1}", until=tmp_path / "gate")
     signal_while_held(attempt, after_row(WAIT_STEP - 1), signal.SIGTERM, tmp_path / "gate")
-    assert assert_stopped(attempt, saved=True) == WAIT_STEP
-    finish_like(undisturbed(NANO_SPEC, NANO), job, WAIT_STEP)
+    step = assert_stopped(attempt, saved=True)
+    assert step in (WAIT_STEP - 1, WAIT_STEP)  # the first if it was frozen between its row and the look at signals
+    finish_like(undisturbed(NANO_SPEC, NANO), job, step)
 
 
 @pytest.mark.soak

@@ -3,6 +3,9 @@
 Shape legend: S micro-batches, B examples, T sequence length, D width.
 """
 
+import itertools
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,14 +15,17 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
+from runner.train.batch_layout import batch_layouts
 from runner.train.data_sum import on_parts, waits
-from runner.train.mesh import BATCH_AXES
+from runner.train.mesh import AXES, BATCH_AXES
 from runner.train.state import sharding_rules
 from runner.train.step import train_step
-from tests.support.tiny import mesh_id, mesh_over
+from tests.support.llama import PretrainLlama
+from tests.support.tiny import gpt, mesh_id, mesh_over
 
 S, B, T, D = 4, 8, 6, 3
 KEY = jax.random.key(0)
+SOAK = pytest.mark.soak
 MESHES = [{"data": 4}, {"data": 2, "fsdp": 4}, {"data": 2, "tensor": 2}, {"fsdp": 4}]
 of_meshes = pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
 
@@ -61,11 +67,42 @@ def test_a_part_sees_the_other_axes_and_none_where_there_are_none(sizes):
 
 @pytest.mark.parametrize(
     ("sizes", "elsewhere", "on_tpu"),
-    [({"data": 1}, False, False), ({"data": 8}, True, True), ({"data": 2, "fsdp": 4}, True, False)],
+    [
+        ({"data": 1}, False, False),
+        ({"data": 8}, True, True),
+        ({"data": 2, "fsdp": 4}, True, False),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, False, False),
+    ],
     ids=str,
 )
-def test_beside_another_axis_a_tpu_reduces_in_each_micro_batch(sizes, elsewhere, on_tpu):
+def test_beside_other_axes_gradients_are_reduced_in_each_micro_batch(sizes, elsewhere, on_tpu):
     assert (waits(sizes, is_tpu=False), waits(sizes, is_tpu=True)) == (elsewhere, on_tpu)
+
+
+def every_mesh(devices):
+    """Over so many devices, a power of two."""
+    sizes = [2**power for power in range(devices.bit_length())]
+    found = itertools.product(sizes, repeat=len(AXES))
+    return [dict(zip(AXES, mesh, strict=True)) for mesh in found if math.prod(mesh) == devices]
+
+
+DAILY = ({"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(sizes, marks=() if {axis: size for axis, size in sizes.items() if size > 1} in DAILY else SOAK)
+        for sizes in every_mesh(8)
+    ],
+    ids=mesh_id,
+)
+def test_a_model_that_says_nothing_of_its_activations_is_compiled(sizes, tmp_path):
+    changes = {"topology.mesh": sizes, "config.data.sequence_length": 64, "config.train.global_batch_examples": 16}
+    job = gpt(tmp_path / "run", PretrainLlama, **changes, **{"config.model": {}})
+    blueprint = job.design.draw(jax.devices())
+    step = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0])
+    assert step.executable is not None
 
 
 # A step.
