@@ -74,6 +74,11 @@ class CloudJob:
         """`python -m runner`, as one process."""
         return CloudAttempt(self, ["runner", *self.arguments, *more_arguments])
 
+    def start_held(self, place: str) -> "CloudAttempt":
+        """`python -m runner`, which waits in a place that `tests.support.held` knows, until it is killed."""
+        held = replace(self, variables={**self.variables, "HELD_IN": place})
+        return CloudAttempt(held, ["tests.support.held", *self.arguments])
+
     def start_processes(self, num_processes: int) -> list["CloudAttempt"]:
         """The same command on every host of a job, each with its place; `devices` is per process."""
         return introduce([self.start(*placement) for placement in make_placements(num_processes)])

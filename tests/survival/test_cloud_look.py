@@ -70,8 +70,8 @@ def test_what_is_said_of_a_run_in_a_bucket_is_true_while_it_trains_and_after_kil
     backend: Backend, tmp_path: Path
 ) -> None:
     job = CloudJob(backend, free_name("look"), "specs/gpt_nano.yaml", OPTIONS, cache=tmp_path)
-    first = job.start()
-    first.until_server(lambda: job.newest() >= 10, "two commits")
+    first = job.start_held("step 12")
+    first.until_server(lambda: job.newest() >= 5 and job.rows()[-1]["step"] == 12, "a commit and the place")
     alive = status(job)
     assert (alive["state"], len(alive["attempts"])) == ("running", 1)
     assert alive["step"] >= 10
