@@ -60,8 +60,7 @@ def test_killed_and_resumed_elsewhere_again_and_again_it_ends_with_the_same_bits
     ],
 )
 def test_another_order_of_sums_does_not_resume_the_run(mine, message, tmp_path):
-    changes = (*OPTIONS, "config.train.total_steps=8", DATA)
-    job = Job("specs/gpt_nano.yaml", tmp_path / "run", changes, devices=4)
+    job = Job("specs/gpt_nano.yaml", tmp_path / "run", (*OPTIONS, DATA), devices=4)
     attempt = job.start()
     attempt.until(lambda: bool(job.committed()), "a checkpoint")
     attempt.kill_tree()
