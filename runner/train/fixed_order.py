@@ -110,6 +110,11 @@ def kept_whole(tree: Any) -> Any:
     return whole(lax.optimization_barrier(whole(tree)))
 
 
+def as_rows(tree: Any) -> Any:
+    """Whole arrays as vectors: one that was gathered may lie by columns, and what is computed of it goes by them."""
+    return lax.optimization_barrier(jax.tree.map(jnp.ravel, kept_whole(tree)))
+
+
 def spread(function: Callable[..., Any], whole: Any, batch: Any) -> Any:
     """Return `function(whole, batch)`, called on every device with all of `whole` and its own part of `batch`.
 
@@ -120,12 +125,12 @@ def spread(function: Callable[..., Any], whole: Any, batch: Any) -> Any:
     if mesh.empty:
         return function(whole, batch)
 
-    def on_device(whole: Any, batch: Any) -> Any:
+    def on_device(rows: Any, batch: Any) -> Any:
         with nn.logical_axis_rules(()), jax.sharding.use_abstract_mesh(_NOWHERE):
-            return function(whole, batch)
+            return function(jax.tree.map(lambda row, leaf: row.reshape(jnp.shape(leaf)), rows, whole), batch)
 
     specs = PartitionSpec(), PartitionSpec(BATCH_AXES)
-    return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(whole, batch)
+    return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(as_rows(whole), batch)
 
 
 def gathered(values: Any, num_devices: int) -> Any:

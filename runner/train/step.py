@@ -256,7 +256,7 @@ def train_step(
         changed, scalars = update_variables(variables, meta[STATISTICS])
         meta = without_statistics(meta) | scalars
         state = with_other_variables(state, changed) if variables else state
-    seen = state.params if num_groups is None or norms == "none" else fixed_order.kept_whole(state.params)
+    seen = state.params if num_groups is None or norms == "none" else fixed_order.as_rows(state.params)
     own = {GRAD_NORM: optax.tree.norm(grads)} | norms_of(grads, seen, norms)
     if taken := sorted({*own} & {*meta}):
         raise InvalidError(f"forward returns {taken[0]!r} as meta, a name of the runner's own; use another")

@@ -11,6 +11,9 @@ from runner.process import make_environment
 # emitters of fused loops, in place of which the older ones serve.
 _UNOPTIMIZED = "--xla_backend_optimization_level=0"
 _EMITTERS = "xla_cpu_use_fusion_emitters"
+# For `jax.jit` in a process of tests: to compile as processes of users do, where a test asks for bits that the others
+# do not give.
+AS_USERS = {"xla_backend_optimization_level": 3, _EMITTERS: True}
 
 
 def fake_here(devices: int) -> None:

@@ -43,7 +43,7 @@ class Scaled(nn.Module):
 
 
 class Collecting(BaseTrainer):
-    """What a micro-batch makes of the collections is a statistic; their mean is what the next step sees."""
+    """What a part of a micro-batch makes of the collections is a statistic; their mean is what the next step sees."""
 
     module: type[nn.Module]
 
@@ -90,7 +90,7 @@ def whole(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "mesh", [{}, pytest.param(set_mesh(4, 2, 1), marks=pytest.mark.soak)], ids=["here", "on another mesh"]
+    "mesh", [{}, pytest.param(set_mesh(4, 1, 2), marks=pytest.mark.soak)], ids=["here", "on a mesh of as large parts"]
 )
 def test_stopped_and_resumed_they_are_those_of_the_whole_run(whole, tmp_path, mesh):
     job_class = type(whole).__mro__[1]
@@ -106,16 +106,16 @@ def test_stopped_and_resumed_they_are_those_of_the_whole_run(whole, tmp_path, me
 
 
 @pytest.mark.soak
-def test_they_are_the_recurrence_over_the_micro_batches_of_a_step(tmp_path):
+def test_they_are_the_recurrence_over_the_parts_along_data_of_the_micro_batches_of_a_step(tmp_path):
     one = job(tmp_path / "run", TrainNormed, **{"config.train.total_steps": 1, "config.schedule": {}})
     one()
     table_VxD = one.blueprint.init_state().params["Embed_0"]["embedding"]
     x_SxBxT = np.asarray(one.batch("train", 0)["x"])
-    rows_SxNxD = np.asarray(table_VxD)[x_SxBxT].reshape(len(x_SxBxT), -1, D)
+    assert x_SxBxT.shape[:2] == (2, 8)  # on 8 devices: a part is one example
+    rows_PxTxD = np.asarray(table_VxD)[x_SxBxT.reshape(16, -1)]
     found = one.state.variables["batch_stats"]["BatchNorm_0"]
-    assert len(rows_SxNxD) == 2
-    np.testing.assert_allclose(found["mean"], (1 - MOMENTUM) * rows_SxNxD.mean(axis=(0, 1)), rtol=1e-4, atol=1e-6)
-    variance_D = rows_SxNxD.var(axis=1).mean(axis=0)
+    np.testing.assert_allclose(found["mean"], (1 - MOMENTUM) * rows_PxTxD.mean(axis=(0, 1)), rtol=1e-4, atol=1e-6)
+    variance_D = rows_PxTxD.var(axis=1).mean(axis=0)
     np.testing.assert_allclose(found["var"], MOMENTUM + (1 - MOMENTUM) * variance_D, rtol=1e-4)
 
 
