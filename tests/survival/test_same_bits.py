@@ -66,4 +66,4 @@ def test_another_order_of_sums_does_not_resume_the_run(mine, message, tmp_path):
     attempt.kill_tree()
     ended = job.with_options(mine).start()
     ended.expect(2)
-    assert message in ended.output()
+    assert message in ended.output
