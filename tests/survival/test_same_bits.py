@@ -54,13 +54,14 @@ def test_killed_and_resumed_elsewhere_again_and_again_it_ends_with_the_same_bits
 @pytest.mark.parametrize(
     ("mine", "message"),
     [
-        ("config.train.same_bits_devices=12", "config.train.same_bits_devices"),
+        ("config.train.same_bits_devices=24", "config.train.same_bits_devices"),
         ("config.train.same_bits_devices=null", "config.train.same_bits_devices"),
         ("config.train.micro_batch_examples=2", "config.train.micro_batch_examples"),
     ],
 )
 def test_another_order_of_sums_does_not_resume_the_run(mine, message, tmp_path):
-    job = Job("specs/gpt_nano.yaml", tmp_path / "run", (*OPTIONS, DATA), devices=4)
+    changes = (*OPTIONS, DATA, "config.train.same_bits_devices=12")
+    job = Job("specs/gpt_nano.yaml", tmp_path / "run", changes, devices=4)
     attempt = job.start()
     attempt.until(lambda: bool(job.committed()), "a checkpoint")
     attempt.kill_tree()
