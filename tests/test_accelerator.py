@@ -144,15 +144,15 @@ FLAGGED = [name for name in KINDS if CHIPS[name].compiler_flags]
 
 def test_some_chips_have_flags_and_a_cpu_has_none():
     assert "v5p" in FLAGGED
-    assert compiler_options(KINDS["cpu"], {}) == compiler_options("a chip of tomorrow", {}) == {}
+    assert compiler_options(KINDS["cpu"], {}, "") == compiler_options("a chip of tomorrow", {}, "") == {}
 
 
 @pytest.mark.parametrize("name", FLAGGED)
 def test_flags_of_a_chip_are_options_that_a_users_own_take_the_place_of(name):
-    options = compiler_options(KINDS[name], {})
+    options = compiler_options(KINDS[name], {}, "")
     assert len(options) == len(CHIPS[name].compiler_flags)
     assert not any(key.startswith("-") for key in options)
     for variable in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"):
         for own in options:
-            left = compiler_options(KINDS[name], {variable: f"--xla_another=1 --{own}=false"})
+            left = compiler_options(KINDS[name], {variable: f"--xla_another=1 --{own}=false"}, "")
             assert left == {key: value for key, value in options.items() if key != own}

@@ -1,11 +1,9 @@
 """The sections of a plan: what the job is, what it costs in memory, time and traffic, and what each number rests on."""
 
-import os
 from typing import Any
 
 import jax
 
-from runner.accelerator import compiler_options
 from runner.checkpoint.interval import best_interval_seconds
 from runner.config import TrainerConfig
 from runner.periodic import tokens_at
@@ -31,9 +29,6 @@ def job_section(spec: ExecutionSpec, machine: Machine) -> Section:
     here = f"{number} x {kind}" if not machine.is_faked else f"{number} devices"
     section.add("devices", f"{name}: {here} on {hosts} host{'s' * (hosts > 1)}", "text", "counted")
     section.add("compiler", machine.compiler, "text", "counted")
-    if not machine.is_faked and (options := compiler_options(kind, os.environ)):
-        flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
-        section.add("compiler flags", flags, "text", "counted", "of the chip; LIBTPU_INIT_ARGS sets others")
     return section
 
 
@@ -190,6 +185,9 @@ def compile_section(program: Program) -> Section:
     """What was compiled. Differs from one time to the next."""
     section = Section("compilation")
     section.add("program", program.step.digest, "text", "compiled")
+    if options := program.step.options:
+        flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+        section.add("flags", flags, "text", "counted", "of the chip; LIBTPU_INIT_ARGS sets others")
     section.add("train step", program.compile_seconds, "seconds", "compiled")
     if program.val_compile_seconds is not None:
         section.add("validation step", program.val_compile_seconds, "seconds", "compiled")

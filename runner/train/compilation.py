@@ -105,7 +105,7 @@ def _refusing_meta(val_step: Callable[..., Any], layout: BatchLayout) -> Callabl
 
 def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[jax.stages.Compiled, Mapping[str, str | bool]]:
     """Compile for the devices of a mesh, with the options that the catalogue has for them; returns these, too."""
-    options = compiler_options(mesh.devices.flat[0].device_kind, os.environ)
+    options = compiler_options(mesh.devices.flat[0].device_kind, os.environ, lowered.as_text())
     return lowered.compile(compiler_options=options or None), options
 
 

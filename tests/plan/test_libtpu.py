@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.accelerator import CHIPS
 from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, command, environment
 
 NANO = "specs/gpt_nano.yaml"
@@ -37,6 +38,11 @@ PODS = [
     ("qwen3_30b_a3b", "v5p-256"),
     ("llama3_70b", "v5p-2048"),
 ]
+MESHES = {
+    "gpt_nano": "{data: auto, fsdp: 4}",
+    "llama_nano": "{data: auto, fsdp: 2, sequence: 2, tensor: 2}",
+    "moe_nano": "{data: auto, fsdp: 2, expert: 2}",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,6 +102,16 @@ def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
     assert found["job"]["compiler"]["value"].startswith("libtpu ")
     assert found["job"]["devices"]["value"] == "v5e-4: 4 x TPU v5 lite on 1 host"
     assert found["collectives of a step"]["all-reduce over data"]["value"] > 2 * 3 / 4 * 4 * 120_576 * 0.9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chip", [name for name, chip in CHIPS.items() if chip.is_tpu])
+@pytest.mark.parametrize("kind", MESHES)
+def test_every_kind_of_model_compiles_for_every_tpu_with_the_flags_of_its_chip(kind: str, chip: str) -> None:
+    """With some programs libtpu dies of flags that others are faster with."""
+    mesh = ["--set", f"topology.mesh={MESHES[kind]}", "--set", "config.precision.compute=bfloat16"]
+    code, output = command(environment(1), "plan", f"specs/{kind}.yaml", "--topology", f"{chip}-8", *mesh)
+    assert code == 0, output
 
 
 @pytest.mark.soak
