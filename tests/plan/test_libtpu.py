@@ -43,6 +43,7 @@ MESHES = {
     "llama_nano": "{data: auto, fsdp: 2, sequence: 2, tensor: 2}",
     "moe_nano": "{data: auto, fsdp: 2, expert: 2}",
 }
+BY_LIBTPU = pytest.mark.xfail(reason="libtpu 0.0.42.1 overflows its stack: small rows in bfloat16", strict=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,8 +106,14 @@ def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("chip", [name for name, chip in CHIPS.items() if chip.is_tpu])
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize(
+    ("kind", "chip"),
+    [
+        pytest.param(kind, chip, marks=BY_LIBTPU if (kind, chip) == ("gpt_nano", "tpu7x") else ())
+        for kind in MESHES
+        for chip in (name for name, chip in CHIPS.items() if chip.is_tpu)
+    ],
+)
 def test_every_kind_of_model_compiles_for_every_tpu_with_the_flags_of_its_chip(kind: str, chip: str) -> None:
     """With some programs libtpu dies of flags that others are faster with."""
     mesh = ["--set", f"topology.mesh={MESHES[kind]}", "--set", "config.precision.compute=bfloat16"]
