@@ -4,11 +4,9 @@ Shape legend: B examples of a micro-batch on one device, T sequence, V vocabular
 E experts, K experts of a token, F hidden width of an expert.
 """
 
-import fcntl
 import functools
 import json
 import math
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -32,7 +30,7 @@ from runner.train.batch_layout import batch_layouts
 from runner.train.mesh import AXES
 from runner.trainer import BaseTrainer
 from tests.plan.tpu_program import shapes_in
-from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
+from tests.support.libtpu import printed_by
 from tests.support.tiny import gpt, mesh_id
 
 N = 8  # devices, all along one axis
@@ -254,15 +252,8 @@ def test_every_axis_has_a_count_on_tpus() -> None:
 
 @functools.cache
 def tpu_program(name: str) -> dict[str, Any]:
-    """What `print_tpu_program` prints: of a process of its own, since libtpu stays with it."""
-    with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # only one process can hold libtpu
-        words = [sys.executable, "-m", "tests.plan.test_axes", name]
-        done = subprocess.run(
-            words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
-        )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    """What `print_tpu_program` prints."""
+    return dict(printed_by("tests.plan.test_axes", name))
 
 
 @pytest.mark.soak

@@ -6,12 +6,9 @@ Left out is what differs between machines: data and directory, and how long the 
 compared where it is the one that the kept text names.
 """
 
-import fcntl
 import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ import pytest
 from runner.accelerator import CHIPS
 from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, command, environment
 
+pytestmark = pytest.mark.usefixtures("libtpu")
 NANO = "specs/gpt_nano.yaml"
 PLANS = ROOT / "tests" / "golden" / "plans"
 DAILY = [("counter", "cpu-8"), ("gpt_nano", "v5e-4"), ("tokenise_stdlib", "cpu-8")]
@@ -44,14 +42,6 @@ MESHES = {
     "moe_nano": "{data: auto, fsdp: 2, expert: 2}",
 }
 BY_LIBTPU = pytest.mark.xfail(reason="libtpu 0.0.42.1 overflows its stack: small rows in bfloat16", strict=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _libtpu_is_ours() -> Iterator[None]:
-    """Wait until no other suite on this machine is here."""
-    with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def plan(spec: str, topology: str, directory: Path) -> list[str]:

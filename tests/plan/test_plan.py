@@ -231,6 +231,7 @@ def test_what_takes_long_is_told_with_its_time_until_it_ends(
     ],
 )
 @pytest.mark.soak
+@pytest.mark.usefixtures("libtpu")
 def test_a_first_estimate_comes_on_standard_error_before_anything_is_compiled(
     topology: str, needed: tuple[str, ...]
 ) -> None:

@@ -2,20 +2,13 @@
 need not be. Compiled by libtpu in a process of its own, which prints what it holds: see `tpu_program`.
 """
 
-import fcntl
-import json
 import math
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.plan.tpu_program import Shape
-from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
+from tests.support.libtpu import printed_by
 
 pytestmark = pytest.mark.soak
 # A small spec as a large one would be, with a vocabulary that is no other size.
@@ -34,14 +27,6 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _libtpu_is_ours() -> Iterator[None]:
-    """Wait until no other suite on this machine is here."""
-    with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 @pytest.fixture(scope="module", params=PROGRAMS)
 def program(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the compiled step of a spec holds and gathers."""
@@ -50,12 +35,7 @@ def program(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def look(spec: str, *options: str) -> dict[str, Any]:
     """What `tpu_program` prints."""
-    words = [sys.executable, "-m", "tests.plan.tpu_program", f"specs/{spec}.yaml", *options]
-    done = subprocess.run(
-        words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return dict(printed_by("tests.plan.tpu_program", f"specs/{spec}.yaml", *options))
 
 
 def without_ones(shape: Shape | list[int]) -> list[int]:

@@ -4,16 +4,10 @@ Shape legend: S accumulation steps, B examples, T sequence length, N heads of qu
 head of queries and keys, W width of a head of values, V vocabulary.
 """
 
-import fcntl
 import functools
 import itertools
-import json
 import re
-import subprocess
-import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -41,8 +35,8 @@ from runner.train.state import abstract_state, sharding_rules, shardings_of, var
 from tests.experiments.model.test_attention import Case, value_and_gradients
 from tests.experiments.model.test_decoder import EVERYTHING, LATENT
 from tests.experiments.test_documents import LENGTHS, T, documents, pack
-from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
 from tests.support.judged import TINY, rows_of, write_questions
+from tests.support.libtpu import printed_by
 from tests.support.tiny import gpt
 
 SOAK = pytest.mark.soak
@@ -356,31 +350,16 @@ def test_a_run_is_judged_over_cut_rows_as_on_one_device(way, tmp_path):
 # The TPU's own compiler.
 
 
-@pytest.fixture
-def _libtpu_is_ours():
-    """Wait until no other suite on this machine is here."""
-    with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def compiled_for_tpu(*overrides, examples):
     sizes = ["layers=3", "heads=4", "key_value_heads=2", "head_dim=64", *overrides]
     others = ["topology.mesh.sequence=4", "config.data.sequence_length=4096"]
     others += [f"config.train.global_batch_examples={examples}"]
     others += ["config.memory.loss_chunk_positions=128", "config.precision.compute=bfloat16"]
-    module = "tests.experiments.model.row_program"
-    words = [sys.executable, "-m", module, "specs/llama_nano.yaml", "v5e-4", *others]
-    words += [f"config.model.{key}" for key in sizes]
-    done = subprocess.run(
-        words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    words = "specs/llama_nano.yaml", "v5e-4", *others, *(f"config.model.{key}" for key in sizes)
+    return printed_by("tests.experiments.model.row_program", *words)
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("_libtpu_is_ours")
 @pytest.mark.parametrize(
     ("overrides", "examples", "gathered"),
     [
@@ -405,11 +384,5 @@ def test_a_tpu_runs_its_kernel_on_rows_that_are_gathered_along_their_axis(overri
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("_libtpu_is_ours")
 def test_a_tpu_scatters_the_gradients_of_gathered_keys_of_several_long_rows():
-    words = [sys.executable, "-m", "tests.experiments.model.row_gradient"]
-    done = subprocess.run(
-        words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == ["reduce-scatter"]
+    assert printed_by("tests.experiments.model.row_gradient") == ["reduce-scatter"]

@@ -1,16 +1,8 @@
 """Single ops compiled alone by libtpu: their work is exact, and its estimates lie as far from rooflines as measured."""
 
-import fcntl
-import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment
+from tests.support.libtpu import printed_by
 
 pytestmark = pytest.mark.soak
 
@@ -31,16 +23,9 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[dict[str, dict[str, float]]]:
-    """What the forecast says of each op; libtpu is ours meanwhile."""
-    with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        words = [sys.executable, "-m", "tests.plan.forecast.tpu_op"]
-        done = subprocess.run(
-            words, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=WHOLE_RUN_DEADLINE_SECONDS
-        )
-        assert done.returncode == 0, done.stderr
-        yield json.loads(done.stdout.splitlines()[-1])
+def found() -> dict[str, dict[str, float]]:
+    """What the forecast says of each op."""
+    return dict(printed_by("tests.plan.forecast.tpu_op"))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
