@@ -341,7 +341,7 @@ def gpt_on_cpu(axis: str) -> dict[str, int]:
     X = TINY_GPT.stream
     gathered = L * 2 * X + X + L * 2 * X + X + B * T + T * D  # at last the gradient of the positions
     stream = L * 2 * X + X + L * 4 * X + X  # backward q, k, v, and one after the MLP
-    vectors = L * 4 * D + D  # scales of norms, and biases behind attention and MLP: their gradients are sums of parts
+    vectors = L * 2 * D + D  # scales of norms: their gradients are sums of parts, those of biases of gathered tokens
     sharded_leaves = 11  # 6 matrices, 4 biases (all but those of the two outputs) and the embedding
     return {"all-gather": gathered, "all-reduce": stream + 3 * B * T + vectors + sharded_leaves}
 
