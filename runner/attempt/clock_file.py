@@ -1,8 +1,8 @@
 """`attempts/<number>.clock`: how far an attempt had come, and where its time had gone, when it was last alive.
 
 A record of fixed size, so that it costs next to nothing to keep: a line of JSON that says what does not change, then
-`NUM_SLOTS` slots. A reading goes into the slot after the one before, with a number and a CRC: who reads takes the slot
-with the highest number that is whole, and a write that was cut off costs that reading alone.
+`NUM_SLOTS` slots. A reading goes into the slot after the one before, with a number and a CRC: who reads takes the
+newest that is whole, and a write that was cut off costs that reading alone.
 
 On a disk it is written in place, at each step and each phase, and never flushed: what a killed process has written is
 there, what a power cut takes is a second or two. In a bucket it is put anew by the background writer, every
@@ -128,10 +128,13 @@ def decode(content: bytes) -> Kept:
     return Kept(head["began"], head["host"], head["machine"], head["pid"], head["created"], reading)
 
 
-def _rank(slot: tuple[Any, ...]) -> tuple[bool, int]:
-    """The newest last; but what has the exit code is the last word, though a beat that was begun before came later."""
-    number, _, _, _, _, code, *_ = slot
-    return code >= 0, number
+def _rank(slot: tuple[Any, ...]) -> tuple[bool, float, int]:
+    """The newest last, by its steady clock: a beat may be written after steps that came behind it.
+
+    What has the exit code is the last word.
+    """
+    number, moment, _, _, _, code, *_ = slot
+    return code >= 0, moment, number
 
 
 class _OnDisk:

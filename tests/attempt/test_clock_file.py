@@ -36,6 +36,12 @@ def test_an_exit_code_is_the_last_word_though_a_beat_comes_after_it():
     assert decode(content_of(reading(5), reading(6, code=75), reading(6))).reading.code == 75
 
 
+@pytest.mark.parametrize("between", range(4))
+def test_a_beat_that_is_written_after_later_steps_does_not_hide_them(between):
+    steps = [reading(step) for step in range(3, 4 + between)]
+    assert decode(content_of(*steps, reading(2))).reading == steps[-1]
+
+
 def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_none():
     readings = [reading(step) for step in range(6)]
     whole = content_of(*readings)
