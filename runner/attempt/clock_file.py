@@ -1,8 +1,8 @@
 """`attempts/<number>.clock`: how far an attempt had come, and where its time had gone, when it was last alive.
 
 A record of fixed size, so that it costs next to nothing to keep: a line of JSON that says what does not change, then
-`NUM_SLOTS` slots. A reading goes into the slot after the one before, with a number and a CRC: who reads takes the
-newest that is whole, and a write that was cut off costs that reading alone.
+`NUM_SLOTS` slots. A reading goes into the slot after the one before, and a beat into the last, with a number and a CRC:
+who reads takes the newest that is whole, and a write that was cut off costs that reading alone.
 
 On a disk it is written in place, at each step and each phase, and never flushed: what a killed process has written is
 there, what a power cut takes is a second or two. In a bucket it is put anew by the background writer, every
@@ -146,20 +146,26 @@ class _OnDisk:
         path.unlink(missing_ok=True)  # attempts count from 1 again where their numbers were lost
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         os.pwrite(self._file, head, 0)
-        self._numbers = itertools.count()
+        self._numbers, self._places = itertools.count(), itertools.cycle(range(NUM_SLOTS - 1))
         self._has_warned = False
 
     def put(self, reading: Reading) -> None:
-        number = next(self._numbers)
-        slot = encode(number, reading)
+        self._write(reading, next(self._places))
+
+    def beat(self, reading: Reading) -> None:
+        """Into a slot of its own: held up by the disk, a beat would come over what has been put since."""
+        self._write(reading, NUM_SLOTS - 1)
+        if reading.code is not None:
+            self.put(reading)  # and such a beat over the exit code
+
+    def _write(self, reading: Reading, place: int) -> None:
+        slot = encode(next(self._numbers), reading)
         try:
-            os.pwrite(self._file, slot, HEAD_BYTES + number % NUM_SLOTS * len(slot))
+            os.pwrite(self._file, slot, HEAD_BYTES + place * len(slot))
         except OSError as error:
             if not self._has_warned:
                 warn(f"the attempt's clock cannot be written ({error})")
             self._has_warned = True
-
-    beat = put
 
 
 class _InBucket:

@@ -1,6 +1,8 @@
 """What an attempt's clock leaves behind: the newest reading that is whole, whatever happened to the file."""
 
 import os
+import threading
+import time
 
 import pytest
 
@@ -91,6 +93,31 @@ def test_on_a_disk_each_step_stands_there_at_once_and_the_process_is_known(tmp_p
     clock.end(76)
     assert decode(store.read(name_of(4))).reading.code == 76
     assert size == HEAD_BYTES + NUM_SLOTS * SLOT_BYTES
+
+
+@pytest.mark.parametrize("steps", range(1, 2 * NUM_SLOTS))
+def test_a_beat_that_the_disk_holds_up_comes_over_no_later_step(steps, tmp_path, monkeypatch):
+    (tmp_path / "attempts").mkdir()
+    write, held = os.pwrite, []
+
+    def hold(*arguments):
+        if threading.current_thread() is threading.main_thread():
+            return write(*arguments)
+        held.append(arguments)
+        return len(arguments[1])
+
+    monkeypatch.setattr(clock_file.os, "pwrite", hold)
+    store, clock = LocalStore(tmp_path), Clock()
+    keep(clock, store, 1, BackgroundWriter())
+    while not held:
+        time.sleep(0.001)
+    for step in range(1, steps + 1):
+        clock.arrive(step)
+    write(*held[0])
+    assert decode(store.read(name_of(1))).reading.step == steps
+    clock.end(75)
+    write(*held[0])
+    assert decode(store.read(name_of(1))).reading.code == 75
 
 
 @pytest.mark.parametrize("stands", ["nothing", "directory", "pipe", "link", "link to a file"])
