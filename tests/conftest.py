@@ -1,10 +1,12 @@
 """What every test runs under: eight faked CPU devices, one cache for the session, and no process left behind."""
 
+import ctypes
 import gc
 import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -25,6 +27,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup what tests start wou
 pytest_plugins = ("pytester",)
 LONGEST_FILES = (
     "tests/test_trainer.py",
+    "tests/test_values.py",
     "tests/repository/test_readme.py",
     "tests/plan/test_plan.py",
     "tests/experiments/test_gpt.py",
@@ -51,6 +54,35 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take longest come first, so that no worker is left alone with one of them at the end."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST_FILES))
+
+
+class FailuresAtOnce:
+    """Tells a failure when it happens: who is ended by a time limit never comes to the summary."""
+
+    def __init__(self, reporter: pytest.TerminalReporter):
+        self._reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._reporter.write_sep("!", f"{report.nodeid}: {report.when}")
+            self._reporter.write_line(report.longreprtext)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") == "true" and reporter is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(reporter))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_program_survives_its_file() -> Iterator[None]:
+    """Thousands of programs are compiled: kept to the end they would be gigabytes in each worker."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Every event that the code can write is in the table of events, with every detail that is named there."""
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -27,12 +27,13 @@ def texts_given_to(name: str, tree: ast.AST) -> set[str]:
     return found
 
 
-def events_written(source: str) -> Iterator[tuple[str, set[str]]]:
+@functools.cache
+def events_written(source: str) -> list[tuple[str, set[str]]]:
     """Name and keyword details of every `events.append(event, step, ...)` and `attempt.record(event, step, ...)`.
 
     No other `append` takes two arguments. A function that only hands on the event that it is given writes none.
     """
-    tree = ast.parse(source)
+    tree, found = ast.parse(source), []
     given = {argument for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for argument in node.args.args}
     handed_on = {argument.arg for argument in given}
     for node in ast.walk(tree):
@@ -46,7 +47,8 @@ def events_written(source: str) -> Iterator[tuple[str, set[str]]]:
         assert names, f"line {node.lineno}: which event is this?"
         for name in names:
             assert isinstance(name, str), f"line {node.lineno}: an event's name is a text, or a variable that holds one"
-            yield name, details
+            found.append((name, details))
+    return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -108,7 +108,7 @@ def forms(state: Any) -> Any:
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.aval.weak_type), state)
 
 
-@pytest.fixture(params=["disk", "bucket"])
+@pytest.fixture(params=["disk", pytest.param("bucket", marks=pytest.mark.soak)])
 def make_store(request, tmp_path):
     return lambda name: LocalStore(tmp_path / name) if request.param == "disk" else memory_bucket()
 

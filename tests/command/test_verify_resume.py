@@ -106,15 +106,16 @@ def test_a_job_that_cannot_be_run_to_its_end_has_its_own_word(ends, kind, code, 
     assert len((tmp_path / "starts").read_text().split()) == len(ends)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("job", "leaf", "hint"),
     [
         ("KeepsStateOutside", "total", "state outside its pytree"),
-        pytest.param("DependsOnTheClock", "total", "two undisturbed runs would differ too", marks=pytest.mark.soak),
-        pytest.param("SplitsItsKey", "values", "state outside its pytree", marks=pytest.mark.soak),
+        ("DependsOnTheClock", "total", "two undisturbed runs would differ too"),
+        ("SplitsItsKey", "values", "state outside its pytree"),
     ],
 )
-@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_job_that_cannot_be_resumed_is_found_with_the_step_and_the_leaf(
     job: str, leaf: str, hint: str, processes: str
 ) -> None:
@@ -168,7 +169,7 @@ def test_a_leaf_that_becomes_weakly_typed_is_named_with_the_reason() -> None:
         pytest.param(("specs/none.yaml",), "specs/none.yaml", marks=pytest.mark.soak),
         pytest.param((*COUNTER, "--set", "config.widht=3"), "did you mean config.width?", marks=pytest.mark.soak),
         ((*COUNTER, "--steps", "4"), "3 steps more than kills"),
-        ((*COUNTER, "--set", "config.total_steps=20"), "the job ends at step 20"),
+        pytest.param((*COUNTER, "--set", "config.total_steps=20"), "the job ends at step 20", marks=pytest.mark.soak),
     ],
 )
 def test_what_cannot_be_verified_is_refused(arguments: tuple[str, ...], words: str) -> None:

@@ -97,6 +97,7 @@ def test_gone_back_to_a_save_and_resumed_every_bit_is_the_same(undisturbed, make
     assert read_json(again.store, "result.json") == read_json(undisturbed.store, "result.json")
 
 
+@SOAK
 def test_sharded_kept_by_layer_and_in_chunks_a_step_has_the_loss_of_the_whole_logits_on_one_device(
     undisturbed, make_job
 ):

@@ -158,6 +158,7 @@ def without_ledger(run: Path) -> dict[str, str]:
     return {name: digest for name, digest in hash_tree(run).items() if not name.endswith(own)}
 
 
+@pytest.mark.soak
 def test_looking_while_a_run_trains_changes_neither_its_files_nor_its_bits(run: Path) -> None:
     """In a process of its own, between two steps: the run itself waits meanwhile, so that all can be compared."""
     seen: list[str] = []

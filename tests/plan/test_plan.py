@@ -60,10 +60,13 @@ def test_all_that_is_wrong_with_a_spec_is_listed_at_once(tmp_path: Path, capsys:
     assert output.rstrip().endswith("would not run")
 
 
-def test_data_directory_and_mesh_are_all_checked_whatever_the_others_say(tmp_path: Path) -> None:
+def test_data_directory_and_mesh_are_all_checked_whatever_the_others_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     options = ["config.data.source=nowhere/*.txt", "topology.mesh={data: 3}", f"directory={tmp_path}/file/run"]
-    output = plan(NANO, "--topology", "cpu-4", *(word for option in options for word in ("--set", option)), expected=2)
+    words = (word for option in options for word in ("--set", option))
+    output = plan_here(capsys, NANO, "--topology", "cpu-4", *words, expected=2)
     assert output.count("\nproblem: ") == 3
     for problem in (
         "nowhere/*.txt",
@@ -126,9 +129,11 @@ def test_what_a_start_of_a_trainer_would_resume(is_adapter: bool, tmp_path: Path
     assert findings.problems == []
 
 
-def test_a_save_that_does_not_fit_into_the_grace_is_a_warning(tmp_path: Path) -> None:
+def test_a_save_that_does_not_fit_into_the_grace_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [f"directory={tmp_path}", "config.width=1000000", "checkpoint.grace_seconds=0.001"]
-    output = plan("specs/counter.yaml", *(word for option in options for word in ("--set", option)))
+    output = plan_here(capsys, "specs/counter.yaml", *(word for option in options for word in ("--set", option)))
     assert "warning: " in output
     assert "checkpoint.grace_seconds" in output
 

@@ -144,7 +144,8 @@ def test_options_that_do_not_go_together_are_refused(options: list[str], message
         main([NANO[0], *options])
 
 
-@pytest.mark.parametrize("topology", ["h100-2", pytest.param("v5e-4", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("topology", ["h100-2", "v5e-4"])
 def test_the_command_prints_the_profile_of_a_spec_and_writes_its_trace(topology: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     words = (*NANO, "--topology", topology, "--set", f"directory={tmp_path}", "--profile", "--trace", str(trace))

@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", ["ruff check .", "ruff format --check .", "mypy"])
+@pytest.mark.parametrize(
+    "command", ["ruff check .", "ruff format --check .", pytest.param("mypy", marks=pytest.mark.soak)]
+)
 def test_the_repository_passes(command):
     result = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

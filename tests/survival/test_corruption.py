@@ -11,7 +11,8 @@ SPEC = "specs/counter.yaml"
 OPTIONS = ("config.total_steps=60", "config.step_seconds=0.005", "checkpoint.every_steps=5")
 
 
-@pytest.mark.parametrize("tier", ["durable", pytest.param("fast", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("tier", ["durable", "fast"])
 def test_a_corrupt_replica_is_named_refused_and_the_run_goes_on_from_the_last_good_step(
     tmp_path: Path, tier: str
 ) -> None:

@@ -37,7 +37,6 @@ MOVES = [
     ({"sequence": 4, "expert": 2}, {"sequence": 2, "expert": 2, "tensor": 2}),
 ]
 MESHES = list({mesh_id(mesh): mesh for way in MOVES for mesh in way}.values())
-_DAILY = MOVES[:1]
 
 
 def job(directory, mesh):
@@ -55,13 +54,8 @@ def restored(made):
     return [(event["step"], event["fingerprint"]) for event in events if event["event"] == "restore"]
 
 
-WAYS = [
-    pytest.param(*way, id=" to ".join(map(mesh_id, way)), marks=() if way in _DAILY else pytest.mark.soak)
-    for way in MOVES
-]
-
-
-@pytest.mark.parametrize(("first", "then"), WAYS)
+@pytest.mark.soak
+@pytest.mark.parametrize(("first", "then"), MOVES, ids=mesh_id)
 def test_a_checkpoint_moves_to_another_mesh_with_every_bit_and_goes_on(tmp_path, first, then):
     before = stopped(tmp_path / "run", first)
     saved = fingerprint(before.state)

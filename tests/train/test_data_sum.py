@@ -86,7 +86,7 @@ def every_mesh(devices):
     return [dict(zip(AXES, mesh, strict=True)) for mesh in found if math.prod(mesh) == devices]
 
 
-DAILY = ({"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4})
+DAILY = ({"data": 2, "fsdp": 2, "tensor": 2},)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def steps_of(found: list[JsonObject]) -> list[tuple[int, int]]:
     return [(event["start"], event["step"]) for event in found]
 
 
+@pytest.mark.soak
 def test_the_steps_that_the_spec_names_are_recorded_and_the_bits_stay(tmp_path: Path) -> None:
     gpt(tmp_path / "plain")()
     gpt(tmp_path / "run", **{"logging.profile": "3:5"})()

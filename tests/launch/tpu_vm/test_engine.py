@@ -159,6 +159,7 @@ def test_a_preempted_job_gets_new_machines_and_is_started_there(repository, worl
     assert [verb for verb in verbs if verb in ("create", "scp", "delete")] == ["create", "scp", "delete"] * 2
 
 
+@pytest.mark.soak
 def test_a_preempted_node_is_noticed_while_the_resource_still_says_active(repository, world):
     job = '[ "$(cat "$WORLD/created.json")" = 2 ] || { echo PREEMPTED >"$WORLD/node_state"; sleep 30; }'
     world.script(job)
@@ -166,6 +167,7 @@ def test_a_preempted_node_is_noticed_while_the_resource_still_says_active(reposi
     assert world.verbs().count("create") == 2
 
 
+@pytest.mark.soak
 def test_a_job_that_was_asked_to_stop_is_started_again_on_the_same_machines(repository, world):
     world.script(f"{COUNT}[ -e stopped ] || {{ touch stopped; exit 75; }}")
     assert launch() == 0
@@ -228,6 +230,7 @@ def test_a_launch_that_is_left_leaves_the_job_running_and_the_next_one_attaches(
     assert not world.is_there
 
 
+@pytest.mark.soak
 def test_kept_machines_stay_the_rest_of_the_job_is_stopped_and_the_next_launch_starts_anew(repository, world, capsys):
     world.script(f'{COUNT}[ "$WORKER" = 0 ] && sleep 30; exit 1')
     assert launch("--keep") == 1
@@ -250,6 +253,7 @@ def test_a_request_that_failed_is_one_line_with_its_reason_and_is_not_left_behin
     assert not world.is_there
 
 
+@pytest.mark.soak
 def test_what_an_earlier_launch_has_left_suspended_is_replaced(repository, world):
     world.script("")
     (world.path / "resource.json").write_text(json.dumps({"states": ["SUSPENDED"]}))
@@ -332,6 +336,7 @@ def test_a_dry_run_prints_every_command_and_runs_none(repository, name, capsys, 
     assert output == (GOLDEN / name).read_text()
 
 
+@pytest.mark.soak
 def test_the_environment_file_reaches_every_host_of_every_slice_and_no_command(repository, world, tmp_path, capsys):
     secret = tmp_path / "keys"
     secret.write_text("TOKEN='se cret'\nRUNNER_SUBMITTED=17\n")
