@@ -231,7 +231,7 @@ def test_a_bucket_that_forbids_everything_is_refused_before_compiling(backend: B
     assert all("/.probe." in path for _, path in backend.proxy.requests), backend.proxy.requests
 
 
-@pytest.mark.parametrize("backend", daily_on("s3"), indirect=True)
+@pytest.mark.parametrize("backend", daily_on(None), indirect=True)
 def test_a_bucket_that_forbids_writing_is_refused_before_compiling(backend: Backend) -> None:
     backend.proxy.faults = Faults(forbidden_writes=True)
     job = CloudJob(backend, free_name("read-only"), NANO_SPEC)

@@ -12,6 +12,7 @@ OPTIONS = ("config.width=64", "checkpoint.every_steps=10")
 SLOW = "config.step_seconds=0.05"
 
 
+@pytest.mark.soak
 def test_done_is_0_now_and_again_and_another_job_is_2(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, "config.total_steps=40"))
     for _ in range(2):

@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -208,14 +209,24 @@ def test_an_evaluation_cut_short_twice_is_made_up(tmp_path: Path, step: int) -> 
 
 # The base class, by the counter.
 
+# A save first: who is stopped before his first step leaves nothing to restore.
+EVERY_PHASE = (saving, has_state, restoring, retaining, just_committed, has_state, handling_signals)
 
-@pytest.mark.parametrize("number", SIGTERM_AND_IN_THE_SOAK_SIGINT)
-def test_a_counter_stopped_in_every_phase_ends_with_the_same_bits(tmp_path: Path, number: int) -> None:
+
+@pytest.mark.parametrize(
+    ("number", "phases"),
+    [
+        pytest.param(signal.SIGTERM, (saving, restoring, just_committed), id="SIGTERM, three phases"),
+        pytest.param(signal.SIGTERM, EVERY_PHASE, id="SIGTERM", marks=pytest.mark.soak),
+        pytest.param(signal.SIGINT, EVERY_PHASE, id="SIGINT", marks=pytest.mark.soak),
+    ],
+)
+def test_a_counter_stopped_in_every_phase_ends_with_the_same_bits(
+    tmp_path: Path, number: int, phases: Sequence[Phase]
+) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     rng = random.Random(number)
     step = 0
-    # A save first: who is stopped before his first step leaves nothing to restore.
-    phases: list[Phase] = [saving, has_state, restoring, retaining, just_committed, has_state, handling_signals]
     for phase in phases:
         attempt = job.start()
         attempt.signal_in(phase, number, rng.uniform(0.05, 0.2) if phase is has_state else 0.0)
