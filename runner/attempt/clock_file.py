@@ -145,6 +145,7 @@ class _OnDisk:
         path = store.root / name
         path.unlink(missing_ok=True)  # attempts count from 1 again where their numbers were lost
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._file, HEAD_BYTES + NUM_SLOTS * (_CHECKSUM.size + _OWN_SLOT.size))
         os.pwrite(self._file, head, 0)
         self._numbers, self._places = itertools.count(), itertools.cycle(range(NUM_SLOTS - 1))
         self._has_warned = False

@@ -79,8 +79,9 @@ def test_buckets_that_another_version_counts_are_told_by_name(monkeypatch):
     assert found.bucket is Bucket.EVALUATION
 
 
-def test_on_a_disk_each_step_stands_there_at_once_and_the_process_is_known(tmp_path):
+def test_on_a_disk_each_step_stands_there_at_once_and_the_process_is_known(tmp_path, monkeypatch):
     (tmp_path / "attempts").mkdir()
+    monkeypatch.setattr(clock_file, "_beat", lambda clock: None)
     store, clock = LocalStore(tmp_path), Clock()
     keep(clock, store, 4, BackgroundWriter())
     for step in range(1, 20):
