@@ -33,12 +33,11 @@ from experiments.model.blocks import (
     gelu,
     in_rows,
     in_stream,
-    loss_sum_of,
     rematerialised,
-    unembed,
     with_axes,
 )
 from experiments.model.form import kept
+from experiments.model.loss import loss_sum_of, unembed
 from experiments.model.noise import EmbeddingNoise
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, RowAttention, TrainerConfig

@@ -10,7 +10,8 @@
 - `row_splash`       the TPU's kernel for rows that several devices share
 - `attention`        causal attention, in the form that is fast on each platform
 - `scatter`          gradients of matrices whose columns are cut
-- `blocks`           projections, norms, the gated MLP, what is kept for the backward pass, the loss
+- `blocks`           projections, norms, the gated MLP, what is kept for the backward pass
+- `loss`             from hidden states to the summed loss, by the tokens of each device
 - `noise`            noise on embeddings in training
 - `grouped`          matmuls of tokens that are grouped by expert
 - `moe`              mixture of experts: routing, balancing, counts
@@ -28,11 +29,10 @@ from experiments.model.blocks import (
     GatedMLP,
     RMSNorm,
     embed,
-    loss_sum_of,
     rematerialised,
-    unembed,
     with_axes,
 )
+from experiments.model.loss import loss_sum_of, unembed
 from experiments.model.moe import MixtureOfExperts, MoeConfig
 from experiments.model.noise import EmbeddingNoise
 from experiments.model.rotary import Rope, Rotation, rotate, rotation_at

@@ -16,7 +16,7 @@ dense layer.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -27,7 +27,6 @@ from jax.typing import DTypeLike
 
 from experiments.model.form import keeps_heads_apart, kept, platform, policy_of_dots
 from experiments.model.scatter import scattered_back
-from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from runner.train.mesh import axes_in, fitting_axes
 
 INIT_STDDEV = 0.02
@@ -256,44 +255,3 @@ def embed(embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
     """
     whole_VxD = cut(embedding_VxD, "vocab", "embed_act")
     return in_stream(whole_VxD[tokens_BxT])
-
-
-def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None = None) -> jax.Array:
-    """Return logits (B, T, V) of normalised hidden states, in their dtype; with `softcap` s, s tanh(logits / s)."""
-    B, T, _ = x_BxTxD.shape
-    embedding_VxD = scattered_back(embedding_VxD, cuts_of(embedding_VxD.shape, "vocab", "embed"))
-    logits_BxTxV = (flat(x_BxTxD) @ embedding_VxD.T).reshape(B, T, -1)
-    if softcap is not None:
-        capped_BxTxV = softcap * jnp.tanh(logits_BxTxV.astype(jnp.float32) / softcap)
-        logits_BxTxV = capped_BxTxV.astype(x_BxTxD.dtype)
-    return cut(logits_BxTxV, "batch", "sequence", "vocab")
-
-
-def loss_sum_of(
-    unembed: Callable[[Any, jax.Array], jax.Array],
-    weights: jax.Array,
-    x_BxTxD: jax.Array,
-    targets: tuple[jax.Array, jax.Array],
-    *,
-    chunk_positions: int | None,
-    z_loss: float = 0.0,
-) -> jax.Array:
-    """Return the summed cross entropy of `targets`, (y_BxT, weight_BxT), float32; `weights` are (V, D).
-
-    With `chunk_positions` (`memory.loss_chunk_positions`) not all logits ever exist.
-    """
-    y_BxT, weight_BxT = targets
-    x_BxTxD = in_rows(x_BxTxD)
-    if chunk_positions is None:
-        return cross_entropy_sum(unembed(weights, x_BxTxD), y_BxT, weight_BxT, z_loss)[0]
-    return chunked_cross_entropy_sum(
-        unembed,
-        weights,
-        x_BxTxD,
-        y_BxT,
-        weight_BxT,
-        chunk_positions=chunk_positions,
-        z_loss=z_loss,
-        parts=row_parts(),
-        at_hand=cut(weights, "vocab", "embed_act") if num_shards("embed") > 1 else None,
-    )[0]

@@ -21,9 +21,7 @@ from experiments.model.blocks import (
     GatedMLP,
     embed,
     in_stream,
-    loss_sum_of,
     rematerialised,
-    unembed,
     with_axes,
 )
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage
@@ -39,6 +37,7 @@ from experiments.model.layer_attention import (
     make_norm,
     residual_stddev,
 )
+from experiments.model.loss import loss_sum_of, unembed
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, next_biases, scalars
 from experiments.model.mup import rate_of
 from experiments.model.noise import EmbeddingNoise

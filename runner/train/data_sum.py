@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from runner.train.mesh import Rule, axes_in
+from runner.train.mesh import rules_without
 from runner.train.state import rules_in_force
 
 DATA = "data"
@@ -50,7 +50,7 @@ def on_parts(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, batch:
         return function(whole, batch)
     is_alone = mesh.size == mesh.shape[DATA]
     inside = AbstractMesh((), (), abstract_device=mesh.abstract_device) if is_alone else None
-    rules = () if is_alone else [_without_data(rule) for rule in rules_in_force()]
+    rules = () if is_alone else rules_without((DATA,), rules_in_force())
 
     def on_part(whole: Any, batch: Any) -> tuple[Any, Any]:
         here = jax.sharding.get_abstract_mesh() if inside is None else inside
@@ -62,8 +62,3 @@ def on_parts(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, batch:
     return jax.shard_map(on_part, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
         whole, batch
     )
-
-
-def _without_data(rule: Rule) -> Rule:
-    name, axes = rule
-    return name, tuple(axis for axis in axes_in(axes) if axis != DATA)

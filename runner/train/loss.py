@@ -45,50 +45,40 @@ def chunked_cross_entropy_sum(
     *,
     chunk_positions: int,
     z_loss: float = 0.0,
-    parts: int = 1,
-    at_hand: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `cross_entropy_sum(unembed(weights, x), y, mask, z_loss)`, never holding the logits of more than a chunk.
 
     `unembed` maps (weights, (B, C, D)) to (B, C, V), position by position. The backward pass computes each chunk's
-    logits again. Chunks are cut along T, so that a batch that is sharded over B stays as it lies. Where T is sharded
-    too, in `parts`, each chunk has so many positions of each of them. `at_hand` are the weights as devices multiply by
-    them, where they lie in another way: gathered once, and not by each chunk.
+    logits again. Chunks are cut along T, so that a batch that is sharded over B stays as it lies.
     """
-    T = x_BxTxD.shape[1]
-    if T % (parts * chunk_positions):
-        of = f"sequence of {T}" if parts == 1 else f"{T // parts} positions of each of {parts} parts of a sequence"
-        raise ValueError(f"chunk_positions={chunk_positions} does not divide the {of}")
+    B, T, _ = x_BxTxD.shape
+    if T % chunk_positions:
+        raise ValueError(f"chunk_positions={chunk_positions} does not divide the sequence of {T}")
     # The loop over chunks adds up the weights' gradient in the type in which they enter it: float32, not their own.
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def sum_of_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_BxCxD, y_BxC, mask_BxC = chunk
-        if at_hand is None:
-            narrow = jax.tree.map(lambda leaf, given: leaf.astype(given.dtype), wide, weights)
-        else:
-            narrow = jax.tree.map(_standing_for, wide, jax.lax.stop_gradient(at_hand))
+        narrow = jax.tree.map(_standing_for, wide, jax.lax.stop_gradient(weights))
         return cross_entropy_sum(unembed(narrow, x_BxCxD), y_BxC, mask_BxC, z_loss)
 
     def in_chunks(leaf_BxT: jax.Array) -> jax.Array:
-        B, T, *rest = leaf_BxT.shape
-        K = T // (parts * chunk_positions)
-        by_part = leaf_BxT.reshape(B, parts, K, chunk_positions, *rest)
-        return jnp.moveaxis(by_part, 2, 0).reshape(K, B, parts * chunk_positions, *rest)
+        rest = leaf_BxT.shape[2:]
+        return jnp.moveaxis(leaf_BxT.reshape(B, -1, chunk_positions, *rest), 1, 0)
 
     loss_K, count_K = jax.lax.map(sum_of_chunk, (in_chunks(x_BxTxD), in_chunks(y_BxT), in_chunks(mask_BxT)))
     return jnp.sum(loss_K), jnp.sum(count_K)
 
 
 @jax.custom_vjp
-def _standing_for(wide: jax.Array, at_hand: jax.Array) -> jax.Array:
-    """`at_hand`, whose gradient is that of `wide`, which it was made of."""
-    return at_hand
+def _standing_for(wide: jax.Array, narrow: jax.Array) -> jax.Array:
+    """`narrow`, whose gradient is that of `wide`, which was made of it."""
+    return narrow
 
 
-def _standing_for_forward(wide: jax.Array, at_hand: jax.Array) -> tuple[jax.Array, None]:
-    return at_hand, None
+def _standing_for_forward(wide: jax.Array, narrow: jax.Array) -> tuple[jax.Array, None]:
+    return narrow, None
 
 
 def _standing_for_backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:

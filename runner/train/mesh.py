@@ -85,6 +85,11 @@ def logical_rules(own: Sequence[Rule], owner: str) -> tuple[Rule, ...]:
     return (*own, *LOGICAL_AXIS_RULES)
 
 
+def rules_without(axes: Sequence[str], rules: Sequence[Rule]) -> list[Rule]:
+    """The rules, of which none cuts over these mesh axes."""
+    return [(name, tuple(axis for axis in axes_in(entry) if axis not in axes)) for name, entry in rules]
+
+
 def axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes that a rule, or an entry of a `PartitionSpec`, names."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())

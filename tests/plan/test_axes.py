@@ -131,6 +131,27 @@ def test_a_decoder_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_
     assert payload(found, axis, itemsize=4) == decoder_on_cpu(axis, TINY)
 
 
+@pytest.mark.parametrize(
+    "axis", ["fsdp", *(pytest.param(axis, marks=pytest.mark.soak) for axis in ("sequence", "expert"))]
+)
+def test_logits_in_chunks_send_no_more_than_all_at_once(axis: str, tmp_path: Path) -> None:
+    """Each device adds up its gradient of the head over all chunks before it is sent."""
+    shapes = TINY._replace(T=4 * N * 2)
+    whole, in_chunks = (
+        compiled(decoder(axis, tmp_path / str(chunk), shapes, **{"config.memory.loss_chunk_positions": chunk}))[1]
+        for chunk in (None, 2)
+    )
+    assert sums_of(in_chunks) == sums_of(whole)
+
+
+def sums_of(found: Iterable[Collective]) -> Counter[tuple[str, tuple[str, ...]]]:
+    """By kind and axes, what all collectives of a step carry, in bytes."""
+    sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in found:
+        sums[one.kind, one.axes] += one.count * one.bytes
+    return sums
+
+
 def test_no_device_gathers_the_batch_to_multiply_the_tokens_of_its_one_example(tmp_path: Path) -> None:
     shapes, sizes = Shapes(L=1, T=48, V=256, D=64, M=160), {"fsdp": N // 2, "tensor": 2}
     batch = {"topology.mesh": {"data": 1} | sizes, "config.train.global_batch_examples": B * sizes["fsdp"]}
