@@ -74,9 +74,10 @@ def _by_part(
         by_place = leaf_BxT.reshape(num_batch, B // num_batch, num_rows, T // num_rows, *rest)
         return _lies(jnp.moveaxis(by_place, 2, 1).reshape(-1, B // num_batch, T // num_rows, *rest), axes)
 
+    parts = (_at_hand(weights_VxD, axes), *map(in_parts, (x_BxTxD, *targets)))
     with nn.logical_axis_rules(rules_without(axes, rules_in_force())):
         sum_of_part = jax.vmap(lambda weights_DxV, *tokens: of_part(weights_DxV.T, *tokens), spmd_axis_name=axes)
-        return jnp.sum(sum_of_part(_at_hand(weights_VxD, axes), *map(in_parts, (x_BxTxD, *targets))))
+        return jnp.sum(sum_of_part(*parts))
 
 
 def _at_hand(weights_VxD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
