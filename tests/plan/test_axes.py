@@ -168,6 +168,7 @@ NORMS_ON_TPU = 6  # of the matrices that `tensor` cuts: some are added up before
 HOPS = N + 1  # of a ring in both directions: one to begin with, and two a turn of N / 2
 E, K, F = 16, 2, 512
 EXPERTS = {"config.model.mlp_width": F, "config.model.moe": {"experts": E, "experts_per_token": K}}
+CHUNK = 512
 CAPACITY = {"config.model.moe.capacity_factor": 1.0}
 Bytes = dict[str, int]  # by kind of collective, of a device and step
 
@@ -191,6 +192,12 @@ def fsdp_on_tpu(s: Shapes) -> Bytes:
         "all-gather": 2 * table + 2 * norms_of(s) - 4 * s.D,  # of the last norm once
         "all-reduce": table + norms_of(s) + 4 * (LOSS + TOKENS + NORM),
     }
+
+
+def chunks_on_tpu(s: Shapes) -> Bytes:
+    """The head's gradient is one sum, scattered when all chunks are done."""
+    found, matrices, table = fsdp_on_tpu(s), 2 * (4 * s.D**2 + 3 * s.D * s.M), 2 * s.V * s.D
+    return found | {"collective-permute": 3 * s.L * matrices * HOPS // N, "reduce-scatter": table}
 
 
 def sequence_on_tpu(s: Shapes) -> Bytes:
@@ -260,6 +267,7 @@ class OnTpu(NamedTuple):
 ON_TPU = {
     "data": OnTpu("data", data_on_tpu),
     "fsdp": OnTpu("fsdp", fsdp_on_tpu),
+    "fsdp, logits in chunks": OnTpu("fsdp", chunks_on_tpu, {"config.memory.loss_chunk_positions": CHUNK}),
     "sequence": OnTpu("sequence", sequence_on_tpu),
     "expert": OnTpu("expert", expert_on_tpu, EXPERTS),
     "expert, with capacity": OnTpu("expert", capacity_on_tpu, EXPERTS | CAPACITY),
@@ -293,7 +301,7 @@ def test_nothing_on_a_tpu_is_of_sequence_times_sequence_or_more_than_a_devices_s
     found = tpu_program(name)
     shapes = [tuple(shape) for shape in found["shapes"]]
     of_vocabulary = [shape for shape in shapes if LARGE.V in shape and LARGE.D not in shape]
-    share = found["examples"] * LARGE.T * LARGE.V // N
+    share = found["examples"] * ON_TPU[name].changes.get("config.memory.loss_chunk_positions", LARGE.T) * LARGE.V // N
     if ON_TPU[name].axis == "tensor":
         assert of_vocabulary == []  # which is cut
     else:
