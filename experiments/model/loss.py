@@ -64,7 +64,7 @@ def _by_part(
 ) -> jax.Array:
     """Return the sum of `of_part(weights, x, *targets)` over the parts of the tokens."""
     spec = cuts_of(x_BxTxD.shape, "batch", "sequence", "embed_act")
-    of_batch, of_rows = [axes_in(entry) for entry in (spec or PartitionSpec(None, None))[:2]]
+    of_batch, of_rows = ((), ()) if spec is None else map(axes_in, spec[:2])
     axes, counts = (*of_batch, *of_rows), (num_devices(of_batch), num_devices(of_rows))
     if counts == (1, 1):
         return of_part(weights_VxD, x_BxTxD, *targets)
@@ -87,7 +87,9 @@ def _at_hand(weights_VxD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     is turned since of a sum libtpu scatters rows alone.
     """
     D, V = weights_VxD.shape[::-1]
-    width, vocabulary = cuts_of((D, V), "embed", "vocab") or (None, None)
+    spec = cuts_of((D, V), "embed", "vocab")
+    assert spec is not None, "without a mesh there are no parts"
+    width, vocabulary = spec
     inner = tuple(axis for axis in axes if axis in STATE_AXES)
     outer = tuple(axis for axis in axes if axis not in inner)
     L, S = num_devices(outer), num_devices(inner)
