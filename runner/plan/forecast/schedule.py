@@ -5,7 +5,7 @@ as long as it is not done: that time is exposed.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -87,8 +87,18 @@ def schedule(module: Module, transfers: Transfers, cost: Callable[[Op], Cost | N
     def steps_of(computation: str) -> tuple[Step, ...]:
         if computation not in known:
             ops = module.computations.get(computation, {}).values()
-            known[computation] = tuple(step for op in ops if (step := step_of(op)) is not None)
+            known[computation] = tuple(step for op in ops for step in around(op))
         return known[computation]
+
+    def around(op: Op) -> Iterator[Step]:
+        """The step of an op, between begin and end of the collective that runs beside it, if one does."""
+        beside = transfers.beside.get((op.computation, op.name))
+        if beside is not None:
+            yield Step(beside, begins=transfers.starts[beside.computation, beside.name])
+        if (step := step_of(op)) is not None:
+            yield step
+        if beside is not None:
+            yield Step(op, awaits=beside.name)
 
     def step_of(op: Op) -> Step | None:
         key = op.computation, op.name

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from runner.plan.forecast.array import arrays_in
+from runner.plan.forecast.matmul import matmuls_in
 from runner.plan.forecast.module import Module, Op
 from runner.plan.hlo import Collective
 from runner.plan.hlo.collective import located_collectives
@@ -32,11 +33,13 @@ class Transfers:
 
     Attributes:
         at_once: op -> a collective for which the ops wait where it stands.
+        beside: fusion with a matmul -> the collective inside it, among `starts`, that runs while the fusion does.
         starts: op -> what begins there.
         waits: op -> the op whose transfer it awaits, "" for the oldest of its kind that is under way.
     """
 
     at_once: dict[tuple[str, str], Transfer] = field(default_factory=dict)
+    beside: dict[tuple[str, str], Op] = field(default_factory=dict)
     starts: dict[tuple[str, str], Transfer] = field(default_factory=dict)
     waits: dict[tuple[str, str], str] = field(default_factory=dict)
 
@@ -49,7 +52,7 @@ def transfers_in(
 ) -> Transfers:
     """All transfers of a module. `seconds_of` is the time of one run of a collective."""
     found = Transfers()
-    holders: dict[str, tuple[str, Transfer]] = {}  # a computation -> the chain of the collective in it
+    holders: dict[str, tuple[str, str]] = {}  # a computation -> the collective in it, and its chain
     for place, collective in located_collectives(module.text, mesh_sizes):
         axes = " x ".join(collective.axes) or "none"
         lane = NETWORK if collective.is_between_slices else LINKS
@@ -60,7 +63,7 @@ def transfers_in(
             found.starts[computation, name] = transfer
         else:
             found.at_once[computation, name] = transfer
-            holders[computation] = "/".join(place.chain), transfer
+            holders[computation] = name, "/".join(place.chain)
     _lift(module, found, holders)
     for ops in module.computations.values():
         for op in ops.values():
@@ -87,13 +90,13 @@ def _meet(module: Module, found: Transfers) -> None:
             found.waits.pop((op.computation, op.name), None)
 
 
-def _lift(module: Module, found: Transfers, holders: Mapping[str, tuple[str, Transfer]]) -> None:
+def _lift(module: Module, found: Transfers, holders: Mapping[str, tuple[str, str]]) -> None:
     """Move a collective inside a fusion, or inside what is started, to the op that runs it.
 
     The pieces of one that is spread over several fusions share a chain: it runs from the one that starts it to the one
     that is done with it, and those between are ops like others.
     """
-    chains = {chain: transfer for chain, transfer in holders.values() if chain}
+    chains = {chain: found.at_once[computation, name] for computation, (name, chain) in holders.items() if chain}
     callers = [op for ops in module.computations.values() for op in ops.values() if op.callees.get("calls")]
     callers = [op for op in callers if not op.opcode.endswith(("-done", "-update"))]
     begun: dict[str, str] = {}
@@ -109,10 +112,21 @@ def _lift(module: Module, found: Transfers, holders: Mapping[str, tuple[str, Tra
     for op, chain in ended:
         found.waits[op.computation, op.name] = begun.get(chain, "")
     for op in callers:
-        _, transfer = holders.get(op.callees["calls"], ("", None))
-        key = op.computation, op.name
-        if transfer is not None and key not in found.starts:
-            (found.starts if op.opcode.endswith("-start") else found.at_once)[key] = transfer
+        name, _ = holders.get(op.callees["calls"], ("", ""))
+        if name and (op.computation, op.name) not in found.starts:
+            _place(module, found, op, module.computations[op.callees["calls"]][name])
+
+
+def _place(module: Module, found: Transfers, op: Op, collective: Op) -> None:
+    """Say how the collective inside an op runs: started by it, beside its matmul, or alone."""
+    key, inside = (op.computation, op.name), (collective.computation, collective.name)
+    transfer = found.at_once[inside]
+    if op.opcode.endswith("-start"):
+        found.starts[key] = transfer
+    elif matmuls_in(module, op):
+        found.beside[key], found.starts[inside] = collective, transfer
+    else:
+        found.at_once[key] = transfer
 
 
 def _chain_in(parts: Mapping[str, Op], chains: Mapping[str, Transfer]) -> str:

@@ -238,6 +238,30 @@ def test_the_pieces_of_one_collective_are_one_transfer_behind_the_ops_between(es
     assert [op.transfer * 1e9 for op in found.ops if op.basis == "links"] == [pytest.approx(1000)]
 
 
+# A collective in one fusion with a matmul of 50 ns at its roofline.
+BESIDE = computation(
+    "beside",
+    "%left = f32[25,10]{1,0} parameter(0)",
+    "%right = f32[10,10]{1,0} parameter(1)",
+    "%shard = f32[250]{0} parameter(2)",
+    f"%g = f32[500]{{0}} all-gather(%shard), {GROUPS}, dimensions={{0}}",
+    "%product = f32[25,10]{1,0} dot(%left, %right), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    "ROOT %both = (f32[25,10]{1,0}, f32[500]{0}) tuple(%product, %g)",
+)
+
+
+@pytest.mark.parametrize(("estimated", "high", "hidden"), [(400, 1000, 400), (3000, 3000, 1000)])
+def test_a_collective_in_a_fusion_with_a_matmul_runs_beside_it(estimated: int, high: int, hidden: int) -> None:
+    found = seen(
+        f"%m = (f32[25,10]{{1,0}}, f32[500]{{0}}) fusion(%x, %x, %x), kind=kOutput, calls=%beside, {cycles(estimated)}",
+        before=BESIDE,
+    )
+    assert nanoseconds(found)[1] == high
+    assert found.flops == 2 * 25 * 10 * 10
+    (collective,) = found.collectives().values()
+    assert [round(seconds * 1e9) for seconds in collective] == [1000 - hidden, hidden]
+
+
 def test_an_all_reduce_of_which_each_keeps_a_part_is_a_reduce_scatter_of_half_the_time() -> None:
     inner = computation(
         "scatters",
