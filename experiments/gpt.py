@@ -27,6 +27,7 @@ from experiments.model.blocks import (
     INIT_STDDEV,
     Dense,
     FromHeads,
+    LayerNorm,
     ToHeads,
     cut,
     flat,
@@ -150,8 +151,8 @@ class Block(nn.Module):
     def _dense(self, name: str, features: int, axes: tuple[str, str], stddev: float = INIT_STDDEV) -> Dense:
         return Dense(features, axes, stddev, self.param_dtype, self.compute_dtype, name=name)
 
-    def _layer_norm(self, name: str) -> nn.LayerNorm:
-        return make_layer_norm(name, self.param_dtype, self.compute_dtype)
+    def _layer_norm(self, name: str) -> LayerNorm:
+        return LayerNorm(LAYER_NORM_EPSILON, self.param_dtype, self.compute_dtype, name=name)
 
 
 class GPT(nn.Module):
@@ -211,7 +212,7 @@ class GPT(nn.Module):
         x_BxTxD = self._with_noise(x_BxTxD, examples_B, deterministic)
         x_BxTxD = Dropout(self.config.dropout, deterministic)(x_BxTxD, examples_B)
         x_BxTxD, cache = self._blocks(deterministic)(x_BxTxD, examples_B, segments, cache, start)
-        x_BxTxD = make_layer_norm("final_norm", self.param_dtype, self.compute_dtype)(x_BxTxD)
+        x_BxTxD = LayerNorm(LAYER_NORM_EPSILON, self.param_dtype, self.compute_dtype, name="final_norm")(x_BxTxD)
 
         if targets is not None:
             chunk = self.memory.loss_chunk_positions
@@ -251,19 +252,6 @@ class GPT(nn.Module):
 
     def _remat(self, block: type[Block]) -> type[nn.Module]:
         return rematerialised(block, self.memory.remat, is_in_line=self.config.layer_loop == "unroll")
-
-
-def make_layer_norm(name: str, param_dtype: DTypeLike, compute_dtype: DTypeLike) -> nn.LayerNorm:
-    """Return a layer norm that works in float32, hands on `compute_dtype` and keeps only its input for backward."""
-    return nn.remat(nn.LayerNorm, prevent_cse=False)(
-        epsilon=LAYER_NORM_EPSILON,
-        dtype=compute_dtype,
-        param_dtype=param_dtype,
-        scale_init=with_axes(nn.initializers.ones, "embed"),
-        bias_init=with_axes(nn.initializers.zeros, "embed"),
-        use_fast_variance=False,
-        name=name,
-    )
 
 
 class PretrainGPT(BaseTrainer):

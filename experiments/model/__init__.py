@@ -10,7 +10,8 @@
 - `row_splash`       the TPU's kernel for rows that several devices share
 - `attention`        causal attention, in the form that is fast on each platform
 - `scatter`          gradients of matrices whose columns are cut
-- `blocks`           projections, norms, the gated MLP, what is kept for the backward pass
+- `norm`             layer norm and RMS norm, with their gradients
+- `blocks`           projections, modules of norms, the gated MLP, what is kept for the backward pass
 - `loss`             from hidden states to the summed loss, by the tokens of each device
 - `noise`            noise on embeddings in training
 - `grouped`          matmuls of tokens that are grouped by expert
@@ -27,6 +28,7 @@ from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.blocks import (
     Dense,
     GatedMLP,
+    LayerNorm,
     RMSNorm,
     embed,
     rematerialised,
@@ -43,6 +45,7 @@ __all__ = [
     "Dense",
     "EmbeddingNoise",
     "GatedMLP",
+    "LayerNorm",
     "MixtureOfExperts",
     "MoeConfig",
     "RMSNorm",

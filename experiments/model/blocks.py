@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from experiments.model.form import keeps_heads_apart, kept, platform, policy_of_dots
+from experiments.model.norm import layer_norm, rms_norm
 from experiments.model.scatter import scattered_back
 from runner.train.mesh import axes_in, fitting_axes
 
@@ -178,15 +179,24 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         init = nn.initializers.zeros if self.has_offset else nn.initializers.ones
         scale = self.param("scale", with_axes(init, self.axis), x.shape[-1:], self.param_dtype)
-        return rms_norm(x, scale, self.epsilon, self.has_offset).astype(self.compute_dtype)
+        scale = scale.astype(jnp.float32)
+        return rms_norm(self.epsilon, x, 1 + scale if self.has_offset else scale).astype(self.compute_dtype)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2, 3))
-def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, has_offset: bool) -> jax.Array:
-    """Return x / rms(x) times `scale`, or 1 + `scale`, in float32."""
-    x, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
-    return x * inverse * (1 + scale if has_offset else scale)
+class LayerNorm(nn.Module):
+    """A layer norm in float32, handed on in `compute_dtype`, with the parameters of `flax.linen.LayerNorm`."""
+
+    epsilon: float
+    param_dtype: DTypeLike = jnp.float32
+    compute_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        inits = {"scale": nn.initializers.ones, "bias": nn.initializers.zeros}
+        scale, bias = (
+            self.param(name, with_axes(init, "embed"), x.shape[-1:], self.param_dtype) for name, init in inits.items()
+        )
+        return layer_norm(self.epsilon, x, scale, bias).astype(self.compute_dtype)
 
 
 class GatedMLP(nn.Module):
