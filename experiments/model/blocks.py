@@ -143,8 +143,7 @@ class ToHeads(Projection):
         N, H = self.num_heads, self.features // self.num_heads
         kernel_IxO = self.kernel_for(x_BTxI.shape[-1])
         if keeps_heads_apart():
-            y_BxNxTxH = jnp.einsum("bti,inh->bnth", x_BTxI, kernel_IxO.reshape(-1, N, H))
-            y_BxTxNxH = self.with_bias(y_BxNxTxH, N, 1, H).transpose(0, 2, 1, 3)
+            y_BxTxNxH = self.with_bias(jnp.einsum("bti,inh->btnh", x_BTxI, kernel_IxO.reshape(-1, N, H)), N, H)
         else:
             y_BxTxNxH = self.with_bias(x_BTxI @ kernel_IxO).reshape(*rows, N, H)
         return cut(y_BxTxNxH, "batch", "sequence", "heads", "head_dim")
