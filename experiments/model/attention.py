@@ -19,7 +19,6 @@ keys, W width of a head of values, Q queries of one block, S keys that a block o
 """
 
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -33,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from experiments.model.blocks import cut, num_devices, num_shards
-from experiments.model.form import KEPT, platform
+from experiments.model.form import KEPT, for_tpus, platform
 from experiments.model.row_attention import attend_to_rows
 from experiments.model.row_layout import rows_on_devices
 from runner.config import RowAttention
@@ -74,7 +73,7 @@ def causal_attention(
     arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
     rows = rows_on_devices(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, window=window, softcap=softcap, scale=scale)
     if rows is not None:
-        attend = _for_tpus("experiments.model.row_splash").attend if rows.has_kernel else attend_to_rows
+        attend = for_tpus("experiments.model.row_splash").attend if rows.has_kernel else attend_to_rows
         return cast(jax.Array, attend(rows, *arrays))
     forms = {}
     for name, candidates in FORMS.items():
@@ -215,7 +214,7 @@ def splash_attention(
     T is padded to whole blocks: at the end, where no real position sees it. The partitioner cannot split such a kernel,
     so under a mesh each device runs it on its own rows and heads.
     """
-    splash = _for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
+    splash = for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
     T, N, H = q_BxTxNxH.shape[1:]
     group, padding = N // k_BxTxKxH.shape[2], -T % _tpu_block_tokens(T, window)[0]
     factor = 1 / math.sqrt(H) if scale is None else scale
@@ -257,7 +256,7 @@ def _make_splash_kernel(
     """Attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), over a row that is padded."""
     unit, block = _tpu_block_tokens(length, window)
     padded = length + -length % unit
-    mask = _for_tpus("experiments.model.row_mask").RowMask(np.arange(padded), padded, window)
+    mask = for_tpus("experiments.model.row_mask").RowMask(np.arange(padded), padded, window)
     sizes = splash.BlockSizes(
         **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block),
         **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), unit),
@@ -272,10 +271,6 @@ def _make_splash_kernel(
         residual_checkpoint_name=KEPT,
     )
     return kernel
-
-
-def _for_tpus(module: str) -> ModuleType:
-    return importlib.import_module(module)  # slow, and for TPUs alone
 
 
 def _cudnn_takes(head_width: int) -> bool:

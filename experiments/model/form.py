@@ -9,7 +9,9 @@ The one place that chooses: parts of models ask it. It goes by the mesh (`jax.se
 compiled for a TPU on a machine without one has the TPU's form; without a mesh it is the CPU's.
 """
 
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -44,3 +46,8 @@ def policy_of_dots() -> Callable[..., bool]:
         return dots
     found: Callable[..., bool] = policies.save_from_both_policies(dots, policies.save_only_these_names(KEPT))
     return found
+
+
+def for_tpus(module: str) -> ModuleType:
+    """A module of the kernels of TPUs, which are slow to import."""
+    return importlib.import_module(module)

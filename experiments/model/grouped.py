@@ -7,7 +7,8 @@ Three layouts:
 - `blocked`: slots of an expert begin at a multiple of a block, and a loop multiplies block by block with the one expert
   it belongs to. No work but the rest of the last block of each. On CPU and GPU, where `jax.lax.ragged_dot` multiplies
   all rows by all experts.
-- `ragged`: without gaps, by `jax.lax.ragged_dot`. On TPU, which has it in hardware's own tiles.
+- `ragged`: without gaps. On TPU, by `jax.lax.ragged_dot`, of whose gradient with respect to the experts libtpu would
+  make one product of all rows for each expert: that is JAX's kernel of grouped products.
 
 Between tokens and slots every array is gathered, in the backward pass too, and never scattered.
 
@@ -23,7 +24,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from experiments.model.form import for_tpus
+
 MIN_BLOCK, MAX_BLOCK = 8, 256
+KERNEL_ROWS, KERNEL_COLUMNS = (
+    128,
+    1024,
+)  # the kernel takes a multiple of these rows, and at most so many columns at once
 Matmul = Callable[[jax.Array, jax.Array], jax.Array]  # ((P, I), (E, I, O)) -> (P, O), each slot by its expert
 
 
@@ -77,7 +84,7 @@ def _layout(
     if most_rows is not None:
         return num_experts * most_rows, jnp.arange(num_experts) * most_rows, batched_matmul
     if platform == "tpu":
-        return num_assignments, jnp.cumsum(counts_E) - counts_E, functools.partial(_ragged_matmul, counts_E)
+        return num_assignments, jnp.cumsum(counts_E) - counts_E, functools.partial(ragged_matmul, counts_E)
     block = block_rows(num_assignments, num_experts)
     num_blocks = (num_assignments + num_experts * (block - 1)) // block
     ends_E = jnp.cumsum(-(-counts_E // block))
@@ -186,8 +193,35 @@ def batched_matmul(x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
     return jnp.einsum("epi,eio->epo", x_PxI.reshape(E, -1, I), w_ExIxO).reshape(-1, O)
 
 
-def _ragged_matmul(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
+@jax.custom_vjp
+def ragged_matmul(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
+    """So many slots by the first expert, so many by the next, (P, O); zeros in those behind."""
     return lax.ragged_dot(x_PxI, w_ExIxO, counts_E)
+
+
+def _ragged_forward(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -> tuple[jax.Array, Any]:
+    return ragged_matmul(counts_E, x_PxI, w_ExIxO), (counts_E, x_PxI, w_ExIxO)
+
+
+def _ragged_backward(kept: Any, dy_PxO: jax.Array) -> tuple[None, jax.Array, jax.Array]:
+    counts_E, x_PxI, w_ExIxO = kept
+    _, pull_back = jax.vjp(lambda x_PxI: lax.ragged_dot(x_PxI, w_ExIxO, counts_E), x_PxI)
+    (dx_PxI,) = pull_back(dy_PxO)
+    return None, dx_PxI, _grouped_products(counts_E, x_PxI, dy_PxO).astype(w_ExIxO.dtype)
+
+
+ragged_matmul.defvjp(_ragged_forward, _ragged_backward)
+
+
+def _grouped_products(counts_E: jax.Array, x_PxI: jax.Array, y_PxO: jax.Array) -> jax.Array:
+    """Of each expert's slots the product of both, (E, I, O); the kernel adds up in float32."""
+    kernel = for_tpus("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    missing = -x_PxI.shape[0] % KERNEL_ROWS
+    x_PxI, y_PxO = (jnp.pad(rows, ((0, missing), (0, 0))) for rows in (x_PxI, y_PxO))
+    rows = next(size for size in (512, 256, KERNEL_ROWS) if x_PxI.shape[0] % size == 0)
+    tile = rows, *(min(KERNEL_COLUMNS, array.shape[1]) for array in (x_PxI, y_PxO))
+    found: jax.Array = kernel.tgmm(x_PxI.T, y_PxO, counts_E.astype(jnp.int32), x_PxI.dtype, tile)
+    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

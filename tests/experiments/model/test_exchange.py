@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.model import exchange, moe
 from experiments.model.decoder import PretrainDecoder
+from experiments.model.form import for_tpus
 from experiments.model.moe import MixtureOfExperts, MoeConfig
 from runner.errors import InvalidError
 from runner.plan.hlo import collectives
@@ -162,6 +163,8 @@ def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, outpu
 def test_what_a_tpu_sends_is_what_others_send(traffic, monkeypatch):
     """Which the CPU cannot: the operation is replaced by its documentation, and all else is as on a TPU."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+    kernel = for_tpus("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    monkeypatch.setattr(kernel, "tgmm", functools.partial(kernel.tgmm, interpret=True))
     monkeypatch.setattr(moe, "_platform", lambda: "tpu")
     assert_same(sharded(DATA_AND_EXPERT, "dropless", traffic), expected("dropless", traffic))
 
