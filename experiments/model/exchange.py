@@ -396,7 +396,8 @@ def _swapped(axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, c
     window = x_WxD.shape[0] // sent_G.size
     starts_G = window * jnp.arange(sent_G.size)
     own_G = jnp.full(sent_G.size, window * lax.axis_index(axes))
-    return lax.ragged_all_to_all(x_WxD, jnp.zeros_like(x_WxD), starts_G, sent_G, own_G, came_G, axis_name=axes)
+    into_WxD = lax.empty(x_WxD.shape, x_WxD.dtype)
+    return lax.ragged_all_to_all(x_WxD, into_WxD, starts_G, sent_G, own_G, came_G, axis_name=axes)
 
 
 def _swapped_forward(

@@ -145,7 +145,11 @@ def test_rows_that_cannot_be_cut_are_computed_by_each_device_with_its_own_expert
 
 
 def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What the documentation of `jax.lax.ragged_all_to_all` says; NaN if devices disagree about a size."""
+    """What the documentation of `jax.lax.ragged_all_to_all` says; NaN if devices disagree about a size.
+
+    And in all that nobody sends: on a TPU anything may stand there.
+    """
+    output = jnp.full_like(output, jnp.nan)
     sent, starts, sizes, ends = (
         jax.lax.all_gather(each, axis_name) for each in (operand, input_offsets, send_sizes, output_offsets)
     )
