@@ -12,6 +12,7 @@ from runner.plan.hlo.collective import located_collectives
 from runner.plan.hlo.text import Instruction, output_of
 
 COPIES, LINKS, NETWORK = "copies", "links", "network"
+_UPDATE = "dynamic-update-slice-start"
 _MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _START = re.compile(r'custom_call_target="AsyncCollectiveStart"')
 _DONE = re.compile(r'custom_call_target="AsyncCollectiveDone"')
@@ -145,7 +146,9 @@ def _copy(op: Op, found: Transfers, bytes_per_second: float) -> None:
     arrays = arrays_in(op.shape)
     target = arrays_in(made)
     size = sum(array.bytes for array in target)
-    source = arrays[1] if op.opcode == "copy-start" and len(arrays) > 1 else arrays[0]
+    source = arrays[1] if op.opcode in ("copy-start", _UPDATE) and len(arrays) > 1 else arrays[0]
+    if op.opcode == _UPDATE:  # in place: what moves is the new part
+        size = source.bytes
     both = sum(array.main_bytes for array in target) > 0 and source.main_bytes > 0
     found.starts[key] = Transfer(COPIES, "copy between memories", (1 + both) * size / bytes_per_second, size)
 

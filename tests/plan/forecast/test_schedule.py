@@ -59,6 +59,10 @@ COPY = (
     "%cd = f32[2500]{0:S(1)} copy-done(%cs)",
 )
 BIG = "%big = f32[2500]{0} parameter(1)"
+TO_HOST = (
+    "%us = ((f32[2500]{0:S(5)}, f32[250]{0}, s32[]), f32[2500]{0:S(5)}, u32[]) dynamic-update-slice-start(%big, %x, %i)",
+    "%ud = f32[2500]{0:S(5)} dynamic-update-slice-done(%us)",
+)
 GATHER = (
     f"%gs = (f32[250]{{0}}, f32[500]{{0}}) all-gather-start(%x), {GROUPS}, dimensions={{0}}",
     "%gd = f32[500]{0} all-gather-done(%gs)",
@@ -106,6 +110,7 @@ SCHEDULES = {
         9000,
     ),
     "a copy that nothing hides": ((BIG, *COPY), "", 10000, 10000),
+    "an update in place of what lies in the host's memory": ((BIG, *TO_HOST), "", 2000, 2000),
     "a copy that is hidden in part": ((BIG, COPY[0], negate(), COPY[1]), "", 10000, 10000),
     "a copy that is hidden whole": ((BIG, COPY[0], negate(estimated=12000), COPY[1]), "", 10000, 12000),
     "copies follow one another": (
