@@ -1,6 +1,8 @@
 """Jobs of the sizes that the benchmarks measure, ready to step."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from experiments.gpt import PretrainGPT
 from runner import ExecutionSpec, Topology
@@ -24,8 +26,12 @@ def make_job(
     job_class: type[PretrainGPT] = PretrainGPT,
     batch: tuple[int, int] | None = None,
     url: str | None = None,
+    train: Mapping[str, Any] | None = None,
 ) -> PretrainGPT:
-    """A GPT job of `size` in `directory`, or at `url`, which saves every `every_steps` (None: the default cadence)."""
+    """A GPT job of `size` in `directory`, or at `url`, which saves every `every_steps` (None: the default cadence).
+
+    `train` is further keys of `config.train`.
+    """
     examples, sequence_length = batch or BATCHES[size]
     spec = ExecutionSpec(
         name=f"bench_{size}",
@@ -39,7 +45,7 @@ def make_job(
             "data": {"sequence_length": sequence_length},
             "optimizer": {"learning_rate": 1e-3},
             "schedule": {"name": "constant"},
-            "train": {"total_steps": total_steps, "global_batch_examples": examples},
+            "train": {"total_steps": total_steps, "global_batch_examples": examples, **(train or {})},
         },
     )
     return job_class(spec)

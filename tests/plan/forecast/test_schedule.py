@@ -60,7 +60,8 @@ COPY = (
 )
 BIG = "%big = f32[2500]{0} parameter(1)"
 TO_HOST = (
-    "%us = ((f32[2500]{0:S(5)}, f32[250]{0}, s32[]), f32[2500]{0:S(5)}, u32[]) dynamic-update-slice-start(%big, %x, %i)",
+    "%us = ((f32[2500]{0:S(5)}, f32[250]{0}, s32[]), f32[2500]{0:S(5)}, u32[]) "
+    "dynamic-update-slice-start(%big, %x, %i)",
     "%ud = f32[2500]{0:S(5)} dynamic-update-slice-done(%us)",
 )
 GATHER = (
