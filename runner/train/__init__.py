@@ -14,6 +14,7 @@
 - `fields` what the step knows of the fields of a batch, and what it refuses to leave unread
 - `batch_layout` how the examples of a step are split over devices and micro-batches
 - `meta` what `forward` may return beside the loss, and how a row holds it
+- `along` what a function finds that each device calls for itself along some axes
 - `data_sum` sums over what the devices along `data` have computed, once a step
 - `fixed_order` sums over micro-batches in one order, whatever number of devices computes them
 - `step` pure train_step and val_step with accumulation

@@ -19,14 +19,12 @@ the partitioner reduces gradients over `data` in each micro-batch.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from runner.train.mesh import rules_without
-from runner.train.state import rules_in_force
+from runner.train.along import inside, is_of_tpus, named_axes
 
 DATA = "data"
 
@@ -41,26 +39,19 @@ def on_parts(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, batch:
     """Call `function(whole, batch)` along `data`, with its own part of each micro-batch of a batch (S, B, ...).
 
     Of the pair that it returns, the first is added up over all parts, and of the second it is the last part's that is
-    returned. Inside, `data` is no axis that a sharding may name. The others are as outside; where all of them are 1
-    there is no mesh, and what is traced is the program of one device. But a TPU's compiler then lays what kernels of
-    attention read and write in an order that it has to copy, 30 of 373 ms of `specs/gpt2_124m.yaml` by its own
-    estimates: there the mesh stays. Where no sum waits there is one part.
+    returned. Inside, `data` is no axis that a sharding may name; of the others see `along`. Where no sum waits there is
+    one part.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    is_tpu = mesh.abstract_device is not None and mesh.abstract_device.platform == "tpu"
-    if mesh.empty or not waits(mesh.shape, is_tpu=is_tpu):
+    if mesh.empty or not waits(mesh.shape, is_tpu=is_of_tpus(mesh)):
         return function(whole, batch)
-    is_alone = mesh.size == mesh.shape[DATA] and not is_tpu
-    inside = AbstractMesh((), (), abstract_device=mesh.abstract_device) if is_alone else None
-    rules = () if is_alone else rules_without((DATA,), rules_in_force())
 
     def on_part(whole: Any, batch: Any) -> tuple[Any, Any]:
-        here = jax.sharding.get_abstract_mesh() if inside is None else inside
-        with nn.logical_axis_rules(rules), jax.sharding.use_abstract_mesh(here):
+        with inside((DATA,), mesh):
             sums, last = function(whole, batch)
         return lax.psum(sums, DATA), jax.tree.map(lambda leaf: lax.all_gather(jnp.asarray(leaf), DATA)[-1], last)
 
-    specs, axes = (PartitionSpec(), PartitionSpec(None, DATA)), {*mesh.axis_names} if is_alone else {DATA}
+    specs, axes = (PartitionSpec(), PartitionSpec(None, DATA)), named_axes((DATA,))
     return jax.shard_map(on_part, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
         whole, batch
     )

@@ -28,16 +28,15 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from runner.train.along import inside, named_axes
 from runner.train.mesh import BATCH_AXES, num_batch_shards
 
 Node = tuple[int, int]  # (level, index)
-_NOWHERE = AbstractMesh((), ())
 
 
 class Course(NamedTuple):
@@ -119,18 +118,21 @@ def spread(function: Callable[..., Any], whole: Any, batch: Any) -> Any:
     """Return `function(whole, batch)`, called on every device with all of `whole` and its own part of `batch`.
 
     `batch` is cut along its first axis; the results must be the same on all devices. Without a mesh this is one device.
-    Inside there is no mesh, and logical names of axes mean nothing.
+    Inside logical names of axes mean nothing: all other axes of the mesh are 1.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return function(whole, batch)
 
     def on_device(rows: Any, batch: Any) -> Any:
-        with nn.logical_axis_rules(()), jax.sharding.use_abstract_mesh(_NOWHERE):
+        with inside(BATCH_AXES, mesh):
             return function(jax.tree.map(lambda row, leaf: row.reshape(jnp.shape(leaf)), rows, whole), batch)
 
     specs = PartitionSpec(), PartitionSpec(BATCH_AXES)
-    return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(as_rows(whole), batch)
+    spread = jax.shard_map(
+        on_device, in_specs=specs, out_specs=PartitionSpec(), axis_names=named_axes(BATCH_AXES), check_vma=False
+    )
+    return spread(as_rows(whole), batch)
 
 
 def gathered(values: Any, num_devices: int) -> Any:
