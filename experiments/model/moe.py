@@ -231,13 +231,14 @@ def compute_experts(
 ) -> jax.Array:
     """Return the weighted sum of what each token's experts make of it, (B, T, D).
 
-    Where experts and rows are whole each device groups the tokens of its own rows, and multiplies by its own columns of
-    every expert. Else see `exchange`.
+    Where experts, their width and rows are whole each device groups the tokens of its own rows, and multiplies by its own
+    columns of every expert. Else see `exchange`, also where every device has all experts for itself: it gathers them, and
+    scatters their gradients, which the partitioner would sum up whole on every device.
     """
     mesh, platform = jax.sharding.get_abstract_mesh(), _platform()
     expert = functools.partial(_mlp, activation)
     arrays = x_BxTxD, routing.experts, routing.weights, routing.kept
-    if _is_cut():
+    if _is_cut() or num_shards("embed") > 1:
         length = x_BxTxD.shape[1]
         capacity = None if config.capacity_factor is None else config.capacity(length)
         form = Form(expert, config.experts, capacity, length, platform)
