@@ -142,7 +142,7 @@ class Predictor:
         whole_bytes = weights.shared + weights.of_experts / sizes["expert"]
         traffic = estimate.hbm_traffic(state.state_bytes, whole_bytes, passes, accumulate_steps)
         work = Work(executed / math.prod(sizes.values()), traffic, inside, across)
-        working_bytes = gradients + tokens * sizing.activation_bytes_per_token
+        working_bytes = gradients + sizing.head_bytes + tokens * sizing.activation_bytes_per_token
         times = estimate.roofline(work, self.speeds, self.accelerator.chip.devices_per_chip)
         sent_in_step = work.interconnect_bytes + work.network_bytes
         return Prediction(micro_batch, state.state_bytes, working_bytes, sent_in_step, times)

@@ -13,6 +13,7 @@ class Sizing:
 
     Attributes:
         activation_bytes_per_token: kept for the backward pass.
+        head_bytes: of the matrix that makes logits, whole as a device gathers it, and of its gradient; not of a token.
         tensor_bytes_per_token: of the arrays that are gathered before the matmuls that `tensor` cuts, and scattered
             behind them, forward and backward: once where it is both.
         sequence_bytes_per_token: of keys and values that go to the devices which share the row, and of their gradients.
@@ -22,6 +23,7 @@ class Sizing:
     """
 
     activation_bytes_per_token: float = 0.0
+    head_bytes: float = 0.0
     tensor_bytes_per_token: float = 0.0
     sequence_bytes_per_token: float = 0.0
     expert_bytes_per_token: float = 0.0
@@ -77,12 +79,14 @@ def transformer_sizing(
     kept_of_layer = {"none": kept, "dots": kept_of_dots, "layers": width / tensor}[memory.remat]
     at_once = min(memory.loss_chunk_positions or own_positions, own_positions)
     logits = output_width * (itemsize + 4) * at_once / own_positions / tensor
+    is_in_chunks = memory.loss_chunk_positions is not None  # then the gradient is added up, in float32
     is_again = memory.remat != "none"
     reductions = 6 if memory.remat == "layers" else 4  # of each layer's attention and MLP, in each pass
     rounds = 3 + is_again  # keys and values forward and backward, and their gradients
     journeys = experts.journeys + 2 * is_again  # computed again there and back once more
     return Sizing(
         activation_bytes_per_token=itemsize * (layers * kept_of_layer + kept) + logits,
+        head_bytes=output_width * width * (itemsize + (4 if is_in_chunks else itemsize)) / tensor,
         tensor_bytes_per_token=reductions * layers * width * itemsize,
         sequence_bytes_per_token=rounds * layers * keys_and_values * itemsize / tensor,
         expert_bytes_per_token=journeys * experts.layers * experts.experts_per_token * width * itemsize,
