@@ -231,9 +231,9 @@ def compute_experts(
 ) -> jax.Array:
     """Return the weighted sum of what each token's experts make of it, (B, T, D).
 
-    Where experts, their width and rows are whole each device groups the tokens of its own rows, and multiplies by its own
-    columns of every expert. Else see `exchange`, also where every device has all experts for itself: it gathers them, and
-    scatters their gradients, which the partitioner would sum up whole on every device.
+    Where experts, their width and rows are whole each device groups the tokens of its own rows, and multiplies by its
+    own columns of every expert. Else see `exchange`, also where every device has all experts for itself: it gathers
+    them, and scatters their gradients, which the partitioner would sum up whole on every device.
     """
     mesh, platform = jax.sharding.get_abstract_mesh(), _platform()
     expert = functools.partial(_mlp, activation)

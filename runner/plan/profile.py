@@ -13,6 +13,7 @@ from runner.plan.forecast import Forecast, Rates, forecast, memory_at, trace_of
 from runner.plan.hlo import Collective
 from runner.plan.machine import Machine
 from runner.plan.program import Program, sent_bytes
+from runner.train.compilation import Memory
 
 _NUM_OPS, _NUM_LINES, _NUM_HELD, _NUM_TIMES = 20, 15, 8, 10
 
@@ -61,7 +62,7 @@ def profile_sections(
         _collective_section(found),
         _line_section(found),
         _op_section(found),
-        _memory_section(found, program.step.memory.temporaries),
+        _memory_section(found, program.step.memory),
     ]
 
 
@@ -137,11 +138,13 @@ def _op_section(found: Forecast) -> Section:
     return section
 
 
-def _memory_section(found: Forecast, temporaries: int) -> Section:
+def _memory_section(found: Forecast, memory: Memory) -> Section:
     section, alive = Section("memory over the step"), found.alive
     section.add("temporaries at the peak", alive.peak, "bytes", "counted", "alive at a time, by the scheduled order")
-    error = f"; the count is {(alive.peak - temporaries) / temporaries:+.1%} off" if temporaries else ""
-    section.add("temporaries as planned", temporaries, "bytes", "compiled", f"by the compiler{error}")
+    if memory.peak:
+        error = f"the count is {(alive.peak - memory.peak) / memory.peak:+.1%} off"
+        section.add("the same by the compiler", memory.peak, "bytes", "compiled", error)
+    section.add("temporaries as planned", memory.temporaries, "bytes", "compiled", "with what lies between them")
     for number, most in enumerate(memory_in_time(found, _NUM_TIMES)):
         name = f"{number * 100 // _NUM_TIMES} to {(number + 1) * 100 // _NUM_TIMES}% of the time"
         section.add(name, most, "bytes", "counted", "at most" if number == 0 else "")

@@ -120,8 +120,9 @@ class Memory:
 
     arguments: int
     outputs: int  # those that do not take the place of arguments
-    temporaries: int
+    temporaries: int  # as planned: what is alive at once, and what lies between
     code: int
+    peak: int = 0  # of temporaries that are alive at once; 0 where the compiler does not say it
 
     @property
     def needed(self) -> int:
@@ -137,6 +138,7 @@ def memory_of(compiled: Any) -> Memory:
         found.output_size_in_bytes - found.alias_size_in_bytes,
         found.temp_size_in_bytes,
         found.generated_code_size_in_bytes,
+        max(found.peak_memory_in_bytes - found.argument_size_in_bytes, 0),
     )
 
 
