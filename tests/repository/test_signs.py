@@ -28,7 +28,7 @@ def test_what_is_set_late_is_what_the_class_bodies_declare(signs: Signs) -> None
 
 def test_each_import_by_string_has_its_reason(signs: Signs) -> None:
     reasons = {
-        "experiments/model/attention.py": "the kernel of a platform that is not here",
+        "experiments/model/form.py": "the kernel of a platform that is not here",
         "runner/__init__.py": "public classes, without jax until they are asked for",
         "runner/__main__.py": "the commands, each of which brings what it needs",
         "runner/data/extra.py": "a package that is an extra, such as pyarrow",

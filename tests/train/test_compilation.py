@@ -31,6 +31,7 @@ class Compiler:
             alias_size_in_bytes=RESIDENT,
             temp_size_in_bytes=size * PER_EXAMPLE,
             generated_code_size_in_bytes=0,
+            peak_memory_in_bytes=0,
         )
         program = SimpleNamespace(memory_analysis=lambda: figures)
         return SimpleNamespace(size=size, memory=memory_of(program))

@@ -1,0 +1,57 @@
+"""Step time of the runner on a CPU beside that of a compiled torch of the same shapes, in turns.
+
+A GPT of 10.7M in float32, 8 rows of 256 tokens, fused AdamW, a global clip: two processes of which one stands still
+while the other is at work. Printed: the median of the ratios of neighbouring turns.
+
+    python -m tests.benchmarks.torch_step [--torch-python PYTHON] [--eager] [--rounds 6] [--steps 5]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.benchmarks.accelerator.section.speed import SHARED, open_trainer
+from tests.benchmarks.accelerator.size import GPT2, Model, Shape
+from tests.benchmarks.accelerator.turn import Player
+
+SHAPE = Shape("gpt", 6, 6, 6, 384, 1536, 256, 256, 8, 8)
+OPTIONS = ("config.precision.compute=float32", "config.memory.remat=none")
+
+
+def main() -> None:
+    """Print the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has torch")
+    parser.add_argument("--eager", action="store_true", help="torch uncompiled")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    variables = os.environ | SHARED | ({"TORCH_COMPILE_DISABLE": "1"} if options.eager else {})
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        ours = open_trainer(Model("gpt_10m", GPT2, SHAPE, options.rounds, options.steps, OPTIONS), scratch)
+        peer = [options.torch_python, "-m", "tests.benchmarks.accelerator.torch_gpt", json.dumps(asdict(SHAPE))]
+        with (
+            Player(ours, variables, scratch / "ours.log") as runner,
+            Player(peer, variables, scratch / "torch.log") as torch,
+        ):
+            for _ in range(options.rounds + 1):  # the first warms up
+                for player in (runner, torch):
+                    player.turn(options.steps)
+            pairs = list(zip(runner.turns[1:], torch.turns[1:], strict=True))
+            version = torch.ready.version
+    ratios = [own / other for own, other in pairs]
+    own, other = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+    print(
+        f"{own:.3f} s a step, torch {version} {'eager' if options.eager else 'compiled'} {other:.3f} s; ratio median "
+        f"{statistics.median(ratios):.3f} (least {min(ratios):.3f}, most {max(ratios):.3f})"
+    )
+
+
+if __name__ == "__main__":
+    main()
