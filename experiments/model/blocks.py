@@ -143,6 +143,7 @@ class ToHeads(Projection):
         N, H = self.num_heads, self.features // self.num_heads
         kernel_IxO = self.kernel_for(x_BTxI.shape[-1])
         if keeps_heads_apart():
+            # In this order, though the kernel wants heads first: so the compiler copies nothing, its gradients neither.
             y_BxTxNxH = self.with_bias(jnp.einsum("bti,inh->btnh", x_BTxI, kernel_IxO.reshape(-1, N, H)), N, H)
         else:
             y_BxTxNxH = self.with_bias(x_BTxI @ kernel_IxO).reshape(*rows, N, H)
