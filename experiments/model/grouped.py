@@ -27,10 +27,8 @@ from jax import lax
 from experiments.model.form import for_tpus
 
 MIN_BLOCK, MAX_BLOCK = 8, 256
-KERNEL_ROWS, KERNEL_COLUMNS = (
-    128,
-    1024,
-)  # the kernel takes a multiple of these rows, and at most so many columns at once
+KERNEL_ROWS = 128  # the kernel takes a multiple of them
+KERNEL_COLUMNS = 1024  # of either array that a tile of the kernel has, at most
 Matmul = Callable[[jax.Array, jax.Array], jax.Array]  # ((P, I), (E, I, O)) -> (P, O), each slot by its expert
 
 

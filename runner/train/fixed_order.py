@@ -128,11 +128,10 @@ def spread(function: Callable[..., Any], whole: Any, batch: Any) -> Any:
         with inside(BATCH_AXES, mesh):
             return function(jax.tree.map(lambda row, leaf: row.reshape(jnp.shape(leaf)), rows, whole), batch)
 
-    specs = PartitionSpec(), PartitionSpec(BATCH_AXES)
-    spread = jax.shard_map(
-        on_device, in_specs=specs, out_specs=PartitionSpec(), axis_names=named_axes(BATCH_AXES), check_vma=False
+    specs, axes = (PartitionSpec(), PartitionSpec(BATCH_AXES)), named_axes(BATCH_AXES)
+    return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
+        as_rows(whole), batch
     )
-    return spread(as_rows(whole), batch)
 
 
 def gathered(values: Any, num_devices: int) -> Any:
