@@ -20,6 +20,7 @@ from runner.accelerator import compiler_options
 from runner.checkpoint.leaves import form_problems, strong
 from runner.errors import InvalidError, StateError
 from runner.train.batch_layout import BatchLayout
+from runner.train.merged import merged
 from runner.train.meta import refuse_meta, with_means
 from runner.train.recipe.injected import injected_rate
 from runner.train.rider import Rider, refuse_left_behind
@@ -63,7 +64,8 @@ def trace_train_step(
         return after, loss, meta | counted | ({} if rate is None else {"learning_rate": rate})
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))
+    program = merged(step) if layout.is_ordered else step
+    jitted = jax.jit(program, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))
     with sharding_rules(layout.mesh):
         return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
 
@@ -76,8 +78,9 @@ def lower_train_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stag
 
 def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Traced:
     """Trace `(state, batch) -> (loss_sum, token_count, last_meta)`. Raises `InvalidError` if no row can hold meta."""
+    program = _refusing_meta(val_step, layout)
     with sharding_rules(layout.mesh):
-        return jax.jit(_refusing_meta(val_step, layout)).trace(abstract, layout.abstract_batch())
+        return jax.jit(merged(program) if layout.is_ordered else program).trace(abstract, layout.abstract_batch())
 
 
 def lower_val_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stages.Lowered:

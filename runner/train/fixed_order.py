@@ -53,9 +53,14 @@ class Course(NamedTuple):
     nodes: tuple[Node, ...]
 
 
+def root(num_groups: int) -> Node:
+    """The node that is the sum of all groups."""
+    return (num_groups - 1).bit_length(), 0
+
+
 @functools.cache
-def course(start: int, stop: int) -> Course:
-    """For groups `start` to `stop` - 1."""
+def course(start: int, stop: int, is_alone: bool = False) -> Course:
+    """For groups `start` to `stop` - 1; where these are all, so that a device is alone, up to the root."""
     places, joined, stack = [], [], list[Node]()
     for group in range(start, stop):
         node, number = (0, group), 0
@@ -65,13 +70,15 @@ def course(start: int, stop: int) -> Course:
         places.append(len(stack))
         joined.append(number)
         stack.append(node)
+    if is_alone:
+        places[-1], joined[-1], stack = 0, joined[-1] + places[-1], [root(stop)]
     return Course(tuple(places), tuple(joined), tuple(stack))
 
 
 def courses_of(num_groups: int, num_devices: int) -> list[Course]:
     """Of each device, where as many devices have the same number of groups."""
     own = num_groups // num_devices
-    return [course(own * device, own * (device + 1)) for device in range(num_devices)]
+    return [course(own * device, own * (device + 1), num_devices == 1) for device in range(num_devices)]
 
 
 def stack_depth(num_groups: int, num_devices: int) -> int:
@@ -182,7 +189,7 @@ def _total(num_groups: int, nodes: Sequence[Sequence[Node]], stack: jax.Array) -
     is_alone = num_devices == 1
     came = shares.swapaxes(0, 1) if is_alone else lax.all_to_all(shares, BATCH_AXES, split_axis=1, concat_axis=0)
     known = {node: came[device, place] for device, each in enumerate(nodes) for place, node in enumerate(each)}
-    share = _node((max(num_groups - 1, 0).bit_length(), 0), num_groups, known)
+    share = _node(root(num_groups), num_groups, known)
     whole = share if is_alone else lax.all_gather(share, BATCH_AXES, axis=0, tiled=True)
     return whole[: flat.shape[1]].reshape(shape)
 

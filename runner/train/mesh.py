@@ -192,12 +192,11 @@ def refuse_other_orders(mesh: Mesh, same_bits_devices: int) -> None:
                 f"{axis} is {mesh.shape[axis]}; make it 1, or same_bits_devices null"
             )
     number = num_batch_shards(mesh)
-    if number == 1 or same_bits_devices % number:
-        # XLA compiles what a single device runs in another way, and not to the same bits.
-        fitting = [size for size in range(2, same_bits_devices + 1) if same_bits_devices % size == 0]
+    if same_bits_devices % number:
+        fitting = [size for size in range(1, same_bits_devices + 1) if same_bits_devices % size == 0]
         raise InvalidError(
-            f"config.train.same_bits_devices={same_bits_devices} cannot be spread over {number} "
-            f"device{'s' * (number > 1)} (data x fsdp); use {', '.join(map(str, fitting))}"
+            f"config.train.same_bits_devices={same_bits_devices} cannot be spread over {number} devices "
+            f"(data x fsdp); use {', '.join(map(str, fitting))}"
         )
 
 

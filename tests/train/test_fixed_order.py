@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner.errors import InvalidError
 from runner.train import fixed_order
+from runner.train.merged import merged
 from runner.train.mesh import BATCH_AXES, refuse_other_orders
 from runner.train.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
 from runner.train.step import train_step, val_step
@@ -35,8 +36,8 @@ class Term:
 def sum_on(num_groups, num_devices):
     """How `num_devices` devices add up as many groups as there are, by their courses and the rest of the tree."""
     own, known, depth = num_groups // num_devices, {}, fixed_order.stack_depth(num_groups, num_devices)
-    for device in range(num_devices):
-        course, stack = fixed_order.course(own * device, own * (device + 1)), {}
+    for device, course in enumerate(fixed_order.courses_of(num_groups, num_devices)):
+        stack = {}
         for number, (place, joined) in enumerate(zip(course.places, course.joined, strict=True)):
             term = Term(str(own * device + number))
             for count in range(joined):
@@ -45,7 +46,7 @@ def sum_on(num_groups, num_devices):
             assert max(place + joined - 1, place) < depth
         assert len(course.nodes) <= fixed_order.num_subtrees(num_groups, num_devices) <= depth
         known |= {node: stack[place] for place, node in enumerate(course.nodes)}
-    return fixed_order._node(((num_groups - 1).bit_length(), 0), num_groups, known).text
+    return fixed_order._node(fixed_order.root(num_groups), num_groups, known).text
 
 
 def test_the_order_of_a_tree():
@@ -66,7 +67,7 @@ V, T, M, KEY = 64, 16, 12, jax.random.key(0)
 MODEL = GPT(GPTConfig(layers=2, heads=2, width=16, dropout=0.1), V, T)
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 WHOLE = {"data": 2}
-MESHES = [{"fsdp": 3}, {"data": 4}, {"data": 3, "fsdp": 2}, {"data": 6}, {"fsdp": 2}, {"data": 2, "fsdp": 2}]
+MESHES = [{}, {"fsdp": 3}, {"data": 4}, {"data": 3, "fsdp": 2}, {"data": 6}, {"fsdp": 2}, {"data": 2, "fsdp": 2}]
 
 
 @functools.cache
@@ -97,11 +98,12 @@ def steps_on(sizes, num_groups, m, options=()):
     with sharding_rules(mesh):
         state = jax.jit(make, out_shardings=shardings)(KEY)
         batch = jax.device_put(batch_of(m), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
-        jitted, found = jax.jit(step, out_shardings=(shardings, None, None), compiler_options=dict(options)), []
+        jitted = jax.jit(merged(step), out_shardings=(shardings, None, None), compiler_options=dict(options))
+        found = []
         for _ in range(3):
             state, loss, meta = jitted(state, batch)
             found.append((loss, meta))
-        sums = jax.jit(functools.partial(val_step, PretrainGPT.forward, num_groups=num_groups))(state, batch)
+        sums = jax.jit(merged(functools.partial(val_step, PretrainGPT.forward, num_groups=num_groups)))(state, batch)
     return jax.device_get((state.params, state.opt_state, found, sums))
 
 
@@ -109,6 +111,7 @@ def steps_on(sizes, num_groups, m, options=()):
     ("sizes", "num_groups", "m", "options"),
     [
         pytest.param({"fsdp": 3}, 12, 1, (), id="compiled in little time"),
+        pytest.param({}, 12, 1, (), id="one device, compiled in little time"),
         *(
             pytest.param(
                 *(sizes, num_groups, m, tuple(AS_USERS.items())),
@@ -137,8 +140,7 @@ def test_the_usual_order_depends_on_the_number_of_devices():
 @pytest.mark.parametrize(
     ("sizes", "devices", "message"),
     [
-        ({"data": 8}, 12, "cannot be spread over 8 devices .*; use 2, 3, 4, 6, 12"),
-        ({}, 4, "cannot be spread over 1 device .*; use 2, 4"),
+        ({"data": 8}, 12, "cannot be spread over 8 devices .*; use 1, 2, 3, 4, 6, 12"),
         ({"data": 2, "tensor": 2}, 4, "holds for data x fsdp alone, and topology.mesh.tensor is 2"),
         ({"data": 2, "sequence": 2}, 4, "holds for data x fsdp alone, and topology.mesh.sequence is 2"),
         ({"expert": 4}, 4, "holds for data x fsdp alone, and topology.mesh.expert is 4"),

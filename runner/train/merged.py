@@ -1,0 +1,179 @@
+"""A traced program with each of its operations once, and nothing in it that a compiler must unfold first. Pure.
+
+XLA unfolds calls and merges equal operations before its partitioner, so where a program is of several devices. That of
+a single device goes to the algebraic simplifier as it is, and some of its rules ask how many users an operation has: it
+makes a division by a sum that is broadcast a multiplication by 1 / sum, if nobody else uses the broadcast. A softmax
+and its gradient share one, and so their last bits differed between one device and two. What comes in this form meets
+the simplifier in the same one on any number of devices.
+
+It is no other arithmetic: the operations and their order are those of the program.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
+
+Atom = Var | Literal
+
+# Calls, by what holds the program that they call.
+_CALLS = {
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+}
+# Operations that hold programs, which are brought to this form too.
+_HOLDERS = {*_CALLS, "cond", "scan", "shard_map", "while"}
+# What broadcasts a smaller operand by itself, each time anew.
+_ELEMENTWISE = set(
+    "add add_any and atan2 div eq ge gt le lt max min mul ne nextafter or pow rem shift_left shift_right_arithmetic "
+    "shift_right_logical sub xor".split()
+)
+_IMPURE = {"rng_uniform"}
+
+
+def merged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes the same; what is traced of it has each operation once."""
+
+    @functools.wraps(function)
+    def once(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        program = _Forms().of(closed.jaxpr)
+        found = jax.core.eval_jaxpr(program, closed.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return once
+
+
+class _Forms:
+    """Programs in this form; of one that stands in several places there is one."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Jaxpr, Jaxpr]] = {}
+
+    def of(self, program: Jaxpr) -> Jaxpr:
+        """A program with the same inputs and results."""
+        if id(program) not in self._known:
+            inputs: list[Atom] = [*program.constvars, *program.invars]
+            taken = _Taken(self)
+            results = taken.over(program, inputs, None)
+            self._known[id(program)] = program, program.replace(eqns=taken.equations, outvars=results)
+        return self._known[id(program)][1]
+
+    def within(self, value: Any) -> Any:
+        """A parameter of an operation, with the programs that it holds in this form."""
+        if isinstance(value, ClosedJaxpr):
+            return value.replace(jaxpr=self.of(value.jaxpr))
+        if isinstance(value, Jaxpr):
+            return self.of(value)
+        if isinstance(value, tuple) and any(isinstance(each, ClosedJaxpr) for each in value):
+            return tuple(map(self.within, value))
+        return value
+
+
+class _Taken:
+    """Operations taken over from a program, and from those that it calls, each once."""
+
+    def __init__(self, forms: _Forms) -> None:
+        self.equations: list[JaxprEqn] = []
+        self._forms = forms
+        self._known: dict[Any, list[Var]] = {}
+
+    def over(self, program: Jaxpr, inputs: Sequence[Atom], names: Any) -> list[Atom]:
+        """Take over what `program` computes of its constants and `inputs`; returns where its results are.
+
+        `names` are those under which it was called, for what is told of each operation.
+        """
+        here: dict[Var, Atom] = dict(zip([*program.constvars, *program.invars], inputs, strict=True))
+
+        def found(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else here[atom]
+
+        for equation in program.eqns:
+            if names is not None:
+                source = equation.source_info
+                equation = equation.replace(source_info=source.replace(name_stack=names + source.name_stack))
+            given = [found(atom) for atom in equation.invars]
+            called = _called(equation)
+            if called is None:
+                results: Sequence[Atom] = self._once(equation, given)
+            else:
+                results = self.over(called, given, equation.source_info.name_stack)
+            here.update(zip(equation.outvars, results, strict=True))
+        return [found(atom) for atom in program.outvars]
+
+    def _once(self, equation: JaxprEqn, given: list[Atom]) -> list[Var]:
+        """The results of an operation, which may have been taken over before."""
+        name, params = equation.primitive.name, equation.params
+        if name in _ELEMENTWISE:
+            given = [self._broadcast(equation, atom) for atom in given]
+        key = _key(equation, given)
+        if key in self._known and not equation.effects and name not in _IMPURE:
+            return self._known[key]
+        if name in _HOLDERS:
+            params = {name: self._forms.within(value) for name, value in params.items()}
+        results = [Var(each.aval) for each in equation.outvars]
+        self.equations.append(equation.replace(invars=given, outvars=results, params=params))
+        self._known[key] = results
+        return results
+
+    def _broadcast(self, equation: JaxprEqn, atom: Atom) -> Atom:
+        """An operand of an operation, as large as its result."""
+        result = equation.outvars[0].aval
+        shape = np.shape(atom.aval)
+        if shape == result.shape:
+            return atom
+        dimensions = tuple(range(len(result.shape) - len(shape), len(result.shape)))
+        params = {"shape": result.shape, "broadcast_dimensions": dimensions, "sharding": None}
+        wide = result.update(dtype=atom.aval.dtype, weak_type=atom.aval.weak_type)
+        of_source = {"source_info": equation.source_info, "ctx": equation.ctx}
+        made = new_jaxpr_eqn([atom], [Var(wide)], lax.broadcast_in_dim_p, params, set(), **of_source)
+        return self._once(made, [atom])[0]
+
+
+def _called(equation: JaxprEqn) -> Jaxpr | None:
+    """The program that an operation calls, if that is all it does."""
+    name, params = equation.primitive.name, equation.params
+    if name not in _CALLS or (name == "remat2" and _stands_apart(params)):
+        return None
+    held = params[_CALLS[name]]
+    if isinstance(held, Jaxpr):
+        return held
+    shardings = (*params["in_shardings"], *params["out_shardings"]) if name == "jit" else ()
+    says_more = any(isinstance(each, jax.sharding.Sharding) for each in shardings)
+    return None if held.consts or says_more else held.jaxpr
+
+
+def _stands_apart(params: Mapping[str, Any]) -> bool:
+    """Whether what is computed a second time must not become one with what was computed first."""
+    prevents = params["prevent_cse"]
+    return bool(params["differentiated"] and (any(prevents) if isinstance(prevents, tuple) else prevents))
+
+
+def _key(equation: JaxprEqn, given: Sequence[Atom]) -> Any:
+    """What two operations have in common that have the same results."""
+    params = tuple((name, _of_param(value)) for name, value in sorted(equation.params.items()))
+    results = tuple(str(each.aval) for each in equation.outvars)
+    return equation.primitive, params, results, tuple(map(_of_atom, given))
+
+
+def _of_param(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def _of_atom(atom: Atom) -> Any:
+    if isinstance(atom, Literal):
+        value = np.asarray(atom.val)
+        return str(atom.aval), value.dtype.name, value.tobytes()
+    return atom

@@ -1,0 +1,176 @@
+"""A traced program in its merged form: the same values, each operation once, and nothing that must be unfolded."""
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, check_jaxpr, jaxprs_in_params
+from jax.sharding import PartitionSpec
+
+from runner.train.mesh import BATCH_AXES
+from runner.train.merged import merged
+from runner.train.state import sharding_rules
+from tests.support.tiny import mesh_over
+
+X = jnp.linspace(-2.0, 3.0, 24, dtype=jnp.float32).reshape(4, 6)
+
+
+def softmaxes(x: jax.Array) -> jax.Array:
+    return jax.nn.softmax(x) * jax.nn.softmax(x) + jax.nn.softmax(x)
+
+
+@jax.custom_jvp
+def cube(x: jax.Array) -> jax.Array:
+    return x * x * x
+
+
+@jax.custom_vjp
+def halved(x: jax.Array) -> jax.Array:
+    return x / 2
+
+
+cube.defjvp(lambda primals, tangents: (cube(primals[0]), 3 * primals[0] ** 2 * tangents[0]))
+halved.defvjp(lambda x: (halved(x), None), lambda _, given: (given / 2,))
+
+
+def scanned(x: jax.Array) -> jax.Array:
+    return lax.scan(lambda carry, _: (softmaxes(carry), carry.sum()), x, None, length=3)[0]
+
+
+def looped(x: jax.Array) -> jax.Array:
+    return lax.while_loop(lambda carry: carry[0] < 3, lambda carry: (carry[0] + 1, softmaxes(carry[1])), (0, x))[1]
+
+
+def chosen(x: jax.Array) -> jax.Array:
+    return lax.cond(x.sum() > 0, softmaxes, lambda x: softmaxes(-x), x)
+
+
+def over_devices(x: jax.Array) -> jax.Array:
+    specs = PartitionSpec(BATCH_AXES)
+    return jax.shard_map(
+        lambda part: softmaxes(part) + lax.psum(part, BATCH_AXES), in_specs=specs, out_specs=specs, check_vma=False
+    )(x)
+
+
+# What a program can be made of; operations that hold programs stand here by name.
+PROGRAMS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "plain": softmaxes,
+    "jit": lambda x: jax.jit(softmaxes)(x) + jax.jit(softmaxes)(x + 1),
+    "custom_jvp_call": lambda x: cube(x) + cube(x) * x,
+    "custom_vjp_call": lambda x: halved(x) + halved(x) * x,
+    "remat2": jax.checkpoint(softmaxes),
+    "remat2, alike": jax.checkpoint(softmaxes, prevent_cse=False),
+    "scan": scanned,
+    "while": looped,
+    "cond": chosen,
+    "shard_map": over_devices,
+    "constants": lambda x: x * np.arange(6, dtype=np.float32) + x * np.arange(6, dtype=np.float32),
+    "scalars": lambda x: jnp.where(x > 0, x * 2.0, -x) + 2.0 * x,
+    "half": lambda x: softmaxes(x.astype(jnp.bfloat16)).astype(jnp.float32),
+}
+CANNOT_DIFFERENTIATE = {"while"}
+
+
+def within(program: Jaxpr) -> Iterator[Jaxpr]:
+    yield program
+    for equation in program.eqns:
+        for inner in jaxprs_in_params(equation.params):
+            yield from within(inner)
+
+
+def trace(function: Callable[..., Any], *inputs: Any) -> ClosedJaxpr:
+    return jax.make_jaxpr(function)(*inputs)
+
+
+CASES = [
+    *(pytest.param(name, False, id=name) for name in PROGRAMS),
+    *(pytest.param(name, True, id=f"gradient of {name}") for name in PROGRAMS if name not in CANNOT_DIFFERENTIATE),
+]
+
+
+@pytest.mark.parametrize(("name", "is_gradient"), CASES)
+def test_it_computes_the_same_and_no_operation_twice(name: str, is_gradient: bool) -> None:
+    function = PROGRAMS[name]
+    if is_gradient:
+        if name in CANNOT_DIFFERENTIATE:
+            function = lambda x: jnp.vdot(x, PROGRAMS[name](x))  # noqa: E731 - another program, of its values
+        else:
+            function = jax.grad(lambda x: jnp.vdot(x, PROGRAMS[name](x)))
+    with sharding_rules(mesh_over({"data": 4})):
+        once = trace(merged(function), X)
+        check_jaxpr(once.jaxpr)
+        np.testing.assert_allclose(jax.jit(merged(function))(X), jax.jit(function)(X), rtol=1e-5, atol=1e-6)
+    for program in within(once.jaxpr):
+        operations = collections.Counter(
+            (each.primitive.name, tuple(map(str, each.invars)), str(each.params)) for each in program.eqns
+        )
+        assert set(operations.values()) <= {1}
+        names = {each.primitive.name for each in program.eqns}
+        assert not names & {"jit", "custom_jvp_call", "custom_vjp_call", "closed_call"}
+
+
+def test_a_softmax_and_its_gradient_share_the_sum_that_both_divide_by() -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.vdot(x, jax.nn.softmax(x))
+
+    def broadcasts(function: Callable[..., Any]) -> int:
+        """Those that a compiler is given, where operations broadcast by themselves, too."""
+        return jax.jit(function).lower(X).as_text().count("stablehlo.broadcast_in_dim")
+
+    gradient = jax.value_and_grad(loss)
+    divisions = [each for each in trace(merged(gradient), X).jaxpr.eqns if each.primitive.name == "div"]
+    first, second = (each.invars[1] for each in divisions if each.invars[1].aval.shape == X.shape)
+    assert first is second
+    assert broadcasts(merged(gradient)) < broadcasts(gradient)
+
+
+def test_what_is_computed_a_second_time_on_purpose_stays_apart() -> None:
+    def loss(x: jax.Array, prevent_cse: bool) -> jax.Array:
+        return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevent_cse)(x).sum()
+
+    def sines(prevent_cse: bool) -> list[int]:
+        program = trace(merged(jax.value_and_grad(lambda x: loss(x, prevent_cse))), X).jaxpr
+        return [sum(each.primitive.name == "sin" for each in inner.eqns) for inner in within(program)]
+
+    assert sines(prevent_cse=True) == [2, 1]
+    assert sines(prevent_cse=False) == [2]
+
+
+def test_numbers_are_the_same_only_with_the_same_bits_and_type() -> None:
+    def function(x: jax.Array) -> Any:
+        one, other = x * np.float32(0.0), x * np.float32(-0.0)
+        return one, other, x.astype(jnp.int32) * 2, x * 2
+
+    found = jax.jit(merged(function))(X)
+    assert [each.tobytes() for each in found] == [each.tobytes() for each in jax.jit(function)(X)]
+
+
+def test_what_is_done_for_its_effect_is_done_each_time_and_in_order() -> None:
+    seen: list[float] = []
+
+    def function(x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            jax.debug.callback(lambda value: seen.append(float(value)), x[0, 0], ordered=True)
+        jax.debug.callback(lambda value: seen.append(float(value)), x[0, 1], ordered=True)
+        return x
+
+    jax.jit(merged(function))(X)
+    jax.effects_barrier()
+    assert seen == [float(X[0, 0]), float(X[0, 0]), float(X[0, 1])]
+
+
+def test_a_result_that_nobody_asked_for_at_first_can_be_asked_for_later() -> None:
+    def function(x: jax.Array) -> Any:
+        values, _ = lax.top_k(x, 2)
+        _, places = lax.top_k(x, 2)
+        return values, places
+
+    program = trace(merged(function), X).jaxpr
+    assert sum(each.primitive.name == "top_k" for each in program.eqns) == 1
+    for found, expected in zip(jax.jit(merged(function))(X), function(X), strict=True):
+        np.testing.assert_array_equal(found, expected)
