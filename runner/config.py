@@ -175,9 +175,9 @@ class TrainConfig(Frozen):
     same_bits_devices: int | None = Field(
         default=None,
         ge=2,
-        description="The run ends in the same bits on any number of devices, from 2 on, that divides this one: data x "
-        "fsdp, on any number of hosts. Needs micro_batch_examples; each device then holds whole gradients. null: on "
-        "one number of them.",
+        description="The run ends in the same bits on any number of devices that divides this one, 1 among them: "
+        "data x fsdp, on any number of hosts. Needs micro_batch_examples; each device then holds whole gradients. "
+        "null: on one number of them.",
     )
 
     @model_validator(mode="after")

@@ -26,9 +26,11 @@ from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, ExecutionSpec, RestoreableJob
 from runner.config import PrecisionConfig
+from runner.recipe import OPTIMIZERS
 from runner.storage import read_json
 from runner.train.mesh import AXES
 from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
+from tests.support import ordered
 from tests.support.judged import write_questions
 from tests.support.tiny import counter, gpt, outcome, stop_after
 
@@ -425,9 +427,15 @@ def write_texts(directory: Path) -> Path:
     return directory / "*.txt"
 
 
-def check(row: list[Case], directory: Path, job_class: type[BaseTrainer], base: dict[str, Any] = BASE) -> None:
-    """The values of a row, together."""
-    together = {key: value for case in row for key, value in case.changes.items()}
+def all_of(row: list[Case]) -> dict[str, Any]:
+    """What the values of a row change, together."""
+    return {key: value for case in row for key, value in case.changes.items()}
+
+
+def maker(
+    together: dict[str, Any], directory: Path, job_class: type[BaseTrainer], base: dict[str, Any]
+) -> Callable[..., BaseTrainer]:
+    """What makes jobs with these values by the name of their directory."""
 
     def make(name: str, **changes: Any) -> BaseTrainer:
         places = {"WARM": str(directory / "warm"), "LOCAL": str(directory / f"{name}.local")}
@@ -438,6 +446,13 @@ def check(row: list[Case], directory: Path, job_class: type[BaseTrainer], base: 
         placed = {key: put_in_place(value, places) for key, value in together.items()}
         return gpt(directory / name, job_class, **base | placed | changes)
 
+    return make
+
+
+def check(row: list[Case], directory: Path, job_class: type[BaseTrainer], base: dict[str, Any] = BASE) -> None:
+    """The values of a row, together."""
+    together = all_of(row)
+    make = maker(together, directory, job_class, base)
     if "checkpoint.init_from" in together:
         make("warm", **{"checkpoint.init_from": None})()
     for case in row:
@@ -488,7 +503,7 @@ def test_each_value_alone_resumes_to_the_bits_of_an_undisturbed_run(case: Case, 
 
 @pytest.mark.parametrize("row", packed(DECODERS), ids=lambda row: f"{len(row)} values")
 def test_values_of_a_decoder_together_make_a_train_step(row: list[Case], tmp_path: Path) -> None:
-    together = {key: value for case in row for key, value in case.changes.items()}
+    together = all_of(row)
     job = gpt(tmp_path / "run", PretrainDecoder, **DECODER_BASE | together)
     assert all(case.value == OPEN or value_in(job, case.key) == case.value for case in row)
     job.design.trace(job.design.draw(jax.devices()))
@@ -498,6 +513,39 @@ def test_values_of_a_decoder_together_make_a_train_step(row: list[Case], tmp_pat
 @pytest.mark.parametrize("case", DECODERS, ids=str)
 def test_each_value_of_a_decoder_resumes_to_the_bits_of_an_undisturbed_run(case: Case, tmp_path: Path) -> None:
     check([case], tmp_path, PretrainDecoder, DECODER_BASE)
+
+
+def can_be_ordered(case: Case) -> bool:
+    """Whether a value bears on the program of a step, and can stand beside `same_bits_devices`."""
+    name = case.changes.get("config.optimizer.name", "adamw")
+    return (
+        case.key.startswith("config.")
+        and not case.key.startswith(("config.eval.", "config.train."))
+        and do_agree(case.changes, ordered.CHANGES)
+        and OPTIMIZERS[name].is_elementwise
+        and not case.key.startswith("config.noise_scale")
+    )
+
+
+ORDERED = [
+    *((row, PretrainGPT, BASE) for row in packed([case for case in TRAINERS if can_be_ordered(case)])),
+    *((row, PretrainDecoder, DECODER_BASE) for row in packed([case for case in DECODERS if can_be_ordered(case)])),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("row", "job_class", "base"), ORDERED)
+def test_values_have_the_same_bits_on_one_device_two_and_eight(
+    row: list[Case],
+    job_class: type[BaseTrainer],
+    base: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ordered.compile_as_users_do(monkeypatch)
+    make = maker(all_of(row) | ordered.CHANGES, tmp_path, job_class, base)
+    on_one, *others = (ordered.bits_on(make("run"), number) for number in ordered.NUMBERS)
+    assert others == [on_one] * len(others)
 
 
 def test_a_job_without_a_topology_resumes_to_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:

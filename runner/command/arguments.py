@@ -24,7 +24,7 @@ USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--profile START:STOP]
        python -m runner checkpoints copy SOURCE TARGET
        python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--weights W] [--adapter] [--dtype DTYPE]
                                [-o OUT] [--push OWNER/NAME [--public] [--license ID] [--base-model OWNER/NAME]]
-       python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M]
+       python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M[,M...]]
                                            [--seed S] [--set KEY=VALUE ...]
        python -m runner schema [SPEC]"""
 

@@ -51,7 +51,8 @@ class Trial:
         steps: how far both runs go.
         kills: how often the second is killed.
         processes: of the job, on this machine.
-        devices_per_process: faked CPU devices in each, None for those that are here.
+        devices_per_process: faked CPU devices in each; of several numbers each start of the killed run has the next one,
+            and the undisturbed run the first. None for those that are here.
         seed: of the moments of the kills.
         output_keys: dotted keys that would lead what the job writes out of its directory.
     """
@@ -60,7 +61,7 @@ class Trial:
     steps: int
     kills: int
     processes: int
-    devices_per_process: int | None
+    devices_per_process: Sequence[int] | None
     seed: int
     output_keys: Sequence[str] = ()
 
@@ -77,7 +78,7 @@ class Run:
         self._trial = trial
         self.directory = directory
         self._is_undisturbed = is_undisturbed
-        self._num_retries = 0
+        self._num_starts = self._num_retries = 0
         self._log = directory.with_suffix(".log")
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -102,9 +103,14 @@ class Run:
         }
         options = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "runner", *trial.arguments, *options]
-        environment = make_environment(trial.devices_per_process)
+        environment = make_environment(self._devices())
+        self._num_starts += 1
         with self._log.open("ab") as log:
             self._processes = start_processes(command, trial.processes, environment, log)
+
+    def _devices(self) -> int | None:
+        numbers = self._trial.devices_per_process
+        return numbers[0 if self._is_undisturbed else self._num_starts % len(numbers)] if numbers else None
 
     def kill(self, chance: random.Random) -> int:
         """kill -9 to one process, whose number it returns, and a moment later to the others."""

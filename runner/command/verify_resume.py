@@ -1,5 +1,6 @@
 """`python -m runner verify-resume`: prove resume on this machine, with the user's own job."""
 
+import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="how far both runs go; default 30")
     parser.add_argument("--kills", type=int, default=3, metavar="K", help="default 3")
     parser.add_argument("--processes", type=int, default=1, metavar="P", help="of the job, on this machine; default 1")
-    parser.add_argument("--devices-per-process", type=int, metavar="M", help="fake M CPU devices in each process")
+    parser.add_argument(
+        "--devices-per-process",
+        type=_numbers,
+        metavar="M[,M...]",
+        help="fake M CPU devices in each process; of several numbers each start of the killed run has the next one",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments of the kills; default 0")
     parser.add_set()
     parsed = parser.parse_args(arguments)
@@ -37,6 +43,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
         return verify(trial, Path(scratch))
+
+
+def _numbers(text: str) -> list[int]:
+    """Positive numbers with commas between them; argparse says which option has others."""
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r}: needs numbers of devices, such as 4 or 8,2,1")
+    return [*map(int, words)]
 
 
 def _output_keys(spec: str, overrides: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@
 - `along` what a function finds that each device calls for itself along some axes
 - `data_sum` sums over what the devices along `data` have computed, once a step
 - `fixed_order` sums over micro-batches in one order, whatever number of devices computes them
+- `merged` a traced program with each of its operations once
 - `step` pure train_step and val_step with accumulation
 - `loss` token cross entropy
 - `row_attention` which of two ways attention takes over rows that are cut, by the time that each needs

@@ -109,7 +109,7 @@ class Blueprint:
         self.trace_train(train_step, layout)
         with self.sharding_rules():
             lowered = lower_train_step(self.traced.pop(layout.micro_batch_examples), layout)
-        executable, options = compile_lowered(lowered, self.mesh)
+        executable, options = compile_lowered(lowered, layout)
         return CompiledStep(layout, executable, program_digest(lowered), memory_of(executable), options)
 
     def compile_to_fit(
@@ -126,7 +126,7 @@ class Blueprint:
         self.trace_val(val_step, abstract, layout)
         with self.sharding_rules():
             lowered = lower_val_step(self.traced_val.pop(layout.micro_batch_examples), layout)
-        return compile_lowered(lowered, self.mesh)[0]
+        return compile_lowered(lowered, layout)[0]
 
     def trace_val(self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> None:
         """Trace `val_step` for one split of the batch. Raises `InvalidError` if a row cannot hold its meta."""

@@ -29,6 +29,10 @@ from runner.train.step import TOKEN_COUNT, Batch
 from runner.train.variables import TrainState
 
 MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use
+Options = Mapping[str, str | bool | int]  # of XLA
+# XLA generates the code of a CPU's program in as many parts side by side. What it makes of an operation, down to the
+# last bit, can depend on what else stands in its part, and that on the number of devices.
+_CODE_PARTS = "xla_cpu_parallel_codegen_split_count"
 _OF_EVALUATION = ("loss", "bits_per_byte")  # the runner's own figures, in a row below `val/`
 
 
@@ -106,10 +110,13 @@ def _refusing_meta(val_step: Callable[..., Any], layout: BatchLayout) -> Callabl
     return refusing
 
 
-def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[jax.stages.Compiled, Mapping[str, str | bool]]:
-    """Compile for the devices of a mesh, with the options that the catalogue has for them; returns these, too."""
-    options = compiler_options(mesh.devices.flat[0].device_kind, os.environ, lowered.as_text())
-    return lowered.compile(compiler_options=options or None), options
+def compile_lowered(lowered: jax.stages.Lowered, layout: BatchLayout) -> tuple[jax.stages.Compiled, Options]:
+    """Compile for the devices of a layout, with the options that the catalogue has for them; returns these, too."""
+    device = layout.mesh.devices.flat[0]
+    options: Options = compiler_options(device.device_kind, os.environ, lowered.as_text())
+    if layout.is_ordered and device.platform == "cpu":
+        options = {**options, _CODE_PARTS: 1}
+    return lowered.compile(compiler_options=dict(options) or None), options
 
 
 def program_digest(lowered: jax.stages.Lowered) -> str:
@@ -159,7 +166,7 @@ class CompiledStep:
     executable: jax.stages.Compiled
     digest: str
     memory: Memory
-    options: Mapping[str, str | bool] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
 
     @property
     def text(self) -> str:

@@ -10,7 +10,7 @@ It is no other arithmetic: the operations and their order are those of the progr
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -85,6 +85,7 @@ class _Taken:
         self.equations: list[JaxprEqn] = []
         self._forms = forms
         self._known: dict[Any, list[Var]] = {}
+        self._rows: dict[Atom, Sequence[Atom]] = {}  # of arrays that were stacked of them
 
     def over(self, program: Jaxpr, inputs: Sequence[Atom], names: Any) -> list[Atom]:
         """Take over what `program` computes of its constants and `inputs`; returns where its results are.
@@ -102,10 +103,14 @@ class _Taken:
                 equation = equation.replace(source_info=source.replace(name_stack=names + source.name_stack))
             given = [found(atom) for atom in equation.invars]
             called = _called(equation)
-            if called is None:
-                results: Sequence[Atom] = self._once(equation, given)
+            if called is not None:
+                results: Sequence[Atom] = self.over(
+                    called, self._apart(equation, given), equation.source_info.name_stack
+                )
+            elif _is_written_out(equation):
+                results = self._unrolled(equation, given)
             else:
-                results = self.over(called, given, equation.source_info.name_stack)
+                results = self._once(equation, given)
             here.update(zip(equation.outvars, results, strict=True))
         return [found(atom) for atom in program.outvars]
 
@@ -119,10 +124,57 @@ class _Taken:
             return self._known[key]
         if name in _HOLDERS:
             params = {name: self._forms.within(value) for name, value in params.items()}
+            params |= {"unroll": 1} if name == "scan" else {}  # of several rounds the second would not be merged
         results = [Var(each.aval) for each in equation.outvars]
         self.equations.append(equation.replace(invars=given, outvars=results, params=params))
         self._known[key] = results
         return results
+
+    def _unrolled(self, equation: JaxprEqn, given: Sequence[Atom]) -> list[Atom]:
+        """The results of a loop whose rounds a compiler would write out one behind the other."""
+        params = equation.params
+        body, num_consts, num_carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+        consts, carry, stacks = given[:num_consts], given[num_consts:][:num_carry], given[num_consts + num_carry :]
+        order = range(params["length"])
+        made = {}
+        for number in reversed(order) if params["reverse"] else order:
+            here = [self._row(equation, stack, number) for stack in stacks]
+            found = self.over(body.jaxpr, [*consts, *carry, *here], equation.source_info.name_stack)
+            carry, made[number] = found[:num_carry], found[num_carry:]
+        return [
+            *carry,
+            *(self._stack(equation, rows) for rows in zip(*(made[number] for number in order), strict=True)),
+        ]
+
+    def _row(self, equation: JaxprEqn, stack: Atom, number: int) -> Atom:
+        """One row of an array: if it was stacked, the one that was."""
+        if not isinstance(stack, Literal) and stack in self._rows:
+            return self._rows[stack][number]
+        return self._moved(equation, functools.partial(lax.index_in_dim, index=number, keepdims=False), [stack])
+
+    def _stack(self, equation: JaxprEqn, rows: Sequence[Atom]) -> Atom:
+        stack = self._moved(equation, _stacked, rows)
+        self._rows[stack] = rows
+        return stack
+
+    def _moved(self, equation: JaxprEqn, function: Callable[..., Any], given: Sequence[Atom]) -> Atom:
+        """What a function that moves data makes, for an operation that is written out."""
+        shapes = [jax.ShapeDtypeStruct(np.shape(atom.aval), atom.aval.dtype) for atom in given]
+        with equation.ctx.manager:  # under the mesh of the operation, which may stand in a `shard_map`
+            program = jax.make_jaxpr(function)(*shapes).jaxpr
+        equations = [each.replace(source_info=equation.source_info, ctx=equation.ctx) for each in program.eqns]
+        return self.over(program.replace(eqns=equations), given, None)[0]
+
+    def _apart(self, equation: JaxprEqn, given: list[Atom]) -> list[Atom]:
+        """What is given to a call, behind a barrier where its operations must not become one with those before it."""
+        held = [atom for atom, is_apart in zip(given, _is_apart(equation), strict=True) if is_apart]
+        if not held:
+            return given
+        results = [Var(atom.aval) for atom in held]
+        barrier = lax.optimization_barrier_p
+        made = new_jaxpr_eqn(held, results, barrier, {}, set(), equation.source_info, equation.ctx)
+        behind = iter(self._once(made, held))
+        return [next(behind) if is_apart else atom for atom, is_apart in zip(given, _is_apart(equation), strict=True)]
 
     def _broadcast(self, equation: JaxprEqn, atom: Atom) -> Atom:
         """An operand of an operation, as large as its result."""
@@ -133,15 +185,15 @@ class _Taken:
         dimensions = tuple(range(len(result.shape) - len(shape), len(result.shape)))
         params = {"shape": result.shape, "broadcast_dimensions": dimensions, "sharding": None}
         wide = result.update(dtype=atom.aval.dtype, weak_type=atom.aval.weak_type)
-        of_source = {"source_info": equation.source_info, "ctx": equation.ctx}
-        made = new_jaxpr_eqn([atom], [Var(wide)], lax.broadcast_in_dim_p, params, set(), **of_source)
-        return self._once(made, [atom])[0]
+        operands, results, primitive = [atom], [Var(wide)], lax.broadcast_in_dim_p
+        made = new_jaxpr_eqn(operands, results, primitive, params, set(), equation.source_info, equation.ctx)
+        return self._once(made, operands)[0]
 
 
 def _called(equation: JaxprEqn) -> Jaxpr | None:
     """The program that an operation calls, if that is all it does."""
     name, params = equation.primitive.name, equation.params
-    if name not in _CALLS or (name == "remat2" and _stands_apart(params)):
+    if name not in _CALLS:
         return None
     held = params[_CALLS[name]]
     if isinstance(held, Jaxpr):
@@ -151,10 +203,21 @@ def _called(equation: JaxprEqn) -> Jaxpr | None:
     return None if held.consts or says_more else held.jaxpr
 
 
-def _stands_apart(params: Mapping[str, Any]) -> bool:
-    """Whether what is computed a second time must not become one with what was computed first."""
-    prevents = params["prevent_cse"]
-    return bool(params["differentiated"] and (any(prevents) if isinstance(prevents, tuple) else prevents))
+def _is_apart(equation: JaxprEqn) -> Sequence[bool]:
+    """For each operand of a call whether what is made of it is computed a second time, on purpose."""
+    params = equation.params
+    prevents = params["prevent_cse"] if equation.primitive.name == "remat2" and params["differentiated"] else False
+    return prevents if isinstance(prevents, tuple) else (prevents,) * len(equation.invars)
+
+
+def _is_written_out(equation: JaxprEqn) -> bool:
+    """Whether it is a loop whose rounds are all written out by its lowering."""
+    name, params = equation.primitive.name, equation.params
+    return name == "scan" and params["unroll"] >= params["length"] > 1 and not params["jaxpr"].consts
+
+
+def _stacked(*rows: jax.Array) -> jax.Array:
+    return lax.concatenate([lax.expand_dims(row, (0,)) for row in rows], 0)
 
 
 def _key(equation: JaxprEqn, given: Sequence[Atom]) -> Any:

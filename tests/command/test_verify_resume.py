@@ -48,6 +48,27 @@ def test_two_processes_pass() -> None:
     assert "SAME BITS after 3 kills" in output
 
 
+MOVED = (
+    "specs/gpt_nano.yaml",
+    *("--set", "config.train={total_steps: 40, global_batch_examples: 8, micro_batch_examples: 1}"),
+    *("--set", "topology.mesh={data: auto, fsdp: 1}", "--steps", "12", "--devices-per-process", "8,1,2,4"),
+)
+
+
+@pytest.mark.soak
+def test_a_job_whose_bits_do_not_depend_on_its_devices_passes_on_others_at_each_start() -> None:
+    code, output = verify(*MOVED, "--set", "config.train.same_bits_devices=8")
+    assert code == 0, output
+    assert "SAME BITS after 3 kills" in output
+
+
+@pytest.mark.soak
+def test_any_other_job_differs_where_its_devices_do() -> None:
+    code, output = verify(*MOVED)
+    assert code == 1, output
+    assert "DIFFERENT: step" in output
+
+
 # A stand-in for a job: each start but the last ends as the list says; the last commits step 6 and waits to be stopped.
 ENDS_BY_ITSELF = """
 import json, os, pathlib, signal, sys
@@ -169,6 +190,7 @@ def test_a_leaf_that_becomes_weakly_typed_is_named_with_the_reason() -> None:
         pytest.param(("specs/none.yaml",), "specs/none.yaml", marks=pytest.mark.soak),
         pytest.param((*COUNTER, "--set", "config.widht=3"), "did you mean config.width?", marks=pytest.mark.soak),
         ((*COUNTER, "--steps", "4"), "3 steps more than kills"),
+        ((*COUNTER, "--devices-per-process", "4,0"), "needs numbers of devices, such as 4 or 8,2,1"),
         pytest.param((*COUNTER, "--set", "config.total_steps=20"), "the job ends at step 20", marks=pytest.mark.soak),
     ],
 )

@@ -112,21 +112,24 @@ def _directory() -> Path:
     return directory
 
 
-def make_job(name: str, mesh: Mesh) -> BaseTrainer:
-    """A job of this kind, whose optimizer keeps the gradients of the last step."""
+def changes_for(name: str) -> Changes:
+    """What a job of this kind has beside its mesh and its optimizer."""
     kind = KINDS[name]
-    methods = {"optimizer": classmethod(lambda cls: GRADIENTS), "schedule": classmethod(lambda cls: None)}
     others = {key: str(_directory() / "*.txt") if value == "TEXTS" else value for key, value in kind.others.items()}
-    changes = {
-        "topology.mesh": dict.fromkeys(AXES, 1) | dict(mesh),
+    return {
         "config.model": (GPT if kind.job is PretrainGPT else DECODER) | kind.model,
         "config.data.sequence_length": 4 * MOST_DEVICES,
-        "config.optimizer": {},
-        "config.schedule": {},
-        "config.train": {"total_steps": 1, "global_batch_examples": 2 * MOST_DEVICES},
+        "config.train": {"total_steps": 3, "global_batch_examples": 2 * MOST_DEVICES},
+        **{f"config.{key}": value for key, value in others.items()},
     }
-    kept = type(kind.job.__name__, (kind.job,), methods)
-    return gpt(_directory() / "run", kept, **changes, **{f"config.{key}": value for key, value in others.items()})
+
+
+def make_job(name: str, mesh: Mesh) -> BaseTrainer:
+    """A job of this kind, whose optimizer keeps the gradients of the last step."""
+    job = KINDS[name].job
+    methods = {"optimizer": classmethod(lambda cls: GRADIENTS), "schedule": classmethod(lambda cls: None)}
+    changes = {"topology.mesh": dict.fromkeys(AXES, 1) | dict(mesh), "config.optimizer": {}, "config.schedule": {}}
+    return gpt(_directory() / "run", type(job.__name__, (job,), methods), **changes, **changes_for(name))
 
 
 class Step(NamedTuple):

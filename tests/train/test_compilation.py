@@ -102,11 +102,13 @@ def test_a_layout_splits_the_global_batch_over_devices_and_micro_batches():
 
 
 def test_a_program_is_compiled_with_the_flags_of_its_chip(monkeypatch):
-    lowered, mesh = jax.jit(jnp.sin).lower(1.0), mesh_of(8, 1, 1)
-    assert compile_lowered(lowered, mesh)[1] == {}
+    lowered, layout = jax.jit(jnp.sin).lower(1.0), BatchLayout(mesh_of(8, 1, 1), 8, 1, 16, {"x": jnp.int32})
+    assert compile_lowered(lowered, layout)[1] == {}
     flagged = replace(CHIPS["cpu"], compiler_flags=("--xla_cpu_enable_fast_math=false",))
     monkeypatch.setitem(CHIPS, "cpu", flagged)
-    assert compile_lowered(lowered, mesh)[1] == {"xla_cpu_enable_fast_math": False}
+    assert compile_lowered(lowered, layout)[1] == {"xla_cpu_enable_fast_math": False}
+    whole = {"xla_cpu_parallel_codegen_split_count": 1}
+    assert compile_lowered(lowered, replace(layout, is_ordered=True))[1] == {"xla_cpu_enable_fast_math": False} | whole
     monkeypatch.setitem(CHIPS, "cpu", replace(flagged, compiler_flags=("--xla_no_such_flag=true",)))
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
-        compile_lowered(lowered, mesh)
+        compile_lowered(lowered, layout)

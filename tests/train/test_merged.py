@@ -133,12 +133,30 @@ def test_what_is_computed_a_second_time_on_purpose_stays_apart() -> None:
     def loss(x: jax.Array, prevent_cse: bool) -> jax.Array:
         return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevent_cse)(x).sum()
 
-    def sines(prevent_cse: bool) -> list[int]:
+    def sines_and_barriers(prevent_cse: bool) -> tuple[int, int]:
         program = trace(merged(jax.value_and_grad(lambda x: loss(x, prevent_cse))), X).jaxpr
-        return [sum(each.primitive.name == "sin" for each in inner.eqns) for inner in within(program)]
+        names = [each.primitive.name for each in program.eqns]
+        return names.count("sin"), names.count("optimization_barrier")
 
-    assert sines(prevent_cse=True) == [2, 1]
-    assert sines(prevent_cse=False) == [2]
+    assert sines_and_barriers(prevent_cse=True) == (3, 1)
+    assert sines_and_barriers(prevent_cse=False) == (2, 0)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_loop_whose_rounds_are_written_out_has_operations_of_several_rounds_once(reverse: bool) -> None:
+    def function(x: jax.Array, unroll: int) -> Any:
+        def body(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return carry + row, jnp.sin(x[0]) * row
+
+        return lax.scan(body, x[0], x, unroll=unroll, reverse=reverse)
+
+    program = trace(merged(lambda x: function(x, len(X))), X).jaxpr
+    names = [each.primitive.name for each in program.eqns]
+    assert (names.count("sin"), names.count("scan")) == (1, 0)
+    for unroll in (1, 2, len(X)):
+        found, expected = jax.jit(merged(lambda x: function(x, unroll)))(X), function(X, 1)  # noqa: B023 - called here
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 def test_numbers_are_the_same_only_with_the_same_bits_and_type() -> None:

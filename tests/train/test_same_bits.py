@@ -1,4 +1,8 @@
-"""Whole jobs with `same_bits_devices`: stopped on one mesh, resumed on another, they end as on a third one."""
+"""Jobs with `same_bits_devices`: whole ones that move between meshes, and steps of every kind on other numbers.
+
+Values of every key do the same in tests/test_values.py, and whole runs that move to one device in
+tests/survival/test_same_bits.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +12,8 @@ import pytest
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner.trainer import BaseTrainer
+from tests.support import ordered
+from tests.support.sharded import KINDS, changes_for
 from tests.support.tiny import gpt, outcome, stop_after
 
 STOP, STEPS, DEVICES = 2, 3, 8
@@ -51,3 +57,21 @@ def test_moved_between_meshes_a_job_ends_in_the_same_bits_and_rows(feature: str,
     job("moved", THEN)()
     job("whole", WHOLE)()
     assert outcome(tmp_path / "moved") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_as_users"),
+    [
+        # Of several of its operations XLA makes other code where it generates that in several parts.
+        pytest.param("window", False, id="window, compiled in little time"),
+        *(pytest.param(kind, True, id=kind, marks=pytest.mark.soak) for kind in KINDS),
+    ],
+)
+def test_a_kind_of_model_has_the_same_bits_on_one_device_two_and_eight(
+    kind: str, is_as_users: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_as_users:
+        ordered.compile_as_users_do(monkeypatch)
+    job = gpt(tmp_path / "run", KINDS[kind].job, **changes_for(kind) | ordered.CHANGES | {"config.schedule": {}})
+    on_one, *others = (ordered.bits_on(job, number) for number in ordered.NUMBERS)
+    assert others == [on_one] * len(others)

@@ -1,0 +1,46 @@
+"""What a job with `config.train.same_bits_devices` makes on so many of the devices at hand: every bit of a few steps."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from runner.train import compilation
+from runner.train.batch_layout import batch_layouts
+from runner.train.mesh import AXES
+from runner.trainer import BaseTrainer
+from tests.support.faked import AS_USERS
+
+DEVICES, STEPS = 8, 3
+NUMBERS = (1, 2, DEVICES)
+CHANGES: dict[str, Any] = {
+    **{f"topology.mesh.{axis}": 1 for axis in AXES},
+    "topology.mesh.data": "auto",
+    "config.train.micro_batch_examples": 1,
+    "config.train.same_bits_devices": DEVICES,
+}
+
+
+def compile_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else steps are compiled as tests are: in little time."""
+    monkeypatch.setattr(compilation, "compiler_options", lambda *_: AS_USERS)
+
+
+def bits_on(job: BaseTrainer, devices: int) -> dict[str, bytes]:
+    """By name the state after some steps, what these told, and what the validation step finds then."""
+    blueprint = job.design.draw(jax.devices()[:devices])
+    layout = batch_layouts(job.config, blueprint.mesh)[0]
+    train_step = blueprint.compile_train(job.train_step, layout).executable
+    val_step = blueprint.compile_val(job.val_step, blueprint.abstract_state, layout)
+    state, told = blueprint.init_state(), []
+    for step in range(STEPS):
+        state, loss, meta = train_step(state, layout.batch(job.design.dataset, "train", step), blueprint.key)
+        told.append((loss, meta))
+    found = {"state": state, "told": told, "judged": val_step(state, layout.batch(job.design.dataset, "train", 0))}
+    return {jax.tree_util.keystr(path): _bits(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
+
+
+def _bits(leaf: Any) -> bytes:
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.device_get(jax.random.key_data(leaf) if is_key else leaf)).tobytes()
