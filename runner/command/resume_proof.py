@@ -51,8 +51,8 @@ class Trial:
         steps: how far both runs go.
         kills: how often the second is killed.
         processes: of the job, on this machine.
-        devices_per_process: faked CPU devices in each; of several numbers each start of the killed run has the next one,
-            and the undisturbed run the first. None for those that are here.
+        devices_per_process: faked CPU devices in each; of several numbers the undisturbed run has the first, and each
+            start of the killed run the next one. None for those that are here.
         seed: of the moments of the kills.
         output_keys: dotted keys that would lead what the job writes out of its directory.
     """

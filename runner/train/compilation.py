@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.accelerator import compiler_options
 from runner.checkpoint.leaves import form_problems, strong
@@ -116,7 +116,8 @@ def compile_lowered(lowered: jax.stages.Lowered, layout: BatchLayout) -> tuple[j
     options: Options = compiler_options(device.device_kind, os.environ, lowered.as_text())
     if layout.is_ordered and device.platform == "cpu":
         options = {**options, _CODE_PARTS: 1}
-    return lowered.compile(compiler_options=dict(options) or None), options
+    given: Any = dict(options)  # numbers among them, of which the signature does not know
+    return lowered.compile(compiler_options=given or None), options
 
 
 def program_digest(lowered: jax.stages.Lowered) -> str:

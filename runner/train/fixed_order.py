@@ -16,9 +16,9 @@ Floating-point sums depend on their order, and that of a usual step on how many 
 Every device has whole parameters and gradients while it computes them: two gradients, and the stack of subtrees.
 Losses, counts and meta of micro-batches are gathered, and then added up by each device, all in their order.
 
-That the additions are the same is arithmetic; that each micro-batch gives the same gradient is up to the compiler, which
-meets it in another program on each number of devices. So it stands between barriers, and the whole step is traced in
-the form of `merged`, in which a program of one device reaches XLA's simplifier as one of several does. Seen on CPU
+That the additions are the same is arithmetic; that each micro-batch gives the same gradient is up to the compiler, to
+which it comes in another program on each number of devices. So it stands between barriers, and the whole step is traced
+in the form of `merged`, in which a program of one device reaches XLA's simplifier as one of several does. Seen on CPU
 devices: every kind of model and every value of a key that the tests have, on 1, 2 and 8.
 
 Shape legend: S micro-batches of a step, G groups, n devices over which they are spread, c micro-batches of a group.

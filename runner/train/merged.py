@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, new_jaxpr_eqn
 
 Atom = Var | Literal
 
@@ -32,10 +32,9 @@ _CALLS = {
 # Operations that hold programs, which are brought to this form too.
 _HOLDERS = {*_CALLS, "cond", "scan", "shard_map", "while"}
 # What broadcasts a smaller operand by itself, each time anew.
-_ELEMENTWISE = set(
-    "add add_any and atan2 div eq ge gt le lt max min mul ne nextafter or pow rem shift_left shift_right_arithmetic "
-    "shift_right_logical sub xor".split()
-)
+_OF_NUMBERS = {"add", "add_any", "atan2", "div", "max", "min", "mul", "nextafter", "pow", "rem", "sub"}
+_OF_BITS = {"and", "or", "shift_left", "shift_right_arithmetic", "shift_right_logical", "xor"}
+_ELEMENTWISE = {*_OF_NUMBERS, *_OF_BITS, "eq", "ge", "gt", "le", "lt", "ne"}
 _IMPURE = {"rng_uniform"}
 
 
@@ -102,11 +101,9 @@ class _Taken:
                 source = equation.source_info
                 equation = equation.replace(source_info=source.replace(name_stack=names + source.name_stack))
             given = [found(atom) for atom in equation.invars]
-            called = _called(equation)
-            if called is not None:
-                results: Sequence[Atom] = self.over(
-                    called, self._apart(equation, given), equation.source_info.name_stack
-                )
+            results: Sequence[Atom]
+            if (called := _called(equation)) is not None:
+                results = self.over(called, self._apart(equation, given), equation.source_info.name_stack)
             elif _is_written_out(equation):
                 results = self._unrolled(equation, given)
             else:
@@ -141,10 +138,8 @@ class _Taken:
             here = [self._row(equation, stack, number) for stack in stacks]
             found = self.over(body.jaxpr, [*consts, *carry, *here], equation.source_info.name_stack)
             carry, made[number] = found[:num_carry], found[num_carry:]
-        return [
-            *carry,
-            *(self._stack(equation, rows) for rows in zip(*(made[number] for number in order), strict=True)),
-        ]
+        columns = zip(*(made[number] for number in order), strict=True)
+        return [*carry, *(self._stack(equation, rows) for rows in columns)]
 
     def _row(self, equation: JaxprEqn, stack: Atom, number: int) -> Atom:
         """One row of an array: if it was stacked, the one that was."""
@@ -159,7 +154,7 @@ class _Taken:
 
     def _moved(self, equation: JaxprEqn, function: Callable[..., Any], given: Sequence[Atom]) -> Atom:
         """What a function that moves data makes, for an operation that is written out."""
-        shapes = [jax.ShapeDtypeStruct(np.shape(atom.aval), atom.aval.dtype) for atom in given]
+        shapes = [jax.ShapeDtypeStruct(_aval(atom).shape, _aval(atom).dtype) for atom in given]
         with equation.ctx.manager:  # under the mesh of the operation, which may stand in a `shard_map`
             program = jax.make_jaxpr(function)(*shapes).jaxpr
         equations = [each.replace(source_info=equation.source_info, ctx=equation.ctx) for each in program.eqns]
@@ -170,24 +165,31 @@ class _Taken:
         held = [atom for atom, is_apart in zip(given, _is_apart(equation), strict=True) if is_apart]
         if not held:
             return given
-        results = [Var(atom.aval) for atom in held]
-        barrier = lax.optimization_barrier_p
-        made = new_jaxpr_eqn(held, results, barrier, {}, set(), equation.source_info, equation.ctx)
-        behind = iter(self._once(made, held))
+        behind = iter(self._made(equation, lax.optimization_barrier_p, held, [atom.aval for atom in held], {}))
         return [next(behind) if is_apart else atom for atom, is_apart in zip(given, _is_apart(equation), strict=True)]
 
     def _broadcast(self, equation: JaxprEqn, atom: Atom) -> Atom:
         """An operand of an operation, as large as its result."""
-        result = equation.outvars[0].aval
-        shape = np.shape(atom.aval)
-        if shape == result.shape:
+        given, result = _aval(atom), _aval(equation.outvars[0])
+        if given.shape == result.shape:
             return atom
-        dimensions = tuple(range(len(result.shape) - len(shape), len(result.shape)))
+        dimensions = tuple(range(result.ndim - given.ndim, result.ndim))
         params = {"shape": result.shape, "broadcast_dimensions": dimensions, "sharding": None}
-        wide = result.update(dtype=atom.aval.dtype, weak_type=atom.aval.weak_type)
-        operands, results, primitive = [atom], [Var(wide)], lax.broadcast_in_dim_p
-        made = new_jaxpr_eqn(operands, results, primitive, params, set(), equation.source_info, equation.ctx)
-        return self._once(made, operands)[0]
+        wide = result.update(dtype=given.dtype, weak_type=given.weak_type)
+        return self._made(equation, lax.broadcast_in_dim_p, [atom], [wide], params)[0]
+
+    def _made(
+        self, equation: JaxprEqn, primitive: Primitive, given: list[Atom], avals: Sequence[Any], params: Any
+    ) -> list[Var]:
+        """The results of an operation that stands before another one, with these shapes and types."""
+        results = [Var(aval) for aval in avals]
+        made = new_jaxpr_eqn(given, results, primitive, params, set(), equation.source_info, equation.ctx)
+        return self._once(made, given)
+
+
+def _aval(atom: Atom) -> Any:
+    """Shape and type."""
+    return atom.aval
 
 
 def _called(equation: JaxprEqn) -> Jaxpr | None:

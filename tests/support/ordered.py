@@ -1,4 +1,4 @@
-"""What a job with `config.train.same_bits_devices` makes on so many of the devices at hand: every bit of a few steps."""
+"""What a job with `config.train.same_bits_devices` makes on some of the devices here: every bit of a few steps."""
 
 from typing import Any
 

@@ -12,8 +12,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, check_jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from runner.train.mesh import BATCH_AXES
 from runner.train.merged import merged
+from runner.train.mesh import BATCH_AXES
 from runner.train.state import sharding_rules
 from tests.support.tiny import mesh_over
 
