@@ -35,6 +35,7 @@ from experiments.model.blocks import (
     with_axes,
 )
 from experiments.model.exchange import Axes, Form, Weights, compute_cut, token_axes
+from experiments.model.form import platform
 from experiments.model.grouped import Matmul, grouped
 from runner.errors import InvalidError
 from runner.spec import Auto, Frozen
@@ -235,13 +236,13 @@ def compute_experts(
     own columns of every expert. Else see `exchange`, also where every device has all experts for itself: it gathers
     them, and scatters their gradients, which the partitioner would sum up whole on every device.
     """
-    mesh, platform = jax.sharding.get_abstract_mesh(), _platform()
+    mesh, here = jax.sharding.get_abstract_mesh(), platform() or jax.default_backend()
     expert = functools.partial(_mlp, activation)
     arrays = x_BxTxD, routing.experts, routing.weights, routing.kept
     if _is_cut() or num_shards("embed") > 1:
         length = x_BxTxD.shape[1]
         capacity = None if config.capacity_factor is None else config.capacity(length)
-        form = Form(expert, config.experts, capacity, length, platform)
+        form = Form(expert, config.experts, capacity, length, here)
         return in_stream(compute_cut(*arrays, weights, form))
 
     def compute(x_BxTxD: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
@@ -255,7 +256,7 @@ def compute_experts(
             functools.partial(expert, weights),
             num_experts=config.experts,
             most_rows=None if config.capacity_factor is None else B * config.capacity(T),
-            platform=platform,
+            platform=here,
         )
         y_BxTxD = y_MxD.reshape(B, T, D)
         return jax.lax.psum(y_BxTxD, tensor) if tensor else y_BxTxD
@@ -268,12 +269,6 @@ def compute_experts(
     in_specs = (rows, rows, rows, rows, *[into] * (len(weights) - 1), out)
     y_BxTxD = jax.shard_map(compute, in_specs=in_specs, out_specs=rows, check_vma=False)(*arrays, *weights)
     return in_stream(y_BxTxD)
-
-
-def _platform() -> str:
-    """What computes what is traced here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.default_backend() if mesh.abstract_device is None else mesh.abstract_device.platform
 
 
 def _mlp(activation: Activation, weights: Weights, x_PxD: jax.Array, matmul: Matmul) -> jax.Array:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from experiments.model.blocks import cuts_of, num_devices, row_parts
+from experiments.model.form import platform
 from runner.config import RowAttention
 from runner.train.row_attention import RowShape, Way, faster_way, is_dealt, shards_before, speeds_between
 
@@ -110,7 +111,7 @@ def rows_on_devices(
         heads = None
     spec = PartitionSpec(batch, axes, heads, None)
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    can_kernel = platform_of_mesh() == "tpu" and T // (2 * n) % KERNEL_TOKENS == 0
+    can_kernel = platform() == "tpu" and T // (2 * n) % KERNEL_TOKENS == 0
     way = _way(row_attention, spec, q, k, v, window, can_kernel)
     has_kernel = can_kernel and way == "gather"
     return Rows(T, n, axes, spec, way, window, softcap, factor, _block_tokens(T // (2 * n)), has_kernel)
@@ -150,12 +151,6 @@ def _way(
     )
     device = jax.sharding.get_abstract_mesh().abstract_device
     return faster_way(shape, *speeds_between("" if device is None else device.device_kind, shape.shards * heads))
-
-
-def platform_of_mesh() -> str | None:
-    """What the program is compiled for, if the mesh of the caller says so."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return None if device is None else str(device.platform)
 
 
 def visits_of(rows: Rows, place: Any, number: Any) -> Visits:

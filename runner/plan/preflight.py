@@ -31,6 +31,7 @@ from runner.plan.search import Compiled, Search, smallest_slice
 from runner.spec import Document, load_document
 from runner.terminal import warn
 from runner.train.blueprint import Blueprint
+from runner.train.compilation import DoesNotFitError
 from runner.train.design import Design
 from runner.trainer import BaseTrainer
 
@@ -211,7 +212,7 @@ def _compile(
     with findings.collect():
         try:
             return compile_design(design, blueprint, machine), sections
-        except InvalidError:
+        except DoesNotFitError:
             sections = [report.state_section(blueprint.abstract_state), _largest_section(design, blueprint, machine)]
             raise
     return None, sections

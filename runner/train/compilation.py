@@ -189,12 +189,14 @@ def compile_to_fit(compile_step: Callable[[int], CompiledStep], sizes: list[int]
     """Compile with the largest of `sizes` (descending) whose arguments, outputs and temporaries fit, and return that.
 
     After one that does not fit, the next guess is the size whose share of the temporaries would fit. Raises
-    `DoesNotFitError` with the numbers if the smallest does not fit.
+    `DoesNotFitError` with the numbers if the smallest does not fit, and `InvalidError` where the compiler is short of
+    another memory than the large one, of which no smaller size needs less.
     """
     while True:
         try:
             compiled = compile_step(sizes[0])
         except jax.errors.JaxRuntimeError as error:
+            _refuse_shortage(str(error))
             temporaries = _refused_temporaries(str(error))
             if temporaries is None:
                 raise
@@ -214,6 +216,18 @@ def compile_to_fit(compile_step: Callable[[int], CompiledStep], sizes: list[int]
             )
         share = max(limit_bytes - resident_bytes, 0) / temporaries
         sizes = [size for size in sizes[1:] if size <= sizes[0] * share] or sizes[-1:]
+
+
+def _refuse_shortage(message: str) -> None:
+    """Raise `InvalidError` if a compiler ran out of a memory on the chip, such as a TPU's vmem."""
+    space = re.search(r"memory space (\w+)", message)
+    if message.startswith("RESOURCE_EXHAUSTED") and space is not None and space[1] != "hbm":
+        sizes = re.search(r"with size (\S+) and limit (\S+)", message)
+        numbers = f", of which it needs {sizes[1]} and may use {sizes[2]}" if sizes else ""
+        raise InvalidError(
+            f"the compiler runs out of {space[1]}, memory on the chip itself{numbers}; a flag of LIBTPU_INIT_ARGS sets "
+            "how much it may use (--xla_tpu_scoped_vmem_limit_kib), or asks for what does not fit there"
+        )
 
 
 def _refused_temporaries(message: str) -> int | None:

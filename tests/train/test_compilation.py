@@ -10,7 +10,7 @@ import pytest
 from runner.accelerator import CHIPS
 from runner.errors import InvalidError
 from runner.train.batch_layout import BatchLayout
-from runner.train.compilation import compile_lowered, compile_to_fit, memory_of
+from runner.train.compilation import DoesNotFitError, compile_lowered, compile_to_fit, memory_of
 from tests.support.tiny import mesh_of
 
 GIB = 2**30
@@ -83,6 +83,22 @@ def test_a_compiler_that_refuses_what_is_too_large_is_asked_for_less(message):
 def test_what_a_compiler_refuses_for_another_reason_is_no_matter_of_size():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         compile_to_fit(RefusingCompiler(4, "INTERNAL: a bug"), [2, 1], 4 * GIB)
+
+
+# As libtpu 0.0.42.1 says it.
+OF_VMEM = (
+    "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating on "
+    "stack for %dynamic_update_slice.339 = bf16[2,2,256,256] dynamic-update-slice(%bitcast). Scoped allocation with "
+    "size 768.0K and limit 16.0K exceeded scoped vmem limit by 752.0K. Used {}"
+)
+
+
+def test_a_compiler_short_of_memory_on_the_chip_is_not_asked_for_less():
+    compiler = RefusingCompiler(1, OF_VMEM)
+    with pytest.raises(InvalidError, match=r"runs out of vmem, .* needs 768\.0K and may use 16\.0K;") as caught:
+        compile_to_fit(compiler, [4, 2, 1], 8 * GIB)
+    assert not isinstance(caught.value, DoesNotFitError)
+    assert compiler.tried == [4]
 
 
 @pytest.mark.parametrize("limit_gib", [4.5, 3, 0])

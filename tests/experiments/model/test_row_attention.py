@@ -115,7 +115,7 @@ KERNEL_CASES = [
 @pytest.fixture
 def interpreted(monkeypatch):
     """The program is one for TPUs, whose kernels run here."""
-    monkeypatch.setattr(row_layout, "platform_of_mesh", lambda: "tpu")
+    monkeypatch.setattr(row_layout, "platform", lambda: "tpu")
     monkeypatch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
 
 
