@@ -290,7 +290,6 @@ class PretrainGPT(BaseTrainer):
             attended_keys=self.config.data.sequence_length / 2,
             remat=memory.remat,
             last_parameters=4 * model.width**2,
-            is_loss_recomputed=memory.loss_chunk_positions is not None,
         )
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:

@@ -327,7 +327,6 @@ class PretrainDecoder(BaseTrainer):
             attended_keys=sum(keys) / len(keys),
             remat=memory.remat,
             last_parameters=0 if has_post_norm else config.last_matmul_parameters,
-            is_loss_recomputed=memory.loss_chunk_positions is not None,
         )
         return replace(flops, recomputed_per_token=flops.recomputed_per_token + self._experts_recomputed(blueprint))
 

@@ -96,7 +96,7 @@ class Outlook:
             return []
         memory = self.predictor.job.config.memory
         of_layers = 3 if memory.remat == "layers" else 2
-        of_logits = 3 + (memory.loss_chunk_positions is not None)  # one more: a table that is looked up too
+        of_logits = 3  # one of them of a table that is looked up too
         passes = Passes(program.step.layout.rounds, of_layers, of_logits)
         cut = {axis for axis, size in self.sizes if axis in STATE_AXES and size > 1}
         found = mesh_check.faults(program.collectives, _parameters(self.blueprint.abstract_state), passes, cut)

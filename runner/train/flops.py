@@ -53,7 +53,6 @@ def transformer_flops(
     remat: Literal["none", "dots", "layers"] = "none",
     last_parameters: float = 0,
     is_attention_recomputed: bool = True,
-    is_loss_recomputed: bool = False,
 ) -> Flops:
     """Return the FLOPs of a decoder by formula: 6 a matmul parameter, 12 an attended key and unit of attention's width.
 
@@ -72,7 +71,6 @@ def transformer_flops(
         remat: what is kept of a layer: everything, the results of its dense matmuls, or its input.
         last_parameters: parameters of the matmul at the end of a layer.
         is_attention_recomputed: whether attention itself computes its scores again in the backward pass.
-        is_loss_recomputed: whether the logits are computed again in the backward pass.
     """
     score = 2 * attention_width  # FLOPs of one key's scores over all heads
     value = score if value_width is None else 2 * value_width  # of its weighted values
@@ -80,7 +78,7 @@ def transformer_flops(
     per_token = matmuls + 3 * layers * (score + value) * attended_keys
     attention = (0 if remat == "none" else score + value) + (score if is_attention_recomputed else 0)
     again = 2 * (layer_parameters - last_parameters) if remat == "layers" else 0
-    recomputed = layers * (again + attention * attended_keys) + is_loss_recomputed * 2 * output_parameters
+    recomputed = layers * (again + attention * attended_keys)
     formula = (
         f"6 x ({layers} layers x {layer_parameters:,.0f} matmul parameters + {output_parameters:,} of the output "
         f"matmul) + 12 x {layers} layers x {(score + value) / 4:,.0f} wide x {attended_keys:,g} keys a query "

@@ -48,41 +48,83 @@ def chunked_cross_entropy_sum(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `cross_entropy_sum(unembed(weights, x), y, mask, z_loss)`, never holding the logits of more than a chunk.
 
-    `unembed` maps (weights, (B, C, D)) to (B, C, V), position by position. The backward pass computes each chunk's
-    logits again. Chunks are cut along T, so that a batch that is sharded over B stays as it lies.
+    `unembed` maps (weights, (B, C, D)) to (B, C, V), position by position. No logits are computed twice: as the loss is
+    a sum, the forward pass makes the gradients of a chunk while it has its logits, and the backward pass multiplies
+    them by that of the sum. Those of weights are added up over chunks in float32. Of `mask` there is no gradient.
+    Chunks are cut along T, so that a batch that is sharded over B stays as it lies.
     """
-    B, T, _ = x_BxTxD.shape
+    T = x_BxTxD.shape[1]
     if T % chunk_positions:
         raise ValueError(f"chunk_positions={chunk_positions} does not divide the sequence of {T}")
-    # The loop over chunks adds up the weights' gradient in the type in which they enter it: float32, not their own.
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
+    tokens = _in_chunks((x_BxTxD, y_BxT, mask_BxT), chunk_positions)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def sum_of_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        x_BxCxD, y_BxC, mask_BxC = chunk
-        narrow = jax.tree.map(_standing_for, wide, jax.lax.stop_gradient(weights))
-        return cross_entropy_sum(unembed(narrow, x_BxCxD), y_BxC, mask_BxC, z_loss)
+    def of_chunk(
+        weights: Any, x_BxCxD: jax.Array, y_BxC: jax.Array, mask_BxC: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return cross_entropy_sum(unembed(weights, x_BxCxD), y_BxC, mask_BxC, z_loss)
 
-    def in_chunks(leaf_BxT: jax.Array) -> jax.Array:
-        rest = leaf_BxT.shape[2:]
-        return jnp.moveaxis(leaf_BxT.reshape(B, -1, chunk_positions, *rest), 1, 0)
+    # What `unembed` uses beside its arguments has gradients, too.
+    pure, others = jax.closure_convert(of_chunk, weights, *(leaf[0] for leaf in tokens))
+    return _sum_over_chunks(pure, (weights, *others), *tokens)
 
-    loss_K, count_K = jax.lax.map(sum_of_chunk, (in_chunks(x_BxTxD), in_chunks(y_BxT), in_chunks(mask_BxT)))
+
+def _in_chunks(leaves: tuple[jax.Array, ...], chunk_positions: int) -> tuple[jax.Array, ...]:
+    """(B, T, ...) as (K, B, C, ...)."""
+    return tuple(
+        jnp.moveaxis(leaf.reshape(leaf.shape[0], -1, chunk_positions, *leaf.shape[2:]), 1, 0) for leaf in leaves
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_over_chunks(
+    of_chunk: Callable[..., tuple[jax.Array, jax.Array]],
+    held: tuple[Any, ...],
+    x_KxBxCxD: jax.Array,
+    y_KxBxC: jax.Array,
+    mask_KxBxC: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The sums of `of_chunk(weights, x, y, mask, *others)` over all chunks; `held` are (weights, *others)."""
+    weights, *others = held
+    loss_K, count_K = jax.lax.map(lambda chunk: of_chunk(weights, *chunk, *others), (x_KxBxCxD, y_KxBxC, mask_KxBxC))
     return jnp.sum(loss_K), jnp.sum(count_K)
 
 
-@jax.custom_vjp
-def _standing_for(wide: jax.Array, narrow: jax.Array) -> jax.Array:
-    """`narrow`, whose gradient is that of `wide`, which was made of it."""
-    return narrow
+def _sum_with_gradients(
+    of_chunk: Callable[..., tuple[jax.Array, jax.Array]],
+    held: tuple[Any, ...],
+    x_KxBxCxD: jax.Array,
+    y_KxBxC: jax.Array,
+    mask_KxBxC: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any, jax.Array]]:
+    """The sums, and for the backward pass `held`, its gradient in float32, and that of x."""
+
+    def add(sums: Any, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, Any]:
+        x_BxCxD, *targets = chunk
+
+        def loss_of(held: tuple[Any, ...], x_BxCxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+            weights, *others = held
+            return of_chunk(weights, x_BxCxD, *targets, *others)
+
+        loss_and_gradient = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+        loss_and_count, (of_held, of_x_BxCxD) = loss_and_gradient(held, x_BxCxD)
+        sums = jax.tree.map(lambda total, leaf: total + leaf.astype(jnp.float32), sums, of_held)
+        return sums, (*loss_and_count, of_x_BxCxD)
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), held)
+    sums, (loss_K, count_K, of_x_KxBxCxD) = jax.lax.scan(add, zeros, (x_KxBxCxD, y_KxBxC, mask_KxBxC))
+    return (jnp.sum(loss_K), jnp.sum(count_K)), (held, sums, of_x_KxBxCxD)
 
 
-def _standing_for_forward(wide: jax.Array, narrow: jax.Array) -> tuple[jax.Array, None]:
-    return narrow, None
+def _scaled(
+    of_chunk: Callable[..., tuple[jax.Array, jax.Array]],
+    kept: tuple[Any, Any, jax.Array],
+    given: tuple[jax.Array, jax.Array],
+) -> tuple[Any, jax.Array, None, None]:
+    """The gradients of a loss, of which `given` is that by the sum; the count beside it has none."""
+    held, sums, of_x_KxBxCxD = kept
+    scale, _ = given
+    of_held = jax.tree.map(lambda leaf, total: (scale * total).astype(leaf.dtype), held, sums)
+    return of_held, (scale * of_x_KxBxCxD).astype(of_x_KxBxCxD.dtype), None, None
 
 
-def _standing_for_backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return gradient.astype(jnp.float32), jnp.zeros_like(gradient)
-
-
-_standing_for.defvjp(_standing_for_forward, _standing_for_backward)
+_sum_over_chunks.defvjp(_sum_with_gradients, _scaled)

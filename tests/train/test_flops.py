@@ -71,7 +71,6 @@ def test_the_formula_is_what_a_train_step_computes(layer_loop, remat, chunk, pla
         remat=remat,
         last_parameters=4 * D**2,
         is_attention_recomputed=platform == "cpu",
-        is_loss_recomputed=chunk is not None,
     )
     assert flops_of_train_step(model, num_steps, platform) == flops.per_token + flops.recomputed_per_token
 
