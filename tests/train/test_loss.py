@@ -109,6 +109,31 @@ def test_a_loss_in_chunks_is_the_loss_of_the_whole_and_so_are_its_gradients(hidd
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6 * float(jnp.abs(expected).max()))
 
 
+def test_what_the_logits_are_made_of_besides_has_its_gradient_too(hidden):
+    weights_VxD, *tokens = hidden
+
+    def loss(bias_V, chunk_positions):
+        def with_bias(weights_VxD, x_BxCxD):
+            return unembed(weights_VxD, x_BxCxD) + bias_V
+
+        if chunk_positions is None:
+            return cross_entropy_sum(with_bias(weights_VxD, tokens[0]), *tokens[1:])[0]
+        return chunked_cross_entropy_sum(with_bias, weights_VxD, *tokens, chunk_positions=chunk_positions)[0]
+
+    bias_V = jnp.linspace(-1.0, 1.0, V)
+    np.testing.assert_allclose(jax.grad(loss)(bias_V, 8), jax.grad(loss)(bias_V, None), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("argument", [0, 1], ids=["weights", "hidden states"])
+def test_what_is_frozen_costs_no_matmul(hidden, argument):
+    def matmuls(argnums):
+        gradient = jax.value_and_grad(lambda *inputs: chunked_loss(8)(*inputs)[0], argnums=argnums)
+        return jax.jit(gradient).lower(*hidden).compile().as_text().count(" dot(")
+
+    assert matmuls((0, 1)) == 3  # logits once, and a gradient each
+    assert matmuls(argument) == 2
+
+
 def test_the_gradient_of_bfloat16_weights_is_added_up_over_chunks_in_float32(hidden):
     weights_VxD, x_BxTxD, *targets = hidden
     half = weights_VxD.astype(jnp.bfloat16), jnp.abs(x_BxTxD).astype(jnp.bfloat16)
