@@ -50,22 +50,40 @@ def chunked_cross_entropy_sum(
 
     `unembed` maps (weights, (B, C, D)) to (B, C, V), position by position. No logits are computed twice: as the loss is
     a sum, the forward pass makes the gradients of a chunk while it has its logits, and the backward pass multiplies
-    them by that of the sum. Those of weights are added up over chunks in float32. Of `mask` there is no gradient.
-    Chunks are cut along T, so that a batch that is sharded over B stays as it lies.
+    them by that of the sum. Those of weights are added up over chunks in float32. Chunks are cut along T, so that a
+    batch that is sharded over B stays as it lies.
     """
     T = x_BxTxD.shape[1]
     if T % chunk_positions:
         raise ValueError(f"chunk_positions={chunk_positions} does not divide the sequence of {T}")
-    tokens = _in_chunks((x_BxTxD, y_BxT, mask_BxT), chunk_positions)
+    tokens = _in_chunks((x_BxTxD, mask_BxT.astype(jnp.float32), y_BxT), chunk_positions)
+    leaves, form = jax.tree.flatten(weights)
+    is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+    floats = [_as_varying(jnp.asarray(leaf), x_BxTxD) for leaf, is_so in zip(leaves, is_float, strict=True) if is_so]
 
     def of_chunk(
-        weights: Any, x_BxCxD: jax.Array, y_BxC: jax.Array, mask_BxC: jax.Array
+        floats: list[jax.Array], x_BxCxD: jax.Array, mask_BxC: jax.Array, y_BxC: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
+        rest = iter(floats)
+        weights = jax.tree.unflatten(
+            form, [next(rest) if is_so else leaf for leaf, is_so in zip(leaves, is_float, strict=True)]
+        )
         return cross_entropy_sum(unembed(weights, x_BxCxD), y_BxC, mask_BxC, z_loss)
 
     # What `unembed` uses beside its arguments has gradients, too.
-    pure, others = jax.closure_convert(of_chunk, weights, *(leaf[0] for leaf in tokens))
-    return _sum_over_chunks(pure, (weights, *others), *tokens)
+    pure, others = jax.closure_convert(of_chunk, floats, *(leaf[0] for leaf in tokens))
+    return _sum_over_chunks(pure, (floats, *others), *tokens)
+
+
+def _as_varying(tree: Any, other: jax.Array) -> Any:
+    """Arrays that vary along the axes of a `jax.shard_map` that another does, so that gradients are added up there."""
+    axes = jax.typeof(other).manual_axis_type.varying
+
+    def varying(leaf: jax.Array) -> jax.Array:
+        missing = tuple(axes - jax.typeof(leaf).manual_axis_type.varying)
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(varying, tree)
 
 
 def _in_chunks(leaves: tuple[jax.Array, ...], chunk_positions: int) -> tuple[jax.Array, ...]:
@@ -75,56 +93,50 @@ def _in_chunks(leaves: tuple[jax.Array, ...], chunk_positions: int) -> tuple[jax
     )
 
 
+OfChunk = Callable[..., tuple[jax.Array, jax.Array]]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_over_chunks(
-    of_chunk: Callable[..., tuple[jax.Array, jax.Array]],
-    held: tuple[Any, ...],
-    x_KxBxCxD: jax.Array,
-    y_KxBxC: jax.Array,
-    mask_KxBxC: jax.Array,
+    of_chunk: OfChunk, held: tuple[Any, ...], x_KxBxCxD: jax.Array, mask_KxBxC: jax.Array, y_KxBxC: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The sums of `of_chunk(weights, x, y, mask, *others)` over all chunks; `held` are (weights, *others)."""
+    """The sums of `of_chunk(weights, x, mask, y, *others)` over all chunks; `held` are (weights, *others)."""
     weights, *others = held
-    loss_K, count_K = jax.lax.map(lambda chunk: of_chunk(weights, *chunk, *others), (x_KxBxCxD, y_KxBxC, mask_KxBxC))
+    loss_K, count_K = jax.lax.map(lambda chunk: of_chunk(weights, *chunk, *others), (x_KxBxCxD, mask_KxBxC, y_KxBxC))
     return jnp.sum(loss_K), jnp.sum(count_K)
 
 
 def _sum_with_gradients(
-    of_chunk: Callable[..., tuple[jax.Array, jax.Array]],
-    held: tuple[Any, ...],
-    x_KxBxCxD: jax.Array,
-    y_KxBxC: jax.Array,
-    mask_KxBxC: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any, jax.Array]]:
-    """The sums, and for the backward pass `held`, its gradient in float32, and that of x."""
+    of_chunk: OfChunk, held: tuple[Any, ...], x_KxBxCxD: jax.Array, mask_KxBxC: jax.Array, y_KxBxC: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    """The sums, and for the backward pass `held` and the gradients: its own in float32, and those of x and mask."""
 
     def add(sums: Any, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, Any]:
-        x_BxCxD, *targets = chunk
+        x_BxCxD, mask_BxC, y_BxC = chunk
 
-        def loss_of(held: tuple[Any, ...], x_BxCxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss_of(held: tuple[Any, ...], x_BxCxD: jax.Array, mask_BxC: jax.Array) -> tuple[jax.Array, jax.Array]:
             weights, *others = held
-            return of_chunk(weights, x_BxCxD, *targets, *others)
+            return of_chunk(weights, x_BxCxD, mask_BxC, y_BxC, *others)
 
-        loss_and_gradient = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
-        loss_and_count, (of_held, of_x_BxCxD) = loss_and_gradient(held, x_BxCxD)
+        loss_and_gradient = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)
+        loss_and_count, (of_held, *of_tokens) = loss_and_gradient(held, x_BxCxD, mask_BxC)
         sums = jax.tree.map(lambda total, leaf: total + leaf.astype(jnp.float32), sums, of_held)
-        return sums, (*loss_and_count, of_x_BxCxD)
+        return sums, (*loss_and_count, *of_tokens)
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), held)
-    sums, (loss_K, count_K, of_x_KxBxCxD) = jax.lax.scan(add, zeros, (x_KxBxCxD, y_KxBxC, mask_KxBxC))
-    return (jnp.sum(loss_K), jnp.sum(count_K)), (held, sums, of_x_KxBxCxD)
+    zeros = _as_varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), held), x_KxBxCxD)
+    sums, (loss_K, count_K, *of_tokens) = jax.lax.scan(add, zeros, (x_KxBxCxD, mask_KxBxC, y_KxBxC))
+    return (jnp.sum(loss_K), jnp.sum(count_K)), (held, sums, *of_tokens)
 
 
 def _scaled(
-    of_chunk: Callable[..., tuple[jax.Array, jax.Array]],
-    kept: tuple[Any, Any, jax.Array],
-    given: tuple[jax.Array, jax.Array],
-) -> tuple[Any, jax.Array, None, None]:
-    """The gradients of a loss, of which `given` is that by the sum; the count beside it has none."""
-    held, sums, of_x_KxBxCxD = kept
-    scale, _ = given
-    of_held = jax.tree.map(lambda leaf, total: (scale * total).astype(leaf.dtype), held, sums)
-    return of_held, (scale * of_x_KxBxCxD).astype(of_x_KxBxCxD.dtype), None, None
+    of_chunk: OfChunk, kept: tuple[Any, ...], given: tuple[jax.Array, jax.Array]
+) -> tuple[Any, jax.Array, jax.Array, None]:
+    """The gradients of what is made of both sums, of which `given` are those by each."""
+    held, sums, of_x_KxBxCxD, of_mask_KxBxC = kept
+    by_loss, by_count = given
+    of_held = jax.tree.map(lambda leaf, total: (by_loss * total).astype(leaf.dtype), held, sums)
+    of_x_KxBxCxD = (by_loss * of_x_KxBxCxD).astype(of_x_KxBxCxD.dtype)
+    return of_held, of_x_KxBxCxD, by_loss * of_mask_KxBxC + by_count, None
 
 
 _sum_over_chunks.defvjp(_sum_with_gradients, _scaled)

@@ -102,8 +102,13 @@ class _Taken:
                 equation = equation.replace(source_info=source.replace(name_stack=names + source.name_stack))
             given = [found(atom) for atom in equation.invars]
             results: Sequence[Atom]
-            if (called := _called(equation)) is not None:
-                results = self.over(called, self._apart(equation, given), equation.source_info.name_stack)
+            if (called := _called(equation, given)) is not None:
+                inner, constants, inputs = called
+                results = self.over(
+                    inner, [*constants, *self._apart(equation, inputs)], equation.source_info.name_stack
+                )
+            elif (known := _known(equation, given)) is not None:
+                results = [known]
             elif _is_written_out(equation):
                 results = self._unrolled(equation, given)
             else:
@@ -162,11 +167,18 @@ class _Taken:
 
     def _apart(self, equation: JaxprEqn, given: list[Atom]) -> list[Atom]:
         """What is given to a call, behind a barrier where its operations must not become one with those before it."""
-        held = [atom for atom, is_apart in zip(given, _is_apart(equation), strict=True) if is_apart]
-        if not held:
-            return given
-        behind = iter(self._made(equation, lax.optimization_barrier_p, held, [atom.aval for atom in held], {}))
-        return [next(behind) if is_apart else atom for atom, is_apart in zip(given, _is_apart(equation), strict=True)]
+        is_apart = _is_apart(equation, len(given))
+        groups: dict[Any, list[int]] = {}  # a barrier takes what varies along the same axes of a `shard_map`
+        for place, atom in enumerate(given):
+            if is_apart[place]:
+                groups.setdefault(_aval(atom).manual_axis_type, []).append(place)
+        found = list(given)
+        for places in groups.values():
+            held = [given[place] for place in places]
+            results = self._made(equation, lax.optimization_barrier_p, held, [atom.aval for atom in held], {})
+            for place, result in zip(places, results, strict=True):
+                found[place] = result
+        return found
 
     def _broadcast(self, equation: JaxprEqn, atom: Atom) -> Atom:
         """An operand of an operation, as large as its result."""
@@ -192,24 +204,58 @@ def _aval(atom: Atom) -> Any:
     return atom.aval
 
 
-def _called(equation: JaxprEqn) -> Jaxpr | None:
-    """The program that an operation calls, if that is all it does."""
+def _called(equation: JaxprEqn, given: list[Atom]) -> tuple[Jaxpr, list[Atom], list[Atom]] | None:
+    """The program that an operation calls, if that is all it does, its constants, and what it is given."""
     name, params = equation.primitive.name, equation.params
+    if name == "cond":
+        branch = _branch(params, given[0])
+        return None if branch is None else _with_constants(branch, given[1:])
     if name not in _CALLS:
         return None
-    held = params[_CALLS[name]]
-    if isinstance(held, Jaxpr):
-        return held
     shardings = (*params["in_shardings"], *params["out_shardings"]) if name == "jit" else ()
-    says_more = any(isinstance(each, jax.sharding.Sharding) for each in shardings)
-    return None if held.consts or says_more else held.jaxpr
+    if any(isinstance(each, jax.sharding.Sharding) for each in shardings):
+        return None
+    held = params[_CALLS[name]]
+    return (held, [], given) if isinstance(held, Jaxpr) else _with_constants(held, given)
 
 
-def _is_apart(equation: JaxprEqn) -> Sequence[bool]:
+def _with_constants(closed: ClosedJaxpr, given: list[Atom]) -> tuple[Jaxpr, list[Atom], list[Atom]] | None:
+    """A program, its constants as they stand in another one, and what it is given; None if one cannot stand there."""
+    pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    if any(jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.extended) for variable, _ in pairs):
+        return None
+    return closed.jaxpr, [Literal(np.asarray(value), variable.aval) for variable, value in pairs], given
+
+
+def _branch(params: dict[str, Any], index: Atom) -> ClosedJaxpr | None:
+    """The branch that is taken, if that is known: one that is chosen by a number, or by the platform."""
+    branches, platforms = params["branches"], params.get("branches_platforms")
+    if platforms is not None:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        here = jax.default_backend() if device is None else device.platform
+        names = {here, "cuda", "rocm"} if here == "gpu" else {here}
+        fitting = (branch for branch, each in zip(branches, platforms, strict=True) if each is None or names & {*each})
+        return next(fitting, None)
+    if not isinstance(index, Literal):
+        return None
+    return branches[min(max(int(index.val), 0), len(branches) - 1)]
+
+
+def _known(equation: JaxprEqn, given: Sequence[Atom]) -> Literal | None:
+    """The result of an operation of numbers on which the choice of a branch hangs, as in `lax.switch`."""
+    name, values = equation.primitive.name, [atom.val for atom in given if isinstance(atom, Literal)]
+    if len(values) < len(given) or name not in ("clamp", "convert_element_type"):
+        return None
+    value = np.clip(values[1], values[0], values[2]) if name == "clamp" else values[0]
+    aval = _aval(equation.outvars[0])
+    return Literal(np.asarray(value, aval.dtype), aval) if aval.shape == () else None
+
+
+def _is_apart(equation: JaxprEqn, number: int) -> Sequence[bool]:
     """For each operand of a call whether what is made of it is computed a second time, on purpose."""
     params = equation.params
     prevents = params["prevent_cse"] if equation.primitive.name == "remat2" and params["differentiated"] else False
-    return prevents if isinstance(prevents, tuple) else (prevents,) * len(equation.invars)
+    return prevents if isinstance(prevents, tuple) else (prevents,) * number
 
 
 def _is_written_out(equation: JaxprEqn) -> bool:
@@ -226,7 +272,7 @@ def _key(equation: JaxprEqn, given: Sequence[Atom]) -> Any:
     """What two operations have in common that have the same results."""
     params = tuple((name, _of_param(value)) for name, value in sorted(equation.params.items()))
     results = tuple(str(each.aval) for each in equation.outvars)
-    return equation.primitive, params, results, tuple(map(_of_atom, given))
+    return equation.primitive, equation.ctx, params, results, tuple(map(_of_atom, given))
 
 
 def _of_param(value: Any) -> Any:

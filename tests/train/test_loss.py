@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
+from tests.support.tiny import mesh_over
 
 B, T, V = 3, 5, 17
 
@@ -122,6 +124,54 @@ def test_what_the_logits_are_made_of_besides_has_its_gradient_too(hidden):
 
     bias_V = jnp.linspace(-1.0, 1.0, V)
     np.testing.assert_allclose(jax.grad(loss)(bias_V, 8), jax.grad(loss)(bias_V, None), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_tokens_have_their_gradient_in_the_loss_and_in_the_count(hidden):
+    *before, mask_BxT = hidden
+
+    def mean(loss):
+        def of_weights(weight_BxT):
+            loss_sum, count = loss(*before, weight_BxT)
+            return loss_sum / count
+
+        return jax.grad(of_weights)(jnp.where(mask_BxT, 0.5, 0.0))
+
+    np.testing.assert_allclose(mean(chunked_loss(8)), mean(whole_loss), rtol=1e-5, atol=1e-7)
+
+
+def test_weights_may_hold_what_has_no_gradient(hidden):
+    weights_VxD, *tokens = hidden
+    narrow = {"kernel": (10 * weights_VxD).astype(jnp.int8), "scale": jnp.float32(0.1), "offset": 2.0, "none": None}
+
+    def scaled(weights, x_BxCxD):
+        return unembed(weights["kernel"].astype(jnp.float32), x_BxCxD) * weights["scale"] + weights["offset"]
+
+    def gradient(chunk_positions):
+        def loss(scale, x_BxTxD):
+            weights = narrow | {"scale": scale}
+            if chunk_positions is None:
+                return cross_entropy_sum(scaled(weights, x_BxTxD), *tokens[1:])[0]
+            return chunked_cross_entropy_sum(scaled, weights, x_BxTxD, *tokens[1:], chunk_positions=chunk_positions)[0]
+
+        return jax.grad(loss, argnums=(0, 1))(narrow["scale"], tokens[0])
+
+    for found, expected in zip(gradient(8), gradient(None), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_on_several_devices_gradients_of_what_all_have_are_added_up(hidden):
+    mesh = mesh_over({"data": 3})
+    specs = PartitionSpec(), *(PartitionSpec("data"),) * 3
+
+    def gradient(loss):
+        def of_part(*inputs):
+            return jax.lax.psum(loss(*inputs)[0], "data")
+
+        spread = jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+        return jax.grad(lambda *inputs: spread(*inputs), argnums=(0, 1))(*hidden)
+
+    for found, expected in zip(gradient(chunked_loss(8)), gradient(whole_loss), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("argument", [0, 1], ids=["weights", "hidden states"])
