@@ -227,7 +227,7 @@ def _with_constants(closed: ClosedJaxpr, given: list[Atom]) -> tuple[Jaxpr, list
     return closed.jaxpr, [Literal(np.asarray(value), variable.aval) for variable, value in pairs], given
 
 
-def _branch(params: dict[str, Any], index: Atom) -> ClosedJaxpr | None:
+def _branch(params: Any, index: Atom) -> ClosedJaxpr | None:
     """The branch that is taken, if that is known: one that is chosen by a number, or by the platform."""
     branches, platforms = params["branches"], params.get("branches_platforms")
     if platforms is not None:

@@ -77,8 +77,7 @@ def test_state_is_cut_over_fsdp_and_steps_are_those_of_one_device(name, sizes):
         key = jax.tree_util.keystr(path[-1:], simple=True)
         if key in SHAPES and leaf.shape == SHAPES[key][0]:
             assert leaf.sharding.is_equivalent_to(cut.params[key].sharding, leaf.ndim), path
-    # Singular vectors turn with rounding: galore's are off by 2e-4 on CPUs without AVX-512. A sum that is missing over a
-    # cut axis shows at a tenth of the values.
+    # Singular vectors turn with rounding: galore's values are off by 2e-4 on CPUs without AVX-512.
     rtol = 1e-3 if name == "galore" else 1e-4
     for found, expected in zip(jax.tree.leaves(cut), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(found, expected, rtol=rtol, atol=1e-5)
