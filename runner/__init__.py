@@ -5,6 +5,7 @@ The map, in layers; each imports only from those above it, and the same holds in
 errors       what callers catch, and the exit code of each
 terminal     lines for a person
 process      the processes of one job on this machine, on faked devices where asked for
+huge_pages   memory in larger pages, asked for as the command starts
 periodic     is it time?
 record       the keys of the files that a run leaves
 spec         frozen models, strict YAML, overrides, errors with file and line; no jax

@@ -4,6 +4,11 @@ From here to the training loop: `runner.command.run` joins the hosts and calls t
 `runner/job.py` claims the directory and restores, and `BaseTrainer.run` in `runner/trainer.py` is the loop.
 """
 
+from runner.huge_pages import restart_with_huge_pages
+
+if __name__ == "__main__":
+    restart_with_huge_pages()  # ahead of imports, which would be made twice
+
 import argparse
 import contextlib
 import importlib

@@ -12,6 +12,7 @@ import jax
 from runner import BaseTrainer
 from runner.accelerator import set_deterministic
 from runner.checkpoint.fingerprint import fingerprint
+from runner.huge_pages import restart_with_huge_pages
 from runner.spec import load_document, load_job_class, validate_spec
 from runner.train.mesh import device_peak_bytes
 from tests.benchmarks.accelerator.turn import Ending, Ready, Seat, Turn
@@ -57,6 +58,7 @@ def _next_turn(seat: Seat, seconds: float) -> int:
 
 
 def main() -> None:
+    restart_with_huge_pages()
     seat = Seat()
     parser = argparse.ArgumentParser()
     parser.add_argument("spec")

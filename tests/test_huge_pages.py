@@ -1,0 +1,81 @@
+"""The command asks for large pages where that says something to somebody, and stays the same process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.huge_pages import asking_variables
+
+MADVISE = "always [madvise] never\n"
+ASKED = {"HOME": "/root", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+@pytest.mark.parametrize("c_library", ["glibc 2.35", "glibc 2.36", "glibc 3.0", "glibc 2.36.9000"])
+def test_pages_are_asked_for_where_the_kernel_gives_them_to_who_asks(c_library):
+    assert asking_variables({"HOME": "/root"}, c_library, MADVISE) == ASKED
+
+
+@pytest.mark.parametrize(
+    ("variables", "c_library", "modes"),
+    [
+        ({}, "glibc 2.36", "[always] madvise never\n"),  # all have them
+        ({}, "glibc 2.36", "always madvise [never]\n"),  # nobody has
+        ({}, "glibc 2.36", ""),
+        ({}, "glibc 2.34", MADVISE),
+        ({}, "glibc 1.99", MADVISE),
+        ({}, "", MADVISE),
+        ({}, "musl 1.2", MADVISE),
+        (ASKED, "glibc 2.36", MADVISE),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc 2.36", MADVISE),  # the user does not want them
+        ({"GLIBC_TUNABLES": "glibc.malloc.perturb=0:glibc.malloc.hugetlb=2"}, "glibc 2.36", MADVISE),
+    ],
+)
+def test_nothing_is_asked_for_where_it_would_say_nothing(variables, c_library, modes):
+    assert asking_variables(variables, c_library, modes) is None
+
+
+def test_other_tunables_stay():
+    given = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
+    expected = "glibc.malloc.perturb=0:glibc.malloc.hugetlb=1"
+    assert asking_variables(given, "glibc 2.36", MADVISE) == {"GLIBC_TUNABLES": expected}
+
+
+def test_the_command_becomes_itself_with_its_arguments_and_has_the_pages_that_this_machine_gives(tmp_path):
+    """Of a run, seen from its job: the process is the one that was started, and a large array has large pages."""
+    (tmp_path / "job_of_pages.py").write_text(
+        """
+import os, pathlib, re, sys
+import numpy as np
+from runner import RestoreableJob
+
+class Job(RestoreableJob):
+    def __init__(self, spec, document):
+        array = np.ones(64 << 20, np.uint8)
+        sizes = re.findall(r"AnonHugePages: +([1-9][0-9]*) kB", pathlib.Path("/proc/self/smaps").read_text())
+        has_pages = sum(map(int, sizes)) * 1024 >= array.size // 2
+        print(os.getpid(), os.environ.get("GLIBC_TUNABLES"), has_pages, sys.argv[-1], sep=";", flush=True)
+        os._exit(0)
+"""
+    )
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("name: pages\njob: job_of_pages:Job\ndirectory: unset\n")
+    variables = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    variables["PYTHONPATH"] = str(Path(__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runner", str(spec), "--set", f"directory={tmp_path}/run with a space"],
+        cwd=tmp_path,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output, _ = process.communicate(timeout=120)
+    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    kernel = modes.read_text() if modes.exists() else ""
+    asks = asking_variables({}, os.confstr("CS_GNU_LIBC_VERSION") or "", kernel) is not None
+    has_pages = asks or "[always]" in kernel
+    tunables = "glibc.malloc.hugetlb=1" if asks else None
+    assert output == f"{process.pid};{tunables};{has_pages};directory={tmp_path}/run with a space\n"
