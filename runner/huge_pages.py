@@ -6,6 +6,7 @@ not depend on it, and a process needs hardly more memory.
 """
 
 import os
+import platform
 import re
 import sys
 from collections.abc import Mapping
@@ -22,7 +23,9 @@ def restart_with_huge_pages() -> None:
     And where there is nobody to ask: on other systems, where the kernel gives them to all or to nobody, and where the
     user has said something of them. To be called before anything else is begun.
     """
-    variables = asking_variables(os.environ, _c_library(), _MODES.read_text() if _MODES.exists() else "")
+    if not _MODES.exists():
+        return
+    variables = asking_variables(os.environ, " ".join(platform.libc_ver()), _MODES.read_text())
     if variables is not None and sys.executable:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
 
@@ -39,9 +42,3 @@ def asking_variables(variables: Mapping[str, str], c_library: str, modes: str) -
     if (int(version[1]), int(version[2])) < _SINCE:
         return None
     return {**variables, _TUNABLES: ":".join(filter(None, (given, f"{_TUNABLE}=1")))}
-
-
-def _c_library() -> str:
-    """Its name and version; empty where the system does not tell."""
-    names = getattr(os, "confstr_names", {})
-    return (os.confstr("CS_GNU_LIBC_VERSION") or "") if "CS_GNU_LIBC_VERSION" in names else ""
