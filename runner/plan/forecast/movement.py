@@ -1,7 +1,8 @@
 """The bytes that an op moves in a device's main memory: each operand read once, each result written once.
 
 What is cut out of a larger array counts by the cut, what is put into one in place by what is put in; inside a fusion
-too. What lies in the chip's fast memory counts nothing, since a copy that is counted by itself brought it there.
+too. What a fusion hands on counts nothing, and neither does a collective that goes on beside it: its links count. What
+lies in the chip's fast memory counts nothing, since a copy that is counted by itself brought it there.
 """
 
 from runner.plan.forecast.array import Array, arrays_in
@@ -25,6 +26,7 @@ FREE = {
 NO_WORK = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"}
 _CUTS = {"dynamic-slice", "slice", "gather"}
 _SAME = {"bitcast", "reshape", "get-tuple-element"}
+_BESIDE = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def moved_bytes(module: Module, op: Op) -> int:
@@ -70,7 +72,7 @@ def _read_inside(module: Module, value: Op, whole: int) -> int:
     total = 0
     for user in module.computations[value.computation].values():
         for index, name in enumerate(user.operands):
-            if name == value.name:
+            if name == value.name and user.opcode != "tuple" and not user.opcode.startswith(_BESIDE):
                 is_same = user.opcode in _SAME
                 total += _read_inside(module, user, whole) if is_same else _read(module, user, index, whole)
     return total
@@ -97,4 +99,6 @@ def _made_inside(module: Module, value: Op) -> list[int]:
     if value.opcode in ("bitcast", "reshape") and (source := module.operand(value, 0)) is not None:
         found = _made_inside(module, source)
         return found if len(found) == 1 else [sum(array.bytes for array in arrays_in(value.shape))]
+    if value.opcode == "parameter" or value.opcode.startswith(_BESIDE):
+        return [0] * len(arrays_in(value.shape))
     return _written(module, value)

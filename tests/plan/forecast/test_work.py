@@ -159,7 +159,21 @@ NESTED = computation(
     "%r3 = f32[1,100]{1,0} fusion(%outside, %at3), kind=kLoop, calls=%cut",
     "ROOT %n3 = f32[1,100]{1,0} negate(%r3)",
 )
-ARGUMENTS = ("%s = f32[12,100]{1,0} parameter(1)", "%r = f32[1,100]{1,0} parameter(2)", "%i = s32[] parameter(3)")
+BESIDE = computation(
+    "beside",
+    "%mine = f32[1,100]{1,0} parameter(0)",
+    "%all = f32[12,100]{1,0} parameter(1)",
+    "%r4 = f32[1,100]{1,0} parameter(2)",
+    "%n4 = f32[1,100]{1,0} negate(%r4)",
+    "%gathered = f32[12,100]{1,0} all-gather(%mine), dimensions={0}",
+    "ROOT %three = (f32[1,100]{1,0}, f32[12,100]{1,0}, f32[12,100]{1,0}) tuple(%n4, %all, %gathered)",
+)
+ARGUMENTS = (
+    "%s = f32[12,100]{1,0} parameter(1)",
+    "%r = f32[1,100]{1,0} parameter(2)",
+    "%i = s32[] parameter(3)",
+    "%r5 = f32[1,100]{1,0} parameter(4)",
+)
 MOVES = {
     "an op reads and writes": ("%y = f32[12,100]{1,0} negate(%s)", 2 * STACK),
     "the same operand is read once": ("%y = f32[12,100]{1,0} add(%s, %s)", 2 * STACK),
@@ -174,6 +188,10 @@ MOVES = {
     "in a fusion too": ("%y = f32[12,100]{1,0} fusion(%s, %r, %i), kind=kLoop, calls=%update", 2 * ROW + 4),
     "a cut in a fusion too": ("%y = f32[1,100]{1,0} fusion(%s, %i), kind=kLoop, calls=%cut", 2 * ROW + 4),
     "and in a fusion of a fusion": ("%y = f32[1,100]{1,0} fusion(%s, %i), kind=kLoop, calls=%nested", 2 * ROW + 4),
+    "what goes on beside it, or is handed on, counts nothing": (
+        "%y = (f32[1,100]{1,0}, f32[12,100]{1,0}, f32[12,100]{1,0}) fusion(%r, %s, %r5), kind=kOutput, calls=%beside",
+        2 * ROW,
+    ),
     "fast memory is not main memory": ("%y = f32[12,100]{1,0:S(1)} negate(%s)", STACK),
     "whole tiles are moved": ("%y = f32[12,100]{1,0:T(8,128)} negate(%s)", STACK + 4 * 16 * 128),
     "a gather reads what it takes": ("%y = f32[3,100]{1,0} gather(%s, %i), offset_dims={1}", 2 * 3 * ROW + 4),
@@ -183,7 +201,7 @@ MOVES = {
 @pytest.mark.parametrize("name", MOVES)
 def test_an_op_moves_the_bytes_that_it_needs(name: str) -> None:
     line, expected = MOVES[name]
-    assert moved_bytes(*last(module(*ARGUMENTS, line, before=UPDATE + CUT + NESTED))) == expected
+    assert moved_bytes(*last(module(*ARGUMENTS, line, before=UPDATE + CUT + NESTED + BESIDE))) == expected
 
 
 def test_arrays_have_their_memory() -> None:
