@@ -259,13 +259,14 @@ class DecoderConfig(Scaled):
 
     @property
     def last_matmul_parameters(self) -> float:
-        """Parameters of the last matmul of one layer, whose result no gradient needs: not those of routed experts,
-        whose results are weighted. The mean of all layers, where they differ.
+        """Parameters of the last matmul of one layer, of an MLP or of its experts together, whose result no gradient
+        needs. The mean of all layers, where they differ.
         """
         if self.moe is None:
             return self.mlp_width * self.width
-        dense, shared = self.moe.dense_layers, self.moe.shared_experts * self.expert_width
-        return (dense * self.mlp_width + (self.layers - dense) * shared) * self.width / self.layers
+        dense, experts = self.moe.dense_layers, self.moe.experts_per_token + self.moe.shared_experts
+        sparse = experts * self.expert_width
+        return (dense * self.mlp_width + (self.layers - dense) * sparse) * self.width / self.layers
 
     @property
     def kinds(self) -> list[LayerKind]:

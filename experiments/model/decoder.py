@@ -333,7 +333,8 @@ class PretrainDecoder(BaseTrainer):
     def _experts_recomputed(self, blueprint: Blueprint) -> float:
         """FLOPs of routed experts that are computed again though a layer's other matmuls are not.
 
-        With `dots`, since no plain matmul makes their results; and with `none` where tokens travel in rounds.
+        With `dots`, since no plain matmul makes their results; and with `none` where tokens travel in rounds. Of the
+        matrices out of the hidden layer only where a norm behind needs the result, and is told none.
         """
         moe, memory, sizes = self.config.model.moe, self.config.memory, blueprint.mesh_sizes
         if moe is None or memory.remat == "layers":
@@ -341,9 +342,11 @@ class PretrainDecoder(BaseTrainer):
         is_in_rounds = sizes["expert"] > 1 and (moe.capacity_factor is None or sizes["sequence"] > 1)
         if memory.remat == "none" and not is_in_rounds:
             return 0.0
-        share = moe.experts_per_token / (moe.experts_per_token + moe.shared_experts)
-        layers = self.config.model.layers - moe.dense_layers
-        return 2 * layers * share * self.config.model.expert_matmul_parameters
+        config = self.config.model
+        halves = 1 if config.mlp == "squared_relu" else 2
+        matrices = halves + (memory.remat == "dots" and config.norm != "pre")
+        parameters = moe.experts_per_token * matrices * config.expert_width * config.width
+        return 2.0 * (config.layers - moe.dense_layers) * parameters
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:
         """By formula. A layer keeps its input and the stream between, cut like that, and of every norm after a part

@@ -24,8 +24,12 @@ a row, travel on their own over `expert`, among e devices. What is sent and held
 In rounds, TPUs send by `lax.ragged_all_to_all` what fills a window, and elsewhere, where XLA has no such thing (CPU) or
 not for sure (GPU), `lax.all_to_all` sends the windows whole.
 
-A gate travels with its token and is multiplied where the expert is, in float32; so no result is needed at home in the
-backward pass. Between tokens and slots all is gathered, and never scattered (`grouped`).
+A gate travels with its token and is multiplied where the expert is; so no result is needed at home in the backward
+pass. Between tokens and slots all is gathered, and never scattered (`grouped`).
+
+Matrices that are cut over devices with other tokens are gathered, by expert first (`_whole`), and gathered again in the
+backward pass: of them a device keeps its part alone. They are gathered here, and not by the partitioner, so that their
+gradients are scattered: it would sum them up whole on every device first.
 
 Shape legend: as in `grouped`; B rows and T positions at hand, R slots received, W slots sent, G devices of a group (e
 above), L experts of a device.
@@ -42,11 +46,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.tree_util import Partial
 
 from experiments.model.blocks import num_devices
 from experiments.model.grouped import (
     Layout,
     Matmul,
+    Multiply,
     batched_matmul,
     collect,
     dispatch,
@@ -59,7 +65,8 @@ from runner.train.mesh import axes_in
 
 Axes = tuple[str, ...]  # of the mesh
 Weights = Sequence[jax.Array]
-Expert = Callable[[Weights, jax.Array, Matmul], jax.Array]  # (matrices, (P, D), matmul) -> (P, D), each slot by its own
+# (joined matrices as `multiply` takes them, (P, D), gates (P), multiply) -> (P, D), each slot by its own expert
+Expert = Callable[[Sequence[Any], jax.Array, jax.Array, Multiply], jax.Array]
 
 _TILE = 8  # slots of a window are a multiple of it
 
@@ -159,28 +166,28 @@ def compute_cut(
     """
     D, cuts = x_BxTxD.shape[2], _cuts_of(x_BxTxD.shape, weights[0].shape)
 
-    @functools.partial(jax.checkpoint, policy=_is_no_gather, prevent_cse=False)
     def compute(x: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
         found = [_gathered(leaf, cuts.gathered, 1) for leaf in (x, experts, gates, kept)]
-        *into, out = weights
-        whole = [*(_gathered(weight, cuts.widths, 1) for weight in into), _gathered(out, cuts.widths, 2)]
+        parts = joined(weights)
         b, t, _ = found[0].shape
         most_rows = form.most_rows(b, t)
         tokens = Tokens(*(leaf.reshape(b * t, -1) for leaf in found))
         if num_devices(cuts.experts) == 1:
-            y_MxD = _at_home(form, most_rows, 0, whole, tokens)
+            y_MxD = _at_home(form, most_rows, 0, cuts.widths, parts, tokens)
         elif not cuts.exchanged:
-            first = lax.axis_index(cuts.experts) * whole[0].shape[0]
-            y_MxD = _at_home(form, most_rows, first, whole, tokens)
+            first = lax.axis_index(cuts.experts) * weights[0].shape[0]
+            y_MxD = _at_home(form, most_rows, first, cuts.widths, parts, tokens)
         elif most_rows is not None:
-            y_MxD = _in_fixed_slots(form, most_rows, cuts.exchanged, whole, tokens)
+            y_MxD = _in_fixed_slots(form, most_rows, cuts, parts, tokens)
         else:
-            y_MxD = _in_rounds(form, cuts.exchanged, whole, tokens)
+            y_MxD = _in_rounds(form, cuts, parts, tokens)
         y_BxTxD = y_MxD.reshape(b, t, D)
         if cuts.gathered:
             y_BxTxD = lax.psum_scatter(y_BxTxD, cuts.gathered, scatter_dimension=1, tiled=True)
         return lax.psum(y_BxTxD, cuts.summed) if cuts.summed else y_BxTxD
 
+    if cuts.gathered:  # tokens, which the backward pass gathers again
+        compute = jax.checkpoint(compute, policy=_is_no_gather, prevent_cse=False)
     # Axes of one device are named too: over all that are not, gradients are summed.
     tokens = PartitionSpec(cuts.rows, cuts.positions)
     into = PartitionSpec(cuts.experts, cuts.widths, cuts.columns)
@@ -199,11 +206,7 @@ def _cuts_of(tokens: tuple[int, ...], matrices: tuple[int, ...]) -> Cuts:
 
 
 def _is_no_gather(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What the backward pass finds of the forward pass: all but what it can gather again, matrices above all.
-
-    They are gathered here, and not by the partitioner, so that their gradients are scattered: it would sum them up
-    whole on every device first.
-    """
+    """What the backward pass finds of the forward pass: all but what it can gather again."""
     return primitive is not lax.all_gather_p
 
 
@@ -211,22 +214,93 @@ def _gathered(leaf: jax.Array, axes: Axes, axis: int) -> jax.Array:
     return lax.all_gather(leaf, axes, axis=axis, tiled=True) if num_devices(axes) > 1 else leaf
 
 
+def joined(weights: Weights) -> list[jax.Array]:
+    """The matrices into the hidden layer as one, (E, D, F) or (E, D, 2 F), and the one out of it.
+
+    One product of the tokens then makes both halves, and one the gradient of the tokens.
+    """
+    *into, out = weights
+    return [jnp.concatenate(into, axis=2), out]
+
+
+def _whole(part: jax.Array, axes: Axes, axis: int) -> jax.Array:
+    """Matrices of the experts at hand, of each of which this device has a part along `axis`.
+
+    Devices first deal out the experts among themselves, where their number allows it: what is gathered then lies in
+    memory as it came, one expert after the other, and need not be moved again.
+    """
+    if num_devices(axes) == 1:
+        return part
+    if part.shape[0] % num_devices(axes):
+        return _gathered(part, axes, axis)
+    return _gathered(lax.all_to_all(part, axes, split_axis=0, concat_axis=axis, tiled=True), axes, 0)
+
+
+class Part(NamedTuple):
+    """What a device has of the matrices of its experts, and the axis that is cut over others."""
+
+    weights: jax.Array
+    axis: int
+
+
+def _by_parts(form: Form, axes: Axes, parts: Weights) -> Callable[[jax.Array, jax.Array, Matmul], jax.Array]:
+    """The function of the experts of which the devices along `axes` have a part each."""
+
+    def apply(x_PxD: jax.Array, gates_P: jax.Array, matmul: Matmul) -> jax.Array:
+        def multiply(x_PxI: jax.Array, part: Part) -> jax.Array:
+            return _multiply(axes, part.axis, matmul, x_PxI, part.weights)
+
+        into, out = parts
+        return form.expert((Part(into, 1), Part(out, 2)), x_PxD, gates_P, multiply)
+
+    return apply
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(axes: Axes, axis: int, matmul: Matmul, x_PxI: jax.Array, part: jax.Array) -> jax.Array:
+    """`matmul` by what is gathered of `part`."""
+    found: jax.Array = matmul(x_PxI, _whole(part, axes, axis))
+    return found
+
+
+def _multiply_forward(
+    axes: Axes, axis: int, matmul: Matmul, x_PxI: jax.Array, part: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _multiply(axes, axis, matmul, x_PxI, part), (matmul, x_PxI, part)
+
+
+def _multiply_backward(axes: Axes, axis: int, kept: Any, dy_PxO: jax.Array) -> tuple[None, jax.Array, jax.Array]:
+    matmul, x_PxI, part = kept
+    whole, scatter = jax.vjp(lambda part: _whole(part, axes, axis), part)
+    _, pull_back = jax.vjp(matmul, x_PxI, whole)
+    dx_PxI, dwhole = pull_back(dy_PxO)
+    (dpart,) = scatter(dwhole)
+    return None, dx_PxI, dpart
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
 def _at_home(
     form: Form,
     most_rows: int | None,
     first: int | jax.Array,
-    weights: Weights,
+    axes: Axes,
+    parts: Weights,
     tokens: Tokens,
 ) -> jax.Array:
-    """What the experts at hand, the number `first` and those behind it, make of the tokens at hand."""
-    num_here = weights[0].shape[0]
+    """What the experts at hand, the number `first` and those behind it, make of the tokens at hand.
+
+    Of each the devices along `axes` have a part.
+    """
+    num_here = parts[0].shape[0]
     experts_MxK = tokens.experts - first
     return grouped(
         tokens.x,
         experts_MxK,
         tokens.gates,
         tokens.kept & (experts_MxK >= 0) & (experts_MxK < num_here),
-        functools.partial(form.expert, weights),
+        _by_parts(form, axes, parts),
         num_experts=num_here,
         most_rows=most_rows,
         platform=form.platform,
@@ -236,12 +310,12 @@ def _at_home(
 def _in_fixed_slots(
     form: Form,
     most_rows: int,
-    axes: Axes,
-    weights: Weights,
+    cuts: Cuts,
+    parts: Weights,
     tokens: Tokens,
 ) -> jax.Array:
     """So many slots for each expert, whether they are filled or not."""
-    num_here, D = weights[0].shape[0], tokens.x.shape[1]
+    num_here, D, axes = parts[0].shape[0], tokens.x.shape[1], cuts.exchanged
     rank_MxK, _ = ranked(tokens.experts, tokens.kept, form.num_experts)
     num_slots = form.num_experts * most_rows
     layout = lay_out(jnp.where(tokens.kept, tokens.experts * most_rows + rank_MxK, num_slots), num_slots)
@@ -251,13 +325,9 @@ def _in_fixed_slots(
         return came_GxLxSxD.swapaxes(0, 1).reshape(num_slots, -1)
 
     x_RxD, gates_Rx1 = there(dispatch(tokens.x, layout)), there(in_slots(tokens.gates, layout)[:, None])
-    y_RxD = _times(form.expert(weights, x_RxD, batched_matmul), gates_Rx1)
+    y_RxD = _by_parts(form, cuts.widths, parts)(x_RxD, gates_Rx1[:, 0], Partial(batched_matmul))
     y_GxLxSxD = y_RxD.reshape(num_here, -1, most_rows, D).swapaxes(0, 1)
     return collect(_exchanged(y_GxLxSxD.reshape(num_slots, D), axes), layout)
-
-
-def _times(y_RxD: jax.Array, gates_Rx1: jax.Array) -> jax.Array:
-    return (y_RxD.astype(jnp.float32) * gates_Rx1).astype(y_RxD.dtype)
 
 
 def _exchanged(x_WxD: jax.Array, axes: Axes) -> jax.Array:
@@ -277,12 +347,12 @@ class Traffic(NamedTuple):
 
 def _in_rounds(
     form: Form,
-    axes: Axes,
-    weights: Weights,
+    cuts: Cuts,
+    parts: Weights,
     tokens: Tokens,
 ) -> jax.Array:
     """All that is kept, in as many rounds as it takes."""
-    num_here, (M, K) = weights[0].shape[0], tokens.experts.shape
+    num_here, (M, K), axes = parts[0].shape[0], tokens.experts.shape, cuts.exchanged
     num_devices = form.num_experts // num_here
     window = window_slots(M, K, num_here, num_devices)
     rank_MxK, counts_E = ranked(tokens.experts, tokens.kept, form.num_experts)
@@ -292,7 +362,7 @@ def _in_rounds(
     came_GxL = _exchanged(counts_E, axes).reshape(num_devices, num_here)
     num_rounds = lax.pmax(-(-jnp.max(sent_G) // window), axes)
     traffic = Traffic(*layout, sent_G, came_GxL, num_rounds)
-    return _all_rounds((form, axes, window), tokens.x, tokens.gates, tuple(weights), traffic)
+    return _all_rounds(Rounds(form, axes, cuts.widths, window), tokens.x, tokens.gates, tuple(parts), traffic)
 
 
 def window_slots(num_tokens: int, experts_per_token: int, num_here: int, num_devices: int) -> int:
@@ -302,13 +372,21 @@ def window_slots(num_tokens: int, experts_per_token: int, num_here: int, num_dev
     return _TILE * math.ceil(min(most, 1.25 * mean) / _TILE)
 
 
-Rounds = tuple[Form, Axes, int]  # axes of the group, and slots of a window
+class Rounds(NamedTuple):
+    """How tokens travel."""
+
+    form: Form
+    axes: Axes  # of the group
+    widths: Axes  # over which matrices are cut
+    window: int  # its slots
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _all_rounds(
-    rounds: Rounds, x_MxD: jax.Array, gates_MxK: jax.Array, weights: tuple[jax.Array, ...], traffic: Traffic
+    rounds: Rounds, x_MxD: jax.Array, gates_MxK: jax.Array, parts: tuple[jax.Array, ...], traffic: Traffic
 ) -> jax.Array:
+    weights = _both_whole(rounds.widths, parts)
+
     def add(number: jax.Array, sum_MxD: jax.Array) -> jax.Array:
         return sum_MxD + _round(rounds, traffic, number, x_MxD, gates_MxK, weights).astype(jnp.float32)
 
@@ -316,21 +394,28 @@ def _all_rounds(
     return sum_MxD.astype(x_MxD.dtype)
 
 
+def _both_whole(axes: Axes, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    into, out = parts
+    return _whole(into, axes, 1), _whole(out, axes, 2)
+
+
 def _all_rounds_forward(rounds: Rounds, *arrays: Any) -> tuple[jax.Array, Any]:
     return _all_rounds(rounds, *arrays), arrays
 
 
 def _all_rounds_backward(rounds: Rounds, kept: Any, dy_MxD: jax.Array) -> tuple[Any, Any, Any, None]:
-    *inputs, traffic = kept
+    x_MxD, gates_MxK, parts, traffic = kept
+    weights, scatter = jax.vjp(functools.partial(_both_whole, rounds.widths), parts)
+    inputs = x_MxD, gates_MxK, weights
 
     def add(number: jax.Array, sums: Any) -> Any:
         _, pull_back = jax.vjp(functools.partial(_round, rounds, traffic, number), *inputs)
         return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), sums, pull_back(dy_MxD))
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tuple(inputs))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), inputs)
     sums = lax.fori_loop(0, traffic.num_rounds, add, zeros)
-    dx_MxD, dgates_MxK, dweights = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, tuple(inputs))
-    return dx_MxD, dgates_MxK, dweights, None
+    dx_MxD, dgates_MxK, dweights = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, inputs)
+    return dx_MxD, dgates_MxK, *scatter(dweights), None
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
@@ -345,7 +430,7 @@ def _round(
     weights: tuple[jax.Array, ...],
 ) -> jax.Array:
     """What the tokens in one window of each pair of devices add to their sums, (M, D)."""
-    form, axes, window = rounds
+    form, axes, _, window = rounds
     num_here = traffic.came.shape[1]
     first = number * window
     layout = _in_windows(traffic, first, window)

@@ -7,13 +7,14 @@ Three layouts:
 - `blocked`: slots of an expert begin at a multiple of a block, and a loop multiplies block by block with the one expert
   it belongs to. No work but the rest of the last block of each. On CPU and GPU, where `jax.lax.ragged_dot` multiplies
   all rows by all experts.
-- `ragged`: without gaps. On TPU, by `jax.lax.ragged_dot`, of whose gradient with respect to the experts libtpu would
-  make one product of all rows for each expert: that is JAX's kernel of grouped products.
+- `ragged`: without gaps. On TPU, by `jax.lax.ragged_dot`. Of its gradients libtpu would make one product of all rows
+  for each expert, and copy all matrices to turn them: those are JAX's kernels of grouped products.
 
-Between tokens and slots every array is gathered, in the backward pass too, and never scattered.
+An assignment's weight is multiplied inside its expert, where the hidden layer is: so the backward pass needs no result
+of an expert. Between tokens and slots every array is gathered, in the backward pass too, and never scattered.
 
-Shape legend: M tokens, K experts of a token, A = M * K assignments, E experts, P slots, N blocks of slots, D width, F
-width of an expert's hidden layer, I and O input and output of one matmul.
+Shape legend: M tokens, K experts of a token, A = M * K assignments, E experts, P slots, N blocks of slots, D width, I
+and O input and output of one matmul.
 """
 
 import functools
@@ -23,13 +24,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from experiments.model.form import for_tpus
 
 MIN_BLOCK, MAX_BLOCK = 8, 256
 KERNEL_ROWS = 128  # the kernel takes a multiple of them
 KERNEL_COLUMNS = 1024  # of either array that a tile of the kernel has, at most
-Matmul = Callable[[jax.Array, jax.Array], jax.Array]  # ((P, I), (E, I, O)) -> (P, O), each slot by its expert
+Matmul = Partial  # ((P, I), (E, I, O)) -> (P, O), each slot by its expert; of integers that say whose slots are whose
+Multiply = Callable[[jax.Array, Any], jax.Array]  # the same, of experts in whatever form
 
 
 class Layout(NamedTuple):
@@ -44,7 +47,7 @@ def grouped(
     experts_MxK: jax.Array,
     weights_MxK: jax.Array,
     kept_MxK: jax.Array,
-    apply: Callable[[jax.Array, Matmul], jax.Array],
+    apply: Callable[[jax.Array, jax.Array, Matmul], jax.Array],
     *,
     num_experts: int,
     most_rows: int | None,
@@ -52,13 +55,13 @@ def grouped(
 ) -> jax.Array:
     """Return for every token the sum of what its experts make of it, each times its weight: (M, D), of the type of `x`.
 
-    `apply(x_PxD, matmul)` is the experts' function of the rows at hand. What is not kept is not computed, and counts
-    nothing. With `most_rows` no expert may have more rows than that.
+    `apply(x_PxD, weights_P, matmul)` is the experts' function of the rows at hand, times their weights. What is not
+    kept is not computed, and counts nothing. With `most_rows` no expert may have more rows than that.
     """
     rank_MxK, counts_E = ranked(experts_MxK, kept_MxK, num_experts)
     num_slots, starts_E, matmul = _layout(counts_E, experts_MxK.size, num_experts, most_rows, platform)
     layout = lay_out(jnp.where(kept_MxK, starts_E[experts_MxK] + rank_MxK, num_slots), num_slots)
-    return _combine(apply(dispatch(x_MxD, layout), matmul), weights_MxK, layout)
+    return collect(apply(dispatch(x_MxD, layout), in_slots(weights_MxK, layout), matmul), layout)
 
 
 def ranked(experts_MxK: jax.Array, kept_MxK: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
@@ -80,15 +83,15 @@ def _layout(
 ) -> tuple[int, jax.Array, Matmul]:
     """Number of slots, the first of each expert, and the matmul of slots by their experts."""
     if most_rows is not None:
-        return num_experts * most_rows, jnp.arange(num_experts) * most_rows, batched_matmul
+        return num_experts * most_rows, jnp.arange(num_experts) * most_rows, Partial(batched_matmul)
     if platform == "tpu":
-        return num_assignments, jnp.cumsum(counts_E) - counts_E, functools.partial(ragged_matmul, counts_E)
+        return num_assignments, jnp.cumsum(counts_E) - counts_E, Partial(ragged_matmul, counts_E)
     block = block_rows(num_assignments, num_experts)
     num_blocks = (num_assignments + num_experts * (block - 1)) // block
     ends_E = jnp.cumsum(-(-counts_E // block))
     expert_N = jnp.sum(jnp.arange(num_blocks)[:, None] >= ends_E[:-1], axis=1, dtype=jnp.int32)
     starts_E = block * (ends_E + counts_E // -block)
-    return num_blocks * block, starts_E, functools.partial(blocked_matmul, expert_N, ends_E[-1], block)
+    return num_blocks * block, starts_E, Partial(functools.partial(blocked_matmul, block), expert_N, ends_E[-1])
 
 
 def block_rows(num_assignments: int, num_experts: int) -> int:
@@ -110,40 +113,19 @@ def _dispatch_forward(x_MxD: jax.Array, layout: Layout) -> tuple[jax.Array, Layo
 
 
 def _dispatch_backward(layout: Layout, dx_PxD: jax.Array) -> tuple[jax.Array, None]:
-    dx_MxD = jnp.sum(_in_tokens(dx_PxD, layout), axis=1, dtype=jnp.float32)
-    return dx_MxD.astype(dx_PxD.dtype), None
+    return _sum_of_slots(dx_PxD, layout), None
 
 
 dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @jax.custom_vjp
-def _combine(y_PxD: jax.Array, weights_MxK: jax.Array, layout: Layout) -> jax.Array:
-    """The sum over each token's slots, weighted; in float32, (M, D) in the type of `y`."""
-    y_MxKxD = _in_tokens(y_PxD, layout).astype(jnp.float32)
-    return jnp.sum(y_MxKxD * weights_MxK[..., None].astype(jnp.float32), axis=1).astype(y_PxD.dtype)
-
-
-def _combine_forward(y_PxD: jax.Array, weights_MxK: jax.Array, layout: Layout) -> tuple[jax.Array, Any]:
-    return _combine(y_PxD, weights_MxK, layout), (y_PxD, weights_MxK, layout)
-
-
-def _combine_backward(kept: Any, dy_MxD: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    y_PxD, weights_MxK, layout = kept
-    dy_Mx1xD = dy_MxD[:, None].astype(jnp.float32)
-    dweights_MxK = jnp.sum(_in_tokens(y_PxD, layout).astype(jnp.float32) * dy_Mx1xD, axis=-1)
-    weight_P = weights_MxK.reshape(-1).at[layout.assignments].get(mode="fill", fill_value=0)
-    dy_PxD = dy_MxD[_token_of_slot(layout)].astype(jnp.float32) * weight_P[:, None].astype(jnp.float32)
-    return dy_PxD.astype(y_PxD.dtype), dweights_MxK.astype(weights_MxK.dtype), None
-
-
-_combine.defvjp(_combine_forward, _combine_backward)
-
-
-@jax.custom_vjp
 def collect(y_PxD: jax.Array, layout: Layout) -> jax.Array:
-    """The sum over each token's slots; in float32, (M, D) in the type of `y`."""
-    return jnp.sum(_in_tokens(y_PxD, layout), axis=1, dtype=jnp.float32).astype(y_PxD.dtype)
+    """The sum over each token's slots; in float32, (M, D) in the type of `y`.
+
+    An empty slot gets the gradient of some token: whoever filled it multiplies by its weight, which is nothing.
+    """
+    return _sum_of_slots(y_PxD, layout)
 
 
 def _collect_forward(y_PxD: jax.Array, layout: Layout) -> tuple[jax.Array, Layout]:
@@ -151,8 +133,7 @@ def _collect_forward(y_PxD: jax.Array, layout: Layout) -> tuple[jax.Array, Layou
 
 
 def _collect_backward(layout: Layout, dy_MxD: jax.Array) -> tuple[jax.Array, None]:
-    is_filled_P = layout.assignments < layout.slots.size
-    return jnp.where(is_filled_P[:, None], dy_MxD[_token_of_slot(layout)], 0), None
+    return dy_MxD[_token_of_slot(layout)], None
 
 
 collect.defvjp(_collect_forward, _collect_backward)
@@ -169,7 +150,7 @@ def _in_slots_forward(values_MxK: jax.Array, layout: Layout) -> tuple[jax.Array,
 
 
 def _in_slots_backward(layout: Layout, dvalues_P: jax.Array) -> tuple[jax.Array, None]:
-    return _in_tokens(dvalues_P[:, None], layout)[..., 0], None
+    return dvalues_P.at[layout.slots].get(mode="fill", fill_value=0), None
 
 
 in_slots.defvjp(_in_slots_forward, _in_slots_backward)
@@ -180,9 +161,15 @@ def _token_of_slot(layout: Layout) -> jax.Array:
     return jnp.minimum(layout.assignments // K, M - 1)
 
 
-def _in_tokens(x_PxD: jax.Array, layout: Layout) -> jax.Array:
-    """What stands in each token's slots, (M, K, D); nothing for what is not routed."""
-    return x_PxD.at[layout.slots].get(mode="fill", fill_value=0)
+def _sum_of_slots(x_PxD: jax.Array, layout: Layout) -> jax.Array:
+    """The sum of what stands in each token's slots, (M, D); nothing for what is not routed.
+
+    One gather for each of a token's experts, and all of them added at once.
+    """
+    total_MxD = jnp.zeros((), jnp.float32)
+    for slots_M in layout.slots.T:
+        total_MxD += x_PxD.at[slots_M].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return total_MxD.astype(x_PxD.dtype)
 
 
 def batched_matmul(x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
@@ -193,7 +180,7 @@ def batched_matmul(x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def ragged_matmul(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
-    """So many slots by the first expert, so many by the next, (P, O); zeros in those behind."""
+    """So many slots by the first expert, so many by the next, (P, O); zeros in those behind, which nobody may read."""
     return lax.ragged_dot(x_PxI, w_ExIxO, counts_E)
 
 
@@ -203,28 +190,31 @@ def _ragged_forward(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -
 
 def _ragged_backward(kept: Any, dy_PxO: jax.Array) -> tuple[None, jax.Array, jax.Array]:
     counts_E, x_PxI, w_ExIxO = kept
-    _, pull_back = jax.vjp(lambda x_PxI: lax.ragged_dot(x_PxI, w_ExIxO, counts_E), x_PxI)
-    (dx_PxI,) = pull_back(dy_PxO)
-    return None, dx_PxI, _grouped_products(counts_E, x_PxI, dy_PxO).astype(w_ExIxO.dtype)
+    kernel = for_tpus("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    num_slots, (_, I, O) = x_PxI.shape[0], w_ExIxO.shape  # noqa: E741
+    x_PxI, dy_PxO = (jnp.pad(rows, ((0, -num_slots % KERNEL_ROWS), (0, 0))) for rows in (x_PxI, dy_PxO))
+    tile_rows, tile_I, tile_O = _tile(x_PxI.shape[0], 512), _tile(I, KERNEL_COLUMNS), _tile(O, KERNEL_COLUMNS)
+    counts_E = counts_E.astype(jnp.int32)
+    # Slots behind those of all experts are the last one's: the kernel would leave them as it finds the memory.
+    all_E = counts_E.at[-1].add(x_PxI.shape[0] - jnp.sum(counts_E))
+    sizes = tile_rows, tile_O, tile_I
+    dx_PxI = kernel.gmm(dy_PxO, w_ExIxO, all_E, dy_PxO.dtype, sizes, transpose_rhs=True)
+    dw_ExIxO = kernel.tgmm(x_PxI.T, dy_PxO, counts_E, w_ExIxO.dtype, (tile_rows, tile_I, tile_O))
+    return None, dx_PxI[:num_slots], dw_ExIxO
 
 
 ragged_matmul.defvjp(_ragged_forward, _ragged_backward)
 
 
-def _grouped_products(counts_E: jax.Array, x_PxI: jax.Array, y_PxO: jax.Array) -> jax.Array:
-    """Of each expert's slots the product of both, (E, I, O); the kernel adds up in float32."""
-    kernel = for_tpus("jax.experimental.pallas.ops.tpu.megablox.gmm")
-    missing = -x_PxI.shape[0] % KERNEL_ROWS
-    x_PxI, y_PxO = (jnp.pad(rows, ((0, missing), (0, 0))) for rows in (x_PxI, y_PxO))
-    rows = next(size for size in (512, 256, KERNEL_ROWS) if x_PxI.shape[0] % size == 0)
-    tile = rows, *(min(KERNEL_COLUMNS, array.shape[1]) for array in (x_PxI, y_PxO))
-    found: jax.Array = kernel.tgmm(x_PxI.T, y_PxO, counts_E.astype(jnp.int32), x_PxI.dtype, tile)
-    return found
+def _tile(size: int, most: int) -> int:
+    """The largest part of an axis that divides it and that the kernel takes."""
+    fitting = (part for part in range(most, 0, -KERNEL_ROWS) if size % part == 0)
+    return next(fitting, min(size, most))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blocked_matmul(
-    expert_N: jax.Array, num_blocks: jax.Array, block: int, x_PxI: jax.Array, w_ExIxO: jax.Array
+    block: int, expert_N: jax.Array, num_blocks: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array
 ) -> jax.Array:
     """Each block of slots by the expert that `expert_N` names; of the blocks only the first `num_blocks`. (P, O)"""
 
@@ -237,9 +227,9 @@ def blocked_matmul(
 
 
 def _blocked_forward(
-    expert_N: jax.Array, num_blocks: jax.Array, block: int, x_PxI: jax.Array, w_ExIxO: jax.Array
+    block: int, expert_N: jax.Array, num_blocks: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array
 ) -> tuple[jax.Array, Any]:
-    return blocked_matmul(expert_N, num_blocks, block, x_PxI, w_ExIxO), (expert_N, num_blocks, x_PxI, w_ExIxO)
+    return blocked_matmul(block, expert_N, num_blocks, x_PxI, w_ExIxO), (expert_N, num_blocks, x_PxI, w_ExIxO)
 
 
 def _blocked_backward(block: int, kept: Any, dy_PxO: jax.Array) -> tuple[None, None, jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ hidden layer, L layers.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -34,9 +34,9 @@ from experiments.model.blocks import (
     row_parts,
     with_axes,
 )
-from experiments.model.exchange import Axes, Form, Weights, compute_cut, token_axes
+from experiments.model.exchange import Axes, Form, compute_cut, joined, token_axes
 from experiments.model.form import platform
-from experiments.model.grouped import Matmul, grouped
+from experiments.model.grouped import Multiply, grouped
 from runner.errors import InvalidError
 from runner.spec import Auto, Frozen
 
@@ -253,7 +253,7 @@ def compute_experts(
             experts_MxK,
             gates_MxK,
             kept_MxK,
-            functools.partial(expert, weights),
+            functools.partial(expert, joined(weights)),
             num_experts=config.experts,
             most_rows=None if config.capacity_factor is None else B * config.capacity(T),
             platform=here,
@@ -271,10 +271,36 @@ def compute_experts(
     return in_stream(y_BxTxD)
 
 
-def _mlp(activation: Activation, weights: Weights, x_PxD: jax.Array, matmul: Matmul) -> jax.Array:
-    """The function of an expert."""
-    *into, out = weights
-    return matmul(activate(activation, *(matmul(x_PxD, weight) for weight in into)), out)
+def _mlp(
+    activation: Activation, weights: Sequence[Any], x_PxD: jax.Array, gates_P: jax.Array, multiply: Multiply
+) -> jax.Array:
+    """The function of an expert, of joined matrices."""
+    into, out = weights
+    return multiply(_hidden(activation, multiply(x_PxD, into), gates_P), out)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0,))
+def _hidden(activation: Activation, both_PxF: jax.Array, gates_P: jax.Array) -> jax.Array:
+    """The hidden layer of an expert times the gates, which are multiplied in float32."""
+    hidden_PxF = activate(activation, *([both_PxF] if activation == "squared_relu" else _halves(both_PxF)))
+    return (hidden_PxF.astype(jnp.float32) * gates_P[:, None]).astype(hidden_PxF.dtype)
+
+
+@jax.custom_vjp
+def _halves(both_PxF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both halves of the columns, whose gradients are each written where they belong: else they would be copied."""
+    first_PxF, second_PxF = jnp.split(both_PxF, 2, axis=1)
+    return first_PxF, second_PxF
+
+
+def _halves_backward(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+    first_PxF, second_PxF = gradients
+    P, F = first_PxF.shape
+    both_PxF = jax.lax.dynamic_update_slice(jax.lax.empty((P, 2 * F), first_PxF.dtype), first_PxF, (0, 0))
+    return (jax.lax.dynamic_update_slice(both_PxF, second_PxF, (0, F)),)
+
+
+_halves.defvjp(lambda both_PxF: (_halves(both_PxF), None), _halves_backward)
 
 
 def _is_cut() -> bool:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from experiments.model import grouped
-from experiments.model.form import for_tpus
 
 I, O = 8, 24  # noqa: E741
 CASES = {
@@ -21,21 +20,16 @@ CASES = {
 }
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    kernel = for_tpus("jax.experimental.pallas.ops.tpu.megablox.gmm")
-    monkeypatch.setattr(kernel, "tgmm", functools.partial(kernel.tgmm, interpret=True))
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_ragged_matmul_and_its_gradients_are_those_of_each_expert_alone(case, dtype, interpreted):
+def test_a_ragged_matmul_and_its_gradients_are_those_of_each_expert_alone(case, dtype, interpreted_products):
     num_slots, counts = CASES[case]
     generator = np.random.default_rng(0)
     x, w, dy = (
         jnp.asarray(generator.standard_normal(shape), dtype)
         for shape in ((num_slots, I), (len(counts), I, O), (num_slots, O))
     )
+    dy = dy.at[sum(counts) :].set(0)  # nobody reads the slots behind
     y, pull_back = jax.vjp(functools.partial(grouped.ragged_matmul, jnp.array(counts)), x, w)
     dx, dw = pull_back(dy)
     wide_x, wide_w, wide_dy = (np.asarray(array, np.float64) for array in (x, w, dy))
