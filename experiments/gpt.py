@@ -34,6 +34,7 @@ from experiments.model.blocks import (
     gelu,
     in_rows,
     in_stream,
+    kept_in_stream,
     rematerialised,
     with_axes,
 )
@@ -140,7 +141,7 @@ class Block(nn.Module):
             cache = {name: lax.dynamic_update_slice_in_dim(cache[name], new[name], start, axis=1) for name in new}
             a_BxTxNxH = cached_attention(q_BxTxNxH, cache["key"], cache["value"], start)
         out = FromHeads(D, ("heads", "embed"), residual_stddev, *precision, name="attention_out")
-        x_BxTxD = kept(in_stream(x_BxTxD + dropout(in_stream(out(a_BxTxNxH)))))
+        x_BxTxD = kept_in_stream(x_BxTxD + dropout(in_stream(out(a_BxTxNxH))))
 
         h_BTxD = flat(in_rows(self._layer_norm("mlp_norm")(x_BxTxD)))
         h_BxTxM = self._dense("mlp_in", 4 * D, ("embed", "mlp"))(h_BTxD).reshape(B, T, 4 * D)

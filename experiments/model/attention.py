@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from experiments.model.blocks import cut, num_devices, num_shards
-from experiments.model.form import KEPT, for_tpus, platform
+from experiments.model.form import KEPT, fits_long_blocks, for_tpus, in_order, platform
 from experiments.model.row_attention import attend_to_rows
 from experiments.model.row_layout import rows_on_devices
 from runner.config import RowAttention
@@ -44,6 +44,7 @@ MAX_BLOCKS = 8
 MIN_BLOCK_TOKENS = 64
 TPU_BLOCK_TOKENS = (512, 256, 128)
 TPU_LONG_BLOCK_TOKENS = 1024  # where a query sees at least four times as many keys
+TPU_MAX_PARTS = 8  # of the gradient of queries, where it is made in parts
 
 
 def causal_attention(
@@ -216,7 +217,9 @@ def splash_attention(
     """
     splash = for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
     T, N, H = q_BxTxNxH.shape[1:]
-    group, padding = N // k_BxTxKxH.shape[2], -T % _tpu_block_tokens(T, window)[0]
+    group = N // k_BxTxKxH.shape[2]
+    blocks = _tpu_block_tokens(T, window, fits_long_blocks(q_BxTxNxH, v_BxTxKxW))
+    padding = -T % blocks.multiple
     factor = 1 / math.sqrt(H) if scale is None else scale
 
     def attend(*arrays: jax.Array) -> jax.Array:
@@ -224,13 +227,14 @@ def splash_attention(
         # Heads come before positions first: where they came so, nothing is moved, and the rest joins the matmul before.
         q_BxNxTxH, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
         q_BxNxTxH = _scaled(q_BxNxTxH, factor)  # the kernel takes no scale
-        q_BxNxTxH, k, v = (checkpoint_name(x, KEPT) for x in (q_BxNxTxH, k, v))
+        q_BxNxTxH, k, v = (checkpoint_name(in_order(x), KEPT) for x in (q_BxNxTxH, k, v))
         q_BxKxGxTxH = q_BxNxTxH.reshape(q.shape[0], -1, group, *q_BxNxTxH.shape[2:])
         # Rows and heads of keys are axes that the two cores of a chip may share, those of the kernel itself are not.
-        kernel = _make_splash_kernel(splash, group, T, window, softcap)
+        kernel = _make_splash_kernel(splash, group, (q.shape[1], H), blocks, window, softcap)
         of_row = jax.vmap(kernel, in_axes=(0, 0, 0, *[None] * len(ids)))
         out_BxKxGxTxW = jax.vmap(of_row)(q_BxKxGxTxH, k, v, *(splash.SegmentIds(x, x) for x in ids))
-        return out_BxKxGxTxW.reshape(*q_BxNxTxH.shape[:3], -1).transpose(0, 2, 1, 3)[:, :T]
+        out_BxNxTxW = in_order(out_BxKxGxTxW.reshape(*q_BxNxTxH.shape[:3], -1))
+        return out_BxNxTxW.transpose(0, 2, 1, 3)[:, :T]
 
     segments = () if segments_BxT is None else (segments_BxT,)
     if not jax.sharding.get_abstract_mesh().empty:
@@ -251,15 +255,28 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 
 
 def _make_splash_kernel(
-    splash: ModuleType, num_heads: int, length: int, window: int | None, softcap: float | None
+    splash: ModuleType,
+    num_heads: int,
+    shape: tuple[int, int],
+    blocks: "Blocks",
+    window: int | None,
+    softcap: float | None,
 ) -> Callable[..., jax.Array]:
-    """Attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), over a row that is padded."""
-    unit, block = _tpu_block_tokens(length, window)
-    padded = length + -length % unit
+    """Attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), over a row that is padded.
+
+    Of long blocks of heads of 128 one kernel makes all gradients, and scores once for them: that of queries as a part
+    for each block of keys, in the type of the queries, which are then added up in float32. Parts of narrower heads fill
+    no lanes.
+    """
+    padded, H = shape
+    multiple, block = blocks
     mask = for_tpus("experiments.model.row_mask").RowMask(np.arange(padded), padded, window)
+    is_one_kernel = H == 128 and window is None and block > multiple and padded <= TPU_MAX_PARTS * block
     sizes = splash.BlockSizes(
-        **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block),
-        **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), unit),
+        **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv"), block),
+        **({} if is_one_kernel else dict.fromkeys(("block_q_dq", "block_kv_dq"), block)),
+        **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), multiple),
+        use_fused_bwd_kernel=is_one_kernel,
     )
     masks = splash.MultiHeadMask([mask] * num_heads)
     kernel: Callable[..., jax.Array] = splash.make_splash_mqa(
@@ -328,16 +345,24 @@ def _is_worth_padding(length: int, multiple: int) -> bool:
     return 8 * (-length % multiple) <= length
 
 
-def _tpu_block_tokens(length: int, window: int | None) -> tuple[int, int]:
-    """The multiple to which a row is padded, whose keys are computed at once, and the block that is read at once.
+class Blocks(NamedTuple):
+    """Positions of a row that a kernel takes at once."""
+
+    multiple: int  # to which the row is padded, and of whose keys scores are computed at once
+    read: int
+
+
+def _tpu_block_tokens(length: int, window: int | None, fits_long: bool) -> Blocks:
+    """The blocks of a row, the long ones only of heads that fit them.
 
     By what libtpu's schedules take on v5e and v5p (`tests/benchmarks/tpu_attention.py`): larger blocks lose less
     between two of them, and leave out less of the square.
     """
     unit = next(size for size in TPU_BLOCK_TOKENS if _is_worth_padding(length, size))
     padded = length + -length % unit
-    is_long = min(padded, window or padded) >= 4 * TPU_LONG_BLOCK_TOKENS and padded % TPU_LONG_BLOCK_TOKENS == 0
-    return unit, TPU_LONG_BLOCK_TOKENS if is_long else unit
+    seen = min(padded, window or padded)
+    is_long = fits_long and seen >= 4 * TPU_LONG_BLOCK_TOKENS and padded % TPU_LONG_BLOCK_TOKENS == 0
+    return Blocks(unit, TPU_LONG_BLOCK_TOKENS if is_long else unit)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, softcap: float | None) -> None:

@@ -25,7 +25,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from experiments.model.form import keeps_heads_apart, kept, platform, policy_of_dots
+from experiments.model.form import in_order, keeps_heads_apart, kept, platform, policy_of_dots
 from experiments.model.norm import layer_norm, rms_norm
 from experiments.model.scatter import scattered_back
 from runner.train.mesh import axes_in, fitting_axes
@@ -52,6 +52,16 @@ def cuts_of(shape: tuple[int, ...], *names: str) -> PartitionSpec | None:
 def in_stream(x_BxTxD: jax.Array) -> jax.Array:
     """As the residual stream lies."""
     return cut(x_BxTxD, "batch", "stream", "embed_act")
+
+
+def kept_in_stream(x_BxTxD: jax.Array) -> jax.Array:
+    """As the residual stream lies, and `kept`: in the order of its axes then, as norms and matmuls read it."""
+    names = "batch", "stream", "embed_act"
+    x_BxTxD = cut(x_BxTxD, *names)
+    spec = cuts_of(x_BxTxD.shape, *names)
+    if not keeps_heads_apart() or spec is None:
+        return kept(x_BxTxD)
+    return kept(jax.shard_map(in_order, in_specs=spec, out_specs=spec, check_vma=False)(x_BxTxD))
 
 
 def in_rows(x_BxTxD: jax.Array) -> jax.Array:

@@ -21,11 +21,11 @@ from experiments.model.blocks import (
     GatedMLP,
     embed,
     in_stream,
+    kept_in_stream,
     rematerialised,
     with_axes,
 )
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage
-from experiments.model.form import kept
 from experiments.model.hugging_face import DecoderFiles
 from experiments.model.layer_attention import (
     Attention,
@@ -68,7 +68,7 @@ class Block(nn.Module):
         attention = form(self.config, self.kind, self.precision, self.row_attention, name="attention")
         y_BxTxD, cache = attention(self._norm("attention_norm", "pre", x_BxTxD), row, cache)
         x_BxTxD += self._norm("attention_post_norm", "post", y_BxTxD)
-        x_BxTxD = kept(in_stream(x_BxTxD))
+        x_BxTxD = kept_in_stream(x_BxTxD)
 
         y_BxTxD, statistics = self._mlp(self._norm("mlp_norm", "pre", x_BxTxD), row.real)
         x_BxTxD += self._norm("mlp_post_norm", "post", y_BxTxD)

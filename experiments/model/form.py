@@ -15,6 +15,7 @@ from types import ModuleType
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 KEPT = "kept"  # the name of what `remat: dots` finds beside results of matmuls
 
@@ -28,6 +29,29 @@ def platform() -> str | None:
 def keeps_heads_apart() -> bool:
     """Whether tokens are not flattened, and matmuls make and read heads in the order of the attention kernel."""
     return platform() == "tpu"
+
+
+def multiplies_to_turn() -> bool:
+    """Whether heads are turned by a product with a matrix, since half a head is half of what is moved at once."""
+    return platform() == "tpu"
+
+
+def fits_long_blocks(*heads: jax.Array) -> bool:
+    """Whether blocks of 1,024 of such queries, keys or values fit the fast memory of every kind of TPU.
+
+    With segments and a soft-cap too: as libtpu compiles them, of which v4 has the least.
+    """
+    return all(x.dtype.itemsize == 2 and x.shape[-1] <= 128 for x in heads)
+
+
+def in_order(x: jax.Array) -> jax.Array:
+    """`x`, and its gradient, in memory in the order of its axes, as kernels read it.
+
+    The compiler would else let positions lie nearest to each other, and copy. Within a `shard_map`: it cuts no such
+    array.
+    """
+    found: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return found
 
 
 def kept(x: jax.Array) -> jax.Array:

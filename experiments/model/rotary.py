@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from experiments.model.form import multiplies_to_turn
 from runner.spec import Auto, Frozen
 
 
@@ -120,11 +121,43 @@ def rotate(x_BxTxNxH: jax.Array, rotation: Rotation, pairs: Pairs = "halves") ->
 
     Neighbours come out as halves: of queries and keys alike, so that no score shows it, and nothing need be put back.
     """
-    wide_BxTxNxH = x_BxTxNxH.astype(jnp.float32)
-    if pairs == "halves":
-        first, second = jnp.split(wide_BxTxNxH, 2, axis=-1)
-    else:
-        first, second = wide_BxTxNxH[..., 0::2], wide_BxTxNxH[..., 1::2]
+    first, second = jnp.split(x_BxTxNxH, 2, axis=-1)
+    if pairs == "neighbours":
+        first, second = x_BxTxNxH[..., 0::2], x_BxTxNxH[..., 1::2]
+    if multiplies_to_turn():
+        return turned(x_BxTxNxH if pairs == "halves" else jnp.concatenate([first, second], axis=-1), rotation)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     cos, sin = rotation
     turned_BxTxNxH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned_BxTxNxH.astype(x_BxTxNxH.dtype)
+
+
+@jax.custom_vjp
+def turned(x_BxTxNxH: jax.Array, rotation: Rotation) -> jax.Array:
+    """`x`, whose halves turn against each other, in its own dtype.
+
+    The halves change places by a product with ones and zeros, which rounds nothing: no array is of half a head's width.
+    The way back is to turn the gradient by the same angle in the other direction; of angles there is no gradient.
+    """
+    one_FxF = np.eye(x_BxTxNxH.shape[-1] // 2, dtype=np.float32)
+    swap_HxH = np.kron(np.array([[0, 1], [-1, 0]], np.float32), one_FxF)
+    other_BxTxNxH = jnp.einsum(
+        "btnh,hi->btni",
+        x_BxTxNxH,
+        jnp.asarray(swap_HxH, x_BxTxNxH.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    cos, sin = (jnp.concatenate([angles, angles], axis=-1) for angles in rotation)
+    return (x_BxTxNxH.astype(jnp.float32) * cos + other_BxTxNxH * sin).astype(x_BxTxNxH.dtype)
+
+
+def _turned_forward(x_BxTxNxH: jax.Array, rotation: Rotation) -> tuple[jax.Array, Rotation]:
+    return turned(x_BxTxNxH, rotation), rotation
+
+
+def _turned_backward(rotation: Rotation, dy_BxTxNxH: jax.Array) -> tuple[jax.Array, None]:
+    return turned(dy_BxTxNxH, Rotation(rotation.cos, -rotation.sin)), None
+
+
+turned.defvjp(_turned_forward, _turned_backward)

@@ -43,7 +43,7 @@ def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     kind, _, block = kernel.partition(":")
     if kind == "flash":
         return flash_attention(q, k, v, int(block))
-    attention._tpu_block_tokens = lambda length, window: (int(kind), int(block))
+    attention._tpu_block_tokens = lambda *_: attention.Blocks(int(kind), int(block))
     return attention.splash_attention(q, k, v)
 
 

@@ -16,6 +16,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.model import attention
 from experiments.model.attention import (
     BLOCKS,
     FORMS,
@@ -167,6 +168,30 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("case", TPU_CASES)
 def test_tpu_kernel_interpreted_equals_a_float64_reference(case, interpreted):
     check(splash_attention, case)
+
+
+LONG = Case(T=1000, B=1, N=2, K=1, H=128, W=128, segments=True, softcap=2.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        (LONG, {"fwd", "dkv"}),
+        pytest.param(LONG._replace(W=64), {"fwd", "dkv"}, marks=pytest.mark.soak),
+        pytest.param(LONG._replace(window=700), {"fwd", "dq", "dkv"}, marks=pytest.mark.soak),
+        pytest.param(LONG._replace(H=64), {"fwd", "dq", "dkv"}, marks=pytest.mark.soak),
+        pytest.param(LONG._replace(T=2304, N=1), {"fwd", "dq", "dkv"}, marks=pytest.mark.soak),  # nine parts
+    ],
+)
+def test_one_kernel_makes_all_gradients_of_long_blocks_as_two_do_of_others(case, kernels, interpreted, monkeypatch):
+    """Of blocks that are a quarter as long as on a TPU, and in 32 bits, so that a reference can tell."""
+    monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
+    monkeypatch.setattr(attention, "TPU_LONG_BLOCK_TOKENS", 256)
+    monkeypatch.setattr(attention, "fits_long_blocks", lambda *_: True)
+    check(splash_attention, case)
+    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    program = jax.make_jaxpr(functools.partial(value_and_gradients, splash_attention, **case.options))(*arrays)
+    assert set(re.findall(r"splash_mqa_(fwd|dq|dkv)", str(program))) == kernels
 
 
 @pytest.mark.parametrize(

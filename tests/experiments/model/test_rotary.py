@@ -1,0 +1,48 @@
+"""Heads turned as a TPU turns them, by a product, are those that every other platform turns.
+
+Shape legend: B batch, T sequence, N heads, H width of a head.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.model import form
+from experiments.model.rotary import Rope, rotate, rotation_at
+
+B, T, N, H = 2, 24, 3, 16
+
+
+def turned_and_gradient(pairs, x_BxTxNxH, dy_BxTxNxH):
+    rotation = rotation_at(jnp.arange(T)[None] * 97, Rope(), H)
+    y_BxTxNxH, pull_back = jax.vjp(lambda x: rotate(x, rotation, pairs), x_BxTxNxH)
+    return y_BxTxNxH, *pull_back(dy_BxTxNxH)
+
+
+@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_turn_by_a_product_is_the_turn_and_its_gradient(dtype, pairs, monkeypatch):
+    generator = np.random.default_rng(0)
+    arrays = [jnp.asarray(generator.standard_normal((B, T, N, H)), dtype) for _ in range(2)]
+    expected = jax.jit(functools.partial(turned_and_gradient, pairs))(*arrays)
+    monkeypatch.setattr(form, "platform", lambda: "tpu")
+    actual = jax.jit(functools.partial(turned_and_gradient, pairs))(*arrays)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == dtype
+        rounding = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=rounding, atol=2 * rounding)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_turned_is_multiplied_by_nothing_but_ones(dtype, monkeypatch):
+    """A quarter turn only moves numbers, of any size: the product must not round them."""
+    monkeypatch.setattr(form, "platform", lambda: "tpu")
+    x_BxTxNxH = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, N, H)) * 1000, dtype)
+    quarter = rotation_at(jnp.zeros((1, T), jnp.int32), Rope(), H)
+    quarter = quarter._replace(cos=quarter.sin, sin=quarter.cos)
+    first, second = jnp.split(x_BxTxNxH, 2, axis=-1)
+    expected = jnp.concatenate([-second, first], axis=-1)
+    np.testing.assert_array_equal(rotate(x_BxTxNxH, quarter).astype(np.float32), expected.astype(np.float32))
