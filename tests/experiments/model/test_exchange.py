@@ -170,6 +170,30 @@ def test_what_a_tpu_sends_is_what_others_send(traffic, monkeypatch, interpreted_
     assert_same(sharded(DATA_AND_EXPERT, "dropless", traffic), expected("dropless", traffic))
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("num_experts", [8, 6])
+def test_matrices_are_whole_and_their_gradients_cut_whether_or_not_experts_can_be_dealt_out(num_experts, axis):
+    mesh = mesh_over({"fsdp": 4, "data": 2})
+    spec = PartitionSpec(*[None] * axis, "fsdp")
+    whole_ExDxF, weight_ExDxF = jax.random.normal(KEY, (2, num_experts, 8, 12))
+
+    def total(part):
+        found = exchange._whole(part, ("fsdp",), axis)
+        return jnp.sum(found * weight_ExDxF)[None], found[None]
+
+    def gradient(part):
+        return jax.grad(lambda part: total(part)[0][0])(part)
+
+    with sharding_rules(mesh):
+        in_all = jax.shard_map(total, in_specs=spec, out_specs=PartitionSpec(("data", "fsdp")), check_vma=False)
+        _, found = jax.jit(in_all)(whole_ExDxF)
+        cut = jax.shard_map(gradient, in_specs=spec, out_specs=spec, check_vma=False)
+        summed = jax.jit(cut)(whole_ExDxF)
+    for each in found:
+        np.testing.assert_array_equal(each, whole_ExDxF)
+    np.testing.assert_allclose(summed, 4 * weight_ExDxF, rtol=1e-6)  # each of four devices has the same tokens
+
+
 # What is sent.
 
 
