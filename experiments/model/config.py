@@ -259,9 +259,7 @@ class DecoderConfig(Scaled):
 
     @property
     def last_matmul_parameters(self) -> float:
-        """Parameters of the last matmul of one layer, of an MLP or of its experts together, whose result no gradient
-        needs. The mean of all layers, where they differ.
-        """
+        """Parameters of a layer's last matmul, whose result no gradient needs: of an MLP or of experts; the mean."""
         if self.moe is None:
             return self.mlp_width * self.width
         dense, experts = self.moe.dense_layers, self.moe.experts_per_token + self.moe.shared_experts
