@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from experiments.model.blocks import cut, num_devices, num_shards
-from experiments.model.form import KEPT, fits_long_blocks, for_tpus, in_order, platform
+from experiments.model.form import KEPT, LONG_BLOCK_TOKENS, for_tpus, in_order, platform, takes_long_blocks
 from experiments.model.row_attention import attend_to_rows
 from experiments.model.row_layout import rows_on_devices
 from runner.config import RowAttention
@@ -43,8 +43,14 @@ ROW_AXES = ("batch", "row", "heads", "head_dim")  # where a device attends to ro
 MAX_BLOCKS = 8
 MIN_BLOCK_TOKENS = 64
 TPU_BLOCK_TOKENS = (512, 256, 128)
-TPU_LONG_BLOCK_TOKENS = 1024  # where a query sees at least four times as many keys
 TPU_MAX_PARTS = 8  # of the gradient of queries, where it is made in parts
+
+
+class Blocks(NamedTuple):
+    """Positions of a row that a TPU's kernel takes at once."""
+
+    multiple: int  # to which the row is padded, and of whose keys scores are computed at once
+    read: int
 
 
 def causal_attention(
@@ -218,7 +224,7 @@ def splash_attention(
     splash = for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
     T, N, H = q_BxTxNxH.shape[1:]
     group = N // k_BxTxKxH.shape[2]
-    blocks = _tpu_block_tokens(T, window, fits_long_blocks(q_BxTxNxH, v_BxTxKxW))
+    blocks = _tpu_block_tokens(T, window, q_BxTxNxH, v_BxTxKxW)
     padding = -T % blocks.multiple
     factor = 1 / math.sqrt(H) if scale is None else scale
 
@@ -258,7 +264,7 @@ def _make_splash_kernel(
     splash: ModuleType,
     num_heads: int,
     shape: tuple[int, int],
-    blocks: "Blocks",
+    blocks: Blocks,
     window: int | None,
     softcap: float | None,
 ) -> Callable[..., jax.Array]:
@@ -345,24 +351,16 @@ def _is_worth_padding(length: int, multiple: int) -> bool:
     return 8 * (-length % multiple) <= length
 
 
-class Blocks(NamedTuple):
-    """Positions of a row that a kernel takes at once."""
-
-    multiple: int  # to which the row is padded, and of whose keys scores are computed at once
-    read: int
-
-
-def _tpu_block_tokens(length: int, window: int | None, fits_long: bool) -> Blocks:
-    """The blocks of a row, the long ones only of heads that fit them.
+def _tpu_block_tokens(length: int, window: int | None, *heads: jax.Array) -> Blocks:
+    """The blocks of a row of such queries and values.
 
     By what libtpu's schedules take on v5e and v5p (`tests/benchmarks/tpu_attention.py`): larger blocks lose less
     between two of them, and leave out less of the square.
     """
     unit = next(size for size in TPU_BLOCK_TOKENS if _is_worth_padding(length, size))
     padded = length + -length % unit
-    seen = min(padded, window or padded)
-    is_long = fits_long and seen >= 4 * TPU_LONG_BLOCK_TOKENS and padded % TPU_LONG_BLOCK_TOKENS == 0
-    return Blocks(unit, TPU_LONG_BLOCK_TOKENS if is_long else unit)
+    is_long = takes_long_blocks(padded, min(padded, window or padded), *heads)
+    return Blocks(unit, LONG_BLOCK_TOKENS if is_long else unit)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, softcap: float | None) -> None:

@@ -31,6 +31,7 @@ from experiments.model.scatter import scattered_back
 from runner.train.mesh import axes_in, fitting_axes
 
 INIT_STDDEV = 0.02
+STREAM = ("batch", "stream", "embed_act")
 Activation = Literal["swiglu", "geglu", "squared_relu"]
 Remat = Literal["none", "dots", "layers"]
 
@@ -51,14 +52,12 @@ def cuts_of(shape: tuple[int, ...], *names: str) -> PartitionSpec | None:
 
 def in_stream(x_BxTxD: jax.Array) -> jax.Array:
     """As the residual stream lies."""
-    return cut(x_BxTxD, "batch", "stream", "embed_act")
+    return cut(x_BxTxD, *STREAM)
 
 
 def kept_in_stream(x_BxTxD: jax.Array) -> jax.Array:
     """As the residual stream lies, and `kept`: in the order of its axes then, as norms and matmuls read it."""
-    names = "batch", "stream", "embed_act"
-    x_BxTxD = cut(x_BxTxD, *names)
-    spec = cuts_of(x_BxTxD.shape, *names)
+    x_BxTxD, spec = in_stream(x_BxTxD), cuts_of(x_BxTxD.shape, *STREAM)
     if not keeps_heads_apart() or spec is None:
         return kept(x_BxTxD)
     return kept(jax.shard_map(in_order, in_specs=spec, out_specs=spec, check_vma=False)(x_BxTxD))

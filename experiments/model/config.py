@@ -242,7 +242,7 @@ class DecoderConfig(Scaled):
     def layer_matmul_parameters(self) -> float:
         """Parameters of the matmuls that compute a token in one layer; the mean of all layers, where they differ."""
         attention = self.attention_matmul_parameters
-        mlp = (2 if self.mlp == "squared_relu" else 3) * self.mlp_width * self.width
+        mlp = (self.halves + 1) * self.mlp_width * self.width
         if self.moe is None:
             return attention + mlp
         experts = self.expert_matmul_parameters + self.moe.experts * self.width  # and the router
@@ -255,16 +255,12 @@ class DecoderConfig(Scaled):
         if self.moe is None:
             return 0
         number = self.moe.experts_per_token + self.moe.shared_experts
-        return number * (2 if self.mlp == "squared_relu" else 3) * self.expert_width * self.width
+        return number * (self.halves + 1) * self.expert_width * self.width
 
     @property
-    def last_matmul_parameters(self) -> float:
-        """Parameters of a layer's last matmul, whose result no gradient needs: of an MLP or of experts; the mean."""
-        if self.moe is None:
-            return self.mlp_width * self.width
-        dense, experts = self.moe.dense_layers, self.moe.experts_per_token + self.moe.shared_experts
-        sparse = experts * self.expert_width
-        return (dense * self.mlp_width + (self.layers - dense) * sparse) * self.width / self.layers
+    def halves(self) -> int:
+        """Matrices into the hidden layer of an MLP or an expert."""
+        return 1 if self.mlp == "squared_relu" else 2
 
     @property
     def kinds(self) -> list[LayerKind]:

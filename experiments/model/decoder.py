@@ -326,7 +326,7 @@ class PretrainDecoder(BaseTrainer):
             value_width=config.heads * config.value_size,
             attended_keys=sum(keys) / len(keys),
             remat=memory.remat,
-            last_parameters=0 if has_post_norm else config.last_matmul_parameters,
+            last_parameters=0 if has_post_norm else _mean_hidden_width(config) * config.width,
         )
         return replace(flops, recomputed_per_token=flops.recomputed_per_token + self._experts_recomputed(blueprint))
 
@@ -343,8 +343,7 @@ class PretrainDecoder(BaseTrainer):
         if memory.remat == "none" and not is_in_rounds:
             return 0.0
         config = self.config.model
-        halves = 1 if config.mlp == "squared_relu" else 2
-        matrices = halves + (memory.remat == "dots" and config.norm != "pre")
+        matrices = config.halves + (memory.remat == "dots" and config.norm != "pre")
         parameters = moe.experts_per_token * matrices * config.expert_width * config.width
         return 2.0 * (config.layers - moe.dense_layers) * parameters
 
@@ -357,7 +356,6 @@ class PretrainDecoder(BaseTrainer):
         query, values = config.heads * config.head_size, config.heads * config.value_size
         keys = config.key_heads * (config.head_size + config.value_size)
         latents = 0 if latent is None else (latent.query_rank or 0) + latent.cached_width
-        halves = 1 if config.mlp == "squared_relu" else 2
         norms = {"pre": 2, "post": 2, "both": 4}[config.norm]
         hidden = _mean_hidden_width(config)
         return transformer_sizing(
@@ -370,8 +368,8 @@ class PretrainDecoder(BaseTrainer):
             sizes=sizes,
             kept=2 * config.width
             + 2 * latents
-            + (norms * config.width + query + values + keys + (halves + 1) * hidden) / tensor,
-            kept_of_dots=latents + (3 * config.width + query + keys + halves * hidden) / tensor,
+            + (norms * config.width + query + values + keys + (config.halves + 1) * hidden) / tensor,
+            kept_of_dots=latents + (3 * config.width + query + keys + config.halves * hidden) / tensor,
             keys_and_values=keys,
             experts=self._expert_sizing(),
         )

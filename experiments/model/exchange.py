@@ -243,6 +243,11 @@ class Part(NamedTuple):
     axis: int
 
 
+def _parts(weights: Weights) -> list[Part]:
+    """Of joined matrices: their width is the second axis of those into the hidden layer, the third of that out."""
+    return [Part(leaf, axis) for leaf, axis in zip(weights, (1, 2), strict=True)]
+
+
 def _by_parts(form: Form, axes: Axes, parts: Weights) -> Callable[[jax.Array, jax.Array, Matmul], jax.Array]:
     """The function of the experts of which the devices along `axes` have a part each."""
 
@@ -250,8 +255,7 @@ def _by_parts(form: Form, axes: Axes, parts: Weights) -> Callable[[jax.Array, ja
         def multiply(x_PxI: jax.Array, part: Part) -> jax.Array:
             return _multiply(axes, part.axis, matmul, x_PxI, part.weights)
 
-        into, out = parts
-        return form.expert((Part(into, 1), Part(out, 2)), x_PxD, gates_P, multiply)
+        return form.expert(_parts(parts), x_PxD, gates_P, multiply)
 
     return apply
 
@@ -395,8 +399,7 @@ def _all_rounds(
 
 
 def _both_whole(axes: Axes, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    into, out = parts
-    return _whole(into, axes, 1), _whole(out, axes, 2)
+    return tuple(_whole(part.weights, axes, part.axis) for part in _parts(parts))
 
 
 def _all_rounds_forward(rounds: Rounds, *arrays: Any) -> tuple[jax.Array, Any]:

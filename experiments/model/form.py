@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
 KEPT = "kept"  # the name of what `remat: dots` finds beside results of matmuls
+LONG_BLOCK_TOKENS = 1024  # that a TPU's attention kernel reads at once, where a query sees at least four times as many
 
 
 def platform() -> str | None:
@@ -36,8 +37,14 @@ def multiplies_to_turn() -> bool:
     return platform() == "tpu"
 
 
+def takes_long_blocks(positions: int, seen: int, *heads: jax.Array) -> bool:
+    """Whether an attention kernel reads so many positions in long blocks, of which a query sees so many."""
+    is_long = seen >= 4 * LONG_BLOCK_TOKENS and positions % LONG_BLOCK_TOKENS == 0
+    return is_long and fits_long_blocks(*heads)
+
+
 def fits_long_blocks(*heads: jax.Array) -> bool:
-    """Whether blocks of 1,024 of such queries, keys or values fit the fast memory of every kind of TPU.
+    """Whether long blocks of such queries, keys or values fit the fast memory of every kind of TPU.
 
     With segments and a soft-cap too: as libtpu compiles them, of which v4 has the least.
     """

@@ -121,12 +121,11 @@ def rotate(x_BxTxNxH: jax.Array, rotation: Rotation, pairs: Pairs = "halves") ->
 
     Neighbours come out as halves: of queries and keys alike, so that no score shows it, and nothing need be put back.
     """
-    first, second = jnp.split(x_BxTxNxH, 2, axis=-1)
     if pairs == "neighbours":
-        first, second = x_BxTxNxH[..., 0::2], x_BxTxNxH[..., 1::2]
+        x_BxTxNxH = jnp.concatenate([x_BxTxNxH[..., 0::2], x_BxTxNxH[..., 1::2]], axis=-1)
     if multiplies_to_turn():
-        return turned(x_BxTxNxH if pairs == "halves" else jnp.concatenate([first, second], axis=-1), rotation)
-    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+        return turned(x_BxTxNxH, rotation)
+    first, second = jnp.split(x_BxTxNxH.astype(jnp.float32), 2, axis=-1)
     cos, sin = rotation
     turned_BxTxNxH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned_BxTxNxH.astype(x_BxTxNxH.dtype)

@@ -17,19 +17,19 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from experiments.model.form import fits_long_blocks
+from experiments.model.form import LONG_BLOCK_TOKENS, takes_long_blocks
 from experiments.model.row_exchange import dealt, gathered, returned
 from experiments.model.row_layout import KERNEL_TOKENS, Rows
 from experiments.model.row_mask import RowMask
 
 BLOCK_TOKENS = (512, 256, KERNEL_TOKENS)  # by the same measurements as those of whole rows
-LONG_BLOCK_TOKENS = 1024
 _KEPT = "row_attention"
 
 
 def attend(rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
     """Attend from all positions of rows that lie on several devices; returns (B, T, N, W) in the dtype of `v`."""
-    kernel = _make_kernel(rows, q.shape[2] // k.shape[2], fits_long_blocks(q, v))
+    is_long = takes_long_blocks(rows.half_tokens, min(rows.length, rows.window or rows.length), q, v)
+    kernel = _make_kernel(rows, q.shape[2] // k.shape[2], is_long)
     mesh = jax.sharding.get_abstract_mesh()
     queries = PartitionSpec(None, rows.axes if rows.is_dealt else None)
     run = jax.shard_map(
@@ -45,7 +45,7 @@ def attend(rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.
     return run(kernel, q, k, v, *segments)
 
 
-def _make_kernel(rows: Rows, num_heads: int, fits_long: bool) -> Any:
+def _make_kernel(rows: Rows, num_heads: int, is_long: bool) -> Any:
     """Attention of heads (G, t, H) to one head of keys (S, H) and values (S, W), on any of the devices."""
     n, c = rows.num_shards, rows.half_tokens
     if rows.is_dealt:
@@ -54,8 +54,6 @@ def _make_kernel(rows: Rows, num_heads: int, fits_long: bool) -> Any:
     else:  # counted from the first key that is gathered
         positions, num_keys = 2 * c * rows.before + np.arange(2 * c), 2 * c * (rows.before + 1)
     unit = next(size for size in BLOCK_TOKENS if c % size == 0)
-    seen = min(rows.length, rows.window or rows.length)
-    is_long = fits_long and seen >= 4 * LONG_BLOCK_TOKENS and c % LONG_BLOCK_TOKENS == 0
     block = LONG_BLOCK_TOKENS if is_long else unit
     sizes = splash.BlockSizes(
         block_q=block,

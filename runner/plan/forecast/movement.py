@@ -7,6 +7,7 @@ lies in the chip's fast memory counts nothing, since a copy that is counted by i
 
 from runner.plan.forecast.array import Array, arrays_in
 from runner.plan.forecast.module import Module, Op
+from runner.plan.hlo.program import KINDS
 
 # They compute nothing: names for what is there, and what `schedule` treats by itself.
 FREE = {
@@ -26,7 +27,6 @@ FREE = {
 NO_WORK = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"}
 _CUTS = {"dynamic-slice", "slice", "gather"}
 _SAME = {"bitcast", "reshape", "get-tuple-element"}
-_BESIDE = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def moved_bytes(module: Module, op: Op) -> int:
@@ -72,7 +72,7 @@ def _read_inside(module: Module, value: Op, whole: int) -> int:
     total = 0
     for user in module.computations[value.computation].values():
         for index, name in enumerate(user.operands):
-            if name == value.name and user.opcode != "tuple" and not user.opcode.startswith(_BESIDE):
+            if name == value.name and user.opcode != "tuple" and not user.opcode.startswith(KINDS):
                 is_same = user.opcode in _SAME
                 total += _read_inside(module, user, whole) if is_same else _read(module, user, index, whole)
     return total
@@ -99,6 +99,6 @@ def _made_inside(module: Module, value: Op) -> list[int]:
     if value.opcode in ("bitcast", "reshape") and (source := module.operand(value, 0)) is not None:
         found = _made_inside(module, source)
         return found if len(found) == 1 else [sum(array.bytes for array in arrays_in(value.shape))]
-    if value.opcode == "parameter" or value.opcode.startswith(_BESIDE):
+    if value.opcode == "parameter" or value.opcode.startswith(KINDS):
         return [0] * len(arrays_in(value.shape))
     return _written(module, value)

@@ -8,6 +8,13 @@ from experiments.model.form import for_tpus
 
 
 @pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused kernel."""
+    splash = for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
+    monkeypatch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
+
+
+@pytest.fixture
 def interpreted_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped products."""
     kernel = for_tpus("jax.experimental.pallas.ops.tpu.megablox.gmm")

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.model import attention
+from experiments.model import attention, form
 from experiments.model.attention import (
     BLOCKS,
     FORMS,
@@ -159,12 +158,6 @@ TPU_CASES = [
 ]
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """TPU kernels run here."""
-    monkeypatch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
-
-
 @pytest.mark.parametrize("case", TPU_CASES)
 def test_tpu_kernel_interpreted_equals_a_float64_reference(case, interpreted):
     check(splash_attention, case)
@@ -186,8 +179,9 @@ LONG = Case(T=1000, B=1, N=2, K=1, H=128, W=128, segments=True, softcap=2.0)
 def test_one_kernel_makes_all_gradients_of_long_blocks_as_two_do_of_others(case, kernels, interpreted, monkeypatch):
     """Of blocks that are a quarter as long as on a TPU, and in 32 bits, so that a reference can tell."""
     monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
-    monkeypatch.setattr(attention, "TPU_LONG_BLOCK_TOKENS", 256)
-    monkeypatch.setattr(attention, "fits_long_blocks", lambda *_: True)
+    for module in (attention, form):
+        monkeypatch.setattr(module, "LONG_BLOCK_TOKENS", 256)
+    monkeypatch.setattr(form, "fits_long_blocks", lambda *_: True)
     check(splash_attention, case)
     arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
     program = jax.make_jaxpr(functools.partial(value_and_gradients, splash_attention, **case.options))(*arrays)

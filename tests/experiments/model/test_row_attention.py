@@ -16,7 +16,6 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from experiments.model import row_layout
@@ -113,10 +112,9 @@ KERNEL_CASES = [
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
+def interpreted(monkeypatch, interpreted):
     """The program is one for TPUs, whose kernels run here."""
     monkeypatch.setattr(row_layout, "platform", lambda: "tpu")
-    monkeypatch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
 
 
 @pytest.mark.soak
