@@ -71,8 +71,8 @@ def _attention(module: Module, op: Op, width: int) -> KernelCost | None:
 def _products(op: Op) -> tuple[int, str]:
     """How many products a kernel computes, and the name of its phase, which its block sizes have."""
     if "dkv" in op.name:
-        is_fused = re.search(r'use_fused_bwd_kernel\\?": true', op.rest) is not None
-        return (_FUSED_BACKWARD if is_fused else _OF_KEYS), "_dkv"
+        # Of keys and values it makes the gradients, and an array for the sum of each; a fused one that of queries too.
+        return (_FUSED_BACKWARD if len(arrays_in(op.shape)) > 4 else _OF_KEYS), "_dkv"
     return (_OF_QUERIES, "_dq") if "dq" in op.name else (_FORWARD, "")
 
 

@@ -243,19 +243,25 @@ NOTES = (
     '"\n}}, metadata={op_name="jit(step)/splash/pallas_call"}, backend_config={"custom_call_config":{"body":"abc"}}'
 )
 ONE = 2 * 2 * 12 * 1024 * 1024 * 64
+SUM, OF_KEYS = "f32[2,12,512,64]", "bf16[2,12,1024,64]"
 
 
 @pytest.mark.parametrize(
-    ("name", "flops"),
+    ("name", "result", "flops"),
     [
-        ("splash_mqa_fwd_residuals.1", 2 * ONE * 3 / 4),
-        ("splash_mqa_dq_no_residuals.1", 3 * ONE),
-        ("splash_mqa_dkv_no_residuals", 4 * ONE),
+        ("splash_mqa_fwd_residuals.1", "bf16[2,12,1,1024,64]", 2 * ONE * 3 / 4),
+        ("splash_mqa_dq_no_residuals.1", f"({SUM}, bf16[2,12,1,1024,64])", 3 * ONE),
+        ("splash_mqa_dkv_no_residuals", f"({SUM}, {SUM}, {OF_KEYS}, {OF_KEYS})", 4 * ONE),
+        (
+            "splash_mqa_dkv_no_residuals.2",
+            f"({SUM}, {SUM}, {SUM}, bf16[2,2,12,1,1024,64], {OF_KEYS}, {OF_KEYS})",
+            5 * ONE,
+        ),
     ],
 )
 @pytest.mark.parametrize("width", [1, 128])
-def test_an_attention_kernel_costs_what_its_blocks_compute(name: str, flops: float, width: int) -> None:
-    found = seen(*KERNEL, f"%{name} = bf16[2,12,1,1024,64] custom-call(%m, %q, %k, %k), {NOTES}", width=width)
+def test_an_attention_kernel_costs_what_its_blocks_compute(name: str, result: str, flops: float, width: int) -> None:
+    found = seen(*KERNEL, f"%{name} = {result} custom-call(%m, %q, %k, %k), {NOTES}", width=width)
     (op,) = found.ops
     assert (op.part, op.basis, found.num_unknown) == ("attention", "shapes", 0)
     assert op.low * 1e9 == op.high * 1e9 == pytest.approx(flops * (1 if width == 1 else 2))
