@@ -32,7 +32,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from experiments.model.blocks import cut, num_devices, num_shards
-from experiments.model.form import KEPT, LONG_BLOCK_TOKENS, for_tpus, in_order, platform, takes_long_blocks
+from experiments.model.form import (
+    KEPT,
+    LONG_BLOCK_TOKENS,
+    fast_memory_bytes,
+    for_tpus,
+    in_order,
+    platform,
+    takes_long_blocks,
+)
 from experiments.model.row_attention import attend_to_rows
 from experiments.model.row_layout import rows_on_devices
 from runner.config import RowAttention
@@ -43,7 +51,7 @@ ROW_AXES = ("batch", "row", "heads", "head_dim")  # where a device attends to ro
 MAX_BLOCKS = 8
 MIN_BLOCK_TOKENS = 64
 TPU_BLOCK_TOKENS = (512, 256, 128)
-TPU_MAX_PARTS = 8  # of the gradient of queries, where it is made in parts
+TPU_LANES = 128
 
 
 class Blocks(NamedTuple):
@@ -206,6 +214,22 @@ def _attend_by_jax(
     return out_BxTxNxH[..., :width] if missing else out_BxTxNxH
 
 
+def fused_attention(
+    q_BxTxNxH: jax.Array,
+    k_BxTxKxH: jax.Array,
+    v_BxTxKxW: jax.Array,
+    segments_BxT: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attend by the TPU kernels of `tpu_attention`, one of which makes all gradients, and scores once for them."""
+    block = _fused_block_tokens(q_BxTxNxH, v_BxTxKxW)
+    kernel = for_tpus("experiments.model.tpu_attention").Kernel(block, window, softcap, fast_memory_bytes())
+    return _attend_on_tpus(kernel.attend, block, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, scale)
+
+
 def splash_attention(
     q_BxTxNxH: jax.Array,
     k_BxTxKxH: jax.Array,
@@ -216,29 +240,46 @@ def splash_attention(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Attend by the fused TPU kernel, which leaves out the blocks of keys that no query of a block may see.
+    """Attend by JAX's fused TPU kernels, which leave out the blocks of keys that no query of a block may see."""
+    splash = for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
+    group = q_BxTxNxH.shape[2] // k_BxTxKxH.shape[2]
+    blocks = _splash_block_tokens(q_BxTxNxH.shape[1], window, q_BxTxNxH, v_BxTxKxW)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+        # Rows and heads of keys are axes that the two cores of a chip may share, those of the kernel itself are not.
+        kernel = _make_splash_kernel(splash, group, q.shape[3], blocks, window, softcap)
+        of_row = jax.vmap(kernel, in_axes=(0, 0, 0, *[None] * len(ids)))
+        out: jax.Array = jax.vmap(of_row)(q, k, v, *(splash.SegmentIds(x, x) for x in ids))
+        return out
+
+    return _attend_on_tpus(attend, blocks.multiple, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, scale)
+
+
+def _attend_on_tpus(
+    kernel: Callable[..., jax.Array],
+    multiple: int,
+    q_BxTxNxH: jax.Array,
+    k_BxTxKxH: jax.Array,
+    v_BxTxKxW: jax.Array,
+    segments_BxT: jax.Array | None,
+    scale: float | None,
+) -> jax.Array:
+    """Attend by a kernel that takes queries (B, K, G, T, H), scaled, and keys, values and segments, (B, K, T, ...).
 
     T is padded to whole blocks: at the end, where no real position sees it. The partitioner cannot split such a kernel,
     so under a mesh each device runs it on its own rows and heads.
     """
-    splash = for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
     T, N, H = q_BxTxNxH.shape[1:]
     group = N // k_BxTxKxH.shape[2]
-    blocks = _tpu_block_tokens(T, window, q_BxTxNxH, v_BxTxKxW)
-    padding = -T % blocks.multiple
     factor = 1 / math.sqrt(H) if scale is None else scale
 
     def attend(*arrays: jax.Array) -> jax.Array:
-        q, k, v, *ids = (jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)) for x in arrays)
+        q, k, v, *ids = (jnp.pad(x, [(0, 0), (0, -T % multiple)] + [(0, 0)] * (x.ndim - 2)) for x in arrays)
         # Heads come before positions first: where they came so, nothing is moved, and the rest joins the matmul before.
         q_BxNxTxH, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
-        q_BxNxTxH = _scaled(q_BxNxTxH, factor)  # the kernel takes no scale
+        q_BxNxTxH = _scaled(q_BxNxTxH, factor)
         q_BxNxTxH, k, v = (checkpoint_name(in_order(x), KEPT) for x in (q_BxNxTxH, k, v))
-        q_BxKxGxTxH = q_BxNxTxH.reshape(q.shape[0], -1, group, *q_BxNxTxH.shape[2:])
-        # Rows and heads of keys are axes that the two cores of a chip may share, those of the kernel itself are not.
-        kernel = _make_splash_kernel(splash, group, (q.shape[1], H), blocks, window, softcap)
-        of_row = jax.vmap(kernel, in_axes=(0, 0, 0, *[None] * len(ids)))
-        out_BxKxGxTxW = jax.vmap(of_row)(q_BxKxGxTxH, k, v, *(splash.SegmentIds(x, x) for x in ids))
+        out_BxKxGxTxW = kernel(q_BxNxTxH.reshape(q.shape[0], -1, group, *q_BxNxTxH.shape[2:]), k, v, *ids)
         out_BxNxTxW = in_order(out_BxKxGxTxW.reshape(*q_BxNxTxH.shape[:3], -1))
         return out_BxNxTxW.transpose(0, 2, 1, 3)[:, :T]
 
@@ -261,32 +302,17 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 
 
 def _make_splash_kernel(
-    splash: ModuleType,
-    num_heads: int,
-    shape: tuple[int, int],
-    blocks: Blocks,
-    window: int | None,
-    softcap: float | None,
+    splash: ModuleType, num_heads: int, length: int, blocks: Blocks, window: int | None, softcap: float | None
 ) -> Callable[..., jax.Array]:
-    """Attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), over a row that is padded.
-
-    Of long blocks of heads of 128 one kernel makes all gradients, and scores once for them: that of queries as a part
-    for each block of keys, in the type of the queries, which are then added up in float32. Parts of narrower heads fill
-    no lanes.
-    """
-    padded, H = shape
+    """Attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), over a row that is padded."""
     multiple, block = blocks
-    mask = for_tpus("experiments.model.row_mask").RowMask(np.arange(padded), padded, window)
-    is_one_kernel = H == 128 and window is None and block > multiple and padded <= TPU_MAX_PARTS * block
+    mask = for_tpus("experiments.model.row_mask").RowMask(np.arange(length), length, window)
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     sizes = splash.BlockSizes(
-        **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv"), block),
-        **({} if is_one_kernel else dict.fromkeys(("block_q_dq", "block_kv_dq"), block)),
-        **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), multiple),
-        use_fused_bwd_kernel=is_one_kernel,
+        **dict.fromkeys(names, block), **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), multiple)
     )
-    masks = splash.MultiHeadMask([mask] * num_heads)
     kernel: Callable[..., jax.Array] = splash.make_splash_mqa(
-        masks,
+        splash.MultiHeadMask([mask] * num_heads),
         block_sizes=sizes,
         attn_logits_soft_cap=softcap,
         head_shards=1,
@@ -296,10 +322,11 @@ def _make_splash_kernel(
     return kernel
 
 
-def _cudnn_takes(head_width: int) -> bool:
+def _cudnn_takes(q_BxTxNxH: jax.Array, _: jax.Array) -> bool:
     """Ask the GPU at hand, as tracing the form does, too: without one the form cannot be offered."""
     if jax.default_backend() != "gpu" or "cuda" not in jax.local_devices()[0].client.platform_version:
         return False
+    head_width = q_BxTxNxH.shape[3]
     is_hopper_or_later = float(jax.local_devices()[0].compute_capability) >= 9
     return head_width % 8 == 0 and head_width <= (256 if is_hopper_or_later else 128)
 
@@ -312,7 +339,7 @@ class Form(NamedTuple):
     softcap: bool = True
     segments: bool = True
     wide_values: bool = True  # values that are wider than keys; narrower ones are for all
-    takes_head_width: Callable[[int], bool] = lambda _: True
+    fits: Callable[[jax.Array, jax.Array], bool] = lambda *_: True  # queries, and values
     length_multiple: int = 1  # up to which a row is padded; by more than an eighth of it none is
     divides_over_mesh: bool = False  # rows and heads must: a kernel that the partitioner cannot split
 
@@ -322,14 +349,13 @@ class Form(NamedTuple):
 # algorithm that gives the same bits twice.
 BLOCKS = Form(blocked_attention)
 XLA = Form(xla_attention, softcap=False, wide_values=False)
-CUDNN = XLA._replace(
-    attend=cudnn_attention, dtypes=(jnp.bfloat16, jnp.float16), segments=False, takes_head_width=_cudnn_takes
-)
-SPLASH = Form(splash_attention, length_multiple=min(TPU_BLOCK_TOKENS), divides_over_mesh=True)
+CUDNN = XLA._replace(attend=cudnn_attention, dtypes=(jnp.bfloat16, jnp.float16), segments=False, fits=_cudnn_takes)
+SPLASH = Form(splash_attention, length_multiple=TPU_LANES, divides_over_mesh=True)
+FUSED = SPLASH._replace(attend=fused_attention, fits=lambda q, v: _fused_block_tokens(q, v) > 0)
 FORMS: dict[str, tuple[Form, ...]] = {
     "cpu": (BLOCKS,),
     "cuda": (CUDNN, XLA._replace(dtypes=(jnp.float32,)), BLOCKS),
-    "tpu": (SPLASH, XLA, BLOCKS),
+    "tpu": (FUSED, SPLASH, XLA, BLOCKS),
     "default": (XLA, BLOCKS),
 }
 
@@ -341,7 +367,7 @@ def _can(form: Form, arrays: tuple[jax.Array, ...], softcap: float | None) -> bo
         and (form.softcap or softcap is None)
         and (form.segments or len(arrays) == 3)
         and (form.wide_values or v_BxTxKxW.shape[3] <= k_BxTxKxH.shape[3])
-        and form.takes_head_width(q_BxTxNxH.shape[3])
+        and form.fits(q_BxTxNxH, v_BxTxKxW)
         and _is_worth_padding(q_BxTxNxH.shape[1], form.length_multiple)
         and (not form.divides_over_mesh or _divides_over_mesh(q_BxTxNxH))
     )
@@ -351,7 +377,7 @@ def _is_worth_padding(length: int, multiple: int) -> bool:
     return 8 * (-length % multiple) <= length
 
 
-def _tpu_block_tokens(length: int, window: int | None, *heads: jax.Array) -> Blocks:
+def _splash_block_tokens(length: int, window: int | None, *heads: jax.Array) -> Blocks:
     """The blocks of a row of such queries and values.
 
     By what libtpu's schedules take on v5e and v5p (`tests/benchmarks/tpu_attention.py`): larger blocks lose less
@@ -361,6 +387,24 @@ def _tpu_block_tokens(length: int, window: int | None, *heads: jax.Array) -> Blo
     padded = length + -length % unit
     is_long = takes_long_blocks(padded, min(padded, window or padded), *heads)
     return Blocks(unit, LONG_BLOCK_TOKENS if is_long else unit)
+
+
+def _fused_block_tokens(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
+    """Positions of a row that `fused_attention` takes at once, to which it is padded; 0 if the row does not fit.
+
+    It has the gradients of a row's keys and values in fast memory, two blocks of each of eight arrays, and what it
+    computes of the scores of a block with half of another: less by a MiB than libtpu counts at most for a v4. Shorter
+    blocks cost as much more as libtpu's schedules say (`tests/benchmarks/tpu_attention.py`).
+    """
+    length, wide = q_BxTxNxH.shape[1], sum(-(-x.shape[3] // TPU_LANES) * TPU_LANES for x in (q_BxTxNxH, v_BxTxKxW))
+    there = (fast_memory_bytes() or 2**24) - 2**20
+    costs = {}
+    for block in range(TPU_LANES, 1025, TPU_LANES):
+        padded = length + -length % block
+        needed = 4 * wide * padded + 8 * wide * block * q_BxTxNxH.dtype.itemsize + 10 * block * min(block, 512)
+        if _is_worth_padding(length, block) and needed <= there:
+            costs[block] = padded**2 * (1 + 200 / block)
+    return min(costs, key=costs.__getitem__, default=0)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, softcap: float | None) -> None:

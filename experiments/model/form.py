@@ -17,6 +17,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
+SMALL_TPUS = ("TPU v4", "TPU v4 lite")  # of 16 MiB of fast memory
 KEPT = "kept"  # the name of what `remat: dots` finds beside results of matmuls
 LONG_BLOCK_TOKENS = 1024  # that a TPU's attention kernel reads at once, where a query sees at least four times as many
 
@@ -25,6 +26,12 @@ def platform() -> str | None:
     """What the program is compiled for, as JAX names platforms; None without a mesh, or with one that is abstract."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return None if device is None else device.platform
+
+
+def fast_memory_bytes() -> int | None:
+    """What a kernel of a TPU may take of its fast memory; None is what the compiler leaves to every kernel, 16 MiB."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None or device.device_kind in SMALL_TPUS else 2**25
 
 
 def keeps_heads_apart() -> bool:

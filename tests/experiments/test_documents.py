@@ -13,11 +13,11 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.experimental import pallas as pl
 
 from experiments import gpt
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
-from experiments.model.attention import blocked_attention, splash_attention, xla_attention
+from experiments.model.attention import blocked_attention, fused_attention, xla_attention
 from runner.config import MemoryConfig
 from runner.train.mesh import batch_sharding
 from runner.train.state import abstract_state, sharding_rules, shardings_of, variable_shardings
@@ -26,7 +26,7 @@ from tests.support.tiny import leaves_equal, mesh_of
 VOCABULARY, T = 31, 128
 LENGTHS = [[37, 1, 60, 22], [90, 20], [128], [5, 5, 5]]  # of the documents of each row; the rest is padding
 NUM_DOCUMENTS = sum(map(len, LENGTHS))
-FORMS = {"blocks": blocked_attention, "xla": xla_attention, "tpu": splash_attention}
+FORMS = {"blocks": blocked_attention, "xla": xla_attention, "tpu": fused_attention}
 TX = optax.sgd(1.0)  # so that the parameters that a step takes away are its gradient
 
 
@@ -78,7 +78,7 @@ def compiled(model, form):
         batch = batch | {"example": jnp.arange(batch["x"].shape[0])}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpt, "causal_attention", lambda *arrays, row_attention: FORMS[form](*arrays))
-            patch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
+            patch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
             return PretrainGPT.forward(model.apply, params, batch, None)[0]
 
     return jax.jit(jax.value_and_grad(loss))

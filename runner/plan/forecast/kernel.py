@@ -1,5 +1,7 @@
 """What a custom kernel costs: as it states it, or for attention kernels that state nothing, from their shapes.
 
+How attention fills matrix units, which no kernel states, is told from the width of its heads.
+
 Attention kernels are taken to be causal, as all those of this project are: of the blocks of queries and keys those
 above the diagonal are left out, and the one on it is computed whole.
 """
@@ -42,12 +44,12 @@ def is_attention_kernel(op: Op) -> bool:
 
 def kernel_cost(module: Module, op: Op, width: int) -> KernelCost | None:
     """What one run of a kernel costs, None if nothing is known of it."""
+    by_shapes = _attention(module, op, width) if is_attention_kernel(op) else None
     if stated := _COST.search(op.rest):
         flops = int(stated[1])
-        return KernelCost(flops, flops, int(stated[2]) if stated[2] else None)
-    if is_attention_kernel(op):
-        return _attention(module, op, width)
-    return None
+        filled = flops if by_shapes is None else flops * by_shapes.filled_flops // by_shapes.flops
+        return KernelCost(flops, filled, int(stated[2]) if stated[2] else None)
+    return by_shapes
 
 
 def _attention(module: Module, op: Op, width: int) -> KernelCost | None:

@@ -9,7 +9,9 @@ from experiments.model.form import for_tpus
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused kernel."""
+    """The fused kernels, ours and JAX's."""
+    pallas = for_tpus("experiments.model.tpu_attention").pl
+    monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     splash = for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
     monkeypatch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
 

@@ -15,14 +15,16 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.model import attention, form
+from experiments.model import attention, form, tpu_attention
 from experiments.model.attention import (
     BLOCKS,
     FORMS,
+    FUSED,
     SPLASH,
     blocked_attention,
     cached_attention,
     causal_attention,
+    fused_attention,
     splash_attention,
     xla_attention,
 )
@@ -158,34 +160,60 @@ TPU_CASES = [
 ]
 
 
+@pytest.mark.parametrize("form", [fused_attention, splash_attention])
 @pytest.mark.parametrize("case", TPU_CASES)
-def test_tpu_kernel_interpreted_equals_a_float64_reference(case, interpreted):
-    check(splash_attention, case)
+def test_tpu_kernel_interpreted_equals_a_float64_reference(case, form, interpreted):
+    check(form, case)
 
 
-LONG = Case(T=1000, B=1, N=2, K=1, H=128, W=128, segments=True, softcap=2.0)
+ROW = Case(T=1000, B=1, N=2, K=1, H=64, W=64)
 
 
 @pytest.mark.parametrize(
-    ("case", "kernels"),
+    "case",
     [
-        (LONG, {"fwd", "dkv"}),
-        pytest.param(LONG._replace(W=64), {"fwd", "dkv"}, marks=pytest.mark.soak),
-        pytest.param(LONG._replace(window=700), {"fwd", "dq", "dkv"}, marks=pytest.mark.soak),
-        pytest.param(LONG._replace(H=64), {"fwd", "dq", "dkv"}, marks=pytest.mark.soak),
-        pytest.param(LONG._replace(T=2304, N=1), {"fwd", "dq", "dkv"}, marks=pytest.mark.soak),  # nine parts
+        ROW,
+        ROW._replace(window=300, segments=True, softcap=2.0, W=32),
+        *(
+            pytest.param(ROW._replace(**options, window=window), marks=pytest.mark.soak)
+            for window in (None, 1, 100, 128, 129, 256, 257, 384, 512, 513, 700)
+            for options in ({}, {"segments": True, "softcap": 2.0, "B": 2}, {"N": 4, "K": 2, "W": 128})
+        ),
     ],
 )
-def test_one_kernel_makes_all_gradients_of_long_blocks_as_two_do_of_others(case, kernels, interpreted, monkeypatch):
-    """Of blocks that are a quarter as long as on a TPU, and in 32 bits, so that a reference can tell."""
+def test_blocks_of_queries_meet_those_keys_that_one_of_them_sees(case, interpreted, monkeypatch):
+    """Of blocks that are a quarter as long as on a TPU."""
+    monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 256)
+    monkeypatch.setattr(tpu_attention, "FULL_STEP", 128)
+    check(fused_attention, case)
+
+
+@pytest.mark.soak
+def test_long_blocks_of_the_other_kernel(interpreted, monkeypatch):
     monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
     for module in (attention, form):
         monkeypatch.setattr(module, "LONG_BLOCK_TOKENS", 256)
     monkeypatch.setattr(form, "fits_long_blocks", lambda *_: True)
-    check(splash_attention, case)
-    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
-    program = jax.make_jaxpr(functools.partial(value_and_gradients, splash_attention, **case.options))(*arrays)
-    assert set(re.findall(r"splash_mqa_(fwd|dq|dkv)", str(program))) == kernels
+    check(splash_attention, ROW._replace(segments=True, softcap=2.0))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "block"),
+    [
+        (Case(T=128, H=64, W=64), jnp.bfloat16, 128),
+        (Case(T=640, H=64, W=64), jnp.bfloat16, 640),
+        (Case(T=1000, H=64, W=64), jnp.bfloat16, 1024),
+        (Case(T=1100, H=64, W=64), jnp.bfloat16, 384),
+        (Case(T=4096, H=128, W=128), jnp.bfloat16, 1024),
+        (Case(T=4096, H=192, W=128), jnp.bfloat16, 512),
+        (Case(T=8192, H=128, W=128), jnp.float32, 512),
+        (Case(T=16384, H=128, W=128), jnp.bfloat16, 0),
+        (Case(T=100, H=64, W=64), jnp.bfloat16, 0),
+    ],
+)
+def test_a_kernel_takes_as_much_of_a_row_as_fits_the_least_of_all_tpus(case, dtype, block):
+    q, _, v, _ = (jax.ShapeDtypeStruct(x.shape, dtype) for x in case.arrays())
+    assert attention._fused_block_tokens(q, v) == block
 
 
 @pytest.mark.parametrize(
@@ -193,7 +221,7 @@ def test_one_kernel_makes_all_gradients_of_long_blocks_as_two_do_of_others(case,
     [
         (BLOCKS, (1, 1, 8)),
         *(pytest.param(BLOCKS, sizes, marks=pytest.mark.soak) for sizes in SPLITS),
-        pytest.param(SPLASH, (2, 1, 4), marks=pytest.mark.soak),
+        *(pytest.param(form, (2, 1, 4), marks=pytest.mark.soak) for form in (FUSED, SPLASH)),
     ],
 )
 def test_attention_is_the_same_in_any_split_also_where_key_heads_do_not_divide(form, sizes, interpreted, monkeypatch):

@@ -267,6 +267,14 @@ def test_an_attention_kernel_costs_what_its_blocks_compute(name: str, result: st
     assert op.low * 1e9 == op.high * 1e9 == pytest.approx(flops * (1 if width == 1 else 2))
 
 
+@pytest.mark.parametrize("width", [1, 128])
+def test_an_attention_kernel_that_states_its_cost_fills_matrix_units_as_its_heads_do(width: int) -> None:
+    stated = NOTES.replace('"body":"abc"', '"body":"abc","cost_estimate":{"flops":"5000","bytes_accessed":"8"}')
+    found = seen(*KERNEL, f"%attention_backward = {OF_KEYS} custom-call(%m, %q, %k, %k), {stated}", width=width)
+    (op,) = found.ops
+    assert (op.part, op.basis, op.low * 1e9) == ("attention", "stated", pytest.approx(5000 if width == 1 else 10000))
+
+
 def test_a_kernel_that_states_its_cost_has_that_and_one_of_which_nothing_is_known_is_counted() -> None:
     stated = '"cost_estimate":{"flops":"41943040","transcendentals":"0","bytes_accessed":"458784"}'
     line = '%ragged-dot.1 = f32[250] custom-call(%x), custom_call_target="tpu_custom_call", backend_config={COST}'
