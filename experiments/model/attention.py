@@ -22,7 +22,7 @@ import functools
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypedDict, cast
 
 import flax.linen as nn
 import jax
@@ -31,7 +31,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from experiments.model.blocks import cut, num_devices, num_shards
+from experiments.model.blocks import cut, num_devices, num_shards, row_parts
 from experiments.model.form import (
     KEPT,
     LONG_BLOCK_TOKENS,
@@ -41,6 +41,7 @@ from experiments.model.form import (
     platform,
     takes_long_blocks,
 )
+from experiments.model.rotary import Pairs, Rotation, rotate
 from experiments.model.row_attention import attend_to_rows
 from experiments.model.row_layout import rows_on_devices
 from runner.config import RowAttention
@@ -52,6 +53,14 @@ MAX_BLOCKS = 8
 MIN_BLOCK_TOKENS = 64
 TPU_BLOCK_TOKENS = (512, 256, 128)
 TPU_LANES = 128
+
+
+class Options(TypedDict):
+    """What attention is asked for beside queries, keys and values."""
+
+    window: int | None
+    softcap: float | None
+    scale: float | None
 
 
 class Blocks(NamedTuple):
@@ -66,6 +75,8 @@ def causal_attention(
     k_BxTxKxH: jax.Array,
     v_BxTxKxW: jax.Array,
     segments_BxT: jax.Array | None = None,
+    rotation: Rotation | None = None,
+    pairs: Pairs = "halves",
     *,
     window: int | None = None,
     softcap: float | None = None,
@@ -79,21 +90,25 @@ def causal_attention(
     rules, batch and heads may be sharded; heads of keys need not divide over the devices that heads of queries do. So
     may positions: then `row_attention` says how keys come to queries (`memory.row_attention`), if every device has two
     halves of as many positions; other rows, which training refuses, every device attends to whole.
+    Queries and keys are turned first, if there is a `rotation`: by a kernel that can, as it reads them.
     Raises `InvalidError` for sizes and options that no form can serve.
     """
     _check(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, window, softcap)
     if window is not None and window >= q_BxTxNxH.shape[1]:
         window = None
+    options: Options = {"window": window, "softcap": softcap, "scale": scale}
+    if rotation is not None and not (pairs == "halves" and _kernel_turns(q_BxTxNxH, v_BxTxKxW, softcap)):
+        q_BxTxNxH, k_BxTxKxH = (rotate(x, rotation, pairs) for x in (q_BxTxNxH, k_BxTxKxH))
+        rotation = None
     k_BxTxKxH, v_BxTxKxW = (_spread_over_mesh(x, q_BxTxNxH.shape[2]) for x in (k_BxTxKxH, v_BxTxKxW))
     arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
-    rows = rows_on_devices(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, window=window, softcap=softcap, scale=scale)
+    if rotation is not None:
+        return fused_attention(*arrays, rotation=rotation, **options)
+    rows = rows_on_devices(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, **options)
     if rows is not None:
         attend = for_tpus("experiments.model.row_splash").attend if rows.has_kernel else attend_to_rows
         return cast(jax.Array, attend(rows, *arrays))
-    forms = {}
-    for name, candidates in FORMS.items():
-        form = next(one for one in candidates if _can(one, arrays, softcap))
-        forms[name] = functools.partial(form.attend, window=window, softcap=softcap, scale=scale)
+    forms = {name: functools.partial(_first_of(name, arrays, softcap).attend, **options) for name in FORMS}
     if (here := platform()) is not None:
         return forms.get("cuda" if here == "gpu" else here, forms["default"])(*arrays)
     return jax.lax.platform_dependent(*arrays, **forms)
@@ -223,11 +238,13 @@ def fused_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    rotation: Rotation | None = None,
 ) -> jax.Array:
     """Attend by the TPU kernels of `tpu_attention`, one of which makes all gradients, and scores once for them."""
-    block = _fused_block_tokens(q_BxTxNxH, v_BxTxKxW)
-    kernel = for_tpus("experiments.model.tpu_attention").Kernel(block, window, softcap, fast_memory_bytes())
-    return _attend_on_tpus(kernel.attend, block, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, scale)
+    own, block = for_tpus("experiments.model.tpu_attention"), _fused_block_tokens(q_BxTxNxH, v_BxTxKxW)
+    factor = 1 / math.sqrt(q_BxTxNxH.shape[3]) if scale is None else scale
+    kernel = own.Kernel(own.Causal(block, window), factor, softcap, fast_memory_bytes())
+    return _attend_on_tpus(kernel.attend, block, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation)
 
 
 def splash_attention(
@@ -244,15 +261,18 @@ def splash_attention(
     splash = for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
     group = q_BxTxNxH.shape[2] // k_BxTxKxH.shape[2]
     blocks = _splash_block_tokens(q_BxTxNxH.shape[1], window, q_BxTxNxH, v_BxTxKxW)
+    factor = 1 / math.sqrt(q_BxTxNxH.shape[3]) if scale is None else scale
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, _: None) -> jax.Array:
         # Rows and heads of keys are axes that the two cores of a chip may share, those of the kernel itself are not.
         kernel = _make_splash_kernel(splash, group, q.shape[3], blocks, window, softcap)
-        of_row = jax.vmap(kernel, in_axes=(0, 0, 0, *[None] * len(ids)))
-        out: jax.Array = jax.vmap(of_row)(q, k, v, *(splash.SegmentIds(x, x) for x in ids))
+        of_row = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+        out: jax.Array = jax.vmap(of_row)(
+            _scaled(q, factor), k, v, None if ids is None else splash.SegmentIds(ids, ids)
+        )
         return out
 
-    return _attend_on_tpus(attend, blocks.multiple, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, scale)
+    return _attend_on_tpus(attend, blocks.multiple, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, None)
 
 
 def _attend_on_tpus(
@@ -262,33 +282,37 @@ def _attend_on_tpus(
     k_BxTxKxH: jax.Array,
     v_BxTxKxW: jax.Array,
     segments_BxT: jax.Array | None,
-    scale: float | None,
+    rotation: Rotation | None,
 ) -> jax.Array:
-    """Attend by a kernel that takes queries (B, K, G, T, H), scaled, and keys, values and segments, (B, K, T, ...).
+    """Attend by a kernel that takes queries (B, K, G, T, H), keys and values (B, K, T, ...), segments and angles.
 
     T is padded to whole blocks: at the end, where no real position sees it. The partitioner cannot split such a kernel,
     so under a mesh each device runs it on its own rows and heads.
     """
-    T, N, H = q_BxTxNxH.shape[1:]
+    T, N = q_BxTxNxH.shape[1:3]
     group = N // k_BxTxKxH.shape[2]
-    factor = 1 / math.sqrt(H) if scale is None else scale
+    angles = None
+    if rotation is not None:
+        angles = tuple(jnp.concatenate([x, x], axis=-1)[:, :, 0] for x in rotation)
 
-    def attend(*arrays: jax.Array) -> jax.Array:
-        q, k, v, *ids = (jnp.pad(x, [(0, 0), (0, -T % multiple)] + [(0, 0)] * (x.ndim - 2)) for x in arrays)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *positions: Any) -> jax.Array:
+        padding = [(0, 0), (0, -T % multiple)]
+        q, k, v, *positions = jax.tree.map(
+            lambda x: jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2)), (q, k, v, *positions)
+        )
         # Heads come before positions first: where they came so, nothing is moved, and the rest joins the matmul before.
-        q_BxNxTxH, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
-        q_BxNxTxH = _scaled(q_BxNxTxH, factor)
-        q_BxNxTxH, k, v = (checkpoint_name(in_order(x), KEPT) for x in (q_BxNxTxH, k, v))
-        out_BxKxGxTxW = kernel(q_BxNxTxH.reshape(q.shape[0], -1, group, *q_BxNxTxH.shape[2:]), k, v, *ids)
+        q_BxNxTxH, k, v = (checkpoint_name(in_order(x.transpose(0, 2, 1, 3)), KEPT) for x in (q, k, v))
+        q_BxKxGxTxH = q_BxNxTxH.reshape(q.shape[0], -1, group, *q_BxNxTxH.shape[2:])
+        out_BxKxGxTxW = kernel(q_BxKxGxTxH, k, v, *positions)
         out_BxNxTxW = in_order(out_BxKxGxTxW.reshape(*q_BxNxTxH.shape[:3], -1))
         return out_BxNxTxW.transpose(0, 2, 1, 3)[:, :T]
 
-    segments = () if segments_BxT is None else (segments_BxT,)
     if not jax.sharding.get_abstract_mesh().empty:
-        spec, spec_of_ids = _partition_spec(ROW_AXES), _partition_spec(ROW_AXES[:2])
-        in_specs = (spec, spec, spec, *[spec_of_ids] * len(segments))
+        spec, of_rows = _partition_spec(ROW_AXES), _partition_spec(ROW_AXES[:2])
+        of_angles = of_rows if rotation is not None and rotation.cos.shape[0] > 1 else jax.sharding.PartitionSpec()
+        in_specs = (spec, spec, spec, of_rows, of_angles)
         attend = jax.shard_map(attend, in_specs=in_specs, out_specs=spec, check_vma=False)
-    return attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *segments)
+    return attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, angles)
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
@@ -373,6 +397,18 @@ def _can(form: Form, arrays: tuple[jax.Array, ...], softcap: float | None) -> bo
     )
 
 
+def _first_of(platform: str, arrays: tuple[jax.Array, ...], softcap: float | None) -> Form:
+    """The form of a platform that is taken."""
+    return next(one for one in FORMS[platform] if _can(one, arrays, softcap))
+
+
+def _kernel_turns(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array, softcap: float | None) -> bool:
+    """Whether queries and keys are turned as a kernel reads them, for which a v4 has no room."""
+    if platform() != "tpu" or fast_memory_bytes() is None or row_parts() > 1:
+        return False
+    return _first_of("tpu", (q_BxTxNxH, q_BxTxNxH, v_BxTxKxW), softcap).attend is fused_attention
+
+
 def _is_worth_padding(length: int, multiple: int) -> bool:
     return 8 * (-length % multiple) <= length
 
@@ -393,11 +429,12 @@ def _fused_block_tokens(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
     """Positions of a row that `fused_attention` takes at once, to which it is padded; 0 if the row does not fit.
 
     It has the gradients of a row's keys and values in fast memory, two blocks of each of eight arrays, and what it
-    computes of the scores of a block with half of another: less by a MiB than libtpu counts at most for a v4. Shorter
-    blocks cost as much more as libtpu's schedules say (`tests/benchmarks/tpu_attention.py`).
+    computes of the scores of a block with half of another; by what libtpu counts, a MiB may come to that, and 8 of what
+    is turned. Shorter blocks cost as much more as its schedules say (`tests/benchmarks/tpu_attention.py`).
     """
     length, wide = q_BxTxNxH.shape[1], sum(-(-x.shape[3] // TPU_LANES) * TPU_LANES for x in (q_BxTxNxH, v_BxTxKxW))
-    there = (fast_memory_bytes() or 2**24) - 2**20
+    memory = fast_memory_bytes()
+    there = 15 * 2**20 if memory is None else memory - 9 * 2**20
     costs = {}
     for block in range(TPU_LANES, 1025, TPU_LANES):
         padded = length + -length % block

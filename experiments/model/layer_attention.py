@@ -15,14 +15,14 @@ of a head that is not rotated, R rotated part, W width of a head of values.
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from experiments.model.attention import cached_attention, causal_attention
+from experiments.model.attention import Options, cached_attention, causal_attention
 from experiments.model.blocks import (
     INIT_STDDEV,
     Dense,
@@ -98,16 +98,17 @@ class Attention(nn.Module):
         refuse_cut_heads(N)
         # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
         x_BTxD = flat(in_rows(x_BxTxD))
-        q_BxTxNxH = _rotated(self._heads("query", N, x_BTxD, (B, T)), row, config, self.kind)
-        k_BxTxKxH = _rotated(self._heads("key", K, x_BTxD, (B, T)), row, config, self.kind)
+        q_BxTxNxH, k_BxTxKxH = self._heads("query", N, x_BTxD, (B, T)), self._heads("key", K, x_BTxD, (B, T))
         v_BxTxKxH = self._heads("value", K, x_BTxD, (B, T))
 
         options = _options(config, self.kind)
         if cache is None:
-            qkv = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxH)
-            a_BxTxNxH = causal_attention(*qkv, row.segments, **options, row_attention=self.row_attention)
+            qkv, rope = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxH), config.rope_of(self.kind)
+            turn = row.rotations[self.kind], "halves" if rope is None else rope.pairs
+            a_BxTxNxH = causal_attention(*qkv, row.segments, *turn, **options, row_attention=self.row_attention)
         else:
             start = _start_of(row)
+            q_BxTxNxH, k_BxTxKxH = (_rotated(x, row, config, self.kind) for x in (q_BxTxNxH, k_BxTxKxH))
             cache = LayerCache(_put(cache.keys, k_BxTxKxH, start), _put(cache.values, v_BxTxKxH, start))
             a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, start, **options).astype(q_BxTxNxH.dtype)
         axes, has_bias = ("heads", "embed"), config.bias.attention_out
@@ -238,14 +239,6 @@ def refuse_cut_heads(num_heads: int) -> None:
             f"config.model.heads={num_heads} does not divide over the devices that share the heads (mesh: {sizes}); "
             "make topology.mesh.tensor a divisor of it"
         )
-
-
-class Options(TypedDict):
-    """What attention is asked for beside queries, keys and values."""
-
-    window: int | None
-    softcap: float | None
-    scale: float | None
 
 
 def _options(config: DecoderConfig, kind: LayerKind) -> Options:

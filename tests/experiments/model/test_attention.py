@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.model import attention, form, tpu_attention
+from experiments.model import attention, form, tpu_walk
 from experiments.model.attention import (
     BLOCKS,
     FORMS,
@@ -28,6 +28,7 @@ from experiments.model.attention import (
     splash_attention,
     xla_attention,
 )
+from experiments.model.rotary import Rope, rotate, rotation_at
 from runner.errors import InvalidError
 from runner.train.state import sharding_rules
 from tests.support.tiny import mesh_of
@@ -184,8 +185,38 @@ ROW = Case(T=1000, B=1, N=2, K=1, H=64, W=64)
 def test_blocks_of_queries_meet_those_keys_that_one_of_them_sees(case, interpreted, monkeypatch):
     """Of blocks that are a quarter as long as on a TPU."""
     monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 256)
-    monkeypatch.setattr(tpu_attention, "FULL_STEP", 128)
+    monkeypatch.setattr(tpu_walk, "LONG_STEP", 128)
     check(fused_attention, case)
+
+
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        (ROW._replace(T=500, N=4, K=2, window=300), 2),
+        *(
+            pytest.param(ROW._replace(N=4, B=2, **options), rows, marks=pytest.mark.soak)
+            for options in ({"T": 500}, {"window": 300, "segments": True}, {"H": 128, "softcap": 2.0, "scale": 0.3})
+            for rows in (1, 2)
+        ),
+    ],
+)
+def test_a_kernel_turns_queries_and_keys_as_it_reads_them(case, rows, interpreted, monkeypatch):
+    monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 128)
+    positions_BxT = np.arange(case.T) + 1000 * np.arange(min(rows, case.B))[:, None]
+    rotation = rotation_at(jnp.asarray(positions_BxT), Rope(), case.H)
+
+    def inside(*arrays, **options):
+        return fused_attention(*arrays, rotation=rotation, **options)
+
+    def ahead(q, k, *others, **options):
+        return blocked_attention(rotate(q, rotation), rotate(k, rotation), *others, **options)
+
+    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    got, want = (
+        jax.jit(functools.partial(value_and_gradients, form, **case.options))(*arrays) for form in (inside, ahead)
+    )
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.soak
