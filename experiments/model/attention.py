@@ -429,12 +429,12 @@ def _fused_block_tokens(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
     """Positions of a row that `fused_attention` takes at once, to which it is padded; 0 if the row does not fit.
 
     It has the gradients of a row's keys and values in fast memory, two blocks of each of eight arrays, and what it
-    computes of the scores of a block with half of another; by what libtpu counts, a MiB may come to that, and 8 of what
+    computes of the scores of a block with half of another; by what libtpu counts, 2 MiB may come to that, and 8 of what
     is turned. Shorter blocks cost as much more as its schedules say (`tests/benchmarks/tpu_attention.py`).
     """
     length, wide = q_BxTxNxH.shape[1], sum(-(-x.shape[3] // TPU_LANES) * TPU_LANES for x in (q_BxTxNxH, v_BxTxKxW))
     memory = fast_memory_bytes()
-    there = 15 * 2**20 if memory is None else memory - 9 * 2**20
+    there = 14 * 2**20 if memory is None else memory - 10 * 2**20
     costs = {}
     for block in range(TPU_LANES, 1025, TPU_LANES):
         padded = length + -length % block

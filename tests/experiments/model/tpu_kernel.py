@@ -1,0 +1,61 @@
+"""Attention with its gradients, compiled by libtpu for one kind of TPU, as JSON: a process of its own.
+
+    python -m tests.experiments.model.tpu_kernel v5e-4
+
+Case -> the form that was taken, and what the compiler said if it refused.
+"""
+
+import functools
+import itertools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.model import attention
+from experiments.model.rotary import Rope, rotation_at
+from runner.accelerator import parse_accelerator
+from runner.plan.machine import open_machine
+from runner.train.mesh import make_mesh
+from runner.train.state import sharding_rules
+
+WIDTHS = [(8, 8), (32, 32), (64, 64), (64, 32), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+LENGTHS = [128, 1000, 4096, 16384]
+DTYPES = [jnp.bfloat16, jnp.float32]
+PLAIN, ALL = "plain", "segments, window, soft-cap"
+
+
+def main() -> None:
+    """Compile and print all."""
+    machine = open_machine(parse_accelerator(sys.argv[1]))
+    mesh = make_mesh({"data": 1}, machine.devices[:1])
+    result = {}
+    for (H, W), T, dtype, options in itertools.product(WIDTHS, LENGTHS, DTYPES, (PLAIN, ALL)):
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=everywhere)
+        q, k, v, g = (array((1, T, n, width), dtype) for n, width in ((4, H), (2, H), (2, W), (4, W)))
+        ids = [array((1, T), jnp.int32)] if options == ALL else []
+        chosen = {"window": T // 3, "softcap": 30.0} if options == ALL else {}
+
+        def step(q, k, v, g, *ids, T=T, H=H, chosen=chosen):
+            rotation = rotation_at(jnp.arange(T)[None], Rope(), H)
+            attend = functools.partial(attention.causal_attention, **chosen)
+            out, pullback = jax.vjp(lambda *qkv: attend(*qkv, *(ids or [None]), rotation), q, k, v)
+            return out, *pullback(g)
+
+        with sharding_rules(mesh):
+            form = attention._first_of("tpu", (q, k, v, *ids), chosen.get("softcap"))
+            try:
+                jax.jit(step).trace(q, k, v, g, *ids).lower(lowering_platforms=("tpu",)).compile()
+                said = ""
+            except jax.errors.JaxRuntimeError as error:
+                said = str(error)[:500]
+        name = f"{H} and {W} wide, {T} long, {jnp.dtype(dtype).name}, {options}"
+        result[name] = (form.attend.__name__, said)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
