@@ -8,6 +8,8 @@
 - `row_attention`    attention to such rows, in blocks of plain matmuls
 - `row_mask`         which keys a query may see, as the TPU's kernel asks for it
 - `row_splash`       the TPU's kernel for rows that several devices share
+- `tpu_walk`         which queries and keys of a row the TPU's kernels take together
+- `tpu_attention`    the TPU's kernels for rows that a device has whole
 - `attention`        causal attention, in the form that is fast on each platform
 - `scatter`          gradients of matrices whose columns are cut
 - `norm`             layer norm and RMS norm, with their gradients
