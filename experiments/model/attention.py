@@ -429,16 +429,19 @@ def _fused_block_tokens(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
     """Positions of a row that `fused_attention` takes at once, to which it is padded; 0 if the row does not fit.
 
     It has the gradients of a row's keys and values in fast memory, two blocks of each of eight arrays, and what it
-    computes of the scores of a block with half of another; by what libtpu counts, 2 MiB may come to that, and 8 of what
-    is turned. Shorter blocks cost as much more as its schedules say (`tests/benchmarks/tpu_attention.py`).
+    computes of the scores of a block with half of another; except on a v4 also the keys of a row that are turned, a
+    block of queries, and two blocks of each of four arrays of angles. By what libtpu counts, 2 MiB may come to that.
+    Shorter blocks cost as much more as its schedules say (`tests/benchmarks/tpu_attention.py`).
     """
-    length, wide = q_BxTxNxH.shape[1], sum(-(-x.shape[3] // TPU_LANES) * TPU_LANES for x in (q_BxTxNxH, v_BxTxKxW))
-    memory = fast_memory_bytes()
-    there = 14 * 2**20 if memory is None else memory - 10 * 2**20
+    length, size, memory = q_BxTxNxH.shape[1], q_BxTxNxH.dtype.itemsize, fast_memory_bytes()
+    of_head, of_value = (-(-x.shape[3] // TPU_LANES) * TPU_LANES for x in (q_BxTxNxH, v_BxTxKxW))
+    there = (2**24 if memory is None else memory) - 2**21
     costs = {}
     for block in range(TPU_LANES, 1025, TPU_LANES):
         padded = length + -length % block
-        needed = 4 * wide * padded + 8 * wide * block * q_BxTxNxH.dtype.itemsize + 10 * block * min(block, 512)
+        needed = (of_head + of_value) * (4 * padded + 8 * block * size) + 10 * block * min(block, 512)
+        if memory is not None:
+            needed += of_head * (size * padded + size * block + 32 * block)
         if _is_worth_padding(length, block) and needed <= there:
             costs[block] = padded**2 * (1 + 200 / block)
     return min(costs, key=costs.__getitem__, default=0)

@@ -307,6 +307,8 @@ def _run(
     arrays, shapes = [array for array, _ in inputs.values()], [shape for shape, _ in outputs.values()]
     moved = [(x.shape, x.dtype) for x in arrays] + [(x.shape, x.dtype) for x in shapes]
     scores = B * K * G * kernel.causal.num_scores(T)
+    # Two cores of a chip may share rows, heads of keys, and heads of queries that have nothing in common.
+    of_group: Literal["arbitrary", "parallel"] = "arbitrary" if memory.keys() & {"ready_k", "k_sum"} else "parallel"
 
     def run(*refs: Any) -> None:
         group = pl.program_id(2)
@@ -324,8 +326,7 @@ def _run(
         ),
         out_shape=shapes,
         compiler_params=pltpu.CompilerParams(
-            # Two cores of a chip may share rows, and heads of keys.
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+            dimension_semantics=("parallel", "parallel", of_group, "arbitrary"),
             vmem_limit_bytes=kernel.memory_bytes,
         ),
         cost_estimate=pl.CostEstimate(

@@ -272,6 +272,30 @@ def test_attention_is_the_same_in_any_split_also_where_key_heads_do_not_divide(f
     assert not re.findall(r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", forward.as_text())
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_kernel_turns_in_any_split_as_a_cpu_does_before(rows, interpreted, monkeypatch):
+    case = Case(T=125, N=8, K=4, B=8, H=16, W=16, segments=True)
+    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    positions_BxT = jnp.arange(case.T) + 7 * jnp.arange(rows)[:, None]
+    rotation = rotation_at(positions_BxT, Rope(), case.H)
+
+    def attend(q, k, v, segments):
+        return causal_attention(q, k, v, segments, rotation)
+
+    want = jax.jit(functools.partial(value_and_gradients, attend))(*arrays)
+    monkeypatch.setattr(attention, "platform", lambda: "tpu")
+    mesh = mesh_of(2, 1, 4)
+    with sharding_rules(mesh):
+        axes = nn.logical_to_mesh_axes(("batch", "sequence", "heads"))
+        specs = [*[axes] * 4, PartitionSpec(axes[0])]
+        split = jax.device_put(arrays, [NamedSharding(mesh, spec) for spec in specs])
+        actual = jax.jit(functools.partial(value_and_gradients, attend))(*split)
+        assert "forward_attention" in str(jax.make_jaxpr(attend)(*split[:3], split[4]))
+    for got, expected in zip(actual, want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("form", ON_A_CPU)
 def test_future_tokens_do_not_change_past_outputs(form):
     q, k, v, _ = map(jnp.asarray, Case().arrays())
