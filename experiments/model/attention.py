@@ -265,12 +265,12 @@ def splash_attention(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, _: None) -> jax.Array:
         # Rows and heads of keys are axes that the two cores of a chip may share, those of the kernel itself are not.
-        kernel = _make_splash_kernel(splash, group, q.shape[3], blocks, window, softcap)
+        kernel = _make_splash_kernel(splash, group, q.shape[2], blocks, window, softcap)
         of_row = jax.vmap(kernel, in_axes=(0, 0, 0, None))
-        out: jax.Array = jax.vmap(of_row)(
-            _scaled(q, factor), k, v, None if ids is None else splash.SegmentIds(ids, ids)
-        )
-        return out
+        segments = None if ids is None else splash.SegmentIds(ids, ids)
+        q_BxKxGxTxH = _scaled(q, factor).reshape(*k.shape[:2], group, *q.shape[2:])
+        out: jax.Array = jax.vmap(of_row)(q_BxKxGxTxH, k, v, segments)
+        return out.reshape(*q.shape[:3], -1)
 
     return _attend_on_tpus(attend, blocks.multiple, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, None)
 
@@ -284,14 +284,12 @@ def _attend_on_tpus(
     segments_BxT: jax.Array | None,
     rotation: Rotation | None,
 ) -> jax.Array:
-    """Attend by a kernel that takes queries (B, K, G, T, H), keys and values (B, K, T, ...), segments and angles.
+    """Attend by a kernel that takes queries (B, N, T, H), keys and values (B, K, T, ...), segments and angles.
 
     T is padded to whole blocks: at the end, where no real position sees it. The partitioner cannot split such a kernel,
     so under a mesh each device runs it on its own rows and heads.
     """
-    T, N = q_BxTxNxH.shape[1:3]
-    group = N // k_BxTxKxH.shape[2]
-    angles = None
+    T, angles = q_BxTxNxH.shape[1], None
     if rotation is not None:
         angles = tuple(jnp.concatenate([x, x], axis=-1)[:, :, 0] for x in rotation)
 
@@ -301,10 +299,8 @@ def _attend_on_tpus(
             lambda x: jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2)), (q, k, v, *positions)
         )
         # Heads come before positions first: where they came so, nothing is moved, and the rest joins the matmul before.
-        q_BxNxTxH, k, v = (checkpoint_name(in_order(x.transpose(0, 2, 1, 3)), KEPT) for x in (q, k, v))
-        q_BxKxGxTxH = q_BxNxTxH.reshape(q.shape[0], -1, group, *q_BxNxTxH.shape[2:])
-        out_BxKxGxTxW = kernel(q_BxKxGxTxH, k, v, *positions)
-        out_BxNxTxW = in_order(out_BxKxGxTxW.reshape(*q_BxNxTxH.shape[:3], -1))
+        q, k, v = (checkpoint_name(in_order(x.transpose(0, 2, 1, 3)), KEPT) for x in (q, k, v))
+        out_BxNxTxW = in_order(kernel(q, k, v, *positions))
         return out_BxNxTxW.transpose(0, 2, 1, 3)[:, :T]
 
     if not jax.sharding.get_abstract_mesh().empty:

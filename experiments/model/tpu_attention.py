@@ -6,8 +6,8 @@ have room for those of a whole row. Scores lie with keys before queries: what be
 its maximum and sum need no exchange between lanes, and the logs of sums are kept as they are read. `tpu_walk` says who
 meets whom. Queries and keys are turned by their positions as they come in, and their gradients back as they go.
 
-Shape legend: B batch, K heads of keys, G heads of queries for each of them, T positions, H and W widths of a head, Q
-queries and S keys that are taken at once.
+Shape legend: B batch, N heads of queries, K heads of keys, G = N / K neighbours that share one, T positions, H and W
+widths of a head, Q queries and S keys that are taken at once.
 """
 
 import functools
@@ -42,24 +42,24 @@ class Kernel(NamedTuple):
 
     def attend(
         self,
-        q_BxKxGxTxH: jax.Array,
+        q_BxNxTxH: jax.Array,
         k_BxKxTxH: jax.Array,
         v_BxKxTxW: jax.Array,
         segments_BxT: jax.Array | None = None,
         angles: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """Attend; returns (B, K, G, T, W) in the dtype of `v`.
+        """Attend; returns (B, N, T, W) in the dtype of `v`.
 
         Queries and keys are turned first, their halves against each other, by `angles`: cosines and sines (B or 1, T,
         H), both halves the same. Of them there is no gradient.
         """
-        return _attend(self, Row(q_BxKxGxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles))
+        return _attend(self, Row(q_BxNxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles))
 
 
 class Row(NamedTuple):
     """What a kernel reads, and keeps for the gradients."""
 
-    q: jax.Array  # (B, K, G, T, H)
+    q: jax.Array  # (B, N, T, H)
     k: jax.Array  # (B, K, T, H)
     v: jax.Array  # (B, K, T, W)
     segments: jax.Array | None  # (B, T)
@@ -243,16 +243,16 @@ def _multiply(a: jax.Array, b: jax.Array, dimensions: Any) -> jax.Array:
 
 
 def _run_forward(kernel: Kernel, row: Row) -> tuple[jax.Array, jax.Array]:
-    """The result, and of each query the log of the sum of its exponentials (B, K, G, 1, T)."""
-    (B, K, G, T, _), W, block = row.q.shape, row.v.shape[-1], kernel.causal.block
-    blocks = _Blocks(block, G)
+    """The result, and of each query the log of the sum of its exponentials (B, N, 1, T)."""
+    (B, N, T, _), (_, K, _, W), block = row.q.shape, row.v.shape, kernel.causal.block
+    blocks = _Blocks(block, N // K)
     out, logsumexp = _run(
         _forward_kernel,
         kernel,
         inputs=_read(row, blocks),
         outputs={
-            "out": (jax.ShapeDtypeStruct((B, K, G, T, W), row.v.dtype), blocks.of_queries(W)),
-            "logsumexp": (jax.ShapeDtypeStruct((B, K, G, 1, T), jnp.float32), blocks.of_numbers),
+            "out": (jax.ShapeDtypeStruct((B, N, T, W), row.v.dtype), blocks.of_queries(W)),
+            "logsumexp": (jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32), blocks.of_numbers),
         },
         memory=_ready(row, block) | {"most": _sums(1, block), "total": _sums(1, block), "result": _sums(W, block)},
         products=(1, 1),
@@ -265,8 +265,8 @@ def _run_backward(
 ) -> list[jax.Array]:
     """The gradients of queries, keys and values."""
     q, k, v = row[:3]
-    (*_, G, T, H), W, block = q.shape, v.shape[-1], kernel.causal.block
-    blocks = _Blocks(block, G)
+    (_, N, T, H), (_, K, _, W), block = q.shape, v.shape, kernel.causal.block
+    blocks = _Blocks(block, N // K)
     inputs = _read(row, blocks) | {
         "out": (out, blocks.of_queries(W)),
         "logsumexp": (logsumexp, blocks.of_numbers),
@@ -302,24 +302,24 @@ def _run(
 
     Of its products so many are as wide as a head of keys, and so many as one of values.
     """
-    B, K, G, T, H = inputs["q"][0].shape
+    (B, N, T, H), (_, K, _, W) = inputs["q"][0].shape, inputs["v"][0].shape
     walk, names = kernel.causal.walk(T), (*Walk._fields, *inputs, *outputs, *memory)
     arrays, shapes = [array for array, _ in inputs.values()], [shape for shape, _ in outputs.values()]
     moved = [(x.shape, x.dtype) for x in arrays] + [(x.shape, x.dtype) for x in shapes]
-    scores = B * K * G * kernel.causal.num_scores(T)
+    scores = B * N * kernel.causal.num_scores(T)
     # Two cores of a chip may share rows, heads of keys, and heads of queries that have nothing in common.
     of_group: Literal["arbitrary", "parallel"] = "arbitrary" if memory.keys() & {"ready_k", "k_sum"} else "parallel"
 
     def run(*refs: Any) -> None:
         group = pl.program_id(2)
-        where = {"group": group, "is_last_group": group == G - 1, "place": pl.program_id(3)}
+        where = {"group": group, "is_last_group": group == N // K - 1, "place": pl.program_id(3)}
         body(kernel, walk, Refs(**where, **dict(zip(names, refs, strict=True))))
 
     found: list[jax.Array] = pl.pallas_call(
         run,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(walk),
-            grid=(B, K, G, len(walk.notes)),
+            grid=(B, K, N // K, len(walk.notes)),
             in_specs=[spec for _, spec in inputs.values()],
             out_specs=[spec for _, spec in outputs.values()],
             scratch_shapes=list(memory.values()),
@@ -330,7 +330,7 @@ def _run(
             vmem_limit_bytes=kernel.memory_bytes,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * scores * (products[0] * H + products[1] * inputs["v"][0].shape[-1]),
+            flops=2 * scores * (products[0] * H + products[1] * W),
             transcendentals=scores,
             bytes_accessed=sum(math.prod(shape) * dtype.itemsize for shape, dtype in moved),
         ),
@@ -374,32 +374,33 @@ class _Blocks(NamedTuple):
     groups: int
 
     def of_queries(self, width: int) -> pl.BlockSpec:
-        return self._spec((None, None, None, self.size, width), lambda b, k, g, place: (b, k, g, place, 0), "queries")
+        return self._spec((None, None, self.size, width), lambda b, n, k, place: (b, n, place, 0), "queries")
 
     @property
     def of_numbers(self) -> pl.BlockSpec:
         """One number for each query."""
-        return self._spec((None, None, None, 1, self.size), lambda b, k, g, place: (b, k, g, 0, place), "queries")
+        return self._spec((None, None, 1, self.size), lambda b, n, k, place: (b, n, 0, place), "queries")
 
     def of_keys(self, width: int, of: Place) -> pl.BlockSpec:
-        return self._spec((None, None, self.size, width), lambda b, k, g, place: (b, k, place, 0), of)
+        return self._spec((None, None, self.size, width), lambda b, n, k, place: (b, k, place, 0), of)
 
     def of_written_keys(self, width: int) -> pl.BlockSpec:
         return self.of_keys(width, "written")
 
     def of_ids(self, of: Place) -> pl.BlockSpec:
-        return self._spec((None, 1, self.size), lambda b, k, g, place: (b, 0, place), of)
+        return self._spec((None, 1, self.size), lambda b, n, k, place: (b, 0, place), of)
 
     def of_angles(self, angles: jax.Array, of: Place) -> pl.BlockSpec:
         """Of every row, or one for all rows."""
         rows, _, width = angles.shape
-        return self._spec((None, self.size, width), lambda b, k, g, place: (b if rows > 1 else 0, place, 0), of)
+        return self._spec((None, self.size, width), lambda b, n, k, place: (b if rows > 1 else 0, place, 0), of)
 
     def _spec(self, shape: tuple[int | None, ...], index: Callable[..., Any], of: Place) -> pl.BlockSpec:
         def place(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
             found = getattr(Walk(*walk), of)
             # Before the last of the heads of queries no keys are done, and the first to be so stay.
             is_waiting = of == "written" and self.groups > 1
-            return index(b, k, g, jnp.where(g == self.groups - 1, found[p], found[0]) if is_waiting else found[p])
+            block = jnp.where(g == self.groups - 1, found[p], found[0]) if is_waiting else found[p]
+            return index(b, k * self.groups + g, k, block)
 
         return pl.BlockSpec(shape, place)
