@@ -44,6 +44,7 @@ from experiments.model.form import (
 from experiments.model.rotary import Pairs, Rotation, rotate
 from experiments.model.row_attention import attend_to_rows
 from experiments.model.row_layout import rows_on_devices
+from experiments.model.tpu_walk import LANES, LONG_STEP
 from runner.config import RowAttention
 from runner.errors import InvalidError
 
@@ -52,7 +53,6 @@ ROW_AXES = ("batch", "row", "heads", "head_dim")  # where a device attends to ro
 MAX_BLOCKS = 8
 MIN_BLOCK_TOKENS = 64
 TPU_BLOCK_TOKENS = (512, 256, 128)
-TPU_LANES = 128
 
 
 class Options(TypedDict):
@@ -370,8 +370,12 @@ class Form(NamedTuple):
 BLOCKS = Form(blocked_attention)
 XLA = Form(xla_attention, softcap=False, wide_values=False)
 CUDNN = XLA._replace(attend=cudnn_attention, dtypes=(jnp.bfloat16, jnp.float16), segments=False, fits=_cudnn_takes)
-SPLASH = Form(splash_attention, length_multiple=TPU_LANES, divides_over_mesh=True)
-FUSED = SPLASH._replace(attend=fused_attention, fits=lambda q, v: _fused_block_tokens(q, v) > 0)
+SPLASH = Form(splash_attention, length_multiple=LANES, divides_over_mesh=True)
+FUSED = SPLASH._replace(
+    attend=fused_attention,
+    dtypes=(jnp.bfloat16, jnp.float32),
+    fits=lambda q, v: _fused_block_tokens(q, v) > 0,
+)
 FORMS: dict[str, tuple[Form, ...]] = {
     "cpu": (BLOCKS,),
     "cuda": (CUDNN, XLA._replace(dtypes=(jnp.float32,)), BLOCKS),
@@ -424,23 +428,29 @@ def _splash_block_tokens(length: int, window: int | None, *heads: jax.Array) -> 
 def _fused_block_tokens(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
     """Positions of a row that `fused_attention` takes at once, to which it is padded; 0 if the row does not fit.
 
-    It has the gradients of a row's keys and values in fast memory, two blocks of each of eight arrays, and what it
-    computes of the scores of a block with half of another; except on a v4 also the keys of a row that are turned, a
-    block of queries, and two blocks of each of four arrays of angles. By what libtpu counts, 2 MiB may come to that.
-    Shorter blocks cost as much more as its schedules say (`tests/benchmarks/tpu_attention.py`).
+    Shorter blocks cost as much more as libtpu's schedules say (`tests/benchmarks/tpu_attention.py`).
+    """
+    length, costs = q_BxTxNxH.shape[1], {}
+    for block in range(LANES, 1025, LANES):
+        if _is_worth_padding(length, block) and _fused_bytes_left(block, q_BxTxNxH, v_BxTxKxW) >= 0:
+            costs[block] = (length + -length % block) ** 2 * (1 + 200 / block)
+    return min(costs, key=costs.__getitem__, default=0)
+
+
+def _fused_bytes_left(block: int, q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
+    """What `fused_attention` leaves of the fast memory of a TPU, where it takes so many positions at once.
+
+    It has there the gradients of a row's keys and values, two blocks of each of eight arrays, and what it computes of
+    the scores of a long step; except on a v4 also the keys of a row that are turned, a block of queries, and two blocks
+    of each of four arrays of angles. By what libtpu counts, 2 MiB may come to that.
     """
     length, size, memory = q_BxTxNxH.shape[1], q_BxTxNxH.dtype.itemsize, fast_memory_bytes()
-    of_head, of_value = (-(-x.shape[3] // TPU_LANES) * TPU_LANES for x in (q_BxTxNxH, v_BxTxKxW))
-    there = (2**24 if memory is None else memory) - 2**21
-    costs = {}
-    for block in range(TPU_LANES, 1025, TPU_LANES):
-        padded = length + -length % block
-        needed = (of_head + of_value) * (4 * padded + 8 * block * size) + 10 * block * min(block, 512)
-        if memory is not None:
-            needed += of_head * (size * padded + size * block + 32 * block)
-        if _is_worth_padding(length, block) and needed <= there:
-            costs[block] = padded**2 * (1 + 200 / block)
-    return min(costs, key=costs.__getitem__, default=0)
+    padded = length + -length % block
+    of_head, of_value = (-(-x.shape[3] // LANES) * LANES for x in (q_BxTxNxH, v_BxTxKxW))
+    needed = (of_head + of_value) * (4 * padded + 8 * block * size) + 10 * block * min(block, LONG_STEP) + 2**21
+    if memory is not None:
+        needed += of_head * (size * padded + size * block + 32 * block)
+    return (2**24 if memory is None else memory) - needed
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, softcap: float | None) -> None:

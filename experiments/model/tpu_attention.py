@@ -182,7 +182,7 @@ def _turned(x_QxH: jax.Array, cos_QxH: jax.Array, sin_QxH: jax.Array) -> jax.Arr
     other_QxH = lax.dot(
         x_QxH,
         swap_HxH.astype(x_QxH.dtype),
-        precision=lax.Precision.HIGHEST if x_QxH.dtype == jnp.float32 else None,
+        precision=lax.Precision.HIGHEST if x_QxH.dtype == jnp.float32 else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
     return (x_QxH.astype(jnp.float32) * cos_QxH + other_QxH * sin_QxH).astype(x_QxH.dtype)
@@ -239,7 +239,9 @@ def _scores(kernel: Kernel, refs: Refs, step: Step) -> tuple[jax.Array, jax.Arra
 
 
 def _multiply(a: jax.Array, b: jax.Array, dimensions: Any) -> jax.Array:
-    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+    """A product in float32; of 16 bits, whatever `jax_default_matmul_precision` asks of others."""
+    precision = lax.Precision.DEFAULT if a.dtype.itemsize == 2 else None
+    return lax.dot_general(a, b, dimensions, precision, preferred_element_type=jnp.float32)
 
 
 def _run_forward(kernel: Kernel, row: Row) -> tuple[jax.Array, jax.Array]:
@@ -281,8 +283,8 @@ def _run_backward(
         inputs=inputs,
         outputs={
             "q_gradient": (jax.ShapeDtypeStruct(q.shape, q.dtype), blocks.of_queries(H)),
-            "k_gradient": (jax.ShapeDtypeStruct(k.shape, k.dtype), blocks.of_written_keys(H)),
-            "v_gradient": (jax.ShapeDtypeStruct(v.shape, v.dtype), blocks.of_written_keys(W)),
+            "k_gradient": (jax.ShapeDtypeStruct(k.shape, k.dtype), blocks.of_keys(H, "written")),
+            "v_gradient": (jax.ShapeDtypeStruct(v.shape, v.dtype), blocks.of_keys(W, "written")),
         },
         memory=_ready(row, block)
         | {"inner": _sums(1, block), "q_sum": _sums(block, H), "k_sum": _sums(T, H), "v_sum": _sums(T, W)},
@@ -364,7 +366,7 @@ def _sums(rows: int, columns: int) -> pl.MemoryRef:
     return pltpu.VMEM((rows, columns), jnp.float32)
 
 
-Place = Literal["queries", "keys", "written"]
+Column = Literal["queries", "keys", "written"]
 
 
 class _Blocks(NamedTuple):
@@ -374,33 +376,29 @@ class _Blocks(NamedTuple):
     groups: int
 
     def of_queries(self, width: int) -> pl.BlockSpec:
-        return self._spec((None, None, self.size, width), lambda b, n, k, place: (b, n, place, 0), "queries")
+        return self._spec((None, None, self.size, width), lambda b, n, k, block: (b, n, block, 0), "queries")
 
     @property
     def of_numbers(self) -> pl.BlockSpec:
         """One number for each query."""
-        return self._spec((None, None, 1, self.size), lambda b, n, k, place: (b, n, 0, place), "queries")
+        return self._spec((None, None, 1, self.size), lambda b, n, k, block: (b, n, 0, block), "queries")
 
-    def of_keys(self, width: int, of: Place) -> pl.BlockSpec:
-        return self._spec((None, None, self.size, width), lambda b, n, k, place: (b, k, place, 0), of)
+    def of_keys(self, width: int, of: Column) -> pl.BlockSpec:
+        return self._spec((None, None, self.size, width), lambda b, n, k, block: (b, k, block, 0), of)
 
-    def of_written_keys(self, width: int) -> pl.BlockSpec:
-        return self.of_keys(width, "written")
+    def of_ids(self, of: Column) -> pl.BlockSpec:
+        return self._spec((None, 1, self.size), lambda b, n, k, block: (b, 0, block), of)
 
-    def of_ids(self, of: Place) -> pl.BlockSpec:
-        return self._spec((None, 1, self.size), lambda b, n, k, place: (b, 0, place), of)
-
-    def of_angles(self, angles: jax.Array, of: Place) -> pl.BlockSpec:
+    def of_angles(self, angles: jax.Array, of: Column) -> pl.BlockSpec:
         """Of every row, or one for all rows."""
         rows, _, width = angles.shape
-        return self._spec((None, self.size, width), lambda b, n, k, place: (b if rows > 1 else 0, place, 0), of)
+        return self._spec((None, self.size, width), lambda b, n, k, block: (b if rows > 1 else 0, block, 0), of)
 
-    def _spec(self, shape: tuple[int | None, ...], index: Callable[..., Any], of: Place) -> pl.BlockSpec:
-        def place(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
-            found = getattr(Walk(*walk), of)
-            # Before the last of the heads of queries no keys are done, and the first to be so stay.
-            is_waiting = of == "written" and self.groups > 1
-            block = jnp.where(g == self.groups - 1, found[p], found[0]) if is_waiting else found[p]
+    def _spec(self, shape: tuple[int | None, ...], index: Callable[..., Any], of: Column) -> pl.BlockSpec:
+        def of_grid(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
+            block = getattr(Walk(*walk), of)[p]
+            if of == "written" and self.groups > 1:  # before the last of the heads of queries no keys are done
+                block = jnp.where(g == self.groups - 1, block, 0)
             return index(b, k * self.groups + g, k, block)
 
-        return pl.BlockSpec(shape, place)
+        return pl.BlockSpec(shape, of_grid)

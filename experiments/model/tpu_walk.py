@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
     keys: slice
     queries: slice
-    ahead: int | None  # how many positions the first query stands behind the first key, counted towards the end
+    ahead: int | None  # the position of the first query less that of the first key
 
 
 class Causal(NamedTuple):

@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.model import attention, form, tpu_walk
@@ -217,6 +220,32 @@ def test_a_kernel_turns_queries_and_keys_as_it_reads_them(case, rows, interprete
     )
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("window", [None, 140])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_on_two_cores_nothing_is_read_before_it_is_written(dtype, window, is_turned, monkeypatch):
+    """As on a chip: blocks are fetched and written beside the kernel, by two cores; memory holds no numbers first."""
+    case = ROW._replace(T=300, N=4, K=2, B=2, W=32, segments=True, softcap=2.0, window=window)
+    params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=params))
+    monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 128)
+    rotation = rotation_at(jnp.arange(case.T)[None], Rope(), case.H) if is_turned else None
+    arrays = [jnp.asarray(x, dtype) for x in case.arrays()]
+    ids = [*map(jnp.asarray, case.segments_of_rows())]
+
+    def ahead(q, k, *others, **options):
+        q, k = (q, k) if rotation is None else (rotate(q, rotation), rotate(k, rotation))
+        return blocked_attention(q, k, *others, **options)
+
+    inside = functools.partial(fused_attention, rotation=rotation)
+    got, want = (value_and_gradients(form, *arrays, *ids, **case.options) for form in (inside, ahead))
+    assert not interpret_pallas_call.races.races_found
+    for one, other in zip(got, want, strict=True):
+        tolerance = 1e-4 if dtype == jnp.float32 else 0.1
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.soak

@@ -13,6 +13,7 @@ import sys
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from experiments.model import attention
 from experiments.model.rotary import Rope, rotation_at
@@ -22,9 +23,19 @@ from runner.train.mesh import make_mesh
 from runner.train.state import sharding_rules
 
 WIDTHS = [(8, 8), (32, 32), (64, 64), (64, 32), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
-LENGTHS = [128, 1000, 4096, 16384]
+LENGTHS = [128, 1000, 4096, "the tightest"]
 DTYPES = [jnp.bfloat16, jnp.float32]
 PLAIN, ALL = "plain", "segments, window, soft-cap"
+
+
+def tightest(H: int, W: int, dtype: DTypeLike) -> int:
+    """The length of a row that leaves the least fast memory to our kernels."""
+    left = {}
+    for T in range(128, 20_000, 128):
+        q, v = (jax.ShapeDtypeStruct((1, T, 4, width), dtype) for width in (H, W))
+        if block := attention._fused_block_tokens(q, v):
+            left[T] = attention._fused_bytes_left(block, q, v)
+    return min(left, key=left.__getitem__)
 
 
 def main() -> None:
@@ -32,9 +43,10 @@ def main() -> None:
     machine = open_machine(parse_accelerator(sys.argv[1]))
     mesh = make_mesh({"data": 1}, machine.devices[:1])
     result = {}
-    for (H, W), T, dtype, options in itertools.product(WIDTHS, LENGTHS, DTYPES, (PLAIN, ALL)):
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        array = functools.partial(jax.ShapeDtypeStruct, sharding=everywhere)
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+    for (H, W), length, dtype, options in itertools.product(WIDTHS, LENGTHS, DTYPES, (PLAIN, ALL)):
+        with sharding_rules(mesh):
+            T = length if isinstance(length, int) else tightest(H, W, dtype)
         q, k, v, g = (array((1, T, n, width), dtype) for n, width in ((4, H), (2, H), (2, W), (4, W)))
         ids = [array((1, T), jnp.int32)] if options == ALL else []
         chosen = {"window": T // 3, "softcap": 30.0} if options == ALL else {}
