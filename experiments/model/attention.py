@@ -43,7 +43,7 @@ from experiments.model.form import (
 )
 from experiments.model.rotary import Pairs, Rotation, rotate
 from experiments.model.row_attention import attend_to_rows
-from experiments.model.row_layout import rows_on_devices
+from experiments.model.row_layout import factor_of, rows_on_devices
 from experiments.model.tpu_walk import LANES, LONG_STEP
 from runner.config import RowAttention
 from runner.errors import InvalidError
@@ -97,13 +97,13 @@ def causal_attention(
     if window is not None and window >= q_BxTxNxH.shape[1]:
         window = None
     options: Options = {"window": window, "softcap": softcap, "scale": scale}
-    if rotation is not None and not (pairs == "halves" and _kernel_turns(q_BxTxNxH, v_BxTxKxW, softcap)):
+    turning = None if rotation is None or pairs != "halves" else _form_that_turns(q_BxTxNxH, v_BxTxKxW, softcap)
+    if rotation is not None and turning is None:
         q_BxTxNxH, k_BxTxKxH = (rotate(x, rotation, pairs) for x in (q_BxTxNxH, k_BxTxKxH))
-        rotation = None
     k_BxTxKxH, v_BxTxKxW = (_spread_over_mesh(x, q_BxTxNxH.shape[2]) for x in (k_BxTxKxH, v_BxTxKxW))
     arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
-    if rotation is not None:
-        return fused_attention(*arrays, rotation=rotation, **options)
+    if turning is not None:
+        return turning.attend(*arrays, rotation=rotation, **options)
     rows = rows_on_devices(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, **options)
     if rows is not None:
         attend = for_tpus("experiments.model.row_splash").attend if rows.has_kernel else attend_to_rows
@@ -242,8 +242,7 @@ def fused_attention(
 ) -> jax.Array:
     """Attend by the TPU kernels of `tpu_attention`, one of which makes all gradients, and scores once for them."""
     own, block = for_tpus("experiments.model.tpu_attention"), _fused_block_tokens(q_BxTxNxH, v_BxTxKxW)
-    factor = 1 / math.sqrt(q_BxTxNxH.shape[3]) if scale is None else scale
-    kernel = own.Kernel(own.Causal(block, window), factor, softcap, fast_memory_bytes())
+    kernel = own.Kernel(own.Causal(block, window), factor_of(q_BxTxNxH, scale), softcap, fast_memory_bytes())
     return _attend_on_tpus(kernel.attend, block, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation)
 
 
@@ -261,7 +260,7 @@ def splash_attention(
     splash = for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
     group = q_BxTxNxH.shape[2] // k_BxTxKxH.shape[2]
     blocks = _splash_block_tokens(q_BxTxNxH.shape[1], window, q_BxTxNxH, v_BxTxKxW)
-    factor = 1 / math.sqrt(q_BxTxNxH.shape[3]) if scale is None else scale
+    factor = factor_of(q_BxTxNxH, scale)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, _: None) -> jax.Array:
         # Rows and heads of keys are axes that the two cores of a chip may share, those of the kernel itself are not.
@@ -361,6 +360,7 @@ class Form(NamedTuple):
     wide_values: bool = True  # values that are wider than keys; narrower ones are for all
     fits: Callable[[jax.Array, jax.Array], bool] = lambda *_: True  # queries, and values
     length_multiple: int = 1  # up to which a row is padded; by more than an eighth of it none is
+    turns: bool = False  # takes a rotation
     divides_over_mesh: bool = False  # rows and heads must: a kernel that the partitioner cannot split
 
 
@@ -375,6 +375,7 @@ FUSED = SPLASH._replace(
     attend=fused_attention,
     dtypes=(jnp.bfloat16, jnp.float32),
     fits=lambda q, v: _fused_block_tokens(q, v) > 0,
+    turns=True,
 )
 FORMS: dict[str, tuple[Form, ...]] = {
     "cpu": (BLOCKS,),
@@ -402,11 +403,12 @@ def _first_of(platform: str, arrays: tuple[jax.Array, ...], softcap: float | Non
     return next(one for one in FORMS[platform] if _can(one, arrays, softcap))
 
 
-def _kernel_turns(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array, softcap: float | None) -> bool:
-    """Whether queries and keys are turned as a kernel reads them, for which a v4 has no room."""
+def _form_that_turns(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array, softcap: float | None) -> Form | None:
+    """The form that turns queries and keys as it reads them, if one is taken; a v4 has no room for it."""
     if platform() != "tpu" or fast_memory_bytes() is None or row_parts() > 1:
-        return False
-    return _first_of("tpu", (q_BxTxNxH, q_BxTxNxH, v_BxTxKxW), softcap).attend is fused_attention
+        return None
+    form = _first_of("tpu", (q_BxTxNxH, q_BxTxNxH, v_BxTxKxW), softcap)
+    return form if form.turns else None
 
 
 def _is_worth_padding(length: int, multiple: int) -> bool:

@@ -110,11 +110,16 @@ def rows_on_devices(
     if k.shape[2] % num_devices(heads):
         heads = None
     spec = PartitionSpec(batch, axes, heads, None)
-    factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    factor = factor_of(q, scale)
     can_kernel = platform() == "tpu" and T // (2 * n) % KERNEL_TOKENS == 0
     way = _way(row_attention, spec, q, k, v, window, can_kernel)
     has_kernel = can_kernel and way == "gather"
     return Rows(T, n, axes, spec, way, window, softcap, factor, _block_tokens(T // (2 * n)), has_kernel)
+
+
+def factor_of(q: jax.Array, scale: float | None) -> float:
+    """What scores are multiplied by, of queries whose last axis is a head."""
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 def _block_tokens(half_tokens: int) -> int:

@@ -244,6 +244,44 @@ def _multiply(a: jax.Array, b: jax.Array, dimensions: Any) -> jax.Array:
     return lax.dot_general(a, b, dimensions, precision, preferred_element_type=jnp.float32)
 
 
+Column = Literal["queries", "keys", "written"]
+
+
+class _Blocks(NamedTuple):
+    """What a kernel has of an array at a time: at which place of the `Walk`, the blocks of which of its columns."""
+
+    size: int
+    groups: int
+
+    def of_queries(self, width: int) -> pl.BlockSpec:
+        return self._spec((None, None, self.size, width), lambda b, n, k, block: (b, n, block, 0), "queries")
+
+    @property
+    def of_numbers(self) -> pl.BlockSpec:
+        """One number for each query."""
+        return self._spec((None, None, 1, self.size), lambda b, n, k, block: (b, n, 0, block), "queries")
+
+    def of_keys(self, width: int, of: Column) -> pl.BlockSpec:
+        return self._spec((None, None, self.size, width), lambda b, n, k, block: (b, k, block, 0), of)
+
+    def of_ids(self, of: Column) -> pl.BlockSpec:
+        return self._spec((None, 1, self.size), lambda b, n, k, block: (b, 0, block), of)
+
+    def of_angles(self, angles: jax.Array, of: Column) -> pl.BlockSpec:
+        """Of every row, or one for all rows."""
+        rows, _, width = angles.shape
+        return self._spec((None, self.size, width), lambda b, n, k, block: (b if rows > 1 else 0, block, 0), of)
+
+    def _spec(self, shape: tuple[int | None, ...], index: Callable[..., Any], of: Column) -> pl.BlockSpec:
+        def of_grid(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
+            block = getattr(Walk(*walk), of)[p]
+            if of == "written" and self.groups > 1:  # before the last of the heads of queries no keys are done
+                block = jnp.where(g == self.groups - 1, block, 0)
+            return index(b, k * self.groups + g, k, block)
+
+        return pl.BlockSpec(shape, of_grid)
+
+
 def _run_forward(kernel: Kernel, row: Row) -> tuple[jax.Array, jax.Array]:
     """The result, and of each query the log of the sum of its exponentials (B, N, 1, T)."""
     (B, N, T, _), (_, K, _, W), block = row.q.shape, row.v.shape, kernel.causal.block
@@ -341,7 +379,7 @@ def _run(
     return found
 
 
-def _read(row: Row, blocks: "_Blocks") -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
+def _read(row: Row, blocks: _Blocks) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
     q, k, v, segments, angles = row
     # Keys that are turned are read once, with the queries at the same positions.
     of_k = blocks.of_keys(k.shape[-1], "keys" if angles is None else "queries")
@@ -364,41 +402,3 @@ def _ready(row: Row, block: int) -> dict[str, pl.MemoryRef]:
 
 def _sums(rows: int, columns: int) -> pl.MemoryRef:
     return pltpu.VMEM((rows, columns), jnp.float32)
-
-
-Column = Literal["queries", "keys", "written"]
-
-
-class _Blocks(NamedTuple):
-    """What a kernel has of an array at a time: at which place of the `Walk`, the blocks of which of its columns."""
-
-    size: int
-    groups: int
-
-    def of_queries(self, width: int) -> pl.BlockSpec:
-        return self._spec((None, None, self.size, width), lambda b, n, k, block: (b, n, block, 0), "queries")
-
-    @property
-    def of_numbers(self) -> pl.BlockSpec:
-        """One number for each query."""
-        return self._spec((None, None, 1, self.size), lambda b, n, k, block: (b, n, 0, block), "queries")
-
-    def of_keys(self, width: int, of: Column) -> pl.BlockSpec:
-        return self._spec((None, None, self.size, width), lambda b, n, k, block: (b, k, block, 0), of)
-
-    def of_ids(self, of: Column) -> pl.BlockSpec:
-        return self._spec((None, 1, self.size), lambda b, n, k, block: (b, 0, block), of)
-
-    def of_angles(self, angles: jax.Array, of: Column) -> pl.BlockSpec:
-        """Of every row, or one for all rows."""
-        rows, _, width = angles.shape
-        return self._spec((None, self.size, width), lambda b, n, k, block: (b if rows > 1 else 0, block, 0), of)
-
-    def _spec(self, shape: tuple[int | None, ...], index: Callable[..., Any], of: Column) -> pl.BlockSpec:
-        def of_grid(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
-            block = getattr(Walk(*walk), of)[p]
-            if of == "written" and self.groups > 1:  # before the last of the heads of queries no keys are done
-                block = jnp.where(g == self.groups - 1, block, 0)
-            return index(b, k * self.groups + g, k, block)
-
-        return pl.BlockSpec(shape, of_grid)

@@ -42,12 +42,12 @@ class Causal(NamedTuple):
         number = length // self.block
         met = [(i, j) for i in range(number) for j in range(i + 1) if self._sees_some(i - j)]
         last = {key: place for place, (_, key) in enumerate(met)}
-        notes, written = [], []
-        for place, (query, key) in enumerate(met):
-            is_first = place == 0 or met[place - 1][0] != query
-            notes.append(FIRST * is_first | LAST * (query == key) | DONE * (last[key] == place))
-            written.append(min(other for other, end in last.items() if end >= place))
-        return Walk(*(np.array(x, np.int32) for x in (*zip(*met, strict=True), notes, written)))
+        is_first = [place == 0 or met[place - 1][0] != query for place, (query, _) in enumerate(met)]
+        is_last, is_done = [i == j for i, j in met], [last[key] == place for place, (_, key) in enumerate(met)]
+        queries, keys = np.array(met, np.int32).T
+        notes = FIRST * np.array(is_first) | LAST * np.array(is_last) | DONE * np.array(is_done)
+        written = np.cumsum(is_done) - is_done  # keys are done in their order
+        return Walk(queries, keys, notes.astype(np.int32), written.astype(np.int32))
 
     def sees_all(self, distance: int) -> bool:
         """Whether every query of a block sees every key of the block that stands so many blocks before it."""
