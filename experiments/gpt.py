@@ -39,6 +39,7 @@ from experiments.model.blocks import (
     with_axes,
 )
 from experiments.model.form import kept
+from experiments.model.lookup import rows_at
 from experiments.model.loss import loss_sum_of, unembed
 from experiments.model.noise import EmbeddingNoise
 from runner import BaseTrainer
@@ -202,14 +203,11 @@ class GPT(nn.Module):
         positions_TxD = self.param("positions", positions_init, (self.sequence_length, D), self.param_dtype).astype(
             self.compute_dtype
         )
-
-        # Whole rows on every device that looks tokens up: a lookup in rows cut by fsdp would come out cut by width
-        # where it is needed cut by batch, and the partitioner bridges that by gathering the whole batch.
-        embedding_VxD = cut(embedding_VxD, "vocab", "embed_act")
-        positions_TxD = cut(positions_TxD, "positions", "embed_act")
+        positions_TxD = cut(positions_TxD, "positions", "embed_act")  # as `rows_at` has the embedding
         if start is not None:
             positions = start + jnp.arange(T)
-        x_BxTxD = embedding_VxD[tokens_BxT] + (positions_TxD[:T] if positions is None else positions_TxD[positions])
+        positions_TxD = positions_TxD[:T] if positions is None else positions_TxD[positions]
+        x_BxTxD = rows_at(embedding_VxD, tokens_BxT) + positions_TxD
         x_BxTxD = self._with_noise(x_BxTxD, examples_B, deterministic)
         x_BxTxD = Dropout(self.config.dropout, deterministic)(x_BxTxD, examples_B)
         x_BxTxD, cache = self._blocks(deterministic)(x_BxTxD, examples_B, segments, cache, start)

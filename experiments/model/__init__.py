@@ -11,9 +11,10 @@
 - `tpu_walk`         which queries and keys of a row the TPU's kernels take together
 - `tpu_attention`    the TPU's kernels for rows that a device has whole
 - `attention`        causal attention, in the form that is fast on each platform
-- `scatter`          gradients of matrices whose columns are cut
+- `scatter`          gradients of matrices whose columns are cut, scattered
 - `norm`             layer norm and RMS norm, with their gradients
 - `blocks`           projections, modules of norms, the gated MLP, what is kept for the backward pass
+- `lookup`           from tokens to rows of an embedding
 - `loss`             from hidden states to the summed loss, by the tokens of each device
 - `noise`            noise on embeddings in training
 - `grouped`          matmuls of tokens that are grouped by expert
@@ -32,10 +33,10 @@ from experiments.model.blocks import (
     GatedMLP,
     LayerNorm,
     RMSNorm,
-    embed,
     rematerialised,
     with_axes,
 )
+from experiments.model.lookup import embed
 from experiments.model.loss import loss_sum_of, unembed
 from experiments.model.moe import MixtureOfExperts, MoeConfig
 from experiments.model.noise import EmbeddingNoise

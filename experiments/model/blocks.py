@@ -264,13 +264,3 @@ def rematerialised(block: type[nn.Module], remat: Remat, *, is_in_line: bool) ->
     if remat == "none":
         return block
     return nn.remat(block, prevent_cse=is_in_line, policy=policy_of_dots() if remat == "dots" else None)
-
-
-def embed(embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
-    """Return the rows of an embedding at these tokens, (B, T, D).
-
-    Whole rows on every device that looks tokens up: a lookup in rows cut by fsdp would come out cut by width where it
-    is needed cut by batch, and the partitioner bridges that by gathering the whole batch.
-    """
-    whole_VxD = cut(embedding_VxD, "vocab", "embed_act")
-    return in_stream(whole_VxD[tokens_BxT])

@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 from experiments.model.blocks import (
     INIT_STDDEV,
     GatedMLP,
-    embed,
     in_stream,
     kept_in_stream,
     rematerialised,
@@ -37,6 +36,7 @@ from experiments.model.layer_attention import (
     make_norm,
     residual_stddev,
 )
+from experiments.model.lookup import embed
 from experiments.model.loss import loss_sum_of, unembed
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, next_biases, scalars
 from experiments.model.mup import rate_of

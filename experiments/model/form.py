@@ -44,6 +44,14 @@ def multiplies_to_turn() -> bool:
     return platform() == "tpu"
 
 
+def scatters_rows_alone() -> bool:
+    """Whether the compiler scatters a sum of which each device keeps rows, but not one of which it keeps columns.
+
+    Those it would add up whole on every device, which sends twice as much.
+    """
+    return platform() == "tpu"
+
+
 def takes_long_blocks(positions: int, seen: int, *heads: jax.Array) -> bool:
     """Whether an attention kernel reads so many positions in long blocks, of which a query sees so many."""
     is_long = seen >= 4 * LONG_BLOCK_TOKENS and positions % LONG_BLOCK_TOKENS == 0
@@ -66,6 +74,15 @@ def in_order(x: jax.Array) -> jax.Array:
     """
     found: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
     return found
+
+
+@jax.custom_vjp
+def with_gradient_in_order(x: jax.Array) -> jax.Array:
+    """`x`, whose gradient lies in memory in the order of its axes (`in_order`), as it may not itself."""
+    return x
+
+
+with_gradient_in_order.defvjp(lambda x: (x, None), lambda _, gradient: (in_order(gradient),))
 
 
 def kept(x: jax.Array) -> jax.Array:

@@ -15,10 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from experiments.model.blocks import cut, cuts_of, flat, in_rows, num_devices
-from experiments.model.scatter import scattered_back
+from experiments.model.form import scatters_rows_alone
+from experiments.model.scatter import scattered_back, whole_on_each
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
-from runner.train.mesh import STATE_AXES, axes_in, rules_without
+from runner.train.mesh import axes_in, rules_without
 from runner.train.state import rules_in_force
+
+Unembed = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None = None) -> jax.Array:
@@ -33,7 +36,7 @@ def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None 
 
 
 def loss_sum_of(
-    unembed: Callable[[jax.Array, jax.Array], jax.Array],
+    unembed: Unembed,
     weights: jax.Array,
     x_BxTxD: jax.Array,
     targets: tuple[jax.Array, jax.Array],
@@ -50,53 +53,44 @@ def loss_sum_of(
     if chunk_positions is None:
         return cross_entropy_sum(unembed(weights, x_BxTxD), *targets, z_loss)[0]
 
-    def of_part(weights: jax.Array, *tokens: jax.Array) -> jax.Array:
+    def of_part(unembed: Unembed, weights: jax.Array, *tokens: jax.Array) -> jax.Array:
         loss_sum, _ = chunked_cross_entropy_sum(
             unembed, weights, *tokens, chunk_positions=chunk_positions, z_loss=z_loss
         )
         return loss_sum
 
-    return _by_part(of_part, weights, x_BxTxD, targets)
+    return _by_part(of_part, unembed, weights, x_BxTxD, targets)
 
 
 def _by_part(
-    of_part: Callable[..., jax.Array], weights_VxD: jax.Array, x_BxTxD: jax.Array, targets: tuple[jax.Array, jax.Array]
+    of_part: Callable[..., jax.Array],
+    unembed: Unembed,
+    weights_VxD: jax.Array,
+    x_BxTxD: jax.Array,
+    targets: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-    """Return the sum of `of_part(weights, x, *targets)` over the parts of the tokens."""
+    """Return the sum of `of_part(unembed, weights, x, *targets)` over the parts of the tokens."""
     spec = cuts_of(x_BxTxD.shape, "batch", "sequence", "embed_act")
     of_batch, of_rows = ((), ()) if spec is None else map(axes_in, spec[:2])
     axes, counts = (*of_batch, *of_rows), (num_devices(of_batch), num_devices(of_rows))
     if counts == (1, 1):
-        return of_part(weights_VxD, x_BxTxD, *targets)
+        return of_part(unembed, weights_VxD, x_BxTxD, *targets)
 
     def in_parts(leaf_BxT: jax.Array) -> jax.Array:
         (B, T, *rest), (num_batch, num_rows) = leaf_BxT.shape, counts
         by_place = leaf_BxT.reshape(num_batch, B // num_batch, num_rows, T // num_rows, *rest)
         return _lies(jnp.moveaxis(by_place, 2, 1).reshape(-1, B // num_batch, T // num_rows, *rest), axes)
 
-    parts = (_at_hand(weights_VxD, axes), *map(in_parts, (x_BxTxD, *targets)))
+    def of_turned(weights_DxV: jax.Array, *tokens: jax.Array) -> jax.Array:
+        if scatters_rows_alone():  # the gradient is added up over chunks as it is scattered: turned
+            return of_part(lambda weights_DxV, x: unembed(weights_DxV.T, x), weights_DxV, *tokens)
+        return of_part(unembed, weights_DxV.T, *tokens)
+
+    of_weights = cuts_of(weights_VxD.shape, "vocab", "embed")
+    assert of_weights is not None, "without a mesh there are no parts"
+    parts = (whole_on_each(weights_VxD, of_weights, axes), *map(in_parts, (x_BxTxD, *targets)))
     with nn.logical_axis_rules(rules_without(axes, rules_in_force())):
-        sum_of_part = jax.vmap(lambda weights_DxV, *tokens: of_part(weights_DxV.T, *tokens), spmd_axis_name=axes)
-        return jnp.sum(sum_of_part(*parts))
-
-
-def _at_hand(weights_VxD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """For each part, which lie along these mesh axes, the matrix, turned, whole but for the vocabulary: (P, D, V).
-
-    Backwards, its gradient is scattered over the axes that cut the matrix, and the shards summed up over the others. It
-    is turned since of a sum libtpu scatters rows alone.
-    """
-    D, V = weights_VxD.shape[::-1]
-    spec = cuts_of((D, V), "embed", "vocab")
-    assert spec is not None, "without a mesh there are no parts"
-    width, vocabulary = spec
-    inner = tuple(axis for axis in axes if axis in STATE_AXES)
-    outer = tuple(axis for axis in axes if axis not in inner)
-    L, S = num_devices(outer), num_devices(inner)
-    turned_DxV = _lies(weights_VxD.T, width, vocabulary)
-    turned_LxDxV = _lies(jnp.broadcast_to(turned_DxV, (L, D, V)), outer, width, vocabulary)
-    whole_LxSxDxV = _lies(jnp.broadcast_to(turned_LxDxV[:, None], (L, S, D, V)), outer, inner, None, vocabulary)
-    return _lies(whole_LxSxDxV.reshape(-1, D, V), axes, None, vocabulary)
+        return jnp.sum(jax.vmap(of_turned, spmd_axis_name=axes)(*parts))
 
 
 def _lies(x: jax.Array, *entries: str | tuple[str, ...] | None) -> jax.Array:

@@ -104,7 +104,8 @@ def sums_of(found: Iterable[Collective], itemsize: int = 1) -> dict[tuple[str, t
     return {key: number // itemsize for key, number in sums.items()}
 
 
-# A decoder, compiled for CPUs: these reduce whole gradients and whole activations, and never scatter.
+# A decoder, compiled for CPUs: these reduce whole gradients and whole activations. They scatter what the model has
+# scattered: the gradient of the embedding, and of the head where its loss is in chunks.
 
 LEAVES = 7 + 2 + 3  # seven matrices and two norms of a layer; embedding, head and last norm
 
@@ -117,9 +118,10 @@ def decoder_on_cpu(axis: str, s: Shapes) -> dict[str, int]:
         return {"all-reduce": gradients + LOSS + TOKENS}
     if axis in STATE_AXES:
         # Embedding and head are gathered once, since what is gathered is kept for the backward pass.
-        forward, backward = gradients, s.L * (matrices + norms) + s.D
-        # Of each leaf its norm, but not of the embedding, whose gradient is whole everywhere.
-        return {"all-gather": forward + backward, "all-reduce": gradients + LOSS + TOKENS + LEAVES - 1}
+        forward, backward, table = gradients, s.L * (matrices + norms) + s.D, s.V * s.D
+        # Of each leaf its norm.
+        reduced = gradients - table + LOSS + TOKENS + LEAVES
+        return {"all-gather": forward + backward, "all-reduce": reduced, "reduce-scatter": table}
     X = s.stream
     # Forward the stream is gathered before attention, MLP and logits, backward behind the two and the lookup. The
     # tokens are gathered too, since each device looks up those of its part of the vocabulary.
@@ -143,13 +145,15 @@ def test_a_decoder_sends_along_one_axis_what_was_counted_by_hand(axis: str, tmp_
     "axis", ["fsdp", *(pytest.param(axis, marks=pytest.mark.soak) for axis in ("sequence", "expert"))]
 )
 def test_logits_in_chunks_send_no_more_than_all_at_once(axis: str, tmp_path: Path) -> None:
-    """Each device adds up its gradient of the head over all chunks before it is sent."""
+    """Each device adds up its gradient of the head over all chunks before it is sent, and then it is scattered."""
     shapes = TINY._replace(T=4 * N * 2)
+    head = 4 * shapes.V * shapes.D
     whole, in_chunks = (
         compiled(decoder(axis, tmp_path / str(chunk), shapes, **{"config.memory.loss_chunk_positions": chunk}))[1]
         for chunk in (None, 2)
     )
-    assert sums_of(in_chunks) == sums_of(whole)
+    moved = {("all-reduce", (axis,)): -head, ("reduce-scatter", (axis,)): head}
+    assert sums_of(in_chunks) == {key: size + moved.get(key, 0) for key, size in sums_of(whole).items()}
 
 
 def test_no_device_gathers_the_batch_to_multiply_the_tokens_of_its_one_example(tmp_path: Path) -> None:
@@ -185,20 +189,24 @@ def data_on_tpu(s: Shapes) -> Bytes:
 
 
 def fsdp_on_tpu(s: Shapes) -> Bytes:
-    """Matrices go round forward, backward, and as gradients; of the head only the gradient does."""
+    """Matrices go round forward, backward, and as gradients; of the head only the gradient does.
+
+    That of the embedding is scattered.
+    """
     matrices, table = 2 * (4 * s.D**2 + 3 * s.D * s.M), 2 * s.V * s.D
     return {
         "collective-permute": (3 * s.L * matrices + table) * HOPS // N,
         "all-gather": 2 * table + 2 * norms_of(s) - 4 * s.D,  # of the last norm once
-        "all-reduce": table + norms_of(s) + 4 * (LOSS + TOKENS + NORM),
+        "reduce-scatter": table,
+        "all-reduce": norms_of(s) + 4 * (LOSS + TOKENS + NORM),
     }
 
 
 def chunks_on_tpu(s: Shapes) -> Bytes:
-    """The head's gradient is one sum for all chunks, which libtpu takes whole; of larger heads it scatters it."""
+    """The head's gradient is one sum for all chunks, which is scattered."""
     found, table = fsdp_on_tpu(s), 2 * s.V * s.D
     around = found["collective-permute"] - table * HOPS // N
-    return found | {"collective-permute": around, "all-reduce": found["all-reduce"] + table}
+    return found | {"collective-permute": around, "reduce-scatter": found["reduce-scatter"] + table}
 
 
 def sequence_on_tpu(s: Shapes) -> Bytes:
@@ -209,7 +217,7 @@ def sequence_on_tpu(s: Shapes) -> Bytes:
     return {
         "all-gather": found["all-gather"] + s.L * (2 + 2) * row,
         "collective-permute": found["collective-permute"] + s.L * (forward + backward) * half,
-        SUMMED: found["all-reduce"] + s.L * 2 * row,
+        SUMMED: found["all-reduce"] + found["reduce-scatter"] + s.L * 2 * row,
     }
 
 
@@ -231,7 +239,8 @@ def around_experts(s: Shapes) -> Bytes:
     return {
         "collective-permute": (3 * s.L * matrices + table) * HOPS // N,
         "all-gather": 2 * table + 2 * norms_of(s) - 4 * s.D + s.L * 2 * router,
-        "all-reduce": table + norms_of(s) + s.L * 4 * router + statistics + 4 * (LOSS + TOKENS + NORM),
+        "reduce-scatter": table,
+        "all-reduce": norms_of(s) + s.L * 4 * router + statistics + 4 * (LOSS + TOKENS + NORM),
     }
 
 
@@ -364,10 +373,11 @@ def gpt_on_cpu(axis: str) -> dict[str, int]:
     # The embedding is read twice, by lookup and logits, and both gradients are reduced before they are added.
     gradients = GPT_PARAMETERS + V * D
     if axis == "fsdp":
-        forward = gradients - V * D  # once for both
+        forward = gradients  # for each as it needs it
         # Backward needs no biases, and no bias of a norm; the scale of a norm it gathers twice: to recompute, to apply.
         backward = L * (GPT_MATRICES + 2 * 2 * D) + 2 * D
-        return {"all-gather": forward + backward, "all-reduce": gradients + LOSS + TOKENS + GPT_LEAVES - 2}
+        reduced = gradients - V * D + LOSS + TOKENS + GPT_LEAVES - 1
+        return {"all-gather": forward + backward, "all-reduce": reduced, "reduce-scatter": V * D}
     X = TINY_GPT.stream
     gathered = L * 2 * X + X + L * 2 * X + X + B * T + T * D  # at last the gradient of the positions
     stream = L * 2 * X + X + L * 4 * X + X  # backward q, k, v, and one after the MLP

@@ -20,11 +20,12 @@ from runner.config import MemoryConfig
 from runner.train.mesh import make_mesh
 from runner.train.state import sharding_rules
 from tests.experiments.model.test_decoder import FAMILIES, LLAMA
+from tests.support.tiny import mesh_id
 
 SOAK = pytest.mark.soak
-VOCABULARY = 31
-TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (2, 16))
-TARGETS = TOKENS_BxT, np.ones((2, 16), np.float32)
+VOCABULARY = 32
+TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (4, 16))
+TARGETS = TOKENS_BxT, np.ones((4, 16), np.float32)
 MOE = LLAMA | {"moe": {"experts": 4, "experts_per_token": 2}}
 REMATS = ("none", "dots", "layers")
 
@@ -35,8 +36,8 @@ def make_gpt(remat):
     return functools.partial(model.apply, examples_B=None, deterministic=True), model
 
 
-def make_decoder(keys, remat):
-    model = Decoder(DecoderConfig(**keys), VOCABULARY, memory=MemoryConfig(remat=remat))
+def make_decoder(keys, remat, chunk=None):
+    model = Decoder(DecoderConfig(**keys), VOCABULARY, memory=MemoryConfig(remat=remat, loss_chunk_positions=chunk))
     return functools.partial(model.apply, deterministic=True), model
 
 
@@ -75,11 +76,22 @@ def test_both_forms_are_one_function_of_the_same_parameters(name, remat, as_on_a
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), gradients, expected)
 
 
+@pytest.mark.parametrize("chunk", [None, 8])
 @pytest.mark.parametrize(
-    "sizes", [{"data": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=SOAK)], ids=str
+    "sizes",
+    [
+        {"data": 2, "tensor": 2},
+        {"data": 2, "fsdp": 2},
+        *(
+            pytest.param({"data": 2} | sizes, marks=SOAK)
+            for sizes in ({"fsdp": 2, "tensor": 2}, {"sequence": 2, "fsdp": 2}, {"expert": 2, "tensor": 2})
+        ),
+    ],
+    ids=mesh_id,
 )
-def test_both_forms_are_one_function_on_a_mesh(sizes, as_on_a_tpu):
-    apply, model = make_decoder(LLAMA | {"key_value_heads": 4}, "dots")
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=SOAK)], ids=["tied", "apart"])
+def test_both_forms_are_one_function_on_a_mesh(sizes, tied, chunk, as_on_a_tpu):
+    apply, model = make_decoder(LLAMA | {"key_value_heads": 4, "tied_embedding": tied}, "dots", chunk)
     variables = jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
     expected_loss, expected = value_and_gradients(apply, variables)
     as_on_a_tpu()
