@@ -130,10 +130,11 @@ def _line_section(found: Forecast) -> Section:
 
 def _op_section(found: Forecast) -> Section:
     section = Section("the most expensive ops")
-    for number, op in enumerate(found.ops[:_NUM_OPS], 1):
+    for number, op in enumerate(found.sums_of_alike()[:_NUM_OPS], 1):
         runs = f"{op.runs:g} x " if op.runs != 1 else ""
         whose = "" if op.basis == "estimate" else f", by {op.basis}"
-        about = f"{runs}{op.part}{_at_roofline(found, op.low)}{whose}: {_short(op.line)} {_tail(op.op_name)}"
+        alike = f" in {op.alike} ops" if op.alike > 1 else ""
+        about = f"{runs}{op.part}{alike}{_at_roofline(found, op.low)}{whose}: {_short(op.line)} {_tail(op.op_name)}"
         section.add(f"{number}. {op.name}", op.high, "seconds", _basis(found), about.rstrip(": "))
     return section
 

@@ -1,8 +1,9 @@
 """The forecast of a program: its time as a range, where it goes, and what is alive meanwhile."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runner.plan.forecast.cost import Cost, Rates, cost_of, has_estimates
 from runner.plan.forecast.live import Alive, alive_in
@@ -28,6 +29,7 @@ class OpTime:
         low: at its roofline; of a transfer, what is exposed while all other ops are at theirs.
         high: as the compiler estimates it; of a transfer, what is exposed then.
         transfer: of a transfer, its whole time, exposed and hidden.
+        alike: how many ops this is the sum of (`Forecast.sums_of_alike`).
     """
 
     name: str
@@ -41,6 +43,7 @@ class OpTime:
     high: float
     transfer: float = 0.0
     basis: str = "estimate"
+    alike: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,25 @@ class Forecast:
     def by_line(self) -> dict[str, tuple[float, float]]:
         """Seconds of each line of source, low and high; the dearest first."""
         return self._sums([(op.line or "no line", op) for op in self.ops])
+
+    def sums_of_alike(self) -> tuple[OpTime, ...]:
+        """The ops, and of those that do the same, as each of the layers in line does, one sum; the dearest first."""
+        alike: dict[tuple[str, ...], list[OpTime]] = defaultdict(list)
+        for op in self.ops:
+            sizes = re.sub(r"\{[^{}]*\}", "", op.shape)  # but not where the compiler has laid it
+            alike[op.opcode, sizes, op.op_name, op.part, op.line, op.basis].append(op)
+        sums = [
+            replace(
+                ops[0],
+                runs=sum(op.runs for op in ops),
+                low=sum(op.low for op in ops),
+                high=sum(op.high for op in ops),
+                transfer=sum(op.transfer for op in ops),
+                alike=len(ops),
+            )
+            for ops in alike.values()
+        ]
+        return tuple(sorted(sums, key=_dearest))
 
     def collectives(self) -> dict[str, tuple[float, float]]:
         """Seconds of each kind of collective over its axes: exposed and hidden, by the compiler's estimates."""
@@ -160,7 +182,11 @@ def _op_times(
                 _basis(transfer, cost),
             )
         )
-    return tuple(sorted(found, key=lambda op: (-op.high, -op.low, op.name)))
+    return tuple(sorted(found, key=_dearest))
+
+
+def _dearest(op: OpTime) -> tuple[float, float, str]:
+    return -op.high, -op.low, op.name
 
 
 def _named(module: Module, op: Op) -> Op:

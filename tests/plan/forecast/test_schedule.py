@@ -165,6 +165,24 @@ def test_what_the_ops_spend_is_the_time_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+def test_sums_of_ops_that_are_alike_are_the_time_of_all(name: str) -> None:
+    lines, before, *_ = SCHEDULES[name]
+    found = seen(*lines, before=before)
+    sums = found.sums_of_alike()
+    assert sum(op.alike for op in sums) == len(found.ops)
+    for of in ("low", "high", "runs", "transfer"):
+        assert sum(getattr(op, of) for op in sums) == pytest.approx(sum(getattr(op, of) for op in found.ops))
+
+
+def test_ops_that_do_the_same_to_arrays_of_one_size_are_alike_wherever_those_lie() -> None:
+    elsewhere = negate("c", "x", 3000).replace("f32[250]{0}", "f32[250]{0:S(1)}", 1)
+    small = negate("d", "x", 4000).replace("f32[250]", "f32[25]", 1)
+    found = seen(negate("a", "x", 1000), negate("b", "x", 2000), elsewhere, small)
+    assert [(op.name, op.alike, op.runs) for op in found.sums_of_alike()] == [("c", 3, 3), ("d", 1, 1)]
+    assert [round(op.high * 1e9) for op in found.sums_of_alike()] == [6000, 4000]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_trace_has_the_whole_time_on_its_lane_of_ops(name: str) -> None:
     lines, before, *_ = SCHEDULES[name]
     found = seen(*lines, before=before)
