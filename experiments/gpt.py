@@ -61,9 +61,9 @@ class GPTConfig(ModelConfig):
 
     `layer_loop: scan` compiles one layer and loops over it: compile time does not grow with depth, which is what very
     deep models want. `unroll` compiles every layer in line: compile time grows with depth, and a step saves nothing
-    by slices of stacks, which is a few hundredths of it on a CPU, and on a TPU 4 to 20% by its compiler's estimates
-    and some of its memory. Both hold the same parameters, with all layers stacked, so a checkpoint of one is a checkpoint of
-    the other.
+    by slices of stacks, which is a few hundredths of it on a CPU, and on a TPU 3 to 20% by its compiler's estimates
+    and some of its memory. Both hold the same parameters, with all layers stacked, so a checkpoint of one is a
+    checkpoint of the other.
     """
 
     layers: PositiveInt = Field(description="Transformer blocks.")
