@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -43,7 +43,8 @@ class Model:
     def arguments(self, directory: Path, tokens: Path, total_steps: int, *more: str) -> list[str]:
         """SPEC and the options with which it has this shape on the devices at hand, and saves nothing meanwhile."""
         shape = self.shape
-        sizes = {name: getattr(shape, name) for name in ("layers", "heads", "width", "vocabulary_size")}
+        sizes: dict[str, Any] = {name: getattr(shape, name) for name in ("layers", "heads", "width", "vocabulary_size")}
+        sizes |= {"layer_loop": "unroll"}  # as its spec has it, and torch
         if shape.family == "llama":
             sizes |= {"key_value_heads": shape.key_value_heads, "mlp_width": shape.mlp_width}
             sizes |= {"tied_embedding": True, "rope": {"theta": 500000.0}}
