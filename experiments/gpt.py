@@ -207,8 +207,8 @@ class GPT(nn.Module):
         positions_TxD = cut(positions_TxD, "positions", "embed_act")  # as `rows_at` has the embedding
         if start is not None:
             positions = start + jnp.arange(T)
-        positions_TxD = positions_TxD[:T] if positions is None else positions_TxD[positions]
-        x_BxTxD = rows_at(embedding_VxD, tokens_BxT) + positions_TxD
+        x_BxTxD = rows_at(embedding_VxD, tokens_BxT)
+        x_BxTxD += positions_TxD[:T] if positions is None else positions_TxD[positions]
         x_BxTxD = self._with_noise(x_BxTxD, examples_B, deterministic)
         x_BxTxD = Dropout(self.config.dropout, deterministic)(x_BxTxD, examples_B)
         x_BxTxD, cache = self._blocks(deterministic)(x_BxTxD, examples_B, segments, cache, start)

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from experiments.model.blocks import cut, cuts_of, in_stream
 from experiments.model.scatter import cutting, whole_on_each
-from runner.train.mesh import STATE_AXES
 
 
 def embed(embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
@@ -39,7 +38,7 @@ def rows_at(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
 
 
 def _is_scattered(of_table: PartitionSpec, of_tokens: PartitionSpec) -> bool:
-    """Whether a table is cut by axes of the state alone, along which no two devices have the same tokens."""
+    """Whether a table is cut by width alone, over axes along which no two devices have the same tokens."""
     rows, width = map(cutting, of_table)
     differ = {axis for entry in of_tokens for axis in cutting(entry)}
-    return bool(width) and not rows and differ.issuperset(width) and set(STATE_AXES).issuperset(width)
+    return bool(width) and not rows and differ.issuperset(width)

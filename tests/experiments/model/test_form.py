@@ -23,7 +23,7 @@ from tests.experiments.model.test_decoder import FAMILIES, LLAMA
 from tests.support.tiny import mesh_id
 
 SOAK = pytest.mark.soak
-VOCABULARY = 32
+VOCABULARY, CUT_VOCABULARY = 31, 32  # that two devices do not share, and that they do
 TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (4, 16))
 TARGETS = TOKENS_BxT, np.ones((4, 16), np.float32)
 MOE = LLAMA | {"moe": {"experts": 4, "experts_per_token": 2}}
@@ -36,8 +36,8 @@ def make_gpt(remat):
     return functools.partial(model.apply, examples_B=None, deterministic=True), model
 
 
-def make_decoder(keys, remat, chunk=None):
-    model = Decoder(DecoderConfig(**keys), VOCABULARY, memory=MemoryConfig(remat=remat, loss_chunk_positions=chunk))
+def make_decoder(keys, remat, chunk=None, vocabulary=VOCABULARY):
+    model = Decoder(DecoderConfig(**keys), vocabulary, memory=MemoryConfig(remat=remat, loss_chunk_positions=chunk))
     return functools.partial(model.apply, deterministic=True), model
 
 
@@ -90,8 +90,10 @@ def test_both_forms_are_one_function_of_the_same_parameters(name, remat, as_on_a
     ids=mesh_id,
 )
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=SOAK)], ids=["tied", "apart"])
-def test_both_forms_are_one_function_on_a_mesh(sizes, tied, chunk, as_on_a_tpu):
-    apply, model = make_decoder(LLAMA | {"key_value_heads": 4, "tied_embedding": tied}, "dots", chunk)
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, pytest.param(CUT_VOCABULARY, marks=SOAK)])
+def test_both_forms_are_one_function_on_a_mesh(vocabulary, sizes, tied, chunk, as_on_a_tpu):
+    keys = LLAMA | {"key_value_heads": 4, "tied_embedding": tied}
+    apply, model = make_decoder(keys, "dots", chunk, vocabulary)
     variables = jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
     expected_loss, expected = value_and_gradients(apply, variables)
     as_on_a_tpu()
