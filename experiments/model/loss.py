@@ -18,8 +18,7 @@ from experiments.model.blocks import cut, cuts_of, flat, in_rows, num_devices
 from experiments.model.form import scatters_rows_alone
 from experiments.model.scatter import scattered_back, whole_on_each
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
-from runner.train.mesh import axes_in, rules_without
-from runner.train.state import rules_in_force
+from runner.train.mesh import axes_in, rules_in_force, rules_without
 
 Unembed = Callable[[jax.Array, jax.Array], jax.Array]
 

@@ -22,8 +22,7 @@ from jax.typing import DTypeLike
 
 from runner.errors import InvalidError
 from runner.judge.choice import Choose
-from runner.train.mesh import num_batch_shards
-from runner.train.state import sharding_rules
+from runner.train.mesh import num_batch_shards, sharding_rules
 
 CHUNK_TOKENS = 256  # of a prompt that are read at a time, so that their logits stay few
 

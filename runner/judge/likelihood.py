@@ -18,8 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.judge.decode import variables_of, whole
-from runner.train.mesh import BATCH_AXES, num_batch_shards
-from runner.train.state import sharding_rules
+from runner.train.mesh import BATCH_AXES, num_batch_shards, sharding_rules
 
 
 class Pair(NamedTuple):

@@ -13,8 +13,7 @@ import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh
 
-from runner.train.mesh import rules_without
-from runner.train.state import rules_in_force
+from runner.train.mesh import rules_in_force, rules_without
 
 
 def is_of_tpus(mesh: AbstractMesh) -> bool:

@@ -18,6 +18,7 @@ from runner.checkpoint.leaves import strong
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
 from runner.storage import JsonObject
+from runner.train import mesh as mesh_rules
 from runner.train import state as train_state
 from runner.train.adapter import begin_adapter, beside_base, boxed_adapter, make_merge
 from runner.train.batch_layout import BatchLayout
@@ -83,7 +84,7 @@ class Blueprint:
 
     def sharding_rules(self) -> contextlib.AbstractContextManager[None]:
         """Inside, logical axis names in the model mean axes of the mesh by the job's rules."""
-        return train_state.sharding_rules(self.mesh, self.rules)
+        return mesh_rules.sharding_rules(self.mesh, self.rules)
 
     def begun_at_params(self, state: TrainState) -> TrainState:
         """`state` with other parameters, means and all that rides along begun at these. Called on every host."""
@@ -193,7 +194,7 @@ def _variables_of(
         found.append(shardings)
         return made
 
-    with train_state.sharding_rules(mesh, rules):
+    with mesh_rules.sharding_rules(mesh, rules):
         return jax.eval_shape(variables, key), found[0]
 
 

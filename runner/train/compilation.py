@@ -21,11 +21,12 @@ from runner.checkpoint.leaves import form_problems, strong
 from runner.errors import InvalidError, StateError
 from runner.train.batch_layout import BatchLayout
 from runner.train.merged import merged
-from runner.train.meta import refuse_meta, with_means
+from runner.train.mesh import sharding_rules
+from runner.train.meta import TOKEN_COUNT, refuse_meta, with_means
 from runner.train.recipe.injected import injected_rate
 from runner.train.rider import Rider, refuse_left_behind
-from runner.train.state import sharding_rules, shardings_of
-from runner.train.step import TOKEN_COUNT, Batch
+from runner.train.state import shardings_of
+from runner.train.step import Batch
 from runner.train.variables import TrainState
 
 MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use

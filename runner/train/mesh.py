@@ -14,12 +14,15 @@ their use, and `data` sends gradients once, which may cross slices. A stage of a
 Knows nothing of models beyond the names of their logical axes.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+import flax.linen as nn
 import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -242,3 +245,23 @@ def device_memory_bytes() -> int:
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():
         total = min(total, int(text))
     return total // jax.local_device_count()
+
+
+@contextlib.contextmanager
+def sharding_rules(mesh: Mesh, rules: Sequence[Rule] | None = None) -> Iterator[None]:
+    """Inside, logical axis names in a model mean axes of `mesh`; in a trace it can only be the mesh of that trace.
+
+    By `rules`, or else by those that are in force already, or else by `LOGICAL_AXIS_RULES`.
+    """
+    is_set = jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+    with contextlib.nullcontext() if is_set else _context(mesh), nn.logical_axis_rules(rules or rules_in_force()):
+        yield
+
+
+def rules_in_force() -> Sequence[Rule]:
+    """Those that logical axis names are read by here."""
+    return nn.get_logical_axis_rules() or LOGICAL_AXIS_RULES
+
+
+def _context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)

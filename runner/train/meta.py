@@ -22,7 +22,7 @@ from flax import struct
 
 from runner.errors import InvalidError
 
-SUMS = "sums"
+SUMS, GRAD_NORM, TOKEN_COUNT = "sums", "grad_norm", "token_count"
 LIST_MAX = 64
 _NAMES_OF_THE_RUNNER = ("loss", "loss_mean", "learning_rate", "tokens")  # in a row, below `train/`
 _NEEDS = f"a row needs a scalar, such as a mean, an array of one axis of 1 to {LIST_MAX} numbers, or a histogram"

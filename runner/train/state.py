@@ -5,42 +5,21 @@ mesh: an axis that does not divide is left out, and what is still whole over fsd
 divides.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.adapted import Merge
 from runner.checkpoint.leaves import strong
-from runner.train.mesh import LOGICAL_AXIS_RULES, Rule, fitting_axes
+from runner.train.mesh import Rule, fitting_axes, rules_in_force, sharding_rules
 from runner.train.recipe.average import has_average, restarted
 from runner.train.rider import Rider, init_riders
 from runner.train.variables import PARAMS, RIDERS, TrainState, others
-
-
-@contextlib.contextmanager
-def sharding_rules(mesh: Mesh, rules: Sequence[Rule] | None = None) -> Iterator[None]:
-    """Inside, logical axis names in a model mean axes of `mesh`; in a trace it can only be the mesh of that trace.
-
-    By `rules`, or else by those that are in force already, or else by `LOGICAL_AXIS_RULES`.
-    """
-    is_set = jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
-    with contextlib.nullcontext() if is_set else _context(mesh), nn.logical_axis_rules(rules or rules_in_force()):
-        yield
-
-
-def rules_in_force() -> Sequence[Rule]:
-    """Those that logical axis names are read by here."""
-    return nn.get_logical_axis_rules() or LOGICAL_AXIS_RULES
-
-
-def _context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
 
 
 def _fit(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:

@@ -25,7 +25,7 @@ from jax import lax
 from runner.errors import InvalidError
 from runner.train import data_sum, fixed_order
 from runner.train.fields import refuse_unread, target_weights, uncounted
-from runner.train.meta import SUMS, Meta, total_of_sums, with_means
+from runner.train.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, total_of_sums, with_means
 from runner.train.norm import Norms, norms_of
 from runner.train.recipe.average import gradient_point
 from runner.train.recipe.group import split, with_zeros
@@ -50,7 +50,6 @@ Batch = dict[str, jax.Array]
 # A micro-batch holds what the data declares, such as x, y and padding_mask (B, T), and example (B): the place of each
 # example in the step.
 Forward = Callable[[Callable[..., Any], Any, Batch, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
-GRAD_NORM, TOKEN_COUNT = "grad_norm", "token_count"
 
 
 def _numbered(batch: Batch) -> Batch:

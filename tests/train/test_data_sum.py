@@ -17,8 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.train.batch_layout import batch_layouts
 from runner.train.data_sum import on_parts, waits
-from runner.train.mesh import AXES, BATCH_AXES
-from runner.train.state import sharding_rules
+from runner.train.mesh import AXES, BATCH_AXES, sharding_rules
 from runner.train.step import train_step
 from tests.support.llama import PretrainLlama
 from tests.support.tiny import gpt, mesh_id, mesh_over

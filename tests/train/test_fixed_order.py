@@ -13,8 +13,8 @@ from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner.errors import InvalidError
 from runner.train import fixed_order
 from runner.train.merged import merged
-from runner.train.mesh import BATCH_AXES, refuse_other_orders
-from runner.train.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
+from runner.train.mesh import BATCH_AXES, refuse_other_orders, sharding_rules
+from runner.train.state import abstract_state, make_state, shardings_of, variable_shardings
 from runner.train.step import train_step, val_step
 from runner.train.variables import unchanged
 from tests.support.faked import AS_USERS

@@ -17,8 +17,8 @@ from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner import BaseTrainer
 from runner.config import MemoryConfig
 from runner.train.loss import cross_entropy_sum
-from runner.train.mesh import batch_sharding
-from runner.train.state import abstract_state, make_state, sharding_rules, shardings_of, variable_shardings
+from runner.train.mesh import batch_sharding, sharding_rules
+from runner.train.state import abstract_state, make_state, shardings_of, variable_shardings
 from tests.support.tiny import mesh_of
 
 VOCABULARY, T, R = 32, 12, 16

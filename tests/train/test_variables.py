@@ -17,8 +17,8 @@ from runner.hosts.agreement import Hosts
 from runner.storage import read_json
 from runner.train.fields import document_arguments
 from runner.train.loss import cross_entropy_sum
-from runner.train.mesh import batch_sharding
-from runner.train.state import make_state, sharding_rules
+from runner.train.mesh import batch_sharding, sharding_rules
+from runner.train.state import make_state
 from runner.train.variables import with_variables
 from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
 

@@ -12,9 +12,8 @@ import jax
 from runner.errors import DivergedError
 from runner.periodic import tokens_at
 from runner.storage import JsonObject
-from runner.train.meta import Meta, Shown, shown
+from runner.train.meta import GRAD_NORM, TOKEN_COUNT, Meta, Shown, shown
 from runner.train.metrics.row import Row
-from runner.train.step import GRAD_NORM, TOKEN_COUNT
 
 _LOSS_SUM, _WEIGHT = "loss_sum", "weight"
 

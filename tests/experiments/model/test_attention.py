@@ -33,7 +33,7 @@ from experiments.model.attention import (
 )
 from experiments.model.rotary import Rope, rotate, rotation_at
 from runner.errors import InvalidError
-from runner.train.state import sharding_rules
+from runner.train.mesh import sharding_rules
 from tests.support.tiny import mesh_of
 
 ON_A_CPU = [causal_attention, xla_attention]

@@ -22,8 +22,8 @@ from experiments.model.decoder import Decoder, PretrainDecoder
 from experiments.model.preset import PRESETS
 from runner.config import MemoryConfig
 from runner.errors import InvalidError
-from runner.train.mesh import BATCH_AXES
-from runner.train.state import sharding_rules, variable_shardings
+from runner.train.mesh import BATCH_AXES, sharding_rules
+from runner.train.state import variable_shardings
 from tests.experiments.test_documents import LENGTHS, NUM_DOCUMENTS, alone, documents, pack
 from tests.support.tiny import mesh_of
 

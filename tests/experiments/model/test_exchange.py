@@ -19,8 +19,8 @@ from experiments.model.decoder import PretrainDecoder
 from experiments.model.moe import MixtureOfExperts, MoeConfig
 from runner.errors import InvalidError
 from runner.plan.hlo import collectives
-from runner.train.mesh import BATCH_AXES, make_mesh
-from runner.train.state import sharding_rules, variable_shardings
+from runner.train.mesh import BATCH_AXES, make_mesh, sharding_rules
+from runner.train.state import variable_shardings
 from tests.support.harness import command, environment
 from tests.support.tiny import AXIS_MESHES, gpt, mesh_id, mesh_over
 

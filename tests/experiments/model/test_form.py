@@ -17,8 +17,7 @@ from experiments.model import form
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder
 from runner.config import MemoryConfig
-from runner.train.mesh import make_mesh
-from runner.train.state import sharding_rules
+from runner.train.mesh import make_mesh, sharding_rules
 from tests.experiments.model.test_decoder import FAMILIES, LLAMA
 from tests.support.tiny import mesh_id
 

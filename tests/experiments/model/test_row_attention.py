@@ -28,9 +28,9 @@ from runner.accelerator import CHIPS
 from runner.config import MemoryConfig, TrainerConfig
 from runner.plan.hlo import collectives
 from runner.plan.hlo.text import ARRAY
-from runner.train.mesh import batch_sharding, make_mesh
+from runner.train.mesh import batch_sharding, make_mesh, sharding_rules
 from runner.train.row_attention import RowShape, faster_way, row_seconds, speeds_between
-from runner.train.state import abstract_state, sharding_rules, shardings_of, variable_shardings
+from runner.train.state import abstract_state, shardings_of, variable_shardings
 from tests.experiments.model.test_attention import Case, value_and_gradients
 from tests.experiments.model.test_decoder import EVERYTHING, LATENT
 from tests.experiments.test_documents import LENGTHS, T, documents, pack

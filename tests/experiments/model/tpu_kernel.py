@@ -19,8 +19,7 @@ from experiments.model import attention
 from experiments.model.rotary import Rope, rotation_at
 from runner.accelerator import parse_accelerator
 from runner.plan.machine import open_machine
-from runner.train.mesh import make_mesh
-from runner.train.state import sharding_rules
+from runner.train.mesh import make_mesh, sharding_rules
 
 WIDTHS = [(8, 8), (32, 32), (64, 64), (64, 32), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 LENGTHS = [128, 1000, 4096, "the tightest"]
