@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from runner.data import Dataset, batch_fields
 from runner.data.packing import Fields
 from runner.inference.opening import Opened, step_of
-from runner.judge.asked import Place
+from runner.judge.asked import EvaluationContext
 from runner.record import PARAMS
 from runner.storage import JsonObject
 from runner.train.batch_layout import BatchLayout
@@ -80,12 +80,12 @@ class Scorer:
         return self._layout.batch(self._dataset, name, first + index)
 
 
-def place_of(run: Opened) -> tuple[Place, Any]:
+def place_of(run: Opened) -> tuple[EvaluationContext, Any]:
     """Where the run's model is asked on the devices at hand, and the abstract weights that it needs there."""
     job, mesh = run.job, _mesh_here(run)
     layout = _lay_out(run, mesh, batch_fields(job.config.data))
     abstract = job.weights(job.design.draw_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
-    return Place(job.model(), mesh, layout.micro_batch_examples, job.vocabulary_size, lambda: False), abstract
+    return EvaluationContext(job.model(), mesh, layout.micro_batch_examples, job.vocabulary_size, lambda: False), abstract
 
 
 def _mesh_here(run: Opened) -> Mesh:

@@ -30,7 +30,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Place:
+class EvaluationContext:
     """Where a model is asked: its weights lie on `mesh`, and so many rows of a batch on each device."""
 
     model: nn.Module
@@ -56,7 +56,7 @@ class Asked:
             return ""
         return digest_of_questions([question for task in self.tasks for question in task.questions])
 
-    def multiple_choices(self, place: Place) -> list[MultipleChoice]:
+    def multiple_choices(self, place: EvaluationContext) -> list[MultipleChoice]:
         """Who asks the questions of each task."""
         if not self.tasks:
             return []
@@ -69,7 +69,7 @@ class Asked:
             for task in self.tasks
         ]
 
-    def samples(self, place: Place) -> list[Samples]:
+    def samples(self, place: EvaluationContext) -> list[Samples]:
         """Who writes the texts, if any are asked for."""
         rule = self.config.eval.samples
         if rule is None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from runner.hosts.preemption import StopNotice
-from runner.judge.asked import Asked, Place
+from runner.judge.asked import Asked, EvaluationContext
 from runner.judge.size import own_sets
 from runner.spec import Document
 from runner.train.adapter import model_state
@@ -34,7 +34,7 @@ class Shipped:
     ):
         config, dataset = design.config, design.dataset
         self._asked = asked
-        self._place = Place(
+        self._place = EvaluationContext(
             design.model(), blueprint.mesh, layout.micro_batch_examples, design.vocabulary_size, stop.poll
         )
         self._has_sets = bool(dataset.validation)

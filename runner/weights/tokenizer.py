@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from runner.config import DataConfig, TokenSource
-from runner.data.corpus import INDEX
+from runner.data.index import INDEX as CORPUS_INDEX
 from runner.data.index import CorpusIndex, read_tokenizer
 from runner.data.opening import open_source
 from runner.data.source import find_corpus, find_source, is_class
@@ -67,12 +67,12 @@ def _of_source(named: TokenSource, config: DataConfig) -> TokenizerFiles | None:
 
 def _of_corpus(where: str, most_tokens: int) -> TokenizerFiles:
     store = open_store(where)
-    index = CorpusIndex.decode(store.read(INDEX), f"{store.url}/{INDEX}")
+    index = CorpusIndex.decode(store.read(CORPUS_INDEX), f"{store.url}/{CORPUS_INDEX}")
     kind, size = index.tokenizer.get("kind"), index.vocabulary_size
     if kind == "bytes":
         return _made(_bytes(), size, most_tokens, index.separator)
     if kind not in FILES:
-        return TokenizerFiles(told=f"{store.url}/{INDEX} names a tokenizer of kind {kind!r}, which is not known")
+        return TokenizerFiles(told=f"{store.url}/{CORPUS_INDEX} names a tokenizer of kind {kind!r}, which is not known")
     content = read_tokenizer(index.tokenizer, store)
     if kind == "hf":
         words = {number: word for word, number in parse_tokenizer(index.tokenizer, content, store).tokens().items()}
