@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from launch.kubernetes import admission, pod
-from launch.kubernetes.pod import Pods
+from launch.kubernetes import admission
+from launch.kubernetes.pod import CONTAINER, SLICE, Pods, pods_for, template
 from runner.accelerator import parse_accelerator
 from runner.errors import EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, InvalidError
 from runner.spec import ExecutionSpec
@@ -29,7 +29,7 @@ from runner.spec import ExecutionSpec
 LONGEST_LABEL = 63  # of a DNS name, which a pod's must be
 
 POD_FAILURE_RULES = [
-    {"action": "FailJob", "onExitCodes": {"containerName": pod.CONTAINER, "operator": "In", "values": values}}
+    {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": values}}
     for values in ([EXIT_FAILED, EXIT_INVALID], [EXIT_PREEMPTED])
 ] + [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
 
@@ -60,7 +60,7 @@ def render(spec: ExecutionSpec, text: str, parsed: argparse.Namespace, submitted
     """
     admission.check_options(parsed)
     accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
-    pods = pod.pods_for(accelerator, parsed.nodes)
+    pods = pods_for(accelerator, parsed.nodes)
     name = kubernetes_name(parsed.name or spec.name, pods)
     metadata: dict[str, Any] = {"name": name}
     if parsed.namespace:
@@ -73,7 +73,7 @@ def render(spec: ExecutionSpec, text: str, parsed: argparse.Namespace, submitted
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": POD_FAILURE_RULES},
-        "template": pod.template(spec, text, parsed, pods, name, submitted),
+        "template": template(spec, text, parsed, pods, name, submitted),
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -81,20 +81,20 @@ def render(spec: ExecutionSpec, text: str, parsed: argparse.Namespace, submitted
         "metadata": metadata,
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
-            "coordinator": {"replicatedJob": pod.SLICE, "jobIndex": 0, "podIndex": 0},
+            "coordinator": {"replicatedJob": SLICE, "jobIndex": 0, "podIndex": 0},
             "failurePolicy": {
                 "maxRestarts": parsed.max_restarts,
                 "restartStrategy": "BlockingRecreate",  # no pod of an attempt meets one of the attempt before it
                 "rules": JOBSET_FAILURE_RULES,
             },
-            "replicatedJobs": [{"name": pod.SLICE, "replicas": pods.num_slices, "template": {"spec": job}}],
+            "replicatedJobs": [{"name": SLICE, "replicas": pods.num_slices, "template": {"spec": job}}],
         },
     }
 
 
 def kubernetes_name(name: str, pods: Pods) -> str:
     """A run's name as Kubernetes takes it: pods are called NAME-slice-SLICE-HOST-xxxxx, which must be a DNS label."""
-    suffix = f"-{pod.SLICE}-{pods.num_slices - 1}-{pods.hosts_per_slice - 1}-xxxxx"
+    suffix = f"-{SLICE}-{pods.num_slices - 1}-{pods.hosts_per_slice - 1}-xxxxx"
     longest = LONGEST_LABEL - len(suffix)
     result = re.sub(r"[._]", "-", name.lower())
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", result) or len(result) > longest:

@@ -49,8 +49,8 @@ def _show(history: History, is_json: bool, console: Console) -> None:
 def _watch(store: Store, is_json: bool) -> None:
     """Look again and again until the run is done, or Ctrl-C comes, which here asks no job to stop."""
     signal.set_wakeup_fd(-1)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler)
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, signal.default_int_handler)
     console = Console(markup=False, highlight=False, emoji=False)
     reader = HistoryReader(store)
     history = reader.read()

@@ -85,7 +85,8 @@ def place_of(run: Opened) -> tuple[EvaluationContext, Any]:
     job, mesh = run.job, _mesh_here(run)
     layout = _lay_out(run, mesh, batch_fields(job.config.data))
     abstract = job.weights(job.design.draw_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
-    return EvaluationContext(job.model(), mesh, layout.micro_batch_examples, job.vocabulary_size, lambda: False), abstract
+    size = layout.micro_batch_examples
+    return EvaluationContext(job.model(), mesh, size, job.vocabulary_size, lambda: False), abstract
 
 
 def _mesh_here(run: Opened) -> Mesh:

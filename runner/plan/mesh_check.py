@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.plan.figure import amount
-from runner.plan.hlo import Collective
+from runner.plan.hlo.collective import Collective
 from runner.plan.tile import SmallShard
 from runner.train.mesh import STATE_AXES, axes_in
 

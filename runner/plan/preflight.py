@@ -20,7 +20,7 @@ from runner.plan.against import against_section, rows_of
 from runner.plan.checks import Findings
 from runner.plan.data_check import check_data
 from runner.plan.figure import Section, amount, as_json, as_lines
-from runner.plan.hlo import largest_arrays
+from runner.plan.hlo.buffer import largest_arrays
 from runner.plan.machine import Machine, open_machine
 from runner.plan.mesh_check import Fault
 from runner.plan.outlook import Outlook, first_blueprint, first_estimate, outlook_of

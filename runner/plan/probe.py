@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.plan.hlo import collectives
+from runner.plan.hlo.collective import collectives
 from runner.plan.mesh import Sizes
 from runner.train.mesh import BATCH_AXES, STATE_AXES, make_mesh
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from runner.errors import InvalidError
 from runner.plan.figure import Basis, Section, amount
 from runner.plan.forecast import Forecast, Rates, forecast, memory_at, trace_of
-from runner.plan.hlo import Collective
+from runner.plan.hlo.collective import Collective
 from runner.plan.machine import Machine
 from runner.plan.program import Program, sent_bytes
 from runner.train.compilation import Memory

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from runner.plan.estimate import split_over_domains
-from runner.plan.hlo import Collective, collectives
+from runner.plan.hlo.collective import Collective, collectives
 from runner.plan.machine import Machine
 from runner.train.batch_layout import BatchLayout
 from runner.train.blueprint import Blueprint

@@ -21,7 +21,8 @@ import pytest
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
-from runner.plan.hlo import Collective, collectives, largest_arrays
+from runner.plan.hlo.buffer import largest_arrays
+from runner.plan.hlo.collective import Collective, collectives
 from runner.plan.hlo.text import instructions, output_of, sizes_in
 from runner.plan.machine import Machine, open_machine
 from runner.plan.program import sent_bytes

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from runner.accelerator import parse_accelerator
 from runner.plan import outlook
 from runner.plan.checks import Findings, open_job
-from runner.plan.hlo import collectives
+from runner.plan.hlo.collective import collectives
 from runner.plan.machine import Machine
 from runner.plan.mesh import in_order
 from runner.plan.mesh_check import Passes, faults, is_worth_a_word

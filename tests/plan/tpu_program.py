@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from runner.accelerator import parse_accelerator
 from runner.checkpoint.leaves import named
 from runner.plan.checks import Findings, open_job
-from runner.plan.hlo import collectives
+from runner.plan.hlo.collective import collectives
 from runner.plan.hlo.program import read
 from runner.plan.hlo.text import ARRAY, instructions, output_of
 from runner.plan.machine import open_machine

@@ -31,8 +31,7 @@ def test_each_import_by_string_has_its_reason(signs: Signs) -> None:
         "experiments/model/form.py": "the kernel of a platform that is not here",
         "runner/__init__.py": "public classes, without jax until they are asked for",
         "runner/__main__.py": "the commands, each of which brings what it needs",
-        "runner/data/extra.py": "a package that is an extra, such as pyarrow",
-        "runner/spec/job_class.py": "the user's own job",
+        "runner/spec/imports.py": "the user's own job, and packages that are extras, such as pyarrow",
         "runner/storage/url.py": "the client of a cloud, which is an extra",
         "runner/train/metrics/sinks.py": "wandb, which takes a second",
     }

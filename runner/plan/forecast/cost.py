@@ -8,7 +8,7 @@ from runner.plan.forecast.kernel import is_kernel, kernel_cost
 from runner.plan.forecast.matmul import matmuls_in
 from runner.plan.forecast.module import Module, Op
 from runner.plan.forecast.movement import FREE, NO_WORK, moved_bytes
-from runner.plan.hlo import Collective
+from runner.plan.hlo.collective import Collective
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from runner.plan.forecast.array import arrays_in
 from runner.plan.forecast.matmul import matmuls_in
 from runner.plan.forecast.module import Module, Op
-from runner.plan.hlo import Collective
-from runner.plan.hlo.collective import located_collectives
+from runner.plan.hlo.collective import Collective, located_collectives
 from runner.plan.hlo.text import Instruction, output_of
 
 COPIES, LINKS, NETWORK = "copies", "links", "network"

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.model.row_exchange import scattered
 from experiments.model.row_layout import Rows
 from runner.accelerator import parse_accelerator
-from runner.plan.hlo import collectives
+from runner.plan.hlo.collective import collectives
 from runner.plan.machine import open_machine
 from runner.train.mesh import make_mesh
 

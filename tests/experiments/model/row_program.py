@@ -10,7 +10,7 @@ import json
 import math
 import sys
 
-from runner.plan.hlo import collectives
+from runner.plan.hlo.collective import collectives
 from runner.plan.hlo.text import instructions, output_of
 from tests.plan.tpu_program import compiled, shapes_in
 

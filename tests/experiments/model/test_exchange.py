@@ -18,7 +18,7 @@ from experiments.model import exchange, moe
 from experiments.model.decoder import PretrainDecoder
 from experiments.model.moe import MixtureOfExperts, MoeConfig
 from runner.errors import InvalidError
-from runner.plan.hlo import collectives
+from runner.plan.hlo.collective import collectives
 from runner.train.mesh import BATCH_AXES, make_mesh, sharding_rules
 from runner.train.state import variable_shardings
 from tests.support.harness import command, environment

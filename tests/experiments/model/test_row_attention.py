@@ -26,7 +26,7 @@ from experiments.model.row_layout import Rows, num_steps, rows_on_devices, visit
 from experiments.model.row_mask import RowMask
 from runner.accelerator import CHIPS
 from runner.config import MemoryConfig, TrainerConfig
-from runner.plan.hlo import collectives
+from runner.plan.hlo.collective import collectives
 from runner.plan.hlo.text import ARRAY
 from runner.train.mesh import batch_sharding, make_mesh, sharding_rules
 from runner.train.row_attention import RowShape, faster_way, row_seconds, speeds_between
