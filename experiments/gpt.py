@@ -3,15 +3,18 @@
 Owns the architecture and the logical name of every parameter axis. Knows no mesh, optimizer or data: names become
 mesh axes by the rules of the caller, and without rules every annotation is a no-op.
 
-Tokens are flattened to two dimensions before each matmul where that is faster (see `experiments.model.form`).
+Tokens are flattened to two dimensions before each matmul where that is faster (see `experiments.model.platform`).
 
 Shape legend: B batch, T sequence, S positions of a cache, L layers, V vocabulary, D width, M = 4 D width of the MLP,
 N heads, H = D / N width of a head, I and O input and output of any dense layer.
+
+GPT-2 in Hugging Face's files: the tensors of `GPT2LMHeadModel`, and its `config.json`.
 """
 
 import functools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -21,9 +24,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
-from experiments.gpt_2_files import GPT2Files
 from experiments.model.attention import cached_attention, causal_attention
-from experiments.model.blocks import (
+from experiments.model.layers import (
     INIT_STDDEV,
     Dense,
     FromHeads,
@@ -38,18 +40,92 @@ from experiments.model.blocks import (
     rematerialised,
     with_axes,
 )
-from experiments.model.form import kept
-from experiments.model.lookup import rows_at
-from experiments.model.loss import loss_sum_of, unembed
-from experiments.model.noise import EmbeddingNoise
+from experiments.model.platform import kept
+from experiments.model.vocabulary import EmbeddingNoise, loss_sum_of, rows_at, unembed
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, RowAttention, TrainerConfig
+from runner.huggingface.mapping import Family, Piece
 from runner.spec import Auto
-from runner.train.blueprint import Blueprint
-from runner.train.fields import document_arguments, target_weights
-from runner.train.flops import Flops, transformer_flops
-from runner.train.sizing import Sizing, memory_choices, transformer_sizing
+from runner.storage import JsonObject
+from runner.train.flops import Flops, Sizing, memory_choices, transformer_flops, transformer_sizing
+from runner.train.loss import document_arguments, target_weights
+from runner.train.setup import Blueprint
 from runner.train.step import Batch
+
+_ALONE = {
+    "transformer.wte.weight": "embedding",
+    "transformer.wpe.weight": "positions",
+    "transformer.ln_f.weight": "final_norm.scale",
+    "transformer.ln_f.bias": "final_norm.bias",
+}
+_NORMS = {"ln_1": "attention_norm", "ln_2": "mlp_norm"}
+_DENSE = {"attn.c_proj": "attention_out", "mlp.c_fc": "mlp_in", "mlp.c_proj": "mlp_out"}
+_MASKS = (".attn.bias", ".attn.masked_bias")  # which older files hold beside the weights
+# What moves no tensor's shape, and what a config.json that leaves it out means.
+_DEFAULTS = {
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+_SAME = {"gelu_pytorch_tanh": "gelu_new"}
+
+
+@dataclass(frozen=True)
+class GPT2Files(Family):
+    """Of one model: its sizes. Kernels are (in, out) in both, and query, key and value one tensor in the files."""
+
+    layers: int
+    heads: int
+    width: int
+    vocabulary_size: int
+    positions: int
+    dropout: float
+
+    def pieces(self) -> list[Piece]:
+        """See `Family`."""
+        found = [Piece(tensor, leaf) for tensor, leaf in _ALONE.items()]
+        for layer in range(self.layers):
+            prefix, index = f"transformer.h.{layer}", (layer,)
+            for tensor, leaf in _NORMS.items():
+                found.append(Piece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.scale", index))
+                found.append(Piece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
+            for number, leaf in enumerate(("query", "key", "value")):
+                start, stop = number * self.width, (number + 1) * self.width
+                for name, kind, axis in (("weight", "kernel", 1), ("bias", "bias", 0)):
+                    part = (axis, start, stop)
+                    found.append(Piece(f"{prefix}.attn.c_attn.{name}", f"blocks.{leaf}.{kind}", index, part=part))
+            for tensor, leaf in _DENSE.items():
+                found.append(Piece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.kernel", index))
+                found.append(Piece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
+        return found
+
+    def config(self) -> JsonObject:
+        """See `Family`. No token begins or ends a text, as far as the model knows."""
+        sizes = {"n_layer": self.layers, "n_head": self.heads, "n_embd": self.width, "n_positions": self.positions}
+        dropped = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout) | {"attn_pdrop": 0.0}
+        ends = {"bos_token_id": None, "eos_token_id": None}
+        named = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+        return {**named, "vocab_size": self.vocabulary_size, **sizes, **_DEFAULTS, **dropped, **ends}
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        """See `Family`."""
+        needed = {"model_type": "gpt2", "n_head": self.heads, **_DEFAULTS}
+        found = {key: config.get(key, _DEFAULTS.get(key)) for key in needed}
+        return [
+            f"{key}: got {found[key]!r}, the model needs {value!r}"
+            for key, value in needed.items()
+            if _SAME.get(str(found[key]), found[key]) != value
+        ]
+
+    def known_as(self, tensor: str) -> str | None:
+        """See `Family`. The files of OpenAI's release leave `transformer.` out; the head is the embedding again."""
+        if tensor.endswith(_MASKS) or tensor == "lm_head.weight":
+            return None
+        return tensor if tensor.startswith("transformer.") else f"transformer.{tensor}"
+
 
 LAYER_NORM_EPSILON = 1e-5
 

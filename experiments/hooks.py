@@ -5,11 +5,8 @@ from typing import Any, ClassVar
 import jax
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
+from runner.evaluation.generation import Samples, Sampling, encode_prompt, first_token, language_of, make_reader
 from runner.hook import HookConfig, Moment, Observer, SeenJob
-from runner.judge.choice import Sampling
-from runner.judge.decode import make_reader
-from runner.judge.samples import Samples
-from runner.judge.text import encode_prompt, first_token, language_of
 
 
 class SampleTextConfig(HookConfig):

@@ -9,8 +9,8 @@ from launch.kubernetes import engine as kubernetes
 from launch.options import check_texts
 from launch.slurm import engine as slurm
 from launch.tpu_vm import engine as tpu_vm
+from runner.console import warn
 from runner.errors import RunnerError
-from runner.terminal import warn
 
 ENGINES = {"local": local, "slurm": slurm, "jobset": kubernetes, "tpu-vm": tpu_vm}
 

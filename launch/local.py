@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
+from launch import supervisor as summary
 from launch.options import add_grace_seconds, grace_seconds, natural, positive, runner_arguments
-from launch.restart import summary
-from launch.restart.exit_code import job_code
-from launch.restart.ledger import history_of, newest_step
-from launch.restart.supervisor import Supervisor
+from launch.supervisor import Supervisor, history_of, job_code, newest_step
+from runner.console import say
 from runner.errors import EXIT_DONE, RunnerError
 from runner.process import make_environment, start_processes, stop_signals
 from runner.spec import Checkpoint, load_document, validate_spec
-from runner.terminal import say
 
 HELP = "run the job as several processes on this machine"
 LINGER_SECONDS = 30.0  # what the others get to end by themselves, once one has not ended well

@@ -13,9 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from launch.options import natural, runner_arguments
-from launch.restart.exit_code import job_code
-from launch.restart.ledger import newest_step
-from launch.restart.supervisor import Supervisor
+from launch.supervisor import Supervisor, job_code, newest_step
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
 from runner.process import bind_to_parent, stop_signals
 

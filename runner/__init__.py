@@ -2,34 +2,35 @@
 
 The map, in layers; each imports only from those above it, and the same holds inside each folder.
 
-errors       what callers catch, and the exit code of each
-terminal     lines for a person
-process      the processes of one job on this machine, on faked devices where asked for
-huge_pages   memory in larger pages, asked for as the command starts
-periodic     is it time?
-record       the keys of the files that a run leaves
-spec         frozen models, strict YAML, overrides, errors with file and line; no jax
-recipe       optimizers and schedules by name: their keys, defaults and sources; no jax
-config       the config of trainers; no jax
-accelerator  the chips known by name, and what engines call them; no jax
-storage      one interface over a disk and the buckets of three clouds
-hosts        many processes as one: who is where, agreement, preemption, no wait without an end
-attempt      one start of a job in its directory: the fence, the ledger, compiled programs
-checkpoint   save, commit, restore, retain, look at, copy
-data         tokens; a batch is a pure function of (seed, step)
-train        mesh, state, step, loss, optimizer, compilation, metrics
-weights      weights in the form that others read, in and out
-judge        what judges weights beside their loss: their texts, their answers to questions
-job          RestoreableJob: restore or init, run, save on notice, exit clean
-hook         what looks at a run's rows and weights, and may save, evaluate or stop it
-trainer      BaseTrainer: composes the above; `run` is the training loop
-inference    a run's weights at work, for whoever only looks: text from them, and their loss on data
-history      what a run's directory tells whoever only looks: how it went, where the time went; no jax
-hub          an export on the Hugging Face Hub: its model card, its upload
-page         runs in pictures: a page in one file, a server that can only be read; no jax
-plan         what a job would do on hardware that is not here: check, compile, size, search
-command      one module a command of `python -m runner`
-__main__     the command: parse, resolve the job class, map errors to exit codes
+errors        exceptions and the exit code of each
+records       keys of the JSON files of a run
+console       lines on the terminal and in logs
+process       processes of one job on this machine, with faked CPU devices on request
+huge_pages    transparent huge pages, requested at the start of the command
+periodic      predicates for work that is due every N steps or minutes
+spec          frozen models, strict YAML with positions, overrides, validation; no jax
+accelerator   catalogue of chips; no jax
+storage       one interface over local disks and the buckets of three clouds
+distributed   launch environment, rendezvous, agreement, preemption, health
+run           one attempt in its run directory: layout, fence, event ledger, compile cache
+checkpoint    save, commit, restore, retention, inspection
+optim         optimizers, schedules and parameter groups
+config        public config models of trainers; no jax
+data          from files or buckets to the batch of a step
+parallel      device mesh, gradient reduction, context parallelism
+metrics       rows of metrics.jsonl and where they are written
+history       read-only view of a run directory: attempts, goodput; no jax
+huggingface   import and export of weights in Hugging Face's formats
+train         train state, step, compilation, validation, report
+evaluation    evaluators: generation, likelihood, multiple choice
+job           RestoreableJob: restore or init, run, save on preemption, exit
+hook          hooks: protocol, dispatch and built-in hooks
+trainer       BaseTrainer: composes the above; `run` is the training loop
+inference     sampling and evaluation of a run's weights, read-only
+dashboard     report page and live dashboard, read-only; no jax
+plan          preflight for hardware that is absent: check, compile, forecast, search
+cli           commands of `python -m runner`
+__main__      entry point of `python -m runner`
 """
 
 import importlib

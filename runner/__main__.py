@@ -1,6 +1,6 @@
-"""The command: a word names one of the commands in `runner.command`, anything else is a SPEC to run.
+"""The command: a word names one of the commands in `runner.cli`, anything else is a SPEC to run.
 
-From here to the training loop: `runner.command.run` joins the hosts and calls the job, `RestoreableJob.__call__` in
+From here to the training loop: `runner.cli.run` joins the hosts and calls the job, `RestoreableJob.__call__` in
 `runner/job.py` claims the directory and restores, and `BaseTrainer.run` in `runner/trainer.py` is the loop.
 """
 
@@ -16,29 +16,29 @@ import os
 import sys
 from collections.abc import Sequence
 
-from runner.command.arguments import Helped, Parser, check_placement
+from runner.cli.arguments import Helped, Parser, check_placement
+from runner.console import warn
+from runner.distributed.clock import Clock
+from runner.distributed.preemption import StopNotice
 from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, of_exit
-from runner.hosts.clock import Clock
-from runner.hosts.preemption import StopNotice
 from runner.spec import load_document, validate_spec
-from runner.terminal import warn
 
 # Imported when they are asked for: most of them bring jax, which checking a spec must not wait for.
 COMMANDS = {
-    "plan": "runner.command.plan",
-    "status": "runner.command.status",
-    "evaluate": "runner.command.evaluate",
-    "sample": "runner.command.sample",
-    "metrics": "runner.command.metrics",
-    "profile": "runner.command.profile",
-    "report": "runner.command.report",
-    "dashboard": "runner.command.dashboard",
-    "checkpoints": "runner.command.checkpoints",
-    "export": "runner.command.export",
-    "verify-resume": "runner.command.verify_resume",
-    "schema": "runner.command.schema",
+    "plan": "runner.cli.plan",
+    "status": "runner.cli.status",
+    "evaluate": "runner.cli.evaluate",
+    "sample": "runner.cli.sample",
+    "metrics": "runner.cli.metrics",
+    "profile": "runner.cli.profile",
+    "report": "runner.cli.report",
+    "dashboard": "runner.cli.dashboard",
+    "checkpoints": "runner.cli.checkpoints",
+    "export": "runner.cli.export",
+    "verify-resume": "runner.cli.verify_resume",
+    "schema": "runner.cli.schema",
 }
-RUN = "runner.command.run"
+RUN = "runner.cli.run"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from runner.errors import InvalidError
-from runner.recipe import OPTIMIZERS, OptimizerConfig, ScheduleConfig
+from runner.optim.config import OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from runner.spec import Auto, Frozen, JobConfig
 
 DEFAULT_SOURCE = "python-stdlib"

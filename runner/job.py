@@ -12,24 +12,23 @@ from typing import Any, ClassVar
 
 import jax
 
-from runner.attempt.account import Account
-from runner.attempt.claim import DRAIN_SECONDS, Attempt, claim
-from runner.attempt.compile_cache import CompileCache
-from runner.attempt.count import check_end, check_step
-from runner.attempt.identity import Claimant, check_directory, is_done
-from runner.attempt.incident import Incidents
-from runner.attempt.layout import open_directory
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.leaves import born, on_every_device, refuse_what_cannot_be_kept
 from runner.checkpoint.restore import refuse_other_checkpoints
 from runner.checkpoint.save import Payload, SaveKind
+from runner.console import say
+from runner.distributed.agreement import Hosts
+from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, Bucket, Clock, Progress
+from runner.distributed.preemption import StopNotice
+from runner.distributed.watchdog import Watchdog
 from runner.errors import DivergedError, HookError, MiscountError, PreemptedError, StateError
-from runner.hosts.agreement import Hosts
-from runner.hosts.clock import Bucket, Clock
-from runner.hosts.preemption import StopNotice
-from runner.hosts.progress import COMPILE, END, RESTORE, SET_UP, Progress
-from runner.hosts.watchdog import Watchdog
+from runner.huggingface.load import check_source, load_source
+from runner.huggingface.mapping import Family
+from runner.run.attempt import DRAIN_SECONDS, Account, Attempt, Incidents, check_end, check_step, claim
+from runner.run.compile_cache import CompileCache
+from runner.run.fence import Claimant, check_directory, is_done
+from runner.run.layout import open_directory
 from runner.spec import (
     Document,
     ExecutionSpec,
@@ -42,9 +41,6 @@ from runner.spec import (
     validate_config,
 )
 from runner.storage import JsonObject
-from runner.terminal import say
-from runner.weights.family import Family
-from runner.weights.source import check_source, load_source
 
 
 class RestoreableJob:

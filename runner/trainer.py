@@ -19,40 +19,35 @@ import optax
 from runner.checkpoint.save import Payload
 from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields
-from runner.hook.job import HookedJob
-from runner.hosts.agreement import Hosts
-from runner.judge.asked import Asked, read_asked
-from runner.judge.shipped import Shipped
+from runner.distributed.agreement import Hosts
+from runner.evaluation.builtin import Asked, Shipped, read_asked
+from runner.hook.dispatch import HookedJob
+from runner.huggingface.load import name_base
+from runner.optim.groups import one_rate
+from runner.parallel.mesh import Rule, device_memory_bytes
 from runner.spec import Document, ExecutionSpec, Trajectory
+from runner.train import state as other_variables
 from runner.train import state as train_state
 from runner.train import step as pure
-from runner.train import variables as other_variables
-from runner.train.adapter import model_weights, with_base
-from runner.train.blueprint import Blueprint
-from runner.train.compilation import MEMORY_SHARE, CompiledStep
-from runner.train.design import design_of
-from runner.train.ema_validation import ema_evaluators
-from runner.train.evaluation import Evaluator
-from runner.train.fields import document_arguments, target_weights
-from runner.train.flops import Flops, flops_of_forward, mfu_of_a_token_per_second
-from runner.train.hint import refuse_other_hardware
-from runner.train.loss import cross_entropy_sum
-from runner.train.mesh import Rule, device_memory_bytes
-from runner.train.micro_batch import known_micro_batch, record_of
-from runner.train.recipe.choice import SPEC
-from runner.train.recipe.parameter import one_rate
-from runner.train.report import Report
-from runner.train.riding import groups_of, options_of, riders_of
-from runner.train.same_data import (
+from runner.train.auxiliary import groups_of, options_of, riders_of
+from runner.train.checks import (
+    known_micro_batch,
+    record_of,
     refuse_changed_data,
     refuse_different_data,
     refuse_different_questions,
+    refuse_other_hardware,
     share_ids,
 )
-from runner.train.sizing import Sizing
-from runner.train.validation import Validation
-from runner.train.variables import TrainState
-from runner.weights.base import name_base
+from runner.train.compile import MEMORY_SHARE, CompiledStep
+from runner.train.evaluators import Evaluator, Validation, ema_evaluators
+from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
+from runner.train.lora import model_weights, with_base
+from runner.train.loss import cross_entropy_sum, document_arguments, target_weights
+from runner.train.optimizer import SPEC
+from runner.train.report import Report
+from runner.train.setup import Blueprint, design_of
+from runner.train.state import TrainState
 
 
 class BaseTrainer(HookedJob):
@@ -96,7 +91,7 @@ class BaseTrainer(HookedJob):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Loss summed over the real target tokens of a micro-batch, and meta. No key: deterministic. Pure.
 
-        `batch` holds `x`, `y` and `padding_mask` (B, T), what else the data declares (see `runner.train.fields`; what
+        `batch` holds `x`, `y` and `padding_mask` (B, T), what else the data declares (see `runner.train.loss`; what
         is not read is refused), and `example` (B): the place of each example in the step. What is random should depend
         on that and the step's `key`; this default draws by micro-batch. A forward that masks targets itself returns as
         meta `token_count` how many it has counted; meta `statistics` is summed for `update_variables`.

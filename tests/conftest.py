@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runner import terminal
+from runner import console
 from tests.support import faked, leftover
 
 # The workers of pytest-xdist inherit the variable from the process that starts them, which makes the directory.
@@ -98,10 +98,10 @@ def _the_terminal_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """A job that a test runs in this process sets up how lines are shown: the next test's are shown as ever."""
     loggers = [logging.getLogger(name) for name in (None, "runner", "experiments")]
     handlers_and_levels = [(list(logger.handlers), logger.level) for logger in loggers]
-    before = [(stream.formatter, stream.level) for stream in terminal._streams]
-    monkeypatch.setattr(terminal, "_secrets", set())
+    before = [(stream.formatter, stream.level) for stream in console._streams]
+    monkeypatch.setattr(console, "_secrets", set())
     yield
-    for stream, (form, level) in zip(terminal._streams, before, strict=True):
+    for stream, (form, level) in zip(console._streams, before, strict=True):
         stream.setFormatter(form)
         stream.setLevel(level)
     for logger, (handlers, level) in zip(loggers, handlers_and_levels, strict=True):

@@ -16,12 +16,12 @@ from pydantic import Field
 from experiments.counter import Counter, CounterConfig
 from experiments.gpt import PretrainGPT
 from runner import RestoreableJob, open_checkpoint
-from runner.checkpoint.inspection import Depth, report
+from runner.checkpoint.inspect import Depth, report
 from runner.checkpoint.manifest import FORMAT, newest_manifest
 from runner.errors import InvalidError, NewerFormatError
+from runner.parallel.mesh import AXES
 from runner.spec import JobConfig, load_document, validate_spec
 from runner.storage import LocalStore, Store, read_json, read_log
-from runner.train.mesh import AXES
 from tests.support.damage import newer_format
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.support.tiny import ROOT, counter

@@ -12,10 +12,9 @@ import pytest
 
 from experiments.counter import Counter, advance
 from runner import RestoreableJob
-from runner.attempt.account import Account
-from runner.attempt.fence import Fence
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
+from runner.distributed.agreement import Hosts
 from runner.errors import (
     FencedError,
     InvalidError,
@@ -25,7 +24,8 @@ from runner.errors import (
     ResumeError,
     StorageError,
 )
-from runner.hosts.agreement import Hosts
+from runner.run.attempt import Account
+from runner.run.fence import Fence
 from runner.spec import ExecutionSpec, read_spec
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.tiny import StopAfter, counter, leaves_equal

@@ -10,8 +10,8 @@ import pytest
 
 from experiments.counter import Counter
 from runner import open_checkpoint
-from runner.command import checkpoints
-from runner.data.source import find_source
+from runner.cli import checkpoints
+from runner.data.source_files import find_source
 from runner.errors import EXIT_INVALID, InvalidError
 from runner.spec import Checkpoint, parse_document, validate_spec
 from runner.storage import local_directory

@@ -9,12 +9,12 @@ import pytest
 
 from experiments.counter import Counter
 from runner import ExecutionSpec
-from runner.attempt.event import EVENT_KEYS, EVENTS
-from runner.attempt.result import RESULT_KEYS
-from runner.checkpoint.manifest_key import MANIFEST_KEYS
-from runner.record import Key
+from runner.checkpoint.manifest import MANIFEST_KEYS
+from runner.metrics.rows import ROW_KEYS
+from runner.records import Key
+from runner.run.events import EVENT_KEYS, EVENTS
+from runner.run.layout import RESULT_KEYS
 from runner.storage import parse_lines, url
-from runner.train.metrics.row import ROW_KEYS
 from tests.support.memory_bucket import MemoryDriver
 from tests.support.tiny import counter, gpt, stop_after
 

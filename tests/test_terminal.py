@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from runner.terminal import LineFormatter, say, set_up, warn
+from runner.console import LineFormatter, say, set_up, warn
 
 HOSTILE = {
     "a terminal's escapes": "\x1b[2J\x1b]0;owned\x07",
@@ -23,7 +23,7 @@ def test_lines_nobody_reads_are_dropped():
     program = "\n".join(
         [
             "import os, sys",
-            "from runner.terminal import say, warn",
+            "from runner.console import say, warn",
             "reader, writer = os.pipe()",
             "os.close(reader)",
             "os.dup2(writer, 1); os.dup2(writer, 2)",

@@ -22,16 +22,16 @@ from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import committed
 from runner.config import TrainerConfig
-from runner.data import Dataset, is_available, load_dataset, store
+from runner.data import Dataset, is_available, load_dataset, token_files
+from runner.distributed.agreement import Hosts
+from runner.distributed.clock import DATA, SAVE
 from runner.errors import DataError, DivergedError, InvalidError, PreemptedError, SpecError, StateError
-from runner.hosts.agreement import Hosts
-from runner.hosts.progress import DATA, SAVE
+from runner.optim.groups import Parameter
+from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
 from runner.spec import hash_of, parse_document, read_spec, validate_config, validate_spec
 from runner.storage import LocalStore, read_json, read_log
-from runner.train.hint import options_for_here
-from runner.train.mesh import AXES
-from runner.train.recipe.parameter import Parameter
+from runner.train.checks import options_for_here
 from tests.support.tiny import (
     RecordingGPT,
     finish,
@@ -591,7 +591,7 @@ def note_phases(monkeypatch, job, holder, name):
 
 
 def test_a_bad_id_among_many_ends_the_run_with_2_when_it_is_met(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "SCANNED_TOKENS_MAX", 100)
+    monkeypatch.setattr(token_files, "SCANNED_TOKENS_MAX", 100)
     path = tmp_path / "tokens.bin"
     ids = np.arange(4000, dtype="<u2") % 200
     ids[3990] = 999  # of the validation split, which the first row reads

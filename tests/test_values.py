@@ -26,9 +26,9 @@ from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, ExecutionSpec, RestoreableJob
 from runner.config import PrecisionConfig
-from runner.recipe import OPTIMIZERS
+from runner.optim.config import OPTIMIZERS
+from runner.parallel.mesh import AXES
 from runner.storage import read_json
-from runner.train.mesh import AXES
 from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
 from tests.support import ordered
 from tests.support.judged import write_questions
@@ -372,7 +372,7 @@ class SilentTracking:
 @pytest.fixture(autouse=True)
 def _no_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.SimpleNamespace(Tracking=SilentTracking)
-    monkeypatch.setitem(sys.modules, "runner.train.metrics.tracking", module)
+    monkeypatch.setitem(sys.modules, "runner.metrics.writers", module)
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from experiments.model.blocks import cut, num_devices, num_shards, row_parts
-from experiments.model.form import (
+from experiments.model.context_layout import factor_of, rows_on_devices
+from experiments.model.layers import cut, num_devices, num_shards, row_parts
+from experiments.model.platform import (
     KEPT,
     LONG_BLOCK_TOKENS,
     fast_memory_bytes,
@@ -41,10 +42,9 @@ from experiments.model.form import (
     platform,
     takes_long_blocks,
 )
+from experiments.model.ring_attention import attend_to_rows
 from experiments.model.rotary import Pairs, Rotation, rotate
-from experiments.model.row_attention import attend_to_rows
-from experiments.model.row_layout import factor_of, rows_on_devices
-from experiments.model.tpu_walk import LANES, LONG_STEP
+from experiments.model.tpu_attention import LANES, LONG_STEP
 from runner.config import RowAttention
 from runner.errors import InvalidError
 
@@ -106,7 +106,7 @@ def causal_attention(
         return turning.attend(*arrays, rotation=rotation, **options)
     rows = rows_on_devices(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, **options)
     if rows is not None:
-        attend = for_tpus("experiments.model.row_splash").attend if rows.has_kernel else attend_to_rows
+        attend = for_tpus("experiments.model.context_splash").attend if rows.has_kernel else attend_to_rows
         return cast(jax.Array, attend(rows, *arrays))
     forms = {name: functools.partial(_first_of(name, arrays, softcap).attend, **options) for name in FORMS}
     if (here := platform()) is not None:
@@ -325,7 +325,7 @@ def _make_splash_kernel(
 ) -> Callable[..., jax.Array]:
     """Attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), over a row that is padded."""
     multiple, block = blocks
-    mask = for_tpus("experiments.model.row_mask").RowMask(np.arange(length), length, window)
+    mask = for_tpus("experiments.model.context_splash").RowMask(np.arange(length), length, window)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     sizes = splash.BlockSizes(
         **dict.fromkeys(names, block), **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), multiple)

@@ -16,17 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from experiments.model.blocks import (
-    INIT_STDDEV,
-    GatedMLP,
-    in_stream,
-    kept_in_stream,
-    rematerialised,
-    with_axes,
-)
-from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage
-from experiments.model.hugging_face import DecoderFiles
-from experiments.model.layer_attention import (
+from experiments.model.attention_layer import (
     Attention,
     Cache,
     LatentAttention,
@@ -36,21 +26,28 @@ from experiments.model.layer_attention import (
     make_norm,
     residual_stddev,
 )
-from experiments.model.lookup import embed
-from experiments.model.loss import loss_sum_of, unembed
+from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage, rate_of
+from experiments.model.huggingface import DecoderFiles
+from experiments.model.layers import INIT_STDDEV, GatedMLP, in_stream, kept_in_stream, rematerialised, with_axes
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, next_biases, scalars
-from experiments.model.mup import rate_of
-from experiments.model.noise import EmbeddingNoise
 from experiments.model.rotary import Rotation, rotation_at
+from experiments.model.vocabulary import EmbeddingNoise, embed, loss_sum_of, unembed
 from runner import BaseTrainer
 from runner.config import MemoryConfig, RowAttention
-from runner.train.blueprint import Blueprint
-from runner.train.fields import document_arguments, target_weights
-from runner.train.flops import Flops, transformer_flops
-from runner.train.recipe.parameter import Parameter
-from runner.train.sizing import NO_EXPERTS, ExpertSizing, Sizing, memory_choices, transformer_sizing
+from runner.optim.groups import Parameter
+from runner.train.flops import (
+    NO_EXPERTS,
+    ExpertSizing,
+    Flops,
+    Sizing,
+    memory_choices,
+    transformer_flops,
+    transformer_sizing,
+)
+from runner.train.loss import document_arguments, target_weights
+from runner.train.setup import Blueprint
+from runner.train.state import STATISTICS
 from runner.train.step import Batch
-from runner.train.variables import STATISTICS
 
 
 class Block(nn.Module):

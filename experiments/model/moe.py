@@ -23,7 +23,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from experiments.model.blocks import (
+from experiments.model.expert_parallel import Axes, Form, compute_cut, joined, token_axes
+from experiments.model.grouped_matmul import Multiply, grouped
+from experiments.model.layers import (
     INIT_STDDEV,
     Activation,
     GatedMLP,
@@ -34,9 +36,7 @@ from experiments.model.blocks import (
     row_parts,
     with_axes,
 )
-from experiments.model.exchange import Axes, Form, compute_cut, joined, token_axes
-from experiments.model.form import platform
-from experiments.model.grouped import Multiply, grouped
+from experiments.model.platform import platform
 from runner.errors import InvalidError
 from runner.spec import Auto, Frozen
 

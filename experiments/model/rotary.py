@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from experiments.model.form import multiplies_to_turn
+from experiments.model.platform import multiplies_to_turn
 from runner.spec import Auto, Frozen
 
 

@@ -15,11 +15,11 @@ from typing import Self
 
 import numpy as np
 
+from experiments.tokenise.inputs import InputFile
 from experiments.tokenise.pipeline import Encoded
-from experiments.tokenise.source import InputFile
-from runner.data.index import ENDS_DTYPE, INDEX, CorpusIndex, Shard, Shards, parse_shard
+from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, Shard, Shards, parse_shard
 from runner.errors import DataError, InvalidError
-from runner.record import Key, check
+from runner.records import Key, check
 from runner.storage import JsonObject, Store, create, encode_json, read_json
 
 OWNER, SOURCES = "owner.json", "sources.json"

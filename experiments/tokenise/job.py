@@ -3,6 +3,8 @@
 Round k makes the pieces between k and k + 1 thousandths of all, dealt out over the hosts; how many hosts there are, and
 in which round a piece was made, changes nothing of it. A piece with a record is not made again, and the last round
 makes whatever lacks one, so a kill costs the pieces that were in work.
+
+How far a tokenise job is, in a line for a person now and then.
 """
 
 import contextlib
@@ -18,20 +20,67 @@ import numpy as np
 from experiments.tokenise import corpus
 from experiments.tokenise.chat import Chat, digest_of, load_chat, refuse_unread, tell_too_long
 from experiments.tokenise.config import BpeConfig, TokeniseConfig
-from experiments.tokenise.piece import Piece, cut_into_pieces
+from experiments.tokenise.corpus import Done
+from experiments.tokenise.documents import Piece, cut_into_pieces
+from experiments.tokenise.inputs import InputFile, find_files, fingerprint_of, would_name
 from experiments.tokenise.pipeline import Encoded, encoded, too_many
-from experiments.tokenise.source import InputFile, find_files, fingerprint_of, would_name
-from experiments.tokenise.tally import Tally
 from experiments.tokenise.vocabulary import Vocabulary, read_vocabulary, sample_of, train, trained_vocabulary
 from runner import ExecutionSpec, RestoreableJob
-from runner.data.index import CorpusIndex
-from runner.data.subword import FILES
+from runner.data.corpus_index import CorpusIndex
+from runner.data.tokenizers import FILES
+from runner.distributed.agreement import Hosts
+from runner.distributed.clock import Bucket, Phase
 from runner.errors import DataError, InvalidError
-from runner.hosts.agreement import Hosts
-from runner.hosts.clock import Bucket
-from runner.hosts.progress import Phase
 from runner.spec import Trajectory
 from runner.storage import JsonObject, Store, open_store, probe
+
+_EVERY_SECONDS = 10.0
+
+
+class Tally:
+    """What this host has made in this attempt."""
+
+    def __init__(self, num_pieces: int) -> None:
+        self._num_pieces = num_pieces
+        self._num_earlier = 0  # pieces made before this attempt
+        self._own = [0, 0, 0, 0]  # pieces, documents, tokens, bad lines
+        self.first_bad = ""
+        self._began_seconds = self._said_seconds = time.monotonic()
+
+    def begin(self, num_earlier: int) -> None:
+        """With so many pieces done by earlier attempts."""
+        self._num_earlier = num_earlier
+
+    def add(self, done: Done) -> None:
+        """A piece more."""
+        more = (1, done.num_documents, done.num_tokens, done.num_bad)
+        self._own = [own + other for own, other in zip(self._own, more, strict=True)]
+        self.first_bad = self.first_bad or done.first_bad
+
+    def own(self) -> list[int]:
+        """For the other hosts: pieces, documents, tokens, bad lines."""
+        return self._own
+
+    def line(self, hosts: Sequence[Sequence[int]], now_seconds: float) -> str | None:
+        """What all hosts have made, if it is time to say so."""
+        if now_seconds - self._said_seconds < _EVERY_SECONDS:
+            return None
+        self._said_seconds = now_seconds
+        pieces, documents, tokens, _ = (sum(column) for column in zip(*hosts, strict=True))
+        seconds = now_seconds - self._began_seconds
+        made = self._num_earlier + pieces
+        left_seconds = seconds / max(pieces, 1) * (self._num_pieces - made)
+        return (
+            f"{made:,} of {self._num_pieces:,} pieces; now {documents:,} documents, {tokens:,} tokens, "
+            f"{tokens / seconds:,.0f} tokens/s, {_duration(left_seconds)} left"
+        )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
 
 ROUNDS = 1000  # the last step; so many that a stop is heard soon, and so few that a round without work costs nothing
 _DIGEST_WORDS = 8

@@ -14,14 +14,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from experiments.tokenise.chat import Chat
-from experiments.tokenise.dialogue import Dialogue, mark
-from experiments.tokenise.piece import Piece
-from experiments.tokenise.reading import Bad, Document, documents, fetch
-from experiments.tokenise.template import Renderer
-from runner.data.index import ANSWERS_DTYPE
-from runner.data.prefetch import Prefetcher
-from runner.data.subword import BatchTokenizer
+from experiments.tokenise.chat import Chat, Dialogue, Renderer, mark
+from experiments.tokenise.documents import Bad, Document, Piece, documents, fetch
+from runner.data.batches import Prefetcher
+from runner.data.corpus_index import ANSWERS_DTYPE
+from runner.data.tokenizers import BatchTokenizer
 from runner.errors import DataError
 
 BATCH_BYTES = 4 << 20  # enough for all cores of a large host

@@ -9,11 +9,10 @@ from typing import Any
 import tokenizers
 
 from experiments.tokenise.config import BpeConfig, BytesConfig, TiktokenConfig, TokenizerConfig
-from experiments.tokenise.piece import Piece
+from experiments.tokenise.documents import Bad, Piece
+from experiments.tokenise.inputs import read_file
 from experiments.tokenise.pipeline import fetch_piece, piece_documents
-from experiments.tokenise.reading import Bad
-from experiments.tokenise.source import read_file
-from runner.data.subword import FILES, BatchTokenizer, Bytes, make_tokenizer
+from runner.data.tokenizers import FILES, BatchTokenizer, Bytes, make_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.storage import JsonObject, Store
 

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.kubernetes.admission import check_size
-from launch.kubernetes.jobset import dump, render
-from launch.kubernetes.pod import CONTAINER
+from launch.kubernetes.jobset import CONTAINER, check_size, dump, render
 from launch.options import SUBMITTED, add_grace_seconds, natural, positive
+from runner.console import say
 from runner.errors import EXIT_DONE, FailedError, InvalidError
 from runner.spec import load_document, validate_spec
-from runner.terminal import say
 
 HELP = "run the job as a JobSet on Kubernetes"
 

@@ -4,28 +4,93 @@ Each host runs its part under a supervisor of its own, detached, which starts it
 this command only to be started, and to be given new machines after a preemption. Run again, the command finds what is
 there and goes on from it; it starts nothing twice. This module turns the command line and the spec into what is asked
 for and what is shipped; `job` sees it through.
+
+The code that is shipped to machines: one commit, whole, and nothing that is not committed.
 """
 
 import argparse
+import hashlib
 import re
 import shlex
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch.options import natural, set_arguments
 from launch.tpu_vm.gcloud import Gcloud, Resource
 from launch.tpu_vm.host import Host
 from launch.tpu_vm.job import Job
-from launch.tpu_vm.source import Commit, checked_out_commit
 from runner.accelerator import Accelerator, parse_accelerator
+from runner.console import say, warn
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError
 from runner.process import stop_signals
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
 from runner.storage import extra_of
-from runner.terminal import say, warn
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit of the project.
+
+    Attributes:
+        hash: in full.
+        subject: the first line of its message.
+        spec: path of the spec inside it, with forward slashes.
+        spec_text: the spec as committed.
+        archive: all of it, as a tar.gz.
+        uncommitted: what `git status` lists: changed and new files, which are not in it.
+    """
+
+    hash: str
+    subject: str
+    spec: str
+    spec_text: str
+    archive: bytes
+    uncommitted: tuple[str, ...]
+
+    @property
+    def short(self) -> str:
+        """The hash as people write it."""
+        return self.hash[:12]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the archive, by which a host knows that all of it has come."""
+        return hashlib.sha256(self.archive).hexdigest()
+
+
+def checked_out_commit(spec: str) -> Commit:
+    """The checked-out commit of the repository around this directory, which must hold the spec.
+
+    Raises `InvalidError` if there is no repository, no commit, or no such spec in it.
+    """
+    try:
+        root = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel").decode().strip())
+        commit = _git(root, "rev-parse", "--verify", "HEAD").decode().strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise InvalidError(f"{Path.cwd()} has no git commit; what is shipped to machines is a commit") from None
+    try:
+        path = Path(spec).resolve().relative_to(root.resolve()).as_posix()
+        spec_text = _git(root, "show", f"{commit}:{path}").decode()
+    except (ValueError, subprocess.CalledProcessError):
+        raise InvalidError(f"{spec} is not in commit {commit[:12]}; only what is committed is shipped") from None
+    return Commit(
+        commit,
+        _git(root, "log", "-1", "--format=%s", commit).decode().strip(),
+        path,
+        spec_text,
+        _git(root, "archive", "--format=tar.gz", commit),
+        tuple(_git(root, "status", "--porcelain").decode().splitlines()),
+    )
+
+
+def _git(directory: Path, *arguments: str) -> bytes:
+    return subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, check=True).stdout
+
 
 HELP = "run the job on TPU VMs of Google Cloud, through a queued resource"
 _LONGEST_NAME = 60

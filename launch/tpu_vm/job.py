@@ -13,12 +13,11 @@ import shlex
 import time
 from dataclasses import dataclass
 
-from launch.restart.exit_code import job_code
+from launch.supervisor import job_code
 from launch.tpu_vm.gcloud import MOST_TRIES, Gcloud, Resource, check, execute, first_line
-from launch.tpu_vm.host import CREATE_TIME, Answer, Host, answers, lines_of_log, log_begins_at
-from launch.tpu_vm.log_tail import LogTail
+from launch.tpu_vm.host import CREATE_TIME, Answer, Host, LogTail, answers, lines_of_log, log_begins_at
+from runner.console import say, warn
 from runner.errors import EXIT_DONE, PreemptedError, RetryableError
-from runner.terminal import say, warn
 
 HostIndex = tuple[int, int]  # its slice, and the worker that it is of that slice
 _LOST = ("PREEMPTED", "TERMINATED")  # states of a node that comes back only as another one

@@ -10,22 +10,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from runner import terminal
-from runner.attempt.claim import Attempt
-from runner.checkpoint.average import names_of
-from runner.checkpoint.fast import FastTier
-from runner.checkpoint.interval import SavePolicy, best_interval_seconds
+from runner import console
+from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.leaves import form, named, refuse_another_form, stored
-from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.manifest import BURIED, Manifest
+from runner.checkpoint.policy import Retention, SavePolicy, best_interval_seconds
 from runner.checkpoint.restore import AttachmentCheck, Restored, Restorer
-from runner.checkpoint.retention import Retention
 from runner.checkpoint.save import Payload, SaveKind, Saver
-from runner.checkpoint.tombstone import BURIED
-from runner.checkpoint.writer import OrbaxWriter, PieceWriter, Writer
+from runner.checkpoint.weight_names import names_of
+from runner.checkpoint.writers import OrbaxWriter, PieceWriter, Writer
+from runner.distributed.agreement import Hosts
+from runner.distributed.clock import SAVE
 from runner.errors import InvalidError, StorageError
-from runner.hosts.agreement import Hosts
-from runner.hosts.progress import SAVE
-from runner.record import PARAMS
+from runner.records import PARAMS
+from runner.run.attempt import Attempt
 from runner.spec import Checkpoint, ExecutionSpec, Trajectory
 from runner.storage import default_cache_directory, local_directory, open_store, split_checkpoint
 
@@ -181,7 +179,7 @@ class Checkpointer:
             "up to a save interval; give more grace, or add a fast tier (checkpoint.local_directory)"
         )
         if self._attempt.hosts.is_main:
-            terminal.warn(reason)
+            console.warn(reason)
         self._attempt.record("grace", step, reason=reason)
 
 

@@ -8,11 +8,17 @@ always changes the digest; two lanes make 64 bits a leaf. It knows no file and n
 Every device digests its own copy of its own shard, in one pass. Devices that hold the same shard must come to the same
 digest: if they do not, one of them has silently corrupted its copy, and it is named. One digest a shard, added up, is
 the digest of the leaf.
+
+Many leaves, few programs.
+
+A program over many leaves takes longer to compile, for each leaf, than one over few. So what is done to every leaf of a
+state is done chunk by chunk, and chunks that are alike are compiled once.
 """
 
 import functools
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,9 +28,31 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runner.checkpoint.chunk import chunks
-from runner.checkpoint.manifest_key import LeafRecord, LeafShape
+from runner.checkpoint.manifest import LeafRecord, LeafShape
 from runner.errors import RetryableError
+
+CHUNK_LEAVES = 64
+
+
+def chunks(leaves: Sequence[Any]) -> list[list[int]]:
+    """The places of all leaves, at most `CHUNK_LEAVES` together.
+
+    Leaves of one shape, dtype and sharding fill chunks of their own; what is left over of each kind stands together.
+    """
+    kinds: dict[Any, list[int]] = defaultdict(list)
+    for place, leaf in enumerate(leaves):
+        kinds[leaf.shape, leaf.dtype, leaf.sharding].append(place)
+    found, rest = [], []
+    for places in kinds.values():
+        num_whole = len(places) - len(places) % CHUNK_LEAVES
+        found += _cut(places[:num_whole])
+        rest += places[num_whole:]
+    return found + _cut(rest)
+
+
+def _cut(places: list[int]) -> list[list[int]]:
+    return [places[begin : begin + CHUNK_LEAVES] for begin in range(0, len(places), CHUNK_LEAVES)]
+
 
 _LANES = ((0x85EBCA6B, 15), (0x27D4EB2F, 13))  # of the digest: multiplier and shift
 _PART_BYTES = 16 << 20  # that a host digests at a time

@@ -5,6 +5,8 @@ A leaf must come back with its shape, its element type and its bits. Three kinds
   state begins strong (`strong`), and one that becomes weak on the way is refused;
 - a random key is stored as its words;
 - a leaf without elements has no bytes: nothing is stored, and it is made anew.
+
+Whether the leaves of a checkpoint are those of a job's state.
 """
 
 import collections
@@ -19,8 +21,9 @@ import tensorstore
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runner.checkpoint.fingerprint import leaf_names
-from runner.errors import InvalidError, StateError
+from runner.checkpoint.fingerprint import describe, leaf_names
+from runner.checkpoint.manifest import LeafShape, Manifest
+from runner.errors import InvalidError, ResumeError, StateError
 
 _MAX_NAMED = 8  # leaves in one message
 _MAX_NAME_BYTES = 200  # of a leaf's dotted path, which becomes part of file names
@@ -199,3 +202,21 @@ def _implementation(leaf: Any) -> Any:
 def _nothing(leaf: Any) -> jax.Array:
     """An array without elements, like `leaf`. Called on every host."""
     return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
+
+
+def check_leaves(manifest: Manifest, abstract: Any, may_hold_more: bool = False) -> None:
+    """Raise `ResumeError` if the job's state has other leaves than the checkpoint: its code or spec has changed.
+
+    With `may_hold_more`, leaves that only the checkpoint has are passed over.
+    """
+    expected = describe(abstract)
+    saved = {name: LeafShape(shape=leaf["shape"], dtype=leaf["dtype"]) for name, leaf in manifest.leaves.items()}
+    compared = expected.keys() if may_hold_more else expected.keys() | saved.keys()
+    names = sorted(name for name in compared if expected.get(name) != saved.get(name))
+    if names:
+        lines = [f"{name}: checkpoint has {_leaf(saved, name)}, the job {_leaf(expected, name)}" for name in names]
+        raise ResumeError(f"checkpoint {manifest.name} does not fit this job{listed(lines)}")
+
+
+def _leaf(leaves: dict[str, LeafShape], name: str) -> str:
+    return type_text(leaves[name]["dtype"], leaves[name]["shape"]) if name in leaves else "nothing"

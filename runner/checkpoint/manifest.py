@@ -3,27 +3,91 @@
 `manifest.json` holds the step, the identity of the run, shape, dtype and digest of every leaf, size and CRC-32C of
 every file, and a digest of itself. In a bucket a tombstone stands in its place (`tombstone`) where a step was never
 committed and whoever may still be writing it has lost the right to.
+
+The keys of `manifest.json`, the file that makes a directory a checkpoint.
+
+Who decides about a step: the commit of a checkpoint, or the tombstone that says it will never be one.
+
+A process of an earlier attempt may still be about to commit a step that its successor has found unfinished. Each of
+the two is an act of which only one can win, on a disk and in a bucket.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypedDict
 
-from runner.checkpoint.manifest_key import MANIFEST_KEYS, LeafRecord
 from runner.errors import NewerFormatError
-from runner.record import check
+from runner.records import Key, check
+from runner.run.environment import ENVIRONMENT_KEYS
 from runner.spec import Trajectory, hash_of
 from runner.storage import (
+    ABSENT,
     DiskError,
     ForbiddenError,
     JsonObject,
+    LocalStore,
     OtherKindError,
     Store,
     digest_of,
     encode_json,
+    kind_of,
     number_in,
     parse_json,
 )
+
+MANIFEST_KEYS = (
+    Key("format", int, "Version of this layout."),
+    Key("name", str, "Name of the checkpoint: the step, or what the job called it."),
+    Key("attempt", int, "Attempt that saved it."),
+    Key("time", float, "Begin of the save.", "Unix seconds"),
+    Key("step", int, "Optimizer steps completed."),
+    Key("job", str, "Id of the run, drawn when its directory was claimed first; the id in W&B too."),
+    Key("identity", dict, "The trajectory by dotted key, and for trainers the data's fingerprint as `config.data`."),
+    Key("topology", dict, "The hardware that saved it; trainers only."),
+    Key("topology.mesh", dict, "Axis -> size."),
+    Key("topology.device_kind", str, "What JAX calls the devices."),
+    Key("topology.processes", int, "Processes of the job."),
+    Key("topology.micro_batch_examples", int, "Examples that a device held at once; the same hardware takes it again."),
+    Key(
+        "carry",
+        dict,
+        "What the steps since the last row add to the next one; trainers only, where a save falls between two rows.",
+    ),
+    Key("carry.loss_sum", float, "Their losses, each times its real target tokens (or 1, where all have as many)."),
+    Key("carry.weight", float, "Those tokens, or the number of steps."),
+    Key("environment", dict, "What the save was made with."),
+    *(replace(key, name=f"environment.{key.name}") for key in ENVIRONMENT_KEYS),
+    Key("metric", float | None, "Value that `checkpoint.keep_best` compares; only with that key."),
+    Key("arrays", str, "Directory of the arrays, beside the manifest."),
+    Key("leaves", dict, "Dotted path of a leaf of the state -> its description."),
+    Key("leaves.*.shape", list, "Global shape."),
+    Key("leaves.*.dtype", str, "Element type."),
+    Key("leaves.*.digest", str, "Digest of the leaf's bits, taken on the device, 16 hexadecimal digits."),
+    Key("fingerprint", str, "Digest over all leaves, 32 hexadecimal digits."),
+    Key("files", dict, "File -> [bytes, CRC-32C], of every file but this one."),
+    Key("shards", dict, "Leaf -> list of its blocks; only where arrays are stored as pieces, as in buckets."),
+    Key("shards.*.start", list, "Where the block begins on each axis."),
+    Key("shards.*.shape", list, "Its extent on each axis."),
+    Key("shards.*.pieces", list, "Files that hold it, in order."),
+    Key("seconds", float, "From the begin of the save until it was durable.", "s"),
+    Key("digest", str, "SHA-256 of all other keys, as canonical JSON."),
+    Key("contested", bool, "True in a bucket where an earlier attempt may still try to commit the same step."),
+    Key("void", int, "Attempt that gave the step up: this is no checkpoint. Then only `format` and `digest` beside."),
+)
+
+
+class LeafShape(TypedDict):
+    """Shape and dtype of a leaf, as JSON."""
+
+    shape: list[int]
+    dtype: str
+
+
+class LeafRecord(LeafShape):
+    """What a manifest says of a leaf."""
+
+    digest: str
+
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -216,3 +280,108 @@ def file_problems(
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         found = pool.map(problem, sorted(files)[part::num_parts])
         return [text for text in found if text is not None]
+
+
+BURIED = ".retired"  # the directory of a step whose files are being deleted
+
+
+def commit(store: Store, directory: str, manifest: Manifest, attempt: int) -> None:
+    """Create the manifest of `directory`, all of whose files are durable.
+
+    Raises `FileExistsError` or `FileNotFoundError` if another attempt was first: with a commit, or with `bury`.
+    """
+    name = f"{directory}/{MANIFEST}"
+    if isinstance(store, LocalStore):
+        store.create_from(f"{directory}/{manifest.arrays}", name, manifest.encode())
+        return
+    present, version = store.read_versioned(name)
+    if present == _tombstone(attempt):
+        store.write_if(name, replace(manifest, contested=True).encode(), version)
+    else:
+        store.write_if(name, manifest.encode(), ABSENT)
+
+
+def uncommit(store: Store, directory: str, attempt: int) -> None:
+    """Make a committed checkpoint one no more, before its files are deleted.
+
+    Where an earlier attempt may still be about to commit the same step, a tombstone stays in its place.
+    """
+    content, version = store.read_versioned(f"{directory}/{MANIFEST}") if store.root is None else (b"", ABSENT)
+    if "contested" in _whole(content):
+        store.write_if(f"{directory}/{MANIFEST}", _tombstone(attempt), version)
+    else:
+        store.remove(f"{directory}/{MANIFEST}")
+
+
+def bury(store: Store, step: int, attempt: int) -> None:
+    """Delete a step that was never committed, so that no earlier attempt can commit it any more; else leave it alone.
+
+    On a disk the whole directory is renamed, which decides at once; if a manifest came with it, it is renamed back.
+    In a bucket a tombstone takes the place that only one can take, and stays until this attempt commits the step.
+    """
+    directory = f"{CHECKPOINTS}/{step}"
+    if store.root is None:
+        if _put_tombstone(store, directory, attempt):
+            remove_files(store, directory)
+        return
+    if _is_directory(store, directory) and not store.exists(f"{directory}/{MANIFEST}"):
+        store.move_tree(directory, f"{directory}{BURIED}")
+        finish_burials(store)
+
+
+def finish_burials(store: Store) -> None:
+    """End what a killed `bury` has begun on a disk: delete the renamed directory, or give a committed one its name.
+
+    Where that name is taken by another that is committed too, both stay. What is no directory was not put there by a
+    run, and stays.
+    """
+    for name in store.children(CHECKPOINTS) if store.root is not None else []:
+        buried, source = f"{CHECKPOINTS}/{name}", f"{CHECKPOINTS}/{name.removesuffix(BURIED)}"
+        if buried == source or number_in(name.removesuffix(BURIED)) is None or not _is_directory(store, buried):
+            continue
+        if not store.exists(f"{buried}/{MANIFEST}"):
+            store.remove_tree(buried)
+        elif not store.exists(f"{source}/{MANIFEST}"):
+            store.remove_tree(source)
+            store.move_tree(buried, source)
+
+
+def _is_directory(store: Store, name: str) -> bool:
+    """Whether a directory of a disk stands there."""
+    try:
+        return store.root is not None and kind_of(store.root / name) == "a directory"
+    except OtherKindError:
+        return False
+
+
+def remove_files(store: Store, directory: str) -> None:
+    """Delete all of a checkpoint but its manifest; on a disk the directory goes too, if it has none."""
+    for name in store.children(directory):
+        if name != MANIFEST:
+            store.remove_tree(f"{directory}/{name}")
+    if store.root is not None and not store.exists(f"{directory}/{MANIFEST}"):
+        store.remove_tree(directory)
+
+
+def _put_tombstone(store: Store, directory: str, attempt: int) -> bool:
+    """Whether a tombstone stands there now; False if the step is committed, or a newer attempt has put its own."""
+    content, version = store.read_versioned(f"{directory}/{MANIFEST}")
+    if version != ABSENT and not 0 < _whole(content).get(TOMBSTONE, 0) <= attempt:
+        return False
+    try:
+        store.write_if(f"{directory}/{MANIFEST}", _tombstone(attempt), version)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _tombstone(attempt: int) -> bytes:
+    return seal({"format": FORMAT, TOMBSTONE: attempt})
+
+
+def _whole(content: bytes) -> JsonObject:
+    """What a manifest or tombstone says; nothing if it is damaged, or of a newer runner."""
+    try:
+        return parse_manifest(content)
+    except ValueError:
+        return {}

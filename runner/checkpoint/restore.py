@@ -14,30 +14,29 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from runner.attempt.claim import Attempt
-from runner.attempt.identity import Claimant
-from runner.checkpoint import fingerprint, reader
-from runner.checkpoint.adapted import is_adapted
-from runner.checkpoint.average import refuse_unknown
-from runner.checkpoint.fast import FastTier
-from runner.checkpoint.fit import check_leaves
-from runner.checkpoint.leaves import from_stored, named, stored
+from runner.checkpoint import fingerprint, readers
+from runner.checkpoint.fast_tier import FastTier
+from runner.checkpoint.leaves import check_leaves, from_stored, named, stored
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
     Manifest,
     NotCommittedError,
+    bury,
     file_problems,
+    finish_burials,
     newest_manifest,
     read_manifest,
     steps,
 )
-from runner.checkpoint.tombstone import bury, finish_burials
+from runner.checkpoint.weight_names import is_adapted, refuse_unknown
+from runner.console import warn
 from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError
-from runner.record import PARAMS
+from runner.records import PARAMS
+from runner.run.attempt import Attempt
+from runner.run.fence import Claimant
 from runner.spec import Trajectory
 from runner.storage import DiskError, Store, number_in, open_store, read_log, split_checkpoint
-from runner.terminal import warn
 
 Tier = Literal["durable", "fast"]
 AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # why a job cannot go on with them
@@ -193,7 +192,7 @@ class Restorer:
         check_leaves(manifest, abstract, weights_only)
         arrays: dict[str, jax.Array] = {}
         try:
-            arrays = reader.read(store, directory, manifest, stored(named(abstract)))
+            arrays = readers.read(store, directory, manifest, stored(named(abstract)))
         except DiskError as error:
             problem = Problem(str(error), may_be_good=True)
         except StorageError:

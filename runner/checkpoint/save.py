@@ -21,9 +21,21 @@ zombie's checkpoint is whole and counts, or it can never be committed.
 
 In a bucket training never waits for a save: while one is on its way, a save that falls due is left out and the ledger
 says so. If `max_unsaved_seconds` pass from the begin of a save without any commit, the run ends with 76.
+
+The state's memory held twice, on CPUs only, so that training goes on while a save reads.
+
+On a CPU a save reads from the very memory of the arrays, and the step to which they are donated next would have to copy
+them into fresh memory, on one thread. So training goes on with a copy in the memory that the save before has read (in
+fresh memory while it still reads), and leaves that of this save for the next. Elsewhere a save copies out of the device
+first, and none of this is needed.
+
+The first save of a run, read back before it is committed: what was written is there, can be read, and has the bits.
+
+Cheap: the main host alone reads, and only what its first device holds of each leaf, block by block into its own memory.
 """
 
 import enum
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,19 +43,73 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from runner.attempt.claim import Attempt
-from runner.checkpoint import fingerprint, pieces
-from runner.checkpoint.double_buffer import DoubleBuffer
-from runner.checkpoint.fast import FastTier
-from runner.checkpoint.leaves import form, stored
-from runner.checkpoint.manifest import CHECKPOINTS, Manifest
-from runner.checkpoint.read_back import ReadBack
-from runner.checkpoint.tombstone import commit
-from runner.checkpoint.writer import Writer, Written
+from runner.checkpoint import blocks as pieces
+from runner.checkpoint import fingerprint
+from runner.checkpoint.fast_tier import FastTier
+from runner.checkpoint.fingerprint import LeafLayout, block_digest, chunks
+from runner.checkpoint.leaves import Leaves, form, stored
+from runner.checkpoint.manifest import CHECKPOINTS, Manifest, commit
+from runner.checkpoint.readers import BlockReader
+from runner.checkpoint.writers import Writer, Written
+from runner.console import warn
 from runner.errors import FencedError, RemovedError, StorageError, first_line
-from runner.storage import JsonObject
-from runner.terminal import warn
+from runner.run.attempt import Attempt
+from runner.storage import JsonObject, Store
+
+
+@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
+def _copy(leaves: list[jax.Array], spare: list[jax.Array] | None) -> list[jax.Array]:
+    """A copy of `leaves` by all threads of the device, in the memory of `spare`, or in fresh memory if that is None."""
+    return [jnp.copy(leaf) for leaf in leaves]
+
+
+class DoubleBuffer:
+    """The memory of one state, and that of the state that was saved before."""
+
+    def __init__(self) -> None:
+        self.is_needed = jax.default_backend() == "cpu"
+        self._spare: list[jax.Array] | None = None
+        self._reader: Future[Any] | None = None  # the save that may still read the spare memory
+
+    def swap(self, state: Any, reader: Future[Any] | None) -> Any:
+        """The state to go on with: the same bits as `state`, in memory that `reader`, the save of it, does not read."""
+        if not self.is_needed:
+            return state
+        spare = self._spare if self._reader is None or self._reader.done() else None
+        leaves, structure = jax.tree.flatten(state)
+        copies = list(leaves)
+        for places in chunks(leaves):
+            memory = None if spare is None else [spare[place] for place in places]
+            for place, leaf in zip(places, _copy([leaves[place] for place in places], memory), strict=True):
+                copies[place] = leaf
+        self._spare, self._reader = leaves, reader
+        return jax.tree.unflatten(structure, copies)
+
+
+@dataclass(frozen=True)
+class ReadBack:
+    """What is compared: the leaves as they are stored (shape, dtype, sharding), and how the state lies on devices."""
+
+    leaves: Leaves
+    layout: LeafLayout
+
+    def check(self, store: Store, directory: str, manifest: Manifest, digests: list[jax.Array]) -> None:
+        """Raise `ValueError` or `OSError` naming the leaf that does not come back. Main host only."""
+        device = jax.local_devices()[0]
+        blocks = BlockReader(store, directory, manifest)
+        expected = self.layout.digests_on(device, digests)
+        for name, leaf in self.leaves.items():
+            index = leaf.sharding.addressable_devices_indices_map(leaf.shape).get(device)
+            if index is None:
+                continue
+            block = blocks.read(name, leaf, index)
+            start = [part.indices(size)[0] for part, size in zip(index, leaf.shape, strict=True)]
+            if block.dtype != leaf.dtype or not np.array_equal(block_digest(block, leaf.shape, start), expected[name]):
+                raise ValueError(f"what was read back of {name} is not what was saved")
+
 
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 

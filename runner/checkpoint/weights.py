@@ -11,12 +11,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.checkpoint import fingerprint, reader
-from runner.checkpoint.adapted import Merge, Split, is_adapted, merge_of, split
-from runner.checkpoint.average import names_of, refuse_unknown
-from runner.checkpoint.fit import check_leaves
-from runner.checkpoint.leaves import dtype_called, from_stored, named, stored
-from runner.checkpoint.look import read_leaves
+from runner.checkpoint import fingerprint, readers
+from runner.checkpoint.leaves import check_leaves, dtype_called, from_stored, named, stored
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -27,12 +23,14 @@ from runner.checkpoint.manifest import (
     read_manifest,
     steps,
 )
-from runner.checkpoint.retention import best_step
+from runner.checkpoint.policy import best_step
+from runner.checkpoint.readers import read_leaves
+from runner.checkpoint.weight_names import Merge, Split, is_adapted, merge_of, names_of, refuse_unknown, split
+from runner.console import warn
 from runner.errors import InvalidError, StorageError
-from runner.record import PARAMS
+from runner.records import PARAMS
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
 from runner.storage import ForbiddenError, OtherKindError, Store, open_store, split_checkpoint
-from runner.terminal import warn
 
 Result = TypeVar("Result")
 
@@ -224,7 +222,7 @@ def _like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
 def _read_like(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Leaves like those of `abstract`, by their names in the manifest, each checked by its bits."""
     directory = f"{CHECKPOINTS}/{manifest.name}"
-    found = from_stored(reader.read(store, directory, manifest, stored(dict(abstract))), dict(abstract))
+    found = from_stored(readers.read(store, directory, manifest, stored(dict(abstract))), dict(abstract))
     for name, digest in fingerprint.leaf_digests(found).items():
         if digest != manifest.leaves[name]["digest"]:
             raise ValueError(f"the bits of {name} are not those that were saved")

@@ -1,4 +1,7 @@
-"""A corpus: shards of ids with an index, on a disk or in a bucket, and where its documents end."""
+"""A corpus: shards of ids with an index, on a disk or in a bucket, and where its documents end.
+
+Which tokens of a corpus of dialogues are of answers, and so count in the loss. A byte a token.
+"""
 
 import functools
 import math
@@ -6,19 +9,63 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from runner.data.answers import LOSS_WEIGHT, Answers, TrainOn, refuse_train_on
-from runner.data.index import ANSWERS_DTYPE, ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard, read_tokenizer
-from runner.data.protocol import Source
-from runner.data.reader import ByteRange, DiskReader
-from runner.data.remote.cache import CacheSettings
-from runner.data.remote.reader import BucketReader, in_parallel
-from runner.data.source import BucketFile, blaming, bucket_file, describe_file
-from runner.data.store import TokenFile, Tokens
+from runner.data.corpus_index import ANSWERS_DTYPE, ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard, read_tokenizer
+from runner.data.readers import ByteRange, DiskReader
+from runner.data.remote import BucketReader, CacheSettings, in_parallel
+from runner.data.source import Source
+from runner.data.source_files import BucketFile, blaming, bucket_file, describe_file
+from runner.data.token_files import TokenFile, Tokens
 from runner.errors import DataError
 from runner.storage import ChangedError, DeniedError, ForbiddenError, Listed, Store, digest_of, open_store
+
+TrainOn = Literal["answers", "all"]
+LOSS_WEIGHT = "loss_weight"
+
+
+class Answers:
+    """The files `.answers` of a corpus, as one sequence beside its tokens. Read from several threads."""
+
+    def __init__(self, parts: Sequence[TokenFile]) -> None:
+        self._marks = Tokens(parts)
+        self.bytes_fetched_per_token = self._marks.bytes_fetched_per_token
+
+    def weights(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """What the tokens of each stretch count for: 1 of an answer, else 0, float32. Of objects all at once.
+
+        Raises `DataError` naming the place of what is neither, and as `Tokens.read_ranges` does.
+        """
+        found = self._marks.read_ranges(ranges)
+        for (start, _), marks in zip(ranges, found, strict=True):
+            if len(marks) and marks.max() > 1:
+                place = int((marks > 1).argmax())
+                raise DataError(
+                    f"{self._marks.describe_position(start + place)} is {marks[place]}, needs 1 (of an answer) or 0: "
+                    "the file is not the one that the corpus was written with"
+                )
+        return [marks.astype(np.float32) for marks in found]
+
+    def check(self) -> None:
+        """Raise `DataError` if a file has changed since the job began."""
+        self._marks.check()
+
+
+def refuse_train_on(train_on: TrainOn | None, has_answers: bool) -> None:
+    """Raise `DataError` where a corpus does not say which tokens are of answers and is asked, or it says and is not."""
+    if train_on is not None and not has_answers:
+        raise DataError(
+            f"data.train_on={train_on}: nothing reads it, the corpus does not say which tokens are of answers; leave "
+            "it out, or tokenise dialogues with config.chat"
+        )
+    if train_on is None and has_answers:
+        raise DataError(
+            "the corpus says which tokens are of answers; say data.train_on: answers, so that these alone count in the "
+            "loss, or all"
+        )
+
 
 VERIFIED_BYTES_MAX = 1 << 27  # shards on a disk, up to so many bytes in all, are read whole at the start (0.1 s)
 LOOKED_AT_MAX = 1024  # of more shards in a bucket the heads of so many, evenly spaced, are looked at, at the start

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from runner.data.answers import LOSS_WEIGHT
-from runner.data.mixture import Mixture
-from runner.data.opening import load_own, open_source, refuse_unread
+from runner.data.corpus import LOSS_WEIGHT
+from runner.data.open_source import load_own, open_source, refuse_unread
 from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, RowOrder, Rows
-from runner.data.protocol import Source
-from runner.data.source import is_class
-from runner.data.store import IdRange, TokenFiles
+from runner.data.sampling import Mixture, Split, probe_order, split_tokens
+from runner.data.source import Source
+from runner.data.source_files import is_class
 from runner.data.text import Text
-from runner.data.tokenizer import Tokenizer
-from runner.data.window import Split, probe_order, split_tokens
+from runner.data.token_files import IdRange, TokenFiles
+from runner.data.tokenizers import Tokenizer
 from runner.errors import DataError
 from runner.storage import JsonObject, default_cache_directory
 
 if TYPE_CHECKING:
     from runner.config import DataConfig, MixtureSource, TokenSource
+
 
 TRAIN, VALIDATION = "train", "validation"
 

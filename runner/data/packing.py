@@ -23,9 +23,9 @@ from typing import Protocol
 
 import numpy as np
 
-from runner.data.protocol import Source
-from runner.data.remote.reader import in_parallel
-from runner.data.window import Split, make_order
+from runner.data.remote import in_parallel
+from runner.data.sampling import Split, make_order
+from runner.data.source import Source
 
 Rows = dict[str, np.ndarray]
 Fields = Mapping[str, type[np.generic]]

@@ -15,13 +15,12 @@ from typing import Literal
 
 import numpy as np
 
-from runner.data.cache import cache_key, publish, read_record, warn_unwritable, write_record
-from runner.data.protocol import Source
-from runner.data.remote.cache import CacheSettings
-from runner.data.remote.reader import open_reader
-from runner.data.source import BucketFiles, SourceFile, SourceFiles, read_source_file
-from runner.data.store import Tokens
-from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
+from runner.data.readers import cache_key, publish, read_record, warn_unwritable, write_record
+from runner.data.remote import CacheSettings, open_reader
+from runner.data.source import Source
+from runner.data.source_files import BucketFiles, SourceFile, SourceFiles, read_source_file
+from runner.data.token_files import Tokens
+from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
 from runner.errors import DataError
 from runner.storage import JsonObject
 

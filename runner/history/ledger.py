@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.history.record import Notice, Save
-from runner.hosts.clock import Bucket
+from runner.distributed.clock import Bucket
+from runner.history.records import Notice, Save
 from runner.storage import JsonObject, LogFeed, Store
 
 NOTICES_MAX = 50

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from runner.errors import InvalidError
-from runner.train.variables import TrainState
+from runner.train.state import TrainState
 
 FIRED = "fired"
 MOST_BYTES = 64 * 1024  # of one hook: what host 0 has counted goes to every host through the coordinator

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.attempt.result import Result
 from runner.errors import InvalidError
 from runner.hook.counters import FIRED, Branch, first_counters
 from runner.hook.protocol import Hook, Observer, SeenJob
+from runner.run.layout import Result
 from runner.spec import Document, HookEntry, Trajectory, hash_of, load_class, validate_config
-from runner.train.rider import Rider
+from runner.train.state import Rider
 
 RIDER = "hooks"
 

@@ -23,10 +23,10 @@ from typing import Any, ClassVar, Protocol
 import flax.linen as nn
 
 from runner.config import TrainerConfig
-from runner.hosts.agreement import Hosts
+from runner.distributed.agreement import Hosts
+from runner.metrics.rows import Row
 from runner.spec import ExecutionSpec, JobConfig
 from runner.storage import Store
-from runner.train.metrics.row import Row
 
 
 class HookConfig(JobConfig):

@@ -15,12 +15,19 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from runner.errors import InvalidError, first_line
-from runner.inference.opening import Opened, step_of
-from runner.inference.scoring import place_of
-from runner.judge.choice import Sampling
-from runner.judge.decode import generate, make_reader, variables_of
-from runner.judge.likelihood import Likelihood, Pair, encode_pair
-from runner.judge.text import encode_prompt, first_token, language_of, stream_text
+from runner.evaluation.generation import (
+    Sampling,
+    encode_prompt,
+    first_token,
+    generate,
+    language_of,
+    make_reader,
+    stream_text,
+    variables_of,
+)
+from runner.evaluation.likelihood import Likelihood, Pair, encode_pair
+from runner.inference.evaluate import place_of
+from runner.inference.open_run import Opened, step_of
 from runner.storage import JsonObject
 
 _MOST_TOKENS = 256  # of a text, where a task does not say

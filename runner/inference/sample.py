@@ -7,14 +7,24 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from runner.console import warn
 from runner.errors import DataError, InvalidError
-from runner.inference.opening import NEWEST, Opened, step_of
-from runner.judge.choice import Sampling
-from runner.judge.decode import generate, make_reader, variables_of, vocabulary_size_of
-from runner.judge.text import Language, encode_prompt, first_token, language_of, parse_ids, pieces
-from runner.record import PARAMS
-from runner.terminal import warn
-from runner.train.mesh import AXES, device_memory_bytes, make_mesh
+from runner.evaluation.generation import (
+    Language,
+    Sampling,
+    encode_prompt,
+    first_token,
+    generate,
+    language_of,
+    make_reader,
+    parse_ids,
+    pieces,
+    variables_of,
+    vocabulary_size_of,
+)
+from runner.inference.open_run import NEWEST, Opened, step_of
+from runner.parallel.mesh import AXES, device_memory_bytes, make_mesh
+from runner.records import PARAMS
 from runner.trainer import BaseTrainer
 
 

@@ -2,25 +2,16 @@
 
 The map, in layers; a module imports only from those above it.
 
-- `hlo`        what a compiled step communicates, and its largest arrays, from its text
-- `forecast`   how long a step will take, op by op, and what is alive meanwhile, from its text
-- `progress`   lines on standard error while it works
-- `figure`     one number with its unit and basis; a table for people, JSON for scripts
-- `machine`    the devices of a topology: libtpu's own, or CPU devices that stand in for them
-- `checks`     everything that can be wrong, found and listed at once
-- `data_check` the data: reached, counted against the run, its first batch read
-- `estimate`   arithmetic on the chips' peak figures: rooflines, traffic
-- `program`    the compiled steps' own figures: memory, collectives
-- `mesh`       the meshes to choose from, and those near one
-- `traffic`    what each axis of a mesh sends, by formula
-- `tile`       shards that are smaller than a TPU's tiles
-- `prediction` a job on a mesh by arithmetic: what it keeps, sends and computes
-- `mesh_check` shapes that betray a mesh
-- `probe`      what a compiler makes of one parameter on a mesh
-- `outlook`    the first estimate, and a mesh near by that does better
-- `profile`    the forecast as sections, and as a file for Perfetto
-- `against`    the forecast beside what a run took
-- `report`     the sections of a plan
-- `search`     meshes x micro-batches x what the job declares, ranked by predicted step time
-- `preflight`  the whole of a plan, and of a search
+- `figures`: One number of a plan with its unit and how it is known, and how a plan is shown: a table for people,
+- `checks`: Everything that can be wrong before a job is queued, found and listed at once. Writes nothing that s
+- `forecast`: How long a step will take, op by op, and why: read from the compiled program, on a machine without t
+- `mesh`: Shapes that betray a mesh: said before the step is compiled, from shapes and shardings, and after, f
+- `machine`: The devices that a job is sized for, without having them: libtpu's own, or CPU devices that stand in
+- `program`: What a job's compiled steps say of themselves: memory, collectives, how long the compiler took
+- `prediction`: What arithmetic says of a job on a mesh, before anything is compiled: what it keeps, sends and compu
+- `outlook`: What is known of a job before its step is compiled, and which mesh near its own would do better
+- `profile`: The forecast of a step as sections of a plan, and as a file that Perfetto opens
+- `report`: The sections of a plan: what the job is, what it costs in memory, time and traffic, and what each nu
+- `search`: What to ask for: meshes x micro-batches x what the job declares, ranked by predicted step time
+- `preflight`: The whole of a plan: check, compile, report; exit 0 when the job would run, 2 when not
 """

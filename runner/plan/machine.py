@@ -2,11 +2,16 @@
 
 libtpu compiles for any TPU topology on any machine. Without it, and for GPUs, the same program is partitioned for as
 many faked CPU devices: the sharding and the collectives are those of the mesh, the temporaries are the CPU compiler's.
+
+What a compiler makes of one parameter on a mesh: gathered for a matmul, its gradient scattered, or all of it whole.
+
+A program of one matmul takes the compiler a second or two, where the step takes minutes.
 """
 
 import contextlib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -14,11 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.accelerator import Accelerator
 from runner.errors import InvalidError
-from runner.train.mesh import device_memory_bytes
+from runner.parallel.mesh import BATCH_AXES, STATE_AXES, device_memory_bytes, make_mesh
+from runner.plan.forecast.collectives import collectives
+from runner.plan.mesh import Sizes
 
 # What libtpu would otherwise ask of a TPU host that is not there, and how much it says.
 _WITHOUT_A_TPU = {
@@ -148,3 +157,36 @@ def _fake_devices(number: int) -> Sequence[jax.Device]:
 def _memory_of(accelerator: Accelerator) -> int:
     speeds = accelerator.chip.speeds
     return device_memory_bytes() if speeds is None else speeds.hbm_bytes // accelerator.chip.devices_per_chip
+
+
+_TOKENS = 4096  # of a device
+
+
+def moves_whole(devices: Sequence[jax.Device], sizes: Sizes, leaf: Any, dtype: str) -> bool:
+    """Whether `leaf`, an abstract parameter with a sharding on that mesh, is moved over `STATE_AXES` by all-reduce.
+
+    Of one that stacks layers or experts it is a matrix that is tried, in `dtype` as it is sent.
+    """
+    mesh = make_mesh(dict(sizes), devices)
+    shape = leaf.shape[-2:]
+    spec = [None] * leaf.ndim
+    spec[: len(leaf.sharding.spec)] = leaf.sharding.spec
+    rows = (*BATCH_AXES, "sequence")
+    num_tokens = _TOKENS * mesh.size // mesh.shape["tensor"]
+
+    def argument(shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    weight = argument(shape, leaf.dtype, *spec[-2:])
+    x, dy = (argument((num_tokens, width), jnp.dtype(dtype), rows) for width in shape)
+
+    def step(weight: jax.Array, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient = (x.T @ dy).astype(weight.dtype)
+        return x @ weight.astype(x.dtype), weight - gradient
+
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(dy.sharding, weight.sharding))
+        text = jitted.lower(weight, x, dy).compile().as_text() or ""
+    found = collectives(text, {axis: int(size) for axis, size in mesh.shape.items()})
+    reduced = [one for one in found if one.kind == "all-reduce" and {*one.axes} & {*STATE_AXES}]
+    return any(2 * math.prod(each) > math.prod(shape) for one in reduced for each in one.shapes)

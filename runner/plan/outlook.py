@@ -11,19 +11,15 @@ from typing import Any
 import jax
 
 from runner.checkpoint.leaves import named
-from runner.plan import mesh_check
-from runner.plan.figure import amount
-from runner.plan.machine import Machine
-from runner.plan.mesh import Sizes, in_order, near_meshes
-from runner.plan.mesh_check import Fault, Passes
+from runner.parallel.mesh import STATE_AXES, mesh_sizes, mesh_text
+from runner.plan import mesh as mesh_check
+from runner.plan.figures import amount, telling
+from runner.plan.machine import Machine, moves_whole
+from runner.plan.mesh import Fault, Passes, Sizes, SmallShard, in_order, near_meshes, small_shards
 from runner.plan.prediction import Prediction, Predictor, draw_abstractly
-from runner.plan.probe import moves_whole
 from runner.plan.program import Program, bytes_on_a_device
-from runner.plan.progress import telling
-from runner.plan.tile import SmallShard, small_shards
-from runner.train.blueprint import Blueprint
-from runner.train.compilation import MEMORY_SHARE
-from runner.train.mesh import STATE_AXES, mesh_sizes, mesh_text
+from runner.train.compile import MEMORY_SHARE
+from runner.train.setup import Blueprint
 from runner.trainer import BaseTrainer
 
 _NUM_PROBED = 4  # meshes, each with

@@ -12,27 +12,23 @@ import yaml
 from jax.sharding import Mesh
 
 from runner.accelerator import Accelerator, parse_accelerator
+from runner.console import warn
+from runner.distributed.agreement import Hosts
 from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
-from runner.hosts.agreement import Hosts
 from runner.job import RestoreableJob
 from runner.plan import checks, report
-from runner.plan.against import against_section, rows_of
-from runner.plan.checks import Findings
-from runner.plan.data_check import check_data
-from runner.plan.figure import Section, amount, as_json, as_lines
-from runner.plan.hlo.buffer import largest_arrays
+from runner.plan.checks import Findings, check_data
+from runner.plan.figures import Section, amount, as_json, as_lines, telling
+from runner.plan.forecast.sources import largest_arrays
 from runner.plan.machine import Machine, open_machine
-from runner.plan.mesh_check import Fault
+from runner.plan.mesh import Fault
 from runner.plan.outlook import Outlook, first_blueprint, first_estimate, outlook_of
-from runner.plan.profile import forecast_of, profile_sections, write_trace
+from runner.plan.profile import against_section, forecast_of, profile_sections, rows_of, write_trace
 from runner.plan.program import Program, compile_design
-from runner.plan.progress import telling
 from runner.plan.search import Compiled, Search, smallest_slice
 from runner.spec import Document, load_document
-from runner.terminal import warn
-from runner.train.blueprint import Blueprint
-from runner.train.compilation import DoesNotFitError
-from runner.train.design import Design
+from runner.train.compile import DoesNotFitError
+from runner.train.setup import Blueprint, Design
 from runner.trainer import BaseTrainer
 
 _NUM_LARGEST = 5

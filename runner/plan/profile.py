@@ -1,19 +1,25 @@
-"""The forecast of a step as sections of a plan, and as a file that Perfetto opens."""
+"""The forecast of a step as sections of a plan, and as a file that Perfetto opens.
+
+The forecast of a step beside what a run of it took, by the rows that the run has left. Only reads.
+"""
 
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from runner.errors import InvalidError
-from runner.plan.figure import Basis, Section, amount
+from runner.history.reader import read_sample
+from runner.plan.figures import Basis, Section, amount
 from runner.plan.forecast import Forecast, Rates, forecast, memory_at, trace_of
-from runner.plan.hlo.collective import Collective
+from runner.plan.forecast.collectives import Collective
 from runner.plan.machine import Machine
 from runner.plan.program import Program, sent_bytes
-from runner.train.compilation import Memory
+from runner.storage import JsonObject, open_store
+from runner.train.compile import Memory
 
 _NUM_OPS, _NUM_LINES, _NUM_HELD, _NUM_TIMES = 20, 15, 8, 10
 
@@ -183,3 +189,39 @@ def write_trace(path: Path, found: Forecast, name: str) -> None:
         path.write_text(json.dumps(trace_of(found, name)))
     except OSError as error:
         raise InvalidError(f"--trace {path}: {error.strerror}") from error
+
+
+def rows_of(url: str) -> tuple[JsonObject, ...]:
+    """Rows of a run that tell how long its steps took. Raises `InvalidError` if there are none."""
+    try:
+        rows = read_sample(open_store(url))
+    except (OSError, ValueError) as error:
+        raise InvalidError(f"--against {url}: its metrics cannot be read: {error}") from error
+    timed = tuple(row for row in rows if _number(row, "perf/step_seconds_median"))
+    if not timed:
+        raise InvalidError(f"--against {url}: got no row of metrics.jsonl with perf/step_seconds_median, needs a run's")
+    return timed
+
+
+def against_section(found: Forecast, planned_bytes: int, rows: tuple[JsonObject, ...]) -> Section:
+    """What was measured, and how far the forecast is from it. Which devices the run had is not looked at."""
+    section = Section("against a run")
+    seconds = statistics.median(_number(row, "perf/step_seconds_median") for row in rows)
+    about = f"median of {len(rows)} rows, of the devices that the run had"
+    section.add("step", seconds, "seconds", "measured", about)
+    section.add("over the rooflines of its ops", seconds / found.low, "", "measured", "times; the forecast's lower end")
+    if found.has_estimates:
+        section.add("over the compiler's estimates", seconds / found.high, "", "measured", "times; the upper end")
+    shares = [share for row in rows if (share := _number(row, "perf/mfu"))]
+    if shares:
+        section.add("MFU", statistics.median(shares), "share", "measured")
+    peak = max((_number(row, "perf/peak_bytes") for row in rows), default=0.0)
+    if peak:
+        error = f"planned are {planned_bytes / peak - 1:+.1%} of it"
+        section.add("peak memory of a device", peak, "bytes", "measured", error)
+    return section
+
+
+def _number(row: JsonObject, key: str) -> float:
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

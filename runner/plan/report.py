@@ -4,19 +4,27 @@ from typing import Any
 
 import jax
 
-from runner.checkpoint.interval import best_interval_seconds
+from runner.checkpoint.policy import best_interval_seconds
 from runner.config import TrainerConfig
+from runner.parallel.mesh import batch_axes_text, mesh_text, num_batch_shards
 from runner.periodic import tokens_at
-from runner.plan import estimate
-from runner.plan.estimate import DURABLE_BYTES_PER_SECOND, STALL_BYTES_PER_SECOND, Roofline, Work
-from runner.plan.figure import Section, amount
+from runner.plan import program as estimate
+from runner.plan.figures import Section, amount
 from runner.plan.machine import Machine
-from runner.plan.program import Program, bytes_of, bytes_on_a_device, num_elements
+from runner.plan.program import (
+    DURABLE_BYTES_PER_SECOND,
+    STALL_BYTES_PER_SECOND,
+    Program,
+    Roofline,
+    Work,
+    bytes_of,
+    bytes_on_a_device,
+    num_elements,
+)
 from runner.spec import ExecutionSpec
-from runner.train.compilation import MEMORY_SHARE
+from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops
-from runner.train.mesh import batch_axes_text, mesh_text, num_batch_shards
-from runner.train.variables import TrainState
+from runner.train.state import TrainState
 
 
 def job_section(spec: ExecutionSpec, machine: Machine) -> Section:

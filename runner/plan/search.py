@@ -18,16 +18,14 @@ import yaml
 from runner.accelerator import Accelerator
 from runner.errors import InvalidError
 from runner.plan import checks, report
-from runner.plan.checks import Findings
-from runner.plan.data_check import load_data
-from runner.plan.estimate import TYPICAL_SHARE, Roofline
+from runner.plan.checks import Findings, load_data
 from runner.plan.machine import Machine
 from runner.plan.mesh import Sizes, all_meshes
 from runner.plan.prediction import WHOLE, Prediction, Predictor, draw_abstractly
 from runner.plan.profile import forecast_seconds
-from runner.plan.program import Program, compile_design
+from runner.plan.program import TYPICAL_SHARE, Program, Roofline, compile_design
 from runner.spec import Document, load_document
-from runner.train.compilation import MEMORY_SHARE
+from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops
 from runner.trainer import BaseTrainer
 

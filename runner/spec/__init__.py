@@ -5,14 +5,6 @@ class and is validated by that class's `JobConfig`.
 
 The map, in layers; a module imports only from those above it.
 
-- `model`       the frozen models, from `ExecutionSpec` down
-- `wording`     the parts of a one-line message: its place, what was got, the nearest choice
-- `dialect`     the YAML that specs are written in -> plain data and the place of every key
-- `document`    a file, a text or an `ExecutionSpec`, with overrides -> `Document`
-- `validation`  a document against a model; pydantic's findings in the user's words
-- `job_class`   `module:Class` -> the class
-- `output`      `ExecutionSpec` -> YAML, models -> JSON Schema
-- `identity`    the trajectory: the keys on which the bits of a run depend, and their hash
 
 Reading goes in three steps, each listing all of its problems at once:
 
@@ -21,11 +13,16 @@ Reading goes in three steps, each listing all of its problems at once:
 3. `validate_config` checks `config` with that job's model.
 
 Later stages blame a key in the same words through `Document.error`.
+
+- `model`: The frozen models of a spec. Owns its keys, defaults, descriptions and the checks that one section c
+- `document`: The YAML that specs are written in: one document, plain values only, every key once
+- `imports`: A user's class by its name: `module:Class` becomes the class, or one line that says why it cannot
+- `trajectory`: The trajectory: the keys of a spec on which the bits of a run depend. A resume refuses a change in a
+- `validation`: A document against a model. Owns the words in which pydantic's findings reach the user: one line per
 """
 
-from runner.spec.document import Document, document_of, load_document, parse_document
-from runner.spec.identity import Trajectory, filled_in, hash_of, trajectory
-from runner.spec.job_class import load_class, load_job_class
+from runner.spec.document import Document, KeyPath, Place, document_of, load_document, nearest_or_all, parse_document
+from runner.spec.imports import load_class, load_job_class
 from runner.spec.model import (
     JOB_PATTERN,
     NAME_PATTERN,
@@ -43,9 +40,16 @@ from runner.spec.model import (
     Notify,
     Topology,
 )
-from runner.spec.output import dump_spec, json_schema
-from runner.spec.validation import SpecModel, read_spec, spec_without_unread_hooks, validate_config, validate_spec
-from runner.spec.wording import KeyPath, Place, nearest_or_all
+from runner.spec.trajectory import Trajectory, filled_in, hash_of, trajectory
+from runner.spec.validation import (
+    SpecModel,
+    dump_spec,
+    json_schema,
+    read_spec,
+    spec_without_unread_hooks,
+    validate_config,
+    validate_spec,
+)
 
 __all__ = [
     "JOB_PATTERN",

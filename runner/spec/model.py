@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from runner.record import PARAMS
+from runner.records import PARAMS
 
 Auto = Literal["auto"]
 Section = dict[str, Any]  # of a spec that a class of the user's own validates

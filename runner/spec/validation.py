@@ -1,4 +1,7 @@
-"""A document against a model. Owns the words in which pydantic's findings reach the user: one line per problem."""
+"""A document against a model. Owns the words in which pydantic's findings reach the user: one line per problem.
+
+Specs out again: as YAML, and as the JSON Schema of what may be written.
+"""
 
 import json
 import re
@@ -6,13 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 
 from runner.errors import SpecError
-from runner.spec.document import Document, load_document
+from runner.spec.document import Document, Dumper, KeyPath, did_you_mean, got, load_document, nearest_or_all
 from runner.spec.model import HOOK_PATTERN, JOB_PATTERN, NAME_PATTERN, ExecutionSpec
-from runner.spec.wording import KeyPath, did_you_mean, got, nearest_or_all
 
 SpecModel = TypeVar("SpecModel", bound=BaseModel)
 
@@ -165,3 +169,21 @@ def _choices(detail: ErrorDetails) -> list[str]:
     if detail["type"] != "literal_error":
         return []
     return [choice.strip("'") for choice in re.split(r", | or ", detail["ctx"]["expected"])]
+
+
+def dump_spec(spec: ExecutionSpec) -> str:
+    """YAML text that `parse_document` reads back as the same spec."""
+    return yaml.dump(spec.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def json_schema(config_model: type[BaseModel] | None = None, *, any_other: bool = True) -> dict[str, Any]:
+    """JSON Schema of a spec (draft 2020-12), with `config_model` as a form of `config`, or as the only one."""
+    models: list[type[BaseModel]] = [ExecutionSpec] if config_model is None else [ExecutionSpec, config_model]
+    refs, definitions = models_json_schema([(model, "validation") for model in models])
+    defs = definitions["$defs"]
+    schema = defs.pop(refs[ExecutionSpec, "validation"]["$ref"].rpartition("/")[2])
+    if config_model is not None:
+        config = schema["properties"]["config"]
+        other = {"type": config.pop("type")}
+        config["anyOf"] = [refs[config_model, "validation"], *([other] if any_other else [])]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "$defs": defs}

@@ -1,53 +1,43 @@
 """Where a run's files are: one interface over a disk and the buckets of three clouds.
 
-- `store` the interface, and what is built on it alone
-- `failure` what the errors of a disk mean
-- `local` a directory on a disk
-- `retry` try again what is transient, until a deadline
-- `bucket` a prefix of a bucket, over one of three drivers
-- `google` gs://
-- `amazon` s3://
-- `azure` az://
-- `background_writer` growing files of a bucket, sent in the background
-- `log` lines that are only appended
-- `log_feed` the same as they come, each read once
-- `url` from a path or URL to a store
-- `cache_directory` where this machine keeps what it can make again
+- `store`: What a run needs of the place that it writes to, on a disk or in a bucket: the whole surface
+- `bucket`: A store in a bucket: every call has a deadline, is tried again when the failure is transient, and ne
+- `azure`: Azure Blob Storage: AZURE_STORAGE_CONNECTION_STRING
+- `gcs`: Google Cloud Storage: application default credentials, or an emulator at STORAGE_EMULATOR_HOST
+- `local`: A store on a disk. Publish = write aside, flush to the disk, then one atomic name
+- `jsonl`: Lines that come, each read once: for who looks at what another process writes, again and again
+- `s3`: Amazon S3 and what speaks its protocol: the AWS environment, profiles, and AWS_ENDPOINT_URL
+- `url`: From what a spec says, a path or a URL, to a store
 """
 
-from runner.storage.background_writer import BackgroundWriter
-from runner.storage.cache_directory import default_cache_directory
-from runner.storage.failure import DiskError, ForbiddenError, OtherKindError, kind_of
-from runner.storage.local import LocalStore
-from runner.storage.log import Log, iterate_log, open_log, read_log
-from runner.storage.log_feed import GrowingFile, LogFeed
-from runner.storage.retry import DeadlineError, DeniedError, TransientError
+from runner.storage.bucket import BackgroundWriter
+from runner.storage.jsonl import GrowingFile, Log, LogFeed, iterate_log, open_log, read_log
+from runner.storage.local import LocalStore, default_cache_directory
 from runner.storage.store import (
     ABSENT,
     ChangedError,
+    DeadlineError,
+    DeniedError,
+    DiskError,
+    ForbiddenError,
     JsonObject,
     Listed,
+    OtherKindError,
     Store,
+    TransientError,
     Version,
     create,
     digest_of,
     encode_json,
     encode_line,
+    kind_of,
     number_in,
     parse_json,
     parse_lines,
     probe,
     read_json,
 )
-from runner.storage.url import (
-    check_url,
-    check_way,
-    extra_of,
-    local_directory,
-    open_store,
-    split_checkpoint,
-    store_at,
-)
+from runner.storage.url import check_url, check_way, extra_of, local_directory, open_store, split_checkpoint, store_at
 
 __all__ = [
     "ABSENT",

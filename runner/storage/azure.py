@@ -13,8 +13,7 @@ from cloudpathlib.azure import AzureBlobClient, AzureBlobPath
 from cloudpathlib.exceptions import MissingCredentialsError
 
 from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, Entry
-from runner.storage.retry import DeniedError, TransientError
-from runner.storage.store import ABSENT, Version
+from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
 
 @contextlib.contextmanager

@@ -1,9 +1,13 @@
-"""A store on a disk. Publish = write aside, flush to the disk, then one atomic name."""
+"""A store on a disk. Publish = write aside, flush to the disk, then one atomic name.
+
+Where this machine keeps what it can make again.
+"""
 
 import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -11,8 +15,29 @@ from pathlib import Path
 
 import google_crc32c
 
-from runner.storage.failure import OtherKindError, make_directory, open_file, translating
-from runner.storage.store import ABSENT, ChangedError, Listed, Version
+from runner.storage.store import (
+    ABSENT,
+    ChangedError,
+    Listed,
+    OtherKindError,
+    Version,
+    make_directory,
+    open_file,
+    translating,
+)
+
+
+def default_cache_directory() -> Path:
+    """Return $RUNNER_CACHE, else $XDG_CACHE_HOME/runner, else ~/.cache/runner."""
+    if directory := os.environ.get("RUNNER_CACHE"):
+        return Path(directory)
+    if directory := os.environ.get("XDG_CACHE_HOME"):
+        return Path(directory) / "runner"
+    try:
+        return Path.home() / ".cache" / "runner"
+    except RuntimeError:  # a container's user may have no home
+        return Path(tempfile.gettempdir()) / f"runner-{os.getuid()}"
+
 
 _CHUNK_BYTES = 1 << 18
 _REMOVE_TRIES = 10

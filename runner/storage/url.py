@@ -7,13 +7,12 @@ from pathlib import Path
 
 from runner.errors import InvalidError
 from runner.storage.bucket import BucketStore
-from runner.storage.failure import kind_of
 from runner.storage.local import LocalStore
-from runner.storage.store import Store
+from runner.storage.store import Store, kind_of
 
 _DRIVERS = {  # scheme: module, class, extra of this package that brings the client
-    "gs": ("runner.storage.google", "GoogleDriver", "gcs"),
-    "s3": ("runner.storage.amazon", "AmazonDriver", "s3"),
+    "gs": ("runner.storage.gcs", "GoogleDriver", "gcs"),
+    "s3": ("runner.storage.s3", "AmazonDriver", "s3"),
     "az": ("runner.storage.azure", "AzureDriver", "azure"),
 }
 

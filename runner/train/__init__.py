@@ -1,38 +1,17 @@
 """Training, in parts that do no I/O but for the metrics.
 
-- `mesh` spec -> mesh, logical axis rules
-- `variables` what the train state holds of a model besides its parameters
-- `recipe` optimizers and schedules by name, and how each parameter is treated
-- `rider` what rides along with the parameters, such as averages of them
-- `ema` averages of the weights
-- `noise_scale` how much of a gradient is noise
-- `adapter` LoRA: what is trained beside parameters that stand still
-- `rounding` new parameters of a narrow type, rounded stochastically
-- `norm` norms of gradients and parameters, by group
-- `riding` which riders a config asks for
-- `state` the train state and its eval_shape-based sharded init
-- `fields` what the step knows of the fields of a batch, and what it refuses to leave unread
-- `batch_layout` how the examples of a step are split over devices and micro-batches
-- `meta` what `forward` may return beside the loss, and how a row holds it
-- `along` what a function finds that each device calls for itself along some axes
-- `data_sum` sums over what the devices along `data` have computed, once a step
-- `fixed_order` sums over micro-batches in one order, whatever number of devices computes them
-- `merged` a traced program with each of its operations once
-- `step` pure train_step and val_step with accumulation
-- `loss` token cross entropy
-- `row_attention` which of two ways attention takes over rows that are cut, by the time that each needs
-- `compilation` the compiled step, and the micro-batch that fits a device
-- `blueprint` what a job is on certain devices, before anything is allocated
-- `micro_batch` the micro-batch that was chosen for some hardware, as manifests remember it
-- `same_data` every host trains on the same data, from the first step to the last
-- `design` what a job is before any device is touched, and how it is drawn on devices
-- `flops` what a train step computes, by formula and counted in a traced program
-- `sizing` what a token keeps and sends, for a plan that cannot compile every way
-- `metrics` the rows of the surviving trajectory, and where people see them
-- `evaluation` who judges the weights, each at its own cadence
-- `validation` the loss on a validation set
-- `ema_validation` that of averages of the weights
-- `profile` traces of some steps, by jax.profiler
-- `report` the rows of an attempt: collected, evaluated, written, shown
-- `hint` other hardware is refused, with what would make the job run there
+- `optimizer`: What a job trains with: optimizer and schedule of the library, or of its own
+- `profiler`: Profiles: what the devices of process 0 did in some steps, recorded by jax.profiler into the run's d
+- `state`: The train state, born sharded: abstract shapes, then shardings, then one jit with out_shardings. Doe
+- `loss`: Token cross entropy as sums, so that a mean over any split of a batch is exact
+- `batch_layout`: How the examples of a step are split: over the devices of a mesh, and over micro-batches in time. Ar
+- `step`: The optimizer step and the validation step, pure. Knows no host, no file, no spec
+- `auxiliary`: The gradient-noise scale: the batch, in tokens, at which more data in a step begins to gain little
+- `compile`: The compiled steps: traced from abstract shapes, never from arrays, and the micro-batch that fits a
+- `lora`: LoRA (arXiv 2106.09685): small matrices A and B are trained, and the model's own parameters stand st
+- `evaluators`: Whoever judges the weights, each at its own cadence; and what becomes of their figures. Called on ev
+- `report`: The rows of a run: collected without waiting, evaluated, written on the main host, shown wherever a
+- `setup`: What a training job is before any device is touched, and how it is drawn on devices
+- `checks`: Every host trains on the same data, from the first step to the last. Called on every host
+- `flops`: How many floating-point operations a train step takes: by formula, and counted in a traced program.
 """

@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 from runner.config import TrainerConfig
 from runner.data import Dataset, batch_fields, global_batch
 from runner.errors import InvalidError
-from runner.train.fields import target_weights
-from runner.train.mesh import (
+from runner.parallel.mesh import (
     BATCH_AXES,
     batch_axes_text,
     batch_sharding,
@@ -21,6 +20,7 @@ from runner.train.mesh import (
     refuse_cut_rows,
     refuse_other_orders,
 )
+from runner.train.loss import target_weights
 
 
 @dataclass(frozen=True)

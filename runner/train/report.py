@@ -8,23 +8,19 @@ from typing import Any
 
 import jax
 
-from runner.attempt.account import Account
-from runner.attempt.claim import Attempt
 from runner.config import TrainerConfig
+from runner.metrics.file import NAME, open_metrics
+from runner.metrics.meta import Meta
+from runner.metrics.rows import Row, Tail
+from runner.metrics.window import Pace, Window
+from runner.metrics.writers import Sink, open_sinks
+from runner.parallel.mesh import device_peak_bytes
 from runner.periodic import is_due, tokens_at
+from runner.run.attempt import Account, Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
-from runner.train.evaluation import Evaluations, Evaluator
-from runner.train.mesh import device_peak_bytes
-from runner.train.meta import Meta
-from runner.train.metrics.disk import NAME
-from runner.train.metrics.file import open_metrics
-from runner.train.metrics.line import Tail
-from runner.train.metrics.pace import Pace
-from runner.train.metrics.row import Row
-from runner.train.metrics.sinks import Sink, open_sinks
-from runner.train.metrics.window import Window
-from runner.train.profile import Profiler
+from runner.train.evaluators import Evaluations, Evaluator
+from runner.train.profiler import Profiler
 
 
 class Report(Account):

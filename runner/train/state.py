@@ -3,23 +3,254 @@
 A parameter's logical axis names become mesh axes by the job's rules (`mesh.logical_rules`). Two more make it fit any
 mesh: an axis that does not divide is left out, and what is still whole over fsdp is cut along its largest axis that
 divides.
+
+A model's variables that no gradient moves: part of the train state, seen by `forward`, replaced by each step.
+
+They are what `init` of the model makes besides `params`, by collection, such as the biases that balance the load of
+experts. A model that has none has no leaf here, and its state is that of flax. They are saved, restored, compared and
+fingerprinted like every leaf.
+
+A step changes them by sums over its whole global batch: `forward` returns these as meta `statistics`, a pytree for one
+micro-batch, and `BaseTrainer.update_variables` makes the next variables of their total. Counts are added up as
+integers, in which no split of the batch moves a bit; all else in float32.
+
+What rides along with the parameters in the train state, by name: averages of weights, counters of hooks.
+
+A rider is a pytree below `riders` of the state, saved, restored, compared and fingerprinted like every leaf. What has
+the name and the shape of a parameter lies as that does; all else is on every device. Where nothing asks for a rider
+there is no leaf, and the state and the program are those without.
+
+A rider that has an `update` changes with each step, inside the program of the step, after the optimizer. One that has
+none stays as it is there, and is replaced on the host between two steps.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
+from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runner.checkpoint.adapted import Merge
 from runner.checkpoint.leaves import strong
-from runner.train.mesh import Rule, fitting_axes, rules_in_force, sharding_rules
-from runner.train.recipe.average import has_average, restarted
-from runner.train.rider import Rider, init_riders
-from runner.train.variables import PARAMS, RIDERS, TrainState, others
+from runner.checkpoint.weight_names import BASE, Merge, merged
+from runner.errors import InvalidError
+from runner.optim.transforms import has_average, restarted
+from runner.parallel.mesh import Rule, fitting_axes, rules_in_force, sharding_rules
+
+BY_GRADIENT = "_overwrite_with_gradient"  # of flax's float8 operations
+PARAMS, VARIABLES, RIDERS = "params", "variables", "riders"
+STATISTICS = "statistics"
+Meta = dict[str, jax.Array]
+# (variables, statistics of the step) -> (variables of the next step, scalars for the step's row)
+UpdateVariables = Callable[[Any, Any], tuple[Any, Meta]]
+
+
+class TrainState(train_state.TrainState):
+    """That of flax, with the model's variables other than `params`, by collection, and what rides along, by name.
+
+    With `merge`, `params` are an adapter, and the model's own stand still in `variables.base`: see `adapter`.
+    """
+
+    variables: Any = struct.field(default_factory=dict)
+    riders: Any = struct.field(default_factory=dict)  # see `runner.train.state`
+    merge: Merge | None = struct.field(pytree_node=False, default=None)
+
+
+def others(variables: Mapping[str, Any]) -> Any:
+    """What `init` of a model returns, without its parameters."""
+    return {name: collection for name, collection in variables.items() if name != PARAMS}
+
+
+def variables_of(state: Any) -> Any:
+    """The model's variables of a train state, which a caller may have made as flax's own: that has none."""
+    found = getattr(state, VARIABLES, {})
+    return found if merge_of(state) is None else {name: own for name, own in found.items() if name != BASE}
+
+
+def merge_of(state: Any) -> Merge | None:
+    """How the adapter that a train state trains is merged; None: it trains the model's own parameters."""
+    return getattr(state, "merge", None)
+
+
+def with_other_variables(state: TrainState, variables: Any) -> TrainState:
+    """`state` with other variables of its model."""
+    return state.replace(variables=variables if state.merge is None else {**variables, BASE: state.variables[BASE]})
+
+
+def model_params(state: Any) -> Callable[[Any], Any]:
+    """From what is trained of a state to the parameters that the model is applied to: the same, or merged. Pure."""
+    merge = merge_of(state)
+    if merge is None:
+        return lambda params: params
+    return lambda params: merged(state.variables[BASE], params, merge)
+
+
+def with_variables(apply_fn: Callable[..., Any], variables: Any) -> Callable[..., Any]:
+    """`apply_fn` of a model, which sees `variables` beside what it is given; the same function if there are none."""
+    if not variables:
+        return apply_fn
+
+    @functools.wraps(apply_fn)
+    def apply(given: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return apply_fn({**variables, **given}, *args, **kwargs)
+
+    return apply
+
+
+def model_of(apply_fn: Callable[..., Any]) -> Any:
+    """The object whose method `apply_fn` is, or was before `with_variables`; None for a plain function."""
+    method = inspect.unwrap(apply_fn, stop=lambda function: hasattr(function, "__self__"))
+    return getattr(method, "__self__", None)
+
+
+def refuse_by_gradient(variables: Mapping[str, Any]) -> None:
+    """Raise `InvalidError` for variables whose gradients are their next values: a step would leave them as they are."""
+    if BY_GRADIENT in variables:
+        raise InvalidError(
+            f"the model has variables {BY_GRADIENT}, of flax.linen.fp8_ops, whose gradients are their next values, and "
+            "no step here does that: their scales would stand still; use an operation whose scales are variables that "
+            "update_variables makes, or a train_step of your own"
+        )
+
+
+def total(meta: Mapping[str, Any], num_steps: int) -> Meta:
+    """The statistics of all micro-batches, if `meta` has any; of several they are the first axis of each leaf."""
+    if STATISTICS not in meta:
+        return {}
+
+    def added(leaf: Any) -> jax.Array:
+        wide = jnp.asarray(leaf, _wide(jnp.result_type(leaf)))
+        return wide if num_steps == 1 else jnp.sum(wide, axis=0)
+
+    return {STATISTICS: jax.tree.map(added, meta[STATISTICS])}
+
+
+def unchanged(variables: Any, statistics: Any) -> tuple[Any, Meta]:
+    """(variables of the next step, scalars for the step's row) from the sums of the step's statistics; none here.
+
+    Pure. An experiment replaces it where its `forward` returns `statistics`.
+    """
+    return variables, {}
+
+
+def weights_of(state: Any) -> Any:
+    """What is trained of a state, which must not be an adapter, and the model's other variables where it has any."""
+    variables = variables_of(state)
+    return {PARAMS: state.params} | ({VARIABLES: variables} if variables else {})
+
+
+def without_statistics(meta: Mapping[str, Any]) -> Meta:
+    """What a row may hold of a forward's meta."""
+    return {name: value for name, value in meta.items() if name != STATISTICS}
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+
+
+@dataclass(frozen=True)
+class Halves:
+    """What the gradients over the two halves of a global batch, by the order of its examples, have in common.
+
+    Attributes:
+        squares: the square of the norm of each half's mean gradient; float32[2].
+        product: their scalar product.
+        counts: what the targets of each half count for; float32[2].
+    """
+
+    squares: jax.Array
+    product: jax.Array
+    counts: jax.Array
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a step shows its riders. All of it is traced.
+
+    Attributes:
+        step: completed steps, with this one; int32.
+        params: those of the next step, in the type in which they are stored.
+        grads: of the mean loss over the whole batch, float32, before any clipping.
+        halves: only where a rider `sees_halves`.
+    """
+
+    step: jax.Array
+    params: Any
+    grads: Any
+    halves: Halves | None = None
+
+
+@dataclass(frozen=True)
+class Rider:
+    """One pytree that rides along, and how it changes. Its functions are pure: nothing else of it is kept.
+
+    Attributes:
+        name: its branch below `riders` of the state.
+        init: what it is before the first step, from the parameters; arrays of its own, as a step donates them. Also
+            where the parameters of another run are begun with.
+        update: (what it is, what the step shows) -> (what it is then, scalars for the step's row), of the same shapes
+            and types; None: steps leave it alone.
+        sees_halves: whether it needs the gradients of both halves of the batch, which cost the memory of one more, and
+            an even number of micro-batches.
+    """
+
+    name: str
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Observation], tuple[Any, Meta]] | None = None
+    sees_halves: bool = False
+
+
+def compared(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None) -> Halves:
+    """What two halves of a batch have in common, from the gradients of the first and of both, added up.
+
+    Gradients are of sums that were divided by `divisor`, if any; `counts` is of each half.
+    """
+    second = jax.tree.map(jnp.subtract, both, first)
+    shares = jnp.maximum(counts, jnp.finfo(jnp.float32).tiny) / (1.0 if divisor is None else divisor)
+    products = [
+        jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, *pair))
+        for pair in [(first, first), (second, second), (first, second)]
+    ]
+    squares = jnp.stack(products[:2]) / shares**2
+    return Halves(squares, products[2] / (shares[0] * shares[1]), counts)
+
+
+def init_riders(riders: Sequence[Rider], params: Any) -> Any:
+    """All of `riders` by name, as they are before the first step. Raises `InvalidError` if two have one name."""
+    for name, count in Counter(rider.name for rider in riders).items():
+        if count > 1:
+            raise InvalidError(f"{count} riders of the job are called {name!r}; give each a name of its own")
+    return {rider.name: rider.init(params) for rider in riders}
+
+
+def ride(riders: Sequence[Rider], own: Any, seen: Observation) -> tuple[Any, Meta]:
+    """(all that rides along after a step, scalars for its row), from what it was before. To be traced."""
+    after = dict(own)
+    scalars: Meta = {}
+    for rider in riders:
+        if rider.update is not None:
+            after[rider.name], own_scalars = rider.update(own[rider.name], seen)
+            scalars |= own_scalars
+    return after, scalars
+
+
+def refuse_left_behind(riders: Sequence[Rider], before: Any, after: Any) -> None:
+    """Raise `InvalidError` if a traced step hands a rider on as it was, though it has an update."""
+    for rider in riders:
+        pairs = list(zip(jax.tree.leaves(before[rider.name]), jax.tree.leaves(after.get(rider.name)), strict=False))
+        if rider.update is not None and pairs and all(old is new for old, new in pairs):
+            raise InvalidError(
+                f"train_step of the job leaves riders.{rider.name} as it is; call that of BaseTrainer, or `ride` of "
+                "runner.train.state after the optimizer"
+            )
 
 
 def _fit(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:

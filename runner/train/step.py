@@ -11,11 +11,17 @@ is called: each share of the loss is divided by all of them at once. A forward t
 are `sums`, see `meta`.
 
 Shape legend: S accumulation steps, B examples, T sequence length.
+
+Norms of gradients and parameters, for rows: of all, and of each group of parameters. Pure.
+
+A group is what lies below a top-level module, by its path (`groups`), or one parameter (`parameters`).
+
+How a new parameter becomes one of a narrow type, where the sum with its update is float32. Pure.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,27 +29,94 @@ import optax
 from jax import lax
 
 from runner.errors import InvalidError
-from runner.train import data_sum, fixed_order
-from runner.train.fields import refuse_unread, target_weights, uncounted
-from runner.train.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, total_of_sums, with_means
-from runner.train.norm import Norms, norms_of
-from runner.train.recipe.average import gradient_point
-from runner.train.recipe.group import split, with_zeros
-from runner.train.rider import Observation, Rider, compared, ride
-from runner.train.rounding import NEAREST, apply_stochastically
-from runner.train.variables import (
+from runner.metrics.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, total_of_sums, with_means
+from runner.optim.groups import split, with_zeros
+from runner.optim.transforms import gradient_point
+from runner.parallel import reduction
+from runner.train.loss import refuse_unread, target_weights, uncounted
+from runner.train.state import (
     STATISTICS,
     VARIABLES,
+    Observation,
+    Rider,
     TrainState,
     UpdateVariables,
+    compared,
     model_params,
     refuse_by_gradient,
+    ride,
     total,
     variables_of,
     with_other_variables,
     with_variables,
     without_statistics,
 )
+
+Norms = Literal["none", "groups", "parameters"]
+
+
+def norms_of_job(job_class: Any) -> Norms:
+    """What the config of a job's class asks for; none of a class that belongs to no job."""
+    config = getattr(job_class, "config", None)
+    return "none" if config is None else config.metrics.norms
+
+
+def norms_of(grads: Any, params: Any, norms: Norms) -> dict[str, jax.Array]:
+    """`param_norm`, and `grad_norm/<group>` and `param_norm/<group>` of each; nothing if `norms` is `none`."""
+    if norms == "none":
+        return {}
+    found = {"param_norm": optax.tree.norm(_in_float32(params))}
+    for kind, tree in {"grad_norm": grads, "param_norm": params}.items():
+        for group, leaves in _groups(tree, norms).items():
+            found[f"{kind}/{group}"] = optax.tree.norm(_in_float32(leaves))
+    return found
+
+
+def _groups(tree: Any, norms: Norms) -> dict[str, list[jax.Array]]:
+    groups: dict[str, list[jax.Array]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        own = path if norms == "parameters" else path[:1]
+        groups.setdefault(jax.tree_util.keystr(own, simple=True, separator="/"), []).append(leaf)
+    return groups
+
+
+def _in_float32(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+NEAREST = "nearest"
+_ROUNDING = 0x726F756E  # folded into the key of the step: numbers of examples and of leaves are far below
+
+
+def apply_stochastically(state: Any, grads: Any, key: jax.Array) -> Any:
+    """`state.apply_gradients`, but that parameters of bfloat16 are rounded stochastically.
+
+    `key` is that of the step. A leaf draws from its own, by its place among the parameters, one number for each of its
+    elements: the bits depend on no mesh. All other types are as ever.
+    """
+    updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
+    key = jax.random.fold_in(key, _ROUNDING)
+    params, structure = jax.tree.flatten(state.params)
+    found = [
+        round_stochastically(param.astype(jnp.float32) + update, jax.random.fold_in(key, number))
+        if param.dtype == jnp.bfloat16
+        else optax.apply_updates(param, update)
+        for number, (param, update) in enumerate(zip(params, jax.tree.leaves(updates), strict=True))
+    ]
+    return state.replace(step=state.step + 1, params=jax.tree.unflatten(structure, found), opt_state=opt_state)
+
+
+def round_stochastically(values: jax.Array, key: jax.Array) -> jax.Array:
+    """Each of `values`, float32, as one of the two nearest bfloat16, so that the mean over keys is the value.
+
+    The lower half of a word is how far the value is from the one towards zero, in 1/65536 of the way to the other: with
+    16 random bits added, it carries into the upper half just as often. What is not finite is as ever.
+    """
+    words = lax.bitcast_convert_type(values, jnp.uint32)
+    carried = words + jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = lax.bitcast_convert_type((carried >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(values), rounded, values.astype(jnp.bfloat16))
+
 
 Batch = dict[str, jax.Array]
 # (apply_fn, params, micro-batch, key of the step or None) -> (loss_sum, meta); no key = deterministic.
@@ -121,7 +194,7 @@ def _gradients(
         return (loss, grads, _totals(metas, num_steps), halves), _of_one(last_meta)
 
     whole = params, getattr(state, VARIABLES, {}), key, num_tokens
-    (loss, grads, totals, halves), last_meta = data_sum.on_parts(on_part, whole, _numbered(batch))
+    (loss, grads, totals, halves), last_meta = reduction.on_parts(on_part, whole, _numbered(batch))
     if halves is not None:
         halves = compared(halves[0], grads, halves[1], None if TOKEN_COUNT in totals else num_tokens)
     return *_divided(batch, loss, with_zeros(grads, params), {**last_meta, **totals}, num_tokens), halves
@@ -148,12 +221,12 @@ def _gradients_in_order(
     """As `_gradients`, with all sums in the order of `fixed_order`, whatever number of devices there is."""
     S, _ = _leading_shape(batch)
     params = gradient_point(state.params, state.opt_state)
-    num_devices = fixed_order.num_devices()
+    num_devices = reduction.num_devices()
 
     def on_device(whole: tuple[Any, Any, jax.Array], batch: Batch) -> tuple[jax.Array, Any, Meta]:
         params, variables, key = whole
         here = _at(state, params, variables)
-        counts_S = fixed_order.gathered(jax.vmap(_count)(batch), num_devices) if "padding_mask" in batch else None
+        counts_S = reduction.gathered(jax.vmap(_count)(batch), num_devices) if "padding_mask" in batch else None
         num_tokens = None if counts_S is None else _divisor(batch, jnp.sum(counts_S))
         value_and_grad, trained = _gradient_of(forward, here, params, batch, key, num_tokens)
 
@@ -164,13 +237,13 @@ def _gradients_in_order(
 
         zeros = _zeros_of(trained)
         add_group = functools.partial(lax.scan, accumulate, zeros)
-        grads, (losses_S, metas) = fixed_order.summed(add_group, batch, zeros, num_groups, num_devices)
+        grads, (losses_S, metas) = reduction.summed(add_group, batch, zeros, num_groups, num_devices)
         last_meta = {**jax.tree.map(lambda leaf: leaf[-1], metas), **_totals(metas, num_steps=0)}
         return _divided(batch, jnp.sum(losses_S), with_zeros(grads, params), last_meta, num_tokens)
 
     assert S % num_groups == 0, f"{S} micro-batches make up no {num_groups} groups"
     whole = params, getattr(state, VARIABLES, {}), key
-    return fixed_order.spread(on_device, whole, _numbered(batch))
+    return reduction.spread(on_device, whole, _numbered(batch))
 
 
 def _accumulated(accumulate: Any, zeros: Any, batch: Batch, half: int) -> tuple[Any, Any, Any]:
@@ -250,12 +323,12 @@ def train_step(
         loss, grads, meta, halves = _gradients(forward, state, batch, key, accumulate_steps, sees_halves)
     else:
         (loss, grads, meta), halves = _gradients_in_order(forward, num_groups, state, batch, key), None
-        grads = fixed_order.kept_whole(grads)
+        grads = reduction.kept_whole(grads)
     if STATISTICS in meta:
         changed, scalars = update_variables(variables, meta[STATISTICS])
         meta = without_statistics(meta) | scalars
         state = with_other_variables(state, changed) if variables else state
-    seen = state.params if num_groups is None or norms == "none" else fixed_order.as_rows(state.params)
+    seen = state.params if num_groups is None or norms == "none" else reduction.as_rows(state.params)
     own = {GRAD_NORM: optax.tree.norm(grads)} | norms_of(grads, seen, norms)
     if taken := sorted({*own} & {*meta}):
         raise InvalidError(f"forward returns {taken[0]!r} as meta, a name of the runner's own; use another")
@@ -295,7 +368,7 @@ def val_step(
 def _val_step_in_order(
     forward: Forward, state: TrainState, batch: Batch
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    num_devices = fixed_order.num_devices()
+    num_devices = reduction.num_devices()
 
     def on_device(whole: tuple[Any, Any], batch: Batch) -> tuple[jax.Array, jax.Array, Meta]:
         here = _at(state, *whole)
@@ -308,8 +381,8 @@ def _val_step_in_order(
             return None, (loss_sum, count, without_statistics(meta))
 
         _, found = lax.scan(one, None, batch)
-        losses_S, counts_S, metas = fixed_order.gathered(found, num_devices)
+        losses_S, counts_S, metas = reduction.gathered(found, num_devices)
         last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
         return jnp.sum(losses_S), jnp.sum(counts_S), {**last_meta, **total_of_sums(metas, is_stacked=True)}
 
-    return fixed_order.spread(on_device, (state.params, getattr(state, VARIABLES, {})), _numbered(batch))
+    return reduction.spread(on_device, (state.params, getattr(state, VARIABLES, {})), _numbered(batch))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from experiments.counter import Counter
-from runner.attempt import alert
-from runner.attempt.alert import HOUR_SECONDS, TOLD, Alerts
-from runner.attempt.event import EVENTS
 from runner.errors import DivergedError
+from runner.run import notifications
+from runner.run.events import EVENTS
+from runner.run.notifications import HOUR_SECONDS, TOLD, Alerts
 from runner.spec import Notify, read_spec
 from runner.storage import LocalStore, read_json
 from tests.support.tiny import counter, stop_after
@@ -105,7 +105,7 @@ def test_a_url_and_the_name_of_a_variable_that_holds_one_are_posted_to(
 def test_a_command_that_fails_or_hangs_costs_a_warning(
     command: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(alert, "DEADLINE_SECONDS", 0.1)
+    monkeypatch.setattr(notifications, "DEADLINE_SECONDS", 0.1)
     alerts = Alerts(Notify(command=command), RUN)
     alerts.tell("done", 1, None)
     alerts.drain(600)

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from runner.attempt import clock_file
-from runner.attempt.clock_file import HEAD_BYTES, NUM_SLOTS, decode, encode, encode_head, keep, name_of
-from runner.hosts.clock import COUNTED, Bucket, Clock, Reading
+from runner.distributed.clock import COUNTED, Bucket, Clock, Reading
+from runner.run import clock_file
+from runner.run.clock_file import HEAD_BYTES, NUM_SLOTS, decode, encode, encode_head, keep, name_of
 from runner.storage import BackgroundWriter, LocalStore
 from tests.support.memory_bucket import memory_bucket
 

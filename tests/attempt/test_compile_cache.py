@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.attempt import compile_cache
-from runner.attempt.compile_cache import CompileCache
 from runner.errors import FencedError
 from runner.process import free_port
+from runner.run import compile_cache
+from runner.run.compile_cache import CompileCache
 from runner.storage import Store
 from tests.support import harness
 from tests.support.cloud import CloudJob, assert_same_outcome, free_name

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runner.attempt.count import check_end, check_step
 from runner.errors import MiscountError
+from runner.run.attempt import check_end, check_step
 
 
 @pytest.mark.parametrize(("step", "last_step"), [(0, 0), (1, 0), (13, 12), (12, 12), (40, 12), (40, 40), (50, 50)])

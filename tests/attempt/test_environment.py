@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from runner.attempt import environment
 from runner.checkpoint.manifest import seal
+from runner.run import environment
 from runner.storage import LocalStore, read_log
 from tests.support.tiny import counter, stop_after
 

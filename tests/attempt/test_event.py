@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import runner
-from runner.attempt.event import EVENT_KEYS, EVENTS
+from runner.run.events import EVENT_KEYS, EVENTS
 
 ROOT = Path(runner.__file__).parents[1]
 FILES = sorted(path for package in ("runner", "experiments", "launch") for path in (ROOT / package).rglob("*.py"))
@@ -54,8 +54,8 @@ def events_written(source: str) -> list[tuple[str, set[str]]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_an_event_that_is_written_is_in_the_table(path: Path) -> None:
     for name, details in events_written(path.read_text()):
-        assert name in DETAILS, f"{name} is not in runner/attempt/event.py"
-        assert details <= DETAILS[name], f"{name}: {details - DETAILS[name]} not in runner/attempt/event.py"
+        assert name in DETAILS, f"{name} is not in runner/run/events.py"
+        assert details <= DETAILS[name], f"{name}: {details - DETAILS[name]} not in runner/run/events.py"
 
 
 def test_an_event_of_the_table_is_written_somewhere() -> None:

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from runner.attempt.event_log import EventLog
-from runner.attempt.fence import Fence
 from runner.errors import FencedError
+from runner.run.events import EventLog
+from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, open_log, read_log
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 

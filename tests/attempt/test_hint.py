@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.attempt.hint import lines_at_the_end
+from runner.run.attempt import lines_at_the_end
 from tests.support.tiny import counter, gpt
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.attempt import log_file
-from runner.attempt.log_file import begin_log_file, finish_log_file, keep_log_file
+from runner.console import LOGGER, say, warn
+from runner.run import logs
+from runner.run.logs import begin_log_file, finish_log_file, keep_log_file
 from runner.storage import BackgroundWriter, LocalStore, Store
-from runner.terminal import LOGGER, say, warn
 from tests.support.memory_bucket import memory_bucket
 
 
@@ -48,7 +48,7 @@ def test_all_that_is_said_ends_in_the_directory_also_what_came_before_it_was_cla
 
 
 def test_a_long_log_keeps_its_newest_lines_and_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_file, "LOG_BYTES", 2000)
+    monkeypatch.setattr(logs, "LOG_BYTES", 2000)
     begin(store)
     for number in range(200):
         say(f"line {number}")
@@ -86,9 +86,9 @@ def test_a_disk_that_hangs_holds_up_neither_who_speaks_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free = threading.Event()
-    monkeypatch.setattr(log_file._Appender, "emit", lambda *_: free.wait())
-    monkeypatch.setattr(log_file, "FLUSH_SECONDS", 0.01)
-    monkeypatch.setattr(log_file, "QUEUE_LINES", 2)
+    monkeypatch.setattr(logs._Appender, "emit", lambda *_: free.wait())
+    monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(logs, "QUEUE_LINES", 2)
     keep_log_file()
     begin(LocalStore(tmp_path))
     for _ in range(5):

@@ -8,10 +8,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from runner.attempt.clock_file import keep
-from runner.hosts.progress import Progress
+from runner.console import say
+from runner.distributed.clock import Progress
+from runner.run.clock_file import keep
 from runner.storage import BackgroundWriter, LocalStore
-from runner.terminal import say
 
 STEPS = 100_000
 ROUNDS = 5

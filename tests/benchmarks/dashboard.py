@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.page.row_feed import open_feed
+from runner.dashboard.reader import open_feed
+from runner.metrics.rows import Row
 from runner.process import free_port
 from runner.storage import LocalStore
-from runner.train.metrics.row import Row
 from tests.support.harness import ROOT
 
 POLL_SECONDS = 2.0

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from runner.data import Source
-from runner.data.index import HEAD_BYTES, INDEX, CorpusIndex, Shard
+from runner.data.corpus_index import HEAD_BYTES, INDEX, CorpusIndex, Shard
 from runner.storage import LocalStore, Version, digest_of, open_store
 from tests.data.buckets import URL, CountingDriver, lead_to, put_in_bucket, write_corpus
 from tests.data.corpus import load

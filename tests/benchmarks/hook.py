@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from experiments.gpt import PretrainGPT
-from runner.hosts.agreement import Hosts
+from runner.distributed.agreement import Hosts
 from runner.spec import Logging
-from runner.train.evaluation import Evaluator
+from runner.train.evaluators import Evaluator
 from tests.benchmarks.jobs import make_job
 from tests.support.attempt import start
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runner.attempt.fence import Fence
+from runner.metrics.file import Metrics, open_metrics
+from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, Store, encode_line
-from runner.train.metrics.file import Metrics, open_metrics
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
 NUM_MEASURED = 300

@@ -16,10 +16,10 @@ import jax
 
 from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
+from runner.parallel.mesh import AXES
 from runner.plan.machine import open_machine
 from runner.train.batch_layout import batch_layouts
-from runner.train.compilation import Memory
-from runner.train.mesh import AXES
+from runner.train.compile import Memory
 from tests.support.tiny import gpt
 
 DEVICES = 8

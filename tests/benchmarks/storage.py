@@ -21,9 +21,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runner.checkpoint import fingerprint, pieces, reader, writer
-from runner.checkpoint.fast import FastTier
-from runner.hosts.agreement import Hosts
+from runner.checkpoint import blocks, fingerprint, readers, writers
+from runner.checkpoint.fast_tier import FastTier
+from runner.distributed.agreement import Hosts
 from runner.spec import Checkpoint
 from runner.storage import Store, open_store
 from tests.benchmarks.jobs import make_job
@@ -128,7 +128,7 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        piece_writer = writer.PieceWriter(store, Hosts.alone(), directory / "staging")
+        piece_writer = writers.PieceWriter(store, Hosts.alone(), directory / "staging")
         files = []
         for name, leaf in leaves.items():
             files.append(directory / name)
@@ -138,14 +138,14 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
             written = piece_writer.start(f"c/{number}/arrays", leaves)(600.0)
             ours_up = time.perf_counter() - started
             started = time.perf_counter()
-            with ThreadPoolExecutor(writer.NUM_UPLOADS) as pool:
+            with ThreadPoolExecutor(writers.NUM_UPLOADS) as pool:
                 list(pool.map(lambda file: up(file, f"plain/{file.name}"), files))
             plain_up = time.perf_counter() - started
             started = time.perf_counter()
-            jax.block_until_ready(reader.read(store, f"c/{number}", written, abstract))
+            jax.block_until_ready(readers.read(store, f"c/{number}", written, abstract))
             ours_down = time.perf_counter() - started
             started = time.perf_counter()
-            with ThreadPoolExecutor(pieces.NUM_READERS) as pool:
+            with ThreadPoolExecutor(blocks.NUM_READERS) as pool:
                 list(pool.map(lambda file: down(f"plain/{file.name}", Path(f"{file}.back")), files))
             plain_down = time.perf_counter() - started
             rows.append((plain_up / ours_up, plain_down / ours_down, ours_up, ours_down))
@@ -167,13 +167,13 @@ def tiers(backend: Backend, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         fast = FastTier(directory / "fast")
-        fast.write({"step": 1, "identity": {}}, pieces.copy_to_host(leaves, "all"), {})
+        fast.write({"step": 1, "identity": {}}, blocks.copy_to_host(leaves, "all"), {})
         store = open_store(backend.url("tiers"))
-        written = writer.PieceWriter(store, Hosts.alone(), directory / "staging").start("c/1/arrays", leaves)(600.0)
+        written = writers.PieceWriter(store, Hosts.alone(), directory / "staging").start("c/1/arrays", leaves)(600.0)
         backend.proxy.faults.latency_seconds = LATENCY_SECONDS
         ratios = [
             seconds_of(lambda: fast.read(1, abstract)[0])
-            / seconds_of(lambda: reader.read(store, "c/1", written, abstract))
+            / seconds_of(lambda: readers.read(store, "c/1", written, abstract))
             for _ in range(rounds)
         ]
         backend.proxy.reset()

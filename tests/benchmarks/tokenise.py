@@ -20,11 +20,11 @@ import tokenizers
 
 from experiments.tokenise import corpus
 from experiments.tokenise.config import BpeConfig
-from experiments.tokenise.piece import cut_into_pieces
+from experiments.tokenise.documents import cut_into_pieces
+from experiments.tokenise.inputs import find_files
 from experiments.tokenise.pipeline import encoded
-from experiments.tokenise.source import find_files
 from experiments.tokenise.vocabulary import sample_of, train
-from runner.data.subword import HuggingFace
+from runner.data.tokenizers import HuggingFace
 from runner.storage import LocalStore
 
 SHARD_BYTES = 16 << 20

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.checkpoint.double_buffer import DoubleBuffer
-from runner.checkpoint.fast import FastTier
+from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import Manifest, committed
+from runner.checkpoint.policy import delete
 from runner.checkpoint.restore import Restorer
-from runner.checkpoint.retention import delete
-from runner.checkpoint.save import Payload, SaveKind, Saver
-from runner.checkpoint.writer import OrbaxWriter, PieceWriter
+from runner.checkpoint.save import DoubleBuffer, Payload, SaveKind, Saver
+from runner.checkpoint.writers import OrbaxWriter, PieceWriter
 from runner.errors import FencedError, ResumeError
 from runner.spec import hash_of
 from runner.storage import LocalStore, digest_of, read_log

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from runner.checkpoint.interval import SavePolicy, best_interval_seconds
+from runner.checkpoint.policy import SavePolicy, best_interval_seconds
 from runner.checkpoint.save import SaveKind
 from runner.spec import Checkpoint
 

@@ -16,13 +16,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runner import ExecutionSpec, RestoreableJob
-from runner.checkpoint.chunk import CHUNK_LEAVES, chunks
-from runner.checkpoint.double_buffer import _copy
-from runner.checkpoint.fingerprint import _digest_shards, describe, fingerprint, leaf_digests
+from runner.checkpoint.fingerprint import CHUNK_LEAVES, _digest_shards, chunks, describe, fingerprint, leaf_digests
 from runner.checkpoint.leaves import strong
-from runner.checkpoint.look import read_leaves
 from runner.checkpoint.manifest import committed
-from runner.checkpoint.reader import BlockReader
+from runner.checkpoint.readers import BlockReader, read_leaves
+from runner.checkpoint.save import _copy
 from runner.errors import InvalidError, StateError
 from runner.storage import LocalStore, read_log
 from tests.support.memory_bucket import memory_bucket

@@ -7,20 +7,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from runner.checkpoint.fit import check_leaves
+from runner.checkpoint.leaves import check_leaves
 from runner.checkpoint.manifest import (
     MANIFEST,
+    MANIFEST_KEYS,
     TOMBSTONE,
     Manifest,
     NotCommittedError,
+    bury,
+    commit,
     committed,
     file_problems,
+    finish_burials,
     newest_manifest,
     read_manifest,
+    remove_files,
     steps,
+    uncommit,
 )
-from runner.checkpoint.manifest_key import MANIFEST_KEYS
-from runner.checkpoint.tombstone import bury, commit, finish_burials, remove_files, uncommit
 from runner.errors import ResumeError
 from runner.storage import LocalStore, digest_of
 from tests.support.memory_bucket import MemoryDriver, memory_bucket

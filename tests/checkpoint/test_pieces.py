@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from runner.checkpoint import pieces
+from runner.checkpoint import blocks as pieces
 from runner.storage import digest_of
 from tests.support.tiny import FACTORISATIONS, leaves_equal, mesh_of
 

@@ -17,14 +17,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.checkpoint import inspection, manifest, pieces, writer
+from runner.checkpoint import blocks, inspect, manifest
+from runner.checkpoint import writers as writer
 from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.policy import Retention
 from runner.checkpoint.restore import Restorer
-from runner.checkpoint.retention import Retention
 from runner.checkpoint.save import Payload, SaveKind, Saver
-from runner.checkpoint.writer import PieceWriter
+from runner.checkpoint.writers import PieceWriter
 from runner.errors import FencedError
-from runner.storage import TransientError, bucket, retry
+from runner.storage import TransientError, bucket
+from runner.storage import store as retry
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import MemoryDriver, MemoryLog, memory_bucket
 
@@ -128,7 +130,7 @@ class World:
 
     def check(self) -> None:
         store = memory_bucket(self.driver)
-        entries = [entry for entry in inspection.entries(store, inspection.Depth.FILES) if entry.is_committed]
+        entries = [entry for entry in inspect.entries(store, inspect.Depth.FILES) if entry.is_committed]
         assert [entry.problems for entry in entries] == [()] * len(entries), "a committed checkpoint does not verify"
         newest = max((int(entry.name) for entry in entries), default=0)
         assert newest >= self.durable, "a durable step is lost"
@@ -139,7 +141,7 @@ def one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the same choices give the same interleaving."""
     for module, name in (
         (writer, "NUM_UPLOADS"),
-        (pieces, "NUM_READERS"),
+        (blocks, "NUM_READERS"),
         (bucket, "_NUM_DELETERS"),
         (manifest, "_NUM_READERS"),
     ):

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from runner.checkpoint.manifest import Manifest, committed
-from runner.checkpoint.retention import Retention, superfluous
-from runner.checkpoint.tombstone import commit
+from runner.checkpoint.manifest import Manifest, commit, committed
+from runner.checkpoint.policy import Retention, superfluous
 from runner.storage import digest_of, open_store
 from tests.support.attempt import make_attempt
 from tests.support.cloud import free_name

@@ -10,12 +10,12 @@ import pytest
 
 from experiments.counter import Counter
 from runner import open_checkpoint
-from runner.attempt.fence import Fence
 from runner.checkpoint import weights
-from runner.checkpoint.inspection import Depth, report
+from runner.checkpoint.inspect import Depth, report
 from runner.checkpoint.manifest import seal
-from runner.command import checkpoints
+from runner.cli import checkpoints
 from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
+from runner.run.fence import Fence
 from runner.spec import dump_spec
 from runner.storage import LocalStore, Store, digest_of, open_store, parse_json
 from tests.checkpoint.test_checkpoint import Attempt

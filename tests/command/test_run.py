@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from runner import __main__, job
-from runner.command import run
+from runner.cli import run
 from tests.support.faulty import Exits
 from tests.support.harness import Job
 

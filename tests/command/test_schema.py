@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from runner.command.schema import main
+from runner.cli.schema import main
 from runner.errors import InvalidError
 from runner.spec import ExecutionSpec, load_document
 from tests.support.harness import ROOT, command, environment

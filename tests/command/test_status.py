@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from runner import __main__ as command
-from runner.command import status
-from runner.command.screen import amount, draw, lasting
-from runner.history.read import HistoryReader, read_history
-from runner.history.record import State, as_json
-from runner.hosts.clock import Bucket
+from runner.cli import status
+from runner.cli.status import amount, draw, lasting
+from runner.distributed.clock import Bucket
+from runner.history.reader import HistoryReader, read_history
+from runner.history.records import State, as_json
 from runner.storage import LocalStore, encode_line
 from tests.support import life
 from tests.support.memory_bucket import memory_bucket
@@ -130,7 +130,7 @@ def test_asking_changes_nothing_and_claims_nothing(run: Path) -> None:
 def test_where_there_is_no_run_the_command_ends_with_2_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.hosts.preemption.StopNotice.listen", lambda self: None)
+    monkeypatch.setattr("runner.distributed.preemption.StopNotice.listen", lambda self: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert command.main(["status", str(tmp_path / "none")]) == 2
     captured = capsys.readouterr()

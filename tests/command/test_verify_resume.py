@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.command import resume_proof
-from runner.command.resume_proof import Run, Trial
+from runner.cli import verify_resume
+from runner.cli.verify_resume import Run, Trial
 from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, FailedError, RetryableError
 from runner.process import start_processes
 from tests.support import harness
@@ -96,7 +96,7 @@ def ends_by_itself(monkeypatch, tmp_path):
 
     def make(ends, is_undisturbed):
         command = [sys.executable, "-c", ENDS_BY_ITSELF, str(tmp_path / "run"), json.dumps(ends)]
-        monkeypatch.setattr(resume_proof, "start_processes", lambda _, *rest: start_processes(command, *rest))
+        monkeypatch.setattr(verify_resume, "start_processes", lambda _, *rest: start_processes(command, *rest))
         return Run(Trial(("spec",), 6, 1, 1, None, 0), tmp_path / "run", is_undisturbed)
 
     return make

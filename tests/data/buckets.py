@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.data.index import ANSWERS_DTYPE, ENDS_DTYPE, INDEX, CorpusIndex, Shard
+from runner.data.corpus_index import ANSWERS_DTYPE, ENDS_DTYPE, INDEX, CorpusIndex, Shard
 from runner.storage import LocalStore, TransientError, Version
 from runner.storage.bucket import BucketStore
 from tests.support.memory_bucket import MemoryDriver
@@ -59,7 +59,7 @@ def lead_to(monkeypatch: pytest.MonkeyPatch, driver: MemoryDriver) -> None:
         return BucketStore(url.rstrip("/"), url.rstrip("/").partition("://")[2].partition("/")[2], driver)
 
     monkeypatch.setattr("runner.storage.url._open_bucket", open_bucket)
-    monkeypatch.setattr("runner.storage.retry.FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("runner.storage.store.FIRST_WAIT_SECONDS", 0.0)
 
 
 def write_corpus(

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from runner.data.format.document import DocumentFiles
-from runner.data.format.megatron import HEADER, MAGIC, VERSION
-from runner.data.format.opening import open_format
-from runner.data.remote.cache import CacheSettings
-from runner.data.source import find_source
+from runner.data.documents import HEADER, MAGIC, VERSION, DocumentFiles
+from runner.data.open_source import open_format
+from runner.data.remote import CacheSettings
+from runner.data.source_files import find_source
 from tests.data.formats.make import BLOCK, documents
 
 GOLDEN = Path(__file__).parent / "formats"

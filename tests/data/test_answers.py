@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from runner.config import DataConfig, TokenSource
 from runner.data import Dataset, batch_fields, load_set
-from runner.data.index import CorpusIndex
+from runner.data.corpus_index import CorpusIndex
 from runner.errors import DataError
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, write_corpus
 from tests.data.corpus import is_third, load, write_bin

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.data.cache import cache_key, publish, read_record, write_record
-from runner.data.source import SourceFile
+from runner.data.readers import cache_key, publish, read_record, write_record
+from runner.data.source_files import SourceFile
 from runner.storage import default_cache_directory
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from runner.data import Source
-from runner.data.index import HEAD_BYTES, INDEX, CorpusIndex, Shard
+from runner.data.corpus_index import HEAD_BYTES, INDEX, CorpusIndex, Shard
 from runner.data.packing import Packed
-from runner.data.window import Split
+from runner.data.sampling import Split
 from runner.errors import DataError
 from runner.storage import DeniedError, digest_of
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, random_shards, write_corpus
@@ -43,7 +43,7 @@ def open_at(
 @pytest.fixture(autouse=True)
 def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is not what these tests look at, and its probe is what opening a small source costs."""
-    monkeypatch.setattr("runner.data.window.ORDER_PROBE_INDICES", 4)
+    monkeypatch.setattr("runner.data.sampling.ORDER_PROBE_INDICES", 4)
 
 
 @pytest.fixture

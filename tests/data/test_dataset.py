@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from runner.config import DataConfig
-from runner.data import global_batch, store
-from runner.data.store import Tokens
+from runner.data import global_batch, token_files
+from runner.data.token_files import Tokens
 from runner.errors import DataError
 from tests.data.corpus import READS, load, write_bin, write_npy
 
@@ -200,7 +200,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_position(tmp_pat
 def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_bad_one_is_named_when_it_is_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "SCANNED_TOKENS_MAX", 100)
+    monkeypatch.setattr(token_files, "SCANNED_TOKENS_MAX", 100)
     write_bin(tmp_path / "a.bin", range(90))
     write_npy(tmp_path / "b.npy", [*range(20), 95, *range(20), -1, *range(20)])
 

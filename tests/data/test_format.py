@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.data.format import array_record
-from runner.data.format.opening import open_format
-from runner.data.source import find_corpus, find_source, is_available
-from runner.data.store import Tokens, open_token_files
+from runner.data import array_record
+from runner.data.open_source import open_format
+from runner.data.source_files import find_corpus, find_source, is_available
+from runner.data.token_files import Tokens, open_token_files
 from runner.errors import DataError
 from tests.data.buckets import URL, CountingDriver, put_in_bucket
 from tests.data.corpus import load
@@ -470,7 +470,7 @@ def test_an_index_of_mds_is_told_from_that_of_a_corpus_and_of_nothing(root: Path
 def test_ids_may_be_believed_to_be_in_a_vocabulary_and_are_then_looked_at(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.data.store.SCANNED_TOKENS_MAX", 10)
+    monkeypatch.setattr("runner.data.token_files.SCANNED_TOKENS_MAX", 10)
     monkeypatch.delattr(Tokens, "scan")
     source = open_format(find_source(f"{root}/megatron/int32.idx"), {}, root / "cache", 90_000)
     assert source.vocabulary_size == 90_000

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.data.remote.copy import DIRECTORY
+from runner.data.remote import DIRECTORY
 from runner.errors import DataError, StorageError
 from runner.storage import DeniedError
 from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket
@@ -50,7 +50,7 @@ class Golden:
 @pytest.fixture(autouse=True)
 def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is not what these tests look at, and its probe is what opening a small source costs."""
-    monkeypatch.setattr("runner.data.window.ORDER_PROBE_INDICES", 4)
+    monkeypatch.setattr("runner.data.sampling.ORDER_PROBE_INDICES", 4)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_the_ids_documents_and_fingerprint_are_those_of_a_disk_cold_warm_and_in_
     expected = case.open(golden.root).fingerprint
     for rate in (0.0, 0.0, 0.3):
         golden.driver.before = fail_some(rate)
-        monkeypatch.setattr("runner.data.remote.reader.REQUEST_BYTES_MAX", 1000 if rate else 4 << 20)
+        monkeypatch.setattr("runner.data.remote.REQUEST_BYTES_MAX", 1000 if rate else 4 << 20)
         source = golden.open(name, cache_bytes=None if rate < 0.3 or name in KEPT_WHOLE else 0)
         refuse_difference(case, source)
         assert source.fingerprint == expected

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.data.index import INDEX_KEYS, CorpusIndex, Shard
+from runner.data.corpus_index import INDEX_KEYS, CorpusIndex, Shard
 from runner.errors import DataError
 
 SHARD = Shard("00000", 7, 2, 40, "00000000", "11111111", "22222222")

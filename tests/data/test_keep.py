@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from runner.data.reader import Derived, DiskReader
-from runner.data.remote.copy import Copies
-from runner.data.source import SourceFile, describe_file
+from runner.data.readers import Derived, DiskReader
+from runner.data.remote import Copies
+from runner.data.source_files import SourceFile, describe_file
 from runner.errors import StorageError
 from tests.support.coordinator import DEADLINE_SECONDS
 

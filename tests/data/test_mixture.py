@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from runner.data.mixture import Mixture
+from runner.data.sampling import Mixture
 
 WEIGHTS = {
     "one": [3.0],

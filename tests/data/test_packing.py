@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.data import packing
-from runner.data.mixture import Mixture
 from runner.data.packing import (
     PACKINGS,
     Examples,
@@ -25,8 +24,8 @@ from runner.data.packing import (
     pack,
     runs_between,
 )
-from runner.data.protocol import Source
-from runner.data.window import Split
+from runner.data.sampling import Mixture, Split
+from runner.data.source import Source
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, write_corpus
 from tests.data.corpus import load
 

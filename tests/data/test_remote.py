@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from runner.data import Dataset
-from runner.data.index import HEAD_BYTES
-from runner.data.remote.cache import FILE
-from runner.data.remote.reader import in_parallel
+from runner.data.corpus_index import HEAD_BYTES
+from runner.data.remote import FILE, in_parallel
 from runner.errors import DataError, StorageError
 from runner.storage import ABSENT, DeniedError, LocalStore, read_json
-from runner.storage.retry import TransientError
+from runner.storage.store import TransientError
 from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket, random_shards, write_corpus
 from tests.data.corpus import load, write_bin, write_npy
 from tests.data.golden import CASES, copy_golden
@@ -98,7 +97,7 @@ class Pair:
 @pytest.fixture(autouse=True)
 def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is not what these tests look at, and its probe is what opening a small source costs."""
-    monkeypatch.setattr("runner.data.window.ORDER_PROBE_INDICES", 4)
+    monkeypatch.setattr("runner.data.sampling.ORDER_PROBE_INDICES", 4)
 
 
 @pytest.fixture(params=KINDS)
@@ -141,7 +140,7 @@ def test_a_bucket_of_few_ids_is_read_to_find_the_largest_where_the_spec_names_no
 
 
 def test_many_ids_in_a_bucket_are_not_read_to_find_the_largest(bins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.data.store.SCANNED_TOKENS_MAX", 100)
+    monkeypatch.setattr("runner.data.token_files.SCANNED_TOKENS_MAX", 100)
     with pytest.raises(DataError, match=r"5,000 ids in a bucket are not read .* name the vocabulary's size"):
         _ = bins.open().vocabulary_size
     assert bins.open(vocabulary_size=1000).vocabulary_size == 1000
@@ -468,7 +467,7 @@ def test_a_run_is_stopped_and_resumed_to_the_same_bits_with_the_cache_torn_and_t
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     with start_backend(request.param) as started:
         lead(monkeypatch, started)
-        monkeypatch.setattr("runner.storage.retry.FIRST_WAIT_SECONDS", 0.001)
+        monkeypatch.setattr("runner.storage.store.FIRST_WAIT_SECONDS", 0.001)
         yield started
 
 

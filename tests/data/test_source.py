@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.data.source import find_source, read_source_file
+from runner.data.source_files import find_source, read_source_file
 from runner.errors import DataError
 
 

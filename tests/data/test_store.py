@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.data.source import find_source
-from runner.data.store import Tokens, open_token_files, scan_cached
+from runner.data.source_files import find_source
+from runner.data.token_files import Tokens, open_token_files, scan_cached
 from runner.errors import DataError
 from tests.data.corpus import write_bin, write_npy
 
@@ -197,7 +197,7 @@ def test_the_probe_of_a_large_data_set_sees_sizes_types_and_both_ends() -> None:
 def test_a_scan_finds_the_first_smallest_and_largest_id_across_parts(
     chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.data.store.SCAN_CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr("runner.data.token_files.SCAN_CHUNK_TOKENS", chunk_tokens)
     tokens = Tokens([np.array([3, 7, 3]), np.array([9, 1, 9, 1], "u8")])
     found = tokens.scan()
     assert (found.smallest, found.smallest_position, found.largest, found.largest_position) == (1, 4, 9, 3)

@@ -9,9 +9,9 @@ import sentencepiece
 import tiktoken
 import tokenizers
 
-from runner.data.extra import import_extra
-from runner.data.subword import FILES, Tiktoken, load_tokenizer, make_tokenizer
+from runner.data.tokenizers import FILES, Tiktoken, load_tokenizer, make_tokenizer
 from runner.errors import DataError, InvalidError
+from runner.spec.imports import import_extra
 from runner.storage import LocalStore
 from tests.support.inputs import DOCUMENTS, GPT2_PATTERN, SEPARATOR, make_hf, make_ranks, make_sentencepiece
 

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from runner.data.source import find_source
+from runner.data.source_files import find_source
 from runner.data.text import TokenisedText, load_text
 from runner.errors import DataError
 
@@ -97,7 +97,7 @@ def test_processes_that_race_for_one_cache_agree_and_leave_no_litter(tmp_path: P
     (tmp_path / "a.txt").write_text("the quick brown fox " * 50_000)
     program = (
         "import hashlib, sys; from pathlib import Path\n"
-        "from runner.data.source import find_source; from runner.data.text import load_text\n"
+        "from runner.data.source_files import find_source; from runner.data.text import load_text\n"
         "print('ready', flush=True); sys.stdin.readline(); kept = []\n"
         "for _ in range(10):\n"
         "    for _ in range(2):  # built, then mapped, while the other process publishes the same array anew\n"

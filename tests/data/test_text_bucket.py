@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runner.data import Dataset
-from runner.data.remote.copy import DIRECTORY
+from runner.data.remote import DIRECTORY
 from runner.errors import DataError, StorageError
 from runner.storage import DeniedError
 from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket
@@ -43,7 +43,7 @@ WHERE = ["bucket", "bucket with digests"]
 @pytest.fixture(autouse=True)
 def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is not what these tests look at, and its probe is what opening a small source costs."""
-    monkeypatch.setattr("runner.data.window.ORDER_PROBE_INDICES", 4)
+    monkeypatch.setattr("runner.data.sampling.ORDER_PROBE_INDICES", 4)
 
 
 def write_texts(root: Path) -> Path:
@@ -92,7 +92,7 @@ def refuse_difference(there: Dataset, local: Dataset) -> None:
 def test_text_is_what_it_is_on_a_disk_in_trouble_and_warm(
     here: Here, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.data.remote.reader.REQUEST_BYTES_MAX", 100)
+    monkeypatch.setattr("runner.data.remote.REQUEST_BYTES_MAX", 100)
     local = here.local(name, **SETTINGS[kind])
     here.driver.before = fail_some(0.3)
     refuse_difference(here.there(name, **SETTINGS[kind]), local)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer, collect_characters
+from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, collect_characters
 from runner.errors import DataError
 
 

@@ -1,7 +1,7 @@
 import grain
 import pytest
 
-from runner.data.window import FEW_WINDOWS, make_order, probe_order, split_tokens
+from runner.data.sampling import FEW_WINDOWS, make_order, probe_order, split_tokens
 from runner.errors import DataError
 
 

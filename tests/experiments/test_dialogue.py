@@ -15,13 +15,12 @@ import tokenizers
 from pyarrow import parquet
 
 from experiments.gpt import PretrainGPT
-from experiments.tokenise import template
-from experiments.tokenise.dialogue import Asked, Dialogue, mark, marks_of
-from experiments.tokenise.reading import Part, documents
-from experiments.tokenise.source import find_files
-from experiments.tokenise.template import ChatTemplate, Renderer, read_template
+from experiments.tokenise import chat as template
+from experiments.tokenise.chat import Asked, ChatTemplate, Dialogue, Renderer, mark, marks_of, read_template
+from experiments.tokenise.documents import Part, documents
+from experiments.tokenise.inputs import find_files
 from runner import BaseTrainer
-from runner.data.subword import HuggingFace
+from runner.data.tokenizers import HuggingFace
 from runner.errors import DataError, InvalidError
 from tests.support.inputs import SEPARATOR, Bucket, content_of, index_of, make_hf, read_corpus, tokenise
 from tests.support.tiny import gpt, leaves_equal, stop_after

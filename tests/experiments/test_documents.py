@@ -19,7 +19,7 @@ from experiments import gpt
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from experiments.model.attention import blocked_attention, fused_attention, xla_attention
 from runner.config import MemoryConfig
-from runner.train.mesh import batch_sharding, sharding_rules
+from runner.parallel.mesh import batch_sharding, sharding_rules
 from runner.train.state import abstract_state, shardings_of, variable_shardings
 from tests.support.tiny import leaves_equal, mesh_of
 

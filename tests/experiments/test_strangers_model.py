@@ -18,9 +18,9 @@ import yaml
 
 from runner import BaseTrainer, ExecutionSpec
 from runner.config import MemoryConfig
+from runner.parallel.mesh import STATE_AXES
 from runner.storage import read_json, read_log
 from runner.train.flops import counted_flops, transformer_flops
-from runner.train.mesh import STATE_AXES
 from tests.experiments.test_documents import LENGTHS, VOCABULARY, T, alone, assert_same, documents, pack
 from tests.support.tiny import FACTORISATIONS, ROOT, TEXT, merge, set_mesh, trajectory
 

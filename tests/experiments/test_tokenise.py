@@ -13,14 +13,14 @@ import pyarrow
 import pytest
 import tokenizers
 
-from experiments.tokenise import object_file, reading
+from experiments.tokenise import documents as reading
+from experiments.tokenise import inputs as object_file
 from experiments.tokenise.corpus import Done
-from experiments.tokenise.piece import cut_into_pieces
-from experiments.tokenise.reading import Bad, documents
-from experiments.tokenise.source import find_files, open_place
-from experiments.tokenise.tally import Tally
+from experiments.tokenise.documents import Bad, cut_into_pieces, documents
+from experiments.tokenise.inputs import find_files, open_place
+from experiments.tokenise.job import Tally
 from experiments.tokenise.vocabulary import sample_of, train
-from runner.data.index import Shard
+from runner.data.corpus_index import Shard
 from runner.errors import DataError, InvalidError, StorageError
 from runner.storage import DeadlineError
 from tests.support import inputs

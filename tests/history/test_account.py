@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.attempt.clock_file import Kept
-from runner.history.account import Life, Share, share_out
+from runner.distributed.clock import COUNTED, Bucket, Reading
+from runner.history.goodput import Life, Share, share_out
 from runner.history.ledger import Told
-from runner.hosts.clock import COUNTED, Bucket, Reading
+from runner.run.clock_file import Kept
 
 SECONDS = st.floats(0.0, 1000.0)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.command.status import main
+from runner.cli.status import main
 from runner.errors import InvalidError, StorageError
-from runner.history.read import read_history
+from runner.history.reader import read_history
 from runner.storage import LocalStore, TransientError
 from tests.support.damage import ERRORS, damages_of, give_errors
 from tests.support.memory_bucket import MemoryDriver, memory_bucket

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runner.attempt import clock_file
-from runner.attempt.fence import Fence
 from runner.errors import InvalidError
-from runner.history.read import read_history
-from runner.history.record import History, State
+from runner.history.reader import read_history
+from runner.history.records import History, State
+from runner.run import clock_file
+from runner.run.fence import Fence
 from runner.storage import LocalStore
 from tests.support import life
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from runner.history import ledger as ledgers
 from runner.history.ledger import Ledger, LedgerReader, take_in
-from runner.storage import LocalStore, Store, encode_line, iterate_log, log_feed
+from runner.storage import LocalStore, Store, encode_line, iterate_log, jsonl
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
 
@@ -117,7 +117,7 @@ def damage(store: Store, how: str) -> None:
 @pytest.fixture
 def num_parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Bytes of events that were parsed since it was last asked."""
-    count, parse = [0], log_feed.parse_lines
+    count, parse = [0], jsonl.parse_lines
 
     def counting(content):
         count[0] += len(content)
@@ -127,7 +127,7 @@ def num_parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         found, count[0] = count[0], 0
         return found
 
-    monkeypatch.setattr(log_feed, "parse_lines", counting)
+    monkeypatch.setattr(jsonl, "parse_lines", counting)
     return since
 
 
@@ -172,14 +172,14 @@ def test_a_reading_that_fails_half_way_is_made_anew(tmp_path, monkeypatch):
     written, reader = Written(LocalStore(tmp_path)), LedgerReader(LocalStore(tmp_path))
     written.resume(0)
     written.save()
-    parse, fails = log_feed.parse_lines, iter([False, False, True])
+    parse, fails = jsonl.parse_lines, iter([False, False, True])
 
     def failing(content):
         if next(fails, False):
             raise OSError("no disk")
         return parse(content)
 
-    monkeypatch.setattr(log_feed, "parse_lines", failing)
+    monkeypatch.setattr(jsonl, "parse_lines", failing)
     with pytest.raises(OSError, match="no disk"):
         reader.read({10})
     assert told(reader.read({10}), {10}) == told(in_one_go(LocalStore(tmp_path), {10}), {10})

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.history.read import read_history
-from runner.history.record import History, State, Trust
-from runner.hosts.clock import Bucket
+from runner.distributed.clock import Bucket
+from runner.history.reader import read_history
+from runner.history.records import History, State, Trust
 from runner.storage import LocalStore
 from tests.support import life
 

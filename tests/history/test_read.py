@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from runner.distributed.clock import Bucket
 from runner.history.ledger import NOTICES, Ledger, take_in
-from runner.history.read import read_history
-from runner.history.record import State
-from runner.hosts.clock import Bucket
+from runner.history.reader import read_history
+from runner.history.records import State
 from runner.storage import LocalStore, encode_line
 from tests.history.test_life import check_sums
 from tests.support import life

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import runner.history
-from runner.hosts.clock import Bucket
+from runner.distributed.clock import Bucket
 
 PAGE = Path(runner.history.__file__).with_name("README.md")
 

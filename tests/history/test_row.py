@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runner.history import row as sampling
-from runner.history.read import read_history
-from runner.history.row import ROWS_MAX, read_sample
+from runner.history import reader as sampling
+from runner.history.reader import ROWS_MAX, read_history, read_sample
+from runner.metrics import rows as metrics_line
+from runner.metrics.file import Part, encode_parts, read_rows
 from runner.storage import LocalStore, encode_line
-from runner.train.metrics import line as metrics_line
-from runner.train.metrics.bucket import Part, encode_parts
-from runner.train.metrics.file import read_rows
 from tests.support.memory_bucket import memory_bucket
 
 NUM_BLOCKS_BYTES = sampling._NUM_BLOCKS * sampling._BLOCK_BYTES + sampling._TAILS_BYTES[0]

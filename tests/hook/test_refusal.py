@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from runner import ExecutionSpec
+from runner.distributed.agreement import Hosts
+from runner.distributed.clock import Progress
 from runner.errors import HookError, InvalidError
-from runner.hook.call import _outcome
+from runner.hook.builtin import Metric
+from runner.hook.dispatch import _outcome
 from runner.hook.listing import Listed
 from runner.hook.protocol import Moment
-from runner.hook.shipped import Metric
-from runner.hosts.agreement import Hosts
-from runner.hosts.progress import Progress
 from runner.spec import parse_document, read_spec
 from tests.hook.small import job
 from tests.support.tiny import counter, gpt_document
@@ -189,8 +189,8 @@ def test_a_row_without_the_metric_is_passed_over_and_the_first_is_told_with_the_
 def test_a_call_is_a_phase_of_its_own_and_told_of_once_if_it_takes_long(tmp_path, monkeypatch, capsys) -> None:
     names: list[str] = []
     monkeypatch.setattr(Progress, "during", spying(Progress.during, names))
-    monkeypatch.setattr("runner.hook.call._SLOW_SECONDS", 0.0)
-    monkeypatch.setattr("runner.hook.call._SLOW_STEPS", 0.0)
+    monkeypatch.setattr("runner.hook.dispatch._SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("runner.hook.dispatch._SLOW_STEPS", 0.0)
     found = job(tmp_path / "run", f"{HERE}:Watcher")
     found()
     told = [line for line in capsys.readouterr().err.splitlines() if "took" in line]

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from runner import open_checkpoint
-from runner.attempt.result import RESULT_KEYS
 from runner.checkpoint.fingerprint import leaf_names
-from runner.command import checkpoints
+from runner.cli import checkpoints
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
-from runner.history.read import read_history
+from runner.history.reader import read_history
 from runner.hook.protocol import Act, Moment
-from runner.hosts.agreement import Hosts
-from runner.record import check
+from runner.metrics.file import read_rows
+from runner.records import check
+from runner.run.layout import RESULT_KEYS
 from runner.storage import LocalStore, parse_lines
-from runner.train.metrics.file import read_rows
 from tests.hook.small import job
 from tests.support.tiny import leaves_equal
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.distributed.key_value import MAX_DECISIONS
+from runner.distributed.rendezvous import start
 from runner.errors import InvalidError
-from runner.hosts.join import start
-from runner.hosts.key_value import MAX_DECISIONS
 from runner.spec import Deadlines
 
 ROOT = Path(__file__).parents[2]

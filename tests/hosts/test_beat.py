@@ -2,8 +2,16 @@
 
 import pytest
 
-from runner.hosts.beat import ALONE_SECONDS, Beat, describe, find_failure, find_silent, is_overdue, waits_for_data
-from runner.hosts.progress import DATA, STEP
+from runner.distributed.clock import DATA, STEP
+from runner.distributed.heartbeat import (
+    ALONE_SECONDS,
+    Beat,
+    describe,
+    find_failure,
+    find_silent,
+    is_overdue,
+    waits_for_data,
+)
 
 
 def beat(step, phase="step", seconds=3.0, is_overdue=False):

@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from runner.hosts import progress as phases
-from runner.hosts.clock import COUNTED, Bucket, Clock, Reading
-from runner.hosts.progress import DATA, EVALUATION, SAVE, Phase, Progress
+from runner.distributed import clock as phases
+from runner.distributed.clock import COUNTED, DATA, EVALUATION, SAVE, Bucket, Clock, Phase, Progress, Reading
 
 PHASES = [value for value in vars(phases).values() if isinstance(value, Phase)]
 

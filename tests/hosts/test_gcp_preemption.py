@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from runner.hosts.gcp_preemption import preemption_of
+from runner.distributed.preemption import preemption_of
 from tests.support.harness import Job, undisturbed
 
 SPEC = "specs/counter.yaml"

@@ -8,11 +8,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from runner.distributed import key_value
+from runner.distributed.clock import Progress
+from runner.distributed.heartbeat import Rounds
+from runner.distributed.key_value import MAX_DECISIONS, KeyValueStore
 from runner.errors import PeerLostError
-from runner.hosts import key_value
-from runner.hosts.key_value import MAX_DECISIONS, KeyValueStore
-from runner.hosts.progress import Progress
-from runner.hosts.straggler import Rounds
 from tests.support.coordinator import MemoryCoordinator, play
 
 RUNNER = Path(key_value.__file__).parents[1]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.hosts import key_value
-from runner.hosts.key_value import KeyValueStore
-from runner.hosts.liveness import Liveness
+from runner.distributed import key_value
+from runner.distributed.agreement import Liveness
+from runner.distributed.key_value import KeyValueStore
 from tests.support.coordinator import MemoryCoordinator
 
 ROOT = Path(__file__).parents[2]

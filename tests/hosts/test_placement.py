@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.distributed.rendezvous import Placement, detect
 from runner.errors import InvalidError
-from runner.hosts.placement import Placement, detect
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.hosts.preemption import StopNotice
+from runner.distributed.preemption import StopNotice
 from runner.process import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]

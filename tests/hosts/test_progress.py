@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.hosts.progress import DATA, EVALUATION, STEP, Progress
+from runner.distributed.clock import DATA, EVALUATION, STEP, Progress
 from runner.spec import Deadlines
 
 

@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from runner.distributed.rendezvous import Placement, listening_address, meet
 from runner.errors import RetryableError
-from runner.hosts.placement import Placement
-from runner.hosts.rendezvous import listening_address, meet
 from runner.process import free_port
 
 

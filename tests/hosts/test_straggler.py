@@ -2,8 +2,8 @@
 
 import pytest
 
-from runner.hosts.progress import Progress
-from runner.hosts.straggler import Rounds, late_processes
+from runner.distributed.clock import Progress
+from runner.distributed.heartbeat import Rounds, late_processes
 from tests.support.coordinator import MemoryCoordinator
 
 

@@ -8,8 +8,8 @@ from huggingface_hub import ModelCard
 
 from runner.checkpoint.manifest import Manifest
 from runner.config import DataConfig
-from runner.history.record import History, Speed, State
-from runner.hub.card import EVALUATIONS_MAX, Evidence, Words, model_card
+from runner.history.records import History, Speed, State
+from runner.huggingface.hub import EVALUATIONS_MAX, Evidence, Words, model_card
 from runner.spec import ExecutionSpec
 
 MANIFEST = Manifest(

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from runner import BaseTrainer
 from runner.checkpoint.manifest import read_manifest
-from runner.command import export
+from runner.cli import export
 from runner.errors import InvalidError
 from tests.support.hub import Hub, Repo, start_hub
 from tests.support.tiny import gpt, start_python

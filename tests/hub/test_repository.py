@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from runner.console import warn
 from runner.errors import InvalidError, RetryableError
-from runner.hub import repository
-from runner.hub.repository import Pushed, Repository
-from runner.terminal import warn
+from runner.huggingface import hub as repository
+from runner.huggingface.hub import Pushed, Repository
 from tests.support.hub import READER, TOKEN, Hub, Repo, start_hub
 
 NAME = "owner/model"

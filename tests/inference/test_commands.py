@@ -17,7 +17,7 @@ from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer
 from runner.__main__ import main
-from runner.data.subword import FILES
+from runner.data.tokenizers import FILES
 from runner.process import make_placements
 from tests.data.buckets import write_corpus
 from tests.data.corpus import write_bin

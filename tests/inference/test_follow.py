@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from runner.__main__ import main
-from runner.command.appending import append, refuse_inside, steps_in
+from runner.cli.evaluate import append, refuse_inside, steps_in
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
-from runner.hosts.agreement import Hosts
-from runner.inference.evaluation import follow
-from runner.inference.opening import open_run
+from runner.inference.evaluate import follow
+from runner.inference.open_run import open_run
 from runner.storage import LocalStore
 from tests.support.harness import hash_tree
 from tests.support.judged import TINY, Judged, rows_of, write_questions

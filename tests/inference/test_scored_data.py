@@ -8,9 +8,9 @@ import pytest
 
 from runner.config import DataConfig, TokenSource
 from runner.data import load_set
-from runner.data.subword import FILES, make_tokenizer
-from runner.inference.scored_data import DATA, ScoredData
-from runner.judge.text import find_language
+from runner.data.tokenizers import FILES, make_tokenizer
+from runner.evaluation.generation import find_language
+from runner.inference.evaluate import DATA, ScoredData
 from tests.data.buckets import write_corpus
 from tests.data.corpus import write_bin
 from tests.support.inputs import DOCUMENTS, GPT2_PATTERN, SEPARATOR, make_hf, make_ranks

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from runner.inference.scoring import Score, lines_of, record_of
-from runner.train.validation import Size
+from runner.inference.evaluate import Score, lines_of, record_of
+from runner.train.evaluators import Size
 
 
 def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> None:

@@ -17,9 +17,16 @@ from experiments.gpt import GPT, GPTConfig
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder
 from runner.errors import InvalidError
-from runner.judge.choice import Sampling, keep_top
-from runner.judge.decode import CachedReader, PlainReader, generate, make_reader, vocabulary_size_of
-from runner.train.mesh import AXES, make_mesh
+from runner.evaluation.generation import (
+    CachedReader,
+    PlainReader,
+    Sampling,
+    generate,
+    keep_top,
+    make_reader,
+    vocabulary_size_of,
+)
+from runner.parallel.mesh import AXES, make_mesh
 
 VOCABULARY, SEQUENCE = 61, 24
 TOKENS_BxT = np.random.default_rng(7).integers(0, VOCABULARY, (2, SEQUENCE), dtype=np.int32)

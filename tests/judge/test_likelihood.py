@@ -13,13 +13,19 @@ import pytest
 import yaml
 
 from runner.data import ByteTokenizer
-from runner.hosts.agreement import Hosts
-from runner.inference.opening import open_run
-from runner.judge.decode import variables_of
-from runner.judge.likelihood import Likelihood, Pair, encode_pair
-from runner.judge.multiple_choice import MultipleChoice, pairs_of
-from runner.judge.question import Question, read_questions
-from runner.train.mesh import make_mesh
+from runner.distributed.agreement import Hosts
+from runner.evaluation.generation import variables_of
+from runner.evaluation.likelihood import (
+    Likelihood,
+    MultipleChoice,
+    Pair,
+    Question,
+    encode_pair,
+    pairs_of,
+    read_questions,
+)
+from runner.inference.open_run import open_run
+from runner.parallel.mesh import make_mesh
 from tests.support.tiny import gpt
 
 NUM_QUESTIONS = 200

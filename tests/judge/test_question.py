@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runner.errors import DataError
-from runner.judge.question import Question, read_questions
+from runner.evaluation.likelihood import Question, read_questions
 
 READ: dict[str, tuple[dict[str, Any], Question]] = {
     "plain": ({"question": "q", "choices": ["a", "b"], "answer": 1}, Question("q", ("a", "b"), 1)),

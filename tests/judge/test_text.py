@@ -8,9 +8,9 @@ import pytest
 
 from runner.config import DataConfig
 from runner.data import ByteTokenizer, CharacterTokenizer
-from runner.data.subword import FILES, make_tokenizer
+from runner.data.tokenizers import FILES, make_tokenizer
 from runner.errors import DataError
-from runner.judge.text import encode_prompt, find_language, first_token, language_of, parse_ids, stream_text
+from runner.evaluation.generation import encode_prompt, find_language, first_token, language_of, parse_ids, stream_text
 from tests.data.buckets import write_corpus
 from tests.data.corpus import write_bin
 from tests.support.inputs import GPT2_PATTERN, SEPARATOR, make_hf, make_ranks, make_sentencepiece

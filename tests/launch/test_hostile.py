@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from launch.__main__ import ENGINES, main
-from launch.kubernetes import admission
+from launch.kubernetes import jobset
 from tests.support.harness import ROOT
 from tests.support.hostile import OVERRIDE_OF_LINES, TEXTS, UNPRINTABLE, Engine, commit_of, given_to
 
@@ -211,6 +211,6 @@ def test_a_command_that_no_machine_can_start_is_refused(render):
 
 
 def test_every_rule_has_words_and_a_length():
-    rules = [value for value in vars(admission).values() if isinstance(value, admission.Rule)]
+    rules = [value for value in vars(jobset).values() if isinstance(value, jobset.Rule)]
     assert len(rules) == 8
     assert all(rule.words and rule.most for rule in rules)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.shell import fill, read_program
+from launch.options import fill, read_program
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 PROGRAMS = sorted(LAUNCH.rglob("*.sh"))

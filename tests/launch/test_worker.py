@@ -29,7 +29,7 @@ def test_a_hosts_part_is_started_again_by_exit_code(tmp_path, monkeypatch):
         sys.exit({{1: 75, 2: 76}}.get(len(path.read_text()), 0))
     """
     monkeypatch.setattr(worker, "runner_arguments", lambda spec, overrides: ["-c", program])
-    monkeypatch.setattr("launch.restart.supervisor.FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("launch.supervisor.FIRST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(worker.signal, "signal", lambda number, handler: None)
     (tmp_path / "s.yaml").write_text(SPEC.replace("runs/tiny", str(tmp_path / "run")))
     assert worker.main([str(tmp_path / "s.yaml"), "--max-restarts", "1"]) == 0

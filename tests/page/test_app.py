@@ -7,10 +7,9 @@ import threading
 import pytest
 import waitress
 
+from runner.dashboard.app import Body, Dashboard, access_for, is_loopback
+from runner.dashboard.html import encode
 from runner.errors import InvalidError
-from runner.page.access import access_for, is_loopback
-from runner.page.app import Body, Dashboard
-from runner.page.document import encode
 
 RUN = "0123456789abcdef"
 TOKEN = "a-token-of-some-length"

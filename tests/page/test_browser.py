@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import waitress
 
-from runner.page.access import access_for
-from runner.page.app import Dashboard
-from runner.page.report import report
-from runner.page.source import Source
-from runner.page.watcher import Watcher
+from runner.dashboard.app import Dashboard, access_for
+from runner.dashboard.report import report
+from runner.dashboard.server import Source, Watcher
 from runner.storage import LocalStore
 from tests.page.lives import make_run
 from tests.page.test_report import HOSTILE, PLACES

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import main
-from runner.history.read import HistoryReader
-from runner.page import discovery, source, watcher
-from runner.page.app import Body
-from runner.page.discovery import find_runs
-from runner.page.source import Source
-from runner.page.watcher import Watcher
-from runner.storage import JsonObject, LocalStore, Store, encode_line, log_feed
+from runner.dashboard import discovery, server
+from runner.dashboard.app import Body
+from runner.dashboard.discovery import find_runs
+from runner.dashboard.server import Source, Watcher
+from runner.history.reader import HistoryReader
+from runner.storage import JsonObject, LocalStore, Store, encode_line, jsonl
 from runner.storage.bucket import BucketStore
 from tests.benchmarks.dashboard import measure
 from tests.page.lives import BEGAN, lines_of, make_run, rows_of
@@ -131,7 +130,7 @@ def test_a_run_that_cannot_be_read_says_why_and_hides_no_other(tmp_path):
 
 
 def test_a_root_that_goes_away_is_said_and_one_that_comes_back_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(server, "SEARCH_SECONDS", 0.0)
     reader = Source(LocalStore(tmp_path / "root"))
     assert "No such file" in read(reader)["notes"][0]
     make_run(LocalStore(tmp_path / "root" / "a"), num_attempts=1, num_rows=2)
@@ -140,7 +139,7 @@ def test_a_root_that_goes_away_is_said_and_one_that_comes_back_is_read(tmp_path,
 
 def test_a_run_whose_files_are_as_they_were_is_not_read_again(tmp_path, monkeypatch):
     times = []
-    monkeypatch.setattr(source, "HistoryReader", lambda store: times.append(store) or HistoryReader(store))
+    monkeypatch.setattr(server, "HistoryReader", lambda store: times.append(store) or HistoryReader(store))
     store = make_run(LocalStore(tmp_path / "a"), num_attempts=1, num_rows=2)
     reader = Source(LocalStore(tmp_path))
     for _ in range(5):
@@ -156,9 +155,9 @@ def test_a_run_whose_files_are_as_they_were_is_not_read_again(tmp_path, monkeypa
 
 
 def test_a_run_that_lives_is_read_on_from_where_it_was_for_the_table_and_for_its_page(tmp_path, monkeypatch):
-    parsed, parse = [], log_feed.parse_lines
-    monkeypatch.setattr(log_feed, "parse_lines", lambda content: parsed.append(content) or parse(content))
-    monkeypatch.setattr(source, "LIVING_SECONDS", 0.0)
+    parsed, parse = [], jsonl.parse_lines
+    monkeypatch.setattr(jsonl, "parse_lines", lambda content: parsed.append(content) or parse(content))
+    monkeypatch.setattr(server, "LIVING_SECONDS", 0.0)
     make_run(LocalStore(tmp_path / "a"), num_attempts=3, num_rows=20)
     progress = {"time": time.time(), "attempt": 4, "process": 0, "event": "start", "step": None}
     reader, counts = Source(LocalStore(tmp_path)), []
@@ -210,7 +209,7 @@ def test_what_nobody_has_asked_for_is_forgotten(monkeypatch):
             crowd.data(name)
     crowd.round()
     assert crowd.data("a") is not None
-    monkeypatch.setattr(watcher, "KEEP_SECONDS", -1.0)
+    monkeypatch.setattr(server, "KEEP_SECONDS", -1.0)
     crowd.round()
     assert set(crowd._kept) == {"a"}
 
@@ -228,7 +227,7 @@ def test_what_nobody_has_asked_for_is_forgotten(monkeypatch):
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr("runner.hosts.preemption.StopNotice.listen", lambda self: None)
+    monkeypatch.setattr("runner.distributed.preemption.StopNotice.listen", lambda self: None)
     assert main(["dashboard", *(word.format(tmp_path) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
 

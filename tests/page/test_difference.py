@@ -1,6 +1,6 @@
 """Specs are compared key by key, whatever stands in them."""
 
-from runner.page.difference import ABSENT, UNREADABLE, differences
+from runner.dashboard.discovery import ABSENT, UNREADABLE, differences
 
 ONE = "name: a\ndirectory: runs/a\nseed: 0\nconfig: {model: {layers: 2, heads: 4}, list: [1, 2], empty: {}}\n"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.page.reduction import Point, Reduction
+from runner.dashboard.charts import Point, Reduction
 
 VALUES = st.lists(st.floats(allow_nan=True, width=32), max_size=400)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import main
-from runner.page import document
-from runner.page import report as report_module
-from runner.page.report import names_of, report
+from runner.dashboard import html
+from runner.dashboard import report as report_module
+from runner.dashboard.report import names_of, report
 from runner.storage import JsonObject, LocalStore
 from tests.page.lives import LOST_STEPS, events_of, lines_of, make_run, rows_of
 from tests.support.memory_bucket import memory_bucket
@@ -48,7 +48,7 @@ PLACES = {
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
     """plotly.js is 4.8 MB to parse: one test does."""
-    monkeypatch.setattr(document, "library", lambda: "globalThis.Plotly = {};")
+    monkeypatch.setattr(html, "library", lambda: "globalThis.Plotly = {};")
 
 
 class Walk(HTMLParser):
@@ -99,7 +99,7 @@ def data_of(page: str) -> JsonObject:
     (style,) = walk.all("style")
     assert "url(" not in style[1]
     assert "@import" not in style[1]
-    rest = page.replace(document.library(), "")
+    rest = page.replace(html.library(), "")
     assert set(re.findall(r"https?://[^\"' ]*", rest)) <= {"http://www.w3.org/2000/svg"}
     data: JsonObject = json.loads(scripts[0][1])
     return data
@@ -240,14 +240,14 @@ def test_a_directory_that_was_half_written_or_damaged_is_shown_as_far_as_it_goes
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_file(tmp_path, capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr("runner.hosts.preemption.StopNotice.listen", lambda self: None)
+    monkeypatch.setattr("runner.distributed.preemption.StopNotice.listen", lambda self: None)
     assert main(["report", *(word.format(tmp_path) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_writes_the_page_and_nothing_else(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("runner.hosts.preemption.StopNotice.listen", lambda self: None)
+    monkeypatch.setattr("runner.distributed.preemption.StopNotice.listen", lambda self: None)
     make_run(LocalStore(tmp_path / "life"))
     before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
     assert main(["report", str(tmp_path / "life"), "-o", str(tmp_path / "page.html")]) == 0

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.attempt.fence import Fence
-from runner.page.row_feed import Fed, open_feed
+from runner.dashboard.reader import Fed, open_feed
+from runner.metrics import file as bucket
+from runner.metrics.file import open_metrics, read_rows
+from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, encode_line
-from runner.train.metrics import bucket
-from runner.train.metrics.file import open_metrics, read_rows
 from tests.support.memory_bucket import memory_bucket
 
 KINDS = ("disk", "bucket")

@@ -21,14 +21,14 @@ import pytest
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
-from runner.plan.hlo.buffer import largest_arrays
-from runner.plan.hlo.collective import Collective, collectives
-from runner.plan.hlo.text import instructions, output_of, sizes_in
+from runner.parallel.mesh import AXES
+from runner.plan.forecast.collectives import Collective, collectives
+from runner.plan.forecast.hlo import instructions, output_of, sizes_in
+from runner.plan.forecast.sources import largest_arrays
 from runner.plan.machine import Machine, open_machine
+from runner.plan.prediction import Weights, flows, flows_in_order, sent
 from runner.plan.program import sent_bytes
-from runner.plan.traffic import Weights, flows, flows_in_order, sent
 from runner.train.batch_layout import batch_layouts
-from runner.train.mesh import AXES
 from runner.trainer import BaseTrainer
 from tests.plan.tpu_program import shapes_in
 from tests.support.libtpu import printed_by

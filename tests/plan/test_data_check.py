@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.data.index import HEAD_BYTES
-from runner.plan.checks import Findings
-from runner.plan.data_check import DataCheck, check_data
+from runner.data.corpus_index import HEAD_BYTES
+from runner.plan.checks import DataCheck, Findings, check_data
 from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
 from tests.data.corpus import write_bin
 from tests.support.tiny import gpt

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runner.plan.hlo.buffer import Buffer, largest_arrays
-from runner.plan.hlo.collective import Collective, collectives, sent_bytes_by_axes
+from runner.plan.forecast.collectives import Collective, collectives, sent_bytes_by_axes
+from runner.plan.forecast.sources import Buffer, largest_arrays
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 AXES = tuple(MESH)

@@ -8,17 +8,15 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from runner.accelerator import parse_accelerator
+from runner.parallel.mesh import AXES, STATE_AXES, mesh_sizes
 from runner.plan import outlook
 from runner.plan.checks import Findings, open_job
-from runner.plan.hlo.collective import collectives
+from runner.plan.forecast.collectives import collectives
 from runner.plan.machine import Machine
-from runner.plan.mesh import in_order
-from runner.plan.mesh_check import Passes, faults, is_worth_a_word
+from runner.plan.mesh import Passes, faults, in_order, is_worth_a_word, small_shards
 from runner.plan.outlook import Outlook
 from runner.plan.prediction import Predictor, draw_abstractly
-from runner.plan.tile import small_shards
 from runner.spec import load_document
-from runner.train.mesh import AXES, STATE_AXES, mesh_sizes
 from runner.trainer import BaseTrainer
 from tests.plan.test_hlo import STATED, computation, module
 from tests.support.harness import ROOT

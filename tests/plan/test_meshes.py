@@ -6,14 +6,13 @@ import jax
 import pytest
 
 from runner.accelerator import parse_accelerator
+from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
 from runner.plan.mesh import all_meshes, in_order, near_meshes
-from runner.plan.prediction import Predictor, draw_abstractly
+from runner.plan.prediction import Predictor, Weights, draw_abstractly, flows, sent
 from runner.plan.search import Search
-from runner.plan.traffic import Weights, flows, sent
 from runner.spec import load_document
-from runner.train.mesh import AXES
-from runner.train.sizing import Sizing
+from runner.train.flops import Sizing
 from runner.trainer import BaseTrainer
 
 ONES = dict.fromkeys(AXES, 1)

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from runner.accelerator import CHIPS, parse_accelerator
-from runner.plan.estimate import Roofline, Work, hbm_traffic, roofline, split_over_domains
-from runner.plan.figure import Figure, Section, as_json, as_lines
+from runner.plan.figures import Figure, Section, as_json, as_lines
+from runner.plan.program import Roofline, Work, hbm_traffic, roofline, split_over_domains
 
 
 @pytest.mark.parametrize(

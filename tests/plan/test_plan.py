@@ -12,9 +12,9 @@ import pytest
 
 from runner import BaseTrainer
 from runner.accelerator import CHIPS, Accelerator, parse_accelerator
-from runner.command.plan import main
+from runner.cli.plan import main
 from runner.errors import InvalidError
-from runner.plan import machine, progress
+from runner.plan import figures, machine
 from runner.plan.checks import Findings, check_directory
 from runner.plan.machine import open_machine
 from tests.support.attempt import start
@@ -218,10 +218,10 @@ def test_the_peak_of_a_step_is_what_was_planned() -> None:
 def test_what_takes_long_is_told_with_its_time_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(figures, "_EVERY_SECONDS", 0.01)
     told = threading.Event()
-    monkeypatch.setattr(progress, "warn", lambda line: (print(line), line.endswith(" s") and told.set()))
-    with progress.telling("compiling x"):
+    monkeypatch.setattr(figures, "warn", lambda line: (print(line), line.endswith(" s") and told.set()))
+    with figures.telling("compiling x"):
         assert told.wait(60)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "compiling x ..."

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from runner.accelerator import CHIPS, parse_accelerator
-from runner.command.plan import main
+from runner.cli.plan import main
 from runner.errors import InvalidError
-from runner.plan.against import against_section, rows_of
-from runner.plan.figure import Section, as_json, as_lines
+from runner.plan.figures import Section, as_json, as_lines
 from runner.plan.machine import Machine
-from runner.plan.profile import forecast_of, forecast_seconds, profile_sections, write_trace
+from runner.plan.profile import against_section, forecast_of, forecast_seconds, profile_sections, rows_of, write_trace
 from runner.plan.search import Compiled
-from runner.train.compilation import Memory
+from runner.train.compile import Memory
 from tests.plan.forecast.text import MESH, module, negate
 from tests.support.harness import command, environment
 from tests.support.libtpu import held

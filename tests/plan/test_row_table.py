@@ -4,11 +4,11 @@ python -m tests.plan.test_row_table     prints it
 """
 
 from runner.accelerator import parse_accelerator
+from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
 from runner.plan.mesh import in_order
 from runner.plan.prediction import Predictor, draw_abstractly
 from runner.spec import load_document
-from runner.train.mesh import AXES
 from runner.trainer import BaseTrainer
 from tests.support.harness import ROOT
 

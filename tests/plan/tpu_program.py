@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from runner.accelerator import parse_accelerator
 from runner.checkpoint.leaves import named
 from runner.plan.checks import Findings, open_job
-from runner.plan.hlo.collective import collectives
-from runner.plan.hlo.program import read
-from runner.plan.hlo.text import ARRAY, instructions, output_of
+from runner.plan.forecast.collectives import collectives
+from runner.plan.forecast.hlo import ARRAY, instructions, output_of, read
 from runner.plan.machine import open_machine
 from runner.plan.program import Program, compile_design
 from runner.spec import load_document

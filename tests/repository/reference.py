@@ -14,13 +14,14 @@ from types import UnionType
 from typing import Any, get_args
 
 from runner import RestoreableJob
-from runner.attempt.event import EVENT_KEYS, EVENTS, Event
-from runner.attempt.result import RESULT_KEYS
-from runner.checkpoint.manifest_key import MANIFEST_KEYS
+from runner.checkpoint.manifest import MANIFEST_KEYS
 from runner.errors import SpecError
-from runner.hook import Hook, shipped
-from runner.recipe import OPTIMIZERS, SCHEDULES, Published
-from runner.record import Key
+from runner.hook import Hook, builtin
+from runner.metrics.rows import ROW_KEYS
+from runner.optim.config import OPTIMIZERS, SCHEDULES, Published
+from runner.records import Key
+from runner.run.events import EVENT_KEYS, EVENTS, Event
+from runner.run.layout import RESULT_KEYS
 from runner.spec import (
     ExecutionSpec,
     JobConfig,
@@ -30,7 +31,6 @@ from runner.spec import (
     validate_config,
     validate_spec,
 )
-from runner.train.metrics.row import ROW_KEYS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "specs" / "README.md"
@@ -198,7 +198,7 @@ def spec_lines() -> Iterator[str]:
 def hook_lines() -> Iterator[str]:
     """A table of the config of each shipped hook."""
     yield from ("## Reference: hooks", "", "What ships. The config of each stands in its entry of `hooks`.", "")
-    for hook in (each for each in vars(shipped).values() if isinstance(each, type) and issubclass(each, Hook)):
+    for hook in (each for each in vars(builtin).values() if isinstance(each, type) and issubclass(each, Hook)):
         if hook is Hook:
             continue
         yield from (f"### `runner.hook:{hook.__name__}`", "", summary_of(hook), "")

@@ -81,7 +81,7 @@ def test_the_modules_of_a_package_import_only_from_those_above_them(directory):
 
 
 def test_a_module_that_is_named_in_a_string_counts_as_imported():
-    drivers = {f"runner.storage.{name}" for name in ("google", "amazon", "azure")}
+    drivers = {f"runner.storage.{name}" for name in ("gcs", "s3", "azure")}
     assert drivers <= imports(ROOT / "runner" / "storage" / "url.py")
 
 
@@ -99,7 +99,7 @@ def test_launch_starts_the_runner_and_knows_no_more_of_it_than_exit_codes_specs_
     assert not roots & {"jax", "flax", "optax", "orbax", "experiments"}
     assert layers_imported(path) <= {
         "errors",
-        "terminal",
+        "console",
         "process",
         "spec",
         "config",
@@ -110,7 +110,7 @@ def test_launch_starts_the_runner_and_knows_no_more_of_it_than_exit_codes_specs_
 
 
 @pytest.mark.parametrize(
-    "module", ["runner", "runner.spec", "runner.config", "runner.errors", "runner.history.read", "launch.__main__"]
+    "module", ["runner", "runner.spec", "runner.config", "runner.errors", "runner.history.reader", "launch.__main__"]
 )
 def test_checking_a_spec_loads_no_jax(module):
     heavy = "{'jax', 'flax', 'optax', 'orbax', 'numpy', 'wandb', 'grain'}"

@@ -28,12 +28,12 @@ def test_what_is_set_late_is_what_the_class_bodies_declare(signs: Signs) -> None
 
 def test_each_import_by_string_has_its_reason(signs: Signs) -> None:
     reasons = {
-        "experiments/model/form.py": "the kernel of a platform that is not here",
+        "experiments/model/platform.py": "the kernel of a platform that is not here",
         "runner/__init__.py": "public classes, without jax until they are asked for",
         "runner/__main__.py": "the commands, each of which brings what it needs",
         "runner/spec/imports.py": "the user's own job, and packages that are extras, such as pyarrow",
         "runner/storage/url.py": "the client of a cloud, which is an extra",
-        "runner/train/metrics/sinks.py": "wandb, which takes a second",
+        "runner/metrics/writers.py": "wandb, which takes a second",
     }
     assert {place.rpartition(":")[0] for place in signs.imports_by_string} == set(reasons)
     assert len(signs.imports_by_string) <= 8

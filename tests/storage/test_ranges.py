@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runner.storage import ABSENT, ChangedError, DeniedError, LocalStore, Store, open_store
-from runner.storage.retry import TransientError
+from runner.storage.store import TransientError
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
 
@@ -16,7 +16,7 @@ RANGES = [(0, 1), (0, 10240), (255, 257), (5000, 9096), (10239, 10240)]
 
 @pytest.fixture(autouse=True)
 def _no_time_is_lost_between_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.storage.retry.FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr("runner.storage.store.FIRST_WAIT_SECONDS", 0.001)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -31,7 +31,7 @@ from runner.storage import (
     split_checkpoint,
 )
 from runner.storage.local import append_line
-from runner.storage.retry import retry
+from runner.storage.store import retry
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
 NUM_RACERS = 8
@@ -43,8 +43,8 @@ def names(directory: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _no_time_is_lost_between_tries(monkeypatch):
-    monkeypatch.setattr("runner.storage.retry.FIRST_WAIT_SECONDS", 0.001)
-    monkeypatch.setattr("runner.storage.background_writer.PERIOD_SECONDS", 0.001)
+    monkeypatch.setattr("runner.storage.store.FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr("runner.storage.bucket.PERIOD_SECONDS", 0.001)
 
 
 @pytest.fixture(params=["disk", "bucket"])
@@ -557,7 +557,7 @@ def test_a_conditional_write_that_was_overtaken_while_it_was_tried_again_has_los
 
 
 def test_a_log_in_a_bucket_has_parts_and_gives_back_all_rows(bucket, monkeypatch):
-    monkeypatch.setattr("runner.storage.log.PART_BYTES", 60)
+    monkeypatch.setattr("runner.storage.jsonl.PART_BYTES", 60)
     background = BackgroundWriter()
     log = open_log(bucket, "events", "000001.0", background)
     for n in range(20):
@@ -571,7 +571,7 @@ def test_a_log_in_a_bucket_has_parts_and_gives_back_all_rows(bucket, monkeypatch
 
 
 def test_rows_of_several_writers_come_in_the_order_of_their_time(bucket, monkeypatch):
-    monkeypatch.setattr("runner.storage.log.PART_BYTES", 60)
+    monkeypatch.setattr("runner.storage.jsonl.PART_BYTES", 60)
     writers = [BackgroundWriter(), BackgroundWriter()]
     logs = [open_log(bucket, "events", f"{number:06}.0", background) for number, background in enumerate(writers)]
     for n in range(20):

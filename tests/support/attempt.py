@@ -3,12 +3,12 @@
 from typing import TypeVar
 
 from runner import RestoreableJob
-from runner.attempt.claim import Attempt
-from runner.attempt.event_log import EventLog
-from runner.attempt.fence import Fence
-from runner.hosts.agreement import Hosts
-from runner.hosts.preemption import StopNotice
-from runner.hosts.progress import Progress
+from runner.distributed.agreement import Hosts
+from runner.distributed.clock import Progress
+from runner.distributed.preemption import StopNotice
+from runner.run.attempt import Attempt
+from runner.run.events import EventLog
+from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, Log, Store, open_log
 
 JobType = TypeVar("JobType", bound=RestoreableJob)

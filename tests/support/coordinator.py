@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from runner.hosts.agreement import Hosts
-from runner.hosts.key_value import KeyValueStore
-from runner.hosts.liveness import Liveness
+from runner.distributed.agreement import Hosts, Liveness
+from runner.distributed.key_value import KeyValueStore
 
 DEADLINE_SECONDS = 60.0
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from experiments.counter import Counter, advance
 from runner.checkpoint.save import Payload
+from runner.distributed.agreement import Hosts
 from runner.errors import DataError, DivergedError
-from runner.hosts.agreement import Hosts
 
 
 class Stepwise(Counter):

@@ -17,10 +17,10 @@ import tokenizers
 import zstandard
 
 from experiments.tokenise import Tokenise
-from experiments.tokenise.source import open_place
+from experiments.tokenise.inputs import open_place
 from runner import ExecutionSpec
-from runner.data.index import ENDS_DTYPE, CorpusIndex
-from runner.data.subword import load_tokenizer
+from runner.data.corpus_index import ENDS_DTYPE, CorpusIndex
+from runner.data.tokenizers import load_tokenizer
 from runner.storage import LocalStore, url
 from runner.storage.bucket import BucketStore
 from tests.support.memory_bucket import MemoryDriver

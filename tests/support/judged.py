@@ -12,11 +12,10 @@ from jax.experimental import multihost_utils
 
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer
-from runner.hosts.agreement import Hosts
+from runner.distributed.agreement import Hosts
+from runner.metrics.meta import Meta, histogram
 from runner.storage import parse_lines
-from runner.train.fields import document_arguments, target_weights
-from runner.train.loss import cross_entropy_sum
-from runner.train.meta import Meta, histogram
+from runner.train.loss import cross_entropy_sum, document_arguments, target_weights
 
 TEXT = "".join(f"{number} squared is {number * number}.\n" for number in range(1500))
 TINY: dict[str, Any] = {

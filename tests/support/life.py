@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from experiments.counter import Counter
-from runner.attempt.fence import Fence
-from runner.attempt.incident import Incidents
+from runner.distributed.preemption import StopNotice
 from runner.errors import DataError, DivergedError, FencedError, StorageError
-from runner.hosts.preemption import StopNotice
+from runner.run.attempt import Incidents
+from runner.run.fence import Fence
 from runner.storage import LocalStore
 from tests.support.attempt import start
 from tests.support.tiny import counter, stop_after

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from runner.train import compilation
+from runner.parallel.mesh import AXES
+from runner.train import compile
 from runner.train.batch_layout import batch_layouts
-from runner.train.mesh import AXES
 from runner.trainer import BaseTrainer
 from tests.support.faked import AS_USERS
 
@@ -24,7 +24,7 @@ CHANGES: dict[str, Any] = {
 
 def compile_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else steps are compiled as tests are: in little time."""
-    monkeypatch.setattr(compilation, "compiler_options", lambda *_: AS_USERS)
+    monkeypatch.setattr(compile, "compiler_options", lambda *_: AS_USERS)
 
 
 def bits_on(job: BaseTrainer, devices: int) -> dict[str, bytes]:

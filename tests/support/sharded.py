@@ -21,8 +21,8 @@ import optax
 
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
+from runner.parallel.mesh import AXES, STATE_AXES
 from runner.train.batch_layout import batch_layouts
-from runner.train.mesh import AXES, STATE_AXES
 from runner.train.state import shardings_of
 from runner.train.step import Batch
 from runner.trainer import BaseTrainer

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from experiments.gpt import PretrainGPT
-from runner.data.prefetch import Prefetcher
-from runner.train.validation import Validation
+from runner.data.batches import Prefetcher
+from runner.train.evaluators import Validation
 
 BATCH_SECONDS = 0.005
 

@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from experiments.counter import Counter
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, ExecutionSpec, RestoreableJob
-from runner.attempt.compile_cache import CompileCache
+from runner.distributed.preemption import StopNotice
 from runner.errors import PreemptedError
-from runner.hosts.preemption import StopNotice
+from runner.parallel.mesh import AXES, make_mesh
+from runner.run.compile_cache import CompileCache
 from runner.storage import LocalStore, parse_lines, read_json
-from runner.train.mesh import AXES, make_mesh
 from tests.support import faked
 
 CompileCache().open()

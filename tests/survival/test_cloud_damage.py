@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.checkpoint import inspection
+from runner.checkpoint import inspect
 from runner.checkpoint.manifest import Manifest, committed
 from runner.checkpoint.restore import Restorer
 from runner.checkpoint.save import Payload, SaveKind, Saver
-from runner.checkpoint.writer import OrbaxWriter, PieceWriter
+from runner.checkpoint.writers import OrbaxWriter, PieceWriter
 from runner.errors import EXIT_DONE
 from runner.storage import LocalStore, Store, open_store
 from tests.support.attempt import make_attempt
@@ -113,7 +113,7 @@ def check_case(store: Store, name: str, damage: Damage, content: bytes, chance: 
         store.write(f"checkpoints/{NEWEST}/{name}", damaged)
     never_committed = name == "manifest.json" and damaged is None
 
-    (older, newest, problem), code = inspection.report(store, inspection.Depth.FILES)
+    (older, newest, problem), code = inspect.report(store, inspect.Depth.FILES)
     assert older.split()[:2] == [str(OLDER), "good"]
     assert newest.split()[:2] == [str(NEWEST), "not" if never_committed else "DAMAGED"]
     assert name in problem

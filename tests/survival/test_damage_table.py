@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from experiments.counter import Counter
-from runner.attempt.incident import Incidents
-from runner.attempt.layout import EXPENDABLE, LAYOUT
-from runner.checkpoint.inspection import Depth, report
+from runner.checkpoint.inspect import Depth, report
 from runner.checkpoint.manifest import committed
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, RunnerError
+from runner.run.attempt import Incidents
+from runner.run.layout import EXPENDABLE, LAYOUT
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.attempt import start
 from tests.support.damage import ERRORS, damages_of, give_errors

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from runner.history.read import read_history
-from runner.history.record import State
-from runner.hosts.clock import Bucket
+from runner.distributed.clock import Bucket
+from runner.history.reader import read_history
+from runner.history.records import State
 from runner.storage import LocalStore
 from tests.history.test_life import check_sums, flip_a_bit
 from tests.support.harness import Attempt, Job

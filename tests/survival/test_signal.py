@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.history.read import read_history
+from runner.history.reader import read_history
 from runner.storage import LocalStore
 from tests.support.harness import (
     LITTLE,

@@ -15,16 +15,16 @@ from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, ExecutionSpec, open_checkpoint
 from runner.checkpoint.leaves import named
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
-from runner.hosts.agreement import Hosts
-from runner.inference.evaluation import Request, evaluate
-from runner.inference.opening import open_run
+from runner.huggingface.load import ADAPTER_BASE
+from runner.inference.evaluate import Request, evaluate
+from runner.inference.open_run import open_run
 from runner.inference.sample import Request as Text
 from runner.inference.sample import sample
+from runner.parallel.mesh import STATE_AXES
 from runner.storage import parse_lines
-from runner.train.adapter import model_state, model_weights, with_base
-from runner.train.mesh import STATE_AXES
-from runner.weights.base import ADAPTER_BASE
+from runner.train.lora import model_state, model_weights, with_base
 from tests.support.tiny import gpt, gpt_document, leaves_equal, name_of, set_mesh, stop_after
 from tests.test_values import TrainLookup
 

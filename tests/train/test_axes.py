@@ -5,8 +5,8 @@ import pytest
 
 from experiments.model.decoder import PretrainDecoder
 from runner.checkpoint.fingerprint import fingerprint
+from runner.parallel.mesh import AXES
 from runner.storage import parse_lines
-from runner.train.mesh import AXES
 from tests.support.tiny import gpt, leaves_equal, mesh_id, outcome, stop_after
 
 STOP, STEPS = 2, 3

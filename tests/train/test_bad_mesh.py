@@ -11,8 +11,8 @@ import pytest
 
 from experiments.model.decoder import PretrainDecoder
 from runner.errors import InvalidError
+from runner.parallel.mesh import AXES
 from runner.spec import load_document
-from runner.train.mesh import AXES
 from tests.support.tiny import gpt
 
 EXPERTS = {"experts": 6, "experts_per_token": 2}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from runner import BaseTrainer
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
-from runner.hosts.agreement import Hosts
 from runner.storage import parse_lines
 from runner.train.loss import cross_entropy_sum
 from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after

@@ -10,7 +10,7 @@ import pytest
 from runner.accelerator import CHIPS
 from runner.errors import InvalidError
 from runner.train.batch_layout import BatchLayout
-from runner.train.compilation import DoesNotFitError, compile_lowered, compile_to_fit, memory_of
+from runner.train.compile import DoesNotFitError, compile_lowered, compile_to_fit, memory_of
 from tests.support.tiny import mesh_of
 
 GIB = 2**30

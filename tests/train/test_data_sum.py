@@ -15,9 +15,9 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
+from runner.parallel.mesh import AXES, BATCH_AXES, sharding_rules
+from runner.parallel.reduction import on_parts, waits
 from runner.train.batch_layout import batch_layouts
-from runner.train.data_sum import on_parts, waits
-from runner.train.mesh import AXES, BATCH_AXES, sharding_rules
 from runner.train.step import train_step
 from tests.support.llama import PretrainLlama
 from tests.support.tiny import gpt, mesh_id, mesh_over

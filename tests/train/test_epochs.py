@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.command.status import main as status
+from runner.cli.status import main as status
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, PreemptedError
-from runner.hosts.agreement import Hosts
 from runner.plan.preflight import Request, plan
 from runner.spec import dump_spec
 from tests.data.corpus import write_bin

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runner.distributed.clock import EVALUATION
 from runner.errors import InvalidError, PeerLostError
-from runner.hosts.progress import EVALUATION
 from runner.storage import LocalStore, parse_lines
-from runner.train.evaluation import Evaluations
+from runner.train.evaluators import Evaluations
 from tests.support.attempt import make_attempt
 from tests.support.tiny import gpt
 

@@ -11,12 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner.errors import InvalidError
-from runner.train import fixed_order
-from runner.train.merged import merged
-from runner.train.mesh import BATCH_AXES, refuse_other_orders, sharding_rules
-from runner.train.state import abstract_state, make_state, shardings_of, variable_shardings
+from runner.parallel import reduction
+from runner.parallel.canonical import merged
+from runner.parallel.mesh import BATCH_AXES, refuse_other_orders, sharding_rules
+from runner.train.state import abstract_state, make_state, shardings_of, unchanged, variable_shardings
 from runner.train.step import train_step, val_step
-from runner.train.variables import unchanged
 from tests.support.faked import AS_USERS
 from tests.support.tiny import gpt, leaves_equal, mesh_id, mesh_over
 
@@ -35,8 +34,8 @@ class Term:
 
 def sum_on(num_groups, num_devices):
     """How `num_devices` devices add up as many groups as there are, by their courses and the rest of the tree."""
-    own, known, depth = num_groups // num_devices, {}, fixed_order.stack_depth(num_groups, num_devices)
-    for device, course in enumerate(fixed_order.courses_of(num_groups, num_devices)):
+    own, known, depth = num_groups // num_devices, {}, reduction.stack_depth(num_groups, num_devices)
+    for device, course in enumerate(reduction.courses_of(num_groups, num_devices)):
         stack = {}
         for number, (place, joined) in enumerate(zip(course.places, course.joined, strict=True)):
             term = Term(str(own * device + number))
@@ -44,9 +43,9 @@ def sum_on(num_groups, num_devices):
                 term = stack[place + joined - 1 - count] + term
             stack[place] = term
             assert max(place + joined - 1, place) < depth
-        assert len(course.nodes) <= fixed_order.num_subtrees(num_groups, num_devices) <= depth
+        assert len(course.nodes) <= reduction.num_subtrees(num_groups, num_devices) <= depth
         known |= {node: stack[place] for place, node in enumerate(course.nodes)}
-    return fixed_order._node(fixed_order.root(num_groups), num_groups, known).text
+    return reduction._node(reduction.root(num_groups), num_groups, known).text
 
 
 def test_the_order_of_a_tree():

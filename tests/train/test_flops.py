@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner import BaseTrainer
 from runner.config import MemoryConfig
-from runner.hosts.agreement import Hosts
+from runner.distributed.agreement import Hosts
 from runner.train.flops import counted_flops, matmul_flops, transformer_flops
 from tests.support.tiny import gpt, mesh_of
 

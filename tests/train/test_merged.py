@@ -12,8 +12,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, check_jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from runner.train.merged import merged
-from runner.train.mesh import BATCH_AXES, sharding_rules
+from runner.parallel.canonical import merged
+from runner.parallel.mesh import BATCH_AXES, sharding_rules
 from tests.support.tiny import mesh_over
 
 X = jnp.linspace(-2.0, 3.0, 24, dtype=jnp.float32).reshape(4, 6)

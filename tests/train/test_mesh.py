@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from runner.errors import InvalidError
-from runner.spec import Mesh
-from runner.train.mesh import (
+from runner.parallel.mesh import (
     AXES,
     LOGICAL_AXIS_RULES,
     batch_axes_text,
@@ -21,6 +20,7 @@ from runner.train.mesh import (
     over_slices,
     refuse_cut_rows,
 )
+from runner.spec import Mesh
 
 
 @pytest.mark.parametrize(

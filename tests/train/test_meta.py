@@ -10,8 +10,8 @@ import pytest
 
 from runner import BaseTrainer
 from runner.errors import InvalidError, SpecError
-from runner.train.meta import LIST_MAX, Histogram, histogram, refuse_meta, shown, with_means
-from runner.train.norm import Norms, norms_of
+from runner.metrics.meta import LIST_MAX, Histogram, histogram, refuse_meta, shown, with_means
+from runner.train.step import Norms, norms_of
 from tests.support.judged import TINY, Judged, rows_of
 from tests.support.tiny import gpt
 

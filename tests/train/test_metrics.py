@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from runner.attempt.fence import Fence
 from runner.errors import DivergedError, FencedError, RunnerError
+from runner.metrics import file as bucket
+from runner.metrics import file as disk
+from runner.metrics import writers
+from runner.metrics.file import BucketMetrics, MetricsFile, open_metrics, read_rows
+from runner.metrics.rows import Line, Tail
+from runner.metrics.window import Window
+from runner.metrics.writers import LiveProgress, PlainProgress
+from runner.run.fence import Fence
 from runner.storage import ABSENT, BackgroundWriter, DeniedError, LocalStore, encode_line
-from runner.train.metrics import bucket, disk, sinks
-from runner.train.metrics.bucket import BucketMetrics
-from runner.train.metrics.disk import MetricsFile
-from runner.train.metrics.file import open_metrics, read_rows
-from runner.train.metrics.line import Line, Tail
-from runner.train.metrics.sinks import LiveProgress, PlainProgress
-from runner.train.metrics.window import Window
 from tests.support.damage import ERRORS, damages_of, give_errors
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.support.tiny import gpt_spec
@@ -805,4 +805,4 @@ class Screen(io.StringIO):
 def test_progress_is_plain_where_output_is_no_persons_terminal(stream, form, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdout", stream())
     spec = gpt_spec(tmp_path / "run", **{"logging.format": form})
-    assert isinstance(sinks.make_progress(spec, 10, 0, 64), PlainProgress)
+    assert isinstance(writers.make_progress(spec, 10, 0, 64), PlainProgress)

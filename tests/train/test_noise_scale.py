@@ -7,12 +7,11 @@ import optax
 import pytest
 
 from runner.errors import InvalidError
+from runner.parallel.mesh import batch_sharding, sharding_rules
 from runner.storage import parse_lines
 from runner.train import step as pure
-from runner.train.mesh import batch_sharding, sharding_rules
-from runner.train.noise_scale import make_noise_scale
-from runner.train.rider import Halves, Observation
-from runner.train.variables import TrainState, unchanged
+from runner.train.auxiliary import make_noise_scale
+from runner.train.state import Halves, Observation, TrainState, unchanged
 from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
 from tests.test_values import TrainLookup
 

@@ -9,12 +9,12 @@ import jax
 import pytest
 
 from experiments.gpt import PretrainGPT
-from runner.command import profile as command
+from runner.cli import profile as command
 from runner.errors import InvalidError, SpecError
 from runner.spec import STEPS_OF_A_PROFILE_MAX, parse_document, validate_spec
 from runner.storage import JsonObject, LocalStore, Store, encode_json, read_json, read_log
-from runner.train import profile
-from runner.train.profile import REQUEST, Profiler, request, take_request
+from runner.train import profiler as profile
+from runner.train.profiler import REQUEST, Profiler, request, take_request
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import memory_bucket
 from tests.support.tiny import gpt, gpt_document, stop_after

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.metrics.file import read_rows
 from runner.storage import LocalStore, Store
-from runner.train.metrics.file import read_rows
 from runner.train.report import Report
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import memory_bucket

@@ -7,10 +7,10 @@ import pytest
 
 from runner import BaseTrainer
 from runner.checkpoint.fingerprint import fingerprint, leaf_names
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
-from runner.hosts.agreement import Hosts
 from runner.storage import parse_lines
-from runner.train.rider import Rider, init_riders
+from runner.train.state import Rider, init_riders
 from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
 from tests.test_values import TrainLookup
 

@@ -10,10 +10,10 @@ import pytest
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer
 from runner.config import PrecisionConfig
+from runner.optim.library import in_float32
 from runner.train import step as pure
-from runner.train.recipe.optimizer import in_float32
-from runner.train.rounding import round_stochastically
 from runner.train.state import make_state
+from runner.train.step import round_stochastically
 from tests.support.tiny import gpt, leaves_equal, mesh_of, stop_after
 
 KEY = jax.random.key(0)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from runner.checkpoint.manifest import Manifest
-from runner.data import store as tokens
+from runner.data import token_files as tokens
+from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
-from runner.hosts.agreement import Hosts
 from runner.storage import LocalStore
-from runner.train.same_data import share_ids
+from runner.train.checks import share_ids
 from tests.data.corpus import load, write_bin, write_npy
 from tests.support.coordinator import MemoryCoordinator, play
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from runner.train.mesh import AXES
+from runner.parallel.mesh import AXES
 from tests.support.sharded import KINDS, MOST_DEVICES, Difference, difference, make_job, meshes
 from tests.support.tiny import finish, mesh_id, start_python
 

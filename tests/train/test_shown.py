@@ -12,15 +12,13 @@ import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runner.page.chart import Curves
+from runner.dashboard.charts import Curves
+from runner.metrics.rows import Line, csv_lines, surviving
+from runner.metrics.tensorboard import EventFile
+from runner.metrics.window import Pace
+from runner.metrics.writers import PlainProgress, _shown
+from runner.parallel import mesh
 from runner.storage import LocalStore
-from runner.train import mesh
-from runner.train.metrics.line import Line, surviving
-from runner.train.metrics.pace import Pace
-from runner.train.metrics.sinks import PlainProgress
-from runner.train.metrics.table import csv_lines
-from runner.train.metrics.tensorboard import EventFile
-from runner.train.metrics.tracking import _shown
 
 HISTOGRAM = {"counts": [1, 0, 3], "edges": [-1.0, 0.0, 1.0, 2.0]}
 ROW: dict[str, Any] = {

@@ -13,12 +13,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.gpt import PretrainGPT
-from runner.command import metrics as metrics_command
+from runner.cli import metrics as metrics_command
+from runner.metrics import tensorboard, writers
+from runner.metrics.rows import Row
+from runner.metrics.tensorboard import EventFile
+from runner.metrics.writers import Aside
 from runner.storage import LocalStore, encode_line, parse_lines, read_json, read_log
-from runner.train.metrics import place, sinks, tensorboard
-from runner.train.metrics.place import Aside
-from runner.train.metrics.row import Row
-from runner.train.metrics.tensorboard import EventFile
 from tests.support import wandb_file
 from tests.support.memory_bucket import memory_bucket
 from tests.support.tiny import gpt
@@ -190,8 +190,8 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_place_that_fails_is_left_off_once_and_nobody_waits_for_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "CLOSE_SECONDS", 0.1 if way == "hangs" else 600.0)
-    monkeypatch.setattr(place, "QUEUE_ROWS", 2 if way == "fills up" else 100)
+    monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.1 if way == "hangs" else 600.0)
+    monkeypatch.setattr(writers, "QUEUE_ROWS", 2 if way == "fills up" else 100)
     free, heard = threading.Event(), []
     aside = Aside("some", lambda: Broken(way, free), lambda: [], lambda name, reason: heard.append((name, reason)))
     for step in range(1, 9):
@@ -205,7 +205,7 @@ def test_sinks_that_fail_cost_a_line_and_an_event_each_and_the_bits_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpt(tmp_path / "undisturbed")()
-    monkeypatch.setattr(place, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.1)
     free, told = threading.Event(), {}
 
     def broken(name: str, _: Any, earlier: Any, on_off: Any) -> Aside:
@@ -213,7 +213,7 @@ def test_sinks_that_fail_cost_a_line_and_an_event_each_and_the_bits_stay(
         told[name] = WAYS[way]
         return Aside(name, lambda: Broken(way, free), earlier, on_off)
 
-    monkeypatch.setattr(sinks, "Aside", broken)
+    monkeypatch.setattr(writers, "Aside", broken)
     gpt(tmp_path / "run", **ALL_ON)()
     free.set()
     assert sorted(told) == sorted(SHOWN.keys() & {"tensorboard", "wandb"})

@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner import BaseTrainer
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
-from runner.hosts.agreement import Hosts
+from runner.parallel.mesh import AXES
 from runner.train import state as train_state
-from runner.train.mesh import AXES
 from tests.support.tiny import FACTORISATIONS, MESHES, gpt, leaves_equal, mesh_of, set_mesh
 
 KEY = jax.random.key(3)

@@ -16,8 +16,8 @@ from flax.training.train_state import TrainState
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner import BaseTrainer
 from runner.config import MemoryConfig
+from runner.parallel.mesh import batch_sharding, sharding_rules
 from runner.train.loss import cross_entropy_sum
-from runner.train.mesh import batch_sharding, sharding_rules
 from runner.train.state import abstract_state, make_state, shardings_of, variable_shardings
 from tests.support.tiny import mesh_of
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import yaml
 
+from runner.metrics.writers import upload_offline_runs
 from runner.storage import LocalStore, parse_lines, read_json
-from runner.train.metrics.offline import upload_offline_runs
 from tests.support import wandb_file
 from tests.support.memory_bucket import memory_bucket
 from tests.support.tiny import finish, gpt, gpt_document, start_python
@@ -126,7 +126,7 @@ def test_online_the_server_holds_the_surviving_trajectory_alone_after_a_kill_tha
 
 
 def test_wandb_is_not_even_imported_where_it_is_disabled(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "runner.train.metrics.tracking", raising=False)
+    monkeypatch.delitem(sys.modules, "runner.metrics.writers", raising=False)
     gpt(tmp_path / "run", **SMALL)()
     assert not (tmp_path / "run" / "wandb").exists()
-    assert "runner.train.metrics.tracking" not in sys.modules
+    assert "runner.metrics.writers" not in sys.modules

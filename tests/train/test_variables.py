@@ -12,14 +12,12 @@ from flax.training import train_state as flax_state
 
 from runner import BaseTrainer, open_checkpoint
 from runner.checkpoint.fingerprint import fingerprint, leaf_names
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, StateError
-from runner.hosts.agreement import Hosts
+from runner.parallel.mesh import batch_sharding, sharding_rules
 from runner.storage import read_json
-from runner.train.fields import document_arguments
-from runner.train.loss import cross_entropy_sum
-from runner.train.mesh import batch_sharding, sharding_rules
-from runner.train.state import make_state
-from runner.train.variables import with_variables
+from runner.train.loss import cross_entropy_sum, document_arguments
+from runner.train.state import make_state, with_variables
 from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
 
 V, T, R = 256, 16, 16

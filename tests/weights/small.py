@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from runner.huggingface.mapping import Family, Piece
 from runner.storage import JsonObject
-from runner.weights.family import Family, Piece
 
 L, E, V, D, M = 2, 3, 8, 16, 24
 SHAPES = {

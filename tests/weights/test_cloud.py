@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import load
 
 from runner import BaseTrainer
+from runner.huggingface.export import export
 from runner.storage import parse_json
-from runner.weights.export import export
 from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
 from tests.support.tiny import gpt, leaves_equal
 from tests.weights.test_init_from import AtTheStart, first

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from runner.errors import InvalidError
+from runner.huggingface.safetensors import is_published, open_published
 from runner.storage import LocalStore
-from runner.weights.directory import is_published, open_published
 from tests.weights.small import leaves, publish, tensors
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

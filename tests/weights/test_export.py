@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 from runner.checkpoint import weights
 from runner.config import DataConfig
 from runner.errors import InvalidError, StorageError
+from runner.huggingface import export as write
+from runner.huggingface.export import export
 from runner.spec import dump_spec
 from runner.storage import LocalStore, Store, open_store
-from runner.weights import write
-from runner.weights.export import export
 from tests.checkpoint.test_checkpoint import Attempt
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.support.tiny import counter

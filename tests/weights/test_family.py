@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.gpt import GPT, GPTConfig
-from experiments.gpt_2_files import GPT2Files
+from experiments.gpt import GPT, GPT2Files, GPTConfig
 from runner.checkpoint.leaves import named
-from runner.weights.family import Piece, Shape, table_problems, tensor_shapes
+from runner.huggingface.mapping import Piece, Shape, table_problems, tensor_shapes
 from tests.weights.small import SHAPES, D, L, M, SmallFiles, V, leaves, tensors
 
 

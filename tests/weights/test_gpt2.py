@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpt import GPT, GPTConfig
-from experiments.gpt_2_files import GPT2Files
+from experiments.gpt import GPT, GPT2Files, GPTConfig
 from runner.checkpoint.leaves import named
+from runner.huggingface.load import read_leaf
+from runner.huggingface.mapping import match
+from runner.huggingface.safetensors import open_published
 from runner.spec import InitFrom
-from runner.weights.directory import open_published
-from runner.weights.match import match
-from runner.weights.read import read_leaf
 
 WRITTEN = Path(__file__).parent / "gpt2"  # by write_gpt2.py
 

@@ -15,14 +15,14 @@ from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, open_checkpoint
 from runner.checkpoint.leaves import named
 from runner.checkpoint.save import Payload
-from runner.command import export
+from runner.cli import export
 from runner.errors import InvalidError, PreemptedError
+from runner.huggingface.load import read_leaf
+from runner.huggingface.mapping import match
+from runner.huggingface.safetensors import open_published
 from runner.plan.checks import Findings, check_weights
 from runner.spec import InitFrom
 from runner.storage import parse_lines, read_json
-from runner.weights.directory import open_published
-from runner.weights.match import match
-from runner.weights.read import read_leaf
 from tests.support.tiny import counter, gpt, leaves_equal, outcome, stop_after
 from tests.weights.small import leaves, publish, tensors
 

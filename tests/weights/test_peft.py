@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, open_checkpoint
-from runner.command import export
+from runner.cli import export
 from runner.errors import InvalidError
 from tests.support.tiny import gpt, name_of
 

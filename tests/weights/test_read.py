@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.errors import InvalidError
+from runner.huggingface import load as read
+from runner.huggingface.load import byte_spans, read_leaf
+from runner.huggingface.mapping import match
+from runner.huggingface.safetensors import open_published
 from runner.spec import InitFrom
 from runner.storage import LocalStore, Store
-from runner.weights import read
-from runner.weights.directory import open_published
-from runner.weights.match import match
-from runner.weights.read import byte_spans, read_leaf
 from tests.support.tiny import mesh_of
 from tests.weights.small import SHAPES, D, SmallFiles, V, leaves, publish, tensors
 

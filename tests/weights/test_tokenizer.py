@@ -12,9 +12,9 @@ import pytest
 import tokenizers
 
 from runner.config import DataConfig
-from runner.data.tokenizer import ByteTokenizer, CharacterTokenizer
+from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer
 from runner.errors import DataError
-from runner.weights.tokenizer import TokenizerFiles, tokenizer_files
+from runner.huggingface.export import TokenizerFiles, tokenizer_files
 from tests.data.buckets import write_corpus
 from tests.support.inputs import SEPARATOR, make_hf, make_ranks
 

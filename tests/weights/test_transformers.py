@@ -10,8 +10,8 @@ import pytest
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, open_checkpoint
+from runner.huggingface.export import export
 from runner.inference.sample import variables_of
-from runner.weights.export import export
 from tests.support.tiny import TEXT, gpt, leaves_equal
 from tests.weights.test_init_from import weights_begun_with
 

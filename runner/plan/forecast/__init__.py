@@ -18,22 +18,17 @@ How it is counted, in order:
 
 Modules, in the order in which they build on each other:
 
-- `array`     sizes, bytes and memories of what instructions make
-- `module`    the instructions of a module by computation, as the compiler has scheduled them
-- `matmul`    the matrix multiplications in an op, convolutions and batches included
-- `movement`  the bytes that an op moves in main memory
-- `kernel`    what a custom kernel costs
-- `transfer`  what runs beside the ops: copies and collectives
-- `cost`      the time of an op, at its roofline and by the compiler's estimate
-- `part`      which part of a step an op belongs to
-- `schedule`  loops, calls and branches as a tree, and its time
-- `live`      what is alive in main memory at each op
-- `whole`     the forecast of a program
-- `trace`     the schedule as a file that Perfetto opens
+- `hlo`: A module as a whole: which computation calls which, how often a loop turns, and the collectives as t
+- `module`: The instructions of a module by computation, in the order in which the compiler has scheduled them
+- `sources`: Which line of whose source an op comes from: by the tables of files and stack frames that a module b
+- `collectives`: Among whom: the replica groups of a collective as device ids, and the mesh axes that they span
+- `cost`: The matrix multiplications in an op: `dot`, `convolution`, and those within fusions and library call
+- `schedule`: The schedule of a program as a tree of loops, calls and branches, and the time that it takes
+- `memory`: What is alive in a device's main memory at each op, by the scheduled order: the step's temporaries
+- `forecast`: The forecast of a program: its time as a range, where it goes, and what is alive meanwhile
 """
 
 from runner.plan.forecast.cost import Rates
-from runner.plan.forecast.trace import memory_at, trace_of
-from runner.plan.forecast.whole import Forecast, OpTime, forecast
+from runner.plan.forecast.forecast import Forecast, OpTime, forecast, memory_at, trace_of
 
 __all__ = ["Forecast", "OpTime", "Rates", "forecast", "memory_at", "trace_of"]

@@ -4,7 +4,7 @@ import argparse
 import time
 from pathlib import Path
 
-from runner.plan.figure import amount
+from runner.plan.figures import amount
 from tests.benchmarks.accelerator.result import Figure, Part, Results, read_results
 
 _HEAD = "| section | figure | seen | note |\n|---|---|---|---|"

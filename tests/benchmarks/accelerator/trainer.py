@@ -13,8 +13,8 @@ from runner import BaseTrainer
 from runner.accelerator import set_deterministic
 from runner.checkpoint.fingerprint import fingerprint
 from runner.huge_pages import restart_with_huge_pages
+from runner.parallel.mesh import device_peak_bytes
 from runner.spec import load_document, load_job_class, validate_spec
-from runner.train.mesh import device_peak_bytes
 from tests.benchmarks.accelerator.turn import Ending, Ready, Seat, Turn
 from tests.benchmarks.slices import Slices
 from tests.support.attempt import start

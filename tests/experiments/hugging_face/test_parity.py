@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from experiments.model.decoder import Decoder
-from experiments.model.dialect import FAMILIES, decoder_of
-from experiments.model.hugging_face import DecoderFiles
+from experiments.model.dialects import FAMILIES, decoder_of
+from experiments.model.huggingface import DecoderFiles
 from tests.experiments.hugging_face.cases import CASES, DAILY
 
 FIXTURES = Path(__file__).parent / "fixtures"

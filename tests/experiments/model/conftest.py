@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from experiments.model.form import for_tpus
+from experiments.model.platform import for_tpus
 
 
 @pytest.fixture

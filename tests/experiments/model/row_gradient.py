@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.model.row_exchange import scattered
-from experiments.model.row_layout import Rows
+from experiments.model.context_layout import Rows
+from experiments.model.ring_attention import scattered
 from runner.accelerator import parse_accelerator
-from runner.plan.hlo.collective import collectives
+from runner.parallel.mesh import make_mesh
+from runner.plan.forecast.collectives import collectives
 from runner.plan.machine import open_machine
-from runner.train.mesh import make_mesh
 
 SIZES = {"data": 8, "fsdp": 2, "sequence": 16}
 B, T, K, H = 2, 131_072, 8, 128

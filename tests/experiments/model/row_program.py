@@ -10,8 +10,8 @@ import json
 import math
 import sys
 
-from runner.plan.hlo.collective import collectives
-from runner.plan.hlo.text import instructions, output_of
+from runner.plan.forecast.collectives import collectives
+from runner.plan.forecast.hlo import instructions, output_of
 from tests.plan.tpu_program import compiled, shapes_in
 
 

@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.model import attention, form, tpu_walk
+from experiments.model import attention, tpu_attention
+from experiments.model import platform as form
 from experiments.model.attention import (
     BLOCKS,
     FORMS,
@@ -33,7 +34,7 @@ from experiments.model.attention import (
 )
 from experiments.model.rotary import Rope, rotate, rotation_at
 from runner.errors import InvalidError
-from runner.train.mesh import sharding_rules
+from runner.parallel.mesh import sharding_rules
 from tests.support.tiny import mesh_of
 
 ON_A_CPU = [causal_attention, xla_attention]
@@ -188,7 +189,7 @@ ROW = Case(T=1000, B=1, N=2, K=1, H=64, W=64)
 def test_blocks_of_queries_meet_those_keys_that_one_of_them_sees(case, interpreted, monkeypatch):
     """Of blocks that are a quarter as long as on a TPU."""
     monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 256)
-    monkeypatch.setattr(tpu_walk, "LONG_STEP", 128)
+    monkeypatch.setattr(tpu_attention, "LONG_STEP", 128)
     check(fused_attention, case)
 
 

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig
 from experiments.model.decoder import Decoder, PretrainDecoder
-from experiments.model.preset import PRESETS
+from experiments.model.presets import PRESETS
 from runner.config import MemoryConfig
 from runner.errors import InvalidError
-from runner.train.mesh import BATCH_AXES, sharding_rules
+from runner.parallel.mesh import BATCH_AXES, sharding_rules
 from runner.train.state import variable_shardings
 from tests.experiments.test_documents import LENGTHS, NUM_DOCUMENTS, alone, documents, pack
 from tests.support.tiny import mesh_of

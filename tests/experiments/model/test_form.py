@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from experiments.gpt import GPT, GPTConfig
-from experiments.model import form
+from experiments.model import platform
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder
 from runner.config import MemoryConfig
-from runner.train.mesh import make_mesh, sharding_rules
+from runner.parallel.mesh import make_mesh, sharding_rules
 from tests.experiments.model.test_decoder import FAMILIES, LLAMA
 from tests.support.tiny import mesh_id
 
@@ -54,7 +54,7 @@ CASES = [
 @pytest.fixture
 def as_on_a_tpu(monkeypatch):
     """What choosing a form then finds; attention still asks what is really there."""
-    return lambda: monkeypatch.setattr(form, "platform", lambda: "tpu")
+    return lambda: monkeypatch.setattr(platform, "platform", lambda: "tpu")
 
 
 def value_and_gradients(apply, variables):
@@ -106,7 +106,7 @@ def test_both_forms_are_one_function_on_a_mesh(vocabulary, sizes, tied, chunk, a
 def test_dots_keep_what_is_named_on_a_tpu_alone(as_on_a_tpu):
     def num_sines():
         """Of a function of its own, since JAX keeps what it has traced."""
-        layer = jax.checkpoint(lambda x: jnp.sin(form.kept(jnp.sin(x))), policy=form.policy_of_dots())
+        layer = jax.checkpoint(lambda x: jnp.sin(platform.kept(jnp.sin(x))), policy=platform.policy_of_dots())
         return str(jax.make_jaxpr(jax.grad(layer))(1.0)).count(" sin ")
 
     on_a_cpu = num_sines()

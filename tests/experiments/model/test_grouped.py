@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.model import grouped
+from experiments.model import grouped_matmul
 
 I, O = 8, 24  # noqa: E741
 CASES = {
@@ -30,7 +30,7 @@ def test_a_ragged_matmul_and_its_gradients_are_those_of_each_expert_alone(case, 
         for shape in ((num_slots, I), (len(counts), I, O), (num_slots, O))
     )
     dy = dy.at[sum(counts) :].set(0)  # nobody reads the slots behind
-    y, pull_back = jax.vjp(functools.partial(grouped.ragged_matmul, jnp.array(counts)), x, w)
+    y, pull_back = jax.vjp(functools.partial(grouped_matmul.ragged_matmul, jnp.array(counts)), x, w)
     dx, dw = pull_back(dy)
     wide_x, wide_w, wide_dy = (np.asarray(array, np.float64) for array in (x, w, dy))
     expected = np.zeros((num_slots, O)), np.zeros((num_slots, I)), np.zeros(w.shape)

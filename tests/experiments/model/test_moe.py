@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.model.blocks import activate
+from experiments.model.layers import activate
 from experiments.model.moe import MixtureOfExperts, MoeConfig
 
 B, T, D, E, K, F = 8, 24, 16, 8, 2, 12

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import PretrainDecoder
-from experiments.model.hugging_face import DecoderFiles
+from experiments.model.huggingface import DecoderFiles
 from runner.errors import InvalidError
 from tests.support.tiny import gpt, leaves_equal
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.model import form
+from experiments.model import platform
 from experiments.model.rotary import Rope, rotate, rotation_at
 
 B, T, N, H = 2, 24, 3, 16
@@ -28,7 +28,7 @@ def test_a_turn_by_a_product_is_the_turn_and_its_gradient(dtype, pairs, monkeypa
     generator = np.random.default_rng(0)
     arrays = [jnp.asarray(generator.standard_normal((B, T, N, H)), dtype) for _ in range(2)]
     expected = jax.jit(functools.partial(turned_and_gradient, pairs))(*arrays)
-    monkeypatch.setattr(form, "platform", lambda: "tpu")
+    monkeypatch.setattr(platform, "platform", lambda: "tpu")
     actual = jax.jit(functools.partial(turned_and_gradient, pairs))(*arrays)
     for one, other in zip(actual, expected, strict=True):
         assert one.dtype == dtype
@@ -39,7 +39,7 @@ def test_a_turn_by_a_product_is_the_turn_and_its_gradient(dtype, pairs, monkeypa
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_is_turned_is_multiplied_by_nothing_but_ones(dtype, monkeypatch):
     """A quarter turn only moves numbers, of any size: the product must not round them."""
-    monkeypatch.setattr(form, "platform", lambda: "tpu")
+    monkeypatch.setattr(platform, "platform", lambda: "tpu")
     x_BxTxNxH = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, N, H)) * 1000, dtype)
     quarter = rotation_at(jnp.zeros((1, T), jnp.int32), Rope(), H)
     quarter = quarter._replace(cos=quarter.sin, sin=quarter.cos)

@@ -18,18 +18,18 @@ import pytest
 from flax.training.train_state import TrainState
 
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
-from experiments.model import row_layout
+from experiments.model import context_layout
 from experiments.model.attention import blocked_attention, cached_attention, causal_attention
 from experiments.model.config import DecoderConfig
+from experiments.model.context_layout import Rows, num_steps, rows_on_devices, visits_of
+from experiments.model.context_splash import RowMask
 from experiments.model.decoder import Decoder, PretrainDecoder
-from experiments.model.row_layout import Rows, num_steps, rows_on_devices, visits_of
-from experiments.model.row_mask import RowMask
 from runner.accelerator import CHIPS
 from runner.config import MemoryConfig, TrainerConfig
-from runner.plan.hlo.collective import collectives
-from runner.plan.hlo.text import ARRAY
-from runner.train.mesh import batch_sharding, make_mesh, sharding_rules
-from runner.train.row_attention import RowShape, faster_way, row_seconds, speeds_between
+from runner.parallel.context import RowShape, faster_way, row_seconds, speeds_between
+from runner.parallel.mesh import batch_sharding, make_mesh, sharding_rules
+from runner.plan.forecast.collectives import collectives
+from runner.plan.forecast.hlo import ARRAY
 from runner.train.state import abstract_state, shardings_of, variable_shardings
 from tests.experiments.model.test_attention import Case, value_and_gradients
 from tests.experiments.model.test_decoder import EVERYTHING, LATENT
@@ -94,7 +94,7 @@ ATTENTION = [
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Several blocks in a half, and some that pad it."""
-    monkeypatch.setattr(row_layout, "MAX_BLOCK_TOKENS", 5)
+    monkeypatch.setattr(context_layout, "MAX_BLOCK_TOKENS", 5)
 
 
 @pytest.mark.parametrize(("name", "way", "sizes"), ATTENTION, ids=str)
@@ -114,7 +114,7 @@ KERNEL_CASES = [
 @pytest.fixture
 def interpreted(monkeypatch, interpreted):
     """The program is one for TPUs, whose kernels run here."""
-    monkeypatch.setattr(row_layout, "platform", lambda: "tpu")
+    monkeypatch.setattr(context_layout, "platform", lambda: "tpu")
 
 
 @pytest.mark.soak

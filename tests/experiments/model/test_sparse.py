@@ -16,9 +16,9 @@ import pytest
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig
 from experiments.model.decoder import Decoder, PretrainDecoder
 from runner.config import MemoryConfig
+from runner.parallel.mesh import batch_sharding, make_mesh, sharding_rules
 from runner.storage import parse_lines, read_json
 from runner.train.flops import matmul_flops
-from runner.train.mesh import batch_sharding, make_mesh, sharding_rules
 from runner.train.state import abstract_state, make_state, shardings_of, variable_shardings
 from tests.experiments.test_documents import LENGTHS, documents, pack
 from tests.support.tiny import gpt, leaves_equal, mesh_id, set_mesh, stop_after

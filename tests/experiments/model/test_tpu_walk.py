@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.model.tpu_walk import DONE, FIRST, LAST, LONG_STEP, Causal
+from experiments.model.tpu_attention import DONE, FIRST, LAST, LONG_STEP, Causal
 
 CASES = [
     (Causal(block, window), length)

@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from experiments.model import attention
 from experiments.model.rotary import Rope, rotation_at
 from runner.accelerator import parse_accelerator
+from runner.parallel.mesh import make_mesh, sharding_rules
 from runner.plan.machine import open_machine
-from runner.train.mesh import make_mesh, sharding_rules
 
 WIDTHS = [(8, 8), (32, 32), (64, 64), (64, 32), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 LENGTHS = [128, 1000, 4096, "the tightest"]

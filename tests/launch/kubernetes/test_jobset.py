@@ -26,9 +26,9 @@ import pytest
 import yaml
 
 from launch.__main__ import main
-from launch.kubernetes.pod import literal
+from launch.kubernetes.jobset import literal
 from runner.accelerator import CHIPS
-from runner.attempt.environment import SUBMITTED
+from runner.run.environment import SUBMITTED
 from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[3]

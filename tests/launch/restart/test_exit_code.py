@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.restart.exit_code import job_code
+from launch.supervisor import job_code
 from runner.process import STOP_SIGNALS
 
 

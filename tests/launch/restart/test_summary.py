@@ -1,7 +1,7 @@
 """Where the time of all attempts is said to have gone, from the directory alone."""
 
-from launch.restart import summary
-from runner.history.read import read_history
+from launch import supervisor
+from runner.history.reader import read_history
 from runner.storage import LocalStore, encode_line
 
 
@@ -19,7 +19,7 @@ def test_a_summary_says_how_the_attempts_ended_what_was_lost_and_where_the_time_
         row(2, 200.0, "done", 60),
     ]
     (tmp_path / "events.jsonl").write_bytes(b"".join(map(encode_line, rows)))
-    assert summary.lines(read_history(LocalStore(tmp_path), now=500.0)) == [
+    assert supervisor.lines(read_history(LocalStore(tmp_path), now=500.0)) == [
         "launch: 2 attempts (1 retryable, 1 done) in 100.0 s, 23 steps done again, goodput 50.0%",
         "launch: gap 5.0 s, restore 6.0 s, steps 50.0 s, lost steps 32.0 s, save stall 1.0 s, unattributed 6.0 s",
     ]

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from launch.restart import supervisor
-from launch.restart.supervisor import CRASH_LOOP_ATTEMPTS, Supervisor
+from launch import supervisor
+from launch.supervisor import CRASH_LOOP_ATTEMPTS, Supervisor
 
 
 @pytest.fixture(autouse=True)

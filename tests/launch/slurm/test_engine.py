@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.__main__ import main
-from launch.slurm import batch_script
+from launch.slurm import engine
 from runner.process import STOP_SIGNALS
 from tests.support.harness import DEADLINE_SECONDS
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_submitted_is_refused_in_one_line(arguments, line, capsys
     ],
 )
 def test_a_time_limit_reads_as_sbatch_reads_it(text, seconds):
-    assert batch_script._time_seconds(text) == seconds
+    assert engine._time_seconds(text) == seconds
 
 
 # The script itself, run with commands that record how they were called.

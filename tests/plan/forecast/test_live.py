@@ -3,7 +3,7 @@
 import pytest
 
 from runner.plan.forecast import forecast
-from runner.plan.forecast.live import alive_in
+from runner.plan.forecast.memory import alive_in
 from runner.plan.forecast.module import load
 from runner.plan.profile import memory_in_time
 from tests.plan.forecast.test_schedule import loop

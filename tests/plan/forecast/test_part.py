@@ -3,7 +3,7 @@
 import pytest
 
 from runner.plan.forecast import OpTime, forecast
-from runner.plan.hlo.source import line_of, sources_in
+from runner.plan.forecast.sources import line_of, sources_in
 from tests.plan.forecast.text import MESH, computation, module, rates
 
 FILES = (

@@ -2,11 +2,8 @@
 
 import pytest
 
-from runner.plan.forecast.array import arrays_in
-from runner.plan.forecast.kernel import causal_share
-from runner.plan.forecast.matmul import Matmul, matmuls_in
-from runner.plan.forecast.module import Module, Op, load
-from runner.plan.forecast.movement import moved_bytes
+from runner.plan.forecast.cost import Matmul, causal_share, matmuls_in, moved_bytes
+from runner.plan.forecast.module import Module, Op, arrays_in, load
 from tests.plan.forecast.text import computation, cycles, module, nanoseconds, seen
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from runner.recipe import OPTIMIZERS, OptimizerConfig
-from runner.train.recipe.average import gradient_point
-from runner.train.recipe.optimizer import make_optimizer
-from runner.train.recipe.parameter import Parameter
+from runner.optim.config import OPTIMIZERS, OptimizerConfig
+from runner.optim.groups import Parameter
+from runner.optim.library import make_optimizer
+from runner.optim.transforms import gradient_point
 
 STEPS, DECAY = 20, 0.3
 PARAMETERS = {

@@ -9,11 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from runner.errors import InvalidError, SpecError
-from runner.recipe import OPTIMIZERS, ParameterGroup
+from runner.optim.config import OPTIMIZERS, ParameterGroup
+from runner.optim.groups import FrozenState, Parameter, parameters_of
+from runner.optim.library import in_float32, make_optimizer
 from runner.train import step as pure
-from runner.train.recipe.group import FrozenState
-from runner.train.recipe.optimizer import in_float32, make_optimizer
-from runner.train.recipe.parameter import Parameter, parameters_of
 from runner.train.state import state_of
 from tests.support.tiny import gpt, leaves_equal
 from tests.train.recipe.test_formula import MATRICES, PARAMETERS, PARAMS, config_of, rate_of, trained

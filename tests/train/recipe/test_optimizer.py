@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError
-from runner.recipe import OPTIMIZERS, READERS, SCHEDULES, OptimizerConfig, ScheduleConfig
-from runner.train.recipe.average import gradient_point
-from runner.train.recipe.choice import SPEC, choose_recipe
-from runner.train.recipe.optimizer import in_float32, make_optimizer
-from runner.train.recipe.parameter import Parameter
+from runner.optim.config import OPTIMIZERS, READERS, SCHEDULES, OptimizerConfig, ScheduleConfig
+from runner.optim.groups import Parameter
+from runner.optim.library import in_float32, make_optimizer
+from runner.optim.transforms import gradient_point
+from runner.train.optimizer import SPEC, choose_recipe
 from tests.support.tiny import gpt, leaves_equal, merge
 
 TOTAL = 100

@@ -5,8 +5,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from runner.recipe import SCHEDULES, ScheduleConfig
-from runner.train.recipe.schedule import make_schedule
+from runner.optim.config import SCHEDULES, ScheduleConfig
+from runner.optim.library import make_schedule
 
 PEAK, FINAL, TOTAL = 0.3, 0.02, 400
 WARMUP, DECAY, POWER, CYCLES = 40, 90, 1.5, 3

@@ -11,12 +11,12 @@ import optax
 import pytest
 
 from experiments.model import with_axes
-from runner.recipe import OPTIMIZERS, OptimizerConfig
-from runner.train.blueprint import draw
-from runner.train.mesh import make_mesh, sharding_rules
-from runner.train.recipe.average import gradient_point
-from runner.train.recipe.optimizer import make_optimizer
-from runner.train.recipe.parameter import Parameter, parameters_of
+from runner.optim.config import OPTIMIZERS, OptimizerConfig
+from runner.optim.groups import Parameter, parameters_of
+from runner.optim.library import make_optimizer
+from runner.optim.transforms import gradient_point
+from runner.parallel.mesh import make_mesh, sharding_rules
+from runner.train.setup import draw
 from runner.train.state import begun_at_params, sharded_init, shardings_of
 from tests.support.tiny import gpt, leaves_equal
 

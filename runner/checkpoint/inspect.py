@@ -1,0 +1,145 @@
+"""Look at checkpoints from outside, on any store: list them, check every byte, or every bit. Changes nothing.
+
+Copy a checkpoint from one directory to another, on any stores, verified on both sides.
+"""
+
+import datetime
+import enum
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from runner.checkpoint import fingerprint
+from runner.checkpoint.manifest import (
+    CHECKPOINTS,
+    MANIFEST,
+    Manifest,
+    NotCommittedError,
+    file_problems,
+    newest_manifest,
+    read_manifest,
+)
+from runner.checkpoint.readers import read_leaves
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
+from runner.storage import Store, create, digest_of
+
+_NUM_COPIERS = 4
+
+
+def copy(source: Store, name: str | None, target: Store) -> str:
+    """Copy one committed checkpoint, by default the newest, to the same name in `target`; its name.
+
+    Every byte is checked on the way, and what has arrived is checked again before its manifest commits it. Raises
+    `InvalidError` if there is none, if it is damaged, or if the target has one of that name.
+    """
+    newest = newest_manifest(source) if name is None else None
+    if name is None:
+        if newest is None:
+            raise InvalidError(f"{source.url}: no checkpoint is here")
+        name = newest.name
+    directory = f"{CHECKPOINTS}/{name}"
+    try:
+        manifest = read_manifest(source, directory)
+    except (FileNotFoundError, ValueError) as error:
+        raise InvalidError(f"{source.url}/{directory}: {error}") from error
+    if target.exists(f"{directory}/{MANIFEST}"):
+        raise InvalidError(f"{target.url}/{directory} is there already; nothing is overwritten")
+
+    def copy_file(file: str) -> None:
+        content = source.read(f"{directory}/{file}")
+        if [len(content), digest_of(content)] != list(manifest.files[file]):
+            raise InvalidError(f"{source.url}/{directory}: {file} is not what its manifest says; nothing was committed")
+        target.write(f"{directory}/{file}", content)
+
+    with ThreadPoolExecutor(_NUM_COPIERS, thread_name_prefix="copy") as pool:
+        list(pool.map(copy_file, manifest.files))
+    problems = file_problems(target, directory, manifest.files)
+    if problems:
+        raise InvalidError(f"{target.url}/{directory}: {problems[0]}; nothing was committed")
+    try:
+        create(target, f"{directory}/{MANIFEST}", manifest.encode())
+    except FileExistsError as error:
+        raise InvalidError(f"{target.url}/{directory} is there already; nothing is overwritten") from error
+    return name
+
+
+class Depth(enum.Enum):
+    """How far a checkpoint is checked."""
+
+    MANIFEST = "manifest"  # that alone
+    FILES = "files"  # size and CRC-32C of every file; of a bucket, as the store itself reports them
+    BITS = "bits"  # every byte is read back, and the fingerprint of every leaf computed anew
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory below `checkpoints/`, and what is wrong with it."""
+
+    name: str
+    manifest: Manifest | None
+    problems: tuple[str, ...] = ()
+    is_committed: bool = True
+    is_newer: bool = False
+
+
+def entries(store: Store, depth: Depth = Depth.MANIFEST) -> Iterator[Entry]:
+    """Every checkpoint, steps in order and then names. Raises `StorageError` if the store cannot be read now."""
+    names = sorted(store.children(CHECKPOINTS), key=lambda name: (not name.isdecimal(), name.zfill(20)))
+    for name in names:
+        directory = f"{CHECKPOINTS}/{name}"
+        try:
+            manifest = read_manifest(store, directory)
+        except NotCommittedError as error:
+            yield Entry(name, None, (str(error),), is_committed=False)
+        except NewerFormatError as error:
+            yield Entry(name, None, (str(error),), is_newer=True)
+        except StorageError:
+            raise
+        except (ValueError, OSError) as error:
+            yield Entry(name, None, (f"{MANIFEST}: {error}",))
+        else:
+            yield Entry(name, manifest, tuple(_problems(store, directory, manifest, depth)))
+
+
+def _problems(store: Store, directory: str, manifest: Manifest, depth: Depth) -> list[str]:
+    if depth is Depth.MANIFEST:
+        return []
+    found = file_problems(store, directory, manifest.files, trust_store=depth is not Depth.BITS)
+    return found if found or depth is not Depth.BITS else _bit_problems(store, directory, manifest)
+
+
+def _bit_problems(store: Store, directory: str, manifest: Manifest) -> list[str]:
+    if fingerprint.combine(manifest.leaves) != manifest.fingerprint:
+        return ["the fingerprint is not that of the leaves"]
+    try:
+        leaves = read_leaves(store, directory, manifest, manifest.leaves)
+        return [leaf.problem for leaf in leaves if leaf.problem is not None]
+    except StorageError:
+        raise
+    except (ValueError, OSError) as error:
+        return [str(error)]
+
+
+def report(store: Store, depth: Depth, best: str | None = None) -> tuple[list[str], int]:
+    """Lines for a person, in which the checkpoint `best` is called so, and the exit code.
+
+    0 if all that is committed is good as far as it was checked, 1 if not, 2 if a newer runner has written some of it.
+    """
+    lines, code = [], EXIT_DONE
+    for entry in entries(store, depth):
+        is_bad = bool(entry.problems and entry.is_committed)
+        if entry.manifest is None:
+            state = "of a newer runner" if entry.is_newer else "DAMAGED" if is_bad else "not committed"
+            lines.append(f"{entry.name:>10}  {state}")
+        else:
+            manifest = entry.manifest
+            moment = datetime.datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
+            state = "DAMAGED" if is_bad else "committed" if depth is Depth.MANIFEST else "good"
+            lines.append(
+                f"{entry.name:>10}  {state}  {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files  "
+                f"{moment}  attempt {manifest.attempt}  fingerprint {manifest.fingerprint}"
+                + (f"  best: {manifest.metric:g}" if entry.name == best and manifest.metric is not None else "")
+            )
+        lines += [f"{'':>10}  {problem}" for problem in entry.problems]
+        code = max(code, EXIT_INVALID if entry.is_newer else EXIT_FAILED if is_bad else EXIT_DONE)
+    return lines or [f"{store.url}: no checkpoints"], code

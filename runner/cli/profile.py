@@ -1,0 +1,29 @@
+"""`python -m runner profile`: have a running job record its next steps. Asks; claims nothing and waits for nothing."""
+
+from collections.abc import Sequence
+
+from runner.cli.arguments import Parser, looking, store_of
+from runner.console import say
+from runner.errors import EXIT_DONE, InvalidError
+from runner.spec import STEPS_OF_A_PROFILE_MAX
+from runner.train.profiler import FOLDER, POLL_BUCKET_SECONDS, request
+
+_STEPS = 5
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Leave the request in the run's directory."""
+    parser = Parser("runner profile")
+    parser.add_argument("where", metavar="SPEC_OR_DIRECTORY")
+    parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help=f"default {_STEPS}")
+    parsed = parser.parse_args(arguments)
+    if not 0 < parsed.steps <= STEPS_OF_A_PROFILE_MAX:
+        raise InvalidError(f"--steps is {parsed.steps}; needs 1 to {STEPS_OF_A_PROFILE_MAX}")
+    with looking():
+        store = store_of(parsed.where)
+        request(store, parsed.steps)
+    say(
+        f"asked for {parsed.steps} steps: the job looks within {POLL_BUCKET_SECONDS:g} s, if it runs, else when it "
+        f"runs again; they will be below {store.url}/{FOLDER}"
+    )
+    return EXIT_DONE

@@ -1,0 +1,360 @@
+"""Tokenizers that take many documents at once, most of them from a file: bytes, Hugging Face, sentencepiece, tiktoken.
+
+A record, as the index of a corpus holds it, says which one: `kind`, `vocabulary_size`, and for one from a file its
+name (`file`, beside the index) and its `sha256`; of tiktoken also what its file lacks, `pattern` and `special_tokens`.
+
+Text to token ids and back. Knows no files and no cache.
+"""
+
+import base64
+import binascii
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from runner.data.corpus_index import read_tokenizer
+from runner.errors import DataError, reason_of
+from runner.spec.imports import import_extra
+from runner.storage import JsonObject, Store
+
+
+class Tokenizer(Protocol):
+    """`characters` is the sorted vocabulary of a character tokenizer, None where the ids mean themselves."""
+
+    name: str
+    vocabulary_size: int
+    characters: str | None
+    dtype: np.dtype
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of `text`, 1-D of `dtype`."""
+
+    def encode_file(self, raw: bytes) -> np.ndarray:
+        """Return the ids of a file's content, which need not be valid UTF-8."""
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `ids`; a cut UTF-8 sequence becomes a replacement character."""
+
+
+class ByteTokenizer:
+    """An id is a byte of UTF-8: needs no training, represents every file exactly."""
+
+    name = "bytes"
+    vocabulary_size = 256
+    characters: str | None = None
+    dtype = np.dtype("u1")
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_file(text.encode())
+
+    def encode_file(self, raw: bytes) -> np.ndarray:
+        return np.frombuffer(raw, self.dtype)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return bytes(int(i) for i in ids).decode(errors="replace")
+
+
+class CharacterTokenizer:
+    """An id is the position of a character in the sorted characters of the whole text."""
+
+    name = "characters"
+
+    def __init__(self, characters: str) -> None:
+        self.characters: str | None = characters
+        self.vocabulary_size = len(characters)
+        self.dtype = _smallest_dtype(len(characters))
+        self._code_points = _code_points(characters)
+
+    def encode(self, text: str) -> np.ndarray:
+        code_points = _code_points(text)
+        ids = np.minimum(np.searchsorted(self._code_points, code_points), self.vocabulary_size - 1)
+        unknown = code_points[self._code_points[ids] != code_points]
+        if unknown.size:
+            raise DataError(
+                f"character {chr(unknown[0])!r} (U+{unknown[0]:04X}) is not among the "
+                f"{self.vocabulary_size} characters of data.source; use data.tokenizer=bytes, which has them all"
+            )
+        return ids.astype(self.dtype)
+
+    def encode_file(self, raw: bytes) -> np.ndarray:
+        return self.encode(decode_file(raw))
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return "".join(chr(self._code_points[i]) for i in ids)
+
+
+def collect_characters(files: Iterable[bytes]) -> tuple[str, int]:
+    """Return the sorted distinct characters of all files, and how many characters the files have together."""
+    characters: set[str] = set()
+    num_characters = 0
+    for raw in files:
+        text = decode_file(raw)
+        characters.update(text)
+        num_characters += len(text)
+    return "".join(sorted(characters)), num_characters
+
+
+def decode_file(raw: bytes) -> str:
+    return raw.decode(errors="replace")
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
+
+
+def _smallest_dtype(vocabulary_size: int) -> np.dtype:
+    return np.dtype("u1" if vocabulary_size <= 1 << 8 else "<u2" if vocabulary_size <= 1 << 16 else "<i4")
+
+
+# Under which name the file of a kind stands beside the index of a corpus.
+FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.tiktoken"}
+
+
+class BatchTokenizer(ABC):
+    """A `Tokenizer` that takes many documents at once, on all cores. Any thread; documents are UTF-8 or nearly so."""
+
+    name: str
+    vocabulary_size: int
+    characters: str | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the ids of a corpus: uint16 where they fit, else uint32."""
+        return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<u4")
+
+    @abstractmethod
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The ids of each document, of `dtype`, with no token put before or after them."""
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each text as `encode_batch` gives them, and which characters each is of: (number of ids, 2).
+
+        A character of several ids is the whole span of each. Raises `DataError` for a kind that does not tell.
+        """
+        raise DataError(
+            f"a tokenizer of kind {self.name} does not tell which characters a token is of; use hf or bytes"
+        )
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids; a cut UTF-8 sequence becomes a replacement character."""
+
+    @abstractmethod
+    def tokens(self) -> dict[str, int]:
+        """The ids of the tokens that have a text of their own. Slow for a large vocabulary."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text."""
+        return self.encode_batch([text.encode()])[0]
+
+    def encode_file(self, raw: bytes) -> np.ndarray:
+        """The ids of a file's content."""
+        return self.encode_batch([raw])[0]
+
+
+class Bytes(BatchTokenizer):
+    """An id is a byte: every document comes back exactly."""
+
+    name = "bytes"
+    vocabulary_size = 256
+
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """See `BatchTokenizer`."""
+        return [np.frombuffer(document, np.uint8).astype(self.dtype) for document in documents]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See `BatchTokenizer`."""
+        found = []
+        for ids in self.encode_batch([text.encode() for text in texts]):
+            character = np.cumsum((ids & 0xC0) != 0x80) - 1  # all bytes of a character but its first begin with 10
+            found.append((ids, np.stack([character, character + 1], axis=1)))
+        return found
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See `BatchTokenizer`."""
+        return ByteTokenizer().decode(ids)
+
+    def tokens(self) -> dict[str, int]:
+        """None has a text."""
+        return {}
+
+
+class _OfText(BatchTokenizer):
+    """One whose library takes texts and gives lists of ids."""
+
+    @abstractmethod
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        """The ids of each text."""
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """See `BatchTokenizer`. Raises `DataError` for a text that has no ids, where none stands for the unknown."""
+        texts = [document.decode(errors="replace") for document in documents]
+        return [np.array(ids, self.dtype) for ids in self._encode(texts)]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See `BatchTokenizer`."""
+        return self._decode([int(i) for i in ids])
+
+
+class HuggingFace(_OfText):
+    """A `tokenizer.json` of the `tokenizers` library: its ids, without padding, truncation or added special tokens.
+
+    A special token that stands in the text of a document becomes that token, as it does there.
+    """
+
+    name = "hf"
+
+    def __init__(self, content: bytes) -> None:
+        try:
+            self._library = tokenizers.Tokenizer.from_str(content.decode())
+        except UnicodeDecodeError as error:
+            raise DataError(f"is no tokenizer.json: {error}") from error
+        except Exception as error:  # the library raises nothing more special
+            raise DataError(f"is no tokenizer.json: {reason_of(error)}") from error
+        self._library.no_padding()
+        self._library.no_truncation()
+        self.vocabulary_size = max(self.tokens().values(), default=-1) + 1
+        if not self.vocabulary_size:
+            raise DataError("is no tokenizer.json of use: it has no tokens")
+
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        try:
+            found = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more special
+            raise DataError(f"the tokenizer cannot encode a document: {reason_of(error)}") from error
+        return (encoding.ids for encoding in found)
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See `BatchTokenizer`."""
+        try:
+            found = self._library.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more special
+            raise DataError(f"the tokenizer cannot encode a document: {reason_of(error)}") from error
+        return [
+            (np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
+            for encoding in found
+        ]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._library.decode(ids, skip_special_tokens=False))
+
+    def tokens(self) -> dict[str, int]:
+        """See `BatchTokenizer`."""
+        return dict(self._library.get_vocab(with_added_tokens=True))
+
+
+class SentencePiece(_OfText):
+    """A model of the `sentencepiece` library, which is an extra."""
+
+    name = "sentencepiece"
+
+    def __init__(self, content: bytes) -> None:
+        library = import_extra("sentencepiece", "sentencepiece")
+        try:
+            self._library = library.SentencePieceProcessor(model_proto=content)
+        except RuntimeError as error:
+            raise DataError(f"is no model of sentencepiece: {reason_of(error)}") from error
+        self.vocabulary_size = int(self._library.get_piece_size())
+        if not self.vocabulary_size:
+            raise DataError("is no model of sentencepiece: it has no pieces")
+
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        found: list[list[int]] = self._library.encode(texts, num_threads=os.cpu_count() or 1)
+        return found
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._library.decode(ids))
+
+    def tokens(self) -> dict[str, int]:
+        """See `BatchTokenizer`."""
+        return {self._library.id_to_piece(i): i for i in range(self.vocabulary_size)}
+
+
+class Tiktoken(_OfText):
+    """A file of ranks of the `tiktoken` library, which is an extra. Special tokens in a document are but text."""
+
+    name = "tiktoken"
+
+    def __init__(self, content: bytes, pattern: str, special_tokens: dict[str, int]) -> None:
+        library = import_extra("tiktoken", "tiktoken")
+        ranks = _parse_ranks(content)
+        taken = set(ranks.values())
+        for token, rank in special_tokens.items():
+            if rank in taken:
+                raise DataError(f"has a token of id {rank} already, which special_tokens gives to {token!r}")
+            taken.add(rank)
+        try:
+            self._library = library.Encoding(
+                "file", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+            )
+        except ValueError as error:
+            raise DataError(f"does not fit its pattern: {reason_of(error)}") from error
+        self._special_tokens = special_tokens
+        self.vocabulary_size = max(taken) + 1
+
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        found: list[list[int]] = self._library.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+        return found
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._library.decode(ids))
+
+    def tokens(self) -> dict[str, int]:
+        """Those that the spec names: the others are bytes."""
+        return self._special_tokens
+
+
+_KINDS = (Bytes.name, *FILES)
+KINDS_WITH_SPANS = (Bytes.name, HuggingFace.name)  # which tell what characters a token is of
+
+
+def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:
+    """The tokenizer of a record; `content` is that of its file. Raises `DataError` if that is damaged."""
+    kind = record["kind"]
+    if kind not in _KINDS:
+        raise DataError(f"a tokenizer of kind {kind!r} is not known; choose from {', '.join(_KINDS)}")
+    if content is None:
+        return Bytes()
+    if kind == Tiktoken.name:
+        return Tiktoken(content, record["pattern"], record["special_tokens"])
+    return HuggingFace(content) if kind == HuggingFace.name else SentencePiece(content)
+
+
+def load_tokenizer(record: JsonObject, store: Store) -> BatchTokenizer:
+    """The tokenizer that a corpus in `store` was made with. Raises `DataError` if its file is gone or another."""
+    if record.get("file") is None:
+        return make_tokenizer(record, None)
+    return parse_tokenizer(record, read_tokenizer(record, store), store)
+
+
+def parse_tokenizer(record: JsonObject, content: bytes, store: Store) -> BatchTokenizer:
+    """The tokenizer of a corpus in `store`, of the content of its file. Raises `DataError` if that is damaged."""
+    try:
+        return make_tokenizer(record, content)
+    except DataError as error:
+        raise DataError(f"{store.url}/{record['file']}: {error}") from error
+
+
+def _parse_ranks(content: bytes) -> dict[bytes, int]:
+    ranks = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error) as error:
+                raise DataError(f"line {number} is no rank of tiktoken: {line[:40]!r}") from error
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:  # the library would panic where it meets one
+        raise DataError(f"holds no ranks of tiktoken: {len(lacking)} of the 256 bytes have none, as 0x{lacking[0]:02x}")
+    if len(set(ranks.values())) < len(ranks):
+        raise DataError("holds no ranks of tiktoken: two tokens have the same")
+    return ranks

@@ -1,0 +1,280 @@
+"""What `config.eval` asks for besides the loss, read and checked before the first step; and who answers.
+
+What weights are scored on: sets of examples; and how many bytes their text has.
+
+The evaluators that come with a trainer: the loss on its validation sets, and whatever else its spec asks for.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+from jax.sharding import Mesh
+
+from runner.config import DataConfig, TokenSource, TrainerConfig
+from runner.data import Dataset
+from runner.data.packing import Examples, Fields, Rows
+from runner.distributed.preemption import StopNotice
+from runner.errors import DataError
+from runner.evaluation.generation import (
+    Language,
+    Samples,
+    Sampling,
+    encode_prompt,
+    find_language,
+    first_token,
+    language_of,
+    make_reader,
+    parse_ids,
+)
+from runner.evaluation.likelihood import Likelihood, MultipleChoice, Question, digest_of_questions, read_questions
+from runner.spec import Document
+from runner.train.batch_layout import BatchLayout
+from runner.train.evaluators import Evaluator, Size, Validation, validation_sets
+from runner.train.lora import model_state
+from runner.train.setup import Blueprint, Design
+from runner.train.step import Batch
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions by the name of their figures."""
+
+    name: str
+    questions: Sequence[Question]
+    every_steps: int | None
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """Where a model is asked: its weights lie on `mesh`, and so many rows of a batch on each device."""
+
+    model: nn.Module
+    mesh: Mesh
+    rows_per_device: int
+    vocabulary_size: int
+    is_stopping: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The tasks and the prompts of a spec, and what their tokens mean; made by `read_asked` on every host."""
+
+    config: TrainerConfig[Any]
+    language: Language | None
+    tasks: Sequence[Task]
+    prompts: Sequence[tuple[str, list[int]]]
+
+    @property
+    def digest(self) -> str:
+        """The same on every host, if all have read the same; empty if nothing is asked."""
+        if not self.tasks:
+            return ""
+        return digest_of_questions([question for task in self.tasks for question in task.questions])
+
+    def multiple_choices(self, place: EvaluationContext) -> list[MultipleChoice]:
+        """Who asks the questions of each task."""
+        if not self.tasks:
+            return []
+        assert self.language is not None, "read_asked refuses questions without a tokenizer"
+        length = self.config.data.sequence_length
+        likelihood = Likelihood(place.model, place.mesh, length, place.rows_per_device, place.is_stopping)
+        first, encode = first_token(self.language, self.config.data), partial(encode_prompt, self.language)
+        return [
+            MultipleChoice(task.name, task.questions, encode, first, likelihood, task.every_steps)
+            for task in self.tasks
+        ]
+
+    def samples(self, place: EvaluationContext) -> list[Samples]:
+        """Who writes the texts, if any are asked for."""
+        rule = self.config.eval.samples
+        if rule is None:
+            return []
+        length, dtype = self.config.data.sequence_length, self.config.precision.compute
+        num_ids = place.vocabulary_size if self.language is None else self.language.tokenizer.vocabulary_size
+        choose = Sampling(rule.temperature, rule.top_p).make_choose(num_ids)
+
+        def reader(variables: Any) -> Any:
+            return make_reader(place.model, variables, length, dtype, place.mesh)
+
+        return [
+            Samples(
+                self.prompts, self.language, reader, choose, rule.tokens, length, place.is_stopping, rule.every_steps
+            )
+        ]
+
+
+def read_asked(document: Document, config: TrainerConfig[Any], vocabulary_size: int) -> Asked:
+    """Read what `config.eval` names. Raises `SpecError`: a file that is none, or no tokenizer for questions."""
+    with document.blaming("config.eval"):
+        return _read(config, vocabulary_size)
+
+
+def _read(config: TrainerConfig[Any], vocabulary_size: int) -> Asked:
+    rule = config.eval
+    if not rule.multiple_choice and rule.samples is None:
+        return Asked(config, None, (), ())
+    language: Language | None = None
+    try:
+        language = language_of(config.data)
+    except DataError as error:
+        if rule.multiple_choice:
+            raise DataError(f"eval.multiple_choice needs the tokenizer of the data: {error}") from error
+    tasks = [Task(each.name, read_questions(each.path, each.limit), each.every_steps) for each in rule.multiple_choice]
+    prompts = [] if rule.samples is None else rule.samples.prompts
+    return Asked(
+        config, language, tasks, [(text, _ids_of(text, language, config, vocabulary_size)) for text in prompts]
+    )
+
+
+def _ids_of(text: str, language: Language | None, config: TrainerConfig[Any], vocabulary_size: int) -> list[int]:
+    if language is None:
+        return parse_ids(text, vocabulary_size, "samples.prompts") or [0]
+    return encode_prompt(language, text) or [first_token(language, config.data)]
+
+
+_DECODED_TOKENS = 1 << 20  # at a time
+
+
+@dataclass(frozen=True)
+class FirstExamples:
+    """The first examples of a set: those that the run itself looks at."""
+
+    examples: Examples
+    num_examples: int
+    fingerprint: str = ""
+
+    @property
+    def fields(self) -> Fields:
+        """See `Examples`."""
+        return self.examples.fields
+
+    def read(self, numbers: np.ndarray) -> Rows:
+        """See `Examples`."""
+        return self.examples.read(numbers)
+
+    def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
+        """See `Examples`."""
+        return self.examples.make_order(seed, batch_examples)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredData:
+    """The sets, as validation sets of a data set, and by name what their tokens mean, or why that is not known."""
+
+    dataset: Dataset
+    languages: Mapping[str, Language | str]
+
+    def size(self, name: str) -> Size:
+        """Read a set once more, and count: of bytes each token is one; separators of other tokenizers are none.
+
+        A character that the end of a row cuts may count as it is shown, by three bytes for each part.
+        """
+        language, fields = self.languages[name], self.dataset.fields
+        if isinstance(language, str):
+            return Size(0, None, language)
+        if "padding_mask" not in fields or "loss_weight" in fields:
+            return Size(0, None, "its tokens do not count alike")
+        num_targets = num_bytes = 0
+        num_examples, at_once = (
+            self.dataset.validation[name].num_examples,
+            max(1, _DECODED_TOKENS // self.dataset.sequence_length),
+        )
+        for first in range(0, num_examples, at_once):
+            rows = self.dataset.rows(name, first, min(at_once, num_examples - first))
+            ids = rows["y"][rows["padding_mask"]]
+            num_targets += len(ids)
+            num_bytes += _num_bytes(ids, language)
+        return Size(num_targets, num_bytes)
+
+
+def _num_bytes(ids: np.ndarray, language: Language) -> int:
+    if language.is_of_bytes:
+        return len(ids)
+    return len(
+        language.tokenizer.decode(ids if language.separator is None else ids[ids != language.separator]).encode()
+    )
+
+
+def own_sets(dataset: Dataset, config: TrainerConfig[Any]) -> ScoredData:
+    """Of a run's own validation sets as many examples as the run looks at."""
+    data = config.data
+    most = config.eval.batches * config.train.global_batch_examples
+    sets = {name: FirstExamples(held, min(most, held.num_examples)) for name, held in dataset.validation.items()}
+    sources: dict[str, TokenSource] = {source.name: source for source in data.sources} | dict(data.validation)
+    languages = {name: language_or_reason(sources.get(name, data.sources[0]), data) for name in sets}
+    return ScoredData(replace(dataset, validation=sets), languages)
+
+
+def language_or_reason(named: TokenSource, data: DataConfig) -> Language | str:
+    """What the tokens of a source mean, or why that is not known."""
+    try:
+        return find_language(named, data)
+    except DataError as error:
+        return str(error)
+
+
+class Shipped:
+    """Those of one job. Made and called on every host, once the train step is compiled.
+
+    `batch` makes a batch by set and number; `stop` says whether the job was asked to stop.
+    """
+
+    def __init__(
+        self,
+        design: Design,
+        blueprint: Blueprint,
+        layout: BatchLayout,
+        asked: Asked,
+        batch: Callable[[str, int], Batch],
+        stop: StopNotice,
+    ):
+        config, dataset = design.config, design.dataset
+        self._asked = asked
+        self._place = EvaluationContext(
+            design.model(), blueprint.mesh, layout.micro_batch_examples, design.vocabulary_size, stop.poll
+        )
+        self._has_sets = bool(dataset.validation)
+        self.validation = Validation(
+            model_state(blueprint.abstract_state),
+            lambda abstract: blueprint.compile_val(design.val_step, abstract, layout),
+            validation_sets(dataset, config, batch),
+            stop.poll,
+            own_sets(dataset, config).size if config.eval.bits_per_byte else None,
+        )
+
+    @functools.cached_property
+    def _of_keys(self) -> dict[str, Sequence[Evaluator]]:
+        """Those that a key of `config.eval` asks for."""
+        return {
+            "multiple_choice": self._asked.multiple_choices(self._place),
+            "samples": self._asked.samples(self._place),
+        }
+
+    @property
+    def evaluators(self) -> list[Evaluator]:
+        """All of them, the same objects each time."""
+        loss = [self.validation] if self._has_sets else []
+        return [*loss, *(each for found in self._of_keys.values() for each in found)]
+
+    def check(self, returned: Any, document: Document) -> list[Evaluator]:
+        """What a job's `evaluator` has returned, as a list.
+
+        Raises `SpecError` if that leaves out what a key asks for, which nothing reads then.
+        """
+        chosen = [] if returned is None else list(returned) if isinstance(returned, list | tuple) else [returned]
+        for key, asked in self._of_keys.items():
+            if any(each not in chosen for each in asked):
+                reason = "nothing reads it, evaluator() returns others; return [*self.shipped.evaluators, ...]"
+                raise document.error(f"config.eval.{key}", reason)
+        return chosen
+
+    def begin_to_compile(self, chosen: Sequence[Evaluator]) -> None:
+        """What takes time and is not needed for the first steps."""
+        if self.validation in chosen:
+            self.validation.begin_to_compile()

@@ -1,0 +1,329 @@
+"""Where people see the rows while the job runs: a live line on a terminal, plain lines in a log, and places.
+
+Main host only.
+
+A place that holds the rows for another tool, fed aside: it may be slow, hang or fail, and no step notices.
+
+All of a place happens on a thread of its own behind a bounded queue. It is a picture of `metrics.jsonl` and nothing
+else: each attempt first gives it the rows up to the step that it resumed from, then its own. So there is one
+trajectory, whatever was lost, recomputed with other bits or missed by a place that was off, and a place needs no memory
+of its own. What it costs at a start is to write those rows once more, beside the first steps.
+
+A place that raises, or does not come after, is left off for the rest of the attempt: `on_off` hears of it once.
+
+What Weights & Biases has written: into a bucket, and away once it is superseded. Does not import wandb.
+
+Weights & Biases as a place that holds the rows (see `place`).
+
+The run id is the job's in all attempts, and each attempt gives wandb the whole trajectory. Offline that is one file for
+each attempt, of which the newest holds everything, and the earlier are removed: `wandb sync` of a file puts its history
+in the place of what the server has under that id, so of several that hold a part each only the last would be seen
+(https://github.com/wandb/wandb/issues/5865 and 3841). Online it is a start without `resume`, which writes over the
+run's history line by line from the first row on (issue 3424): rows of lost steps are gone as soon as the attempt has
+computed those steps anew. With `resume="allow"` the server keeps them for good, and drops the recomputed ones;
+`resume_from`, which would cut them off, is not on every server.
+
+Its own files are in `wandb/` of the run's directory. wandb can write to a disk alone, so for a run in a bucket they are
+in this machine's cache while the job runs, and are uploaded when it ends, those of attempts that were killed here too.
+"""
+
+import contextlib
+import functools
+import importlib
+import netrc
+import os
+import queue
+import shutil
+import sys
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import wandb
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from runner.config import TrainerConfig
+from runner.console import say, warn
+from runner.errors import first_line
+from runner.metrics.file import read_lines
+from runner.metrics.meta import bins_of
+from runner.metrics.rows import Row
+from runner.metrics.tensorboard import EventFile
+from runner.run.attempt import Attempt
+from runner.spec import ExecutionSpec
+from runner.storage import Store, default_cache_directory
+
+QUEUE_ROWS = 10_000
+CLOSE_SECONDS = 10.0
+
+
+class Place(Protocol):
+    """Where rows are kept. Called on one thread, which may wait there; whatever is raised ends it."""
+
+    def add(self, row: Row) -> None:
+        """Take a row. Steps ascend; one of the same step as the row before it has only keys that are new."""
+
+    def supersede(self) -> None:
+        """All rows of earlier attempts are in: remove what those attempts have left. Called once."""
+
+    def finish(self) -> None:
+        """No more rows come."""
+
+
+class Aside:
+    """A sink (see `sinks`) that feeds a place. `earlier` gives the surviving rows of the attempts before."""
+
+    def __init__(
+        self,
+        name: str,
+        open_place: Callable[[], Place],
+        earlier: Callable[[], Iterable[Row]],
+        on_off: Callable[[str, str], None],
+    ):
+        self._name, self._on_off = name, on_off
+        self._rows: queue.Queue[Row | None] = queue.Queue(QUEUE_ROWS)
+        self._off = threading.Lock()  # taken once, by whoever leaves the place off
+        self._thread = threading.Thread(target=self._work, args=(open_place, earlier), name=name, daemon=True)
+        self._thread.start()
+
+    def show(self, row: Row) -> None:
+        """Queue one row. Waits for nothing."""
+        self._put(row)
+
+    def close(self) -> None:
+        """Let the thread finish for some seconds, then leave it."""
+        if self._put(None):
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                self._leave_off(f"it has not finished {CLOSE_SECONDS:g} s after the last row")
+
+    def _put(self, row: Row | None) -> bool:
+        """Whether it is taken: nothing is, once the place is off."""
+        if self._off.locked():
+            return False
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            self._leave_off(f"{QUEUE_ROWS} rows wait for it")
+            return False
+        return True
+
+    def _work(self, open_place: Callable[[], Place], earlier: Callable[[], Iterable[Row]]) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.push(self._on_exit)
+            place = open_place()
+            last: Row = {}
+            for last in earlier():
+                place.add(last)
+            place.supersede()
+            while (row := self._rows.get()) is not None and not self._off.locked():
+                place.add(row if row["step"] != last.get("step") else _what_is_new(row, last))
+                last = row
+            place.finish()
+
+    def _on_exit(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        """Whatever a place raises ends here: a library for looking at rows is no reason to end a run."""
+        if error is not None:
+            self._leave_off(first_line(error))
+        return isinstance(error, Exception)
+
+    def _leave_off(self, reason: str) -> None:
+        if self._off.acquire(blocking=False):
+            self._on_off(self._name, reason)
+
+
+def _what_is_new(row: Row, before: Row) -> Row:
+    """Of a row that completes the one before: the step, and the keys that are not there yet."""
+    return {key: value for key, value in row.items() if key == "step" or key not in before}
+
+
+FOLDER = "wandb"
+
+
+def remove_superseded(current: Path) -> None:
+    """Remove what earlier attempts at the run of directory `current` have left beside it: its own rows hold theirs.
+
+    wandb names a directory `offline-run-<time>-<id>`, or `run-<time>-<id>` where it was online.
+    """
+    time, run_id = current.name.split("-")[-2:]
+    for path in current.parent.glob(f"*run-*-{run_id}"):
+        if path.name.split("-")[-2] < time:
+            shutil.rmtree(path)
+
+
+def upload_offline_runs(directory: Path, store: Store, deadline_seconds: float) -> None:
+    """Copy what wandb has written offline below `directory` to the same names in a bucket, unless it is there.
+
+    Then remove there what of the same runs is older. Each within `deadline_seconds`. Raises `OSError`.
+    """
+    present = store.sizes(FOLDER)
+    kept = sorted(path.name for path in (directory / FOLDER).glob("wandb/offline-run-*"))
+    for path in sorted((directory / FOLDER).glob("wandb/offline-run-*/**/*")):
+        name = path.relative_to(directory / FOLDER).as_posix()
+        if path.is_file() and present.get(name) != path.stat().st_size:
+            store.upload(path, f"{FOLDER}/{name}", deadline_seconds)
+    for name in {name.split("/")[1] for name in present if name.startswith("wandb/offline-run-")} - {*kept}:
+        run_id = name.split("-")[-1]
+        if any(own.endswith(f"-{run_id}") and name < own for own in kept):
+            store.remove_tree(f"{FOLDER}/wandb/{name}")
+
+
+class Tracking:
+    """A place: a W&B run, shown the resolved spec, versions, commit and hosts as its config."""
+
+    def __init__(self, spec: ExecutionSpec, attempt: Attempt):
+        self._store = store = attempt.store
+        self._directory = default_cache_directory() / "wandb" / attempt.run_id if store.root is None else store.root
+        self._run = _start(spec, attempt, self._directory)
+
+    def add(self, row: Row) -> None:
+        """See `Place`. A row of the same step completes the one before, which wandb holds until the next."""
+        self._run.log({key: _shown(value) for key, value in row.items() if key != "step"}, step=row["step"])
+
+    def supersede(self) -> None:
+        """See `Place`."""
+        remove_superseded(Path(self._run.settings.sync_dir))
+
+    def finish(self) -> None:
+        """See `Place`."""
+        self._run.finish()
+        if self._store.root is None:
+            upload_offline_runs(self._directory, self._store, CLOSE_SECONDS)
+
+
+def _shown(value: Any) -> Any:
+    """A list or a histogram as W&B draws it; all else as it is."""
+    found = bins_of(value)
+    return value if found is None else wandb.Histogram(np_histogram=(np.asarray(found[0]), np.asarray(found[1])))
+
+
+def _start(spec: ExecutionSpec, attempt: Attempt, directory: Path) -> Any:
+    mode = spec.logging.wandb
+    if mode == "online" and not _has_key():
+        warn("wandb: no API key here, logging offline; `wandb sync` uploads it later")
+        mode = "offline"
+    folder = directory / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))  # else its logs lie in the home directory
+    return wandb.init(
+        entity=spec.logging.wandb_entity,
+        project=spec.project,
+        group=spec.group,
+        name=spec.name,
+        tags=spec.logging.wandb_tags,
+        id=attempt.run_id,
+        mode=mode,
+        dir=str(folder),
+        config=spec.model_dump(mode="json") | {"environment": attempt.environment},
+        settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
+    )
+
+
+def _has_key() -> bool:
+    """Whether wandb could log in without asking for a key, which would block."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class Sink(Protocol):
+    """Anything that shows rows."""
+
+    def show(self, row: Row) -> None:
+        """Take one row; must not block for long and never raise."""
+
+    def close(self) -> None:
+        """Finish, within seconds."""
+
+
+def _describe(row: Row) -> str:
+    parts = [f"loss {row['train/loss']:.4f}"] if "train/loss" in row else []
+    if row.get("val/loss") is not None:
+        parts.append(f"val {row['val/loss']:.4f}")
+    if row.get("perf/tokens_per_second"):
+        parts.append(f"{row['perf/tokens_per_second']:,.0f} tokens/s")
+    return "  ".join(parts)
+
+
+class LiveProgress:
+    """One line on a terminal that keeps itself up to date."""
+
+    def __init__(self, name: str, total_steps: int, step: int, console: Console):
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task(name, total=total_steps, completed=step, figures="")
+        self._progress.start()
+
+    def show(self, row: Row) -> None:
+        """Move the bar; a validation loss also gets a line that stays."""
+        self._progress.update(self._task, completed=row["step"], figures=_describe(row))
+        if "val/loss" in row:
+            self._progress.console.print(f"step {row['step']}  {_describe(row)}", highlight=False)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._progress.stop()
+
+
+class PlainProgress:
+    """A line a row, for logs."""
+
+    def __init__(self, tokens_per_step: int, total_steps: int):
+        self._tokens_per_step = tokens_per_step
+        self._total_steps = total_steps
+
+    def show(self, row: Row) -> None:
+        """Print step, loss, speed and time left."""
+        speed = row.get("perf/tokens_per_second")
+        left = "" if not speed else f"  {(self._total_steps - row['step']) * self._tokens_per_step / speed:.0f} s left"
+        say(f"step {row['step']}/{self._total_steps}  {_describe(row)}{left}")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def make_progress(spec: ExecutionSpec, total_steps: int, step: int, tokens_per_step: int) -> Sink:
+    """Live progress where standard output is a person's terminal, plain lines elsewhere."""
+    if sys.stdout.isatty() and spec.logging.format == "text":
+        return LiveProgress(spec.name, total_steps, step, Console())
+    return PlainProgress(tokens_per_step, total_steps)
+
+
+def open_sinks(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, step: int) -> list[Sink]:
+    """All places that the spec names, for an attempt that goes on from `step`."""
+
+    def earlier() -> Iterator[Row]:
+        return (line.row for line in read_lines(attempt.store, step))
+
+    def on_off(name: str, reason: str) -> None:
+        warn(f"{name} is off: {reason}")
+        attempt.record("sink_off", None, sink=name, reason=reason)
+
+    sinks: list[Sink] = [make_progress(spec, config.total_steps, step, config.tokens_per_step)]
+    if spec.logging.tensorboard:
+        open_place = functools.partial(EventFile, attempt.store, attempt.run_id, attempt.number)
+        sinks.append(Aside("tensorboard", open_place, earlier, on_off))
+    if spec.logging.wandb != "disabled":
+        sinks.append(Aside("wandb", functools.partial(_track, spec, attempt), earlier, on_off))
+    return sinks
+
+
+def _track(spec: ExecutionSpec, attempt: Attempt) -> Place:
+    """Import wandb, which takes a second, on the thread that waits for it."""
+    place: Place = importlib.import_module("runner.metrics.writers").Tracking(spec, attempt)
+    return place

@@ -1,0 +1,62 @@
+"""A user's class by its name: `module:Class` becomes the class, or one line that says why it cannot.
+
+Packages that are an extra of this one: imported when a spec asks for what they do.
+"""
+
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+from types import ModuleType
+
+from runner.errors import InvalidError
+from runner.spec.document import Document, did_you_mean, nearest_or_all
+
+
+def import_extra(module: str, extra: str) -> ModuleType:
+    """Import `module`, which `runner[extra]` brings. Raises `InvalidError` saying how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise InvalidError(f"needs the package {error.name}: pip install 'runner[{extra}]'") from error
+
+
+def load_job_class(document: Document, base: type) -> type:
+    """Import the `module:Class` of a validated document's `job`, a subclass of `base`."""
+    with document.blaming("job"):
+        return load_class(document.data["job"], base)
+
+
+def load_class(text: str, base: type) -> type:
+    """Import `module:Class`, a subclass of `base`. Raises `InvalidError`."""
+    module_name, _, class_name = text.partition(":")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything; all of it ends here
+        raise InvalidError(_import_failure(module_name, error)) from None
+    found = getattr(module, class_name, None)
+    fitting = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
+    if found is None:
+        raise InvalidError(f"module {module_name} has no {class_name}{nearest_or_all(class_name, fitting)}")
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise InvalidError(f"{text} is not a subclass of {base.__name__}")
+    return found
+
+
+def _import_failure(module_name: str, error: BaseException) -> str:
+    """Why the import failed: a module that is not there, or what the user's code raised and where."""
+    if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+        package, _, missing = str(error.name).rpartition(".")
+        search = getattr(sys.modules.get(package), "__path__", []) if package else [os.getcwd()]
+        modules = [module.name for module in pkgutil.iter_modules(search)]
+        prefix = f"{package}." if package else ""
+        return f"no module {error.name}{did_you_mean(missing, modules, prefix)}"
+    if isinstance(error, SyntaxError):
+        where, reason = f"{error.filename}:{error.lineno}", error.msg
+    else:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+        where, reason = f"{frames[-1].filename}:{frames[-1].lineno}", str(error).partition("\n")[0]
+    return f"importing {module_name} raised {type(error).__name__}: {reason} (at {where})"

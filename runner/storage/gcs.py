@@ -1,0 +1,134 @@
+"""Google Cloud Storage: application default credentials, or an emulator at STORAGE_EMULATOR_HOST."""
+
+import base64
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import google.auth.exceptions
+import requests
+import requests.adapters
+import urllib3.exceptions
+from cloudpathlib.gs import GSClient, GSPath
+from google.api_core import exceptions
+from google.cloud.storage import Blob
+from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+
+from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, Entry
+from runner.storage.store import ABSENT, DeniedError, TransientError, Version
+
+_TIMEOUT = (CONNECT_SECONDS, TRY_SECONDS)
+_BROKEN = (
+    requests.RequestException,
+    urllib3.exceptions.HTTPError,
+    google.auth.exceptions.TransportError,
+    ConnectionError,
+    DataCorruption,
+)
+
+
+@contextlib.contextmanager
+def _errors(key: str) -> Iterator[None]:
+    """Turn the client's errors into those of the operating system."""
+    try:
+        yield
+    except exceptions.GoogleAPICallError as error:
+        raise _translate(error.code, f"{key}: {error.message}") from error
+    except InvalidResponse as error:
+        raise _translate(error.response.status_code, f"{key}: {error}") from error
+    except google.auth.exceptions.RefreshError as error:
+        raise DeniedError(f"the credentials have expired and cannot be refreshed: {error}") from error
+    except _BROKEN as error:
+        raise TransientError(f"{key}: {type(error).__name__}: {error}") from error
+
+
+def _translate(status: int | None, message: str) -> OSError:
+    status = int(status or 0)
+    if status == 404:
+        return FileNotFoundError(message)
+    if status == 412:
+        return FileExistsError(message)
+    if status in (401, 403):
+        return DeniedError(message)
+    if status in (408, 429) or status >= 500:
+        return TransientError(message)
+    return OSError(message)
+
+
+def _digest(blob: Blob) -> str | None:
+    return None if blob.crc32c is None else base64.b64decode(blob.crc32c).hex()
+
+
+class GoogleDriver:
+    """Objects of one bucket. Conditions are generation matches."""
+
+    def __init__(self, url: str):
+        client = GSClient()
+        path = GSPath(url, client=client)
+        self.prefix = path.blob.strip("/")
+        adapter = requests.adapters.HTTPAdapter(pool_connections=NUM_CONNECTIONS, pool_maxsize=NUM_CONNECTIONS)
+        client.client._http.mount("https://", adapter)
+        client.client._http.mount("http://", adapter)
+        self._bucket = client.client.bucket(path.bucket)
+
+    def get(self, key: str) -> tuple[bytes, Version]:
+        """See `Driver`."""
+        blob = self._bucket.blob(key)
+        with _errors(key):
+            content = blob.download_as_bytes(timeout=_TIMEOUT, retry=None)
+            if blob.generation is None:
+                blob.reload(timeout=_TIMEOUT, retry=None)
+        return content, str(blob.generation)
+
+    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+        """See `Driver`. The service's digest is that of the whole object, so there is none to compare with."""
+        with _errors(key):
+            content = self._bucket.blob(key).download_as_bytes(
+                start=start,
+                end=stop - 1,
+                if_generation_match=int(version),
+                timeout=_TIMEOUT,
+                retry=None,
+                checksum=None,
+            )
+        return bytes(content)
+
+    def put(self, key: str, content: bytes, version: Version | None) -> Version:
+        """See `Driver`."""
+        blob = self._bucket.blob(key)
+        condition = {} if version is None else {"if_generation_match": 0 if version == ABSENT else int(version)}
+        with _errors(key):
+            blob.upload_from_string(content, timeout=_TIMEOUT, retry=None, checksum="crc32c", **condition)
+        return str(blob.generation)
+
+    def put_file(self, key: str, source: Path) -> None:
+        """See `Driver`."""
+        blob = self._bucket.blob(key)
+        with _errors(key):
+            blob.upload_from_filename(str(source), timeout=_TIMEOUT, retry=None, checksum="crc32c")
+
+    def list(self, prefix: str, delimiter: str) -> Iterator[Entry]:
+        """See `Driver`."""
+        with _errors(prefix):
+            found = self._bucket.list_blobs(prefix=prefix, delimiter=delimiter or None, timeout=_TIMEOUT, retry=None)
+            for blob in found:
+                yield Entry(blob.name, blob.size, str(blob.generation), _digest(blob))
+            for name in found.prefixes:
+                yield Entry(name, 0)
+
+    def crc32c(self, key: str) -> str | None:
+        """See `Driver`."""
+        blob: Blob = self._bucket.blob(key)
+        with _errors(key):
+            blob.reload(timeout=_TIMEOUT, retry=None)
+        return _digest(blob)
+
+    def copy(self, key: str, target: str) -> None:
+        """See `Driver`."""
+        with _errors(key):
+            self._bucket.copy_blob(self._bucket.blob(key), self._bucket, target, timeout=_TIMEOUT, retry=None)
+
+    def delete(self, key: str) -> None:
+        """See `Driver`."""
+        with _errors(key), contextlib.suppress(exceptions.NotFound):
+            self._bucket.blob(key).delete(timeout=_TIMEOUT, retry=None)

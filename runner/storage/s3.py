@@ -1,0 +1,123 @@
+"""Amazon S3 and what speaks its protocol: the AWS environment, profiles, and AWS_ENDPOINT_URL."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import botocore.session
+from boto3.exceptions import Boto3Error
+from boto3.s3.transfer import TransferConfig
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, NoCredentialsError
+from cloudpathlib.s3 import S3Client, S3Path
+
+from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, Entry
+from runner.storage.store import ABSENT, DeniedError, TransientError, Version
+
+_THROTTLED = (
+    "SlowDown",
+    "RequestTimeout",
+    "Throttling",
+    "ThrottlingException",
+    "RequestLimitExceeded",
+    "InternalError",
+)
+_ONE_TRY = Config(
+    retries={"total_max_attempts": 1},
+    connect_timeout=CONNECT_SECONDS,
+    read_timeout=TRY_SECONDS,
+    max_pool_connections=NUM_CONNECTIONS,
+)
+_TRANSFER = TransferConfig(multipart_threshold=128 << 20, use_threads=False)  # many files at a time, not many parts
+
+
+@contextlib.contextmanager
+def _errors(key: str) -> Iterator[None]:
+    """Turn the client's errors into those of the operating system."""
+    try:
+        yield
+    except ClientError as error:
+        raise _translate(error, key) from error
+    except (NoCredentialsError, CredentialRetrievalError) as error:
+        raise DeniedError(f"no AWS credentials: {error}") from error
+    except Boto3Error as error:
+        cause = error.__context__ or error.__cause__
+        raise _translate(cause, key) if isinstance(cause, ClientError) else TransientError(f"{key}: {error}") from error
+    except (BotoCoreError, ConnectionError) as error:
+        raise TransientError(f"{key}: {type(error).__name__}: {error}") from error
+
+
+def _translate(error: ClientError, key: str) -> OSError:
+    code = error.response.get("Error", {}).get("Code", "")
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    message = f"{key}: {error}"
+    if code == "PreconditionFailed" or status == 412:
+        return FileExistsError(message)
+    if code == "ConditionalRequestConflict" or status in (408, 409, 429) or status >= 500 or code in _THROTTLED:
+        return TransientError(message)
+    if status in (401, 403) or code in ("ExpiredToken", "InvalidAccessKeyId"):
+        return DeniedError(message)
+    if status == 404:
+        return FileNotFoundError(message)
+    return OSError(message)
+
+
+class AmazonDriver:
+    """Objects of one bucket. Conditions are If-None-Match and If-Match."""
+
+    def __init__(self, url: str):
+        session = botocore.session.get_session()
+        session.set_default_client_config(_ONE_TRY)
+        client = S3Client(botocore_session=session)
+        path = S3Path(url, client=client)
+        self.prefix = path.key.strip("/")
+        self._bucket = path.bucket
+        self._client = client.client
+
+    def get(self, key: str) -> tuple[bytes, Version]:
+        """See `Driver`."""
+        with _errors(key):
+            answer = self._client.get_object(Bucket=self._bucket, Key=key)
+            return answer["Body"].read(), answer["ETag"]
+
+    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+        """See `Driver`."""
+        piece = f"bytes={start}-{stop - 1}"
+        with _errors(key):
+            answer = self._client.get_object(Bucket=self._bucket, Key=key, Range=piece, IfMatch=version)
+            return bytes(answer["Body"].read())
+
+    def put(self, key: str, content: bytes, version: Version | None) -> Version:
+        """See `Driver`."""
+        condition = {} if version is None else {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
+        with _errors(key):
+            return str(self._client.put_object(Bucket=self._bucket, Key=key, Body=content, **condition)["ETag"])
+
+    def put_file(self, key: str, source: Path) -> None:
+        """See `Driver`."""
+        with _errors(key):
+            self._client.upload_file(str(source), self._bucket, key, Config=_TRANSFER)
+
+    def list(self, prefix: str, delimiter: str) -> Iterator[Entry]:
+        """See `Driver`."""
+        pages = self._client.get_paginator("list_objects_v2")
+        with _errors(prefix):
+            for page in pages.paginate(Bucket=self._bucket, Prefix=prefix, Delimiter=delimiter):
+                for found in page.get("Contents", []):
+                    yield Entry(found["Key"], found["Size"], found["ETag"])
+                for found in page.get("CommonPrefixes", []):
+                    yield Entry(found["Prefix"], 0)
+
+    def crc32c(self, key: str) -> str | None:
+        """See `Driver`. The service reports a digest of another kind by default."""
+        return None
+
+    def copy(self, key: str, target: str) -> None:
+        """See `Driver`."""
+        with _errors(key):
+            self._client.copy({"Bucket": self._bucket, "Key": key}, self._bucket, target)
+
+    def delete(self, key: str) -> None:
+        """See `Driver`."""
+        with _errors(key):
+            self._client.delete_object(Bucket=self._bucket, Key=key)

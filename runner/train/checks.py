@@ -1,0 +1,139 @@
+"""Every host trains on the same data, from the first step to the last. Called on every host.
+
+A job sized for other hardware is refused, with the options that make it run here, if slowly.
+
+The micro-batch that was chosen for some hardware, as manifests remember it: another one would move the bits.
+"""
+
+import shlex
+
+import jax
+
+from runner.accelerator import parse_accelerator
+from runner.checkpoint.manifest import newest_manifest
+from runner.config import TrainerConfig
+from runner.data import Dataset, is_available
+from runner.distributed.agreement import Hosts
+from runner.distributed.clock import SAVE
+from runner.errors import DataError, InvalidError
+from runner.parallel.mesh import AXES, does_mesh_fit
+from runner.run.attempt import Attempt
+from runner.spec import ExecutionSpec, Topology
+from runner.storage import JsonObject, Store
+from runner.train.batch_layout import BatchLayout
+from runner.train.setup import Blueprint
+
+
+def options_for_here(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
+    """The `--set` options that make a trainer's spec run on the devices at hand."""
+    length = min(config.data.sequence_length, 128)
+    total = f"total_tokens={100 * num_devices * length}" if config.train.total_tokens else "total_steps=100"
+    data = config.data
+    is_missing = not all(is_available(named.source) for named in data.sources)
+    options = {
+        "topology.accelerator=any": True,
+        "topology.mesh={data: auto, fsdp: 1, tensor: 1}": not does_mesh_fit(topology.mesh, num_devices),
+        f"directory={spec.directory}_here": True,
+        "checkpoint.every_steps=10": True,
+        f"config.train.global_batch_examples={num_devices}": True,
+        f"config.train.{total}": True,
+        "config.train.total_epochs=null": config.train.total_epochs is not None,
+        f"config.data.sequence_length={length}": length != config.data.sequence_length,
+        "config.memory.loss_chunk_positions=null": length % (config.memory.loss_chunk_positions or 1) != 0,
+        "config.data.source=python-stdlib": is_missing and not data.mixture,
+        "config.data.mixture=[]": is_missing and bool(data.mixture),
+        "config.data.dtype=null": is_missing and data.dtype is not None,
+        "config.data.options={}": is_missing and bool(data.options),
+        "config.data.validation={}": not all(is_available(named.source) for named in data.validation.values()),
+        "config.schedule.warmup_steps=10": config.schedule.warmup_steps > 10,
+        "config.eval.every_steps=50": config.eval.every_steps is not None,
+        "config.precision.compute=float32": jax.default_backend() == "cpu",
+    }
+    return [shlex.quote(option) for option, is_needed in options.items() if is_needed]
+
+
+def refuse_other_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerConfig) -> None:
+    """Raise `InvalidError` if the devices at hand are not what the job is sized for."""
+    wanted = parse_accelerator(topology.accelerator)
+    device, number = jax.devices()[0], jax.device_count()
+    if wanted is not None and not wanted.matches(device.device_kind, number):
+        options = options_for_here(spec, topology, config, number)
+        raise InvalidError(
+            f"sized for {topology.accelerator}, here: {number} x {device.device_kind}; "
+            f"to run it here: {' '.join(f'--set {option}' for option in options)}"
+        )
+
+
+def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:
+    """Have every host know which ids its token files hold, of which process 0 alone reads all.
+
+    What an earlier attempt on the same data has found is in its manifests: of many ids none is then read again.
+    """
+
+    def find() -> JsonObject:
+        manifest = newest_manifest(store) if dataset.has_unread_ids else None
+        known = {} if manifest is None else manifest.identity
+        is_same = known.get("config.data") == dataset.fingerprint
+        believed = known.get("config.model.vocabulary_size") if is_same else None
+        return {"believed": believed, "found": dataset.find_ids(believed)}
+
+    ids = hosts.main_first(find)
+    if not hosts.is_main:
+        dataset.take_ids(ids["believed"], ids["found"])
+
+
+def refuse_different_data(dataset: Dataset, hosts: Hosts) -> None:
+    """Raise `DataError` on every host if one reads other data than process 0."""
+    fingerprints = hosts.gather(dataset.fingerprint)
+    different = [process for process, other in enumerate(fingerprints) if other != fingerprints[0]]
+    if different:
+        raise DataError(f"{dataset.source}: processes {different} read other data than process 0")
+
+
+def refuse_different_questions(digest: str, hosts: Hosts) -> None:
+    """Raise `DataError` on every host if one has read other questions than process 0: it would ask more, or fewer.
+
+    An empty digest says that the spec asks none.
+    """
+    if not digest:
+        return
+    digests = hosts.gather(digest)
+    different = [process for process, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise DataError(f"processes {different} read other questions than process 0")
+
+
+def refuse_changed_data(dataset: Dataset, attempt: Attempt) -> None:
+    """Before a state is saved: raise `DataError` if a token file is not what it was at the start.
+
+    Every host looks, and hears what host 0 has seen: where they share the files all of them end with 2. A host that
+    alone sees a change, in a copy of its own, ends so alone; the others then lose a peer.
+    """
+    problem = None
+    with attempt.progress.during(SAVE):
+        try:
+            dataset.check()
+        except DataError as error:
+            problem = f"{error}; what was trained since the last commit is not saved"
+        problem = attempt.hosts.agree(problem) or problem
+    if problem is not None:
+        raise DataError(problem)
+
+
+def record_of(blueprint: Blueprint, layout: BatchLayout, hosts: Hosts) -> JsonObject:
+    """For the manifest: the hardware, and the micro-batch chosen for it."""
+    return blueprint.hardware(hosts.num_processes) | {"micro_batch_examples": layout.micro_batch_examples}
+
+
+def known_micro_batch(blueprint: Blueprint, store: Store, hosts: Hosts) -> int | None:
+    """The size that an earlier attempt chose on the same hardware, else None. Called on every host.
+
+    Until this attempt has claimed the directory an earlier one may still commit: the answer then is the one to go by.
+    """
+    hardware = blueprint.hardware(hosts.num_processes)
+    ones = dict.fromkeys(AXES, 1)  # a manifest may be older than an axis
+    manifest = newest_manifest(store) if hosts.is_main else None
+    record = hosts.agree(manifest and manifest.topology)
+    if not record or hardware != {key: record.get(key) for key in hardware} | {"mesh": ones | record.get("mesh", {})}:
+        return None
+    return record.get("micro_batch_examples")

@@ -1,0 +1,142 @@
+"""Profiles: what the devices of process 0 did in some steps, recorded by jax.profiler into the run's directory.
+
+Which steps, the spec says (`logging.profile`), or a file: `profiles/request.json`, `{"steps": N}`, as the command
+`profile` writes it. The job looks for it on a thread, deletes it, and records its next steps. It is a file, no signal,
+because every signal that schedulers can be told to send asks a job to stop, and because a file reaches a job in a pod,
+behind a queue and beside a bucket alike.
+
+`profiles/<attempt>.<start>-<stop>/` then holds the trace of the steps after `start` up to `stop`, in the layout that
+TensorBoard's profile plugin and xprof read, and `memory.prof`, what was on the devices at its end, which pprof reads.
+Nothing of it moves a bit; what fails costs a warning. Main host only: elsewhere nothing happens.
+"""
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from runner.console import say, warn
+from runner.distributed.clock import PROFILE
+from runner.errors import first_line
+from runner.run.attempt import DRAIN_SECONDS, Attempt
+from runner.spec import STEPS_OF_A_PROFILE_MAX
+from runner.storage import Store, default_cache_directory, encode_json, read_json
+
+FOLDER, MEMORY = "profiles", "memory.prof"
+REQUEST = f"{FOLDER}/request.json"
+POLL_SECONDS, POLL_BUCKET_SECONDS = 2.0, 30.0
+_STEPS = "steps"
+_UPLOAD_SECONDS = 60.0  # for each file
+_ERRORS = (RuntimeError, OSError, ValueError)
+
+
+def request(store: Store, num_steps: int) -> None:
+    """Ask the job of this directory, which may run anywhere, to record its next steps."""
+    store.write(REQUEST, encode_json({_STEPS: num_steps}))
+
+
+def take_request(store: Store) -> int | None:
+    """How many steps are asked for, once; None if none are. Raises `OSError`."""
+    if not store.exists(REQUEST):
+        return None
+    try:
+        num_steps = read_json(store, REQUEST).get(_STEPS)
+    except (FileNotFoundError, ValueError) as error:
+        warn(f"{store.url}/{REQUEST} is left out: {first_line(error)}")
+        num_steps = None
+    store.remove(REQUEST)
+    return num_steps if type(num_steps) is int and 0 < num_steps <= STEPS_OF_A_PROFILE_MAX else None
+
+
+class Profiler:
+    """The profiles of one attempt."""
+
+    def __init__(self, attempt: Attempt, profile: str | None):
+        """`profile` is START:STOP, in completed steps."""
+        self._attempt = attempt
+        self._start, self._stop = map(int, profile.split(":")) if profile and attempt.hosts.is_main else (0, 0)
+        self._asked_steps: int | None = None  # set by the other thread
+        self._folder: Path | None = None  # while a trace is being recorded
+        self._name = ""
+        self._uploads: list[threading.Thread] = []
+        self._closed = threading.Event()
+
+    def watch(self) -> None:
+        """From now on look for requests."""
+        if self._attempt.hosts.is_main:
+            threading.Thread(target=self._look_for_requests, name="profile requests", daemon=True).start()
+
+    def at(self, step: int, loss: Any = None) -> None:
+        """`step` steps are completed, or only begun on the devices; `loss` is what the last of them returns.
+
+        Waits for it where a trace begins or ends, and else for nothing.
+        """
+        if self._folder is None:
+            if self._asked_steps is not None:
+                self._start, self._stop, self._asked_steps = step, step + self._asked_steps, None
+            if self._start <= step < self._stop:
+                self._begin(step, loss)
+        elif step >= self._stop:
+            self._end(step, loss)
+
+    def close(self, step: int) -> None:
+        """No more steps come. Keeps what has been recorded of a trace; never raises."""
+        self._closed.set()
+        if self._folder is not None:
+            self._end(step, None)
+        for upload in self._uploads:
+            upload.join(DRAIN_SECONDS)
+
+    def _look_for_requests(self) -> None:
+        store = self._attempt.store
+        while not self._closed.wait(POLL_SECONDS if store.root is not None else POLL_BUCKET_SECONDS):
+            with contextlib.suppress(OSError):
+                self._asked_steps = take_request(store) or self._asked_steps
+
+    def _begin(self, step: int, loss: Any) -> None:
+        store, attempt = self._attempt.store, self._attempt
+        self._start, self._name = step, f"{attempt.number:06}.{step}-{self._stop}"
+        root = default_cache_directory() / attempt.run_id if store.root is None else store.root
+        folder = root / FOLDER / self._name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            jax.block_until_ready(loss)
+            jax.profiler.start_trace(str(folder))
+            self._folder = folder
+        except _ERRORS as error:
+            self._stop = 0
+            warn(f"no profile of steps {self._name}: {first_line(error)}")
+
+    def _end(self, step: int, loss: Any) -> None:
+        folder, self._folder, self._stop = self._folder, None, 0
+        assert folder is not None, "a trace has begun"
+        try:
+            with self._attempt.progress.during(PROFILE):
+                jax.block_until_ready(loss)
+                jax.profiler.stop_trace()
+                (folder / MEMORY).write_bytes(jax.profiler.device_memory_profile())
+        except _ERRORS as error:
+            warn(f"no profile of steps {self._name}: {first_line(error)}")
+            return
+        if self._attempt.store.root is not None:
+            self._tell(step)
+            return
+        upload = threading.Thread(target=self._upload, args=(folder, step), name="profile", daemon=True)
+        self._uploads.append(upload)
+        upload.start()
+
+    def _upload(self, folder: Path, step: int) -> None:
+        store = self._attempt.store
+        try:
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                store.upload(path, f"{FOLDER}/{folder.name}/{path.relative_to(folder).as_posix()}", _UPLOAD_SECONDS)
+        except OSError as error:
+            warn(f"the profile {folder} could not be copied into the bucket: {first_line(error)}")
+            return
+        self._tell(step)
+
+    def _tell(self, step: int) -> None:
+        say(f"profile of the steps after {self._start} up to {step}: {self._attempt.store.url}/{FOLDER}/{self._name}")
+        self._attempt.record("profile", step, start=self._start, path=f"{FOLDER}/{self._name}")
