@@ -20,7 +20,7 @@ from runner.plan.machine import open_machine
 from tests.support.attempt import start
 from tests.support.harness import ROOT, Job, command, environment, unoptimized
 from tests.support.tiny import gpt, stop_after
-from tests.train.test_adapter import adapted, plain
+from tests.train.test_lora import adapted, plain
 
 NANO = "specs/gpt_nano.yaml"
 

@@ -13,8 +13,8 @@ from runner.dashboard.app import Dashboard, access_for
 from runner.dashboard.report import report
 from runner.dashboard.server import Source, Watcher
 from runner.storage import LocalStore
-from tests.page.lives import make_run
-from tests.page.test_report import HOSTILE, PLACES
+from tests.dashboard.lives import make_run
+from tests.dashboard.test_report import HOSTILE, PLACES
 
 pytestmark = pytest.mark.soak
 

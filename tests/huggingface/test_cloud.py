@@ -9,9 +9,9 @@ from safetensors.numpy import load
 from runner import BaseTrainer
 from runner.huggingface.export import export
 from runner.storage import parse_json
+from tests.huggingface.test_init_from import AtTheStart, first
 from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
 from tests.support.tiny import gpt, leaves_equal
-from tests.weights.test_init_from import AtTheStart, first
 
 pytestmark = pytest.mark.soak
 SHARD_BYTES = 20_000

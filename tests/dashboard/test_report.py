@@ -14,7 +14,7 @@ from runner.dashboard import html
 from runner.dashboard import report as report_module
 from runner.dashboard.report import names_of, report
 from runner.storage import JsonObject, LocalStore
-from tests.page.lives import LOST_STEPS, events_of, lines_of, make_run, rows_of
+from tests.dashboard.lives import LOST_STEPS, events_of, lines_of, make_run, rows_of
 from tests.support.memory_bucket import memory_bucket
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

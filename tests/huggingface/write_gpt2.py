@@ -1,4 +1,4 @@
-"""Write `gpt2/` anew with the real library: `python -m tests.weights.write_gpt2`, where torch and transformers are.
+"""Write `gpt2/` anew with the real library: `python -m tests.huggingface.write_gpt2`, where torch and transformers are.
 
 A small random GPT-2, biases and norms too, and its logits of one row.
 """

@@ -19,10 +19,10 @@ from runner.huggingface.export import export
 from runner.spec import dump_spec
 from runner.storage import LocalStore, Store, open_store
 from tests.checkpoint.test_checkpoint import Attempt
+from tests.huggingface.small import SmallFiles, leaves, publish, tensors, tree
+from tests.huggingface.test_read import born, load
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.support.tiny import counter
-from tests.weights.small import SmallFiles, leaves, publish, tensors, tree
-from tests.weights.test_read import born, load
 
 URL = "gs://bucket/run"
 

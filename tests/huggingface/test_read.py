@@ -18,8 +18,8 @@ from runner.huggingface.mapping import match
 from runner.huggingface.safetensors import open_published
 from runner.spec import InitFrom
 from runner.storage import LocalStore, Store
+from tests.huggingface.small import SHAPES, D, SmallFiles, V, leaves, publish, tensors
 from tests.support.tiny import mesh_of
-from tests.weights.small import SHAPES, D, SmallFiles, V, leaves, publish, tensors
 
 CUTS = {
     "params.embedding": ("fsdp", "tensor"),

@@ -13,7 +13,7 @@ from runner.__main__ import _parse
 from runner.errors import InvalidError
 from runner.spec import ExecutionSpec
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments):

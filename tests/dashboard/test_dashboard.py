@@ -18,8 +18,8 @@ from runner.history.reader import HistoryReader
 from runner.storage import JsonObject, LocalStore, Store, encode_line, jsonl
 from runner.storage.bucket import BucketStore
 from tests.benchmarks.dashboard import measure
-from tests.page.lives import BEGAN, lines_of, make_run, rows_of
-from tests.page.test_report import HOSTILE
+from tests.dashboard.lives import BEGAN, lines_of, make_run, rows_of
+from tests.dashboard.test_report import HOSTILE
 from tests.support.memory_bucket import MemoryDriver
 
 KINDS = ("disk", "bucket")

@@ -11,7 +11,7 @@ import pytest
 from experiments.gpt import GPT, GPT2Files, GPTConfig
 from runner.checkpoint.leaves import named
 from runner.huggingface.mapping import Piece, Shape, table_problems, tensor_shapes
-from tests.weights.small import SHAPES, D, L, M, SmallFiles, V, leaves, tensors
+from tests.huggingface.small import SHAPES, D, L, M, SmallFiles, V, leaves, tensors
 
 
 def gpt_shapes() -> dict[str, Shape]:

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from runner.errors import InvalidError
 from runner.huggingface.safetensors import is_published, open_published
 from runner.storage import LocalStore
-from tests.weights.small import leaves, publish, tensors
+from tests.huggingface.small import leaves, publish, tensors
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -14,8 +14,8 @@ from runner.optim.groups import FrozenState, Parameter, parameters_of
 from runner.optim.library import in_float32, make_optimizer
 from runner.train import step as pure
 from runner.train.state import state_of
+from tests.optim.test_formula import MATRICES, PARAMETERS, PARAMS, config_of, rate_of, trained
 from tests.support.tiny import gpt, leaves_equal
-from tests.train.recipe.test_formula import MATRICES, PARAMETERS, PARAMS, config_of, rate_of, trained
 
 STEPS = 4
 FEW = {name: parameter for name, parameter in PARAMETERS.items() if name != "large"}

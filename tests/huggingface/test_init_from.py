@@ -23,8 +23,8 @@ from runner.huggingface.safetensors import open_published
 from runner.plan.checks import Findings, check_weights
 from runner.spec import InitFrom
 from runner.storage import parse_lines, read_json
+from tests.huggingface.small import leaves, publish, tensors
 from tests.support.tiny import counter, gpt, leaves_equal, outcome, stop_after
-from tests.weights.small import leaves, publish, tensors
 
 STOP, STEPS = 4, 8  # of a job like the one of test_trainer.py, whose compiled programs it shares
 JOB: dict[str, Any] = {"checkpoint.every_steps": STOP, "checkpoint.keep_best": {"metric": "val/loss"}}

@@ -12,8 +12,8 @@ from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, open_checkpoint
 from runner.huggingface.export import export
 from runner.inference.sample import variables_of
+from tests.huggingface.test_init_from import weights_begun_with
 from tests.support.tiny import TEXT, gpt, leaves_equal
-from tests.weights.test_init_from import weights_begun_with
 
 pytestmark = pytest.mark.soak
 PROMPT = "12 squared is 144.\n"
