@@ -44,12 +44,12 @@ from experiments.model.platform import kept
 from experiments.model.vocabulary import EmbeddingNoise, loss_sum_of, rows_at, unembed
 from runner import BaseTrainer
 from runner.config import MemoryConfig, ModelConfig, RowAttention, TrainerConfig
-from runner.huggingface.mapping import Family, Piece
+from runner.huggingface.mapping import Family, TensorPiece
 from runner.spec import Auto
 from runner.storage import JsonObject
 from runner.train.flops import Flops, Sizing, memory_choices, transformer_flops, transformer_sizing
 from runner.train.loss import document_arguments, target_weights
-from runner.train.setup import Blueprint
+from runner.train.setup import TrainSetup
 from runner.train.step import Batch
 
 _ALONE = {
@@ -84,22 +84,22 @@ class GPT2Files(Family):
     positions: int
     dropout: float
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TensorPiece]:
         """See `Family`."""
-        found = [Piece(tensor, leaf) for tensor, leaf in _ALONE.items()]
+        found = [TensorPiece(tensor, leaf) for tensor, leaf in _ALONE.items()]
         for layer in range(self.layers):
             prefix, index = f"transformer.h.{layer}", (layer,)
             for tensor, leaf in _NORMS.items():
-                found.append(Piece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.scale", index))
-                found.append(Piece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
+                found.append(TensorPiece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.scale", index))
+                found.append(TensorPiece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
             for number, leaf in enumerate(("query", "key", "value")):
                 start, stop = number * self.width, (number + 1) * self.width
                 for name, kind, axis in (("weight", "kernel", 1), ("bias", "bias", 0)):
                     part = (axis, start, stop)
-                    found.append(Piece(f"{prefix}.attn.c_attn.{name}", f"blocks.{leaf}.{kind}", index, part=part))
+                    found.append(TensorPiece(f"{prefix}.attn.c_attn.{name}", f"blocks.{leaf}.{kind}", index, part=part))
             for tensor, leaf in _DENSE.items():
-                found.append(Piece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.kernel", index))
-                found.append(Piece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
+                found.append(TensorPiece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.kernel", index))
+                found.append(TensorPiece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
         return found
 
     def config(self) -> JsonObject:
@@ -352,7 +352,7 @@ class PretrainGPT(BaseTrainer):
         model, length = self.config.model, self.config.data.sequence_length
         return GPT2Files(model.layers, model.heads, model.width, self.vocabulary_size, length, model.dropout)
 
-    def flops_per_token(self, blueprint: Blueprint) -> Flops:
+    def flops_per_token(self, train_setup: TrainSetup) -> Flops:
         """By formula: causal attention as half of its square, whose scores every fused form computes again.
 
         Of rows that hold several documents that is an upper bound: within a row no form leaves out other documents.

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from runner.evaluation.generation import Samples, Sampling, encode_prompt, first_token, language_of, make_reader
+from runner.evaluation.generation import SampleEvaluator, Sampler, encode_prompt, first_token, language_of, make_decoder
 from runner.hook import HookConfig, Moment, Observer, SeenJob
 
 
@@ -28,7 +28,7 @@ class SampleText(Observer):
 
     def __init__(self, config: Any, job: SeenJob):
         super().__init__(config, job)
-        self._samples: Samples | None = None
+        self._samples: SampleEvaluator | None = None
         self._every_steps = config.every_evaluations * (job.config.eval.every_steps or 1)
 
     def on_evaluation(self, moment: Moment) -> None:
@@ -41,16 +41,16 @@ class SampleText(Observer):
         if moment.hosts.is_main:
             self.job.store.write(f"samples/{moment.step}.txt", "\n".join(f"{text}\n" for text in texts).encode())
 
-    def _make_samples(self, weights: Any) -> Samples:
+    def _make_samples(self, weights: Any) -> SampleEvaluator:
         """What writes the texts, with a program that is compiled once."""
         config, told = self.job.config, self.config
         data, length, dtype = config.data, config.data.sequence_length, config.precision.compute
         language = language_of(data)
         prompts = [(text, encode_prompt(language, text) or [first_token(language, data)]) for text in told.prompts]
         mesh = jax.tree.leaves(weights["params"])[0].sharding.mesh
-        choose = Sampling(told.temperature).make_choose(language.tokenizer.vocabulary_size)
+        choose = Sampler(told.temperature).make_choose(language.tokenizer.vocabulary_size)
 
         def reader(variables: Any) -> Any:
-            return make_reader(self.job.model(), variables, length, dtype, mesh)
+            return make_decoder(self.job.model(), variables, length, dtype, mesh)
 
-        return Samples(prompts, language, reader, choose, told.tokens, length, lambda: False)
+        return SampleEvaluator(prompts, language, reader, choose, told.tokens, length, lambda: False)

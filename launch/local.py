@@ -21,7 +21,7 @@ from launch.supervisor import Supervisor, history_of, job_code, newest_step
 from runner.console import say
 from runner.errors import EXIT_DONE, RunnerError
 from runner.process import make_environment, start_processes, stop_signals
-from runner.spec import Checkpoint, load_document, validate_spec
+from runner.spec import CheckpointConfig, load_document, validate_spec
 
 HELP = "run the job as several processes on this machine"
 LINGER_SECONDS = 30.0  # what the others get to end by themselves, once one has not ended well
@@ -32,7 +32,7 @@ def _copy_lines(stream: IO[bytes], prefix: str) -> None:
         say(f"{prefix}{line.rstrip().removeprefix(prefix)}")  # a runner of several says its number itself
 
 
-class Processes:
+class LocalProcesses:
     """The processes of one attempt, and the signals that they are to hear."""
 
     def __init__(self, command: Sequence[str], num_processes: int, environment: dict[str, str], grace_seconds: float):
@@ -101,8 +101,8 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         checkpoint = validate_spec(load_document(parsed.spec, parsed.set)).checkpoint
     except RunnerError:  # the job says what is wrong with it
-        checkpoint = Checkpoint()
-    processes = Processes(command, parsed.processes, environment, grace_seconds(parsed, checkpoint))
+        checkpoint = CheckpointConfig()
+    processes = LocalProcesses(command, parsed.processes, environment, grace_seconds(parsed, checkpoint))
     for number in stop_signals():
         signal.signal(number, processes.forward)
     signal.signal(signal.SIGQUIT, processes.show_stacks)

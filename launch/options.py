@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from runner.errors import InvalidError
-from runner.spec import Checkpoint
+from runner.spec import CheckpointConfig
 
 Value = str | int | Sequence[str] | None
 _PLAIN = re.compile(r"[A-Za-z0-9_.,-]+")
@@ -86,7 +86,7 @@ def add_grace_seconds(parser: argparse.ArgumentParser, meaning: str) -> None:
     )
 
 
-def grace_seconds(parsed: argparse.Namespace, checkpoint: Checkpoint) -> int:
+def grace_seconds(parsed: argparse.Namespace, checkpoint: CheckpointConfig) -> int:
     """What the command line gives, else what the spec says, in whole seconds."""
     return math.ceil(parsed.grace_seconds or checkpoint.grace_seconds or GRACE_SECONDS)
 

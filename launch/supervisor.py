@@ -88,7 +88,7 @@ _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Attempt:
+class LaunchAttempt:
     """One life of all processes of the job."""
 
     began: float  # since the epoch, as the ledger's times
@@ -113,15 +113,15 @@ class Supervisor:
     is_stopping: Callable[[], bool]
     max_restarts: int
 
-    def run(self) -> tuple[int, list[Attempt]]:
+    def run(self) -> tuple[int, list[LaunchAttempt]]:
         """The exit code of the whole, and all attempts."""
-        attempts: list[Attempt] = []
+        attempts: list[LaunchAttempt] = []
         num_restarts = num_stuck = 0
         newest = self.newest_step()
         while True:
             began = time.time()
             code = self.start()
-            attempts.append(Attempt(began, time.time(), code, self.newest_step()))
+            attempts.append(LaunchAttempt(began, time.time(), code, self.newest_step()))
             if code not in (EXIT_PREEMPTED, EXIT_RETRYABLE) or self.is_stopping():
                 return code, attempts
             last, newest = newest, attempts[-1].newest_step

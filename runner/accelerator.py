@@ -34,7 +34,7 @@ _TORUS_3D = {
 
 
 @dataclass(frozen=True)
-class Speeds:
+class PeakRates:
     """What one chip can do at best, dense and in bfloat16, in FLOP/s, bytes and bytes/s.
 
     Attributes:
@@ -70,7 +70,7 @@ class Chip:
     """
 
     device_kinds: tuple[str, ...]
-    speeds: Speeds | None = None
+    speeds: PeakRates | None = None
     chips_per_host: int | None = None
     devices_per_chip: int = 1
     shapes: dict[int, str] | None = None
@@ -127,7 +127,7 @@ CHIPS = {
     "cpu": Chip(("cpu",)),
     "v4": Chip(
         ("tpu v4",),
-        Speeds(275 * _T, 32 * _GIB, 1200 * _G, 300 * _G, 6.25 * _G),  # its network is not published: as v5p's
+        PeakRates(275 * _T, 32 * _GIB, 1200 * _G, 300 * _G, 6.25 * _G),  # its network is not published: as v5p's
         chips_per_host=4,
         shapes=_TORUS_3D,
         libtpu_name="v4",
@@ -139,7 +139,7 @@ CHIPS = {
     ),
     "v5e": Chip(
         ("tpu v5 lite", "tpu v5e"),
-        Speeds(197 * _T, 16 * _GIB, 819 * _G, 200 * _G, 3.125 * _G),
+        PeakRates(197 * _T, 16 * _GIB, 819 * _G, 200 * _G, 3.125 * _G),
         chips_per_host=4,
         shapes=_TORUS_2D,
         libtpu_name="v5e",
@@ -150,7 +150,7 @@ CHIPS = {
     ),
     "v5p": Chip(
         ("tpu v5p", "tpu v5"),
-        Speeds(459 * _T, 95 * _GIB, 2765 * _G, 600 * _G, 6.25 * _G),
+        PeakRates(459 * _T, 95 * _GIB, 2765 * _G, 600 * _G, 6.25 * _G),
         chips_per_host=4,
         shapes=_TORUS_3D,
         libtpu_name="v5p",
@@ -163,7 +163,7 @@ CHIPS = {
     ),
     "v6e": Chip(
         ("tpu v6 lite", "tpu v6e"),
-        Speeds(918 * _T, 32 * _GIB, 1638 * _G, 400 * _G, 12.5 * _G),
+        PeakRates(918 * _T, 32 * _GIB, 1638 * _G, 400 * _G, 12.5 * _G),
         chips_per_host=4,
         shapes=_TORUS_2D,
         libtpu_name="v6e",
@@ -174,7 +174,7 @@ CHIPS = {
     ),
     "tpu7x": Chip(
         ("tpu7x", "tpu v7"),
-        Speeds(2307 * _T, 192 * _GIB, 7380 * _G, 600 * _G, 12.5 * _G),
+        PeakRates(2307 * _T, 192 * _GIB, 7380 * _G, 600 * _G, 12.5 * _G),
         chips_per_host=4,
         devices_per_chip=2,
         shapes=_TORUS_3D,
@@ -184,25 +184,25 @@ CHIPS = {
     ),
     "a100": Chip(
         ("nvidia a100",),
-        Speeds(312 * _T, 80 * 10**9, 2039 * _G, 300 * _G, 25 * _G),
+        PeakRates(312 * _T, 80 * 10**9, 2039 * _G, 300 * _G, 25 * _G),
         chips_per_host=8,
         gke_accelerator="nvidia-a100-80gb",
     ),
     "h100": Chip(
         ("nvidia h100",),
-        Speeds(989 * _T, 80 * 10**9, 3350 * _G, 450 * _G, 50 * _G),
+        PeakRates(989 * _T, 80 * 10**9, 3350 * _G, 450 * _G, 50 * _G),
         chips_per_host=8,
         gke_accelerator="nvidia-h100-80gb",
     ),
     "h200": Chip(
         ("nvidia h200",),
-        Speeds(989 * _T, 141 * 10**9, 4800 * _G, 450 * _G, 50 * _G),
+        PeakRates(989 * _T, 141 * 10**9, 4800 * _G, 450 * _G, 50 * _G),
         chips_per_host=8,
         gke_accelerator="nvidia-h200-141gb",
     ),
     "b200": Chip(
         ("nvidia b200",),
-        Speeds(2250 * _T, 180 * 10**9, 8000 * _G, 900 * _G, 50 * _G),
+        PeakRates(2250 * _T, 180 * 10**9, 8000 * _G, 900 * _G, 50 * _G),
         chips_per_host=8,
         gke_accelerator="nvidia-b200",
     ),

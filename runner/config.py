@@ -22,20 +22,20 @@ from pydantic import (
 
 from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, OptimizerConfig, ScheduleConfig
-from runner.spec import Auto, Frozen, JobConfig
+from runner.spec import Auto, FrozenModel, JobConfig
 
 DEFAULT_SOURCE = "python-stdlib"
 SOURCE_NAME = r"^[A-Za-z0-9_-]+$"  # of a source or a validation set: it becomes a part of the keys of rows
 
 
-class ModelConfig(Frozen):
+class ModelConfig(FrozenModel):
     """Base of an experiment's own architecture keys."""
 
 
 ModelConfigType = TypeVar("ModelConfigType", bound=ModelConfig)
 
 
-class TokenSource(Frozen):
+class TokenSource(FrozenModel):
     """Where tokens come from."""
 
     source: str = Field(
@@ -153,7 +153,7 @@ class DataConfig(TokenSource):
         return self
 
 
-class TrainConfig(Frozen):
+class TrainConfig(FrozenModel):
     """How much to train, and in what portions."""
 
     total_steps: PositiveInt | None = Field(
@@ -211,7 +211,7 @@ class TrainConfig(Frozen):
         return self
 
 
-class MultipleChoiceConfig(Frozen):
+class MultipleChoiceConfig(FrozenModel):
     """Questions with choices, of which one is right: figures `val/<name>/acc`, `acc_norm` and `acc_bytes`."""
 
     name: str = Field(pattern=SOURCE_NAME, description="Its name in rows and messages.")
@@ -224,7 +224,7 @@ class MultipleChoiceConfig(Frozen):
     limit: PositiveInt | None = Field(default=None, description="So many of its first questions; null: all.")
 
 
-class SamplesConfig(Frozen):
+class SamplesConfig(FrozenModel):
     """Texts that the model writes at an evaluation: rows hold them as `val/sample/<number of the prompt>`."""
 
     prompts: list[str] = Field(min_length=1, max_length=16, description="Each text goes on from one of them.")
@@ -238,7 +238,7 @@ class SamplesConfig(Frozen):
     every_steps: PositiveInt | None = Field(default=None, description="Their own cadence; null: that of eval.")
 
 
-class EvalConfig(Frozen):
+class EvalConfig(FrozenModel):
     """Validation during the run; it never changes the weights."""
 
     every_steps: PositiveInt | None = Field(
@@ -266,7 +266,7 @@ class EvalConfig(Frozen):
         return self
 
 
-class PrecisionConfig(Frozen):
+class PrecisionConfig(FrozenModel):
     """Floating-point types."""
 
     params: Literal["float32", "bfloat16"] = Field(
@@ -289,7 +289,7 @@ class PrecisionConfig(Frozen):
         return self
 
 
-class EmaConfig(Frozen):
+class EmaConfig(FrozenModel):
     """Exponential moving averages of the weights, in float32, which ride along in the state."""
 
     decays: list[float] = Field(
@@ -311,7 +311,7 @@ class EmaConfig(Frozen):
         return decays
 
 
-class NoiseScaleConfig(Frozen):
+class NoiseScaleConfig(FrozenModel):
     """The gradient-noise scale, of McCandlish et al. 2018 (arXiv 1812.06162), from the two halves of each batch."""
 
     decay: float = Field(
@@ -319,7 +319,7 @@ class NoiseScaleConfig(Frozen):
     )
 
 
-class AdapterConfig(Frozen):
+class AdapterConfig(FrozenModel):
     """LoRA (arXiv 2106.09685): two small matrices are trained beside each target, and the model's own stand still."""
 
     rank: PositiveInt = Field(default=8, description="Columns of A and rows of B.")
@@ -334,7 +334,7 @@ class AdapterConfig(Frozen):
 RowAttention = Literal["auto", "ring", "gather"]
 
 
-class MemoryConfig(Frozen):
+class MemoryConfig(FrozenModel):
     """What a step keeps and what it computes again, so that a large model fits. Moves bits by rounding alone."""
 
     remat: Literal["none", "dots", "layers"] = Field(
@@ -353,7 +353,7 @@ class MemoryConfig(Frozen):
     )
 
 
-class MetricsConfig(Frozen):
+class MetricsConfig(FrozenModel):
     """What rows tell of a step besides its loss. It never changes the weights, but for rounding."""
 
     norms: Literal["none", "groups", "parameters"] = Field(

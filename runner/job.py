@@ -14,20 +14,20 @@ import jax
 
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.fingerprint import fingerprint
-from runner.checkpoint.leaves import born, on_every_device, refuse_what_cannot_be_kept
-from runner.checkpoint.restore import refuse_other_checkpoints
-from runner.checkpoint.save import Payload, SaveKind
+from runner.checkpoint.leaves import born, on_every_device, validate_leaves
+from runner.checkpoint.restore import validate_checkpoints
+from runner.checkpoint.save import SaveContents, SaveKind
 from runner.console import say
 from runner.distributed.agreement import Hosts
-from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, Bucket, Clock, Progress
+from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, Clock, Progress, TimeBucket
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
 from runner.errors import DivergedError, HookError, MiscountError, PreemptedError, StateError
 from runner.huggingface.load import check_source, load_source
 from runner.huggingface.mapping import Family
-from runner.run.attempt import DRAIN_SECONDS, Account, Attempt, Incidents, check_end, check_step, claim
+from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, JobReport, check_end, check_step, claim
 from runner.run.compile_cache import CompileCache
-from runner.run.fence import Claimant, check_directory, is_done
+from runner.run.fence import RunIdentity, check_directory, is_done
 from runner.run.layout import open_directory
 from runner.spec import (
     Document,
@@ -119,17 +119,17 @@ class RestoreableJob:
         """The spec with every default and `auto` filled in, as it is saved. Needs `prepare`."""
         return self.spec.model_copy(update={"config": self.config.model_dump(mode="json")})
 
-    def payload(self) -> Payload:
+    def payload(self) -> SaveContents:
         """What rides on a save of this step besides the state. Called right before each save.
 
         May wait for the device, and raise `DivergedError` if the state must not be saved.
         """
-        return Payload()
+        return SaveContents()
 
     @property
-    def report(self) -> Account:
+    def report(self) -> JobReport:
         """What the job keeps beside its state, and tells at its end; nothing by default. Needs `prepare`."""
-        return Account()
+        return JobReport()
 
     def result(self) -> JsonObject:
         """The content of `result.json`. Called at the end."""
@@ -144,7 +144,7 @@ class RestoreableJob:
 
     def __call__(self, hosts: Hosts | None = None, stop: StopNotice | None = None, clock: Clock | None = None) -> None:
         """Done? Then nothing. Else: barrier, restore or init, `run`, final save, `result.json`, barrier."""
-        hosts, stop, clock, found = hosts or Hosts.alone(), stop or StopNotice(), clock or Clock(), Incidents()
+        hosts, stop, clock, found = hosts or Hosts.alone(), stop or StopNotice(), clock or Clock(), IncidentRecorder()
         watch = Watchdog(hosts, self.spec.deadlines, clock, found.on_verdict, found.on_straggler, found.on_progress)
         with watch as progress:
             if hosts.main_first(self.check_directory_and_ask_if_done):
@@ -163,15 +163,15 @@ class RestoreableJob:
                     self.checkpointer.settle()  # what was good may still be on its way to the disk
                     raise
                 finally:
-                    clock.enter(Bucket.SHUTDOWN)
+                    clock.enter(TimeBucket.SHUTDOWN)
                     self.compile_cache.close(DRAIN_SECONDS)
 
     def claim(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
         """Check all that can be checked, and take the next attempt: from here on every earlier one is fenced."""
         self.setup(hosts)
         identity, abstract = trajectory(self.spec, self.config), self.abstract_state()
-        hosts.main_first(lambda: self.refuse_other_checkpoints(abstract))
-        refuse_what_cannot_be_kept(abstract)
+        hosts.main_first(lambda: self.validate_checkpoints(abstract))
+        validate_leaves(abstract)
         attempt = claim(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
         self.attempt = attempt
         stop.on_idle_exit = lambda: attempt.record_idle_exit(self.step)
@@ -196,13 +196,13 @@ class RestoreableJob:
     def check_directory_and_ask_if_done(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
         identity = trajectory(self.spec, self.config)
-        check_directory(self.store, self.spec.name, Claimant(self.document, self.config, identity, self.unread_keys))
+        check_directory(self.store, self.spec.name, RunIdentity(self.document, self.config, identity, self.unread_keys))
         return self.done
 
-    def refuse_other_checkpoints(self, abstract: Any = None) -> None:
+    def validate_checkpoints(self, abstract: Any = None) -> None:
         """Those of the directory; where it has none, weights that do not fit `abstract`. Main host, after `setup`."""
-        claimant = Claimant(self.document, self.config, self.identity(), self.unread_keys)
-        if not refuse_other_checkpoints(self.store, claimant):
+        claimant = RunIdentity(self.document, self.config, self.identity(), self.unread_keys)
+        if not validate_checkpoints(self.store, claimant):
             check_source(self.document, self.spec.checkpoint.weights, self.family, lambda: self.weights(abstract))
 
     def _restore_or_init(self) -> None:

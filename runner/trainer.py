@@ -16,11 +16,11 @@ import flax.linen as nn
 import jax
 import optax
 
-from runner.checkpoint.save import Payload
+from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, batch_fields
 from runner.distributed.agreement import Hosts
-from runner.evaluation.builtin import Asked, Shipped, read_asked
+from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookedJob
 from runner.huggingface.load import name_base
 from runner.optim.groups import one_rate
@@ -29,15 +29,15 @@ from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.train import state as other_variables
 from runner.train import state as train_state
 from runner.train import step as pure
-from runner.train.auxiliary import groups_of, options_of, riders_of
+from runner.train.auxiliary import groups_of, make_auxiliary_states, options_of
 from runner.train.checks import (
     known_micro_batch,
     record_of,
-    refuse_changed_data,
-    refuse_different_data,
-    refuse_different_questions,
-    refuse_other_hardware,
     share_ids,
+    validate_data_unchanged,
+    validate_hardware,
+    validate_same_data,
+    validate_same_questions,
 )
 from runner.train.compile import MEMORY_SHARE, CompiledStep
 from runner.train.evaluators import Evaluator, Validation, ema_evaluators
@@ -46,7 +46,7 @@ from runner.train.lora import model_weights, with_base
 from runner.train.loss import cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
 from runner.train.report import Report
-from runner.train.setup import Blueprint, design_of
+from runner.train.setup import TrainSetup, make_setup_builder
 from runner.train.state import TrainState
 
 
@@ -56,7 +56,7 @@ class BaseTrainer(HookedJob):
     Config: ClassVar[type[TrainerConfig[Any]]] = TrainerConfig[ModelConfig]
     needs_topology: ClassVar[bool] = True
 
-    blueprint: Blueprint  # from `setup` on: the job on the devices at hand
+    train_setup: TrainSetup  # from `setup` on: the job on the devices at hand
     compiled: CompiledStep  # from `prepare` on
 
     # Logical axis names of the job's own model, and what of a mesh they mean, before the runner's: see `train.mesh`.
@@ -65,7 +65,7 @@ class BaseTrainer(HookedJob):
     update_variables = staticmethod(other_variables.unchanged)
     weights = staticmethod(model_weights)
     rate_of = staticmethod(one_rate)
-    riders = classmethod(riders_of)
+    riders = classmethod(make_auxiliary_states)
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
@@ -73,7 +73,7 @@ class BaseTrainer(HookedJob):
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
         base = functools.partial(name_base, self.document, spec, self.config, self.store)
-        self.design = design_of(self, lambda: (*self.riders(), *self.hooks.riders()), base)
+        self.setup_builder = make_setup_builder(self, lambda: (*self.riders(), *self.hooks.riders()), base)
 
     # What an experiment says.
 
@@ -119,13 +119,13 @@ class BaseTrainer(HookedJob):
         """What evaluates the weights: by default `shipped.evaluators`. Called once, on every host."""
         return self.shipped.evaluators
 
-    def flops_per_token(self, blueprint: Blueprint) -> Flops:
+    def flops_per_token(self, train_setup: TrainSetup) -> Flops:
         """FLOPs of a train step for one token, counted in the traced `forward`; replace it where there is a formula.
 
         Raises `ValueError` if `forward` calls kernels that cannot be counted.
         """
         return flops_of_forward(
-            self.forward, blueprint, batch_fields(self.config.data), self.config.data.sequence_length
+            self.forward, train_setup, batch_fields(self.config.data), self.config.data.sequence_length
         )
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:
@@ -159,7 +159,7 @@ class BaseTrainer(HookedJob):
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
-        train_step, key, report = self.compiled.executable, self.blueprint.key, self.report
+        train_step, key, report = self.compiled.executable, self.train_setup.key, self.report
         with report.showing(self.step):
             self.begin_steering()
             with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
@@ -177,12 +177,12 @@ class BaseTrainer(HookedJob):
     @property
     def dataset(self) -> Dataset:
         """The tokens that the spec names. Reads the data on this host when first asked for."""
-        return self.design.dataset
+        return self.setup_builder.dataset
 
     @property
     def vocabulary_size(self) -> int:
         """The spec's, or the data's if that says `auto`."""
-        return self.design.vocabulary_size
+        return self.setup_builder.vocabulary_size
 
     @functools.cached_property
     def report(self) -> Report:
@@ -191,9 +191,9 @@ class BaseTrainer(HookedJob):
         return Report(
             self.attempt,
             self.resolved_spec(),
-            self.design.counted,
+            self.setup_builder.counted,
             [*evaluators, *ema_evaluators(self.config, self.validation)],
-            mfu_of_a_token_per_second(self.flops_per_token, self.blueprint),
+            mfu_of_a_token_per_second(self.flops_per_token, self.train_setup),
             lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),
             lambda: self.shipped.begin_to_compile(evaluators),
         )
@@ -204,34 +204,36 @@ class BaseTrainer(HookedJob):
         return self.shipped.validation
 
     @functools.cached_property
-    def asked(self) -> Asked:
+    def asked(self) -> EvaluationTasks:
         """What `config.eval` asks for besides the loss. Reads the files that it names on this host."""
-        return read_asked(self.document, self.config, self.vocabulary_size)
+        return read_evaluation_tasks(self.document, self.config, self.vocabulary_size)
 
     @functools.cached_property
-    def shipped(self) -> Shipped:
+    def shipped(self) -> BuiltinEvaluators:
         """Its `evaluators` are the loss on the validation sets, and what `config.eval` asks for besides."""
-        return Shipped(self.design, self.blueprint, self.compiled.layout, self.asked, self.batch, self.attempt.stop)
+        return BuiltinEvaluators(
+            self.setup_builder, self.train_setup, self.compiled.layout, self.asked, self.batch, self.attempt.stop
+        )
 
     # Set-up: the design on the devices at hand, then the compiler.
 
     def setup(self, hosts: Hosts) -> None:
         """Check the devices, the mesh, the batch and the data against the spec."""
         with self.document.blaming("topology.accelerator"):
-            refuse_other_hardware(self.spec, self.topology, self.config)
-        self.blueprint = self.design.draw(jax.devices(), lambda data: share_ids(data, self.store, hosts))
-        self.dataset.refuse_vocabulary(self.vocabulary_size)
-        refuse_different_data(self.dataset, hosts)
-        refuse_different_questions(self.asked.digest, hosts)
-        hosts.main_first(lambda: self.design.base)  # what is wrong with it the main host finds first
-        self.design.check(self.blueprint, known_micro_batch(self.blueprint, self.store, hosts))
+            validate_hardware(self.spec, self.topology, self.config)
+        self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
+        self.dataset.validate_vocabulary(self.vocabulary_size)
+        validate_same_data(self.dataset, hosts)
+        validate_same_questions(self.asked.digest, hosts)
+        hosts.main_first(lambda: self.setup_builder.base)  # what is wrong with it the main host finds first
+        self.setup_builder.check(self.train_setup, known_micro_batch(self.train_setup, self.store, hosts))
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""
         hosts = self.attempt.hosts
         limit_bytes = hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
-        known = known_micro_batch(self.blueprint, self.store, hosts)  # again: until the claim another might commit
-        self.compiled = self.design.compile(self.blueprint, limit_bytes, known)
+        known = known_micro_batch(self.train_setup, self.store, hosts)  # again: until the claim another might commit
+        self.compiled = self.setup_builder.compile(self.train_setup, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
         given = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples, **given)
@@ -240,38 +242,38 @@ class BaseTrainer(HookedJob):
 
     def abstract_state(self) -> TrainState:
         """Shape, dtype and sharding of every leaf."""
-        return self.blueprint.abstract_state
+        return self.train_setup.abstract_state
 
     def init_state(self) -> TrainState:
         """The state at step 0, born sharded."""
-        return self.blueprint.init_state()
+        return self.train_setup.init_state()
 
     def with_weights(self, state: TrainState, weights: Any) -> TrainState:
         """The state at step 0, begun with other weights, and with it averages and what rides along."""
-        return self.blueprint.begun_at_params(with_base(state, weights))
+        return self.train_setup.begun_at_params(with_base(state, weights))
 
     @property
     def unread_keys(self) -> frozenset[str]:
         """Those of other optimizers and schedules than the chosen ones."""
-        return frozenset(f"config.{key}" for key in self.design.recipe.unread())
+        return frozenset(f"config.{key}" for key in self.setup_builder.optimizer_choice.unread())
 
     def identity(self) -> Trajectory:
         """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
-        known = super().identity() | {"config.data": self.dataset.fingerprint} | self.design.base
+        known = super().identity() | {"config.data": self.dataset.fingerprint} | self.setup_builder.base
         return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:
         """The spec with mesh, vocabulary and micro-batch filled in."""
-        return self.design.resolved(super().resolved_spec(), self.blueprint, self.compiled.layout)
+        return self.setup_builder.resolved(super().resolved_spec(), self.train_setup, self.compiled.layout)
 
-    def payload(self) -> Payload:
+    def payload(self) -> SaveContents:
         """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
         self.report.window.fetch()
         best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
-        refuse_changed_data(self.dataset, self.attempt)
-        return Payload(
+        validate_data_unchanged(self.dataset, self.attempt)
+        return SaveContents(
             None if best is None else self.report.metric(best.metric, self.step),
-            record_of(self.blueprint, self.compiled.layout, hosts),
+            record_of(self.train_setup, self.compiled.layout, hosts),
             self.report.window.carry,
             self.report.attachments,
             self.report.sync,

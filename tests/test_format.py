@@ -16,7 +16,7 @@ from pydantic import Field
 from experiments.counter import Counter, CounterConfig
 from experiments.gpt import PretrainGPT
 from runner import RestoreableJob, open_checkpoint
-from runner.checkpoint.inspect import Depth, report
+from runner.checkpoint.inspect import VerifyDepth, report
 from runner.checkpoint.manifest import FORMAT, newest_manifest
 from runner.errors import InvalidError, NewerFormatError
 from runner.parallel.mesh import AXES
@@ -80,7 +80,7 @@ def test_a_run_of_a_released_version_goes_on(
     job = load(directory, job_class, *overrides)
     if name == "bucket":
         job.store = in_memory(directory)
-    lines, code = report(job.store, Depth.BITS)
+    lines, code = report(job.store, VerifyDepth.BITS)
     assert code == 0, lines
     assert "good" in lines[0]
     again(job)
@@ -190,7 +190,7 @@ def test_what_a_newer_runner_has_written_is_refused_and_not_touched(place: str, 
         load(directory, Counter)()
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
     if "manifest" in place:
-        lines, code = report(LocalStore(directory), Depth.MANIFEST)
+        lines, code = report(LocalStore(directory), VerifyDepth.MANIFEST)
         assert code == 2
         assert "written by a newer runner, in format 2" in lines[1]
         with pytest.raises(NewerFormatError):

@@ -24,7 +24,7 @@ from runner.errors import (
     ResumeError,
     StorageError,
 )
-from runner.run.attempt import Account
+from runner.run.attempt import JobReport
 from runner.run.fence import Fence
 from runner.spec import ExecutionSpec, read_spec
 from runner.storage import LocalStore, read_json, read_log
@@ -111,7 +111,7 @@ def test_a_stop_that_comes_at_the_last_step_leaves_only_the_end_to_the_next_atte
     assert [event["step"] for event in events(tmp_path, "save")] == [10, 20, 30, 40]
 
 
-class Doubled(Account):
+class Doubled(JobReport):
     def result(self, step):
         return {"doubled": 2 * step}
 

@@ -13,7 +13,7 @@ from runner import open_checkpoint
 from runner.cli import checkpoints
 from runner.data.source_files import find_source
 from runner.errors import EXIT_INVALID, InvalidError
-from runner.spec import Checkpoint, parse_document, validate_spec
+from runner.spec import CheckpointConfig, parse_document, validate_spec
 from runner.storage import local_directory
 from tests.support.tiny import merge
 
@@ -105,7 +105,7 @@ def test_what_no_path_can_be_is_refused_and_nothing_is_made(taker: str, here: Pa
 
 
 def test_every_key_that_names_a_path_is_in_the_table() -> None:
-    keys = {"directory", *(f"checkpoint.{key}" for key in Checkpoint.model_fields)}
+    keys = {"directory", *(f"checkpoint.{key}" for key in CheckpointConfig.model_fields)}
     named = {key for key in keys if key.endswith(("directory", "init_from"))}
     assert named <= set(TAKERS)
 

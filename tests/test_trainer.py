@@ -142,7 +142,7 @@ def test_mfu_is_told_where_the_peak_of_the_devices_is_known(tmp_path, monkeypatc
     job = gpt(tmp_path / "run")
     job()
     for row in rows(job.store.root):
-        expected = row["perf/tokens_per_second"] * job.flops_per_token(job.blueprint).per_token / (8 * 1e9)
+        expected = row["perf/tokens_per_second"] * job.flops_per_token(job.train_setup).per_token / (8 * 1e9)
         assert row["perf/mfu"] == pytest.approx(expected)
 
 
@@ -379,7 +379,9 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
     assert len(kernels) == moments
     params = {"w": jnp.ones(3)}
     known = {"w": Parameter("w", (3,), (None,))}
-    tx = job.design.recipe.optimizer_of(job.config, job.design.recipe.schedule_of(job.config), known)
+    tx = job.setup_builder.optimizer_choice.optimizer_of(
+        job.config, job.setup_builder.optimizer_choice.schedule_of(job.config), known
+    )
     state, sizes = tx.init(params), []
     for _ in range(STEPS):
         updates, state = tx.update({"w": jnp.full(3, 1e-3)}, state, params)

@@ -506,7 +506,7 @@ def test_values_of_a_decoder_together_make_a_train_step(row: list[Case], tmp_pat
     together = all_of(row)
     job = gpt(tmp_path / "run", PretrainDecoder, **DECODER_BASE | together)
     assert all(case.value == OPEN or value_in(job, case.key) == case.value for case in row)
-    job.design.trace(job.design.draw(jax.devices()))
+    job.setup_builder.trace(job.setup_builder.build(jax.devices()))
 
 
 @pytest.mark.soak

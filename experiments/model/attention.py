@@ -55,7 +55,7 @@ MIN_BLOCK_TOKENS = 64
 TPU_BLOCK_TOKENS = (512, 256, 128)
 
 
-class Options(TypedDict):
+class AttentionOptions(TypedDict):
     """What attention is asked for beside queries, keys and values."""
 
     window: int | None
@@ -63,7 +63,7 @@ class Options(TypedDict):
     scale: float | None
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """Positions of a row that a TPU's kernel takes at once."""
 
     multiple: int  # to which the row is padded, and of whose keys scores are computed at once
@@ -96,7 +96,7 @@ def causal_attention(
     _check(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, window, softcap)
     if window is not None and window >= q_BxTxNxH.shape[1]:
         window = None
-    options: Options = {"window": window, "softcap": softcap, "scale": scale}
+    options: AttentionOptions = {"window": window, "softcap": softcap, "scale": scale}
     turning = None if rotation is None or pairs != "halves" else _form_that_turns(q_BxTxNxH, v_BxTxKxW, softcap)
     if rotation is not None and turning is None:
         q_BxTxNxH, k_BxTxKxH = (rotate(x, rotation, pairs) for x in (q_BxTxNxH, k_BxTxKxH))
@@ -321,7 +321,7 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 
 
 def _make_splash_kernel(
-    splash: ModuleType, num_heads: int, length: int, blocks: Blocks, window: int | None, softcap: float | None
+    splash: ModuleType, num_heads: int, length: int, blocks: BlockSizes, window: int | None, softcap: float | None
 ) -> Callable[..., jax.Array]:
     """Attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), over a row that is padded."""
     multiple, block = blocks
@@ -350,7 +350,7 @@ def _cudnn_takes(q_BxTxNxH: jax.Array, _: jax.Array) -> bool:
     return head_width % 8 == 0 and head_width <= (256 if is_hopper_or_later else 128)
 
 
-class Form(NamedTuple):
+class AttentionImplementation(NamedTuple):
     """A form of attention, and what it can do. Grouped heads, windows and scales are for all of them."""
 
     attend: Callable[..., jax.Array]
@@ -367,17 +367,17 @@ class Form(NamedTuple):
 # By platform, the fastest first; the last of each can do everything. With segments cuDNN would take a mask as a bias of
 # all T x T scores, JAX then asks it for that bias's gradient too, and together with that gradient not every GPU has an
 # algorithm that gives the same bits twice.
-BLOCKS = Form(blocked_attention)
-XLA = Form(xla_attention, softcap=False, wide_values=False)
+BLOCKS = AttentionImplementation(blocked_attention)
+XLA = AttentionImplementation(xla_attention, softcap=False, wide_values=False)
 CUDNN = XLA._replace(attend=cudnn_attention, dtypes=(jnp.bfloat16, jnp.float16), segments=False, fits=_cudnn_takes)
-SPLASH = Form(splash_attention, length_multiple=LANES, divides_over_mesh=True)
+SPLASH = AttentionImplementation(splash_attention, length_multiple=LANES, divides_over_mesh=True)
 FUSED = SPLASH._replace(
     attend=fused_attention,
     dtypes=(jnp.bfloat16, jnp.float32),
     fits=lambda q, v: _fused_block_tokens(q, v) > 0,
     turns=True,
 )
-FORMS: dict[str, tuple[Form, ...]] = {
+FORMS: dict[str, tuple[AttentionImplementation, ...]] = {
     "cpu": (BLOCKS,),
     "cuda": (CUDNN, XLA._replace(dtypes=(jnp.float32,)), BLOCKS),
     "tpu": (FUSED, SPLASH, XLA, BLOCKS),
@@ -385,7 +385,7 @@ FORMS: dict[str, tuple[Form, ...]] = {
 }
 
 
-def _can(form: Form, arrays: tuple[jax.Array, ...], softcap: float | None) -> bool:
+def _can(form: AttentionImplementation, arrays: tuple[jax.Array, ...], softcap: float | None) -> bool:
     q_BxTxNxH, k_BxTxKxH, v_BxTxKxW = arrays[:3]
     return (
         (not form.dtypes or q_BxTxNxH.dtype in form.dtypes)
@@ -398,12 +398,14 @@ def _can(form: Form, arrays: tuple[jax.Array, ...], softcap: float | None) -> bo
     )
 
 
-def _first_of(platform: str, arrays: tuple[jax.Array, ...], softcap: float | None) -> Form:
+def _first_of(platform: str, arrays: tuple[jax.Array, ...], softcap: float | None) -> AttentionImplementation:
     """The form of a platform that is taken."""
     return next(one for one in FORMS[platform] if _can(one, arrays, softcap))
 
 
-def _form_that_turns(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array, softcap: float | None) -> Form | None:
+def _form_that_turns(
+    q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array, softcap: float | None
+) -> AttentionImplementation | None:
     """The form that turns queries and keys as it reads them, if one is taken; a v4 has no room for it."""
     if platform() != "tpu" or fast_memory_bytes() is None or row_parts() > 1:
         return None
@@ -415,7 +417,7 @@ def _is_worth_padding(length: int, multiple: int) -> bool:
     return 8 * (-length % multiple) <= length
 
 
-def _splash_block_tokens(length: int, window: int | None, *heads: jax.Array) -> Blocks:
+def _splash_block_tokens(length: int, window: int | None, *heads: jax.Array) -> BlockSizes:
     """The blocks of a row of such queries and values.
 
     By what libtpu's schedules take on v5e and v5p (`tests/benchmarks/tpu_attention.py`): larger blocks lose less
@@ -424,7 +426,7 @@ def _splash_block_tokens(length: int, window: int | None, *heads: jax.Array) -> 
     unit = next(size for size in TPU_BLOCK_TOKENS if _is_worth_padding(length, size))
     padded = length + -length % unit
     is_long = takes_long_blocks(padded, min(padded, window or padded), *heads)
-    return Blocks(unit, LONG_BLOCK_TOKENS if is_long else unit)
+    return BlockSizes(unit, LONG_BLOCK_TOKENS if is_long else unit)
 
 
 def _fused_block_tokens(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:

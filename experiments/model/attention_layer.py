@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from experiments.model.attention import Options, cached_attention, causal_attention
+from experiments.model.attention import AttentionOptions, cached_attention, causal_attention
 from experiments.model.config import DecoderConfig, LatentConfig, LayerKind
 from experiments.model.layers import (
     INIT_STDDEV,
@@ -59,7 +59,7 @@ class LatentCache(NamedTuple):
 Cache = LayerCache | LatentCache
 
 
-class Row(NamedTuple):
+class SequenceInfo(NamedTuple):
     """What every layer is told of the rows at hand."""
 
     rotations: Mapping[LayerKind, Rotation | None]
@@ -68,7 +68,7 @@ class Row(NamedTuple):
     start: jax.Array | None  # position of the first token, where there is a cache
 
 
-class Precision(NamedTuple):
+class ComputePrecision(NamedTuple):
     """Parameters are kept in one type, and multiplied in the other."""
 
     params: DTypeLike
@@ -88,14 +88,16 @@ class Attention(nn.Module):
 
     config: DecoderConfig
     kind: LayerKind
-    precision: Precision
+    precision: ComputePrecision
     row_attention: RowAttention = "auto"
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, row: Row, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
+    def __call__(
+        self, x_BxTxD: jax.Array, row: SequenceInfo, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
         config, (B, T, D) = self.config, x_BxTxD.shape
         N, K = config.heads, config.key_heads
-        refuse_cut_heads(N)
+        validate_head_sharding(N)
         # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
         x_BTxD = flat(in_rows(x_BxTxD))
         q_BxTxNxH, k_BxTxKxH = self._heads("query", N, x_BTxD, (B, T)), self._heads("key", K, x_BTxD, (B, T))
@@ -135,14 +137,16 @@ class LatentAttention(nn.Module):
 
     config: DecoderConfig
     kind: LayerKind
-    precision: Precision
+    precision: ComputePrecision
     row_attention: RowAttention = "auto"
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, row: Row, cache: LatentCache | None) -> tuple[jax.Array, LatentCache | None]:
+    def __call__(
+        self, x_BxTxD: jax.Array, row: SequenceInfo, cache: LatentCache | None
+    ) -> tuple[jax.Array, LatentCache | None]:
         config, latent, (B, T, D) = self.config, self._latent, x_BxTxD.shape
         N, C, P = config.heads, latent.key_value_rank, latent.plain_head_dim
-        refuse_cut_heads(N)
+        validate_head_sharding(N)
         x_BTxD = flat(in_rows(x_BxTxD))
         q_BxTxNxH = _cut_by_heads(self._queries(x_BTxD).reshape(B, T, N, config.head_size))
         q_BxTxNxP, q_BxTxNxR = q_BxTxNxH[..., :P], self._rotated(q_BxTxNxH[..., P:], row)
@@ -197,7 +201,7 @@ class LatentAttention(nn.Module):
         """Of the matmuls that make latents, the only ones that may have a bias."""
         return self.config.bias.query_key_value
 
-    def _rotated(self, x_BxTxNxR: jax.Array, row: Row) -> jax.Array:
+    def _rotated(self, x_BxTxNxR: jax.Array, row: SequenceInfo) -> jax.Array:
         return _rotated(x_BxTxNxR, row, self.config, self.kind)
 
     def _norm(self, name: str) -> RMSNorm:
@@ -221,7 +225,7 @@ class Matrix(nn.Module):
         return self.param("kernel", init, self.shape, self.param_dtype).astype(self.compute_dtype)
 
 
-def make_norm(name: str, config: DecoderConfig, precision: Precision, axis: str = "embed") -> RMSNorm:
+def make_norm(name: str, config: DecoderConfig, precision: ComputePrecision, axis: str = "embed") -> RMSNorm:
     """A norm as the config says."""
     return RMSNorm(config.norm_epsilon, axis, config.norm_offset, *precision, name=name)
 
@@ -231,7 +235,7 @@ def residual_stddev(config: DecoderConfig) -> float:
     return config.hidden_stddev / math.sqrt(2 * config.layers)
 
 
-def refuse_cut_heads(num_heads: int) -> None:
+def validate_head_sharding(num_heads: int) -> None:
     """Raise `InvalidError` if devices would share a head, by the mesh and the rules of the caller."""
     if num_heads % num_shards("heads"):
         sizes = ", ".join(f"{axis} {size}" for axis, size in jax.sharding.get_abstract_mesh().shape.items())
@@ -241,17 +245,17 @@ def refuse_cut_heads(num_heads: int) -> None:
         )
 
 
-def _options(config: DecoderConfig, kind: LayerKind) -> Options:
+def _options(config: DecoderConfig, kind: LayerKind) -> AttentionOptions:
     scale = None if config.query_scale == "auto" else config.query_scale
     return {"window": config.window_of(kind), "softcap": config.attention_softcap, "scale": scale}
 
 
-def _rotated(x_BxTxNxH: jax.Array, row: Row, config: DecoderConfig, kind: LayerKind) -> jax.Array:
+def _rotated(x_BxTxNxH: jax.Array, row: SequenceInfo, config: DecoderConfig, kind: LayerKind) -> jax.Array:
     rotation, rope = row.rotations[kind], config.rope_of(kind)
     return x_BxTxNxH if rotation is None or rope is None else rotate(x_BxTxNxH, rotation, rope.pairs)
 
 
-def _start_of(row: Row) -> jax.Array:
+def _start_of(row: SequenceInfo) -> jax.Array:
     assert row.start is not None, "a cache is read from a position on"
     return row.start
 

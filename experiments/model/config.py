@@ -30,7 +30,7 @@ from experiments.model.rotary import Rope
 from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError
 from runner.optim.groups import Parameter
-from runner.spec import Auto, Frozen
+from runner.spec import Auto, FrozenModel
 from runner.spec.document import nearest_or_all
 from runner.storage import JsonObject
 
@@ -38,7 +38,7 @@ _OPTIMIZER = "adamw"  # to which the column applies
 _UNSCALED = ("latent", "moe")  # whose matrices have other widths besides
 
 
-class Scaled(ModelConfig):
+class WidthScaledConfig(ModelConfig):
     """The part of a decoder's keys that says whether its width scales what begins and what learns."""
 
     base_width: PositiveInt | None = Field(
@@ -58,7 +58,7 @@ class Scaled(ModelConfig):
         return INIT_STDDEV * math.sqrt(self.width_ratio)
 
     @model_validator(mode="after")
-    def _all_is_scaled(self) -> "Scaled":
+    def _all_is_scaled(self) -> "WidthScaledConfig":
         beside = [key for key in _UNSCALED if getattr(self, key) is not None]
         if self.base_width is not None and beside:
             raise ValueError(
@@ -67,7 +67,7 @@ class Scaled(ModelConfig):
         return self
 
 
-def rate_of(model: Scaled, optimizer: str, parameter: Parameter) -> float:
+def rate_of(model: WidthScaledConfig, optimizer: str, parameter: Parameter) -> float:
     """What the learning rate of a parameter is multiplied by. Raises `InvalidError` for an optimizer without a column.
 
     The decay of adam goes through its moments, and so has none either.
@@ -83,7 +83,7 @@ def rate_of(model: Scaled, optimizer: str, parameter: Parameter) -> float:
 LayerKind = Literal["full", "window", "no_rope"]
 
 
-class Biases(Frozen):
+class Biases(FrozenModel):
     """Which matmuls have a bias."""
 
     query_key_value: bool = Field(
@@ -93,7 +93,7 @@ class Biases(Frozen):
     mlp: bool = Field(default=False, description="Those of the MLP.")
 
 
-class LatentConfig(Frozen):
+class LatentConfig(FrozenModel):
     """Heads whose keys and values are made of one latent vector of a token (DeepSeek-V2, 2024)."""
 
     key_value_rank: PositiveInt = Field(description="Width of the latent that keys and values are made of.")
@@ -131,7 +131,7 @@ def _need_preset_or_sizes(schema: JsonObject) -> None:
     schema["anyOf"] = [{"required": ["preset"]}, {"required": schema.pop("required")}]
 
 
-class DecoderConfig(Scaled):
+class DecoderConfig(WidthScaledConfig):
     """Sizes and choices of a decoder: with these, today's open families are one model.
 
     `layer_loop: scan` compiles one turn of the pattern of layers and loops over it, `unroll` compiles every layer in

@@ -20,14 +20,14 @@ from jax.sharding import PartitionSpec
 from experiments.model.layers import cuts_of, num_devices, row_parts
 from experiments.model.platform import platform
 from runner.config import RowAttention
-from runner.parallel.context import RowShape, Way, faster_way, is_dealt, shards_before, speeds_between
+from runner.parallel.context import AttentionShape, Way, faster_way, is_dealt, shards_before, speeds_between
 
 MAX_BLOCK_TOKENS = 512
 KERNEL_TOKENS = 128  # that a half must be a multiple of for the TPU's kernel
 
 
 @dataclass(frozen=True)
-class Rows:
+class SequenceLayout:
     """How rows lie on devices, and what attention is asked for: static.
 
     Attributes:
@@ -79,7 +79,7 @@ class Rows:
         return -(-self.half_tokens // self.block_tokens)
 
 
-class Visits(NamedTuple):
+class BlockVisits(NamedTuple):
     """Which blocks of keys every block of queries attends to, and where all of these stand."""
 
     first: Any  # (M, 2)
@@ -97,7 +97,7 @@ def rows_on_devices(
     window: int | None,
     softcap: float | None,
     scale: float | None,
-) -> Rows | None:
+) -> SequenceLayout | None:
     """How rows lie by the mesh and the rules of the caller; None if every device has whole ones, or can have no halves.
 
     `auto` takes the way that `row_seconds` predicts to be faster on the mesh's devices.
@@ -114,7 +114,7 @@ def rows_on_devices(
     can_kernel = platform() == "tpu" and T // (2 * n) % KERNEL_TOKENS == 0
     way = _way(row_attention, spec, q, k, v, window, can_kernel)
     has_kernel = can_kernel and way == "gather"
-    return Rows(T, n, axes, spec, way, window, softcap, factor, _block_tokens(T // (2 * n)), has_kernel)
+    return SequenceLayout(T, n, axes, spec, way, window, softcap, factor, _block_tokens(T // (2 * n)), has_kernel)
 
 
 def factor_of(q: jax.Array, scale: float | None) -> float:
@@ -142,7 +142,7 @@ def _way(
     if wanted != "auto":
         return wanted
     batch, rows, heads, _ = map(num_devices, spec)
-    shape = RowShape(
+    shape = AttentionShape(
         shards=rows,
         batch=q.shape[0] // batch,
         length=q.shape[1],
@@ -158,7 +158,7 @@ def _way(
     return faster_way(shape, *speeds_between("" if device is None else device.device_kind, shape.shards * heads))
 
 
-def visits_of(rows: Rows, place: Any, number: Any) -> Visits:
+def visits_of(rows: SequenceLayout, place: Any, number: Any) -> BlockVisits:
     """What the device at `place` has to do in a round."""
     M, C = rows.num_blocks, rows.block_tokens
     starts = np.arange(M, dtype=np.int32) * C
@@ -171,29 +171,29 @@ def visits_of(rows: Rows, place: Any, number: Any) -> Visits:
     if rows.window is not None:
         is_behind |= last_keys < (first_queries - rows.window + 1)[..., None]
     first, stop = is_behind.sum(-1), (first_keys <= last_queries[..., None]).sum(-1)
-    return Visits(first, (stop - first).clip(0), first_queries, key_starts + np.zeros((M, 1), np.int32))
+    return BlockVisits(first, (stop - first).clip(0), first_queries, key_starts + np.zeros((M, 1), np.int32))
 
 
-def visits_here(rows: Rows, number: Any) -> Visits:
+def visits_here(rows: SequenceLayout, number: Any) -> BlockVisits:
     visits = visits_of(rows, jax.lax.axis_index(rows.axes), number)
-    return Visits(*(jnp.asarray(x, jnp.int32) for x in visits))
+    return BlockVisits(*(jnp.asarray(x, jnp.int32) for x in visits))
 
 
 @functools.lru_cache
-def num_steps(rows: Rows, rounds: range) -> int:
+def num_steps(rows: SequenceLayout, rounds: range) -> int:
     """The most blocks of keys that a pair of blocks of queries attends to, of any device in any of these rounds."""
     visits = (visits_of(rows, place, number) for place in range(rows.num_shards) for number in rounds)
     return max(int(each.count.sum(axis=1).max()) for each in visits)
 
 
-def _half_positions(rows: Rows, place: Any) -> Any:
+def _half_positions(rows: SequenceLayout, place: Any) -> Any:
     """Where the two halves begin that the device at `place` has queries of, (2,)."""
     n, c = rows.num_shards, rows.half_tokens
     steps, starts = ((c, -c), (0, (2 * n - 1) * c)) if rows.is_dealt else ((2 * c, 2 * c), (0, c))
     return place * np.array(steps, np.int32) + np.array(starts, np.int32)
 
 
-def _key_positions(rows: Rows, place: Any, number: Any) -> Any:
+def _key_positions(rows: SequenceLayout, place: Any, number: Any) -> Any:
     """Where the halves of keys begin that are at hand, (P,); those below 0 are none that a row has."""
     c = rows.half_tokens
     if rows.way == "ring":

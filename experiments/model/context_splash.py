@@ -19,14 +19,14 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from experiments.model.context_layout import KERNEL_TOKENS, Rows
+from experiments.model.context_layout import KERNEL_TOKENS, SequenceLayout
 from experiments.model.platform import LONG_BLOCK_TOKENS, takes_long_blocks
 from experiments.model.ring_attention import dealt, gathered, returned
 
 _EMPTY, _PARTLY, _FULL = (np.array([block]) for block in ([False], [True, False], [True]))
 
 
-class RowMask(splash.Mask):
+class SequenceMask(splash.Mask):
     """Which keys queries may see that stand at `positions`; keys stand at 0 to `num_keys` - 1.
 
     The kernel computes masks by itself, from `q_sequence`, and asks this one of each block of T x T only whether it
@@ -55,7 +55,7 @@ class RowMask(splash.Mask):
         return _FULL if least >= 0 and most < reach else _PARTLY
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RowMask) and self._key == other._key
+        return isinstance(other, SequenceMask) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -69,7 +69,7 @@ BLOCK_TOKENS = (512, 256, KERNEL_TOKENS)  # by the same measurements as those of
 _KEPT = "row_attention"
 
 
-def attend(rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+def attend(rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
     """Attend from all positions of rows that lie on several devices; returns (B, T, N, W) in the dtype of `v`."""
     is_long = takes_long_blocks(rows.half_tokens, min(rows.length, rows.window or rows.length), q, v)
     kernel = _make_kernel(rows, q.shape[2] // k.shape[2], is_long)
@@ -88,7 +88,7 @@ def attend(rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.
     return run(kernel, q, k, v, *segments)
 
 
-def _make_kernel(rows: Rows, num_heads: int, is_long: bool) -> Any:
+def _make_kernel(rows: SequenceLayout, num_heads: int, is_long: bool) -> Any:
     """Attention of heads (G, t, H) to one head of keys (S, H) and values (S, W), on any of the devices."""
     n, c = rows.num_shards, rows.half_tokens
     if rows.is_dealt:
@@ -109,7 +109,7 @@ def _make_kernel(rows: Rows, num_heads: int, is_long: bool) -> Any:
         block_kv_dq=block,
     )
     return splash.make_splash_mqa(
-        splash.MultiHeadMask([RowMask(positions, num_keys, rows.window)] * num_heads),
+        splash.MultiHeadMask([SequenceMask(positions, num_keys, rows.window)] * num_heads),
         block_sizes=sizes,
         attn_logits_soft_cap=rows.softcap,
         head_shards=1,
@@ -118,7 +118,7 @@ def _make_kernel(rows: Rows, num_heads: int, is_long: bool) -> Any:
     )
 
 
-def _attend_on_device(rows: Rows, kernel: Any, *arrays: jax.Array) -> jax.Array:
+def _attend_on_device(rows: SequenceLayout, kernel: Any, *arrays: jax.Array) -> jax.Array:
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_KEPT), prevent_cse=False)
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
         B, t, N, H = q.shape
@@ -135,7 +135,7 @@ def _attend_on_device(rows: Rows, kernel: Any, *arrays: jax.Array) -> jax.Array:
     return attend(*arrays)
 
 
-def _segments(rows: Rows, shape: tuple[int, ...], ids: tuple[jax.Array, ...]) -> list[splash.SegmentIds]:
+def _segments(rows: SequenceLayout, shape: tuple[int, ...], ids: tuple[jax.Array, ...]) -> list[splash.SegmentIds]:
     """Of queries and of keys; of keys that no row has a segment that nobody else has. None where all is one segment."""
     if rows.is_dealt and not ids:
         return []

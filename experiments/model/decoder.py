@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 from experiments.model.attention_layer import (
     Attention,
     Cache,
+    ComputePrecision,
     LatentAttention,
-    Precision,
-    Row,
+    SequenceInfo,
     empty_cache,
     make_norm,
     residual_stddev,
@@ -45,7 +45,7 @@ from runner.train.flops import (
     transformer_sizing,
 )
 from runner.train.loss import document_arguments, target_weights
-from runner.train.setup import Blueprint
+from runner.train.setup import TrainSetup
 from runner.train.state import STATISTICS
 from runner.train.step import Batch
 
@@ -55,12 +55,14 @@ class Block(nn.Module):
 
     config: DecoderConfig
     kind: LayerKind
-    precision: Precision
+    precision: ComputePrecision
     is_sparse: bool = False
     row_attention: RowAttention = "auto"
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, row: Row, cache: Any) -> tuple[jax.Array, tuple[Cache | None, Statistics]]:
+    def __call__(
+        self, x_BxTxD: jax.Array, row: SequenceInfo, cache: Any
+    ) -> tuple[jax.Array, tuple[Cache | None, Statistics]]:
         form = Attention if self.config.latent is None else LatentAttention
         attention = form(self.config, self.kind, self.precision, self.row_attention, name="attention")
         y_BxTxD, cache = attention(self._norm("attention_norm", "pre", x_BxTxD), row, cache)
@@ -90,14 +92,14 @@ class Turn(nn.Module):
 
     config: DecoderConfig
     kinds: tuple[LayerKind, ...]
-    precision: Precision
+    precision: ComputePrecision
     memory: MemoryConfig
     is_in_line: bool
     is_sparse: bool
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, row: Row, caches: Mapping[str, Cache] | None
+        self, x_BxTxD: jax.Array, row: SequenceInfo, caches: Mapping[str, Cache] | None
     ) -> tuple[jax.Array, tuple[dict[str, Cache] | None, dict[str, Statistics]]]:
         block = rematerialised(Block, self.memory.remat, is_in_line=self.is_in_line)
         found = {}
@@ -150,7 +152,7 @@ class Decoder(nn.Module):
         embedding_VxD, head_VxD = self._embeddings()
         if positions is None:
             positions = jnp.arange(tokens_BxT.shape[1])[None] + (0 if start is None else start)
-        row = Row(self._rotations(positions), segments, _real(tokens_BxT, targets, segments), start)
+        row = SequenceInfo(self._rotations(positions), segments, _real(tokens_BxT, targets, segments), start)
         x_BxTxD = self._scaled(self._with_noise(embed(embedding_VxD, tokens_BxT), examples, deterministic))
         new_cache, statistics = {}, {}
         for stage in self.config.stages:
@@ -158,7 +160,7 @@ class Decoder(nn.Module):
             x_BxTxD, found = self._layers(stage)(x_BxTxD, row, stage_cache)
             new_cache[stage.name], statistics[stage.name] = found
         losses_of_rows_B = self._tell(statistics)
-        x_BxTxD = make_norm("final_norm", self.config, Precision(self.param_dtype, self.compute_dtype))(x_BxTxD)
+        x_BxTxD = make_norm("final_norm", self.config, ComputePrecision(self.param_dtype, self.compute_dtype))(x_BxTxD)
         if self.config.width_ratio != 1:
             x_BxTxD = x_BxTxD * jnp.asarray(self.config.width_ratio, x_BxTxD.dtype)
 
@@ -237,7 +239,7 @@ class Decoder(nn.Module):
         )(
             self.config,
             stage.kinds,
-            Precision(self.param_dtype, self.compute_dtype),
+            ComputePrecision(self.param_dtype, self.compute_dtype),
             self.memory,
             is_in_line or len(stage.kinds) > 1,
             stage.is_sparse,
@@ -306,7 +308,7 @@ class PretrainDecoder(BaseTrainer):
         """As `transformers` has it."""
         return DecoderFiles(self.config.model, self.vocabulary_size, self.config.data.sequence_length)
 
-    def flops_per_token(self, blueprint: Blueprint) -> Flops:
+    def flops_per_token(self, train_setup: TrainSetup) -> Flops:
         """By formula: causal attention as half of its square, and of a window what it sees of the row on average.
 
         Of rows that hold several documents that is an upper bound: within a row no form leaves out other documents.
@@ -325,15 +327,15 @@ class PretrainDecoder(BaseTrainer):
             remat=memory.remat,
             last_parameters=0 if has_post_norm else _mean_hidden_width(config) * config.width,
         )
-        return replace(flops, recomputed_per_token=flops.recomputed_per_token + self._experts_recomputed(blueprint))
+        return replace(flops, recomputed_per_token=flops.recomputed_per_token + self._experts_recomputed(train_setup))
 
-    def _experts_recomputed(self, blueprint: Blueprint) -> float:
+    def _experts_recomputed(self, train_setup: TrainSetup) -> float:
         """FLOPs of routed experts that are computed again though a layer's other matmuls are not.
 
         With `dots`, since no plain matmul makes their results; and with `none` where tokens travel in rounds. Of the
         matrices out of the hidden layer only where a norm behind needs the result, and is told none.
         """
-        moe, memory, sizes = self.config.model.moe, self.config.memory, blueprint.mesh_sizes
+        moe, memory, sizes = self.config.model.moe, self.config.memory, train_setup.mesh_sizes
         if moe is None or memory.remat == "layers":
             return 0.0
         is_in_rounds = sizes["expert"] > 1 and (moe.capacity_factor is None or sizes["sequence"] > 1)

@@ -49,7 +49,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from experiments.model.grouped_matmul import (
-    Layout,
+    GroupLayout,
     Matmul,
     Multiply,
     batched_matmul,
@@ -71,7 +71,7 @@ Expert = Callable[[Sequence[Any], jax.Array, jax.Array, Multiply], jax.Array]
 _TILE = 8  # slots of a window are a multiple of it
 
 
-class Tokens(NamedTuple):
+class RoutedTokens(NamedTuple):
     """The tokens of a device, and what a router says of them."""
 
     x: jax.Array  # (M, D)
@@ -97,7 +97,7 @@ def _mesh_axes(names: str | tuple[str, ...], *sizes: int) -> list[Axes]:
 
 
 @dataclass(frozen=True)
-class Form:
+class ExchangeForm:
     """What is known of a layer before any token is.
 
     Attributes:
@@ -120,7 +120,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class MeshCuts:
     """The mesh axes that cut tokens, experts and their columns.
 
     Attributes:
@@ -157,7 +157,7 @@ def compute_cut(
     gates_BxTxK: jax.Array,
     kept_BxTxK: jax.Array,
     weights: Weights,
-    form: Form,
+    form: ExchangeForm,
 ) -> jax.Array:
     """Return the weighted sum of what each token's experts make of it, (B, T, D), under a mesh.
 
@@ -171,7 +171,7 @@ def compute_cut(
         parts = joined(weights)
         b, t, _ = found[0].shape
         most_rows = form.most_rows(b, t)
-        tokens = Tokens(*(leaf.reshape(b * t, -1) for leaf in found))
+        tokens = RoutedTokens(*(leaf.reshape(b * t, -1) for leaf in found))
         if num_devices(cuts.experts) == 1:
             y_MxD = _at_home(form, most_rows, 0, cuts.widths, parts, tokens)
         elif not cuts.exchanged:
@@ -197,9 +197,9 @@ def compute_cut(
     return spread(x_BxTxD, experts_BxTxK, gates_BxTxK, kept_BxTxK, *weights)
 
 
-def _cuts_of(tokens: tuple[int, ...], matrices: tuple[int, ...]) -> Cuts:
+def _cuts_of(tokens: tuple[int, ...], matrices: tuple[int, ...]) -> MeshCuts:
     """The cuts of tokens (B, T, D) and experts (E, D, F)."""
-    cuts = Cuts(*token_axes(*tokens[:2]), *_mesh_axes(("expert", "embed", "mlp"), *matrices))
+    cuts = MeshCuts(*token_axes(*tokens[:2]), *_mesh_axes(("expert", "embed", "mlp"), *matrices))
     is_mixed = set(cuts.experts) & set(cuts.summed) and set(cuts.experts) & {*cuts.rows, *cuts.positions}
     # Of one axis tokens would have to travel, and of another not: then every device has all experts, which is rare.
     return replace(cuts, experts=()) if is_mixed else cuts
@@ -236,23 +236,23 @@ def _whole(part: jax.Array, axes: Axes, axis: int) -> jax.Array:
     return _gathered(lax.all_to_all(part, axes, split_axis=0, concat_axis=axis, tiled=True), axes, 0)
 
 
-class Part(NamedTuple):
+class ExpertPart(NamedTuple):
     """What a device has of the matrices of its experts, and the axis that is cut over others."""
 
     weights: jax.Array
     axis: int
 
 
-def _parts(weights: Weights) -> list[Part]:
+def _parts(weights: Weights) -> list[ExpertPart]:
     """Of joined matrices: their width is the second axis of those into the hidden layer, the third of that out."""
-    return [Part(leaf, axis) for leaf, axis in zip(weights, (1, 2), strict=True)]
+    return [ExpertPart(leaf, axis) for leaf, axis in zip(weights, (1, 2), strict=True)]
 
 
-def _by_parts(form: Form, axes: Axes, parts: Weights) -> Callable[[jax.Array, jax.Array, Matmul], jax.Array]:
+def _by_parts(form: ExchangeForm, axes: Axes, parts: Weights) -> Callable[[jax.Array, jax.Array, Matmul], jax.Array]:
     """The function of the experts of which the devices along `axes` have a part each."""
 
     def apply(x_PxD: jax.Array, gates_P: jax.Array, matmul: Matmul) -> jax.Array:
-        def multiply(x_PxI: jax.Array, part: Part) -> jax.Array:
+        def multiply(x_PxI: jax.Array, part: ExpertPart) -> jax.Array:
             return _multiply(axes, part.axis, matmul, x_PxI, part.weights)
 
         return form.expert(_parts(parts), x_PxD, gates_P, multiply)
@@ -286,12 +286,12 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def _at_home(
-    form: Form,
+    form: ExchangeForm,
     most_rows: int | None,
     first: int | jax.Array,
     axes: Axes,
     parts: Weights,
-    tokens: Tokens,
+    tokens: RoutedTokens,
 ) -> jax.Array:
     """What the experts at hand, the number `first` and those behind it, make of the tokens at hand.
 
@@ -312,11 +312,11 @@ def _at_home(
 
 
 def _in_fixed_slots(
-    form: Form,
+    form: ExchangeForm,
     most_rows: int,
-    cuts: Cuts,
+    cuts: MeshCuts,
     parts: Weights,
-    tokens: Tokens,
+    tokens: RoutedTokens,
 ) -> jax.Array:
     """So many slots for each expert, whether they are filled or not."""
     num_here, D, axes = parts[0].shape[0], tokens.x.shape[1], cuts.exchanged
@@ -350,10 +350,10 @@ class Traffic(NamedTuple):
 
 
 def _in_rounds(
-    form: Form,
-    cuts: Cuts,
+    form: ExchangeForm,
+    cuts: MeshCuts,
     parts: Weights,
-    tokens: Tokens,
+    tokens: RoutedTokens,
 ) -> jax.Array:
     """All that is kept, in as many rounds as it takes."""
     num_here, (M, K), axes = parts[0].shape[0], tokens.experts.shape, cuts.exchanged
@@ -366,7 +366,7 @@ def _in_rounds(
     came_GxL = _exchanged(counts_E, axes).reshape(num_devices, num_here)
     num_rounds = lax.pmax(-(-jnp.max(sent_G) // window), axes)
     traffic = Traffic(*layout, sent_G, came_GxL, num_rounds)
-    return _all_rounds(Rounds(form, axes, cuts.widths, window), tokens.x, tokens.gates, tuple(parts), traffic)
+    return _all_rounds(ExchangeRounds(form, axes, cuts.widths, window), tokens.x, tokens.gates, tuple(parts), traffic)
 
 
 def window_slots(num_tokens: int, experts_per_token: int, num_here: int, num_devices: int) -> int:
@@ -376,10 +376,10 @@ def window_slots(num_tokens: int, experts_per_token: int, num_here: int, num_dev
     return _TILE * math.ceil(min(most, 1.25 * mean) / _TILE)
 
 
-class Rounds(NamedTuple):
+class ExchangeRounds(NamedTuple):
     """How tokens travel."""
 
-    form: Form
+    form: ExchangeForm
     axes: Axes  # of the group
     widths: Axes  # over which matrices are cut
     window: int  # its slots
@@ -387,7 +387,7 @@ class Rounds(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _all_rounds(
-    rounds: Rounds, x_MxD: jax.Array, gates_MxK: jax.Array, parts: tuple[jax.Array, ...], traffic: Traffic
+    rounds: ExchangeRounds, x_MxD: jax.Array, gates_MxK: jax.Array, parts: tuple[jax.Array, ...], traffic: Traffic
 ) -> jax.Array:
     weights = _both_whole(rounds.widths, parts)
 
@@ -402,11 +402,11 @@ def _both_whole(axes: Axes, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ..
     return tuple(_whole(part.weights, axes, part.axis) for part in _parts(parts))
 
 
-def _all_rounds_forward(rounds: Rounds, *arrays: Any) -> tuple[jax.Array, Any]:
+def _all_rounds_forward(rounds: ExchangeRounds, *arrays: Any) -> tuple[jax.Array, Any]:
     return _all_rounds(rounds, *arrays), arrays
 
 
-def _all_rounds_backward(rounds: Rounds, kept: Any, dy_MxD: jax.Array) -> tuple[Any, Any, Any, None]:
+def _all_rounds_backward(rounds: ExchangeRounds, kept: Any, dy_MxD: jax.Array) -> tuple[Any, Any, Any, None]:
     x_MxD, gates_MxK, parts, traffic = kept
     weights, scatter = jax.vjp(functools.partial(_both_whole, rounds.widths), parts)
     inputs = x_MxD, gates_MxK, weights
@@ -425,7 +425,7 @@ _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
 def _round(
-    rounds: Rounds,
+    rounds: ExchangeRounds,
     traffic: Traffic,
     number: jax.Array,
     x_MxD: jax.Array,
@@ -459,7 +459,7 @@ def _round(
     return collect(swap(y_RxD, came_G, sent_G), layout)
 
 
-def _in_windows(traffic: Traffic, first: jax.Array, window: int) -> Layout:
+def _in_windows(traffic: Traffic, first: jax.Array, window: int) -> GroupLayout:
     """Where assignments lie in windows, one behind the other, that begin at `first` of what goes to each device."""
     num_devices = traffic.sent.size
     starts_G = jnp.cumsum(traffic.sent) - traffic.sent + first
@@ -473,7 +473,7 @@ def _in_windows(traffic: Traffic, first: jax.Array, window: int) -> Layout:
     in_window_MxK = traffic.slots - starts_G.at[device_MxK].get(mode="fill", fill_value=0)
     is_here_MxK = (device_MxK < num_devices) & (in_window_MxK >= 0) & (in_window_MxK < window)
     slots_MxK = jnp.where(is_here_MxK, device_MxK * window + in_window_MxK, num_devices * window)
-    return Layout(slots_MxK, assignments_W)
+    return GroupLayout(slots_MxK, assignments_W)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

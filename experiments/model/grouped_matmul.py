@@ -35,7 +35,7 @@ Matmul = Partial  # ((P, I), (E, I, O)) -> (P, O), each slot by its expert; of i
 Multiply = Callable[[jax.Array, Any], jax.Array]  # the same, of experts in whatever form
 
 
-class Layout(NamedTuple):
+class GroupLayout(NamedTuple):
     """Where each assignment lies."""
 
     slots: jax.Array  # (M, K), P of what is not routed
@@ -71,11 +71,11 @@ def ranked(experts_MxK: jax.Array, kept_MxK: jax.Array, num_experts: int) -> tup
     return jnp.sum(jnp.where(chosen_MxKxE, place_MxE[:, None] - 1, 0), axis=-1), place_MxE[-1]
 
 
-def lay_out(slot_MxK: jax.Array, num_slots: int) -> Layout:
+def lay_out(slot_MxK: jax.Array, num_slots: int) -> GroupLayout:
     """The layout of so many slots, from the one of each assignment; `num_slots` is none."""
     assignments = jnp.arange(slot_MxK.size, dtype=jnp.int32)
     empty_P = jnp.full(num_slots, slot_MxK.size, jnp.int32)
-    return Layout(slot_MxK, empty_P.at[slot_MxK.reshape(-1)].set(assignments, mode="drop"))
+    return GroupLayout(slot_MxK, empty_P.at[slot_MxK.reshape(-1)].set(assignments, mode="drop"))
 
 
 def _layout(
@@ -103,16 +103,16 @@ def block_rows(num_assignments: int, num_experts: int) -> int:
 
 
 @jax.custom_vjp
-def dispatch(x_MxD: jax.Array, layout: Layout) -> jax.Array:
+def dispatch(x_MxD: jax.Array, layout: GroupLayout) -> jax.Array:
     """The tokens in their slots, (P, D); in an empty slot stands some token."""
     return x_MxD[_token_of_slot(layout)]
 
 
-def _dispatch_forward(x_MxD: jax.Array, layout: Layout) -> tuple[jax.Array, Layout]:
+def _dispatch_forward(x_MxD: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
     return dispatch(x_MxD, layout), layout
 
 
-def _dispatch_backward(layout: Layout, dx_PxD: jax.Array) -> tuple[jax.Array, None]:
+def _dispatch_backward(layout: GroupLayout, dx_PxD: jax.Array) -> tuple[jax.Array, None]:
     return _sum_of_slots(dx_PxD, layout), None
 
 
@@ -120,7 +120,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @jax.custom_vjp
-def collect(y_PxD: jax.Array, layout: Layout) -> jax.Array:
+def collect(y_PxD: jax.Array, layout: GroupLayout) -> jax.Array:
     """The sum over each token's slots; in float32, (M, D) in the type of `y`.
 
     An empty slot gets the gradient of some token: whoever filled it multiplies by its weight, which is nothing.
@@ -128,11 +128,11 @@ def collect(y_PxD: jax.Array, layout: Layout) -> jax.Array:
     return _sum_of_slots(y_PxD, layout)
 
 
-def _collect_forward(y_PxD: jax.Array, layout: Layout) -> tuple[jax.Array, Layout]:
+def _collect_forward(y_PxD: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
     return collect(y_PxD, layout), layout
 
 
-def _collect_backward(layout: Layout, dy_MxD: jax.Array) -> tuple[jax.Array, None]:
+def _collect_backward(layout: GroupLayout, dy_MxD: jax.Array) -> tuple[jax.Array, None]:
     return dy_MxD[_token_of_slot(layout)], None
 
 
@@ -140,28 +140,28 @@ collect.defvjp(_collect_forward, _collect_backward)
 
 
 @jax.custom_vjp
-def in_slots(values_MxK: jax.Array, layout: Layout) -> jax.Array:
+def in_slots(values_MxK: jax.Array, layout: GroupLayout) -> jax.Array:
     """What each assignment has, in its slot, (P); in an empty slot nothing."""
     return values_MxK.reshape(-1).at[layout.assignments].get(mode="fill", fill_value=0)
 
 
-def _in_slots_forward(values_MxK: jax.Array, layout: Layout) -> tuple[jax.Array, Layout]:
+def _in_slots_forward(values_MxK: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
     return in_slots(values_MxK, layout), layout
 
 
-def _in_slots_backward(layout: Layout, dvalues_P: jax.Array) -> tuple[jax.Array, None]:
+def _in_slots_backward(layout: GroupLayout, dvalues_P: jax.Array) -> tuple[jax.Array, None]:
     return dvalues_P.at[layout.slots].get(mode="fill", fill_value=0), None
 
 
 in_slots.defvjp(_in_slots_forward, _in_slots_backward)
 
 
-def _token_of_slot(layout: Layout) -> jax.Array:
+def _token_of_slot(layout: GroupLayout) -> jax.Array:
     M, K = layout.slots.shape
     return jnp.minimum(layout.assignments // K, M - 1)
 
 
-def _sum_of_slots(x_PxD: jax.Array, layout: Layout) -> jax.Array:
+def _sum_of_slots(x_PxD: jax.Array, layout: GroupLayout) -> jax.Array:
     """The sum of what stands in each token's slots, (M, D); nothing for what is not routed.
 
     One gather for each of a token's experts, and all of them added at once.

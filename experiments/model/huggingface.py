@@ -13,7 +13,7 @@ from experiments.model.config import DecoderConfig
 from experiments.model.dialects import FAMILIES, Dialect, Json, decoder_of
 from experiments.model.moe import BALANCE
 from runner.errors import InvalidError
-from runner.huggingface.mapping import Family, Piece
+from runner.huggingface.mapping import Family, TensorPiece
 
 # Parameter -> tensor of a layer. Norms are named by their order, so the name depends on where norms are.
 _OF_HEADS = {
@@ -62,11 +62,14 @@ class DecoderFiles(Family):
     def __init__(self, config: DecoderConfig, vocabulary_size: int, sequence_length: int):
         self._config, self._vocabulary_size, self._sequence_length = config, vocabulary_size, sequence_length
 
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[TensorPiece]:
         """Every parameter, and the tensor that it is."""
-        found = [Piece("model.embed_tokens.weight", "embedding"), Piece("model.norm.weight", "final_norm.scale")]
+        found = [
+            TensorPiece("model.embed_tokens.weight", "embedding"),
+            TensorPiece("model.norm.weight", "final_norm.scale"),
+        ]
         if not self._config.tied_embedding:
-            found.append(Piece("lm_head.weight", "head"))
+            found.append(TensorPiece("lm_head.weight", "head"))
         return [*found, *(piece for layer in range(self._config.layers) for piece in self._pieces_of(layer))]
 
     def config(self) -> Json:
@@ -97,12 +100,12 @@ class DecoderFiles(Family):
         """Those that give back what is written of this decoder."""
         return [name for name in FAMILIES if not self._misfits(self._written(FAMILIES[name]))]
 
-    def _pieces_of(self, layer: int) -> Iterator[Piece]:
+    def _pieces_of(self, layer: int) -> Iterator[TensorPiece]:
         config, place = self._config, _place_of(self._config, layer)
 
-        def piece(part: str, tensor: str, leaf: str, foreign: str) -> Piece:
+        def piece(part: str, tensor: str, leaf: str, foreign: str) -> TensorPiece:
             is_kernel = leaf == "kernel"
-            return Piece(
+            return TensorPiece(
                 f"model.layers.{layer}.{tensor}.{foreign}", f"{place.prefix}.{part}.{leaf}", (place.turn,), is_kernel
             )
 
@@ -118,22 +121,22 @@ class DecoderFiles(Family):
         if place.is_sparse:
             yield from self._pieces_of_experts(f"model.layers.{layer}", f"{place.prefix}.moe", place.turn)
 
-    def _pieces_of_experts(self, tensors: str, leaves: str, turn: int) -> Iterator[Piece]:
+    def _pieces_of_experts(self, tensors: str, leaves: str, turn: int) -> Iterator[TensorPiece]:
         moe, (block, names) = self._config.moe, _EXPERTS[bool(_attention_norms(self._config))]
         assert moe is not None, "a sparse layer has experts"
-        yield Piece(f"{tensors}.{block}.gate.weight", f"{leaves}.router", (turn,), transpose=True)
+        yield TensorPiece(f"{tensors}.{block}.gate.weight", f"{leaves}.router", (turn,), transpose=True)
         if moe.bias_rate is not None:
             biases = f"variables.{BALANCE}.{leaves}.bias"
-            yield Piece(f"{tensors}.{block}.gate.e_score_correction_bias", biases, (turn,))
+            yield TensorPiece(f"{tensors}.{block}.gate.e_score_correction_bias", biases, (turn,))
         for leaf, name in names.items():
             if leaf == "gate" and self._config.mlp == "squared_relu":
                 continue
             for expert in range(moe.experts):
                 tensor = f"{tensors}.{block}.experts.{expert}.{name}.weight"
-                yield Piece(tensor, f"{leaves}.{leaf}", (turn, expert), transpose=True)
+                yield TensorPiece(tensor, f"{leaves}.{leaf}", (turn, expert), transpose=True)
             if moe.shared_experts:
                 tensor = f"{tensors}.{block}.shared_experts.{name}.weight"
-                yield Piece(tensor, f"{leaves}.shared.{leaf}.kernel", (turn,), transpose=True)
+                yield TensorPiece(tensor, f"{leaves}.shared.{leaf}.kernel", (turn,), transpose=True)
 
     def _written(self, family: Dialect) -> Json:
         config = self._config

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from experiments.model.expert_parallel import Axes, Form, compute_cut, joined, token_axes
+from experiments.model.expert_parallel import Axes, ExchangeForm, compute_cut, joined, token_axes
 from experiments.model.grouped_matmul import Multiply, grouped
 from experiments.model.layers import (
     INIT_STDDEV,
@@ -38,13 +38,13 @@ from experiments.model.layers import (
 )
 from experiments.model.platform import platform
 from runner.errors import InvalidError
-from runner.spec import Auto, Frozen
+from runner.spec import Auto, FrozenModel
 
 BALANCE = "balance"  # the collection of the biases
 Statistics = dict[str, jax.Array]  # of one layer: loss_B, load_E, dropped and entropy; see `MixtureOfExperts`
 
 
-class MoeConfig(Frozen):
+class MoeConfig(FrozenModel):
     """The experts of a layer, and how tokens come to them."""
 
     experts: PositiveInt = Field(description="Routed experts of a layer.")
@@ -196,7 +196,7 @@ class MixtureOfExperts(nn.Module):
         gates in nats, summed over tokens.
         """
         config, D = self.config, x_BxTxD.shape[-1]
-        refuse_cut_experts(config.experts)
+        validate_expert_sharding(config.experts)
         router_DxE = self._param("router", INIT_STDDEV, (D, config.experts), ("embed", "expert"))
         router_DxE = _whole(router_DxE)
         logits_BxTxE = jnp.einsum("btd,de->bte", x_BxTxD.astype(jnp.float32), router_DxE.astype(jnp.float32))
@@ -242,7 +242,7 @@ def compute_experts(
     if _is_cut() or num_shards("embed") > 1:
         length = x_BxTxD.shape[1]
         capacity = None if config.capacity_factor is None else config.capacity(length)
-        form = Form(expert, config.experts, capacity, length, here)
+        form = ExchangeForm(expert, config.experts, capacity, length, here)
         return in_stream(compute_cut(*arrays, weights, form))
 
     def compute(x_BxTxD: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
@@ -325,7 +325,7 @@ def _axes(name: str, size: int) -> Any:
     return axes if number > 1 and size % number == 0 else None
 
 
-def refuse_cut_experts(num_experts: int) -> None:
+def validate_expert_sharding(num_experts: int) -> None:
     """Raise `InvalidError` if devices would share an expert, by the mesh and the rules of the caller."""
     number = num_shards("expert")
     share = num_experts // number

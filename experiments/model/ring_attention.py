@@ -37,10 +37,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from experiments.model.context_layout import Rows, Visits, num_steps, visits_here
+from experiments.model.context_layout import BlockVisits, SequenceLayout, num_steps, visits_here
 
 
-def dealt(rows: Rows, x: jax.Array) -> jax.Array:
+def dealt(rows: SequenceLayout, x: jax.Array) -> jax.Array:
     """Two halves of each row (B, 2, c, D), from both ends of it, of (B, t, D); its own where nothing is dealt."""
     halves = x.reshape(x.shape[0], 2, rows.half_tokens, *x.shape[2:])
     if not rows.is_dealt:
@@ -50,7 +50,7 @@ def dealt(rows: Rows, x: jax.Array) -> jax.Array:
     return jnp.stack([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=1)
 
 
-def returned(rows: Rows, halves: jax.Array) -> jax.Array:
+def returned(rows: SequenceLayout, halves: jax.Array) -> jax.Array:
     """`x` of `dealt(rows, x)`."""
     if rows.is_dealt:
         is_even = jax.lax.axis_index(rows.axes) % 2 == 0
@@ -64,21 +64,21 @@ def returned(rows: Rows, halves: jax.Array) -> jax.Array:
     return halves.reshape(halves.shape[0], -1, *halves.shape[3:])
 
 
-def _deal(rows: Rows, parity: int) -> list[tuple[int, int]]:
+def _deal(rows: SequenceLayout, parity: int) -> list[tuple[int, int]]:
     """Where the device of each half of this parity sends it. The lower halves of devices come by their own parity."""
     n = rows.num_shards
     halves = [2 * place + parity for place in range(n)]
     return [(place, half if half < n else 2 * n - 1 - half) for place, half in enumerate(halves)]
 
 
-def _sent(rows: Rows, x: jax.Array, ways: list[tuple[int, int]]) -> jax.Array:
+def _sent(rows: SequenceLayout, x: jax.Array, ways: list[tuple[int, int]]) -> jax.Array:
     """What comes if every device sends; nothing moves where all keep their own, as even halves of two devices do."""
     if all(here == there for here, there in ways):
         return x
     return jax.lax.ppermute(x, rows.axes, ways)
 
 
-def gathered(rows: Rows, x: jax.Array) -> jax.Array:
+def gathered(rows: SequenceLayout, x: jax.Array) -> jax.Array:
     """(B, P c, D) of (B, t, D): the whole row, or of a narrow window what it reaches; zeros before a row's begin."""
     if rows.is_dealt:
         return _whole(rows, x)
@@ -91,14 +91,14 @@ def gathered(rows: Rows, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _whole(rows: Rows, x: jax.Array) -> jax.Array:
+def _whole(rows: SequenceLayout, x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, rows.axes, axis=1, tiled=True)
 
 
 _whole.defvjp(lambda rows, x: (_whole(rows, x), None), lambda rows, _, g: (scattered(rows, g),))
 
 
-def scattered(rows: Rows, x: jax.Array) -> jax.Array:
+def scattered(rows: SequenceLayout, x: jax.Array) -> jax.Array:
     """The sum of what all devices have of a device's own positions, of what lies as `gathered` has it.
 
     The whole row is summed as a matrix of positions and all else: of more axes libtpu makes an all-reduce, which sends
@@ -117,7 +117,7 @@ def scattered(rows: Rows, x: jax.Array) -> jax.Array:
     return total
 
 
-def passed_on(rows: Rows, x: jax.Array, distance: int = 1) -> jax.Array:
+def passed_on(rows: SequenceLayout, x: jax.Array, distance: int = 1) -> jax.Array:
     """What the device had that comes so many before this one in the ring."""
     n = rows.num_shards
     return jax.lax.ppermute(x, rows.axes, [(place, (place + distance) % n) for place in range(n)])
@@ -149,7 +149,7 @@ class Keys(NamedTuple):
     ids: jax.Array | None = None  # (2nM, B, C): segments of the whole row, few as they are, which stay where they are
 
 
-def attend_to_rows(rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+def attend_to_rows(rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
     """Attend from all positions of rows that lie on several devices; returns (B, T, N, W) in the dtype of `v`.
 
     Arguments are whole arrays, in a program that the partitioner splits under the caller's mesh.
@@ -158,12 +158,12 @@ def attend_to_rows(rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, *segmen
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> jax.Array:
+def _attend(rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> jax.Array:
     return _forward(rows, q, k, v, ids)[0]
 
 
 def _forward(
-    rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
+    rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     run = jax.shard_map(
         functools.partial(_forward_on_device, rows),
@@ -175,7 +175,7 @@ def _forward(
     return out, (q, k, v, ids, out, lse)
 
 
-def _backward(rows: Rows, kept: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
+def _backward(rows: SequenceLayout, kept: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
     q, k, v, ids, out, lse = kept
     run = jax.shard_map(
         functools.partial(_backward_on_device, rows),
@@ -189,7 +189,7 @@ def _backward(rows: Rows, kept: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...
 _attend.defvjp(_forward, _backward)
 
 
-def _lse_spec(rows: Rows) -> PartitionSpec:
+def _lse_spec(rows: SequenceLayout) -> PartitionSpec:
     batch, positions, heads, _ = rows.spec
     return PartitionSpec(positions, None, batch, heads, None)
 
@@ -206,7 +206,7 @@ class Softmax(NamedTuple):
 
 
 def _forward_on_device(
-    rows: Rows, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
+    rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
     queries = Queries(_paired(rows, q, k.shape[2]))
     shape = queries.q.shape[:-1]
@@ -230,7 +230,7 @@ def _forward_on_device(
 
 
 def _backward_on_device(
-    rows: Rows,
+    rows: SequenceLayout,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -270,11 +270,13 @@ def _backward_on_device(
 # On one device: blocks.
 
 
-def _attend_to(rows: Rows, queries: Queries, keys: Keys, visits: Visits, rounds: range, softmax: Softmax) -> Softmax:
+def _attend_to(
+    rows: SequenceLayout, queries: Queries, keys: Keys, visits: BlockVisits, rounds: range, softmax: Softmax
+) -> Softmax:
     """The softmax of all queries with the keys that are here; no device needs more steps in any of these `rounds`."""
     most_steps = num_steps(rows, rounds)
 
-    def of_pair(_: None, pair: tuple[Queries, Visits, Softmax]) -> tuple[None, Softmax]:
+    def of_pair(_: None, pair: tuple[Queries, BlockVisits, Softmax]) -> tuple[None, Softmax]:
         queries, visits, softmax = pair
 
         def step(number: jax.Array, softmax: Softmax) -> Softmax:
@@ -294,11 +296,11 @@ def _attend_to(rows: Rows, queries: Queries, keys: Keys, visits: Visits, rounds:
 
 
 def _differentiate(
-    rows: Rows,
+    rows: SequenceLayout,
     queries: Queries,
     results: Results,
     keys: Keys,
-    visits: Visits,
+    visits: BlockVisits,
     rounds: range,
     gradients: Keys,
     dq: jax.Array,
@@ -306,7 +308,7 @@ def _differentiate(
     """Add to the gradients of the keys and values that are here, and of all queries; both are float32."""
     most_steps = num_steps(rows, rounds)
 
-    def of_pair(gradients: Keys, pair: tuple[Queries, Results, Visits, jax.Array]) -> tuple[Keys, jax.Array]:
+    def of_pair(gradients: Keys, pair: tuple[Queries, Results, BlockVisits, jax.Array]) -> tuple[Keys, jax.Array]:
         queries, results, visits, dq = pair
 
         def step(number: jax.Array, carry: tuple[Keys, jax.Array]) -> tuple[Keys, jax.Array]:
@@ -339,7 +341,7 @@ class Tile(NamedTuple):
     visible: jax.Array  # (B or 1, 1, R, C)
 
 
-def _tile(rows: Rows, queries: Queries, keys: Keys, visits: Visits, number: jax.Array) -> Tile:
+def _tile(rows: SequenceLayout, queries: Queries, keys: Keys, visits: BlockVisits, number: jax.Array) -> Tile:
     """What meets in a step: blocks of the first of the pair until it has met all its keys, then those of the other.
 
     A device that has fewer steps to do than another sees nothing in the rest of them.
@@ -365,13 +367,13 @@ def _tile(rows: Rows, queries: Queries, keys: Keys, visits: Visits, number: jax.
     return Tile(half, block, q, _at(keys.k, block), _at(keys.v, block), visible)
 
 
-def _block_at(rows: Rows, position: jax.Array) -> jax.Array:
+def _block_at(rows: SequenceLayout, position: jax.Array) -> jax.Array:
     """The block of a row that begins at a position; the first for one that no row has."""
     half, in_half = jnp.maximum(position, 0) // rows.half_tokens, jnp.maximum(position, 0) % rows.half_tokens
     return half * rows.num_blocks + in_half // rows.block_tokens
 
 
-def _scores(rows: Rows, tile: Tile) -> tuple[jax.Array, jax.Array | float]:
+def _scores(rows: SequenceLayout, tile: Tile) -> tuple[jax.Array, jax.Array | float]:
     """Scores (B, K, R, C) in float32, and by how much they grow with what is capped."""
     scores = jnp.einsum("bkrh,bksh->bkrs", tile.q, tile.k, preferred_element_type=_WIDE) * rows.scale
     slope: jax.Array | float = 1.0
@@ -384,7 +386,7 @@ def _scores(rows: Rows, tile: Tile) -> tuple[jax.Array, jax.Array | float]:
 # On one device: halves and blocks.
 
 
-def _keys_at_hand(rows: Rows, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> Keys:
+def _keys_at_hand(rows: SequenceLayout, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> Keys:
     """What the first round finds."""
     if rows.way == "ring":
         parts = [dealt(rows, x) for x in (k, v)]
@@ -395,15 +397,17 @@ def _keys_at_hand(rows: Rows, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, 
     return Keys(k, v, found[0] if found else None)
 
 
-def _in_halves(rows: Rows, x: jax.Array) -> jax.Array:
+def _in_halves(rows: SequenceLayout, x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], -1, rows.half_tokens, *x.shape[2:])
 
 
-def _passed_on(rows: Rows, keys: Keys, distance: int = 1) -> Keys:
+def _passed_on(rows: SequenceLayout, keys: Keys, distance: int = 1) -> Keys:
     return keys._replace(k=passed_on(rows, keys.k, distance), v=passed_on(rows, keys.v, distance))
 
 
-def _gradients_brought_home(rows: Rows, gradients: Keys, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gradients_brought_home(
+    rows: SequenceLayout, gradients: Keys, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Gradients of the keys and values that were at hand in the last round, as `k` and `v` lie."""
     if rows.way == "ring" and rows.num_rounds > 1:
         gradients = _passed_on(rows, gradients, 1 - rows.num_rounds)
@@ -417,7 +421,7 @@ def _gradients_brought_home(rows: Rows, gradients: Keys, k: jax.Array, v: jax.Ar
     return found[0], found[1]
 
 
-def _blocks(rows: Rows, halves: jax.Array) -> jax.Array:
+def _blocks(rows: SequenceLayout, halves: jax.Array) -> jax.Array:
     """(P, M, B, N, C, H) of halves (B, P, c, N, H), or (P, M, B, C) of (B, P, c); the last block is padded."""
     B, P, c, *rest = halves.shape
     missing = rows.num_blocks * rows.block_tokens - c
@@ -426,13 +430,13 @@ def _blocks(rows: Rows, halves: jax.Array) -> jax.Array:
     return blocks.transpose(1, 2, 0, 4, 3, 5) if rest else blocks.transpose(1, 2, 0, 3)
 
 
-def _joined(rows: Rows, blocks: jax.Array) -> jax.Array:
+def _joined(rows: SequenceLayout, blocks: jax.Array) -> jax.Array:
     """Halves (B, P, c, N, H) of (P, M, B, N, C, H), without what padded them."""
     P, M, B, N, C, H = blocks.shape
     return blocks.transpose(2, 0, 1, 4, 3, 5).reshape(B, P, M * C, N, H)[:, :, : rows.half_tokens]
 
 
-def _paired(rows: Rows, x: jax.Array, num_key_heads: int) -> jax.Array:
+def _paired(rows: SequenceLayout, x: jax.Array, num_key_heads: int) -> jax.Array:
     """Blocks in pairs, (M, 2, B, K, R, H), of a device's queries (B, t, N, H); queries of a group are rows."""
     blocks = _blocks(rows, dealt(rows, x))
     *outer, N, C, H = blocks.shape
@@ -440,7 +444,7 @@ def _paired(rows: Rows, x: jax.Array, num_key_heads: int) -> jax.Array:
     return jnp.stack([blocks[0], blocks[1, ::-1]], axis=1)
 
 
-def _unpaired(rows: Rows, pairs: jax.Array, num_heads: int) -> jax.Array:
+def _unpaired(rows: SequenceLayout, pairs: jax.Array, num_heads: int) -> jax.Array:
     """`x` of `_paired(rows, x, K)`, of N heads."""
     blocks = jnp.stack([pairs[:, 0], pairs[::-1, 1]])
     blocks = blocks.reshape(*blocks.shape[:3], num_heads, rows.block_tokens, blocks.shape[-1])

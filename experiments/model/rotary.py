@@ -15,17 +15,17 @@ import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from experiments.model.platform import multiplies_to_turn
-from runner.spec import Auto, Frozen
+from runner.spec import Auto, FrozenModel
 
 
-class LinearScaling(Frozen):
+class LinearScaling(FrozenModel):
     """Positions divided by a factor (Chen et al., 2023)."""
 
     name: Literal["linear"] = Field(description="Which scaling.")
     factor: PositiveFloat = Field(description="By how much positions shrink.")
 
 
-class Llama3Scaling(Frozen):
+class Llama3Scaling(FrozenModel):
     """Slow frequencies divided, fast ones kept, as in Llama 3.1."""
 
     name: Literal["llama3"] = Field(description="Which scaling.")
@@ -42,7 +42,7 @@ class Llama3Scaling(Frozen):
         return self
 
 
-class YarnScaling(Frozen):
+class YarnScaling(FrozenModel):
     """Slow frequencies divided, fast ones kept, a ramp between, and sharper attention (Peng et al., 2023)."""
 
     name: Literal["yarn"] = Field(description="Which scaling.")
@@ -61,7 +61,7 @@ Scaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discrimin
 Pairs = Literal["halves", "neighbours"]
 
 
-class Rope(Frozen):
+class Rope(FrozenModel):
     """Rotary positions of one kind of layer."""
 
     theta: PositiveFloat = Field(default=10_000.0, description="Base of the wavelengths.")

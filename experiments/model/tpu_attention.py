@@ -36,7 +36,7 @@ LONG_STEP = 512
 FIRST, LAST, DONE = 1, 2, 4  # meetings of this block of queries, and the last one of this block of keys
 
 
-class Walk(NamedTuple):
+class BlockWalk(NamedTuple):
     """Meetings of blocks, one after the other: int32, as a kernel is told."""
 
     queries: np.ndarray
@@ -45,7 +45,7 @@ class Walk(NamedTuple):
     written: np.ndarray  # the block of keys that is the next of which all is done
 
 
-class Step(NamedTuple):
+class BlockPair(NamedTuple):
     """Keys and queries of two blocks that are taken at once; `ahead` is None where all of them see all."""
 
     keys: slice
@@ -59,7 +59,7 @@ class Causal(NamedTuple):
     block: int
     window: int | None = None
 
-    def walk(self, length: int) -> Walk:
+    def walk(self, length: int) -> BlockWalk:
         """Blocks of queries in order, and to each in order the blocks of keys that one of its queries sees."""
         number = length // self.block
         met = [(i, j) for i in range(number) for j in range(i + 1) if self._sees_some(i - j)]
@@ -69,17 +69,17 @@ class Causal(NamedTuple):
         queries, keys = np.array(met, np.int32).T
         notes = FIRST * np.array(is_first) | LAST * np.array(is_last) | DONE * np.array(is_done)
         written = np.cumsum(is_done) - is_done  # keys are done in their order
-        return Walk(queries, keys, notes.astype(np.int32), written.astype(np.int32))
+        return BlockWalk(queries, keys, notes.astype(np.int32), written.astype(np.int32))
 
     def sees_all(self, distance: int) -> bool:
         """Whether every query of a block sees every key of the block that stands so many blocks before it."""
         return distance > 0 and (self.window is None or (distance + 1) * self.block <= self.window)
 
-    def steps(self, distance: int) -> Iterator[Step]:
+    def steps(self, distance: int) -> Iterator[BlockPair]:
         """What is taken at once of two blocks that stand so far from each other."""
         if self.sees_all(distance):
             for start in range(0, self.block, LONG_STEP):
-                yield Step(slice(start, min(start + LONG_STEP, self.block)), slice(0, self.block), None)
+                yield BlockPair(slice(start, min(start + LONG_STEP, self.block)), slice(0, self.block), None)
             return
         behind = distance * self.block  # that a query stands, of a key at the same place in its block
         for start in range(0, self.block, LANES):
@@ -87,7 +87,7 @@ class Causal(NamedTuple):
             if self.window is not None:  # the last query that sees the last of these keys
                 stop = min(stop, -(-(self.window + start + LANES - 1 - behind) // LANES) * LANES)
             if first < stop:
-                yield Step(slice(start, start + LANES), slice(first, stop), behind + first - start)
+                yield BlockPair(slice(start, start + LANES), slice(first, stop), behind + first - start)
 
     def num_scores(self, length: int) -> int:
         """Scores that are computed of a row, seen or not."""
@@ -128,10 +128,10 @@ class Kernel(NamedTuple):
         Queries and keys are turned first, their halves against each other, by `angles`: cosines and sines (B or 1, T,
         H), both halves the same. Of them there is no gradient.
         """
-        return _attend(self, Row(q_BxNxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles))
+        return _attend(self, KernelInputs(q_BxNxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles))
 
 
-class Row(NamedTuple):
+class KernelInputs(NamedTuple):
     """What a kernel reads, and keeps for the gradients."""
 
     q: jax.Array  # (B, N, T, H)
@@ -142,25 +142,27 @@ class Row(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(kernel: Kernel, row: Row) -> jax.Array:
+def _attend(kernel: Kernel, row: KernelInputs) -> jax.Array:
     return _run_forward(kernel, row)[0]
 
 
-def _forward(kernel: Kernel, row: Row) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(kernel: Kernel, row: KernelInputs) -> tuple[jax.Array, tuple[Any, ...]]:
     out, logsumexp = (checkpoint_name(x, KEPT) for x in _run_forward(kernel, row))
     return out, (row, out, logsumexp)
 
 
-def _backward(kernel: Kernel, kept: tuple[Row, jax.Array, jax.Array], gradient: jax.Array) -> tuple[Row]:
+def _backward(
+    kernel: Kernel, kept: tuple[KernelInputs, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[KernelInputs]:
     row, out, logsumexp = kept
     q, k, v = _run_backward(kernel, row, out, logsumexp, gradient)
-    return (Row(q, k, v, None, None),)
+    return (KernelInputs(q, k, v, None, None),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _forward_kernel(kernel: Kernel, walk: Walk, refs: Refs) -> None:
+def _forward_kernel(kernel: Kernel, walk: BlockWalk, refs: Refs) -> None:
     @pl.when(refs.notes[refs.place] & FIRST != 0)
     def _() -> None:
         _make_ready(kernel, refs)
@@ -168,7 +170,7 @@ def _forward_kernel(kernel: Kernel, walk: Walk, refs: Refs) -> None:
         refs.total[...] = jnp.zeros_like(refs.total)
         refs.result[...] = jnp.zeros_like(refs.result)
 
-    def take(step: Step) -> None:
+    def take(step: BlockPair) -> None:
         some = step.queries
         scores_SxQ, _ = _scores(kernel, refs, step)
         before_1xQ = refs.most[:, some]
@@ -189,7 +191,7 @@ def _forward_kernel(kernel: Kernel, walk: Walk, refs: Refs) -> None:
         refs.logsumexp[...] = refs.most[...] + jnp.log(refs.total[...])
 
 
-def _backward_kernel(kernel: Kernel, walk: Walk, refs: Refs) -> None:
+def _backward_kernel(kernel: Kernel, walk: BlockWalk, refs: Refs) -> None:
     @pl.when((refs.group == 0) & (refs.place == 0))
     def _() -> None:
         refs.k_sum[...] = jnp.zeros_like(refs.k_sum)
@@ -202,7 +204,7 @@ def _backward_kernel(kernel: Kernel, walk: Walk, refs: Refs) -> None:
         inner_QxW = refs.out[...].astype(jnp.float32) * refs.gradient[...].astype(jnp.float32)
         refs.inner[...] = inner_QxW.T.sum(axis=0, keepdims=True)
 
-    def take(step: Step) -> None:
+    def take(step: BlockPair) -> None:
         some, q_QxH, gradient_QxW = step.queries, refs.ready_q[step.queries, :], refs.gradient[step.queries, :]
         k_SxH, summed = _ready_keys(kernel, refs, step), _keys_of_row(kernel, refs, step)
         scores_SxQ, share_SxQ = _scores(kernel, refs, step)
@@ -263,18 +265,18 @@ def _turned(x_QxH: jax.Array, cos_QxH: jax.Array, sin_QxH: jax.Array) -> jax.Arr
     return (x_QxH.astype(jnp.float32) * cos_QxH + other_QxH * sin_QxH).astype(x_QxH.dtype)
 
 
-def _keys_of_row(kernel: Kernel, refs: Refs, step: Step) -> Any:
+def _keys_of_row(kernel: Kernel, refs: Refs, step: BlockPair) -> Any:
     """The keys of a step, where all keys of a row are."""
     return pl.ds(refs.keys[refs.place] * kernel.causal.block + step.keys.start, step.keys.stop - step.keys.start)
 
 
-def _ready_keys(kernel: Kernel, refs: Refs, step: Step) -> Any:
+def _ready_keys(kernel: Kernel, refs: Refs, step: BlockPair) -> Any:
     if hasattr(refs, "ready_k"):
         return refs.ready_k[_keys_of_row(kernel, refs, step), :]
     return refs.k[step.keys, :]
 
 
-def _meet(kernel: Kernel, walk: Walk, refs: Refs, take: Callable[[Step], None]) -> None:
+def _meet(kernel: Kernel, walk: BlockWalk, refs: Refs, take: Callable[[BlockPair], None]) -> None:
     """Take each step of two blocks that meet: compiled for each distance where not all see all, and once for others."""
 
     def meet(distance: int) -> None:
@@ -291,7 +293,7 @@ def _meet(kernel: Kernel, walk: Walk, refs: Refs, take: Callable[[Step], None]) 
         pl.when(is_none_of_them)(functools.partial(meet, one))
 
 
-def _scores(kernel: Kernel, refs: Refs, step: Step) -> tuple[jax.Array, jax.Array | None]:
+def _scores(kernel: Kernel, refs: Refs, step: BlockPair) -> tuple[jax.Array, jax.Array | None]:
     """Of keys and queries, (S, Q), those that are seen; and before that their share of the bound, if there is one."""
     k_SxH, q_QxH = _ready_keys(kernel, refs, step), refs.ready_q[step.queries, :]
     scores_SxQ, share_SxQ = _multiply(k_SxH, q_QxH, _RIGHT_TRANSPOSED), None
@@ -323,7 +325,10 @@ Column = Literal["queries", "keys", "written"]
 
 
 class _Blocks(NamedTuple):
-    """What a kernel has of an array at a time: at which place of the `Walk`, the blocks of which of its columns."""
+    """What a kernel has of an array at a time.
+
+    at which place of the `BlockWalk`, the blocks of which of its columns.
+    """
 
     size: int
     groups: int
@@ -349,7 +354,7 @@ class _Blocks(NamedTuple):
 
     def _spec(self, shape: tuple[int | None, ...], index: Callable[..., Any], of: Column) -> pl.BlockSpec:
         def of_grid(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
-            block = getattr(Walk(*walk), of)[p]
+            block = getattr(BlockWalk(*walk), of)[p]
             if of == "written" and self.groups > 1:  # before the last of the heads of queries no keys are done
                 block = jnp.where(g == self.groups - 1, block, 0)
             return index(b, k * self.groups + g, k, block)
@@ -357,7 +362,7 @@ class _Blocks(NamedTuple):
         return pl.BlockSpec(shape, of_grid)
 
 
-def _run_forward(kernel: Kernel, row: Row) -> tuple[jax.Array, jax.Array]:
+def _run_forward(kernel: Kernel, row: KernelInputs) -> tuple[jax.Array, jax.Array]:
     """The result, and of each query the log of the sum of its exponentials (B, N, 1, T)."""
     (B, N, T, _), (_, K, _, W), block = row.q.shape, row.v.shape, kernel.causal.block
     blocks = _Blocks(block, N // K)
@@ -376,7 +381,7 @@ def _run_forward(kernel: Kernel, row: Row) -> tuple[jax.Array, jax.Array]:
 
 
 def _run_backward(
-    kernel: Kernel, row: Row, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
+    kernel: Kernel, row: KernelInputs, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
 ) -> list[jax.Array]:
     """The gradients of queries, keys and values."""
     q, k, v = row[:3]
@@ -406,7 +411,7 @@ def _run_backward(
 
 
 def _run(
-    body: Callable[[Kernel, Walk, Refs], None],
+    body: Callable[[Kernel, BlockWalk, Refs], None],
     kernel: Kernel,
     inputs: Mapping[str, tuple[jax.Array, pl.BlockSpec]],
     outputs: Mapping[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
@@ -418,7 +423,7 @@ def _run(
     Of its products so many are as wide as a head of keys, and so many as one of values.
     """
     (B, N, T, H), (_, K, _, W) = inputs["q"][0].shape, inputs["v"][0].shape
-    walk, names = kernel.causal.walk(T), (*Walk._fields, *inputs, *outputs, *memory)
+    walk, names = kernel.causal.walk(T), (*BlockWalk._fields, *inputs, *outputs, *memory)
     arrays, shapes = [array for array, _ in inputs.values()], [shape for shape, _ in outputs.values()]
     moved = [(x.shape, x.dtype) for x in arrays] + [(x.shape, x.dtype) for x in shapes]
     scores = B * N * kernel.causal.num_scores(T)
@@ -454,7 +459,7 @@ def _run(
     return found
 
 
-def _read(row: Row, blocks: _Blocks) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
+def _read(row: KernelInputs, blocks: _Blocks) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
     q, k, v, segments, angles = row
     # Keys that are turned are read once, with the queries at the same positions.
     of_k = blocks.of_keys(k.shape[-1], "keys" if angles is None else "queries")
@@ -468,7 +473,7 @@ def _read(row: Row, blocks: _Blocks) -> dict[str, tuple[jax.Array, pl.BlockSpec]
     return inputs
 
 
-def _ready(row: Row, block: int) -> dict[str, pl.MemoryRef]:
+def _ready(row: KernelInputs, block: int) -> dict[str, pl.MemoryRef]:
     """Room for queries and keys that are turned."""
     q, k = row[:2]
     room = {"ready_q": pltpu.VMEM((block, q.shape[-1]), q.dtype)}

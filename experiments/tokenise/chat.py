@@ -35,7 +35,7 @@ DIALOGUE_KEYS = (*FORMS, "tools")  # of a line, or columns of a table
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRecord:
     """A record as it was read: messages in the order of the dialogue, and what tools they may call."""
 
     messages: list[JsonObject]
@@ -61,7 +61,7 @@ class Dialogue:
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedTokens:
     """The ids of a dialogue, and of each whether it is of an answer. `is_cut`: it had more."""
 
     ids: np.ndarray
@@ -69,7 +69,7 @@ class Marked:
     is_cut: bool = False
 
 
-def parse_dialogue(record: Any) -> Asked | str:
+def parse_dialogue(record: Any) -> ChatRecord | str:
     """What a line or row is, or lacks: `{"messages": [{"role", "content"}]}`, or `{"prompt", "completion"}`."""
     if not isinstance(record, dict):
         return "is no JSON object with messages, or a prompt and a completion"
@@ -83,7 +83,7 @@ def parse_dialogue(record: Any) -> Asked | str:
         if not record["completion"]:
             return "'completion' is empty: there is nothing to learn"
         pair = [{"role": "user", "content": record["prompt"]}, {"role": ASSISTANT, "content": record["completion"]}]
-        return Asked(pair, is_pair=True)
+        return ChatRecord(pair, is_pair=True)
     if found:
         return f"has {' and '.join(map(repr, found))}; needs messages alone, or a prompt and a completion"
     near = [match for form in FORMS for match in difflib.get_close_matches(form, record, n=1)]
@@ -91,7 +91,7 @@ def parse_dialogue(record: Any) -> Asked | str:
     return f"has no 'messages', and no 'prompt' and 'completion'{hint}"
 
 
-def _parse_messages(record: JsonObject) -> Asked | str:
+def _parse_messages(record: JsonObject) -> ChatRecord | str:
     messages, tools = record["messages"], record.get("tools")
     if not isinstance(messages, list) or not messages:
         return f"'messages' is no list of messages: {str(messages)[:40]}"
@@ -105,7 +105,7 @@ def _parse_messages(record: JsonObject) -> Asked | str:
         return f"'tools' is no list: {str(tools)[:40]}"
     if all(message["role"] != ASSISTANT for message in messages):
         return f"no message has the role {ASSISTANT}: there is nothing to learn"
-    return Asked(messages, tools)
+    return ChatRecord(messages, tools)
 
 
 def marks_of(spans: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -120,7 +120,9 @@ def marks_of(spans: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarra
     return marks
 
 
-def mark(dialogue: Dialogue, ids: np.ndarray, spans: np.ndarray, separator: int | None, most: int | None) -> Marked:
+def mark(
+    dialogue: Dialogue, ids: np.ndarray, spans: np.ndarray, separator: int | None, most: int | None
+) -> MarkedTokens:
     """The tokens of a dialogue, the separator last; what would make them more than `most` is cut off before it.
 
     The separator is of an answer where one stands before it, and nothing of it was cut.
@@ -132,7 +134,7 @@ def mark(dialogue: Dialogue, ids: np.ndarray, spans: np.ndarray, separator: int 
     if separator is not None:
         ids = np.concatenate([ids, np.array([separator], ids.dtype)])
         marks = np.concatenate([marks, np.array([dialogue.ends_with_answer and not is_cut], marks.dtype)])
-    return Marked(ids, marks, is_cut)
+    return MarkedTokens(ids, marks, is_cut)
 
 
 RENDER_SECONDS = 10.0  # of the CPU, for one dialogue
@@ -233,7 +235,7 @@ class Renderer:
             self._process.kill()
             self._process.communicate()
 
-    def render(self, asked: Asked) -> Dialogue | str:
+    def render(self, asked: ChatRecord) -> Dialogue | str:
         """The dialogue as the template has it, or why it cannot be. Raises `DataError` for what no template may do."""
         if self._process is None:
             if not asked.is_pair:
@@ -269,7 +271,7 @@ def _whole(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatReader:
     """How lines become dialogues: with which template, and of how many tokens at most."""
 
     template: ChatTemplate | None
@@ -277,7 +279,7 @@ class Chat:
     is_cut: bool  # a longer one, else it is left out
 
 
-class Counted(Protocol):
+class ChatCounts(Protocol):
     """The record of a piece."""
 
     @property
@@ -287,14 +289,14 @@ class Counted(Protocol):
     def num_cut(self) -> int: ...
 
 
-def load_chat(config: ChatConfig) -> Chat:
+def load_chat(config: ChatConfig) -> ChatReader:
     """Read the template. Raises `DataError` if it is none."""
     template = None if config.template is None else read_template(config.template)
     Renderer(template).close()
-    return Chat(template, config.max_tokens, config.longer == "cut")
+    return ChatReader(template, config.max_tokens, config.longer == "cut")
 
 
-def refuse_unread(config: TokeniseConfig, form: Form, document: Document) -> None:
+def validate_chat_read(config: TokeniseConfig, form: Form, document: Document) -> None:
     """Raise the document's error where a key says nothing of these files, or they and the tokenizer cannot serve it."""
     unread = {"field": form == "text" or config.chat is not None, "skip_bad": form == "text"}
     for key, is_unread in unread.items():
@@ -316,14 +318,14 @@ def refuse_unread(config: TokeniseConfig, form: Form, document: Document) -> Non
         )
 
 
-def digest_of(tokenizer: str, chat: Chat | None) -> str:
+def digest_of(tokenizer: str, chat: ChatReader | None) -> str:
     """Another one where the same lines make other ids: of the tokenizer's digest, and the template if there is one."""
     if chat is None or chat.template is None:
         return tokenizer
     return hashlib.sha256(f"{tokenizer} {chat.template.sha256}".encode()).hexdigest()
 
 
-def tell_too_long(done: Sequence[Counted], chat: Chat | None) -> str | None:
+def tell_too_long(done: Sequence[ChatCounts], chat: ChatReader | None) -> str | None:
     """How many dialogues lost their end, and how many all; None where there were none."""
     num_dropped, num_cut = sum(piece.num_dropped for piece in done), sum(piece.num_cut for piece in done)
     if chat is None or not num_dropped + num_cut:

@@ -4,30 +4,30 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from runner.spec import Frozen, JobConfig
+from runner.spec import FrozenModel, JobConfig
 
 
-class BytesConfig(Frozen):
+class BytesConfig(FrozenModel):
     """A token is a byte of the text."""
 
     kind: Literal["bytes"] = Field(description="A token is a byte of the text.")
 
 
-class HuggingFaceConfig(Frozen):
+class HuggingFaceConfig(FrozenModel):
     """A file of the library `tokenizers`."""
 
     kind: Literal["hf"] = Field(description="A file of the library tokenizers.")
     file: str = Field(min_length=1, description="Path or URL of the tokenizer.json.")
 
 
-class SentencePieceConfig(Frozen):
+class SentencePieceConfig(FrozenModel):
     """A file of the library `sentencepiece`."""
 
     kind: Literal["sentencepiece"] = Field(description="A file of the library sentencepiece.")
     file: str = Field(min_length=1, description="Path or URL of the .model.")
 
 
-class TiktokenConfig(Frozen):
+class TiktokenConfig(FrozenModel):
     """A file of the library `tiktoken`."""
 
     kind: Literal["tiktoken"] = Field(description="A file of the library tiktoken.")
@@ -36,7 +36,7 @@ class TiktokenConfig(Frozen):
     special_tokens: dict[str, NonNegativeInt] = Field(default={}, description="Ids of special tokens by their text.")
 
 
-class BpeConfig(Frozen):
+class BpeConfig(FrozenModel):
     """A byte-level BPE that the job trains first."""
 
     kind: Literal["bpe"] = Field(description="A byte-level BPE, trained first on a sample of the source.")
@@ -51,7 +51,7 @@ TokenizerConfig = Annotated[
 ]
 
 
-class ChatConfig(Frozen):
+class ChatConfig(FrozenModel):
     """Each line or row is a dialogue: prompts, and answers that are to be learned."""
 
     template: str | None = Field(

@@ -16,8 +16,8 @@ from typing import Self
 import numpy as np
 
 from experiments.tokenise.inputs import InputFile
-from experiments.tokenise.pipeline import Encoded
-from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, Shard, Shards, parse_shard
+from experiments.tokenise.pipeline import EncodedBatch
+from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard, CorpusShards, parse_shard
 from runner.errors import DataError, InvalidError
 from runner.records import Key, check
 from runner.storage import JsonObject, Store, create, encode_json, read_json
@@ -40,11 +40,11 @@ _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of a store on a disk
 
 
 @dataclass(frozen=True)
-class Done(Shards):
+class FinishedPiece(CorpusShards):
     """What is known of a finished piece. `tokenizer` is the SHA-256 of its file, "" where it has none."""
 
     tokenizer: str
-    shards: tuple[Shard, ...]
+    shards: tuple[CorpusShard, ...]
     num_bad: int
     first_bad: str
     num_left_out: int
@@ -65,7 +65,7 @@ class Done(Shards):
         return cls(**record | {"shards": tuple(map(parse_shard, record["shards"]))})
 
 
-def refuse_other_owner(store: Store, directory: str, run_id: str | None = None) -> None:
+def validate_owner(store: Store, directory: str, run_id: str | None = None) -> None:
     """Raise `InvalidError` if another run writes its corpus there: one in another directory, or of another id."""
     try:
         owner = read_json(store, OWNER)
@@ -85,10 +85,10 @@ def take(store: Store, directory: str, name: str, run_id: str) -> None:
     try:
         create(store, OWNER, encode_json({"run": run_id, "name": name, "directory": directory}))
     except FileExistsError:
-        refuse_other_owner(store, directory, run_id)
+        validate_owner(store, directory, run_id)
 
 
-def refuse_changed_sources(store: Store, files: Iterable[InputFile]) -> None:
+def validate_sources_unchanged(store: Store, files: Iterable[InputFile]) -> None:
     """Raise `DataError` if the corpus was begun from other files, naming the first. Main host only."""
     try:
         begun = {label: other for label, *other in read_json(store, SOURCES)["files"]}
@@ -134,10 +134,10 @@ class _PieceWriter:
         self._ends: list[np.ndarray] = []
         self._answers: list[np.ndarray] = []
         self._num_tokens = 0  # of the shard that is being made
-        self._shards: list[Shard] = []
+        self._shards: list[CorpusShard] = []
         self._num_left_out = self._num_dropped = self._num_cut = 0
 
-    def add(self, encoded: Encoded) -> None:
+    def add(self, encoded: EncodedBatch) -> None:
         """The next tokens."""
         self._ids.append(encoded.ids)
         self._ends.append(encoded.ends + self._num_tokens)
@@ -149,11 +149,11 @@ class _PieceWriter:
         if encoded.batch.ends_shard and self._num_tokens:
             self._publish()
 
-    def finish(self, encoded: Encoded) -> Done:
+    def finish(self, encoded: EncodedBatch) -> FinishedPiece:
         """After the last tokens: write the record."""
         bad = encoded.batch.bad
         first_bad, left_out = str(bad[0]) if bad else "", (self._num_left_out, self._num_dropped, self._num_cut)
-        done = Done(self._tokenizer, tuple(self._shards), len(bad), first_bad, *left_out)
+        done = FinishedPiece(self._tokenizer, tuple(self._shards), len(bad), first_bad, *left_out)
         self._store.write(f"{self._name}.json", encode_json(done.record()))
         return done
 
@@ -165,11 +165,11 @@ class _PieceWriter:
         answers = np.concatenate(self._answers) if self._answers else None
         if answers is not None:
             self._store.write(f"{name}.answers", answers.tobytes())
-        self._shards.append(Shard.of(name, ids, ends, answers))
+        self._shards.append(CorpusShard.of(name, ids, ends, answers))
         self._ids, self._ends, self._answers, self._num_tokens = [], [], [], 0
 
 
-def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[Encoded]) -> Done:
+def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[EncodedBatch]) -> FinishedPiece:
     """Write the shards of the piece that is next in `stream`, then its record."""
     writer = _PieceWriter(store, piece, tokenizer)
     while True:
@@ -180,17 +180,17 @@ def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[Encod
             return writer.finish(batch)
 
 
-def read_done(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> list[Done]:
+def read_done(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> list[FinishedPiece]:
     """The records of all pieces, whose ids have `itemsize` bytes.
 
     Raises `DataError` if one, or a shard that it names, is missing or not as it was.
     """
     sizes = store.sizes("")
 
-    def read(piece: int) -> Done:
+    def read(piece: int) -> FinishedPiece:
         where = f"{store.url}/{name_of(piece)}.json"
         try:
-            done = Done.parse(read_json(store, f"{name_of(piece)}.json"))
+            done = FinishedPiece.parse(read_json(store, f"{name_of(piece)}.json"))
         except (FileNotFoundError, ValueError, TypeError) as error:
             raise DataError(
                 f"{where} is missing or damaged; remove it and run again: its piece is made anew"
@@ -206,7 +206,7 @@ def read_done(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> l
         return list(pool.map(read, range(num_pieces)))
 
 
-def refuse_another_tokenizer(store: Store, tokenizer: str) -> None:
+def validate_same_tokenizer(store: Store, tokenizer: str) -> None:
     """Raise `DataError` if pieces were made with another tokenizer; one of them is looked at. Main host only."""
     first = min((name for name in finished(store) if name.isdecimal()), default=None)
     if first is None:
@@ -222,7 +222,7 @@ def refuse_another_tokenizer(store: Store, tokenizer: str) -> None:
         )
 
 
-def _first_cut(shards: Iterable[Shard], itemsize: int, sizes: dict[str, int]) -> str | None:
+def _first_cut(shards: Iterable[CorpusShard], itemsize: int, sizes: dict[str, int]) -> str | None:
     """The first file of a shard that is not there, or not of its size."""
     needs = {name: size for shard in shards for name, size in shard.file_sizes(itemsize).items()}
     return next((name for name, size in needs.items() if sizes.get(name) != size), None)

@@ -28,7 +28,7 @@ Document = bytes | Dialogue
 
 
 @dataclass(frozen=True)
-class Part:
+class InputPart:
     """What is read of one file: bytes `start .. stop` of a .jsonl, row groups of a .parquet, else all of it.
 
     Lines that begin in the range belong to it. `size_bytes` is how much of the file that is.
@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadRecord:
     """A line or row without a text."""
 
     where: str
@@ -51,7 +51,7 @@ class Bad:
         return f"{self.where}: {self.reason}"
 
 
-def fetch(part: Part) -> bytes | None:
+def fetch(part: InputPart) -> bytes | None:
     """The content of a small file in a bucket; None of any other, which is read as it is needed."""
     if part.file.place is None or part.file.size_bytes > BLOCK_BYTES:
         return None
@@ -59,14 +59,14 @@ def fetch(part: Part) -> bytes | None:
 
 
 def documents(
-    part: Part, content: bytes | None, field: str, renderer: Renderer | None = None
-) -> Iterator[Document | Bad]:
+    part: InputPart, content: bytes | None, field: str, renderer: Renderer | None = None
+) -> Iterator[Document | BadRecord]:
     """The documents of a part, as UTF-8; of a text file its own bytes. `content` is what `fetch` gave.
 
     With a `renderer` lines and rows are dialogues.
     Raises `DataError` if the file cannot be read, is damaged, cut short, or has changed since it was resolved.
     """
-    part.file.refuse_change()
+    part.file.validate_unchanged()
     try:
         with _open(part.file) if content is None else io.BytesIO(content) as file:
             if part.file.form == "text":
@@ -85,7 +85,7 @@ def _open(file: InputFile) -> BinaryIO:
     return open(file.name, "rb") if file.place is None else io.BufferedReader(ObjectFile(file), _CHUNK_BYTES)
 
 
-def _of_lines(part: Part, file: BinaryIO, field: str, renderer: Renderer | None) -> Iterator[Document | Bad]:
+def _of_lines(part: InputPart, file: BinaryIO, field: str, renderer: Renderer | None) -> Iterator[Document | BadRecord]:
     number = 0
     for number, line in enumerate(_lines(part, file), start=1):
         if not line.strip():
@@ -93,13 +93,13 @@ def _of_lines(part: Part, file: BinaryIO, field: str, renderer: Renderer | None)
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield Bad(_place(part, number), f"is not JSON ({error})")
+            yield BadRecord(_place(part, number), f"is not JSON ({error})")
             continue
         try:
             found = _text_of(record, field) if renderer is None else _dialogue_of(record, renderer)
         except DataError as error:
             raise DataError(f"{_place(part, number)}: {error}") from error
-        yield Bad(_place(part, number), found) if isinstance(found, str) else found
+        yield BadRecord(_place(part, number), found) if isinstance(found, str) else found
 
 
 def _text_of(record: Any, field: str) -> bytes | str:
@@ -131,7 +131,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(repr(name[:40]) for name in names[:8]) or "none"
 
 
-def _place(part: Part, number: int) -> str:
+def _place(part: InputPart, number: int) -> str:
     """File and line; of a part that does not begin with the file, the lines before it are counted now."""
     if part.start:
         with open(part.file.name, "rb") as file:
@@ -145,7 +145,7 @@ def _place(part: Part, number: int) -> str:
     return f"{part.file.where}:{number}"
 
 
-def _lines(part: Part, file: BinaryIO) -> Iterator[bytes]:
+def _lines(part: InputPart, file: BinaryIO) -> Iterator[bytes]:
     if part.file.compression:
         yield from _split(_decompress(part.file, file))
         return
@@ -201,7 +201,7 @@ def _decompress(source: InputFile, file: BinaryIO) -> Iterator[bytes]:
         raise DataError(f"{source.where} is no whole {source.compression} file: it is cut short")
 
 
-def _of_table(part: Part, file: BinaryIO, field: str, renderer: Renderer | None) -> Iterator[Document | Bad]:
+def _of_table(part: InputPart, file: BinaryIO, field: str, renderer: Renderer | None) -> Iterator[Document | BadRecord]:
     arrow = import_extra("pyarrow", "parquet")
     try:
         yield from _texts(part, file, field) if renderer is None else _dialogues(part, file, renderer)
@@ -211,7 +211,7 @@ def _of_table(part: Part, file: BinaryIO, field: str, renderer: Renderer | None)
         raise DataError(f"{part.file.where} is no whole {part.file.form} file: {reason_of(error)}") from error
 
 
-def _texts(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
+def _texts(part: InputPart, file: BinaryIO, field: str) -> Iterator[bytes | BadRecord]:
     types, number = import_extra("pyarrow", "parquet").types, 0
 
     def columns(names: list[str]) -> list[str]:
@@ -225,10 +225,10 @@ def _texts(part: Part, file: BinaryIO, field: str) -> Iterator[bytes | Bad]:
         for text in column:
             number += 1
             value = text.as_buffer()
-            yield value.to_pybytes() if value is not None else Bad(_row(part, number), f"{field!r} is null")
+            yield value.to_pybytes() if value is not None else BadRecord(_row(part, number), f"{field!r} is null")
 
 
-def _dialogues(part: Part, file: BinaryIO, renderer: Renderer) -> Iterator[Dialogue | Bad]:
+def _dialogues(part: InputPart, file: BinaryIO, renderer: Renderer) -> Iterator[Dialogue | BadRecord]:
     """Of each row what its columns of a dialogue hold; a null, however deep, is left out, as a line would."""
     number = 0
 
@@ -254,7 +254,7 @@ def _dialogues(part: Part, file: BinaryIO, renderer: Renderer) -> Iterator[Dialo
                 found = f"holds what JSON has not ({error})"
             except DataError as error:
                 raise DataError(f"{_row(part, number)}: {error}") from error
-            yield Bad(_row(part, number), found) if isinstance(found, str) else found
+            yield BadRecord(_row(part, number), found) if isinstance(found, str) else found
 
 
 def _without_nulls(value: Any) -> Any:
@@ -263,7 +263,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _batches(part: Part, file: BinaryIO, columns: Callable[[list[str]], list[str]]) -> Iterator[Any]:
+def _batches(part: InputPart, file: BinaryIO, columns: Callable[[list[str]], list[str]]) -> Iterator[Any]:
     """The record batches of a part, of `columns(all names)` alone where the form allows it."""
     if part.file.form == "parquet":
         table = import_extra("pyarrow.parquet", "parquet").ParquetFile(file)
@@ -279,7 +279,7 @@ def _batches(part: Part, file: BinaryIO, columns: Callable[[list[str]], list[str
     yield from (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
 
 
-def _refuse_missing(part: Part, field: str, names: list[str]) -> None:
+def _refuse_missing(part: InputPart, field: str, names: list[str]) -> None:
     if names.count(field) > 1:
         raise DataError(f"{part.file.where} has {names.count(field)} columns {field!r}, needs one")
     if field not in names:
@@ -288,7 +288,7 @@ def _refuse_missing(part: Part, field: str, names: list[str]) -> None:
         raise DataError(f"{part.file.where} has no column {field!r}; {hint}")
 
 
-def _row(part: Part, number: int) -> str:
+def _row(part: InputPart, number: int) -> str:
     groups = f" of row groups {part.start} to {part.stop}" if part.start is not None else ""
     return f"{part.file.where}, row {number}{groups}"
 
@@ -303,7 +303,7 @@ def row_groups(file: InputFile) -> list[int]:
     return [table.row_group(i).total_byte_size for i in range(table.num_row_groups)]
 
 
-Piece = tuple[Part, ...]
+Piece = tuple[InputPart, ...]
 
 
 def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int) -> list[Piece]:
@@ -313,7 +313,7 @@ def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int) -> list[Piece]
     groups; what is compressed, in a bucket, or one document stays whole.
     """
     pieces: list[Piece] = []
-    piece: list[Part] = []
+    piece: list[InputPart] = []
     size_bytes = 0
     for part in (part for file in files for part in _parts(file, shard_bytes)):
         if piece and size_bytes + part.size_bytes > shard_bytes:
@@ -324,24 +324,24 @@ def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int) -> list[Piece]
     return [*pieces, tuple(piece)] if piece else pieces
 
 
-def _parts(file: InputFile, shard_bytes: int) -> Iterator[Part]:
+def _parts(file: InputFile, shard_bytes: int) -> Iterator[InputPart]:
     is_large = file.place is None and file.size_bytes > shard_bytes
     if is_large and file.form == "jsonl" and not file.compression:
         num_parts = -(-file.size_bytes // shard_bytes)
         edges = [file.size_bytes * i // num_parts for i in range(num_parts + 1)]
-        yield from (Part(file, stop - start, start, stop) for start, stop in itertools.pairwise(edges))
+        yield from (InputPart(file, stop - start, start, stop) for start, stop in itertools.pairwise(edges))
     elif is_large and file.form == "parquet":
         yield from _row_group_parts(file, shard_bytes)
     else:
-        yield Part(file, file.size_bytes)
+        yield InputPart(file, file.size_bytes)
 
 
-def _row_group_parts(file: InputFile, shard_bytes: int) -> Iterator[Part]:
+def _row_group_parts(file: InputFile, shard_bytes: int) -> Iterator[InputPart]:
     start, size_bytes, sizes = 0, 0, row_groups(file)
     for group, group_bytes in enumerate(sizes):
         if size_bytes and size_bytes + group_bytes > shard_bytes:
-            yield Part(file, size_bytes, start, group)
+            yield InputPart(file, size_bytes, start, group)
             start, size_bytes = group, 0
         size_bytes += group_bytes
     if start < len(sizes):
-        yield Part(file, size_bytes, start, len(sizes))
+        yield InputPart(file, size_bytes, start, len(sizes))

@@ -29,7 +29,7 @@ from runner.data.source_files import (
     objects_named,
 )
 from runner.errors import DataError
-from runner.storage import ChangedError, ForbiddenError, Listed, Store, Version, check_url, local_directory, store_at
+from runner.storage import ChangedError, FileInfo, ForbiddenError, Store, Version, check_url, local_directory, store_at
 
 Form = Literal["text", "jsonl", "parquet", "arrow"]
 _SUFFIXES: dict[str, Form] = {
@@ -72,7 +72,7 @@ class InputFile:
         suffix = Path(self.name).suffix.lower()
         return suffix if suffix in (".gz", ".zst") else ""
 
-    def refuse_change(self) -> None:
+    def validate_unchanged(self) -> None:
         """Raise `DataError` if a file on a disk is no longer the one that was resolved."""
         if self.place is not None:
             return
@@ -158,7 +158,7 @@ def _in_bucket(source: str) -> tuple[InputFile, ...]:
     )
 
 
-def _listing(place: str, start: str) -> dict[str, Listed]:
+def _listing(place: str, start: str) -> dict[str, FileInfo]:
     try:
         return open_place(place).listing(start)
     except FileNotFoundError as error:

@@ -18,18 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.tokenise import corpus
-from experiments.tokenise.chat import Chat, digest_of, load_chat, refuse_unread, tell_too_long
+from experiments.tokenise.chat import ChatReader, digest_of, load_chat, tell_too_long, validate_chat_read
 from experiments.tokenise.config import BpeConfig, TokeniseConfig
-from experiments.tokenise.corpus import Done
+from experiments.tokenise.corpus import FinishedPiece
 from experiments.tokenise.documents import Piece, cut_into_pieces
 from experiments.tokenise.inputs import InputFile, find_files, fingerprint_of, would_name
-from experiments.tokenise.pipeline import Encoded, encoded, too_many
+from experiments.tokenise.pipeline import EncodedBatch, encoded, too_many
 from experiments.tokenise.vocabulary import Vocabulary, read_vocabulary, sample_of, train, trained_vocabulary
 from runner import ExecutionSpec, RestoreableJob
 from runner.data.corpus_index import CorpusIndex
 from runner.data.tokenizers import FILES
 from runner.distributed.agreement import Hosts
-from runner.distributed.clock import Bucket, Phase
+from runner.distributed.clock import Phase, TimeBucket
 from runner.errors import DataError, InvalidError
 from runner.spec import Trajectory
 from runner.storage import JsonObject, Store, open_store, probe
@@ -51,7 +51,7 @@ class Tally:
         """With so many pieces done by earlier attempts."""
         self._num_earlier = num_earlier
 
-    def add(self, done: Done) -> None:
+    def add(self, done: FinishedPiece) -> None:
         """A piece more."""
         more = (1, done.num_documents, done.num_tokens, done.num_bad)
         self._own = [own + other for own, other in zip(self._own, more, strict=True)]
@@ -84,8 +84,8 @@ def _duration(seconds: float) -> str:
 
 ROUNDS = 1000  # the last step; so many that a stop is heard soon, and so few that a round without work costs nothing
 _DIGEST_WORDS = 8
-_TOKENISE = Phase("tokenise", Bucket.STEPS)
-_INDEX = Phase("the index", Bucket.STEPS)
+_TOKENISE = Phase("tokenise", TimeBucket.STEPS)
+_INDEX = Phase("the index", TimeBucket.STEPS)
 _NAMES_OF_A_RUN = ("events.jsonl", "metrics.jsonl", "spec.yaml")  # of a kind that is read
 
 
@@ -132,7 +132,7 @@ class Tokenise(RestoreableJob):
             return self.vocabulary.separator(self.config.separator)
 
     @functools.cached_property
-    def chat(self) -> Chat | None:
+    def chat(self) -> ChatReader | None:
         """How lines become dialogues."""
         with self.document.blaming("config.chat.template"):
             return None if self.config.chat is None else load_chat(self.config.chat)
@@ -147,7 +147,7 @@ class Tokenise(RestoreableJob):
     def setup(self, hosts: Hosts) -> None:
         """Find the input and read the tokenizer. Raises `InvalidError` on every host if these do not serve."""
         _refuse_own_files(self)
-        refuse_unread(self.config, self.files[0].form, self.document)
+        validate_chat_read(self.config, self.files[0].form, self.document)
         seen = [fingerprint_of(self.files), len(self.pieces)]
         if not isinstance(self.config.tokenizer, BpeConfig):
             _ = self.separator
@@ -214,9 +214,9 @@ class Tokenise(RestoreableJob):
     def _check_output(self) -> None:
         """Refuse an output that is another run's or was begun from other files. Main host only; changes nothing."""
         with self.document.blaming("config.output"):
-            corpus.refuse_other_owner(self.output, self.store.url)
+            corpus.validate_owner(self.output, self.store.url)
         with self.document.blaming("config.source"):
-            corpus.refuse_changed_sources(self.output, self.files)
+            corpus.validate_sources_unchanged(self.output, self.files)
 
     def _begin_output(self) -> None:
         """Main host only."""
@@ -234,7 +234,7 @@ class Tokenise(RestoreableJob):
             sample = sample_of(self.pieces, config.tokenizer.sample_bytes, config.field, config.skip_bad)
             output.write(FILES["hf"], train(config.tokenizer, config.separator, sample))
         with self.document.blaming("config.tokenizer"):
-            corpus.refuse_another_tokenizer(output, self.maker)
+            corpus.validate_same_tokenizer(output, self.maker)
         if self.vocabulary.content is not None:
             corpus.write_once(output, self.vocabulary.record["file"], self.vocabulary.content)
 
@@ -244,13 +244,13 @@ class Tokenise(RestoreableJob):
         bits = [corpus.name_of(piece) not in done for piece in range(len(self.pieces))]
         return np.packbits(bits).tobytes().hex()
 
-    def _encode(self, pieces: Sequence[int]) -> Generator[Encoded]:
+    def _encode(self, pieces: Sequence[int]) -> Generator[EncodedBatch]:
         config, skip_bad = self.config, self.config.skip_bad
         work = [(piece, self.pieces[piece]) for piece in pieces]
         how = config.field, config.shard_bytes, skip_bad, self.chat
         return encoded(work, self.vocabulary.tokenizer, self.separator, *how)
 
-    def _make(self, piece: int, stream: Iterator[Encoded]) -> corpus.Done:
+    def _make(self, piece: int, stream: Iterator[EncodedBatch]) -> corpus.FinishedPiece:
         """Write the next piece of the stream."""
         if self.attempt.hosts.is_main:
             self.attempt.fence.glance()
@@ -262,7 +262,7 @@ class Tokenise(RestoreableJob):
                 self.attempt.fence.check()  # a newer attempt has removed what this one was writing
             raise
 
-    def _reported(self, stream: Iterator[Encoded]) -> Iterator[Encoded]:
+    def _reported(self, stream: Iterator[EncodedBatch]) -> Iterator[EncodedBatch]:
         """The same, each batch with a deadline of its own: a piece may be large."""
         while True:
             with self.attempt.progress.during(_TOKENISE):

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from experiments.tokenise.chat import Chat, Dialogue, Renderer, mark
-from experiments.tokenise.documents import Bad, Document, Piece, documents, fetch
+from experiments.tokenise.chat import ChatReader, Dialogue, Renderer, mark
+from experiments.tokenise.documents import BadRecord, Document, Piece, documents, fetch
 from runner.data.batches import Prefetcher
 from runner.data.corpus_index import ANSWERS_DTYPE
 from runner.data.tokenizers import BatchTokenizer
@@ -32,24 +32,24 @@ Out = TypeVar("Out")
 
 
 @dataclass(frozen=True)
-class Batch:
+class DocumentBatch:
     """Neighbouring documents of one piece. `ends_shard`, `ends_piece`: what ends after the last of them."""
 
     piece: int
     documents: list[Document]
-    bad: tuple[Bad, ...]
+    bad: tuple[BadRecord, ...]
     ends_shard: bool
     ends_piece: bool
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedBatch:
     """The tokens of a batch: `ids` of all its documents, and in `ends` how many of them lie before each one's end.
 
     Of dialogues `answers` says of each token whether it is of an answer; None of other documents.
     """
 
-    batch: Batch
+    batch: DocumentBatch
     ids: np.ndarray
     ends: np.ndarray
     num_left_out: int  # documents without tokens
@@ -65,8 +65,8 @@ def encoded(
     field: str,
     shard_bytes: int,
     skip_bad: int,
-    chat: Chat | None = None,
-) -> Generator[Encoded]:
+    chat: ChatReader | None = None,
+) -> Generator[EncodedBatch]:
     """The tokens of the numbered pieces, in order. Close it, or exhaust it. Raises `DataError`."""
     fetched = ahead(_fetch_all(pieces), 1)
     batches = ahead(_batches(fetched, field, shard_bytes, skip_bad, chat), _BATCHES_AHEAD)
@@ -75,7 +75,7 @@ def encoded(
     return mapped(lambda batch: encode(batch, tokenizer, separator), batches, _NUM_ENCODERS)
 
 
-def encode(batch: Batch, tokenizer: BatchTokenizer, separator: int | None) -> Encoded:
+def encode(batch: DocumentBatch, tokenizer: BatchTokenizer, separator: int | None) -> EncodedBatch:
     """A document that has no tokens and no separator is left out: a corpus cannot hold it."""
     texts = [document for document in batch.documents if isinstance(document, bytes)]
     found: Sequence[np.ndarray] = tokenizer.encode_batch(texts) if texts else []
@@ -87,10 +87,12 @@ def encode(batch: Batch, tokenizer: BatchTokenizer, separator: int | None) -> En
         end = np.array([separator], tokenizer.dtype)
         found = [array for ids in found for array in (ids, end)]
     ids = np.concatenate(found) if found else np.empty(0, tokenizer.dtype)
-    return Encoded(batch, ids, np.cumsum(lengths), num_documents - len(lengths))
+    return EncodedBatch(batch, ids, np.cumsum(lengths), num_documents - len(lengths))
 
 
-def encode_dialogues(batch: Batch, tokenizer: BatchTokenizer, separator: int | None, chat: Chat) -> Encoded:
+def encode_dialogues(
+    batch: DocumentBatch, tokenizer: BatchTokenizer, separator: int | None, chat: ChatReader
+) -> EncodedBatch:
     """As `encode`, with the tokens of answers marked. One that is too long, or has no answer left, is left out."""
     dialogues = [document for document in batch.documents if isinstance(document, Dialogue)]
     found = tokenizer.encode_spans([dialogue.text for dialogue in dialogues]) if dialogues else []
@@ -104,7 +106,7 @@ def encode_dialogues(batch: Batch, tokenizer: BatchTokenizer, separator: int | N
     answers = np.concatenate([np.empty(0, ANSWERS_DTYPE), *(one.marks for one in held)])
     ends = np.cumsum(np.array([len(one.ids) for one in held], np.int64))
     num_cut = sum(one.is_cut for one in held)
-    return Encoded(batch, ids, ends, len(kept) - len(held), answers, len(marked) - len(kept), num_cut)
+    return EncodedBatch(batch, ids, ends, len(kept) - len(held), answers, len(marked) - len(kept), num_cut)
 
 
 def piece_documents(
@@ -112,13 +114,13 @@ def piece_documents(
     contents: Sequence[bytes | None],
     field: str,
     skip_bad: int,
-    bad: list[Bad],
+    bad: list[BadRecord],
     renderer: Renderer | None = None,
 ) -> Generator[Document]:
     """The documents of a piece; what is bad is put into `bad`. Raises `DataError` where that is too much."""
     for part, content in zip(piece, contents, strict=True):
         for document in documents(part, content, field, renderer):
-            if not isinstance(document, Bad):
+            if not isinstance(document, BadRecord):
                 yield document
                 continue
             bad.append(document)
@@ -147,13 +149,13 @@ def _batches(
     field: str,
     shard_bytes: int,
     skip_bad: int,
-    chat: Chat | None,
-) -> Generator[Batch]:
+    chat: ChatReader | None,
+) -> Generator[DocumentBatch]:
     """Cut by documents alone, so that the same shards come out of the same piece."""
     rendering = contextlib.nullcontext() if chat is None else Renderer(chat.template)
     with contextlib.closing(pieces), rendering as renderer:
         for number, piece, contents in pieces:
-            bad: list[Bad] = []
+            bad: list[BadRecord] = []
             batch: list[Document] = []
             batch_bytes = in_shard_bytes = 0
             for document in piece_documents(piece, contents, field, skip_bad, bad, renderer):
@@ -162,10 +164,10 @@ def _batches(
                 in_shard_bytes += len(document)
                 is_shard = in_shard_bytes >= shard_bytes
                 if is_shard or batch_bytes >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
-                    yield Batch(number, batch, (), is_shard, False)
+                    yield DocumentBatch(number, batch, (), is_shard, False)
                     batch, batch_bytes = [], 0
                     in_shard_bytes = 0 if is_shard else in_shard_bytes
-            yield Batch(number, batch, tuple(bad), True, True)
+            yield DocumentBatch(number, batch, tuple(bad), True, True)
 
 
 def ahead(items: Generator[Out], depth: int) -> Generator[Out]:

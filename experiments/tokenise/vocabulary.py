@@ -9,10 +9,10 @@ from typing import Any
 import tokenizers
 
 from experiments.tokenise.config import BpeConfig, BytesConfig, TiktokenConfig, TokenizerConfig
-from experiments.tokenise.documents import Bad, Piece
+from experiments.tokenise.documents import BadRecord, Piece
 from experiments.tokenise.inputs import read_file
 from experiments.tokenise.pipeline import fetch_piece, piece_documents
-from runner.data.tokenizers import FILES, BatchTokenizer, Bytes, make_tokenizer
+from runner.data.tokenizers import FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.storage import JsonObject, Store
 
@@ -57,7 +57,9 @@ def read_vocabulary(config: TokenizerConfig) -> Vocabulary:
     """Of a kind that needs no training. Raises `DataError` if its file is missing or damaged."""
     assert not isinstance(config, BpeConfig)
     if isinstance(config, BytesConfig):
-        return Vocabulary(Bytes(), {"kind": "bytes", "vocabulary_size": Bytes.vocabulary_size}, None)
+        return Vocabulary(
+            ByteBatchTokenizer(), {"kind": "bytes", "vocabulary_size": ByteBatchTokenizer.vocabulary_size}, None
+        )
     more: JsonObject = {}
     if isinstance(config, TiktokenConfig):
         more = {"pattern": config.pattern, "special_tokens": config.special_tokens}
@@ -103,7 +105,7 @@ def sample_of(
     """Documents from the heads of pieces that lie evenly over the source, about `sample_bytes` in all."""
     num_sampled = min(len(pieces), max(1, sample_bytes // _LEAST_OF_A_PIECE_BYTES))
     of_each_bytes = -(-sample_bytes // num_sampled)
-    bad: list[Bad] = []
+    bad: list[BadRecord] = []
     for index in range(num_sampled):
         piece = pieces[index * len(pieces) // num_sampled]
         left_bytes = of_each_bytes

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from launch.options import natural, set_arguments
 from launch.tpu_vm.gcloud import Gcloud, Resource
-from launch.tpu_vm.host import Host
-from launch.tpu_vm.job import Job
+from launch.tpu_vm.host import HostPrograms
+from launch.tpu_vm.job import TpuVmJob
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.console import say, warn
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError
@@ -140,7 +140,7 @@ def run(parsed: argparse.Namespace) -> int:
     resource = _resource(parsed, _accelerator(document, spec), name)
     host = _host(parsed, commit, document, spec, resource.name)
     gcloud = Gcloud(resource, parsed.poll_seconds)
-    commands = Job(resource, host, _files(parsed, host, ""), gcloud, parsed.poll_seconds, parsed.keep).plan()
+    commands = TpuVmJob(resource, host, _files(parsed, host, ""), gcloud, parsed.poll_seconds, parsed.keep).plan()
     longest = max(len(word.encode()) for command in commands for word in command)
     if longest >= _MOST_ARGUMENT_BYTES:
         raise InvalidError(f"--set: makes a command of {longest} bytes, needs less than {_MOST_ARGUMENT_BYTES}")
@@ -159,14 +159,14 @@ def run(parsed: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="launch-tpu-vm-") as scratch:
             Path(scratch, host.archive).write_bytes(commit.archive)
             files = _files(parsed, host, scratch)
-            return Job(resource, host, files, gcloud, parsed.poll_seconds, parsed.keep).run()
+            return TpuVmJob(resource, host, files, gcloud, parsed.poll_seconds, parsed.keep).run()
     except KeyboardInterrupt:
         say(f"launch: leaving {resource.name} as it is; a job that runs there goes on. Run this command again to")
         say(f"launch: re-attach, or delete the machines: {shlex.join(resource.delete())}")
         return EXIT_PREEMPTED
 
 
-def _files(parsed: argparse.Namespace, host: Host, directory: str) -> dict[str, str]:
+def _files(parsed: argparse.Namespace, host: HostPrograms, directory: str) -> dict[str, str]:
     """What each host gets: paths here, the archive in `directory` -> names in its home directory."""
     archive = {str(Path(directory, host.archive)): host.archive}
     return archive if host.environment is None else {parsed.environment_file: host.environment} | archive
@@ -219,7 +219,9 @@ def _resource(parsed: argparse.Namespace, accelerator: Accelerator, name: str) -
     return Resource(name, accelerator.num_slices, tuple(location), tuple(request), tuple(ssh_options))
 
 
-def _host(parsed: argparse.Namespace, commit: Commit, document: Document, spec: ExecutionSpec, name: str) -> Host:
+def _host(
+    parsed: argparse.Namespace, commit: Commit, document: Document, spec: ExecutionSpec, name: str
+) -> HostPrograms:
     """What is run on each host. Raises `InvalidError` if its disk, which goes with it, would hold the checkpoints."""
     extra = extra_of(spec.directory)
     if extra is None:
@@ -231,7 +233,7 @@ def _host(parsed: argparse.Namespace, commit: Commit, document: Document, spec: 
         )
     if parsed.environment_file is not None and not Path(parsed.environment_file).is_file():
         raise InvalidError(f"--environment-file {parsed.environment_file}: no such file")
-    return Host(
+    return HostPrograms(
         name,
         commit.short,
         f"{name}-{commit.short}.tar.gz",

@@ -35,7 +35,7 @@ _LOG = re.compile(r"^tpu-vm: log from (\d+)$")
 
 
 @dataclass(frozen=True)
-class Answer:
+class HostStatus:
     """What one host says of the job: empty (nothing shipped yet), started, running, ended or stopped."""
 
     state: str
@@ -44,7 +44,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostPrograms:
     """The programs of one job.
 
     Attributes:
@@ -103,10 +103,10 @@ class Host:
         return f"{enter}\n{fill(read_program(__package__, name), **values)}"
 
 
-def answers(output: str) -> dict[int, Answer]:
+def answers(output: str) -> dict[int, HostStatus]:
     """By worker, what `attend` or `stop` has printed on all workers of a slice, among gcloud's own lines."""
     return {
-        int(worker): Answer(words.split()[0], int(code) if code else None, commit)
+        int(worker): HostStatus(words.split()[0], int(code) if code else None, commit)
         for worker, words, code, commit in _ANSWER.findall(output)
     }
 

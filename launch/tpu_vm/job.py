@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from launch.supervisor import job_code
 from launch.tpu_vm.gcloud import MOST_TRIES, Gcloud, Resource, check, execute, first_line
-from launch.tpu_vm.host import CREATE_TIME, Answer, Host, LogTail, answers, lines_of_log, log_begins_at
+from launch.tpu_vm.host import CREATE_TIME, HostPrograms, HostStatus, LogTail, answers, lines_of_log, log_begins_at
 from runner.console import say, warn
 from runner.errors import EXIT_DONE, PreemptedError, RetryableError
 
@@ -33,7 +33,7 @@ class _Machines:
 
 
 @dataclass(frozen=True)
-class Job:
+class TpuVmJob:
     """A launch.
 
     Attributes:
@@ -44,7 +44,7 @@ class Job:
     """
 
     resource: Resource
-    host: Host
+    host: HostPrograms
     files: dict[str, str]
     gcloud: Gcloud
     poll_seconds: float
@@ -161,9 +161,9 @@ class Job:
             return None
         return _Machines(sizes, state.created)
 
-    def _attend_all(self, machines: _Machines) -> dict[HostIndex, Answer]:
+    def _attend_all(self, machines: _Machines) -> dict[HostIndex, HostStatus]:
         """What every host says; ships the code where it is not. Raises `RetryableError` if one cannot be asked."""
-        hosts: dict[HostIndex, Answer] = {}
+        hosts: dict[HostIndex, HostStatus] = {}
         for index, (node, size) in enumerate(zip(self.resource.nodes, machines.sizes, strict=True)):
             found = self._answers(node, size, machines.created)
             if any(answer.state == "empty" for answer in found.values()):
@@ -177,7 +177,7 @@ class Job:
             hosts |= {(index, worker): answer for worker, answer in found.items()}
         return hosts
 
-    def _answers(self, node: str, size: int, created: int | None) -> dict[int, Answer]:
+    def _answers(self, node: str, size: int, created: int | None) -> dict[int, HostStatus]:
         _, output, errors = execute(self._attend(node, created))
         found = answers(output)
         if set(found) != set(range(size)):  # more telling than the exit code, which speaks for all hosts at once
@@ -185,7 +185,7 @@ class Job:
             raise RetryableError(f"{len(found)} of {size} hosts of {node} answer: {first_line(errors)}")
         return found
 
-    def _make_log_tail(self, hosts: dict[HostIndex, Answer]) -> LogTail:
+    def _make_log_tail(self, hosts: dict[HostIndex, HostStatus]) -> LogTail:
         first = hosts[0, 0]
         if first.state != "started":
             say(f"launch: attached to the job on {self.resource.name}, of commit {first.commit}")
@@ -193,7 +193,7 @@ class Job:
                 warn(f"launch: WARNING: commit {self.host.commit} is shipped only if machines are requested again")
         return LogTail(self._tail, log_begins_at, 1 if first.state == "started" else None, self.poll_seconds)
 
-    def _show_failed(self, hosts: dict[HostIndex, Answer]) -> None:
+    def _show_failed(self, hosts: dict[HostIndex, HostStatus]) -> None:
         """The end of the log of the first host that failed, unless it is the one whose log is shown anyway."""
         failed = min((index for index, host in hosts.items() if host.code), default=(0, 0))
         if failed == (0, 0):
@@ -218,7 +218,7 @@ class Job:
         return self.resource.ssh(self.resource.nodes[0], "0", self.host.tail(first_line))
 
 
-def verdict(hosts: dict[HostIndex, Answer]) -> int | None:
+def verdict(hosts: dict[HostIndex, HostStatus]) -> int | None:
     """The exit code of the job, None while it runs.
 
     One host that has given up is the end, since the others wait for it in vain; so is the first host's success, since

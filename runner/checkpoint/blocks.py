@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from runner.checkpoint.manifest import Files, Shard
+from runner.checkpoint.manifest import Files, ShardRecord
 from runner.storage import digest_of
 
 PIECE_BYTES = 64 << 20
@@ -26,7 +26,7 @@ Index = tuple[slice, ...]
 Blocks = dict[str, list[tuple[list[int], np.ndarray]]]  # leaf -> (start, block) of each shard, in this host's memory
 
 
-class DamagedError(ValueError):
+class DamagedBlockError(ValueError):
     """The bytes of a piece are not those that were written."""
 
 
@@ -56,23 +56,23 @@ def _start(index: Index, shape: tuple[int, ...]) -> list[int]:
     return [part.indices(size)[0] for part, size in zip(index, shape, strict=True)]
 
 
-class Table:
+class BlockTable:
     """What one process has written: its files with size and CRC-32C, and its shards by leaf."""
 
-    def __init__(self, files: Files | None = None, shards: dict[str, list[Shard]] | None = None):
+    def __init__(self, files: Files | None = None, shards: dict[str, list[ShardRecord]] | None = None):
         self.files = files or {}
         self.shards = shards or {}
 
-    def add(self, other: "Table") -> None:
+    def add(self, other: "BlockTable") -> None:
         """Take in what another process has written."""
         self.files |= other.files
         for name, shards in other.shards.items():
             self.shards.setdefault(name, []).extend(shards)
 
 
-def write(directory: Path, prefix: str, blocks: Blocks) -> Table:
+def write(directory: Path, prefix: str, blocks: Blocks) -> BlockTable:
     """Write every shard below `directory`/`prefix`; names in the table are relative to `directory`. Not flushed."""
-    table = Table()
+    table = BlockTable()
     (directory / prefix).mkdir(parents=True, exist_ok=True)
     for leaf, own in blocks.items():
         for start, block in own:
@@ -85,7 +85,7 @@ def write(directory: Path, prefix: str, blocks: Blocks) -> Table:
                         raise OSError(f"{name}: the disk is full")
                 table.files[name] = [len(piece), digest_of(piece)]
                 pieces.append(name)
-            record = Shard(start=start, shape=list(block.shape), pieces=pieces)
+            record = ShardRecord(start=start, shape=list(block.shape), pieces=pieces)
             table.shards.setdefault(leaf, []).append(record)
     return table
 
@@ -98,11 +98,11 @@ def _pieces(block: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def read(
-    fetch: Callable[[str], bytes], files: Files, shards: dict[str, list[Shard]], leaves: dict[str, Any]
+    fetch: Callable[[str], bytes], files: Files, shards: dict[str, list[ShardRecord]], leaves: dict[str, Any]
 ) -> dict[str, jax.Array]:
     """The arrays that `leaves` describe (shape, dtype and sharding), from the pieces that this process needs.
 
-    `fetch` reads a file by its name. Raises `DamagedError` naming the piece whose bytes are wrong.
+    `fetch` reads a file by its name. Raises `DamagedBlockError` naming the piece whose bytes are wrong.
     """
 
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as pool:
@@ -120,11 +120,16 @@ def read(
 
 
 def read_block(
-    fetch: Callable[[str], bytes], files: Files, records: list[Shard], dtype: Any, index: Index, shape: tuple[int, ...]
+    fetch: Callable[[str], bytes],
+    files: Files,
+    records: list[ShardRecord],
+    dtype: Any,
+    index: Index,
+    shape: tuple[int, ...],
 ) -> np.ndarray:
     """One block of one array of this `shape`, from the `records` of its shards, in this host's memory.
 
-    Raises `DamagedError` like `read`.
+    Raises `DamagedBlockError` like `read`.
     """
     start, extent = _start(index, shape), _extent(index, shape)
     blocks = []
@@ -139,16 +144,16 @@ def _fetch_checked(fetch: Callable[[str], bytes], files: Files, name: str) -> by
     try:
         content = fetch(name)
     except FileNotFoundError as error:
-        raise DamagedError(f"{name} is missing") from error
+        raise DamagedBlockError(f"{name} is missing") from error
     size, digest = files[name]
     if len(content) != size:
-        raise DamagedError(f"{name} has {len(content)} bytes, the manifest says {size}")
+        raise DamagedBlockError(f"{name} has {len(content)} bytes, the manifest says {size}")
     if digest_of(content) != digest:
-        raise DamagedError(f"{name} does not match its CRC-32C")
+        raise DamagedBlockError(f"{name} does not match its CRC-32C")
     return content
 
 
-def _needed(leaf: Any, records: list[Shard]) -> list[Shard]:
+def _needed(leaf: Any, records: list[ShardRecord]) -> list[ShardRecord]:
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     wanted = [(_start(index, leaf.shape), _extent(index, leaf.shape)) for index in indices]
     return [record for record in records if any(_overlap(record, *block) is not None for block in wanted)]
@@ -159,7 +164,7 @@ def _extent(index: Index, shape: tuple[int, ...]) -> list[int]:
     return [stop - start for start, stop, _ in bounds]
 
 
-def _overlap(record: Shard, start: list[int], extent: list[int]) -> list[tuple[slice, slice]] | None:
+def _overlap(record: ShardRecord, start: list[int], extent: list[int]) -> list[tuple[slice, slice]] | None:
     """Where a shard and a block meet: (in the shard, in the block) on each axis; None if they do not."""
     meeting = []
     for own, size, other, length in zip(record["start"], record["shape"], start, extent, strict=True):
@@ -170,7 +175,7 @@ def _overlap(record: Shard, start: list[int], extent: list[int]) -> list[tuple[s
     return meeting
 
 
-def _assemble(leaf: Any, records: list[Shard], futures: dict[str, Future[bytes]]) -> jax.Array:
+def _assemble(leaf: Any, records: list[ShardRecord], futures: dict[str, Future[bytes]]) -> jax.Array:
     blocks = [(record, _block(record, leaf.dtype, _content(record, futures))) for record in records]
 
     def block_at(index: Index | None) -> np.ndarray:
@@ -180,17 +185,17 @@ def _assemble(leaf: Any, records: list[Shard], futures: dict[str, Future[bytes]]
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, block_at)
 
 
-def _content(record: Shard, futures: dict[str, Future[bytes]]) -> bytes:
+def _content(record: ShardRecord, futures: dict[str, Future[bytes]]) -> bytes:
     """The bytes of a shard, which `futures` then holds no more: a state may be as large as this host's memory."""
     pieces = [futures.pop(name).result() for name in record["pieces"]]
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _block(record: Shard, dtype: Any, content: bytes) -> np.ndarray:
+def _block(record: ShardRecord, dtype: Any, content: bytes) -> np.ndarray:
     return np.frombuffer(content, jnp.dtype(dtype)).reshape(record["shape"])
 
 
-def _fill(blocks: list[tuple[Shard, np.ndarray]], dtype: Any, start: list[int], extent: list[int]) -> np.ndarray:
+def _fill(blocks: list[tuple[ShardRecord, np.ndarray]], dtype: Any, start: list[int], extent: list[int]) -> np.ndarray:
     """The block of this extent that begins at `start`, from the shards that meet it."""
     for record, block in blocks:
         if record["start"] == start and record["shape"] == extent:
@@ -203,5 +208,5 @@ def _fill(blocks: list[tuple[Shard, np.ndarray]], dtype: Any, start: list[int], 
             whole[tuple(there for _, there in meeting)] = block[tuple(here for here, _ in meeting)]
             num_filled += int(np.prod([here.stop - here.start for here, _ in meeting]))
     if num_filled != whole.size:
-        raise DamagedError(f"the manifest's shards hold {num_filled} of {whole.size} elements of a block")
+        raise DamagedBlockError(f"the manifest's shards hold {num_filled} of {whole.size} elements of a block")
     return whole

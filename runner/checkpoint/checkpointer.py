@@ -12,19 +12,19 @@ import numpy as np
 
 from runner import console
 from runner.checkpoint.fast_tier import FastTier
-from runner.checkpoint.leaves import form, named, refuse_another_form, stored
+from runner.checkpoint.leaves import form, named, stored, validate_leaf_forms
 from runner.checkpoint.manifest import BURIED, Manifest
 from runner.checkpoint.policy import Retention, SavePolicy, best_interval_seconds
-from runner.checkpoint.restore import AttachmentCheck, Restored, Restorer
-from runner.checkpoint.save import Payload, SaveKind, Saver
+from runner.checkpoint.restore import AttachmentCheck, RestoredState, Restorer
+from runner.checkpoint.save import SaveContents, SaveKind, Saver
 from runner.checkpoint.weight_names import names_of
-from runner.checkpoint.writers import OrbaxWriter, PieceWriter, Writer
+from runner.checkpoint.writers import ArrayWriter, BlockWriter, OrbaxWriter
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import SAVE
 from runner.errors import InvalidError, StorageError
 from runner.records import PARAMS
 from runner.run.attempt import Attempt
-from runner.spec import Checkpoint, ExecutionSpec, Trajectory
+from runner.spec import CheckpointConfig, ExecutionSpec, Trajectory
 from runner.storage import default_cache_directory, local_directory, open_store, split_checkpoint
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -52,7 +52,7 @@ class Checkpointer:
         self._said_interval_seconds = 1e-9
         self._has_warned_of_grace = False
 
-    def restore(self, problem_with: AttachmentCheck) -> Restored | None:
+    def restore(self, problem_with: AttachmentCheck) -> RestoredState | None:
         """The newest good state, in whichever tier; None if nothing was ever committed. See `Restorer.restore`."""
         found = self._restorer.restore(self._abstract, self._identity, problem_with)
         self._saver.reads_back = found is None
@@ -70,12 +70,12 @@ class Checkpointer:
 
         Raises `StateError` if `state` has another form than `abstract`: it could not be restored.
         """
-        refuse_another_form(state, self._abstract, step)
+        validate_leaf_forms(state, self._abstract, step)
         if self._attempt.hosts.is_main:
             self._retention.look()
         self._policy.saved()
 
-    def load(self, name: str) -> Restored:
+    def load(self, name: str) -> RestoredState:
         """The checkpoint `name` of this run. Raises `ResumeError` if it is not good."""
         return self._restorer.load(name, self._abstract)
 
@@ -106,7 +106,7 @@ class Checkpointer:
         interval_seconds = 0.0 if self._rule.every is None else self._best_interval_seconds(step)
         return self._policy.due(step, last_step, interval_seconds)
 
-    def save(self, state: Any, step: int, payload: Payload, kind: SaveKind, name: str | None = None) -> Any:
+    def save(self, state: Any, step: int, payload: SaveContents, kind: SaveKind, name: str | None = None) -> Any:
         """Begin to save `state` as `checkpoints/<name>`, by default the step; returns the state to go on with.
 
         Only what is returned may be donated. A step that is saved already is not saved again. Raises `StateError`, with
@@ -115,7 +115,7 @@ class Checkpointer:
         if name is None and kind is not SaveKind.FAST and self._saved_step == step:
             return state
         _check_name(name, step)
-        refuse_another_form(state, self._abstract, step)
+        validate_leaf_forms(state, self._abstract, step)
         here = self._attempt.environment or None
         job, identity = self._attempt.run_id, self._identity
         draft = Manifest(name=name or str(step), step=step, job=job, identity=identity, environment=here)
@@ -196,15 +196,15 @@ def _check_name(name: str | None, step: int) -> None:
         raise InvalidError(f"step {step} cannot be saved as {name!r}: numbers are names of steps")
 
 
-def _open_writer(attempt: Attempt) -> Writer:
+def _open_writer(attempt: Attempt) -> ArrayWriter:
     if attempt.store.root is not None:
         return OrbaxWriter(attempt.store, attempt.hosts)
     staging = default_cache_directory() / "staging" / f"{attempt.run_id}.{attempt.hosts.process_id}"
     shutil.rmtree(staging, ignore_errors=True)  # of an attempt that was killed
-    return PieceWriter(attempt.store, attempt.hosts, staging)
+    return BlockWriter(attempt.store, attempt.hosts, staging)
 
 
-def _open_fast_tier(rule: Checkpoint, hosts: Hosts, run_id: str, abstract: Any) -> FastTier | None:
+def _open_fast_tier(rule: CheckpointConfig, hosts: Hosts, run_id: str, abstract: Any) -> FastTier | None:
     if rule.local_directory is None:
         return None
     fast = FastTier(local_directory(rule.local_directory) / run_id / str(hosts.process_id))

@@ -63,7 +63,7 @@ def copy(source: Store, name: str | None, target: Store) -> str:
     return name
 
 
-class Depth(enum.Enum):
+class VerifyDepth(enum.Enum):
     """How far a checkpoint is checked."""
 
     MANIFEST = "manifest"  # that alone
@@ -72,7 +72,7 @@ class Depth(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One directory below `checkpoints/`, and what is wrong with it."""
 
     name: str
@@ -82,7 +82,7 @@ class Entry:
     is_newer: bool = False
 
 
-def entries(store: Store, depth: Depth = Depth.MANIFEST) -> Iterator[Entry]:
+def entries(store: Store, depth: VerifyDepth = VerifyDepth.MANIFEST) -> Iterator[CheckpointEntry]:
     """Every checkpoint, steps in order and then names. Raises `StorageError` if the store cannot be read now."""
     names = sorted(store.children(CHECKPOINTS), key=lambda name: (not name.isdecimal(), name.zfill(20)))
     for name in names:
@@ -90,22 +90,22 @@ def entries(store: Store, depth: Depth = Depth.MANIFEST) -> Iterator[Entry]:
         try:
             manifest = read_manifest(store, directory)
         except NotCommittedError as error:
-            yield Entry(name, None, (str(error),), is_committed=False)
+            yield CheckpointEntry(name, None, (str(error),), is_committed=False)
         except NewerFormatError as error:
-            yield Entry(name, None, (str(error),), is_newer=True)
+            yield CheckpointEntry(name, None, (str(error),), is_newer=True)
         except StorageError:
             raise
         except (ValueError, OSError) as error:
-            yield Entry(name, None, (f"{MANIFEST}: {error}",))
+            yield CheckpointEntry(name, None, (f"{MANIFEST}: {error}",))
         else:
-            yield Entry(name, manifest, tuple(_problems(store, directory, manifest, depth)))
+            yield CheckpointEntry(name, manifest, tuple(_problems(store, directory, manifest, depth)))
 
 
-def _problems(store: Store, directory: str, manifest: Manifest, depth: Depth) -> list[str]:
-    if depth is Depth.MANIFEST:
+def _problems(store: Store, directory: str, manifest: Manifest, depth: VerifyDepth) -> list[str]:
+    if depth is VerifyDepth.MANIFEST:
         return []
-    found = file_problems(store, directory, manifest.files, trust_store=depth is not Depth.BITS)
-    return found if found or depth is not Depth.BITS else _bit_problems(store, directory, manifest)
+    found = file_problems(store, directory, manifest.files, trust_store=depth is not VerifyDepth.BITS)
+    return found if found or depth is not VerifyDepth.BITS else _bit_problems(store, directory, manifest)
 
 
 def _bit_problems(store: Store, directory: str, manifest: Manifest) -> list[str]:
@@ -120,7 +120,7 @@ def _bit_problems(store: Store, directory: str, manifest: Manifest) -> list[str]
         return [str(error)]
 
 
-def report(store: Store, depth: Depth, best: str | None = None) -> tuple[list[str], int]:
+def report(store: Store, depth: VerifyDepth, best: str | None = None) -> tuple[list[str], int]:
     """Lines for a person, in which the checkpoint `best` is called so, and the exit code.
 
     0 if all that is committed is good as far as it was checked, 1 if not, 2 if a newer runner has written some of it.
@@ -134,7 +134,7 @@ def report(store: Store, depth: Depth, best: str | None = None) -> tuple[list[st
         else:
             manifest = entry.manifest
             moment = datetime.datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
-            state = "DAMAGED" if is_bad else "committed" if depth is Depth.MANIFEST else "good"
+            state = "DAMAGED" if is_bad else "committed" if depth is VerifyDepth.MANIFEST else "good"
             lines.append(
                 f"{entry.name:>10}  {state}  {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files  "
                 f"{moment}  attempt {manifest.attempt}  fingerprint {manifest.fingerprint}"

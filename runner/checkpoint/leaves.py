@@ -63,7 +63,7 @@ def _strong(leaf: Any) -> Any:
     return leaf if _is_key(leaf) else lax.convert_element_type(leaf, jnp.result_type(leaf))
 
 
-def refuse_what_cannot_be_kept(abstract: Any) -> None:
+def validate_leaves(abstract: Any) -> None:
     """Raise `InvalidError` naming the leaves of a state, given by shape and dtype, that could not come back."""
     names = leaf_names(abstract)
     if not names:
@@ -100,7 +100,7 @@ def _is_narrow(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8)
 
 
-def refuse_another_form(state: Any, abstract: Any, step: int) -> None:
+def validate_leaf_forms(state: Any, abstract: Any, step: int) -> None:
     """Raise `StateError` naming the leaves of `state` that a restore into `abstract` would refuse, or would change."""
     problems = form_problems(state, abstract)
     if problems:

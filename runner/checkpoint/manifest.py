@@ -26,8 +26,8 @@ from runner.storage import (
     ForbiddenError,
     JsonObject,
     LocalStore,
-    OtherKindError,
     Store,
+    WrongKindError,
     digest_of,
     encode_json,
     kind_of,
@@ -99,7 +99,7 @@ _NEEDED = ("name", "step", "arrays", "leaves", "fingerprint", "identity", "files
 Files = dict[str, list[Any]]  # name -> [bytes, CRC-32C]
 
 
-class Shard(TypedDict):
+class ShardRecord(TypedDict):
     """One block of a leaf, as JSON: where it begins, its extent, and the files that hold it, in order."""
 
     start: list[int]
@@ -132,7 +132,7 @@ class Manifest:
     carry: JsonObject | None = None
     environment: JsonObject | None = None
     files: Files = field(default_factory=dict)
-    shards: dict[str, list[Shard]] | None = None
+    shards: dict[str, list[ShardRecord]] | None = None
     seconds: float = 0.0
     contested: bool = False
 
@@ -220,7 +220,7 @@ def read_manifest(store: Store, directory: str) -> Manifest:
 
 
 # A checkpoint that cannot be read now, or is bad: others may be good. What a bucket raises says nothing of either.
-UNREADABLE = (FileNotFoundError, ValueError, DiskError, ForbiddenError, OtherKindError)
+UNREADABLE = (FileNotFoundError, ValueError, DiskError, ForbiddenError, WrongKindError)
 
 
 def steps(store: Store) -> list[int]:
@@ -350,7 +350,7 @@ def _is_directory(store: Store, name: str) -> bool:
     """Whether a directory of a disk stands there."""
     try:
         return store.root is not None and kind_of(store.root / name) == "a directory"
-    except OtherKindError:
+    except WrongKindError:
         return False
 
 

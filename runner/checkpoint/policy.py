@@ -13,7 +13,7 @@ from runner.checkpoint.save import SaveKind
 from runner.console import warn
 from runner.periodic import is_due, is_overdue
 from runner.run.attempt import Attempt
-from runner.spec import Checkpoint
+from runner.spec import CheckpointConfig
 
 
 def best_interval_seconds(
@@ -36,7 +36,7 @@ class SavePolicy:
 
     def __init__(
         self,
-        rule: Checkpoint,
+        rule: CheckpointConfig,
         logging_every_steps: int,
         decide: Callable[[bool], bool],
         clock: Callable[[], float] = time.monotonic,

@@ -101,7 +101,7 @@ def _read_orbax(path: Path, leaves: Leaves) -> dict[str, jax.Array]:
 GROUP_BYTES = 1 << 30  # that are read at a time
 
 
-class Leaf(NamedTuple):
+class RestoredLeaf(NamedTuple):
     """One leaf as it was read back, and what is wrong with its bits, if anything is."""
 
     name: str
@@ -109,7 +109,7 @@ class Leaf(NamedTuple):
     problem: str | None
 
 
-def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterable[str]) -> Iterator[Leaf]:
+def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterable[str]) -> Iterator[RestoredLeaf]:
     """The leaves of these names, on the first device of this process, some at a time, with the types they have there.
 
     Raises `ValueError` or `OSError` if the bytes are not there, or not those that the manifest names.
@@ -122,7 +122,9 @@ def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterabl
                 digests = fingerprint.leaf_digests(arrays)
             for name, array in arrays.items():
                 is_good = digests[name] == manifest.leaves[name]["digest"]
-                yield Leaf(name, array, None if is_good else f"the bits of {name} are not those that were saved")
+                yield RestoredLeaf(
+                    name, array, None if is_good else f"the bits of {name} are not those that were saved"
+                )
 
 
 def _groups(manifest: Manifest, names: Iterable[str], place: SingleDeviceSharding) -> Iterator[Leaves]:

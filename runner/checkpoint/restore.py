@@ -29,12 +29,12 @@ from runner.checkpoint.manifest import (
     read_manifest,
     steps,
 )
-from runner.checkpoint.weight_names import is_adapted, refuse_unknown
+from runner.checkpoint.weight_names import is_adapted, validate_weight_name
 from runner.console import warn
 from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError
 from runner.records import PARAMS
 from runner.run.attempt import Attempt
-from runner.run.fence import Claimant
+from runner.run.fence import RunIdentity
 from runner.spec import Trajectory
 from runner.storage import DiskError, Store, number_in, open_store, read_log, split_checkpoint
 
@@ -44,7 +44,7 @@ QUARANTINE = "quarantine"
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredState:
     """A state that has passed every check, with the manifest that it came with.
 
     Attributes:
@@ -58,7 +58,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedCheckpoint:
     """A checkpoint that was not restored, and why.
 
     Attributes:
@@ -72,7 +72,7 @@ class Rejected:
     may_be_good: bool = False
 
 
-class Problem(NamedTuple):
+class RestoreProblem(NamedTuple):
     """Why a host cannot restore a checkpoint."""
 
     reason: str
@@ -87,7 +87,7 @@ class Restorer:
 
     def restore(
         self, abstract: Any, identity: Trajectory, problem_with: AttachmentCheck = lambda _: None
-    ) -> Restored | None:
+    ) -> RestoredState | None:
         """The newest state that passes every check; None if nothing was ever committed.
 
         `problem_with` is asked on the main host about what the fast tier has kept beside a state.
@@ -101,10 +101,10 @@ class Restorer:
             finish_burials(store)
         durable = hosts.agree(steps(store) if hosts.is_main else [])
         candidates = [(step, 0) for step in durable] + [(step, 1) for step in self._common(identity)]
-        rejected: list[Rejected] = []
+        rejected: list[RejectedCheckpoint] = []
         for step, is_fast in sorted(candidates, reverse=True):
             found = self._try_fast(step, abstract, problem_with) if is_fast else self._try(store, str(step), abstract)
-            if isinstance(found, Restored):
+            if isinstance(found, RestoredState):
                 self._set_aside(rejected, step)
                 return found
             rejected.append(found)
@@ -112,7 +112,7 @@ class Restorer:
         self._set_aside(rejected, None)
         return None
 
-    def _refuse_to_start_over(self, rejected: list[Rejected]) -> None:
+    def _refuse_to_start_over(self, rejected: list[RejectedCheckpoint]) -> None:
         store, hosts = self._attempt.store, self._attempt.hosts
         events = read_log(store, "events") if hosts.is_main else []
         durable = [event for event in events if event.get("event") == "commit" and event.get("tier") != "fast"]
@@ -126,14 +126,14 @@ class Restorer:
                 f"Repair one, or use another directory to start over{reasons or chr(10) + '  all are missing'}"
             )
 
-    def load(self, name: str, abstract: Any) -> Restored:
+    def load(self, name: str, abstract: Any) -> RestoredState:
         """The checkpoint `name`, checked like any other. Raises `ResumeError` if it cannot be restored."""
         found = self._try(self._attempt.store, name, abstract)
-        if isinstance(found, Rejected):
+        if isinstance(found, RejectedCheckpoint):
             raise ResumeError(f"{self._attempt.store.url}/{CHECKPOINTS}/{name}: {found.reason}")
         return found
 
-    def restore_weights(self, source: Store, name: str | None, abstract: Any) -> Restored:
+    def restore_weights(self, source: Store, name: str | None, abstract: Any) -> RestoredState:
         """The leaves of `abstract` alone from another run: from its checkpoint `name`, or from the newest that is good.
 
         Raises `ResumeError` if there is none.
@@ -142,10 +142,10 @@ class Restorer:
         names = [] if name is None else [name]
         if name is None and hosts.is_main:
             names = [str(step) for step in reversed(steps(source))]
-        rejected: list[Rejected] = []
+        rejected: list[RejectedCheckpoint] = []
         for candidate in hosts.agree(names):
             found = self._try(source, candidate, abstract, weights_only=True)
-            if isinstance(found, Restored):
+            if isinstance(found, RestoredState):
                 return found
             rejected.append(found)
         told = [other for other in rejected if other.was_committed or name is not None]
@@ -159,7 +159,7 @@ class Restorer:
         present = self._attempt.hosts.gather([] if self._fast is None else self._fast.steps(identity))
         return sorted(set.intersection(*(set(own) for own in present)))
 
-    def _try_fast(self, step: int, abstract: Any, problem_with: AttachmentCheck) -> Restored | Rejected:
+    def _try_fast(self, step: int, abstract: Any, problem_with: AttachmentCheck) -> RestoredState | RejectedCheckpoint:
         assert self._fast is not None, "only a fast tier has such a step"
         problem, part = None, None
         arrays: dict[str, jax.Array] = {}
@@ -169,44 +169,46 @@ class Restorer:
             check_leaves(part, abstract)
             attachments = self._fast.attachments(step)
             reason = problem_with(attachments) if self._attempt.hosts.is_main else None
-            problem = None if reason is None else Problem(reason)
+            problem = None if reason is None else RestoreProblem(reason)
         except (ValueError, OSError, KeyError) as error:
-            problem = Problem(f"process {self._attempt.hosts.process_id}: {error}")
+            problem = RestoreProblem(f"process {self._attempt.hosts.process_id}: {error}")
         problem = self._first(problem)
         if problem is None and part is not None:
             state = _unflatten(abstract, arrays)
             different = _bits_problem(state, part)
             if different is None:
-                return Restored(state, part, "fast", attachments)
-            problem = Problem(different)
-        return Rejected(step, problem.reason if problem else "no part", "fast")
+                return RestoredState(state, part, "fast", attachments)
+            problem = RestoreProblem(different)
+        return RejectedCheckpoint(step, problem.reason if problem else "no part", "fast")
 
-    def _try(self, store: Store, name: str, abstract: Any, weights_only: bool = False) -> Restored | Rejected:
+    def _try(
+        self, store: Store, name: str, abstract: Any, weights_only: bool = False
+    ) -> RestoredState | RejectedCheckpoint:
         directory, step = f"{CHECKPOINTS}/{name}", number_in(name)
         step = -1 if step is None else step
         manifest, problem, was_committed = self._read_manifest(store, directory)
         problem = self._first(problem)
         if problem is not None or manifest is None:
-            problem = problem or Problem("no manifest")
-            return Rejected(step, problem.reason, "durable", was_committed, problem.may_be_good)
+            problem = problem or RestoreProblem("no manifest")
+            return RejectedCheckpoint(step, problem.reason, "durable", was_committed, problem.may_be_good)
         check_leaves(manifest, abstract, weights_only)
         arrays: dict[str, jax.Array] = {}
         try:
             arrays = readers.read(store, directory, manifest, stored(named(abstract)))
         except DiskError as error:
-            problem = Problem(str(error), may_be_good=True)
+            problem = RestoreProblem(str(error), may_be_good=True)
         except StorageError:
             raise
         except (OSError, ValueError) as error:
-            problem = Problem(str(error))
+            problem = RestoreProblem(str(error))
         problem = self._first(problem)
         if problem is not None:
-            return Rejected(step, problem.reason, "durable", may_be_good=problem.may_be_good)
+            return RejectedCheckpoint(step, problem.reason, "durable", may_be_good=problem.may_be_good)
         state = _unflatten(abstract, arrays)
         different = _bits_problem(state, manifest)
-        return Restored(state, manifest) if different is None else Rejected(step, different, "durable")
+        return RestoredState(state, manifest) if different is None else RejectedCheckpoint(step, different, "durable")
 
-    def _read_manifest(self, store: Store, directory: str) -> tuple[Manifest | None, Problem | None, bool]:
+    def _read_manifest(self, store: Store, directory: str) -> tuple[Manifest | None, RestoreProblem | None, bool]:
         """The manifest, what is wrong with it or its files on this host, and whether the step was committed at all."""
         hosts = self._attempt.hosts
         try:
@@ -214,24 +216,24 @@ class Restorer:
             if manifest.shards is not None:  # each piece is checked when it is read
                 return manifest, None, True
             found = file_problems(store, directory, manifest.files, hosts.process_id, hosts.num_processes)
-            return manifest, Problem(found[0]) if found else None, True
+            return manifest, RestoreProblem(found[0]) if found else None, True
         except NotCommittedError as error:
-            return None, Problem(str(error)), False
+            return None, RestoreProblem(str(error)), False
         except NewerFormatError:
             raise
         except DiskError as error:
-            return None, Problem(f"{MANIFEST} or a file: {error}", may_be_good=True), True
+            return None, RestoreProblem(f"{MANIFEST} or a file: {error}", may_be_good=True), True
         except StorageError:
             raise  # that the store is down says nothing of the checkpoint
         except (ValueError, OSError) as error:
-            return None, Problem(f"{MANIFEST}: {error}"), True
+            return None, RestoreProblem(f"{MANIFEST}: {error}"), True
 
-    def _first(self, problem: Problem | None) -> Problem | None:
+    def _first(self, problem: RestoreProblem | None) -> RestoreProblem | None:
         """The first problem that any host has, on every host."""
         found = (other for other in self._attempt.hosts.gather(problem) if other is not None)
-        return next((Problem(*other) for other in found), None)
+        return next((RestoreProblem(*other) for other in found), None)
 
-    def _set_aside(self, rejected: list[Rejected], restored: int | None) -> None:
+    def _set_aside(self, rejected: list[RejectedCheckpoint], restored: int | None) -> None:
         """Quarantine what was committed and is bad, delete what was never committed, and record both."""
         attempt = self._attempt
         if self._fast is not None:
@@ -248,7 +250,7 @@ class Restorer:
             attempt.fence.check()
             bury(attempt.store, step, attempt.number)
 
-    def _quarantine(self, rejected: Rejected) -> None:
+    def _quarantine(self, rejected: RejectedCheckpoint) -> None:
         """Move a bad checkpoint away as evidence, its manifest first, so that it is never picked again."""
         attempt, store, source = self._attempt, self._attempt.store, f"{CHECKPOINTS}/{rejected.step}"
         target = self._free_place(f"{QUARANTINE}/{rejected.step}.{attempt.number}")
@@ -265,11 +267,11 @@ class Restorer:
         return next(place for place in places if place.removeprefix(f"{QUARANTINE}/") not in taken)
 
 
-def refuse_other_checkpoints(store: Store, claimant: Claimant) -> bool:
+def validate_checkpoints(store: Store, claimant: RunIdentity) -> bool:
     """Refuse to continue checkpoints of another trajectory; whether there are any. Main host only."""
     manifest = newest_manifest(store)
     if manifest is not None:
-        claimant.refuse_another_trajectory(manifest.identity, f"checkpoint {manifest.name}", store.url)
+        claimant.validate_trajectory(manifest.identity, f"checkpoint {manifest.name}", store.url)
     return manifest is not None
 
 
@@ -285,7 +287,7 @@ def check_source(text: str, weights: str = PARAMS) -> None:
             raise InvalidError(
                 f"{text} is of a run with an adapter; export it, which merges, and begin with the export"
             )
-        refuse_unknown(manifest.leaves, weights)
+        validate_weight_name(manifest.leaves, weights)
     except InvalidError:
         raise
     except (FileNotFoundError, ValueError) as error:

@@ -53,7 +53,7 @@ from runner.checkpoint.fingerprint import LeafLayout, block_digest, chunks
 from runner.checkpoint.leaves import Leaves, form, stored
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, commit
 from runner.checkpoint.readers import BlockReader
-from runner.checkpoint.writers import Writer, Written
+from runner.checkpoint.writers import ArrayWriter, WriteResult
 from runner.console import warn
 from runner.errors import FencedError, RemovedError, StorageError, first_line
 from runner.run.attempt import Attempt
@@ -123,7 +123,7 @@ class SaveKind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Payload:
+class SaveContents:
     """What rides on a save besides the state.
 
     Attributes:
@@ -152,7 +152,7 @@ class _Save:
     layout: fingerprint.LeafLayout
     started_seconds: float
     digests: list[jax.Array] | None = None
-    finish: Callable[[float], Written] | None = None
+    finish: Callable[[float], WriteResult] | None = None
     blocks: pieces.Blocks | None = None
     read_back: ReadBack | None = None
     attachments: dict[str, bytes] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class Saver:
     def __init__(
         self,
         attempt: Attempt,
-        writer: Writer,
+        writer: ArrayWriter,
         fast: FastTier | None,
         max_unsaved_seconds: float,
         after_commit: Callable[[Manifest], None],
@@ -210,7 +210,7 @@ class Saver:
         self.stall_seconds: float | None = None
         self.durable_seconds = 0.0
 
-    def save(self, draft: Manifest, state: Any, payload: Payload, kind: SaveKind) -> tuple[bool, Any]:
+    def save(self, draft: Manifest, state: Any, payload: SaveContents, kind: SaveKind) -> tuple[bool, Any]:
         """Begin to save `state`: whether a durable save began, and the state to go on with.
 
         `draft` names the checkpoint, its step and its run. Only the state that is returned may be donated. Waits for an
@@ -246,7 +246,9 @@ class Saver:
         self._attempt.record("save_left_out", step, reason="an earlier save is still on its way")
         return True
 
-    def _prepare(self, draft: Manifest, state: Any, payload: Payload, is_fast: bool, started_seconds: float) -> _Save:
+    def _prepare(
+        self, draft: Manifest, state: Any, payload: SaveContents, is_fast: bool, started_seconds: float
+    ) -> _Save:
         number = self._attempt.number
         draft = replace(
             draft,
@@ -280,7 +282,7 @@ class Saver:
         self._pending = self._worker.submit(self._work, save)
         return self._pending
 
-    def _start_to_write(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], Written]:
+    def _start_to_write(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
         """What writes the arrays in the background, once they may be donated or need not be."""
         if self._buffer.is_needed:
             return lambda deadline_seconds: self._writer.start(target, leaves)(deadline_seconds)

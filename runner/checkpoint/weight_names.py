@@ -31,7 +31,7 @@ def averages(leaves: Collection[str]) -> list[str]:
     return sorted(f"ema_{begin.removeprefix(_BEGIN)}" for begin in whole)
 
 
-def refuse_unknown(leaves: Collection[str], weights: str) -> None:
+def validate_weight_name(leaves: Collection[str], weights: str) -> None:
     """Raise `InvalidError`, saying which there are, if `weights` are neither those that are trained nor an average."""
     known = [PARAMS, *averages(leaves)]
     if weights not in known:
@@ -54,7 +54,7 @@ _PARAMS, _BASE = "params.", f"variables.{BASE}."
 
 
 @dataclass(frozen=True)
-class Merge:
+class AdapterMerge:
     """How two matrices and the weight that they adapt make the model's.
 
     Attributes:
@@ -86,14 +86,14 @@ def merged(base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Any) -> A
     return found
 
 
-def merge_of(identity: Trajectory) -> Merge | None:
+def merge_of(identity: Trajectory) -> AdapterMerge | None:
     """How the adapter of a checkpoint merges, by what its manifest says of the trajectory; None: it has no adapter."""
     rank, alpha = identity.get("config.adapter.rank"), identity.get("config.adapter.alpha")
-    return None if rank is None or alpha is None else Merge(alpha / rank)
+    return None if rank is None or alpha is None else AdapterMerge(alpha / rank)
 
 
 @dataclass(frozen=True)
-class Split:
+class AdapterSplit:
     """The leaves of a checkpoint with an adapter, by the model's names of them.
 
     Attributes:
@@ -105,7 +105,7 @@ class Split:
     matrices: Mapping[str, tuple[str, str]]
 
 
-def split(names: Mapping[str, str]) -> Split:
+def split(names: Mapping[str, str]) -> AdapterSplit:
     """Part weights as they are trained, name -> name in the manifest, into the model's and what adapts them."""
     own = {
         name.replace(_BASE, _PARAMS, 1) if name.startswith(_BASE) else name: saved
@@ -113,7 +113,7 @@ def split(names: Mapping[str, str]) -> Split:
         if not name.startswith(_PARAMS)
     }
     pairs = {name.removesuffix(f".{A}") for name in names if name.startswith(_PARAMS) and name.endswith(f".{A}")}
-    return Split(own, {name: (names[f"{name}.{A}"], names[f"{name}.{B}"]) for name in sorted(pairs)})
+    return AdapterSplit(own, {name: (names[f"{name}.{A}"], names[f"{name}.{B}"]) for name in sorted(pairs)})
 
 
 def is_adapted(names: Iterable[str]) -> bool:

@@ -25,18 +25,26 @@ from runner.checkpoint.manifest import (
 )
 from runner.checkpoint.policy import best_step
 from runner.checkpoint.readers import read_leaves
-from runner.checkpoint.weight_names import Merge, Split, is_adapted, merge_of, names_of, refuse_unknown, split
+from runner.checkpoint.weight_names import (
+    AdapterMerge,
+    AdapterSplit,
+    is_adapted,
+    merge_of,
+    names_of,
+    split,
+    validate_weight_name,
+)
 from runner.console import warn
 from runner.errors import InvalidError, StorageError
 from runner.records import PARAMS
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
-from runner.storage import ForbiddenError, OtherKindError, Store, open_store, split_checkpoint
+from runner.storage import ForbiddenError, Store, WrongKindError, open_store, split_checkpoint
 
 Result = TypeVar("Result")
 
 SPEC, BEST = "spec.yaml", "best"
 _WEIGHTS = (PARAMS, "variables")
-_OF_ONE = (OtherKindError, ForbiddenError)  # what stands there is not good; another checkpoint may be
+_OF_ONE = (WrongKindError, ForbiddenError)  # what stands there is not good; another checkpoint may be
 _MOST_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is read
 
 
@@ -268,11 +276,11 @@ def _whole(manifest: Manifest, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(record["shape"]), dtype_called(record["dtype"]), sharding=sharding)
 
 
-def adapter_of(manifest: Manifest, weights: str) -> tuple[Merge, Split]:
+def adapter_of(manifest: Manifest, weights: str) -> tuple[AdapterMerge, AdapterSplit]:
     """How a checkpoint's weights are merged, and of what; of one without an adapter nothing is."""
     merge = merge_of(manifest.identity)
     if merge is None or not is_adapted(manifest.leaves):
-        return Merge(0.0), Split({}, {})
+        return AdapterMerge(0.0), AdapterSplit({}, {})
     return merge, split(_trained_names(manifest, weights))
 
 
@@ -291,7 +299,7 @@ def _trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
     own = [name for name in manifest.leaves if name.partition(".")[0] in _WEIGHTS]
     if weights == PARAMS:
         return {name: name for name in own or manifest.leaves}
-    refuse_unknown(manifest.leaves, weights)
+    validate_weight_name(manifest.leaves, weights)
     return names_of(weights, own)
 
 

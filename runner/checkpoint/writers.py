@@ -19,7 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from runner.checkpoint import blocks as pieces
-from runner.checkpoint.manifest import Files, Shard
+from runner.checkpoint.manifest import Files, ShardRecord
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.storage import Store
@@ -28,17 +28,17 @@ NUM_UPLOADS = 8
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteResult:
     """What the manifest must say of the arrays that a writer has written."""
 
     files: Files = field(default_factory=dict)
-    shards: dict[str, list[Shard]] | None = None
+    shards: dict[str, list[ShardRecord]] | None = None
 
 
-class Writer(Protocol):
+class ArrayWriter(Protocol):
     """Writes arrays below one name of a store. Called on every host."""
 
-    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], Written]:
+    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
         """Begin to write below `target`; returns as soon as the arrays may be donated. On any thread.
 
         The function returned blocks until every host's part is durable, at most so many seconds; what it returns counts
@@ -72,25 +72,25 @@ class OrbaxWriter:
         self._orbax = _make_checkpointer(hosts)
         self._failed: set[str] = set()  # where a write has failed, and nothing was written since
 
-    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], Written]:
-        """See `Writer`."""
+    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
+        """See `ArrayWriter`."""
         self._free()
         self._failed.discard(target)
         self._orbax.save(self._root / target, args=ocp.args.PyTreeSave(leaves), force=True)
         return lambda _: self._finish(target)
 
-    def _finish(self, target: str) -> Written:
+    def _finish(self, target: str) -> WriteResult:
         self._orbax.wait_until_finished()
         if not self._hosts.is_main:
-            return Written()
+            return WriteResult()
         arrays = target.rpartition("/")[2]
         sizes = self._store.sizes(target)
-        return Written(
+        return WriteResult(
             {f"{arrays}/{name}": [size, self._store.digest(f"{target}/{name}")] for name, size in sizes.items()}
         )
 
     def discard(self, target: str) -> None:
-        """See `Writer`."""
+        """See `ArrayWriter`."""
         self._orbax = _make_checkpointer(self._hosts)  # the old one would report this failure again
         self._failed.add(target)
         self._free()
@@ -110,12 +110,12 @@ class OrbaxWriter:
                 path.parent.rmdir()
 
     def close(self) -> None:
-        """See `Writer`."""
+        """See `ArrayWriter`."""
         self._orbax.close()
         self._free()
 
 
-class PieceWriter:
+class BlockWriter:
     """Pieces into a bucket, staged on this host's own disk."""
 
     def __init__(self, store: Store, hosts: Hosts, staging: Path):
@@ -123,14 +123,14 @@ class PieceWriter:
         self._staging = staging
         self._num_saves = 0
 
-    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], Written]:
-        """See `Writer`."""
+    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
+        """See `ArrayWriter`."""
         blocks = pieces.copy_to_host(leaves)
         self._num_saves += 1
         key = key_value.pieces(self._num_saves)
         return lambda deadline_seconds: self._finish(target, blocks, key, deadline_seconds)
 
-    def _finish(self, target: str, blocks: pieces.Blocks, key: str, deadline_seconds: float) -> Written:
+    def _finish(self, target: str, blocks: pieces.Blocks, key: str, deadline_seconds: float) -> WriteResult:
         started = time.monotonic()
         directory, _, arrays = target.rpartition("/")
         message: dict[str, Any]
@@ -147,22 +147,22 @@ class PieceWriter:
             message = {"error": f"process {self._hosts.process_id}: {error}"}
         left_seconds = max(deadline_seconds - (time.monotonic() - started), 1.0)
         messages = self._hosts.collect(key, message, left_seconds + 10)
-        whole = pieces.Table()
+        whole = pieces.BlockTable()
         for part in messages:
             if "error" in part:
                 raise OSError(part["error"])
-            whole.add(pieces.Table(part["files"], part["shards"]))
-        return Written(whole.files, whole.shards)
+            whole.add(pieces.BlockTable(part["files"], part["shards"]))
+        return WriteResult(whole.files, whole.shards)
 
     def discard(self, target: str) -> None:
-        """See `Writer`. What has been uploaded stays until the next attempt or retention deletes it."""
+        """See `ArrayWriter`. What has been uploaded stays until the next attempt or retention deletes it."""
 
     def close(self) -> None:
-        """See `Writer`."""
+        """See `ArrayWriter`."""
         shutil.rmtree(self._staging, ignore_errors=True)
 
 
-def upload(store: Store, source: Path, directory: str, table: pieces.Table, deadline_seconds: float) -> None:
+def upload(store: Store, source: Path, directory: str, table: pieces.BlockTable, deadline_seconds: float) -> None:
     """Send the files of `table`, which stand below `source`, to the same names below `directory`, in parallel."""
     started = time.monotonic()
 

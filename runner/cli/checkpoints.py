@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from runner.checkpoint.inspect import Depth, copy, report
+from runner.checkpoint.inspect import VerifyDepth, copy, report
 from runner.checkpoint.weights import named_best
 from runner.cli.arguments import Parser, directory_of, looking
 from runner.errors import EXIT_DONE
@@ -23,7 +23,7 @@ def _list(arguments: Sequence[str]) -> int:
     parser.add_argument("--verify", action="store_true", help="compare every file with its manifest")
     parser.add_argument("--deep", action="store_true", help="read every byte back, compute each fingerprint anew")
     parsed = parser.parse_args(arguments)
-    depth = Depth.BITS if parsed.deep else Depth.FILES if parsed.verify else Depth.MANIFEST
+    depth = VerifyDepth.BITS if parsed.deep else VerifyDepth.FILES if parsed.verify else VerifyDepth.MANIFEST
     store = open_store(directory_of(parsed.where))
     lines, code = report(store, depth, named_best(store))
     print("\n".join(lines))

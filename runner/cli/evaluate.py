@@ -16,13 +16,13 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import end_process
 from runner.distributed.rendezvous import start
 from runner.errors import EXIT_DONE, EXIT_RETRYABLE, InvalidError, RunnerError
-from runner.inference.evaluate import Request, evaluate, follow, lines_of, parse_source
-from runner.inference.open_run import NEWEST, Opened, open_run
+from runner.inference.evaluate import EvaluationRequest, evaluate, follow, lines_of, parse_source
+from runner.inference.open_run import NEWEST, ReadOnlyRun, open_run
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject, Store, encode_line, parse_lines
 
 
-def refuse_inside(path: str, store: Store) -> None:
+def validate_outside_run(path: str, store: Store) -> None:
     """Raise `InvalidError` if a file would lie in the directory of a run, which owns all that is there."""
     if store.root is not None and Path(path).resolve().is_relative_to(store.root.resolve()):
         raise InvalidError(f"--output {path}: lies in the directory of the run, which alone writes there; name another")
@@ -73,8 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     with looking():
         run = open_run(directory_of(parsed.where))
         if parsed.output is not None:
-            refuse_inside(parsed.output, run.store)
-        request = Request(
+            validate_outside_run(parsed.output, run.store)
+        request = EvaluationRequest(
             None if parsed.data is None else parse_source(parsed.data),
             None if parsed.all else parsed.step,
             parsed.weights,
@@ -99,7 +99,7 @@ def _check(parser: Parser, parsed: argparse.Namespace) -> None:
         parser.error("--harness goes with --step alone")
 
 
-def _print(run: Opened, request: Request, hosts: Hosts, parsed: argparse.Namespace) -> None:
+def _print(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, parsed: argparse.Namespace) -> None:
     if parsed.harness is not None:
         _print_harness(run, hosts, parsed)
         return
@@ -115,7 +115,7 @@ def _print(run: Opened, request: Request, hosts: Hosts, parsed: argparse.Namespa
             append(parsed.output, record)
 
 
-def _print_harness(run: Opened, hosts: Hosts, parsed: argparse.Namespace) -> None:
+def _print_harness(run: ReadOnlyRun, hosts: Hosts, parsed: argparse.Namespace) -> None:
     module = import_extra("runner.inference.harness", "lm-eval")
     checkpoint = hosts.main_first(lambda: run.find(parsed.step))
     record = module.evaluate(run, checkpoint, parsed.harness.split(","), parsed.include_path)
@@ -124,7 +124,9 @@ def _print_harness(run: Opened, hosts: Hosts, parsed: argparse.Namespace) -> Non
             say(line)
 
 
-def _print_as_one_of_several(run: Opened, request: Request, hosts: Hosts, parsed: argparse.Namespace) -> None:
+def _print_as_one_of_several(
+    run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, parsed: argparse.Namespace
+) -> None:
     """Ends the process, once all others know that it does: whoever waited for it would take it for a crash."""
     code = EXIT_DONE
     try:

@@ -14,7 +14,7 @@ from runner.console import say
 from runner.errors import EXIT_DONE, InvalidError
 from runner.history.reader import read_history
 from runner.huggingface.export import export_into, published_whole
-from runner.huggingface.hub import CARD, Evidence, Repository, Words, model_card
+from runner.huggingface.hub import CARD, CheckpointFigures, ModelCardText, Repository, model_card
 from runner.huggingface.peft import export_adapter
 from runner.huggingface.safetensors import CONFIG
 from runner.job import RestoreableJob
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     with _directory(parsed.out) as made:
         manifest = export_into(made, where, parsed.step, family, data, parsed.dtype, weights=parsed.weights)
         if repository is not None:
-            words = Words(parsed.push, parsed.license, parsed.base_model)
+            words = ModelCardText(parsed.push, parsed.license, parsed.base_model)
             (made / CARD).write_text(_card(made, store, spec, data, manifest, words))
             pushed = repository.push(made, f"Step {manifest.step} of {spec.name}")
             did = "pushed" if pushed.has_changed else "nothing has changed: it is there already,"
@@ -96,10 +96,10 @@ def _directory(out: str | None) -> Iterator[Path]:
 
 
 def _card(
-    made: Path, store: Store, spec: ExecutionSpec, data: DataConfig | None, manifest: Manifest, words: Words
+    made: Path, store: Store, spec: ExecutionSpec, data: DataConfig | None, manifest: Manifest, words: ModelCardText
 ) -> str:
     """The model card of what was exported into `made`."""
     rows = [line.row for line in read_lines(store, manifest.step)]
     config = parse_json((made / CONFIG).read_bytes())
     names = [path.name for path in made.iterdir()]
-    return model_card(Evidence(spec, data, manifest, rows, read_history(store), config, names), words)
+    return model_card(CheckpointFigures(spec, data, manifest, rows, read_history(store), config, names), words)

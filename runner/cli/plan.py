@@ -5,7 +5,7 @@ from pathlib import Path
 
 from runner.cli.arguments import Parser
 from runner.errors import InvalidError
-from runner.plan.preflight import Request, plan
+from runner.plan.preflight import PlanRequest, plan
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,4 +30,4 @@ def main(arguments: Sequence[str]) -> int:
         raise InvalidError("--profile is of one plan: leave out --search and --chips")
     overrides = [*parsed.set, *([f"topology.accelerator={parsed.topology}"] if parsed.topology else [])]
     asked = (parsed.json, parsed.search, parsed.hours, parsed.profile, parsed.trace, parsed.against)
-    return plan(Request(parsed.spec, tuple(overrides), *asked))
+    return plan(PlanRequest(parsed.spec, tuple(overrides), *asked))

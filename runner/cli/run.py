@@ -13,7 +13,7 @@ from types import TracebackType
 from runner.accelerator import set_deterministic
 from runner.console import set_up, warn
 from runner.distributed import preemption
-from runner.distributed.clock import Bucket, Clock
+from runner.distributed.clock import Clock, TimeBucket
 from runner.distributed.preemption import StopNotice, end_process
 from runner.distributed.rendezvous import Placement, detect, start
 from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, of_exit
@@ -41,9 +41,9 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     job.compile_cache.open()
     _log(spec)
     is_elastic = spec.topology is not None and spec.topology.elastic
-    clock.enter(Bucket.DISTRIBUTED_INIT)
+    clock.enter(TimeBucket.DISTRIBUTED_INIT)
     hosts = start(placement, spec.deadlines, is_elastic)
-    clock.enter(Bucket.SET_UP)
+    clock.enter(TimeBucket.SET_UP)
     if hosts.num_processes > 1:
         level = spec.logging.level if hosts.is_main else spec.logging.level_other_hosts
         set_up(spec.job, spec.logging.format, level, hosts.process_id)

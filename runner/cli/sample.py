@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from runner.cli.arguments import Parser, directory_of, looking
 from runner.console import show
 from runner.errors import EXIT_DONE
-from runner.evaluation.generation import Sampling
+from runner.evaluation.generation import Sampler
 from runner.inference.open_run import open_run
-from runner.inference.sample import Request, sample
+from runner.inference.sample import SampleRequest, sample
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; the text is on standard output, all else on standard error."""
-    defaults = Request()
+    defaults = SampleRequest()
     parser = Parser("runner sample")
     parser.add_argument("where", metavar="SPEC_OR_DIRECTORY")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text goes on from")
@@ -23,8 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--top-p", type=float, default=defaults.sampling.top_p, metavar="P")
     parser.add_argument("--seed", type=int, default=defaults.sampling.seed, metavar="S")
     parsed = parser.parse_args(arguments)
-    sampling = Sampling(parsed.temperature, parsed.top_p, parsed.seed)
-    request = Request(parsed.prompt, parsed.step, parsed.tokens, sampling, parsed.weights)
+    sampling = Sampler(parsed.temperature, parsed.top_p, parsed.seed)
+    request = SampleRequest(parsed.prompt, parsed.step, parsed.tokens, sampling, parsed.weights)
     with looking(BrokenPipeError):
         run = open_run(directory_of(parsed.where))
         run.get_ready()

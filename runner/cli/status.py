@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.cli.arguments import Parser, directory_of, looking
-from runner.distributed.clock import Bucket
+from runner.distributed.clock import TimeBucket
 from runner.errors import EXIT_DONE
 from runner.history.ledger import number, text
 from runner.history.reader import HistoryReader
-from runner.history.records import Attempt, History, State, Trust, as_json
+from runner.history.records import AttemptRecord, History, RunState, Verification, as_json
 from runner.process import STOP_SIGNALS
 from runner.storage import JsonObject, Store, open_store
 
@@ -31,12 +31,17 @@ _PLOT_COLUMNS, _PLOT_ROWS = 60, 6
 _BAR_COLUMNS = 24
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # dot by row and column of a cell
 _COLOURS = {
-    State.RUNNING: "green",
-    State.DONE: "green",
-    State.PREEMPTED: "yellow",
-    State.RETRYABLE: "yellow",
+    RunState.RUNNING: "green",
+    RunState.DONE: "green",
+    RunState.PREEMPTED: "yellow",
+    RunState.RETRYABLE: "yellow",
 }
-_TRUSTED = {Trust.VERIFIED: "green", Trust.COMMITTED: "", Trust.UNSEEN: "", Trust.UNCOMMITTED: "yellow"}
+_TRUSTED = {
+    Verification.VERIFIED: "green",
+    Verification.COMMITTED: "",
+    Verification.UNSEEN: "",
+    Verification.UNCOMMITTED: "yellow",
+}
 
 
 def draw(history: History) -> RenderableType:
@@ -92,10 +97,10 @@ def _bar(share: float, columns: int) -> str:
 def _head(history: History) -> Text:
     line = Text().append_text(Text(f"{history.name or '?'}  ", "bold"))
     line.append_text(Text(history.state.value, _COLOURS.get(history.state, "red")))
-    if history.state not in (State.RUNNING, State.DONE):
+    if history.state not in (RunState.RUNNING, RunState.DONE):
         line.append(f" since {moment(history.since)}, {lasting(history.now - history.since)} ago")
     line.append(f"  {text(history.url)}\n")
-    if history.reason and history.state is not State.RUNNING:
+    if history.reason and history.state is not RunState.RUNNING:
         line.append_text(Text(f"{history.reason}\n", "red"))
     line.append(_progress(history))
     for each in (_quality(history), _pace(history)):
@@ -109,7 +114,7 @@ def _progress(history: History) -> str:
     share = history.step / history.total_steps
     words = f"step {history.step:,} of {history.total_steps:,}  {_bar(share, _BAR_COLUMNS)} {share:.1%}"
     left = history.speed.left_seconds
-    return words if left is None or history.state is State.DONE else f"{words}  {lasting(left)} left"
+    return words if left is None or history.state is RunState.DONE else f"{words}  {lasting(left)} left"
 
 
 def _quality(history: History) -> str:
@@ -161,13 +166,13 @@ def _buckets(history: History) -> Iterator[RenderableType]:
     table = _table("left", "right", "right", "left")
     whole = history.wall_seconds or 1.0
     for bucket, seconds in history.seconds.items():
-        if seconds >= 0.05 or bucket in (Bucket.STEPS, Bucket.UNATTRIBUTED):
-            bar = Text(_bar(seconds / whole, _BAR_COLUMNS), "green" if bucket is Bucket.STEPS else "yellow")
+        if seconds >= 0.05 or bucket in (TimeBucket.STEPS, TimeBucket.UNATTRIBUTED):
+            bar = Text(_bar(seconds / whole, _BAR_COLUMNS), "green" if bucket is TimeBucket.STEPS else "yellow")
             table.add_row(bucket.value.replace("_", " "), lasting(seconds), f"{seconds / whole:.1%}", bar)
     yield table
 
 
-def _attempts(attempts: Sequence[Attempt]) -> Iterator[RenderableType]:
+def _attempts(attempts: Sequence[AttemptRecord]) -> Iterator[RenderableType]:
     yield _title(_counted("attempt", len(attempts), _ATTEMPTS_MAX))
     table = _table("right", "left", "right", "right", "right", "left")
     for each in attempts[-_ATTEMPTS_MAX:]:
@@ -187,7 +192,7 @@ def _checkpoints(history: History) -> Iterator[RenderableType]:
         size = "" if each.num_bytes is None else f"{amount(each.num_bytes)}B"
         age = "" if each.time is None else f"{lasting(history.now - each.time)} ago"
         trust = Text(each.trust.value, _TRUSTED.get(each.trust, "red"))
-        is_damaged = each.problem is not None and each.trust is Trust.DAMAGED
+        is_damaged = each.problem is not None and each.trust is Verification.DAMAGED
         trust.append_text(Text(f": {text(each.problem)}" if is_damaged else "", "default"))
         table.add_row(text(each.name), size, age, trust)
     yield table
@@ -271,13 +276,13 @@ def _watch(store: Store, is_json: bool) -> None:
     history = reader.read()
     if is_json or not console.is_terminal:
         _show(history, is_json, console)
-        while history.state is not State.DONE:
+        while history.state is not RunState.DONE:
             time.sleep(WATCH_SECONDS)
             history = reader.read()
             _show(history, is_json, console)
         return
     with Live(draw(history), console=console, auto_refresh=False, screen=True) as live:
-        while history.state is not State.DONE:
+        while history.state is not RunState.DONE:
             time.sleep(WATCH_SECONDS)
             history = reader.read()
             live.update(draw(history), refresh=True)

@@ -78,7 +78,7 @@ class Trial:
         return max(1, self.steps // (self.kills + 3))
 
 
-class Run:
+class TrialRun:
     """One run of the job in a directory of its own; an undisturbed one never goes on from a checkpoint."""
 
     def __init__(self, trial: Trial, directory: Path, is_undisturbed: bool = False):
@@ -207,7 +207,7 @@ class Run:
 def verify(trial: Trial, scratch: Path) -> int:
     """Run both, say what was found, and return the exit code: 0 for the same bits, 1 for a difference."""
     chance = random.Random(trial.seed)
-    whole, killed = Run(trial, scratch / "undisturbed", is_undisturbed=True), Run(trial, scratch / "killed")
+    whole, killed = TrialRun(trial, scratch / "undisturbed", is_undisturbed=True), TrialRun(trial, scratch / "killed")
     try:
         began = time.monotonic()
         whole.start()
@@ -235,7 +235,7 @@ def verify(trial: Trial, scratch: Path) -> int:
 
 
 def _kill_again_and_again(
-    run: Run, trial: Trial, chance: random.Random, first_commit_seconds: float, interval_seconds: float
+    run: TrialRun, trial: Trial, chance: random.Random, first_commit_seconds: float, interval_seconds: float
 ) -> int:
     """The run with its kills, to its end; the step that was the newest at the first kill after a commit."""
     first_kill = 0 if trial.kills else trial.steps
@@ -263,7 +263,7 @@ def _kill_again_and_again(
     return first_kill
 
 
-def compare(whole: Run, killed: Run, last_step: int, first_kill: int) -> str | None:
+def compare(whole: TrialRun, killed: TrialRun, last_step: int, first_kill: int) -> str | None:
     """The first difference in words, None if there is none up to `last_step`."""
     expected_rows, rows = whole.rows(), killed.rows()
     different_rows = [

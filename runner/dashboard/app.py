@@ -53,7 +53,7 @@ def host_in(header: str) -> str:
 
 
 @dataclass(frozen=True)
-class Access:
+class AccessPolicy:
     """What a request must bring.
 
     Attributes:
@@ -82,7 +82,7 @@ class Access:
         return any(hmac.compare_digest(token.encode(), wanted.encode()) for token in tokens)
 
 
-def access_for(host: str, token: str | None) -> Access:
+def access_for(host: str, token: str | None) -> AccessPolicy:
     """For a server that is bound to `host`: one that others can reach has a token, made here if none is given.
 
     Raises `InvalidError` for a token that cannot stand in an address.
@@ -91,9 +91,9 @@ def access_for(host: str, token: str | None) -> Access:
         raise InvalidError("--token needs 16 or more of the characters A-Z a-z 0-9 . _ ~ -")
     names = {*_LOOPBACK_NAMES, host.lower()}
     if is_loopback(host):
-        return Access(frozenset(names), takes_addresses=False, token=token)
+        return AccessPolicy(frozenset(names), takes_addresses=False, token=token)
     names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
-    return Access(frozenset(names), takes_addresses=True, token=token or secrets.token_urlsafe(24))
+    return AccessPolicy(frozenset(names), takes_addresses=True, token=token or secrets.token_urlsafe(24))
 
 
 POLICY = (
@@ -118,7 +118,7 @@ _STATIC: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 @dataclass(frozen=True)
-class Body:
+class ResponseBody:
     """Bytes that are sent as they are or compressed, and the tag that names this version of them."""
 
     kind: str
@@ -127,23 +127,23 @@ class Body:
     tag: str
 
     @classmethod
-    def of(cls, kind: str, text: str) -> "Body":
+    def of(cls, kind: str, text: str) -> "ResponseBody":
         """Compress it, fast."""
         plain = text.encode()
         return cls(kind, plain, gzip.compress(plain, compresslevel=1), f'"{hashlib.sha256(plain).hexdigest()[:16]}"')
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """A response."""
 
     status: http.HTTPStatus
-    body: Body | None = None
+    body: ResponseBody | None = None
     headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
-class Dashboard:
+class DashboardApp:
     """The application.
 
     Attributes:
@@ -152,13 +152,15 @@ class Dashboard:
             answers at once or nearly so, may be asked from several threads, and raises `TimeoutError`.
     """
 
-    access: Access
-    data: Callable[[str], Body | None]
+    access: AccessPolicy
+    data: Callable[[str], ResponseBody | None]
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """See PEP 3333."""
         answer = self._answer(environ)
-        body = answer.body or Body.of("text/plain; charset=utf-8", f"{answer.status.value} {answer.status.phrase}\n")
+        body = answer.body or ResponseBody.of(
+            "text/plain; charset=utf-8", f"{answer.status.value} {answer.status.phrase}\n"
+        )
         headers = [*_HEADERS, *answer.headers, ("Vary", "Accept-Encoding, Cookie")]
         if answer.body is not None and environ.get("HTTP_IF_NONE_MATCH") == body.tag:
             start_response("304 Not Modified", [*headers, ("ETag", body.tag)])
@@ -171,31 +173,31 @@ class Dashboard:
         start_response(f"{answer.status.value} {answer.status.phrase}", headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [content]
 
-    def _answer(self, environ: WSGIEnvironment) -> Answer:
+    def _answer(self, environ: WSGIEnvironment) -> Response:
         no_store = ("Cache-Control", "no-store")
         if not self.access.knows_host(environ.get("HTTP_HOST", "")):
-            return Answer(http.HTTPStatus.MISDIRECTED_REQUEST, headers=(no_store,))
+            return Response(http.HTTPStatus.MISDIRECTED_REQUEST, headers=(no_store,))
         if environ["REQUEST_METHOD"] not in _METHODS:
-            return Answer(http.HTTPStatus.METHOD_NOT_ALLOWED, headers=(("Allow", ", ".join(_METHODS)), no_store))
+            return Response(http.HTTPStatus.METHOD_NOT_ALLOWED, headers=(("Allow", ", ".join(_METHODS)), no_store))
         path = environ.get("PATH_INFO", "")
         try:
             asked = parse_qs(environ.get("QUERY_STRING", ""), max_num_fields=8).get("token", [])
         except ValueError:
-            return Answer(http.HTTPStatus.BAD_REQUEST, headers=(no_store,))
+            return Response(http.HTTPStatus.BAD_REQUEST, headers=(no_store,))
         if not self.access.takes([*asked, *_tokens(environ)]):
-            return Answer(http.HTTPStatus.UNAUTHORIZED, headers=(("WWW-Authenticate", "Bearer"), no_store))
+            return Response(http.HTTPStatus.UNAUTHORIZED, headers=(("WWW-Authenticate", "Bearer"), no_store))
         try:
             body = self._body(path)
         except TimeoutError:
-            return Answer(http.HTTPStatus.SERVICE_UNAVAILABLE, headers=(("Retry-After", "5"), no_store))
+            return Response(http.HTTPStatus.SERVICE_UNAVAILABLE, headers=(("Retry-After", "5"), no_store))
         if body is None:
-            return Answer(http.HTTPStatus.NOT_FOUND, headers=(no_store,))
+            return Response(http.HTTPStatus.NOT_FOUND, headers=(no_store,))
         if asked and self.access.token is not None:  # keep it out of the address from here on
             cookie = f"{COOKIE}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
-            return Answer(http.HTTPStatus.SEE_OTHER, headers=(("Location", path), ("Set-Cookie", cookie), no_store))
-        return Answer(http.HTTPStatus.OK, body, (("Cache-Control", "no-cache"),))
+            return Response(http.HTTPStatus.SEE_OTHER, headers=(("Location", path), ("Set-Cookie", cookie), no_store))
+        return Response(http.HTTPStatus.OK, body, (("Cache-Control", "no-cache"),))
 
-    def _body(self, path: str) -> Body | None:
+    def _body(self, path: str) -> ResponseBody | None:
         """What stands at a path."""
         match path.split("/"):
             case ["", ""]:
@@ -225,10 +227,10 @@ def _tokens(environ: WSGIEnvironment) -> list[str]:
 
 
 @functools.cache
-def _static(name: str) -> Body:
+def _static(name: str) -> ResponseBody:
     kind, read = _STATIC[name]
-    return Body.of(kind, read())
+    return ResponseBody.of(kind, read())
 
 
-def _page(title: str, top: str, source: str) -> Body:
-    return Body.of(_HTML, live(title, top, source))
+def _page(title: str, top: str, source: str) -> ResponseBody:
+    return ResponseBody.of(_HTML, live(title, top, source))

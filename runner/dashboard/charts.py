@@ -37,7 +37,7 @@ class Bin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Thinned:
+class ThinnedSeries:
     """What is drawn of a series.
 
     Attributes:
@@ -53,7 +53,7 @@ class Thinned:
     num_broken: int
 
 
-class Reduction:
+class SeriesReducer:
     """One series, fed in order of step."""
 
     def __init__(self, bins_max: int = BINS_MAX):
@@ -86,7 +86,7 @@ class Reduction:
         self._bins.append(Bin(point, point))
         self._num_in_last = 1
 
-    def thinned(self, bins_max: int, more: Iterable[Point] = ()) -> Thinned:
+    def thinned(self, bins_max: int, more: Iterable[Point] = ()) -> ThinnedSeries:
         """At most `bins_max` bins of it, with `more` points at its end that are not fed for good."""
         whole = self._copy()
         for point in more:
@@ -97,10 +97,10 @@ class Reduction:
         kept = {point.step: point for each in bins for point in each}
         kept |= {point.step: point for point in (whole._first, whole._last) if point is not None}
         points = [kept[step] for step in sorted(kept)]
-        return Thinned(points, whole._broken, whole._num_points, whole._num_broken)
+        return ThinnedSeries(points, whole._broken, whole._num_points, whole._num_broken)
 
-    def _copy(self) -> "Reduction":
-        copy = Reduction(self._bins_max)
+    def _copy(self) -> "SeriesReducer":
+        copy = SeriesReducer(self._bins_max)
         copy._bins, copy._width, copy._num_in_last = list(self._bins), self._width, self._num_in_last
         copy._first, copy._last = self._first, self._last
         copy._broken, copy._num_points, copy._num_broken = list(self._broken), self._num_points, self._num_broken
@@ -155,12 +155,12 @@ def chart_of(key: str) -> Chart:
     return Chart(key, key, re.compile(re.escape(key)))
 
 
-class Curves:
+class RunCurves:
     """All series of one run."""
 
     def __init__(self, bins_max: int = BINS_MAX):
         self._bins_max = bins_max
-        self._by_key: dict[str, Reduction] = {}
+        self._by_key: dict[str, SeriesReducer] = {}
         self.left_out: set[str] = set()  # SERIES_MAX at most
         self.num_rows = 0
 
@@ -176,18 +176,18 @@ class Curves:
             if key in self._by_key:
                 self._by_key[key].add(point)
             elif len(self._by_key) < SERIES_MAX:
-                self._by_key[key] = Reduction(self._bins_max)
+                self._by_key[key] = SeriesReducer(self._bins_max)
                 self._by_key[key].add(point)
             elif len(self.left_out) < SERIES_MAX:
                 self.left_out.add(key)
 
-    def thinned(self, bins_max: int, newest: Iterable[Row] = ()) -> dict[str, Thinned]:
+    def thinned(self, bins_max: int, newest: Iterable[Row] = ()) -> dict[str, ThinnedSeries]:
         """Each series by its key, with `newest` rows at the end that are not fed for good."""
         more: dict[str, list[Point]] = {}
         for row in newest:
             for key, point in _points(row):
                 more.setdefault(key, []).append(point)
-        known = self._by_key | {key: Reduction(self._bins_max) for key in more if key not in self._by_key}
+        known = self._by_key | {key: SeriesReducer(self._bins_max) for key in more if key not in self._by_key}
         return {key: series.thinned(bins_max, more.get(key, ())) for key, series in list(known.items())[:SERIES_MAX]}
 
 

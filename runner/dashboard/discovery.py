@@ -21,19 +21,20 @@ ABSENT = "(absent)"
 UNREADABLE = "(unreadable)"
 
 
-class Difference(NamedTuple):
+class SpecDifference(NamedTuple):
     """A dotted key, and the value that each run has under it, as JSON."""
 
     key: str
     values: list[str]
 
 
-def differences(specs: Sequence[str | None]) -> list[Difference]:
+def differences(specs: Sequence[str | None]) -> list[SpecDifference]:
     """The keys that not all specs, given as YAML, have with one value, sorted; None or what cannot be read has none."""
     flat = [_flat(text) for text in specs]
     keys = sorted({key for values in flat if values is not None for key in values} - set(_OWN))
     found = (
-        Difference(key, [UNREADABLE if values is None else values.get(key, ABSENT) for values in flat]) for key in keys
+        SpecDifference(key, [UNREADABLE if values is None else values.get(key, ABSENT) for values in flat])
+        for key in keys
     )
     return [each for each in found if len(set(each.values)) > 1]
 
@@ -58,7 +59,7 @@ DIRECTORIES_MAX = 5000
 RUNS_MAX = 1000
 
 
-class FoundRun(NamedTuple):
+class DiscoveredRun(NamedTuple):
     """A run: its name in addresses, which says nothing of where it is, its path below the root, its store."""
 
     id: str
@@ -67,16 +68,16 @@ class FoundRun(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class DiscoveryResult:
     """The runs by path, and what a person must know of the search."""
 
-    runs: list[FoundRun]
+    runs: list[DiscoveredRun]
     notes: list[str]
 
 
-def find_runs(root: Store) -> Found:
+def find_runs(root: Store) -> DiscoveryResult:
     """Search below `root`, which may be a run itself. Raises `OSError` if `root` cannot be read."""
-    runs: list[FoundRun] = []
+    runs: list[DiscoveredRun] = []
     level = [""]
     num_directories = 0
     for depth in range(LEVELS_MAX + 1):
@@ -87,17 +88,17 @@ def find_runs(root: Store) -> Found:
                 note = (
                     f"The search ended after {num_directories - 1} directories and {len(runs)} runs; look below fewer."
                 )
-                return Found(sorted(runs, key=_path_of), [note])
+                return DiscoveryResult(sorted(runs, key=_path_of), [note])
             names = _children(root, path)
             if _MARK in names:
-                runs.append(FoundRun(_id_of(path), path, _below(root, path)))
+                runs.append(DiscoveredRun(_id_of(path), path, _below(root, path)))
             elif depth < LEVELS_MAX:
                 below += [f"{path}/{name}".lstrip("/") for name in names if names[name] and not name.startswith(".")]
         level = below
-    return Found(sorted(runs, key=_path_of), [])
+    return DiscoveryResult(sorted(runs, key=_path_of), [])
 
 
-def _path_of(run: FoundRun) -> str:
+def _path_of(run: DiscoveredRun) -> str:
     return run.path
 
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from runner.dashboard.charts import Curves
+from runner.dashboard.charts import RunCurves
 from runner.history.reader import HistoryReader
 from runner.history.records import History
 from runner.metrics.file import NAME, decode_parts, read_content
 from runner.metrics.rows import Row, surviving
 from runner.run.logs import FOLDER
-from runner.storage import GrowingFile, Listed, Store
+from runner.storage import FileInfo, FileTail, Store
 
 
-class Fed(NamedTuple):
+class RowBatch(NamedTuple):
     """What one reading gives.
 
     Attributes:
@@ -39,7 +39,7 @@ class Fed(NamedTuple):
 class RowFeed(Protocol):
     """The rows of one run."""
 
-    def read(self) -> Fed:
+    def read(self) -> RowBatch:
         """What is new since the last reading; nothing where there are no rows yet. Raises `OSError`."""
 
 
@@ -47,15 +47,15 @@ class DiskFeed:
     """See `RowFeed`."""
 
     def __init__(self, directory: Path):
-        self._file = GrowingFile(directory / NAME)
+        self._file = FileTail(directory / NAME)
         self._step = -1
 
-    def read(self) -> Fed:
+    def read(self) -> RowBatch:
         """See `RowFeed`."""
         is_anew, lines = self._file.read()
         if is_anew:
             self._step = -1
-        return Fed(is_anew, self._rows(lines), [])
+        return RowBatch(is_anew, self._rows(lines), [])
 
     def _rows(self, lines: Iterable[bytes]) -> Iterator[Row]:
         for text in lines:
@@ -72,7 +72,7 @@ class BucketFeed:
         self._parts: list[str] = []  # that were read, in order
         self._step = -1
 
-    def read(self) -> Fed:
+    def read(self) -> RowBatch:
         """See `RowFeed`."""
         names, content = read_content(self._store, self._parts)
         if names and names[0] in self._parts:
@@ -82,7 +82,7 @@ class BucketFeed:
             self._parts, self._step = [], -1
         sealed = decode_parts(content)
         newest = surviving(content.splitlines(), beyond=sealed[-1].last_step if sealed else -1)
-        return Fed(is_anew, self._rows(names[len(self._parts) :]), [line.row for line in newest])
+        return RowBatch(is_anew, self._rows(names[len(self._parts) :]), [line.row for line in newest])
 
     def _rows(self, names: Iterable[str]) -> Iterator[Row]:
         for name in names:
@@ -106,7 +106,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Log:
+class LogExcerpt:
     """The end of a file below `logs/`."""
 
     name: str
@@ -114,7 +114,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunSnapshot:
     """What was read of a run.
 
     Attributes:
@@ -127,10 +127,10 @@ class Seen:
 
     name: str
     history: History
-    curves: Curves
+    curves: RunCurves
     newest: list[Row]
     spec: str | None
-    log: Log | None
+    log: LogExcerpt | None
     notes: list[str]
 
 
@@ -139,22 +139,22 @@ class RunReader:
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
-        self._history, self._feed, self._curves = HistoryReader(store), open_feed(store), Curves()
+        self._history, self._feed, self._curves = HistoryReader(store), open_feed(store), RunCurves()
 
-    def read(self) -> Seen:
+    def read(self) -> RunSnapshot:
         """All of it, as it stands. Raises `OSError` if the store does not answer, `InvalidError` if no run is there."""
         history = self._history.read()
         notes: list[str] = []
         newest: list[Row] = _noting(notes, self._read_rows, [])
         spec = _noting(notes, self._read_spec, None)
         log = _noting(notes, self._read_log, None)
-        return Seen(self._name, history, self._curves, newest, spec, log, notes)
+        return RunSnapshot(self._name, history, self._curves, newest, spec, log, notes)
 
     def _read_rows(self) -> list[Row]:
         """Take in the rows that are new; those that come after them."""
         fed = self._feed.read()
         if fed.is_anew:
-            self._curves = Curves()
+            self._curves = RunCurves()
         for row in fed.rows:
             self._curves.add(row)
         return fed.newest
@@ -162,7 +162,7 @@ class RunReader:
     def _read_spec(self) -> str:
         return self._store.read(_SPEC).decode(errors="replace")[:_SPEC_CHARACTERS_MAX]
 
-    def _read_log(self) -> Log | None:
+    def _read_log(self) -> LogExcerpt | None:
         """The end of `logs/<attempt>.<process>.log`, of the newest attempt and its lowest process."""
         found = {_number_of(name): (name, file) for name, file in self._store.listing(f"{FOLDER}/").items()}
         numbers = [each for each in found if each is not None]
@@ -170,9 +170,9 @@ class RunReader:
             return None
         name, file = found[max(numbers)]
         content = self._end_of(name, file)
-        return Log(name, content.decode(errors="replace").translate(_CONTROLS))
+        return LogExcerpt(name, content.decode(errors="replace").translate(_CONTROLS))
 
-    def _end_of(self, name: str, file: Listed) -> bytes:
+    def _end_of(self, name: str, file: FileInfo) -> bytes:
         """Of a file that grows meanwhile; in a bucket it would be replaced."""
         if self._store.root is None:
             start = max(file.size_bytes - _LOG_BYTES, 0)

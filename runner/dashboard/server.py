@@ -30,14 +30,14 @@ from typing import TypeVar
 import waitress
 
 from runner.console import say
-from runner.dashboard.app import Body, Dashboard, access_for, address_in, is_loopback
-from runner.dashboard.discovery import Found, FoundRun, find_runs
+from runner.dashboard.app import DashboardApp, ResponseBody, access_for, address_in, is_loopback
+from runner.dashboard.discovery import DiscoveredRun, DiscoveryResult, find_runs
 from runner.dashboard.html import encode
 from runner.dashboard.reader import RunReader
 from runner.dashboard.view import cut, duration_text, kind_of, number_text, short, state_text, view_of
 from runner.errors import InvalidError, RunnerError
 from runner.history.reader import HistoryReader
-from runner.history.records import History, State
+from runner.history.records import History, RunState
 from runner.storage import JsonObject, Store, number_in
 
 REST_SECONDS_MIN = 1.0
@@ -48,24 +48,24 @@ WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedReading:
     """What was read of one thing, and when by the monotonic clock."""
 
-    body: Body | None
+    body: ResponseBody | None
     when: float
 
 
-class Watcher:
+class SharedReader:
     """See above. `read` gives the data of a run by its id, of all runs by ""; None if there is no such run."""
 
-    def __init__(self, read: Callable[[str], Body | None], wait_seconds: float = WAIT_SECONDS):
+    def __init__(self, read: Callable[[str], ResponseBody | None], wait_seconds: float = WAIT_SECONDS):
         self._read = read
         self._wait_seconds = wait_seconds
         self._changed = threading.Condition()
         self._wanted: set[str] = set()
-        self._kept: dict[str, Kept] = {}  # bounded by what was asked for in the last KEEP_SECONDS
+        self._kept: dict[str, CachedReading] = {}  # bounded by what was asked for in the last KEEP_SECONDS
 
-    def data(self, name: str) -> Body | None:
+    def data(self, name: str) -> ResponseBody | None:
         """What was last read of `name`; None if there is no such thing. Any thread.
 
         Raises `TimeoutError` if nothing was read of it within `wait_seconds`.
@@ -102,7 +102,7 @@ class Watcher:
         for name in sorted(wanted):
             body = self._read(name)
             with self._changed:
-                self._kept[name] = Kept(body, time.monotonic())
+                self._kept[name] = CachedReading(body, time.monotonic())
                 self._changed.notify_all()
 
 
@@ -121,7 +121,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """A line of the table, and what it was made from."""
 
     line: JsonObject
@@ -161,17 +161,17 @@ def _state_of(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-class Source:
-    """Reads for one `Watcher`, in one thread."""
+class PageData:
+    """Reads for one `SharedReader`, in one thread."""
 
     def __init__(self, root: Store):
         self._root = root
-        self._found = Found([], [])
+        self._found = DiscoveryResult([], [])
         self._found_when = -SEARCH_SECONDS
-        self._summaries: dict[str, Summary] = {}
+        self._summaries: dict[str, RunSummary] = {}
         self._readers: dict[str, RunReader] = {}
 
-    def read(self, name: str) -> Body | None:
+    def read(self, name: str) -> ResponseBody | None:
         """The data of the run with this id, of all runs for ""; None if there is no such run."""
         self._search()
         if not name:
@@ -183,12 +183,12 @@ class Source:
         if time.monotonic() - self._found_when < SEARCH_SECONDS:
             return
         found = _trying(lambda: find_runs(self._root))
-        self._found = Found(self._found.runs, [found]) if isinstance(found, str) else found
+        self._found = DiscoveryResult(self._found.runs, [found]) if isinstance(found, str) else found
         self._found_when = time.monotonic()
         known = {run.id for run in self._found.runs}
         self._summaries = {key: value for key, value in self._summaries.items() if key in known}
 
-    def _run(self, run: FoundRun) -> JsonObject:
+    def _run(self, run: DiscoveredRun) -> JsonObject:
         title = _title(run)
         reader = self._readers.pop(run.id, None) or RunReader(run.store, title)
         self._readers[run.id] = reader  # as the last
@@ -214,30 +214,30 @@ class Source:
         notes = [f"{num_left} more runs are being read."] if num_left else []
         return {"title": cut(f"Runs below {self._root.url}"), "table": lines, "notes": [*self._found.notes, *notes]}
 
-    def _summary(self, run: FoundRun, signature: Signature | None) -> Summary:
+    def _summary(self, run: DiscoveredRun, signature: Signature | None) -> RunSummary:
         before = self._summaries.get(run.id)
         reader = (None if before is None else before.reader) or HistoryReader(run.store)
         history = _trying(reader.read)
         if isinstance(history, str):
             line = {"id": run.id, "name": _title(run), "state": history, "kind": "bad", "trend": []}
-            return Summary(line, time.monotonic(), signature, is_living=True, reader=None)
-        is_living = history.state in (State.RUNNING, State.STALLED)
-        return Summary(_line(run, history), time.monotonic(), signature, is_living, reader if is_living else None)
+            return RunSummary(line, time.monotonic(), signature, is_living=True, reader=None)
+        is_living = history.state in (RunState.RUNNING, RunState.STALLED)
+        return RunSummary(_line(run, history), time.monotonic(), signature, is_living, reader if is_living else None)
 
-    def _stands(self, run: FoundRun, signature: Signature | None, now: float) -> bool:
+    def _stands(self, run: DiscoveredRun, signature: Signature | None, now: float) -> bool:
         summary = self._summaries.get(run.id)
         return summary is not None and summary.stands(signature, now)
 
 
-def _body(data: JsonObject) -> Body:
-    return Body.of("application/json", encode(data))
+def _body(data: JsonObject) -> ResponseBody:
+    return ResponseBody.of("application/json", encode(data))
 
 
-def _title(run: FoundRun) -> str:
+def _title(run: DiscoveredRun) -> str:
     return cut(run.path or run.store.url)
 
 
-def _line(run: FoundRun, history: History) -> JsonObject:
+def _line(run: DiscoveredRun, history: History) -> JsonObject:
     losses = [number for row in history.trend if isinstance(number := row.get("train/loss"), int | float)]
     best, share = history.best_validation, len(losses) / _TREND_MAX
     trend = losses if share <= 1 else [losses[int(index * share)] for index in range(_TREND_MAX)]
@@ -278,11 +278,11 @@ def serve(root: Store, host: str, port: int, token: str | None) -> None:
 
     Raises `InvalidError` if the address or the token is none.
     """
-    watcher = Watcher(Source(root).read)
+    watcher = SharedReader(PageData(root).read)
     access = access_for(host, token)
     try:
         server = waitress.create_server(
-            Dashboard(access, watcher.data),
+            DashboardApp(access, watcher.data),
             host=host,
             port=port,
             threads=_NUM_THREADS,

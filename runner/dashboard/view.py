@@ -4,11 +4,11 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from runner.dashboard.charts import CHARTS, Point, Thinned, chart_of
+from runner.dashboard.charts import CHARTS, Point, ThinnedSeries, chart_of
 from runner.dashboard.discovery import differences
-from runner.dashboard.reader import Seen
-from runner.distributed.clock import Bucket
-from runner.history.records import Attempt, Checkpoint, History, Save, State
+from runner.dashboard.reader import RunSnapshot
+from runner.distributed.clock import TimeBucket
+from runner.history.records import AttemptRecord, CheckpointRecord, History, RunState, SaveRecord
 from runner.storage import JsonObject
 
 ATTEMPTS_MAX = 2000  # on a page, of all its runs
@@ -18,18 +18,24 @@ _CHANGES_MAX = 8
 _HOSTS_MAX = 8
 
 _KINDS = {
-    State.DONE: "good",
-    State.RUNNING: "live",
-    State.STALLED: "bad",
-    State.FAILED: "bad",
-    State.INVALID: "bad",
-    State.RETRYABLE: "bad",
-    State.KILLED: "bad",
+    RunState.DONE: "good",
+    RunState.RUNNING: "live",
+    RunState.STALLED: "bad",
+    RunState.FAILED: "bad",
+    RunState.INVALID: "bad",
+    RunState.RETRYABLE: "bad",
+    RunState.KILLED: "bad",
 }
-_BEFORE_STEPS = (Bucket.PROCESS_START, Bucket.DISTRIBUTED_INIT, Bucket.SET_UP, Bucket.COMPILE, Bucket.RESTORE)
+_BEFORE_STEPS = (
+    TimeBucket.PROCESS_START,
+    TimeBucket.DISTRIBUTED_INIT,
+    TimeBucket.SET_UP,
+    TimeBucket.COMPILE,
+    TimeBucket.RESTORE,
+)
 
 
-def view_of(title: str, seen: Sequence[Seen], points_max: int) -> JsonObject:
+def view_of(title: str, seen: Sequence[RunSnapshot], points_max: int) -> JsonObject:
     """The data of a page about some runs, which differ in name; curves have about `points_max` points in all."""
     num_series = sum(len(run.curves.keys) for run in seen) or 1
     bins_max = max(points_max // (2 * num_series), 10)
@@ -45,13 +51,13 @@ def view_of(title: str, seen: Sequence[Seen], points_max: int) -> JsonObject:
         "charts": [chart.to_json() for chart in (*CHARTS, *own)],
         "buckets": [
             {"name": bucket.value, "label": bucket.value.replace("_", " "), "meaning": bucket.meaning}
-            for bucket in Bucket
+            for bucket in TimeBucket
         ],
         "differences": [list(each) for each in differences([run.spec for run in seen])] if len(seen) > 1 else [],
     }
 
 
-def _run(seen: Seen, bins_max: int, attempts_max: int) -> JsonObject:
+def _run(seen: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject:
     history = seen.history
     began = history.attempts[0].began if history.attempts else None
     thinned = seen.curves.thinned(bins_max, seen.newest)
@@ -100,7 +106,7 @@ def short(value: float) -> float | None:
 # Curves.
 
 
-def _series(series: Thinned, began: float | None) -> JsonObject:
+def _series(series: ThinnedSeries, began: float | None) -> JsonObject:
     broken = _points(series.broken, began)
     return _points(series.points, began) | {"broken": broken, "num_broken": series.num_broken}
 
@@ -119,7 +125,7 @@ def _points(points: Sequence[Point], began: float | None) -> JsonObject:
     }
 
 
-def _thinning(found: Iterable[Thinned]) -> str:
+def _thinning(found: Iterable[ThinnedSeries]) -> str:
     series = list(found)
     num_points, num_drawn = sum(each.num_points for each in series), sum(len(each.points) for each in series)
     num_broken = sum(each.num_broken for each in series)
@@ -139,14 +145,14 @@ def _tokens_per_step(history: History) -> float | None:
 # Time.
 
 
-def _seconds(seconds: Mapping[Bucket, float]) -> dict[str, float]:
+def _seconds(seconds: Mapping[TimeBucket, float]) -> dict[str, float]:
     return {bucket.value: round(value, 2) for bucket, value in seconds.items() if value > 0}
 
 
-def _attempt(attempt: Attempt) -> JsonObject:
+def _attempt(attempt: AttemptRecord) -> JsonObject:
     spent, began = attempt.seconds, attempt.ended - sum(attempt.seconds.values())
     reached, lost = attempt.reached_step, attempt.lost_steps
-    lost_since = attempt.ended - spent.get(Bucket.SHUTDOWN, 0.0) - spent.get(Bucket.LOST_STEPS, 0.0)
+    lost_since = attempt.ended - spent.get(TimeBucket.SHUTDOWN, 0.0) - spent.get(TimeBucket.LOST_STEPS, 0.0)
     how = attempt.state.value + (f" ({attempt.code})" if attempt.code else "")
     return {
         "number": attempt.number,
@@ -163,25 +169,27 @@ def _attempt(attempt: Attempt) -> JsonObject:
     }
 
 
-def _first_step(attempt: Attempt) -> float:
+def _first_step(attempt: AttemptRecord) -> float:
     """When it began to train."""
     began = attempt.ended - sum(attempt.seconds.values())
     return began + sum(attempt.seconds.get(bucket, 0.0) for bucket in _BEFORE_STEPS)
 
 
-def _goodput(attempts: Sequence[Attempt], began: float | None, attempts_max: int) -> list[tuple[float, float | None]]:
+def _goodput(
+    attempts: Sequence[AttemptRecord], began: float | None, attempts_max: int
+) -> list[tuple[float, float | None]]:
     """(Unix time, share of the wall time so far) at the begin and the end of each attempt's training."""
     found = []
     good = 0.0
     for attempt in attempts:
-        for moment, more in ((_first_step(attempt), 0.0), (attempt.ended, attempt.seconds.get(Bucket.STEPS, 0.0))):
+        for moment, more in ((_first_step(attempt), 0.0), (attempt.ended, attempt.seconds.get(TimeBucket.STEPS, 0.0))):
             good += more
             if began is not None and moment > began:
                 found.append((round(moment, 2), short(min(good / (moment - began), 1.0))))
     return found[-2 * attempts_max :]
 
 
-def _save(save: Save) -> JsonObject:
+def _save(save: SaveRecord) -> JsonObject:
     return {
         "step": save.step,
         "time": round(save.time, 2),
@@ -190,7 +198,7 @@ def _save(save: Save) -> JsonObject:
     }
 
 
-def _checkpoint(checkpoint: Checkpoint) -> JsonObject:
+def _checkpoint(checkpoint: CheckpointRecord) -> JsonObject:
     trust = checkpoint.trust.value
     return {
         "name": cut(checkpoint.name),
@@ -259,7 +267,7 @@ def duration_text(seconds: float | None) -> str:
     return f"{seconds:.1f} s"
 
 
-def _devices(attempt: Attempt) -> str:
+def _devices(attempt: AttemptRecord) -> str:
     processes = "" if attempt.num_processes in (None, 1) else f" in {attempt.num_processes} processes"
     return f"{attempt.num_devices} x {cut(attempt.device_kind or 'unknown')}{processes}"
 
@@ -282,7 +290,7 @@ def _since_which(told: list[str]) -> str:
     return "; ".join(f"from attempt {each}" for each in told[-_CHANGES_MAX:])
 
 
-def _environment(attempt: Attempt) -> list[tuple[str, str]]:
+def _environment(attempt: AttemptRecord) -> list[tuple[str, str]]:
     given = attempt.environment
     versions = given.get("versions")
     found = [(str(name), str(text)) for name, text in versions.items()] if isinstance(versions, dict) else []

@@ -31,7 +31,7 @@ def global_batch(
     replicate a row, and the arrays of a batch, share the read. `sharding` is that of all of them. Raises ValueError if
     there is no such split.
     """
-    dataset.refuse_split(split)
+    dataset.validate_split(split)
     S, B, T = accumulate_steps, micro_batch, dataset.sequence_length
     examples = _examples_here(sharding, (S, B, T))
     rows = _read(dataset, split, step * S * B, examples)

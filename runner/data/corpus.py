@@ -13,30 +13,38 @@ from typing import Literal
 
 import numpy as np
 
-from runner.data.corpus_index import ANSWERS_DTYPE, ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, Shard, read_tokenizer
+from runner.data.corpus_index import (
+    ANSWERS_DTYPE,
+    ENDS_DTYPE,
+    HEAD_BYTES,
+    INDEX,
+    CorpusIndex,
+    CorpusShard,
+    read_tokenizer,
+)
 from runner.data.readers import ByteRange, DiskReader
 from runner.data.remote import BucketReader, CacheSettings, in_parallel
 from runner.data.source import Source
 from runner.data.source_files import BucketFile, blaming, bucket_file, describe_file
-from runner.data.token_files import TokenFile, Tokens
+from runner.data.token_files import TokenFile, TokenSequence
 from runner.errors import DataError
-from runner.storage import ChangedError, DeniedError, ForbiddenError, Listed, Store, digest_of, open_store
+from runner.storage import ChangedError, DeniedError, FileInfo, ForbiddenError, Store, digest_of, open_store
 
 TrainOn = Literal["answers", "all"]
 LOSS_WEIGHT = "loss_weight"
 
 
-class Answers:
+class CompletionMask:
     """The files `.answers` of a corpus, as one sequence beside its tokens. Read from several threads."""
 
     def __init__(self, parts: Sequence[TokenFile]) -> None:
-        self._marks = Tokens(parts)
+        self._marks = TokenSequence(parts)
         self.bytes_fetched_per_token = self._marks.bytes_fetched_per_token
 
     def weights(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """What the tokens of each stretch count for: 1 of an answer, else 0, float32. Of objects all at once.
 
-        Raises `DataError` naming the place of what is neither, and as `Tokens.read_ranges` does.
+        Raises `DataError` naming the place of what is neither, and as `TokenSequence.read_ranges` does.
         """
         found = self._marks.read_ranges(ranges)
         for (start, _), marks in zip(ranges, found, strict=True):
@@ -53,7 +61,7 @@ class Answers:
         self._marks.check()
 
 
-def refuse_train_on(train_on: TrainOn | None, has_answers: bool) -> None:
+def validate_train_on(train_on: TrainOn | None, has_answers: bool) -> None:
     """Raise `DataError` where a corpus does not say which tokens are of answers and is asked, or it says and is not."""
     if train_on is not None and not has_answers:
         raise DataError(
@@ -71,10 +79,10 @@ VERIFIED_BYTES_MAX = 1 << 27  # shards on a disk, up to so many bytes in all, ar
 LOOKED_AT_MAX = 1024  # of more shards in a bucket the heads of so many, evenly spaced, are looked at, at the start
 ENDS_BYTES_MAX = 1 << 28  # of document ends: where a corpus on a disk has no more, a shard's are read whole and kept
 
-Listing = dict[str, Listed]
+Listing = dict[str, FileInfo]
 
 
-class Corpus(Tokens, Source):
+class Corpus(TokenSequence, Source):
     """The shards of an index, in its order. What is found, and when:
 
     - a file that is missing, of another size, or (of up to 1,024 shards) may not be read: at the start;
@@ -100,7 +108,7 @@ class Corpus(Tokens, Source):
         parts: Sequence[TokenFile],
         store: Store,
         listing: Listing,
-        answers: Answers | None = None,
+        answers: CompletionMask | None = None,
     ) -> None:
         """With `answers` these alone count: each token has a `loss_weight`."""
         super().__init__(parts)
@@ -148,7 +156,7 @@ class Corpus(Tokens, Source):
         if self._answers is not None:
             self._answers.check()
 
-    def refuse_vocabulary(self, size: int) -> None:
+    def validate_vocabulary(self, size: int) -> None:
         """See `Source`."""
         need = self.vocabulary_size
         if need > size:
@@ -158,18 +166,18 @@ class Corpus(Tokens, Source):
             )
 
     def _bad_id(self, token: int, position: int, limit: int) -> DataError:
-        """See `Tokens`."""
+        """See `TokenSequence`."""
         return DataError(
             f"token id {token:,} at {self.describe_position(position)} is beyond {limit - 1:,}, the largest of the "
             f"corpus by its {INDEX}: the shard is not the one that this was written for"
         )
 
     def ends_of(self, asked: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-        """See `Tokens`. Those of several shards are read at a time."""
+        """See `TokenSequence`. Those of several shards are read at a time."""
         return in_parallel([functools.partial(self.part_ends, *each) for each in asked])
 
     def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
-        """See `Tokens`."""
+        """See `TokenSequence`."""
         return self._keep_ends(part) if self._are_ends_kept else self._find_ends(part, start, stop)
 
     def _keep_ends(self, index: int) -> np.ndarray:
@@ -233,7 +241,7 @@ def open_corpus(
         store = open_store(directory)
         index = CorpusIndex.decode(store.read(INDEX), f"{directory}/{INDEX}")
         train_on = unsaid if train_on is None and index.has_answers else train_on
-        refuse_train_on(train_on, index.has_answers)
+        validate_train_on(train_on, index.has_answers)
         listing = store.listing("")
         if any(index.tokenizer.get("file") == present for present in listing):
             read_tokenizer(index.tokenizer, store)
@@ -247,7 +255,7 @@ def open_corpus(
         return Corpus(index, parts, store, listing, answers)
 
 
-def _check_shard(directory: str, shard: Shard, itemsize: int, listing: Listing) -> None:
+def _check_shard(directory: str, shard: CorpusShard, itemsize: int, listing: Listing) -> None:
     """Hold a shard's files against the index: that they are there, their sizes, their digests where known."""
     digests = [shard.tokens_crc32c, shard.ends_crc32c, shard.answers_crc32c]
     for (name, size), digest in zip(shard.file_sizes(itemsize).items(), digests, strict=False):
@@ -292,7 +300,7 @@ def _open_objects(
     dtype = np.dtype(index.dtype).newbyteorder("<")
     reader = BucketReader(name, store, ranges, dtype.itemsize)
 
-    def file_of(shard: Shard, suffix: str) -> BucketFile:
+    def file_of(shard: CorpusShard, suffix: str) -> BucketFile:
         return bucket_file(store.url, f"{shard.name}.{suffix}", listing[f"{shard.name}.{suffix}"])
 
     looked_at = [shard for shard in index.shards if shard.num_tokens]
@@ -306,7 +314,9 @@ def _open_objects(
     return [TokenFile(file_of(shard, "bin"), dtype, shard.num_tokens, 0, reader) for shard in index.shards]
 
 
-def _open_answers(name: str, store: Store, index: CorpusIndex, listing: Listing, ranges: CacheSettings) -> Answers:
+def _open_answers(
+    name: str, store: Store, index: CorpusIndex, listing: Listing, ranges: CacheSettings
+) -> CompletionMask:
     """What says of each token whether it is of an answer. On a disk small ones are read."""
     if store.root is None:
         remote = BucketReader(name, store, ranges, ANSWERS_DTYPE.itemsize)
@@ -314,7 +324,7 @@ def _open_answers(name: str, store: Store, index: CorpusIndex, listing: Listing,
             (shard, bucket_file(store.url, f"{shard.name}.answers", listing[f"{shard.name}.answers"]))
             for shard in index.shards
         ]
-        return Answers([TokenFile(file, ANSWERS_DTYPE, shard.num_tokens, 0, remote) for shard, file in objects])
+        return CompletionMask([TokenFile(file, ANSWERS_DTYPE, shard.num_tokens, 0, remote) for shard, file in objects])
     reader, is_small = DiskReader(ranges.directory), index.num_tokens <= VERIFIED_BYTES_MAX
     parts = []
     for shard in index.shards:
@@ -324,4 +334,4 @@ def _open_answers(name: str, store: Store, index: CorpusIndex, listing: Listing,
         if is_small and shard.answers_crc32c is not None:
             _refuse_digest(str(file), store.digest(file.path.name), shard.answers_crc32c)
         parts.append(TokenFile(file, ANSWERS_DTYPE, shard.num_tokens, 0, reader))
-    return Answers(parts)
+    return CompletionMask(parts)

@@ -56,7 +56,7 @@ INDEX_KEYS = (*_OF_INDEX, *(replace(key, name=f"shards.{key.name}") for key in (
 
 
 @dataclass(frozen=True)
-class Shard:
+class CorpusShard:
     """What the index says of a shard; see `INDEX_KEYS`."""
 
     name: str
@@ -91,10 +91,10 @@ class Shard:
         return sizes
 
 
-class Shards:
+class CorpusShards:
     """What holds shards: a corpus, or a piece of one."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[CorpusShard, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -106,14 +106,14 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class CorpusIndex(Shards):
+class CorpusIndex(CorpusShards):
     """The content of `index.json`; see `INDEX_KEYS`."""
 
     dtype: str
     vocabulary_size: int
     tokenizer: JsonObject
     separator: int | None
-    shards: tuple[Shard, ...]
+    shards: tuple[CorpusShard, ...]
 
     @property
     def has_answers(self) -> bool:
@@ -176,12 +176,12 @@ def read_tokenizer(tokenizer: JsonObject, store: Store) -> bytes:
     return content
 
 
-def parse_shard(record: JsonObject) -> Shard:
+def parse_shard(record: JsonObject) -> CorpusShard:
     """What the index says of a shard. Raises `ValueError` if it is damaged."""
     if not isinstance(record, dict):
         raise ValueError(f"{str(record)[:20]!r} is no shard")
     check(record, (*_OF_SHARD, _ANSWERS), [key.name for key in _OF_SHARD])
-    shard = Shard(**record)
+    shard = CorpusShard(**record)
     if not re.fullmatch(r"\w[\w.-]*", shard.name):
         raise ValueError(f"{shard.name[:60]!r} is no name of a shard")
     if min(shard.num_tokens, shard.num_documents, shard.largest_id + 1) < 0:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runner.data.corpus import LOSS_WEIGHT
-from runner.data.open_source import load_own, open_source, refuse_unread
-from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, RowOrder, Rows
-from runner.data.sampling import Mixture, Split, probe_order, split_tokens
+from runner.data.open_source import load_own, open_source, validate_options_read
+from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, LocalShuffle, Rows
+from runner.data.sampling import Mixture, TokenSplit, probe_order, split_tokens
 from runner.data.source import Source
 from runner.data.source_files import is_class
-from runner.data.text import Text
+from runner.data.text import TextTokens
 from runner.data.token_files import IdRange, TokenFiles
 from runner.data.tokenizers import Tokenizer
 from runner.errors import DataError
@@ -51,7 +51,7 @@ def batch_fields(config: "DataConfig") -> Fields:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SourcePart:
     """One source that training draws from: its examples, without what is kept out, and their order."""
 
     name: str
@@ -68,7 +68,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Share:
+class SourceShare:
     """What a part gives to the first examples of a run, and what all hosts together fetch for it, if none is cached."""
 
     name: str
@@ -94,7 +94,7 @@ class Dataset:
     fields: Fields
     fingerprint: str
     tokenizer: Tokenizer | None
-    parts: Sequence[Part]
+    parts: Sequence[SourcePart]
     validation: Mapping[str, Examples]
     _sources: Mapping[str, Source]  # all of them, by what the spec calls them
     _mixture: Mixture
@@ -125,7 +125,7 @@ class Dataset:
         for source in self._sources.values():
             source.check()
 
-    def refuse_vocabulary(self, size: int) -> None:
+    def validate_vocabulary(self, size: int) -> None:
         """Raise DataError if a source is known to hold a token id that a model of `size` ids cannot embed.
 
         Immediate for text and corpora; token files are read whole the first time, and the answer is cached, unless they
@@ -133,7 +133,7 @@ class Dataset:
         """
         for label, source in self._sources.items():
             try:
-                source.refuse_vocabulary(size)
+                source.validate_vocabulary(size)
             except DataError as error:
                 raise DataError(f"{label}: {error}") from error
 
@@ -159,12 +159,12 @@ class Dataset:
             if isinstance(source, TokenFiles) and label in found:
                 source.take(IdRange(**found[label]))
 
-    def shares(self, num_examples: int) -> list[Share]:
+    def shares(self, num_examples: int) -> list[SourceShare]:
         """What each part gives to the first `num_examples` of the run."""
         counts = self._mixture.counts(num_examples)
         T = self.sequence_length
         return [
-            Share(
+            SourceShare(
                 part.name,
                 count * T,
                 count / part.examples.num_examples,
@@ -179,7 +179,7 @@ class Dataset:
         tokens = {f"data/{share.name}/tokens": share.tokens for share in shares}
         return tokens | {f"data/{share.name}/epochs": share.epochs for share in shares}
 
-    def refuse_epochs(self, num_examples: int) -> None:
+    def validate_epochs(self, num_examples: int) -> None:
         """Raise DataError if a run of `num_examples` would read a source more often than its `max_epochs`."""
         for part, share in zip(self.parts, self.shares(num_examples), strict=True):
             if part.max_epochs is not None and share.epochs > part.max_epochs:
@@ -196,7 +196,7 @@ class Dataset:
         so that a loss weighted by real tokens counts each validation target exactly once.
         """
         assert first >= 0
-        self.refuse_split(split)
+        self.validate_split(split)
         if split == TRAIN:
             return self._train_rows(first, count)
         examples = self.validation.get(split)
@@ -207,7 +207,7 @@ class Dataset:
                 rows[name][:num_real] = found
         return rows
 
-    def refuse_split(self, name: str) -> None:
+    def validate_split(self, name: str) -> None:
         """Raise ValueError if no part of the data has this name."""
         names = [TRAIN, *(self.validation or (VALIDATION,))]
         if name not in names:
@@ -247,7 +247,7 @@ def load_dataset(
     cache_directory = default_cache_directory() if cache_directory is None else cache_directory
 
     sources: dict[str, Source] = {}
-    parts: list[Part] = []
+    parts: list[SourcePart] = []
     validation: dict[str, Examples] = {}
     mixture = Mixture([named.weight for named in config.sources])
     for named, share in zip(config.sources, mixture.shares, strict=True):
@@ -260,8 +260,8 @@ def load_dataset(
     for name, further in config.validation.items():
         label = f"data.validation.{name}={further.source}"
         source = sources[label] = _open(label, further, config, cache_directory, vocabulary_size)
-        validation[name] = PACKINGS[config.packing](source, Split(0, len(source), config.sequence_length))
-    refuse_unread(config, sources.values())
+        validation[name] = PACKINGS[config.packing](source, TokenSplit(0, len(source), config.sequence_length))
+    validate_options_read(config, sources.values())
     fields = batch_fields(config)
     _refuse_unusable(
         fields,
@@ -273,7 +273,7 @@ def load_dataset(
         sequence_length=config.sequence_length,
         fields=fields,
         fingerprint=_fingerprint(config, parts),
-        tokenizer=next((source.tokenizer for source in sources.values() if isinstance(source, Text)), None),
+        tokenizer=next((source.tokenizer for source in sources.values() if isinstance(source, TextTokens)), None),
         parts=parts,
         validation=validation,
         _sources=sources,
@@ -301,17 +301,17 @@ def load_set(config: "DataConfig", name: str, named: "TokenSource", *, vocabular
     config = config.model_copy(update={"mixture": [], **{key: getattr(named, key) for key in type(named).model_fields}})
     label = f"data.source={named.source}"
     source = open_source(named, config, default_cache_directory(), vocabulary_size, unsaid="answers")
-    examples = PACKINGS[config.packing](source, Split(0, len(source), config.sequence_length))
+    examples = PACKINGS[config.packing](source, TokenSplit(0, len(source), config.sequence_length))
     fields = {**batch_fields(config), **source.fields}
     _refuse_unusable(fields, {label: examples})
     found = Dataset(
         named.source, config.sequence_length, fields, "", None, (), {name: examples}, {label: source}, Mixture(())
     )
-    found.refuse_vocabulary(vocabulary_size)
+    found.validate_vocabulary(vocabulary_size)
     return found
 
 
-def _split(label: str, source: Source, config: "DataConfig") -> tuple[Split, Split]:
+def _split(label: str, source: Source, config: "DataConfig") -> tuple[TokenSplit, TokenSplit]:
     try:
         return split_tokens(
             len(source), validation_fraction=config.validation_fraction, sequence_length=config.sequence_length
@@ -324,17 +324,17 @@ def _make_part(
     named: "MixtureSource",
     label: str,
     source: Source,
-    split: Split,
+    split: TokenSplit,
     config: "DataConfig",
     seed: int,
     batch_examples: Fraction,
-) -> Part:
+) -> SourcePart:
     examples = PACKINGS[config.packing](source, split)
     if not examples.num_examples:
         raise DataError(f"{label}: no document has two tokens; a document needs a token and the one after it")
     own_seed = zlib.crc32(f"{seed} {named.name}".encode()) if config.mixture else seed
     order = examples.make_order(own_seed, batch_examples)
-    return Part(named.name, label, source, split.num_tokens, examples, order, named.max_epochs)
+    return SourcePart(named.name, label, source, split.num_tokens, examples, order, named.max_epochs)
 
 
 def _refuse_unusable(fields: Fields, sets: Mapping[str, Examples]) -> None:
@@ -347,7 +347,7 @@ def _refuse_unusable(fields: Fields, sets: Mapping[str, Examples]) -> None:
             raise DataError(f"{label}: holds less than one example")
 
 
-def _fingerprint(config: "DataConfig", parts: Sequence[Part]) -> str:
+def _fingerprint(config: "DataConfig", parts: Sequence[SourcePart]) -> str:
     """Of all that the training examples depend on. What validates moves no weights, and is not in it."""
     content: JsonObject = {
         "sequence_length": config.sequence_length,
@@ -362,8 +362,8 @@ def _fingerprint(config: "DataConfig", parts: Sequence[Part]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _content(part: Part) -> JsonObject:
-    tokenizer = part.source.tokenizer if isinstance(part.source, Text) else None
+def _content(part: SourcePart) -> JsonObject:
+    tokenizer = part.source.tokenizer if isinstance(part.source, TextTokens) else None
     content = {
         "tokens": part.source.fingerprint,
         "num_tokens": len(part.source),
@@ -372,6 +372,8 @@ def _content(part: Part) -> JsonObject:
     }
     if not part.examples.fingerprint:
         return content
-    ends = hashlib.sha256(part.source.ends.astype("<i8").data).hexdigest() if isinstance(part.source, Text) else None
-    rows = {"batch_examples": str(part.order.batch_examples)} if isinstance(part.order, RowOrder) else {}
+    ends = (
+        hashlib.sha256(part.source.ends.astype("<i8").data).hexdigest() if isinstance(part.source, TextTokens) else None
+    )
+    rows = {"batch_examples": str(part.order.batch_examples)} if isinstance(part.order, LocalShuffle) else {}
     return content | {"packing": part.examples.fingerprint, "ends": ends} | rows

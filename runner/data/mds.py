@@ -29,7 +29,7 @@ import numpy as np
 import zstandard
 
 from runner.data.documents import ID_DTYPES, DocumentFiles, RecordFile, parse_dtype
-from runner.data.readers import ByteRange, Derived, Reader, cache_key
+from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key
 from runner.data.remote import in_parallel
 from runner.data.source_files import File
 from runner.errors import DataError
@@ -41,7 +41,7 @@ SHAPES = ((4, 1, 1, 0xFF), (5, 2, 0x100, 0xFFFF), (6, 4, 0x10000, 0xFFFFFFFF))
 
 
 @dataclass(frozen=True)
-class Column:
+class IdColumn:
     """The column that holds the ids.
 
     Attributes:
@@ -132,19 +132,19 @@ class Column:
         return value_starts + skips, counts
 
 
-def parse_column(encoding: str, sizes: tuple[int | None, ...], place: int, dtype: str | None) -> Column:
+def parse_column(encoding: str, sizes: tuple[int | None, ...], place: int, dtype: str | None) -> IdColumn:
     """The column of this encoding; `dtype` is what the spec says of its ids. Raises ValueError if it holds none."""
     kind, _, rest = encoding.partition(":")
     if kind == "bytes" and not rest:
         if dtype is None:
             raise ValueError("holds bytes: say which ids they are, as data.options.dtype: int64")
-        return Column(sizes, place, parse_dtype(dtype), has_shape=False)
+        return IdColumn(sizes, place, parse_dtype(dtype), has_shape=False)
     name, _, shape = rest.partition(":")
     if kind != "ndarray" or name not in ID_DTYPES:
         raise ValueError(f"is encoded as {encoding[:40]!r}, needs bytes or ndarray of an integer type")
     if dtype is not None:
         raise ValueError(f"holds {name}: leave out data.options.dtype, nothing reads it")
-    return Column(sizes, place, parse_dtype(name), has_shape=not shape)
+    return IdColumn(sizes, place, parse_dtype(name), has_shape=not shape)
 
 
 def _gather(content: np.ndarray, places: np.ndarray, count: int) -> np.ndarray:
@@ -209,7 +209,7 @@ def open_mds(
     return DocumentFiles(in_parallel(acts), cache_directory, believed)
 
 
-def _parse_layout(index: File, record: JsonObject, column: str, dtype: str | None) -> Column:
+def _parse_layout(index: File, record: JsonObject, column: str, dtype: str | None) -> IdColumn:
     """Where the ids lie in the samples of a shard. Raises DataError."""
     try:
         place = _find_column(record["column_names"], column)
@@ -230,7 +230,7 @@ class MdsShard(RecordFile):
         starts: the byte at which the ids of each begin.
     """
 
-    column: Column
+    column: IdColumn
     samples: np.ndarray
     starts: np.ndarray
 
@@ -327,7 +327,7 @@ def _find_files(records: Sequence[tuple[File, JsonObject]], reader: Reader) -> l
     packed_places = [_place(index, record["zip_data"] or record["raw_data"]) for index, record in records]
     found = dict(zip(places := [*raw_places, *packed_places], reader.find(places), strict=True))
     files: dict[str, File] = {}
-    unpacked: dict[str, Derived] = {}
+    unpacked: dict[str, DerivedFile] = {}
     for raw_place, packed_place, (_, record) in zip(raw_places, packed_places, records, strict=True):
         raw, packed, size_bytes = found[raw_place], found[packed_place], record["raw_data"]["bytes"]
         if raw is not None:
@@ -339,7 +339,7 @@ def _find_files(records: Sequence[tuple[File, JsonObject]], reader: Reader) -> l
             if kind != "zstd":
                 raise DataError(f"{packed}: is compressed by {kind or 'nothing known'}, needs zstd or none")
             name = f"{cache_key('mds', [packed])}.mds"
-            unpacked[raw_place] = Derived(packed, name, size_bytes, partial(_unpack, packed, size_bytes, reader))
+            unpacked[raw_place] = DerivedFile(packed, name, size_bytes, partial(_unpack, packed, size_bytes, reader))
     files |= dict(zip(unpacked, reader.keep([*unpacked.values()]), strict=True))
     for place, (_, record) in zip(raw_places, records, strict=True):
         if (size := files[place].size_bytes) != record["raw_data"]["bytes"]:
@@ -365,7 +365,7 @@ def _unpack(packed: File, size_bytes: int, reader: Reader) -> Iterator[bytes]:
         raise DataError(f"{packed}: cannot be unpacked: {error}") from error
 
 
-def _open_shard(file: File, record: JsonObject, column: Column, reader: Reader) -> MdsShard:
+def _open_shard(file: File, record: JsonObject, column: IdColumn, reader: Reader) -> MdsShard:
     """Read where the samples lie, and the ids in them. Raises DataError where that cannot be of one whole shard."""
     try:
         samples = _read_samples(file, record, reader)

@@ -13,9 +13,9 @@ from runner.data.corpus import TrainOn, open_corpus
 from runner.data.documents import DocumentFiles, open_megatron
 from runner.data.mds import open_mds
 from runner.data.remote import CacheSettings, open_reader
-from runner.data.source import Checked, Source
+from runner.data.source import CheckedSource, Source
 from runner.data.source_files import BucketFiles, SourceFiles, find_corpus, find_source, is_class
-from runner.data.text import Text, load_text
+from runner.data.text import TextTokens, load_text
 from runner.data.token_files import open_token_files
 from runner.errors import DataError, InvalidError
 from runner.spec import load_class
@@ -106,7 +106,7 @@ def _open(
     separator = SEPARATORS[config.document_separator]
     text = load_text(files, config.tokenizer, cache_directory, separator, ranges)
     is_copied = isinstance(files, BucketFiles)
-    return Text(text, sum(file.size_bytes for file in files.files) if is_copied else 0)
+    return TextTokens(text, sum(file.size_bytes for file in files.files) if is_copied else 0)
 
 
 def _refuse_unread(named: "TokenSource", kind: str, *keys: str) -> None:
@@ -116,10 +116,10 @@ def _refuse_unread(named: "TokenSource", kind: str, *keys: str) -> None:
             raise DataError(f"data.{key}={value}: nothing reads it, data.source={named.source} {kind}; leave it out")
 
 
-def refuse_unread(config: "DataConfig", sources: Collection[Source]) -> None:
+def validate_options_read(config: "DataConfig", sources: Collection[Source]) -> None:
     """Raise `DataError` if a key that is said once, for all sources of `config`, is read by none of them."""
     is_read = {
-        "document_separator": any(isinstance(source, Text) for source in sources),
+        "document_separator": any(isinstance(source, TextTokens) for source in sources),
         "cache_bytes": any("://" in named.source for named in [*config.sources, *config.validation.values()]),
     }
     reader = {"document_separator": "text", "cache_bytes": "in a bucket"}
@@ -139,7 +139,7 @@ def _make_own(named: "TokenSource") -> Source:
         inspect.signature(own).bind(**named.options)
     except TypeError as error:
         raise DataError(f"{name}: data.options: {error}") from error
-    return Checked(own(**named.options), name)
+    return CheckedSource(own(**named.options), name)
 
 
 def load_own(named: "TokenSource") -> type[Source]:

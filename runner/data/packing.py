@@ -2,10 +2,11 @@
 
 An example holds T positions, each with an input token, and the token after it as its target.
 
-- `Windows`    runs of T + 1 tokens, whatever documents they cut: neighbours share one token, a target of the first and
+- `TokenWindows`    runs of T + 1 tokens, whatever documents they cut: neighbours share one token, a target of the
+first and
                an input of the second
-- `Packed`     whole documents side by side: what a position may see ends where its document begins
-- `Padded`     one document in an example, the rest of it padding
+- `PackedDocuments`     whole documents side by side: what a position may see ends where its document begins
+- `PaddedDocuments`     one document in an example, the rest of it padding
 
 Every position that has a target in its own document stands in exactly one example. A document that is longer than T is
 cut, and each part of it begins anew. A document's last token is the target of the one before, and no input.
@@ -24,7 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from runner.data.remote import in_parallel
-from runner.data.sampling import Split, make_order
+from runner.data.sampling import TokenSplit, make_order
 from runner.data.source import Source
 
 Rows = dict[str, np.ndarray]
@@ -53,7 +54,7 @@ class Examples(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Another one where the same tokens are cut in another way; empty for `Windows`."""
+        """Another one where the same tokens are cut in another way; empty for `TokenWindows`."""
 
     def read(self, numbers: np.ndarray) -> Rows:
         """The examples of these numbers, each field (number of them, T)."""
@@ -65,12 +66,12 @@ class Examples(Protocol):
         """
 
 
-class Windows:
+class TokenWindows:
     """Runs of T + 1 tokens: neither the documents nor what they say of each other is looked at."""
 
     fingerprint = ""
 
-    def __init__(self, source: Source, split: Split):
+    def __init__(self, source: Source, split: TokenSplit):
         self._source, self._split = source, split
         self.fields: Fields = {**TOKEN_FIELDS, **source.fields}
         self.num_examples = split.num_windows
@@ -94,14 +95,14 @@ class Windows:
 
 
 class _Documents:
-    """What `Packed` and `Padded` share: examples made of pieces of documents.
+    """What `PackedDocuments` and `PaddedDocuments` share: examples made of pieces of documents.
 
     A piece is its first input and its number of inputs; the target of each input is the token after it.
     """
 
     num_examples: int
 
-    def __init__(self, source: Source, split: Split):
+    def __init__(self, source: Source, split: TokenSplit):
         self._source, self._split = source, split
         self.fields: Fields = {**DOCUMENT_FIELDS, **source.fields}
 
@@ -147,7 +148,7 @@ class _Documents:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """What the rows of a block hold: row r the pieces `bounds[r] .. bounds[r + 1]` of `pieces`, (n, 2)."""
 
     pieces: np.ndarray
@@ -161,19 +162,21 @@ class Plan:
         return int(self.pieces.nbytes + self.bounds.nbytes)
 
 
-class Plans:
+class PackingPlanCache:
     """The plans of blocks in use: 16 bytes a document, 14 KB where documents have 700 tokens.
 
     A plan goes when all that are kept could have been asked for `PLAN_ROUNDS` times since it was: what stays are the
     blocks of the rows of this host, and no more than `PLANS_BYTES_MAX`. Safe to use from several threads.
     """
 
-    def __init__(self, make: Callable[[int], Plan]):
+    def __init__(self, make: Callable[[int], PackingPlan]):
         self._make, self._changing = make, threading.Lock()
-        self._kept: OrderedDict[int, tuple[int, Plan]] = OrderedDict()  # by block, with when it was asked for last
+        self._kept: OrderedDict[int, tuple[int, PackingPlan]] = (
+            OrderedDict()
+        )  # by block, with when it was asked for last
         self._num_asked = self._num_bytes = 0
 
-    def __getitem__(self, block: int) -> Plan:
+    def __getitem__(self, block: int) -> PackingPlan:
         with self._changing:
             _, plan = self._kept.get(block, (0, None))
         made = plan or self._make(block)
@@ -195,14 +198,14 @@ class Plans:
         return is_stale or (self._num_bytes > PLANS_BYTES_MAX and len(self._kept) > 1)
 
 
-class Packed(_Documents):
+class PackedDocuments(_Documents):
     """Several whole documents in an example, by best fit among the documents of one block of tokens.
 
     A block is nearly as many tokens as its examples have positions, so all of it fits, and what an example holds
     depends on its number alone. How much is padding is known beforehand: that little, and a position for each document.
     """
 
-    def __init__(self, source: Source, split: Split):
+    def __init__(self, source: Source, split: TokenSplit):
         super().__init__(source, split)
         T = split.sequence_length
         self._block_examples = max(BLOCK_EXAMPLES_MIN, BLOCK_POSITIONS // T)
@@ -210,7 +213,7 @@ class Packed(_Documents):
         self._num_whole_blocks, rest = divmod(split.num_tokens, self._block_tokens)
         self._rest_examples = next(count for count in range(self._block_examples + 1) if _filled(count * T) >= rest)
         self.num_examples = self._num_whole_blocks * self._block_examples + self._rest_examples
-        self._plans = Plans(self._make_plan)
+        self._plans = PackingPlanCache(self._make_plan)
         if not any(len(self.pieces(number)) for number in self._sample()):
             self.num_examples = 0  # documents of one token alone: all would be padding
 
@@ -228,7 +231,7 @@ class Packed(_Documents):
         block, place = divmod(number, self._block_examples)
         return self._plans[block][place]
 
-    def _make_plan(self, block: int) -> Plan:
+    def _make_plan(self, block: int) -> PackingPlan:
         end = self._split.start + self._split.num_tokens
         start = self._split.start + block * self._block_tokens
         stop = min(start + self._block_tokens, end)
@@ -238,12 +241,12 @@ class Packed(_Documents):
         num_examples = self._block_examples if block < self._num_whole_blocks else self._rest_examples
         return pack(runs_between(start, stop + is_cut, ends), num_examples, self._split.sequence_length)
 
-    def make_order(self, seed: int, batch_examples: Fraction) -> "RowOrder":
-        """See `Examples`, and `RowOrder`: a host packs a block once in an epoch, and not once for each example."""
-        return RowOrder(self.num_examples, self._block_examples, batch_examples, seed)
+    def make_order(self, seed: int, batch_examples: Fraction) -> "LocalShuffle":
+        """See `Examples`, and `LocalShuffle`: a host packs a block once in an epoch, and not once for each example."""
+        return LocalShuffle(self.num_examples, self._block_examples, batch_examples, seed)
 
 
-class RowOrder(Sequence[int]):
+class LocalShuffle(Sequence[int]):
     """Endless, all numbers once in each epoch, and near each other where a step has them in the same row.
 
     Blocks are shuffled, and put into groups: as many to each row of a step as make `GROUP_BLOCKS` at least. A group is
@@ -316,10 +319,10 @@ def permutation(seed: int, epoch: int, group: int, row: int, size: int) -> np.nd
     return np.argsort(np.random.Philox(key=np.frombuffer(key[:16], "<u8")).random_raw(size), kind="stable")
 
 
-class Padded(_Documents):
+class PaddedDocuments(_Documents):
     """One document, or a part of a longer one, in an example. The ends of all documents are read at the start."""
 
-    def __init__(self, source: Source, split: Split):
+    def __init__(self, source: Source, split: TokenSplit):
         super().__init__(source, split)
         T, stop = split.sequence_length, split.start + split.num_tokens
         self._runs = runs_between(split.start, stop, source.document_ends(split.start, stop))
@@ -338,10 +341,10 @@ class Padded(_Documents):
         return make_order(self.num_examples, seed=seed)
 
 
-PACKINGS: Mapping[str, Callable[[Source, Split], Examples]] = {
-    "concatenate": Windows,
-    "documents": Packed,
-    "pad": Padded,
+PACKINGS: Mapping[str, Callable[[Source, TokenSplit], Examples]] = {
+    "concatenate": TokenWindows,
+    "documents": PackedDocuments,
+    "pad": PaddedDocuments,
 }
 
 
@@ -359,7 +362,7 @@ def runs_between(start: int, stop: int, ends: np.ndarray) -> np.ndarray:
     return np.stack([edges[:-1], lengths], axis=1)[lengths > 0]
 
 
-def pack(runs: np.ndarray, num_rows: int, capacity: int) -> Plan:
+def pack(runs: np.ndarray, num_rows: int, capacity: int) -> PackingPlan:
     """Put runs (first input, number of inputs) into rows of `capacity` inputs: what each row holds, in order.
 
     Runs that are longer than a row are cut into rows, and what is left of them goes on. The longest goes first, into
@@ -376,7 +379,7 @@ def pack(runs: np.ndarray, num_rows: int, capacity: int) -> Plan:
     rests = rests[np.lexsort((rests[:, 0], -rests[:, 1]))]
     held = np.concatenate([whole, _best_fit(rests, range(first, num_rows), capacity)])
     held = held[np.lexsort((held[:, 1], held[:, 0]))]
-    return Plan(held[:, 1:].copy(), np.searchsorted(held[:, 0], np.arange(num_rows + 1)).astype(np.int32))
+    return PackingPlan(held[:, 1:].copy(), np.searchsorted(held[:, 0], np.arange(num_rows + 1)).astype(np.int32))
 
 
 def _best_fit(runs: np.ndarray, rows: range, capacity: int) -> np.ndarray:

@@ -145,7 +145,7 @@ class ByteRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Derived:
+class DerivedFile:
     """A whole file to keep on this host's disk: a copy of `origin`, or what is unpacked from it.
 
     Attributes:
@@ -186,7 +186,7 @@ class Reader(Protocol):
     def copies(self, files: Sequence[File]) -> list[SourceFile]:
         """The files themselves, or whole copies on this host's disk, for a library that opens nothing else."""
 
-    def keep(self, wanted: Sequence[Derived]) -> list[SourceFile]:
+    def keep(self, wanted: Sequence[DerivedFile]) -> list[SourceFile]:
         """Files on this host's disk, made where they are not there yet."""
 
 
@@ -219,7 +219,7 @@ class DiskReader:
         """See `Reader`."""
         return [on_disk(file) for file in files]
 
-    def keep(self, wanted: Sequence[Derived]) -> list[SourceFile]:
+    def keep(self, wanted: Sequence[DerivedFile]) -> list[SourceFile]:
         """See `Reader`."""
         for derived in wanted:
             path = self.directory / derived.name
@@ -265,7 +265,7 @@ def fill_from_file(file: SourceFile, targets: Sequence[tuple[int, np.ndarray]]) 
             out[:] = np.frombuffer(read_file(file, start, start + out.nbytes), out.dtype)
 
 
-def write_derived(derived: Derived, path: Path, is_whole: Callable[[], bool]) -> None:
+def write_derived(derived: DerivedFile, path: Path, is_whole: Callable[[], bool]) -> None:
     """Make the file at `path`, in one process of this host, unless it `is_whole` there; it is never seen half.
 
     Raises DataError if the disk does not take it.

@@ -43,7 +43,7 @@ import google_crc32c
 
 from runner.data.readers import (
     ByteRange,
-    Derived,
+    DerivedFile,
     DiskReader,
     Reader,
     cache_key,
@@ -189,7 +189,7 @@ DIRECTORY = "copies"
 VERIFIED_BYTES_MAX = 1 << 27  # files up to this size are read at each start (0.1 s); of larger ones the size tells
 
 
-class Copies:
+class FileCopies:
     """The files of one source; see the module. Safe to use from several threads.
 
     Every method raises `DataError` where the disk does not take them.
@@ -203,7 +203,7 @@ class Copies:
         self._holding = threading.Lock()
         self._held: int | None = None  # a descriptor, which closes with the process
 
-    def make_room(self, wanted: Sequence[Derived]) -> None:
+    def make_room(self, wanted: Sequence[DerivedFile]) -> None:
         """Hold the source's directory, and remove what must go. Raises `DataError` if there is no room."""
         with needing_room(self._what, self._root), self._holding:
             if self._held is None:
@@ -221,7 +221,7 @@ class Copies:
                     f"disk) allows {bound:,}"
                 )
 
-    def get(self, derived: Derived) -> SourceFile:
+    def get(self, derived: DerivedFile) -> SourceFile:
         """One of the files that `make_room` was called for, made if it is not there or not whole."""
         path, checksum = self._directory / derived.name, google_crc32c.Checksum()
 
@@ -332,7 +332,7 @@ class BucketReader:
         self._source, self._store, self._settings = source, store, settings
         self._cache = settings.open(itemsize)
         self._disk = DiskReader(settings.directory)
-        self._copies = Copies(settings.directory, source, settings.max_bytes)
+        self._copies = FileCopies(settings.directory, source, settings.max_bytes)
 
     def for_ids_of(self, itemsize: int) -> "BucketReader":
         """See `Reader`."""
@@ -386,7 +386,7 @@ class BucketReader:
         objects = map(_in_bucket, files)
         return self.keep(
             [
-                Derived(file, cache_key("copy", [file]), file.size_bytes, partial(self._chunks, file), file.crc32c)
+                DerivedFile(file, cache_key("copy", [file]), file.size_bytes, partial(self._chunks, file), file.crc32c)
                 for file in objects
             ]
         )
@@ -396,7 +396,7 @@ class BucketReader:
         for start in range(0, file.size_bytes, REQUEST_BYTES_MAX):
             yield from self.fetch([ByteRange(file, start, min(start + REQUEST_BYTES_MAX, file.size_bytes))])
 
-    def keep(self, wanted: Sequence[Derived]) -> list[SourceFile]:
+    def keep(self, wanted: Sequence[DerivedFile]) -> list[SourceFile]:
         """See `Reader`."""
         if wanted:
             self._copies.make_room(wanted)

@@ -28,7 +28,7 @@ FEW_WINDOWS = 512  # grain draws until a number is below theirs: 0.06 ms for one
 
 
 @dataclass(frozen=True)
-class Split:
+class TokenSplit:
     """The tokens `start .. start + num_tokens` of the data set, cut into windows of `sequence_length` + 1."""
 
     start: int
@@ -45,7 +45,7 @@ class Split:
         return self.start + window * self.sequence_length
 
 
-def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length: int) -> tuple[Split, Split]:
+def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length: int) -> tuple[TokenSplit, TokenSplit]:
     """Return (train, validation): the head, and the last `validation_fraction` of the tokens.
 
     Raises DataError where a split that is asked for does not hold one window.
@@ -53,8 +53,8 @@ def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length
     assert 0 <= validation_fraction < 1
     assert sequence_length > 0
     num_train_tokens = int(num_tokens * (1 - validation_fraction))
-    train = Split(0, num_train_tokens, sequence_length)
-    validation = Split(num_train_tokens, num_tokens - num_train_tokens, sequence_length)
+    train = TokenSplit(0, num_train_tokens, sequence_length)
+    validation = TokenSplit(num_train_tokens, num_tokens - num_train_tokens, sequence_length)
     need = f"fewer than one window of data.sequence_length={sequence_length} + 1"
     have = f"data.validation_fraction={validation_fraction:g} of {num_tokens:,} tokens"
     if not train.num_windows:
@@ -68,7 +68,7 @@ def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length
 
 
 @dataclass(frozen=True)
-class Order(Sequence[int]):
+class ShuffledOrder(Sequence[int]):
     """The endless train order: a new permutation of all windows each epoch, any element of it in O(1).
 
     Of few windows an epoch is computed whole, and once in a process.
@@ -92,19 +92,19 @@ class Order(Sequence[int]):
 
 
 @functools.lru_cache(maxsize=256)
-def _epoch(order: Order, epoch: int) -> tuple[int, ...]:
+def _epoch(order: ShuffledOrder, epoch: int) -> tuple[int, ...]:
     begin = epoch * order.num_windows
     return tuple(order._shuffled[begin + place] for place in range(order.num_windows))
 
 
-def make_order(num_windows: int, *, seed: int) -> Order:
+def make_order(num_windows: int, *, seed: int) -> ShuffledOrder:
     """Return the train order of so many windows."""
-    return Order(num_windows, seed)
+    return ShuffledOrder(num_windows, seed)
 
 
 def probe_order(order: Sequence[int], *, num_windows: int) -> str:
     """Return a digest of how the first two epochs start: another version of the shuffle would be another data set."""
-    return (_probe_once if isinstance(order, Order) else _probe)(order, num_windows)
+    return (_probe_once if isinstance(order, ShuffledOrder) else _probe)(order, num_windows)
 
 
 def _probe(order: Sequence[int], num_windows: int) -> str:

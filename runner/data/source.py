@@ -79,7 +79,7 @@ class Source(ABC):
         """Where a position is, for a message."""
         return f"position {position}"
 
-    def refuse_vocabulary(self, size: int) -> None:
+    def validate_vocabulary(self, size: int) -> None:
         """Raise `DataError` if an id is known to be beyond a vocabulary of `size` ids."""
         if self.vocabulary_size > size:
             raise DataError(
@@ -94,7 +94,7 @@ def first_bad(ids: np.ndarray, vocabulary_size: int) -> int | None:
     return int(is_bad.argmax()) if is_bad.any() else None
 
 
-class Checked(Source):
+class CheckedSource(Source):
     """A source of somebody else's, with what it gives held against what it promises."""
 
     def __init__(self, source: Source, name: str) -> None:

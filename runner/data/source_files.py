@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from runner.data.corpus_index import INDEX
 from runner.errors import DataError, InvalidError
-from runner.storage import DeniedError, Listed, Store, Version, check_url, open_store, parse_json
+from runner.storage import DeniedError, FileInfo, Store, Version, check_url, open_store, parse_json
 
 PYTHON_STDLIB = "python-stdlib"
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
@@ -202,7 +202,7 @@ def _find_in_bucket(name: str) -> BucketFiles:
     return BucketFiles(name, files, store, holds_tokens, format_name)
 
 
-def bucket_file(url: str, name: str, listed: Listed) -> BucketFile:
+def bucket_file(url: str, name: str, listed: FileInfo) -> BucketFile:
     """The object that a listing has named."""
     return BucketFile(url, name, listed.size_bytes, listed.version, listed.crc32c)
 
@@ -225,7 +225,7 @@ def fixed_start(patterns: Sequence[str]) -> str:
     return re.split(r"[*?[]", "/".join(patterns))[0]
 
 
-def objects_named(patterns: Sequence[str], listing: Mapping[str, Listed], exact: Sequence[str]) -> list[str]:
+def objects_named(patterns: Sequence[str], listing: Mapping[str, FileInfo], exact: Sequence[str]) -> list[str]:
     """The first of the names `exact` that is listed, for a name may look like a glob; else what the glob matches."""
     found = next((name for name in exact if name in listing), None)
     return [found] if found else [name for name in listing if matches_glob(name.split("/"), patterns)]
@@ -244,7 +244,7 @@ def matches_glob(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(parts[0], patterns[0]) and matches_glob(parts[1:], patterns[1:])
 
 
-def _nearest_object(store: Store, name: str, listing: dict[str, Listed]) -> str:
+def _nearest_object(store: Store, name: str, listing: dict[str, FileInfo]) -> str:
     """What to try instead of a name that no object has."""
     if any(found.startswith(f"{name}/") for found in listing):
         return f"; {store.url}/{name}/ holds no {INDEX}: name its objects, as {store.url}/{name}/*.bin"

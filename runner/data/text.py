@@ -19,7 +19,7 @@ from runner.data.readers import cache_key, publish, read_record, warn_unwritable
 from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import Source
 from runner.data.source_files import BucketFiles, SourceFile, SourceFiles, read_source_file
-from runner.data.token_files import Tokens
+from runner.data.token_files import TokenSequence
 from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
 from runner.errors import DataError
 from runner.storage import JsonObject
@@ -38,7 +38,7 @@ class TokenisedText:
     ends: np.ndarray
 
 
-class Text(Tokens, Source):
+class TextTokens(TokenSequence, Source):
     """The tokens of text files, which this host has made or has found in its cache. They are read no more.
 
     A file is a document. What separates it from the next is its own end. The fingerprint is that of the ids alone:
@@ -63,10 +63,10 @@ class Text(Tokens, Source):
         return self.tokenizer.vocabulary_size
 
     def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
-        """See `Tokens`."""
+        """See `TokenSequence`."""
         return self.ends
 
-    def refuse_vocabulary(self, size: int) -> None:
+    def validate_vocabulary(self, size: int) -> None:
         """See `Source`."""
         need = self.vocabulary_size
         if need > size:

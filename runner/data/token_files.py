@@ -119,7 +119,7 @@ class TokenFile:
 Part = TokenFile | np.ndarray
 
 
-class Piece(NamedTuple):
+class IdSlice(NamedTuple):
     """The ids of a part from `offset` on, and the array that they belong into."""
 
     part: int
@@ -137,7 +137,7 @@ class IdRange:
     largest_position: int
 
 
-class Tokens:
+class TokenSequence:
     """Parts read as if they were concatenated: a range may span parts, nothing is copied until it is read.
 
     All files among them have one reader.
@@ -183,10 +183,10 @@ class Tokens:
         out = np.empty((len(starts), length), self._dtype)
         parts = np.searchsorted(self._bounds, starts, side="right") - 1
         fit = starts + length <= self._bounds[parts + 1]
-        pieces: list[Piece] = []
+        pieces: list[IdSlice] = []
         rows = zip(parts.tolist(), (starts - self._bounds[parts]).tolist(), fit.tolist(), out, strict=True)
         for part, offset, is_whole, row in rows:
-            pieces += [Piece(part, offset, row)] if is_whole else self._split(part, offset, row)
+            pieces += [IdSlice(part, offset, row)] if is_whole else self._split(part, offset, row)
         self._fill(pieces)
         return out
 
@@ -209,21 +209,21 @@ class Tokens:
         if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
             return [self.parts[0][start:stop] for start, stop in ranges]
         found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
-        pieces: list[Piece] = []
+        pieces: list[IdSlice] = []
         for (start, _), row in zip(ranges, found, strict=True):
             part = bisect.bisect_right(self._ends, start)
             pieces += self._split(part, start - int(self._bounds[part]), row)
         self._fill(pieces)
         return found
 
-    def _split(self, part: int, offset: int, row: np.ndarray) -> Iterator[Piece]:
+    def _split(self, part: int, offset: int, row: np.ndarray) -> Iterator[IdSlice]:
         """The pieces of a row that may go over the ends of parts."""
         while len(row):
             size = min(len(row), len(self.parts[part]) - offset)
-            yield Piece(part, offset, row[:size])
+            yield IdSlice(part, offset, row[:size])
             row, part, offset = row[size:], part + 1, 0
 
-    def _fill(self, pieces: Sequence[Piece]) -> None:
+    def _fill(self, pieces: Sequence[IdSlice]) -> None:
         """Of plain ids on a disk each piece is read into its place; of all others the bytes are asked for at a time."""
         asked: list[tuple[TokenFile, int, np.ndarray]] = []
         for index, group in itertools.groupby(sorted(pieces, key=lambda piece: piece.part), lambda piece: piece.part):
@@ -336,7 +336,7 @@ def _range_of(part: Part, begin: int, offset: int) -> IdRange:
     return IdRange(int(chunk[low]), begin + offset + low, int(chunk[high]), begin + offset + high)
 
 
-class TokenFiles(Tokens, Source):
+class TokenFiles(TokenSequence, Source):
     """Files that hold ids. Which ids there are is found by reading all of them, once.
 
     Of many ids that would take long, and of those in a bucket too: there the vocabulary that the spec names,
@@ -385,7 +385,7 @@ class TokenFiles(Tokens, Source):
         """Believe what another host has found, and look at each id when it is read."""
         self._taken, self.id_limit = found, found.largest + 1
 
-    def refuse_vocabulary(self, size: int) -> None:
+    def validate_vocabulary(self, size: int) -> None:
         """See `Source`. Reads all ids the first time, and the answer is cached."""
         if self.vocabulary_size > size:
             raise self._bad_id(self.id_range.largest, self.id_range.largest_position, size)
@@ -424,12 +424,12 @@ def _is_of_halves(file: TokenFile) -> bool:
         return False
     block = min(len(file), HALVES_BLOCK_TOKENS) // 2 * 2
     starts = {(len(file) - block) * i // (HALVES_BLOCKS - 1) // 2 * 2 for i in range(HALVES_BLOCKS)}
-    pairs = Tokens([file]).read_many(sorted(starts), block).reshape(-1, 2)
+    pairs = TokenSequence([file]).read_many(sorted(starts), block).reshape(-1, 2)
     low, high = pairs.max(axis=0)
     return bool(high < HALVES_BELOW <= low or high == 0 < low)
 
 
-def scan_cached(tokens: Tokens, cache_directory: Path) -> IdRange:
+def scan_cached(tokens: TokenSequence, cache_directory: Path) -> IdRange:
     """Return `tokens.scan()` of token files, from the cache if these files were scanned before."""
     files = [part for part in tokens.parts if not isinstance(part, np.ndarray)]
     key = cache_key("-".join(["ids", *sorted({part.meaning for part in files})]), [part.file for part in files])

@@ -156,7 +156,7 @@ class BatchTokenizer(ABC):
         return self.encode_batch([raw])[0]
 
 
-class Bytes(BatchTokenizer):
+class ByteBatchTokenizer(BatchTokenizer):
     """An id is a byte: every document comes back exactly."""
 
     name = "bytes"
@@ -183,7 +183,7 @@ class Bytes(BatchTokenizer):
         return {}
 
 
-class _OfText(BatchTokenizer):
+class _TextTokenizer(BatchTokenizer):
     """One whose library takes texts and gives lists of ids."""
 
     @abstractmethod
@@ -204,7 +204,7 @@ class _OfText(BatchTokenizer):
         return self._decode([int(i) for i in ids])
 
 
-class HuggingFace(_OfText):
+class HuggingFaceTokenizer(_TextTokenizer):
     """A `tokenizer.json` of the `tokenizers` library: its ids, without padding, truncation or added special tokens.
 
     A special token that stands in the text of a document becomes that token, as it does there.
@@ -251,7 +251,7 @@ class HuggingFace(_OfText):
         return dict(self._library.get_vocab(with_added_tokens=True))
 
 
-class SentencePiece(_OfText):
+class SentencePieceTokenizer(_TextTokenizer):
     """A model of the `sentencepiece` library, which is an extra."""
 
     name = "sentencepiece"
@@ -278,7 +278,7 @@ class SentencePiece(_OfText):
         return {self._library.id_to_piece(i): i for i in range(self.vocabulary_size)}
 
 
-class Tiktoken(_OfText):
+class TiktokenTokenizer(_TextTokenizer):
     """A file of ranks of the `tiktoken` library, which is an extra. Special tokens in a document are but text."""
 
     name = "tiktoken"
@@ -312,8 +312,8 @@ class Tiktoken(_OfText):
         return self._special_tokens
 
 
-_KINDS = (Bytes.name, *FILES)
-KINDS_WITH_SPANS = (Bytes.name, HuggingFace.name)  # which tell what characters a token is of
+_KINDS = (ByteBatchTokenizer.name, *FILES)
+KINDS_WITH_SPANS = (ByteBatchTokenizer.name, HuggingFaceTokenizer.name)  # which tell what characters a token is of
 
 
 def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:
@@ -322,10 +322,10 @@ def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:
     if kind not in _KINDS:
         raise DataError(f"a tokenizer of kind {kind!r} is not known; choose from {', '.join(_KINDS)}")
     if content is None:
-        return Bytes()
-    if kind == Tiktoken.name:
-        return Tiktoken(content, record["pattern"], record["special_tokens"])
-    return HuggingFace(content) if kind == HuggingFace.name else SentencePiece(content)
+        return ByteBatchTokenizer()
+    if kind == TiktokenTokenizer.name:
+        return TiktokenTokenizer(content, record["pattern"], record["special_tokens"])
+    return HuggingFaceTokenizer(content) if kind == HuggingFaceTokenizer.name else SentencePieceTokenizer(content)
 
 
 def load_tokenizer(record: JsonObject, store: Store) -> BatchTokenizer:

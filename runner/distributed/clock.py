@@ -1,6 +1,7 @@
 """Where the time of a process goes: each second of it in one bucket. Does no I/O.
 
-`Bucket` is the table of all buckets and what each means; a process's clock counts those of `COUNTED`, the others appear
+`TimeBucket` is the table of all buckets and what each means; a process's clock counts those of `COUNTED`, the others
+appear
 when a run is looked at over all its attempts (`runner.history`).
 
 The phase and the last completed step of the training thread, which alone writes them. Any thread reads them.
@@ -18,7 +19,7 @@ from runner.process import age_seconds
 from runner.spec import Deadlines
 
 
-class Bucket(enum.Enum):
+class TimeBucket(enum.Enum):
     """What a second of wall time went into; exactly one each. In the order of an attempt's life.
 
     The value is the name in files, `meaning` what counts, `index` the place in `COUNTED`, -1 for those that are not.
@@ -27,7 +28,7 @@ class Bucket(enum.Enum):
     meaning: str
     index: int
 
-    def __new__(cls, key: str, meaning: str) -> "Bucket":
+    def __new__(cls, key: str, meaning: str) -> "TimeBucket":
         """A member whose value is `key` alone."""
         member = object.__new__(cls)
         member._value_, member.meaning, member.index = key, meaning, -1
@@ -48,13 +49,13 @@ class Bucket(enum.Enum):
     UNATTRIBUTED = "unattributed", "Nothing is known of it."
 
 
-_OF_ALL_ATTEMPTS = (Bucket.GAP, Bucket.LOST_STEPS, Bucket.UNATTRIBUTED)
-COUNTED: tuple[Bucket, ...] = tuple(bucket for bucket in Bucket if bucket not in _OF_ALL_ATTEMPTS)
+_OF_ALL_ATTEMPTS = (TimeBucket.GAP, TimeBucket.LOST_STEPS, TimeBucket.UNATTRIBUTED)
+COUNTED: tuple[TimeBucket, ...] = tuple(bucket for bucket in TimeBucket if bucket not in _OF_ALL_ATTEMPTS)
 for _index, _bucket in enumerate(COUNTED):
     _bucket.index = _index
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """What a clock says at one moment.
 
     Attributes:
@@ -69,25 +70,25 @@ class Reading(NamedTuple):
     time: float
     step: int
     since: float
-    bucket: Bucket
+    bucket: TimeBucket
     seconds: tuple[float, ...]
     code: int | None
 
 
-class Keeper(Protocol):
+class ClockStore(Protocol):
     """Keeps readings where they outlive the process. Neither call may raise, or wait for a network."""
 
-    def put(self, reading: Reading) -> None:
+    def put(self, reading: ClockReading) -> None:
         """Called by the training thread at each step and phase."""
 
-    def beat(self, reading: Reading) -> None:
+    def beat(self, reading: ClockReading) -> None:
         """Called each second or so by another thread, and at the end."""
 
 
 class Clock:
     """Seconds by bucket of this process. One a process; its training thread moves it, any thread reads it."""
 
-    def __init__(self, age: float = 0.0, bucket: Bucket = Bucket.SET_UP) -> None:
+    def __init__(self, age: float = 0.0, bucket: TimeBucket = TimeBucket.SET_UP) -> None:
         now = time.monotonic()
         self.began = time.time() - age
         self._origin_seconds = self.began - (now - age)  # from the steady clock to Unix time
@@ -97,19 +98,19 @@ class Clock:
         self._code: int | None = None
         self._at_step: tuple[float, ...] = tuple(self._seconds)
         self._lock = threading.Lock()
-        self._keeper: Keeper | None = None
+        self._keeper: ClockStore | None = None
 
     @classmethod
     def of_this_process(cls) -> "Clock":
         """A clock that has run since the process was created."""
-        return cls(age_seconds(), Bucket.PROCESS_START)
+        return cls(age_seconds(), TimeBucket.PROCESS_START)
 
-    def keep(self, keeper: Keeper | None) -> None:
+    def keep(self, keeper: ClockStore | None) -> None:
         """From now on give each reading to `keeper`; None: to nobody."""
         self._keeper = keeper
         self._put(self.read())
 
-    def enter(self, bucket: Bucket, is_kept: bool = True) -> None:
+    def enter(self, bucket: TimeBucket, is_kept: bool = True) -> None:
         """From now on time goes into `bucket`. Training thread only; with `is_kept` False the keeper hears it later."""
         with self._lock:
             now = self._count(bucket)
@@ -119,26 +120,26 @@ class Clock:
     def arrive(self, step: int) -> None:
         """`step` is completed, or the one that the loop begins after. Training thread only."""
         with self._lock:
-            now = self._count(Bucket.STEPS)
+            now = self._count(TimeBucket.STEPS)
             self._step = step
             reading = self._reading(now)
             self._at_step = reading.seconds
         self._put(reading)
 
-    def _count(self, bucket: Bucket) -> float:
+    def _count(self, bucket: TimeBucket) -> float:
         """What has passed until now belongs to the bucket that was; the present time."""
         now = time.monotonic()
         self._seconds[self._bucket.index] += now - self._since_seconds
         self._bucket, self._since_seconds, self._moved_seconds = bucket, now, now
         return now
 
-    def _reading(self, now: float) -> Reading:
+    def _reading(self, now: float) -> ClockReading:
         """What has been counted until `now`, when it was counted last."""
         origin = self._origin_seconds
         moved = self._moved_seconds + origin
-        return Reading(now + origin, self._step, moved, self._bucket, tuple(self._seconds), self._code)
+        return ClockReading(now + origin, self._step, moved, self._bucket, tuple(self._seconds), self._code)
 
-    def _put(self, reading: Reading | None) -> None:
+    def _put(self, reading: ClockReading | None) -> None:
         keeper = self._keeper
         if keeper is not None and reading is not None:
             keeper.put(reading)
@@ -154,13 +155,13 @@ class Clock:
     def end(self, code: int) -> None:
         """The job has come to this exit code; what comes now is its shutdown. Any thread, once or again."""
         with self._lock:
-            now = self._count(Bucket.SHUTDOWN)
+            now = self._count(TimeBucket.SHUTDOWN)
             self._code = code
             keeper, reading = self._keeper, self._reading(now)
         if keeper is not None:
             keeper.beat(reading)
 
-    def read(self) -> Reading:
+    def read(self) -> ClockReading:
         """What has been counted until now. Any thread."""
         with self._lock:
             now = time.monotonic()
@@ -185,22 +186,22 @@ class Phase(NamedTuple):
     """What a training thread is at: its name in lines for people, and where its time is counted."""
 
     name: str
-    bucket: Bucket
+    bucket: TimeBucket
 
 
-START = Phase("start-up", Bucket.SET_UP)
-SET_UP = Phase("set-up", Bucket.SET_UP)
-COMPILE = Phase("compile", Bucket.COMPILE)
-RESTORE = Phase("restore", Bucket.RESTORE)
-STEP = Phase("step", Bucket.STEPS)
-DATA = Phase("the wait for data", Bucket.DATA_WAIT)
-EVALUATION = Phase("evaluation", Bucket.EVALUATION)
-PROFILE = Phase("profile", Bucket.STEPS)
-SAVE = Phase("save", Bucket.SAVE_STALL)
-END = Phase("the end", Bucket.SHUTDOWN)
+START = Phase("start-up", TimeBucket.SET_UP)
+SET_UP = Phase("set-up", TimeBucket.SET_UP)
+COMPILE = Phase("compile", TimeBucket.COMPILE)
+RESTORE = Phase("restore", TimeBucket.RESTORE)
+STEP = Phase("step", TimeBucket.STEPS)
+DATA = Phase("the wait for data", TimeBucket.DATA_WAIT)
+EVALUATION = Phase("evaluation", TimeBucket.EVALUATION)
+PROFILE = Phase("profile", TimeBucket.STEPS)
+SAVE = Phase("save", TimeBucket.SAVE_STALL)
+END = Phase("the end", TimeBucket.SHUTDOWN)
 
 
-class Failure(NamedTuple):
+class LocalFailure(NamedTuple):
     """What has failed on this host alone, while it waits for the others to say whether it has there too.
 
     They may be in a program over all devices, where they wait for this host for ever. With `is_end` the job ends by
@@ -231,7 +232,7 @@ class Progress:
         self._gaps_seconds: collections.deque[float] = collections.deque(maxlen=_USUAL_STEPS)
         self.awaited_step: int | None = None
         self.has_arrived = threading.Event()
-        self.failure: Failure | None = None
+        self.failure: LocalFailure | None = None
 
     def arrive(self, step: int) -> None:
         """Report `step` as the last completed, or the one that the loop begins after. Training thread only."""
@@ -257,7 +258,7 @@ class Progress:
             self.clock.enter(before.bucket)
 
     @contextlib.contextmanager
-    def awaiting(self, phase: Phase, failure: Failure | None) -> Iterator[None]:
+    def awaiting(self, phase: Phase, failure: LocalFailure | None) -> Iterator[None]:
         """Report the wait for the others after what every host has tried alone, and how it has failed here, if it has.
 
         Training thread only.

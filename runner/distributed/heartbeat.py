@@ -26,7 +26,7 @@ _AT_ONCE_SECONDS = 2.0  # in which others come, if they come
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """One report of one process.
 
     Attributes:
@@ -51,14 +51,14 @@ class Beat:
     is_end: bool = False
 
 
-class Verdict(NamedTuple):
+class HealthVerdict(NamedTuple):
     """What every process is told: a line, and the code to end with; without one it is a word on the way."""
 
     line: str
     code: int | None
 
 
-def find_failure(beats: Mapping[int, Beat]) -> Verdict | None:
+def find_failure(beats: Mapping[int, Heartbeat]) -> HealthVerdict | None:
     """What has failed on some hosts alone, so that they wait for the others, who do not come; None if nothing has.
 
     It is told at once: the others may be in a program over all devices, which they never leave. Where the job ends by
@@ -70,11 +70,13 @@ def find_failure(beats: Mapping[int, Beat]) -> Verdict | None:
         return None
     first, waited = failed[min(failed)], _name(others, None)
     if first.is_end and first.seconds >= ALONE_SECONDS:
-        return Verdict(f"{first.failure}; {waited} did not come out of it within {first.seconds:.0f} s", EXIT_FAILED)
-    return Verdict(f"{first.failure}; it waits for {waited} to come out of it", None)
+        return HealthVerdict(
+            f"{first.failure}; {waited} did not come out of it within {first.seconds:.0f} s", EXIT_FAILED
+        )
+    return HealthVerdict(f"{first.failure}; it waits for {waited} to come out of it", None)
 
 
-def is_overdue(beats: Collection[Beat], seconds_since_data: float, step_deadline_seconds: float) -> bool:
+def is_overdue(beats: Collection[Heartbeat], seconds_since_data: float, step_deadline_seconds: float) -> bool:
     """Whether one of them is overdue for no reason that is known.
 
     A step lasts on every host while one of them waits for its data, and for a step's time after that:
@@ -84,7 +86,7 @@ def is_overdue(beats: Collection[Beat], seconds_since_data: float, step_deadline
     return any(beat.is_overdue and (is_fed or beat.phase != STEP.name) for beat in beats)
 
 
-def waits_for_data(beats: Collection[Beat]) -> bool:
+def waits_for_data(beats: Collection[Heartbeat]) -> bool:
     """Whether one of them does."""
     return any(beat.phase == DATA.name for beat in beats)
 
@@ -102,7 +104,7 @@ def find_silent(
     return found | dict.fromkeys(crashed, "has died")
 
 
-def describe(beats: dict[int, Beat], silent: dict[int, str]) -> str:
+def describe(beats: dict[int, Heartbeat], silent: dict[int, str]) -> str:
     """One line: who is silent and how, who is overdue in which phase, and in which phases the others are."""
     parts = []
     for process, how in sorted(silent.items()):
@@ -122,12 +124,12 @@ def describe(beats: dict[int, Beat], silent: dict[int, str]) -> str:
     return "the job does not go on: " + "; ".join(parts)
 
 
-def _name(processes: list[int], beat: Beat | None) -> str:
+def _name(processes: list[int], beat: Heartbeat | None) -> str:
     host = f" ({beat.host})" if beat is not None else ""
     return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}{host}"
 
 
-def _where(beat: Beat) -> str:
+def _where(beat: Heartbeat) -> str:
     """The phase, and the step: the one in hand, which is the one after the last completed."""
     return f"in step {beat.step + 1}" if beat.phase == STEP.name else f"in {beat.phase} at step {beat.step}"
 
@@ -139,7 +141,7 @@ _LATE_SHARE_OF_A_STEP = 0.1
 
 
 @dataclass(frozen=True)
-class Straggling:
+class StragglerReport:
     """Another set of processes than before comes late, twice in a row; none if those that did are in time again.
 
     `after_seconds` is every process's arrival at `step` after the first.
@@ -150,7 +152,7 @@ class Straggling:
     after_seconds: list[float]
 
 
-class Rounds:
+class ArrivalRounds:
     """The rounds in which every process reports its arrival at one step. Used by the watchdog's thread, on every host.
 
     Never waits for a host. Each call may raise `PeerLostError`.
@@ -191,7 +193,7 @@ class Rounds:
         self._number, self._step, self._has_reported = number, step, False
         self._progress.awaited_step = step
 
-    def advance(self) -> Straggling | None:
+    def advance(self) -> StragglerReport | None:
         """Report the arrival here; on process 0 note the others', and return who is late if others are than before."""
         if not self._has_reported and self._progress.step >= self._step:
             self._has_reported = True
@@ -215,7 +217,7 @@ class Rounds:
         if again == self._named:
             return None
         self._named = again
-        return Straggling(self._step, again, after_seconds)
+        return StragglerReport(self._step, again, after_seconds)
 
 
 def late_processes(after_seconds: Sequence[float], step_seconds: float) -> list[int]:

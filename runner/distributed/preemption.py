@@ -46,7 +46,7 @@ _JOIN_SECONDS = 15
 _VERDICT_SECONDS = 60  # in which the watchdog names the lost peer, and ends the process
 
 
-class Peers(Protocol):
+class StopPeers(Protocol):
     """What a stop needs of the other processes of the job (`agreement.Hosts`). Each may raise `ConnectionError`."""
 
     def announce_stop(self) -> None:
@@ -87,7 +87,7 @@ class StopNotice:
         self._tick = 0
         self._stop_tick: int | None = None
         self._num_insistent = 0
-        self._peers: Peers | None = None
+        self._peers: StopPeers | None = None
         self._joined = threading.Event()
         self._joined.set()
         self.on_idle_exit: Callable[[], None] | None = None
@@ -106,7 +106,7 @@ class StopNotice:
         """Until `join`, hold a stop back for a while, so that the peers can be told of it. Main thread only."""
         self._joined.clear()
 
-    def join(self, peers: Peers | None) -> None:
+    def join(self, peers: StopPeers | None) -> None:
         """From now on agree on a stop with the other processes of the job; None = there are none. On every host."""
         self._peers = peers
         self._joined.set()
@@ -153,7 +153,7 @@ class StopNotice:
             time.sleep(_VERDICT_SECONDS)
             self._end(EXIT_RETRYABLE, f"peer lost: {error}")
 
-    def _await_peers(self, peers: Peers) -> None:
+    def _await_peers(self, peers: StopPeers) -> None:
         try:
             peers.await_stop()
             with self._lock:

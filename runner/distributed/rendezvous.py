@@ -133,7 +133,7 @@ Connections = dict[int, socket.socket]  # by process
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousResult:
     """This process's placement among those that came, and its connections to them.
 
     Attributes:
@@ -144,7 +144,7 @@ class Meeting:
     peer_sockets: dict[int, socket.socket]
 
 
-def meet(placement: Placement, deadline_seconds: float, is_elastic: bool) -> Meeting:
+def meet(placement: Placement, deadline_seconds: float, is_elastic: bool) -> RendezvousResult:
     """Wait for the other processes. Called on every host, before JAX's own start.
 
     Blocks until all have come. Raises `RetryableError` naming who has not after the deadline.
@@ -155,7 +155,7 @@ def meet(placement: Placement, deadline_seconds: float, is_elastic: bool) -> Mee
     else:
         present, connections = _report(placement, ends, deadline_seconds)
     mine = replace(placement, num_processes=len(present), process_id=present.index(placement.process_id))
-    return Meeting(mine, {present.index(process): connection for process, connection in connections.items()})
+    return RendezvousResult(mine, {present.index(process): connection for process, connection in connections.items()})
 
 
 def listening_address(placement: Placement) -> str:

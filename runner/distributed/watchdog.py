@@ -31,10 +31,10 @@ from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Clock, Progress
 from runner.distributed.heartbeat import (
-    Beat,
-    Rounds,
-    Straggling,
-    Verdict,
+    ArrivalRounds,
+    HealthVerdict,
+    Heartbeat,
+    StragglerReport,
     describe,
     find_failure,
     find_silent,
@@ -72,7 +72,7 @@ class Watchdog:
         deadlines: Deadlines,
         clock: Clock,
         on_verdict: Callable[[str, int], None],
-        on_straggler: Callable[[Straggling], None],
+        on_straggler: Callable[[StragglerReport], None],
         on_progress: Callable[[int], None],
     ):
         self.progress = Progress(clock)
@@ -86,7 +86,7 @@ class Watchdog:
         self._seen: dict[int, tuple[int, float]] = {}  # process -> (number of its last beat, when it came)
         self._reached_seconds = self._looked_seconds = time.monotonic()
         self._data_seconds = -math.inf  # when a process was last seen to wait for its data
-        self._rounds = Rounds(hosts, self.progress)
+        self._rounds = ArrivalRounds(hosts, self.progress)
 
     def __enter__(self) -> Progress:
         self._hosts.liveness.call_before_abort(self._judge_alone)
@@ -155,11 +155,11 @@ class Watchdog:
             self._next_report_beat = self._num_beats + min(self._num_beats, _MAX_REPORT_BEATS)
             self._on_progress(step)
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         progress = self.progress
         self._num_beats += 1
         failure, seconds = progress.failure, time.monotonic() - progress.since_seconds
-        return Beat(
+        return Heartbeat(
             number=self._num_beats,
             host=socket.gethostname(),
             phase=progress.phase.name,
@@ -171,19 +171,19 @@ class Watchdog:
             is_end=failure is not None and failure.is_end,
         )
 
-    def _exchange(self, beat: Beat) -> None:
+    def _exchange(self, beat: Heartbeat) -> None:
         """Publish the beat, and hear the verdict, if there is one. Process 0 gives it."""
         hosts, store = self._hosts, self._hosts.store
         store.set(key_value.of_process(key_value.BEATS, hosts.process_id), asdict(beat))
         told = store.peek(key_value.VERDICT)
-        verdict = None if told is None else Verdict(*told)
+        verdict = None if told is None else HealthVerdict(*told)
         crashed = hosts.liveness.crashed()
         self._reached_seconds = time.monotonic()
         is_open = verdict is None or verdict.code is None
         if is_open and 0 in crashed:
             self._judge_alone()
         if is_open and hosts.is_main:
-            beats = {process: Beat(**fields) for process, fields in store.peek_all(key_value.BEATS).items()}
+            beats = {process: Heartbeat(**fields) for process, fields in store.peek_all(key_value.BEATS).items()}
             found = self._verdict(beats, crashed)
             if found is not None and found != verdict:
                 store.set(key_value.VERDICT, found)
@@ -191,14 +191,14 @@ class Watchdog:
         if verdict is not None:
             self._hear(verdict)
 
-    def _hear(self, verdict: Verdict) -> None:
+    def _hear(self, verdict: HealthVerdict) -> None:
         if verdict.code is not None:
             self._end(verdict.line, verdict.code)
         elif verdict.line != self._heard:
             self._heard = verdict.line
             warn(verdict.line)
 
-    def _verdict(self, beats: dict[int, Beat], crashed: list[int]) -> Verdict | None:
+    def _verdict(self, beats: dict[int, Heartbeat], crashed: list[int]) -> HealthVerdict | None:
         """What is wrong, by all beats; None if nothing is. Main host only."""
         now = time.monotonic()
         for process in range(self._hosts.num_processes):
@@ -213,7 +213,7 @@ class Watchdog:
             self._data_seconds = now
         step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)
         if silent or is_overdue(beats.values(), now - self._data_seconds, step_deadline_seconds):
-            return Verdict(describe(beats, silent), EXIT_RETRYABLE)
+            return HealthVerdict(describe(beats, silent), EXIT_RETRYABLE)
         return find_failure(beats)
 
     def _judge_alone(self) -> None:

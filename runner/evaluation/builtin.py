@@ -22,22 +22,22 @@ from runner.data.packing import Examples, Fields, Rows
 from runner.distributed.preemption import StopNotice
 from runner.errors import DataError
 from runner.evaluation.generation import (
-    Language,
-    Samples,
-    Sampling,
+    SampleEvaluator,
+    Sampler,
+    TextCodec,
     encode_prompt,
     find_language,
     first_token,
     language_of,
-    make_reader,
+    make_decoder,
     parse_ids,
 )
 from runner.evaluation.likelihood import Likelihood, MultipleChoice, Question, digest_of_questions, read_questions
 from runner.spec import Document
 from runner.train.batch_layout import BatchLayout
-from runner.train.evaluators import Evaluator, Size, Validation, validation_sets
+from runner.train.evaluators import Evaluator, Validation, ValidationSize, validation_sets
 from runner.train.lora import model_state
-from runner.train.setup import Blueprint, Design
+from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.step import Batch
 
 
@@ -62,11 +62,14 @@ class EvaluationContext:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The tasks and the prompts of a spec, and what their tokens mean; made by `read_asked` on every host."""
+class EvaluationTasks:
+    """.
+
+    The tasks and the prompts of a spec, and what their tokens mean; made by `read_evaluation_tasks` on every host.
+    """
 
     config: TrainerConfig[Any]
-    language: Language | None
+    language: TextCodec | None
     tasks: Sequence[Task]
     prompts: Sequence[tuple[str, list[int]]]
 
@@ -90,36 +93,36 @@ class Asked:
             for task in self.tasks
         ]
 
-    def samples(self, place: EvaluationContext) -> list[Samples]:
+    def samples(self, place: EvaluationContext) -> list[SampleEvaluator]:
         """Who writes the texts, if any are asked for."""
         rule = self.config.eval.samples
         if rule is None:
             return []
         length, dtype = self.config.data.sequence_length, self.config.precision.compute
         num_ids = place.vocabulary_size if self.language is None else self.language.tokenizer.vocabulary_size
-        choose = Sampling(rule.temperature, rule.top_p).make_choose(num_ids)
+        choose = Sampler(rule.temperature, rule.top_p).make_choose(num_ids)
 
         def reader(variables: Any) -> Any:
-            return make_reader(place.model, variables, length, dtype, place.mesh)
+            return make_decoder(place.model, variables, length, dtype, place.mesh)
 
         return [
-            Samples(
+            SampleEvaluator(
                 self.prompts, self.language, reader, choose, rule.tokens, length, place.is_stopping, rule.every_steps
             )
         ]
 
 
-def read_asked(document: Document, config: TrainerConfig[Any], vocabulary_size: int) -> Asked:
+def read_evaluation_tasks(document: Document, config: TrainerConfig[Any], vocabulary_size: int) -> EvaluationTasks:
     """Read what `config.eval` names. Raises `SpecError`: a file that is none, or no tokenizer for questions."""
     with document.blaming("config.eval"):
         return _read(config, vocabulary_size)
 
 
-def _read(config: TrainerConfig[Any], vocabulary_size: int) -> Asked:
+def _read(config: TrainerConfig[Any], vocabulary_size: int) -> EvaluationTasks:
     rule = config.eval
     if not rule.multiple_choice and rule.samples is None:
-        return Asked(config, None, (), ())
-    language: Language | None = None
+        return EvaluationTasks(config, None, (), ())
+    language: TextCodec | None = None
     try:
         language = language_of(config.data)
     except DataError as error:
@@ -127,12 +130,12 @@ def _read(config: TrainerConfig[Any], vocabulary_size: int) -> Asked:
             raise DataError(f"eval.multiple_choice needs the tokenizer of the data: {error}") from error
     tasks = [Task(each.name, read_questions(each.path, each.limit), each.every_steps) for each in rule.multiple_choice]
     prompts = [] if rule.samples is None else rule.samples.prompts
-    return Asked(
+    return EvaluationTasks(
         config, language, tasks, [(text, _ids_of(text, language, config, vocabulary_size)) for text in prompts]
     )
 
 
-def _ids_of(text: str, language: Language | None, config: TrainerConfig[Any], vocabulary_size: int) -> list[int]:
+def _ids_of(text: str, language: TextCodec | None, config: TrainerConfig[Any], vocabulary_size: int) -> list[int]:
     if language is None:
         return parse_ids(text, vocabulary_size, "samples.prompts") or [0]
     return encode_prompt(language, text) or [first_token(language, config.data)]
@@ -142,7 +145,7 @@ _DECODED_TOKENS = 1 << 20  # at a time
 
 
 @dataclass(frozen=True)
-class FirstExamples:
+class LeadingExamples:
     """The first examples of a set: those that the run itself looks at."""
 
     examples: Examples
@@ -164,22 +167,22 @@ class FirstExamples:
 
 
 @dataclass(frozen=True, eq=False)
-class ScoredData:
+class EvaluationData:
     """The sets, as validation sets of a data set, and by name what their tokens mean, or why that is not known."""
 
     dataset: Dataset
-    languages: Mapping[str, Language | str]
+    languages: Mapping[str, TextCodec | str]
 
-    def size(self, name: str) -> Size:
+    def size(self, name: str) -> ValidationSize:
         """Read a set once more, and count: of bytes each token is one; separators of other tokenizers are none.
 
         A character that the end of a row cuts may count as it is shown, by three bytes for each part.
         """
         language, fields = self.languages[name], self.dataset.fields
         if isinstance(language, str):
-            return Size(0, None, language)
+            return ValidationSize(0, None, language)
         if "padding_mask" not in fields or "loss_weight" in fields:
-            return Size(0, None, "its tokens do not count alike")
+            return ValidationSize(0, None, "its tokens do not count alike")
         num_targets = num_bytes = 0
         num_examples, at_once = (
             self.dataset.validation[name].num_examples,
@@ -190,10 +193,10 @@ class ScoredData:
             ids = rows["y"][rows["padding_mask"]]
             num_targets += len(ids)
             num_bytes += _num_bytes(ids, language)
-        return Size(num_targets, num_bytes)
+        return ValidationSize(num_targets, num_bytes)
 
 
-def _num_bytes(ids: np.ndarray, language: Language) -> int:
+def _num_bytes(ids: np.ndarray, language: TextCodec) -> int:
     if language.is_of_bytes:
         return len(ids)
     return len(
@@ -201,17 +204,17 @@ def _num_bytes(ids: np.ndarray, language: Language) -> int:
     )
 
 
-def own_sets(dataset: Dataset, config: TrainerConfig[Any]) -> ScoredData:
+def own_sets(dataset: Dataset, config: TrainerConfig[Any]) -> EvaluationData:
     """Of a run's own validation sets as many examples as the run looks at."""
     data = config.data
     most = config.eval.batches * config.train.global_batch_examples
-    sets = {name: FirstExamples(held, min(most, held.num_examples)) for name, held in dataset.validation.items()}
+    sets = {name: LeadingExamples(held, min(most, held.num_examples)) for name, held in dataset.validation.items()}
     sources: dict[str, TokenSource] = {source.name: source for source in data.sources} | dict(data.validation)
     languages = {name: language_or_reason(sources.get(name, data.sources[0]), data) for name in sets}
-    return ScoredData(replace(dataset, validation=sets), languages)
+    return EvaluationData(replace(dataset, validation=sets), languages)
 
 
-def language_or_reason(named: TokenSource, data: DataConfig) -> Language | str:
+def language_or_reason(named: TokenSource, data: DataConfig) -> TextCodec | str:
     """What the tokens of a source mean, or why that is not known."""
     try:
         return find_language(named, data)
@@ -219,7 +222,7 @@ def language_or_reason(named: TokenSource, data: DataConfig) -> Language | str:
         return str(error)
 
 
-class Shipped:
+class BuiltinEvaluators:
     """Those of one job. Made and called on every host, once the train step is compiled.
 
     `batch` makes a batch by set and number; `stop` says whether the job was asked to stop.
@@ -227,22 +230,26 @@ class Shipped:
 
     def __init__(
         self,
-        design: Design,
-        blueprint: Blueprint,
+        setup_builder: TrainSetupBuilder,
+        train_setup: TrainSetup,
         layout: BatchLayout,
-        asked: Asked,
+        asked: EvaluationTasks,
         batch: Callable[[str, int], Batch],
         stop: StopNotice,
     ):
-        config, dataset = design.config, design.dataset
+        config, dataset = setup_builder.config, setup_builder.dataset
         self._asked = asked
         self._place = EvaluationContext(
-            design.model(), blueprint.mesh, layout.micro_batch_examples, design.vocabulary_size, stop.poll
+            setup_builder.model(),
+            train_setup.mesh,
+            layout.micro_batch_examples,
+            setup_builder.vocabulary_size,
+            stop.poll,
         )
         self._has_sets = bool(dataset.validation)
         self.validation = Validation(
-            model_state(blueprint.abstract_state),
-            lambda abstract: blueprint.compile_val(design.val_step, abstract, layout),
+            model_state(train_setup.abstract_state),
+            lambda abstract: train_setup.compile_val(setup_builder.val_step, abstract, layout),
             validation_sets(dataset, config, batch),
             stop.poll,
             own_sets(dataset, config).size if config.eval.bits_per_byte else None,

@@ -51,7 +51,7 @@ _REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True)
-class Language:
+class TextCodec:
     """What the tokens of a source mean.
 
     Attributes:
@@ -70,7 +70,7 @@ class Language:
         return bool(self.kind.get("kind") == "bytes")
 
 
-def find_language(named: TokenSource, data: DataConfig) -> Language:
+def find_language(named: TokenSource, data: DataConfig) -> TextCodec:
     """What the tokens of one source of `data` mean. Reads of a corpus its index, and text for its characters alone.
 
     Raises `DataError` if that is not known, or `OSError` if a bucket does not answer.
@@ -83,7 +83,7 @@ def find_language(named: TokenSource, data: DataConfig) -> Language:
             store = open_store(corpus)
             index = CorpusIndex.decode(store.read(INDEX), f"{corpus}/{INDEX}")
             record = {key: value for key, value in index.tokenizer.items() if key != "vocabulary_size"}
-            return Language(load_tokenizer(index.tokenizer, store), index.separator, record)
+            return TextCodec(load_tokenizer(index.tokenizer, store), index.separator, record)
     files = find_source(named.source)
     if files.holds_tokens:
         raise DataError(f"{name}: names files of token ids, which say nothing of their tokenizer")
@@ -94,7 +94,7 @@ def find_language(named: TokenSource, data: DataConfig) -> Language:
         copies = CacheSettings(here, data.cache_bytes, 1)
         tokenizer = load_text(files, data.tokenizer, here, separator, copies).tokenizer
     kind = {"kind": data.tokenizer} | ({} if tokenizer.characters is None else {"characters": tokenizer.characters})
-    return Language(tokenizer, _id_of(separator, tokenizer), kind)
+    return TextCodec(tokenizer, _id_of(separator, tokenizer), kind)
 
 
 def _id_of(separator: bytes, tokenizer: Tokenizer) -> int | None:
@@ -105,7 +105,7 @@ def _id_of(separator: bytes, tokenizer: Tokenizer) -> int | None:
         return None
 
 
-def language_of(data: DataConfig) -> Language:
+def language_of(data: DataConfig) -> TextCodec:
     """What the tokens that a run trains on mean. Raises as `find_language` does, and if its sources differ in that."""
     found = [find_language(named, data) for named in data.sources]
     if other := next((index for index, one in enumerate(found) if one.kind != found[0].kind), None):
@@ -114,7 +114,7 @@ def language_of(data: DataConfig) -> Language:
     return found[0]
 
 
-def first_token(language: Language, data: DataConfig) -> int:
+def first_token(language: TextCodec, data: DataConfig) -> int:
     """What a text without a prompt begins after: the separator of documents, or else a line's end, or else id 0.
 
     Where an example holds whole documents no separator is ever an input, so none is taken.
@@ -127,7 +127,7 @@ def first_token(language: Language, data: DataConfig) -> int:
         return 0
 
 
-def encode_prompt(language: Language, prompt: str) -> list[int]:
+def encode_prompt(language: TextCodec, prompt: str) -> list[int]:
     """The ids of a prompt, which may hold bytes of the command line that are no UTF-8. Raises `DataError`."""
     return [int(token) for token in language.tokenizer.encode_file(os.fsencode(prompt))]
 
@@ -159,7 +159,7 @@ def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[
     yield decode(ids)[len(decode(ids[:read])) :]
 
 
-def pieces(tokens: Iterable[int], prompt: Sequence[int], text: str, language: Language | None) -> Iterator[str]:
+def pieces(tokens: Iterable[int], prompt: Sequence[int], text: str, language: TextCodec | None) -> Iterator[str]:
     """The prompt, whose text is `text`, and what follows it, up to a line's end; ids where no language is known."""
     yield text + (" " if text and language is None else "")
     if language is None:
@@ -173,7 +173,7 @@ Choose = Callable[[jax.Array, int], jax.Array]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampler:
     """How a token is drawn.
 
     Attributes:
@@ -238,16 +238,16 @@ def generate(read: Reader, choose: Choose, prompt: Sequence[int], num_tokens: in
             num_new = len(window)
 
 
-def make_reader(
+def make_decoder(
     model: nn.Module, weights: Any, length: int, dtype: DTypeLike, mesh: Mesh
-) -> "CachedReader | PlainReader":
+) -> "CachedDecoder | RecomputingDecoder":
     """What reads tokens with a model: by its cache, of `dtype`, if it can make one. `weights` lie on `mesh`."""
     if hasattr(model, "init_cache"):
-        return CachedReader(model, weights, length, dtype, mesh)
-    return PlainReader(model, weights, length, mesh)
+        return CachedDecoder(model, weights, length, dtype, mesh)
+    return RecomputingDecoder(model, weights, length, mesh)
 
 
-class CachedReader:
+class CachedDecoder:
     """Reads what is new, and keeps of it what later tokens look at."""
 
     def __init__(self, model: Any, weights: Any, length: int, dtype: DTypeLike, mesh: Mesh):
@@ -281,7 +281,7 @@ class CachedReader:
         return logits_V
 
 
-class PlainReader:
+class RecomputingDecoder:
     """Reads the whole window each time."""
 
     def __init__(self, model: nn.Module, weights: Any, length: int, mesh: Mesh):
@@ -342,10 +342,10 @@ def vocabulary_size_of(model: nn.Module, weights: Any, length: int) -> int:
 SAMPLE = "val/sample"
 
 
-class Samples:
+class SampleEvaluator:
     """An evaluator: the figures `val/sample/<number of the prompt>`. Made and called on every host.
 
-    `make_reader` is called at the first evaluation. The same weights write the same texts, at any step.
+    `make_decoder` is called at the first evaluation. The same weights write the same texts, at any step.
     """
 
     name = "samples"
@@ -353,8 +353,8 @@ class Samples:
     def __init__(
         self,
         prompts: Sequence[tuple[str, list[int]]],
-        language: Language | None,
-        make_reader: Callable[[Any], CachedReader | PlainReader],
+        language: TextCodec | None,
+        make_decoder: Callable[[Any], CachedDecoder | RecomputingDecoder],
         choose: Choose,
         num_tokens: int,
         length: int,
@@ -362,9 +362,9 @@ class Samples:
         every_steps: int | None = None,
     ):
         self.every_steps = every_steps
-        self._prompts, self._language, self._make_reader, self._choose = prompts, language, make_reader, choose
+        self._prompts, self._language, self._make_reader, self._choose = prompts, language, make_decoder, choose
         self._num_tokens, self._length, self._is_stopping = num_tokens, length, is_stopping
-        self._reader: CachedReader | PlainReader | None = None
+        self._reader: CachedDecoder | RecomputingDecoder | None = None
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
         """See `Evaluator`."""

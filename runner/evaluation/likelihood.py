@@ -42,30 +42,30 @@ from runner.storage import JsonObject, open_store
 from runner.train.evaluators import Figures
 
 
-class Pair(NamedTuple):
+class TextPair(NamedTuple):
     """The ids of a text, and of what may follow it; neither is empty."""
 
     context: Sequence[int]
     following: Sequence[int]
 
 
-class Likely(NamedTuple):
+class LikelihoodResult(NamedTuple):
     """How probable what follows is, and whether it is what the most probable token at each place makes."""
 
     log_likelihood: float
     is_greedy: bool
 
 
-def encode_pair(encode: Callable[[str], Sequence[int]], first: int, context: str, following: str) -> Pair:
+def encode_pair(encode: Callable[[str], Sequence[int]], first: int, context: str, following: str) -> TextPair:
     """The ids of both. `first` is the token that a text begins after."""
     num_spaces = len(context) - len(context.rstrip())
     if num_spaces:
         context, following = context[:-num_spaces], context[-num_spaces:] + following
     if not context:
         ids = list(encode(following))
-        return Pair(ids[:1], ids[1:]) if ids[0] == first else Pair([first], ids)
+        return TextPair(ids[:1], ids[1:]) if ids[0] == first else TextPair([first], ids)
     before = list(encode(context))
-    return Pair(before, list(encode(context + following))[len(before) :])
+    return TextPair(before, list(encode(context + following))[len(before) :])
 
 
 class Likelihood:
@@ -93,7 +93,7 @@ class Likelihood:
 
         self._score = score
 
-    def of(self, weights: Any, pairs: Sequence[Pair]) -> list[Likely] | None:
+    def of(self, weights: Any, pairs: Sequence[TextPair]) -> list[LikelihoodResult] | None:
         """The likelihood of each pair; None if the job was asked to stop. `weights` are those of a checkpoint."""
         variables, found = variables_of(weights), []
         for first in range(0, len(pairs), self._num_rows):
@@ -102,10 +102,10 @@ class Likelihood:
             some = pairs[first : first + self._num_rows]
             with sharding_rules(self._mesh):
                 sums, is_greedy = jax.device_get(self._score(variables, *self._batch(some)))
-            found += [Likely(float(a), bool(b)) for a, b in zip(sums, is_greedy, strict=True)][: len(some)]
+            found += [LikelihoodResult(float(a), bool(b)) for a, b in zip(sums, is_greedy, strict=True)][: len(some)]
         return found
 
-    def _batch(self, pairs: Sequence[Pair]) -> Iterator[jax.Array]:
+    def _batch(self, pairs: Sequence[TextPair]) -> Iterator[jax.Array]:
         """x, y and mask (B, T); rows that are too many hold nothing."""
         shape = self._num_rows, self._length
         x, y, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
@@ -226,7 +226,7 @@ class MultipleChoice:
         return None if likely is None else accuracies(self._questions, likely)
 
 
-def pairs_of(questions: Sequence[Question], encode: Callable[[str], Sequence[int]], first: int) -> list[Pair]:
+def pairs_of(questions: Sequence[Question], encode: Callable[[str], Sequence[int]], first: int) -> list[TextPair]:
     """A pair for each choice of each question, in order."""
     return [
         encode_pair(encode, first, question.context, DELIMITER + choice)
@@ -235,7 +235,7 @@ def pairs_of(questions: Sequence[Question], encode: Callable[[str], Sequence[int
     ]
 
 
-def accuracies(questions: Sequence[Question], likely: Sequence[Likely]) -> dict[str, float]:
+def accuracies(questions: Sequence[Question], likely: Sequence[LikelihoodResult]) -> dict[str, float]:
     """The shares of right answers, from the likelihood of each choice of each question, in order."""
     right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
     first = 0

@@ -22,23 +22,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from runner.distributed.clock import COUNTED, Bucket
+from runner.distributed.clock import COUNTED, TimeBucket
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE
-from runner.history.ledger import Told, number
-from runner.history.records import State
-from runner.run.clock_file import Kept
+from runner.history.ledger import AttemptEvents, number
+from runner.history.records import RunState
+from runner.run.clock_file import ClockRecord
 
-Seconds = dict[Bucket, float]
-_EARLY = (Bucket.UNATTRIBUTED, *COUNTED)  # what goes first where the begin of a window is cut off
-_LATE = (Bucket.UNATTRIBUTED, Bucket.STEPS, *reversed(COUNTED))  # and its end
+Seconds = dict[TimeBucket, float]
+_EARLY = (TimeBucket.UNATTRIBUTED, *COUNTED)  # what goes first where the begin of a window is cut off
+_LATE = (TimeBucket.UNATTRIBUTED, TimeBucket.STEPS, *reversed(COUNTED))  # and its end
 
 
 @dataclass(frozen=True)
-class Life:
+class AttemptTimeline:
     """What is known of one attempt, from whichever source."""
 
-    told: Told
-    kept: Kept | None
+    told: AttemptEvents
+    kept: ClockRecord | None
     claimed: float | None  # Unix seconds
 
     @property
@@ -74,7 +74,7 @@ class Life:
 
 
 @dataclass(frozen=True)
-class Share:
+class AttemptGoodput:
     """What one attempt has of the run's time: its window, which is at `began`, and the buckets that sum to it."""
 
     began: float
@@ -84,10 +84,10 @@ class Share:
     lost_steps: int
 
 
-def share_out(lives: Sequence[Life], now: float | None) -> list[Share]:
+def share_out(lives: Sequence[AttemptTimeline], now: float | None) -> list[AttemptGoodput]:
     """The share of each attempt, in order; `now` ends the newest if that lives, else None."""
     floors = _floors(lives)
-    shares: list[Share] = []
+    shares: list[AttemptGoodput] = []
     submitted = min((life.submitted for life in lives), default=math.inf)  # one that was queued again says a later time
     for index, life in enumerate(lives):
         newer = lives[index + 1] if index + 1 < len(lives) else None
@@ -98,7 +98,7 @@ def share_out(lives: Sequence[Life], now: float | None) -> list[Share]:
     return shares
 
 
-def _floors(lives: Sequence[Life]) -> list[int | None]:
+def _floors(lives: Sequence[AttemptTimeline]) -> list[int | None]:
     """For each attempt the lowest step that a later one has resumed from; None if none has."""
     floors: list[int | None] = []
     floor: int | None = None
@@ -110,7 +110,7 @@ def _floors(lives: Sequence[Life]) -> list[int | None]:
     return floors[::-1]
 
 
-def _alone(life: Life, floor: int | None, now: float | None) -> Share:
+def _alone(life: AttemptTimeline, floor: int | None, now: float | None) -> AttemptGoodput:
     """The share of an attempt as if there were no other."""
     ended = life.ended if now is None else max(now, life.ended)
     seconds = _counted(life) if life.kept is not None else _told(life.told)
@@ -119,38 +119,38 @@ def _alone(life: Life, floor: int | None, now: float | None) -> Share:
     reached, resumed, lost_steps = life.reached_step, life.told.resumed_step, 0
     if reached is not None and resumed is not None and floor is not None and floor < reached:
         kept_step = max(floor, resumed)
-        steps_seconds = seconds[Bucket.STEPS]
+        steps_seconds = seconds[TimeBucket.STEPS]
         lost_seconds = steps_seconds - life.told.steps_seconds_at(kept_step, reached, steps_seconds)
         lost_seconds = min(max(lost_seconds, 0.0), steps_seconds)
-        seconds[Bucket.STEPS] -= lost_seconds
-        seconds[Bucket.LOST_STEPS] += lost_seconds
+        seconds[TimeBucket.STEPS] -= lost_seconds
+        seconds[TimeBucket.LOST_STEPS] += lost_seconds
         lost_steps = reached - kept_step
-    return _fitted(Share(life.began, ended, 0.0, seconds, lost_steps))
+    return _fitted(AttemptGoodput(life.began, ended, 0.0, seconds, lost_steps))
 
 
-def _counted(life: Life) -> Seconds:
+def _counted(life: AttemptTimeline) -> Seconds:
     assert life.kept is not None
-    return dict.fromkeys(Bucket, 0.0) | dict(zip(COUNTED, life.kept.reading.seconds, strict=True))
+    return dict.fromkeys(TimeBucket, 0.0) | dict(zip(COUNTED, life.kept.reading.seconds, strict=True))
 
 
-def _told(told: Told) -> Seconds:
+def _told(told: AttemptEvents) -> Seconds:
     """Of an attempt without a clock."""
-    seconds = dict.fromkeys(Bucket, 0.0)
-    seconds[Bucket.COMPILE], seconds[Bucket.RESTORE] = told.compile_seconds, told.restore_seconds
+    seconds = dict.fromkeys(TimeBucket, 0.0)
+    seconds[TimeBucket.COMPILE], seconds[TimeBucket.RESTORE] = told.compile_seconds, told.restore_seconds
     if told.ready is not None:
-        seconds[Bucket.SAVE_STALL] = told.stall_seconds
-        seconds[Bucket.STEPS] = max(told.last - told.ready - told.stall_seconds, 0.0)
+        seconds[TimeBucket.SAVE_STALL] = told.stall_seconds
+        seconds[TimeBucket.STEPS] = max(told.last - told.ready - told.stall_seconds, 0.0)
     return seconds
 
 
-def _fitted(share: Share) -> Share:
+def _fitted(share: AttemptGoodput) -> AttemptGoodput:
     """Its seconds as they sum to the window: what is missing is unattributed, what is too much is cut off its end."""
     missing, seconds = share.ended - share.began - sum(share.seconds.values()), dict(share.seconds)
-    seconds[Bucket.UNATTRIBUTED] += max(missing, 0.0)
+    seconds[TimeBucket.UNATTRIBUTED] += max(missing, 0.0)
     return replace(share, seconds=_without(seconds, max(-missing, 0.0), _LATE))
 
 
-def _cut_end(share: Share, moment: float) -> Share:
+def _cut_end(share: AttemptGoodput, moment: float) -> AttemptGoodput:
     """Without what lies after `moment`."""
     if share.ended <= moment:
         return share
@@ -158,7 +158,7 @@ def _cut_end(share: Share, moment: float) -> Share:
     return replace(share, ended=ended, seconds=_without(share.seconds, share.ended - ended, _LATE))
 
 
-def _after(share: Share, moment: float) -> Share:
+def _after(share: AttemptGoodput, moment: float) -> AttemptGoodput:
     """Without what lies before `moment`, where the attempt before has ended; with the gap since then."""
     if share.began >= moment:
         return replace(share, gap_seconds=share.began - moment)
@@ -167,10 +167,10 @@ def _after(share: Share, moment: float) -> Share:
     return replace(share, began=moment, ended=ended, seconds=_without(share.seconds, lacking, _EARLY))
 
 
-def _without(seconds: Seconds, amount: float, order: Sequence[Bucket]) -> Seconds:
+def _without(seconds: Seconds, amount: float, order: Sequence[TimeBucket]) -> Seconds:
     """The same with `amount` taken away, from the first of `order` that have any."""
     left = dict(seconds)
-    for bucket in (Bucket.LOST_STEPS, *order) if order is _LATE else (*order, Bucket.LOST_STEPS):
+    for bucket in (TimeBucket.LOST_STEPS, *order) if order is _LATE else (*order, TimeBucket.LOST_STEPS):
         taken = min(left[bucket], amount)
         left[bucket] -= taken
         amount -= taken
@@ -181,47 +181,47 @@ SILENT_SECONDS = 30.0
 SILENT_WITHOUT_CLOCK_SECONDS = 120.0  # of a runner that kept none, whose events are a minute apart
 _STEPS_FACTOR, _LEAST_STEP_SECONDS = 20.0, 60.0  # as the watchdog has them
 _STATES = {
-    EXIT_DONE: State.DONE,
-    EXIT_FAILED: State.FAILED,
-    EXIT_INVALID: State.INVALID,
-    EXIT_PREEMPTED: State.PREEMPTED,
-    EXIT_RETRYABLE: State.RETRYABLE,
+    EXIT_DONE: RunState.DONE,
+    EXIT_FAILED: RunState.FAILED,
+    EXIT_INVALID: RunState.INVALID,
+    EXIT_PREEMPTED: RunState.PREEMPTED,
+    EXIT_RETRYABLE: RunState.RETRYABLE,
 }
-_EVENTS = {"done": State.DONE, "preempt": State.PREEMPTED, "failed": State.FAILED, "stuck": State.RETRYABLE}
+_EVENTS = {"done": RunState.DONE, "preempt": RunState.PREEMPTED, "failed": RunState.FAILED, "stuck": RunState.RETRYABLE}
 
 
-class Ending(NamedTuple):
+class AttemptOutcome(NamedTuple):
     """A state, and since when.
 
     Attributes:
         is_alive: signs of life are recent: its time goes on.
     """
 
-    state: State
+    state: RunState
     since: float
     is_alive: bool = False
     code: int | None = None
     reason: str | None = None
 
 
-def ending_of(life: Life, newer: Life | None, now: float) -> Ending:
+def ending_of(life: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> AttemptOutcome:
     """How `life` has ended at `now`, where `newer` is the attempt after it."""
     told, kept = life.told, life.kept
     code = told.code if kept is None or kept.reading.code is None else kept.reading.code
     if code is not None or told.end is not None:
-        state = _STATES.get(code, State.FAILED) if code is not None else _EVENTS[str(told.end)]
-        return Ending(state, life.ended, False, code, told.reason)
+        state = _STATES.get(code, RunState.FAILED) if code is not None else _EVENTS[str(told.end)]
+        return AttemptOutcome(state, life.ended, False, code, told.reason)
     if newer is not None:
         is_fenced = newer.claimed is not None and life.ended > newer.claimed
-        return Ending(State.FENCED if is_fenced else State.KILLED, life.ended)
+        return AttemptOutcome(RunState.FENCED if is_fenced else RunState.KILLED, life.ended)
     if kept is not None and kept.is_process_there is False:
-        return Ending(State.KILLED, life.ended)
+        return AttemptOutcome(RunState.KILLED, life.ended)
     if now - life.ended > (SILENT_WITHOUT_CLOCK_SECONDS if kept is None else SILENT_SECONDS):
-        return Ending(State.STALLED, life.ended)
-    if kept is not None and kept.reading.bucket is Bucket.STEPS:
+        return AttemptOutcome(RunState.STALLED, life.ended)
+    if kept is not None and kept.reading.bucket is TimeBucket.STEPS:
         steps = max(kept.reading.step - (told.resumed_step or 0), 0)
-        seconds = kept.reading.seconds[Bucket.STEPS.index] - (now - kept.reading.since)
+        seconds = kept.reading.seconds[TimeBucket.STEPS.index] - (now - kept.reading.since)
         usual_seconds = max(seconds, 0.0) / steps if steps else 0.0
         if steps and now - kept.reading.since > max(_LEAST_STEP_SECONDS, _STEPS_FACTOR * usual_seconds):
-            return Ending(State.STALLED, kept.reading.since, is_alive=True)
-    return Ending(State.RUNNING, life.began, is_alive=True)
+            return AttemptOutcome(RunState.STALLED, kept.reading.since, is_alive=True)
+    return AttemptOutcome(RunState.RUNNING, life.began, is_alive=True)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.distributed.clock import Bucket
-from runner.history.records import Notice, Save
-from runner.storage import JsonObject, LogFeed, Store
+from runner.distributed.clock import TimeBucket
+from runner.history.records import Notice, SaveRecord
+from runner.storage import JsonlTail, JsonObject, Store
 
 NOTICES_MAX = 50
 EVENTS_MAX = 100
@@ -25,7 +25,7 @@ _TEXT_MAX = 300
 
 
 @dataclass
-class Told:
+class AttemptEvents:
     """What the ledger tells of one attempt; what it does not is None, or 0 seconds."""
 
     number: int
@@ -59,7 +59,7 @@ class Told:
 
 
 @dataclass
-class Ledger:
+class LedgerSummary:
     """All that the events tell.
 
     Attributes:
@@ -73,14 +73,14 @@ class Ledger:
     """
 
     checkpoints: Set[int] = frozenset()
-    attempts: dict[int, Told] = field(default_factory=dict)
+    attempts: dict[int, AttemptEvents] = field(default_factory=dict)
     commits: dict[int, tuple[float, int, int]] = field(default_factory=dict)
     verified: set[int] = field(default_factory=set)
     forgotten: int = -1
     validation: list[tuple[int, float]] = field(default_factory=list)
     best_validation: tuple[int, float] | None = None
     notices: "collections.deque[Notice]" = field(default_factory=lambda: collections.deque(maxlen=NOTICES_MAX))
-    saves: list[Save] = field(default_factory=list)
+    saves: list[SaveRecord] = field(default_factory=list)
     events: "collections.deque[JsonObject]" = field(default_factory=lambda: collections.deque(maxlen=EVENTS_MAX))
 
 
@@ -108,10 +108,10 @@ class LedgerReader:
     """Reads the events of one run, each once, however often one looks."""
 
     def __init__(self, store: Store):
-        self._feed, self._ledger = LogFeed(store, "events"), Ledger()
+        self._feed, self._ledger = JsonlTail(store, "events"), LedgerSummary()
         self._is_whole = True  # whether the ledger holds all that the feed has given
 
-    def read(self, checkpoints: Set[int]) -> Ledger:
+    def read(self, checkpoints: Set[int]) -> LedgerSummary:
         """All that the events tell by now, of commits those of the steps in `checkpoints`.
 
         It is good until the next reading. Raises `OSError` if the store does not answer.
@@ -130,21 +130,21 @@ class LedgerReader:
         """Take in what is new; the steps that are asked for the first time, of a ledger that is not begun here."""
         is_anew, rows = self._feed.read()
         if is_anew:
-            self._ledger = Ledger(checkpoints)
+            self._ledger = LedgerSummary(checkpoints)
         appeared = checkpoints - self._ledger.checkpoints
         self._ledger.checkpoints = checkpoints
         take_in(self._ledger, rows)
         return appeared
 
 
-def take_in(ledger: Ledger, rows: Iterable[JsonObject]) -> Ledger:
+def take_in(ledger: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSummary:
     """Take in events that follow those that it has."""
     for row in rows:
         attempt, moment, event = whole_number(row, "attempt"), number(row, "time"), row.get("event")
         if attempt is None or attempt < 1 or moment is None or not isinstance(event, str):
             continue
         ledger.events.append(row)
-        told = ledger.attempts.setdefault(attempt, Told(attempt))
+        told = ledger.attempts.setdefault(attempt, AttemptEvents(attempt))
         told.first, told.last = min(told.first, moment), max(told.last, moment)
         step = whole_number(row, "step")
         if step is not None and event in _OF_A_STEP:
@@ -156,15 +156,15 @@ def take_in(ledger: Ledger, rows: Iterable[JsonObject]) -> Ledger:
     return ledger
 
 
-def _start(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+def _start(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     told.start = row
 
 
-def _prepare(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+def _prepare(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     told.compile_seconds = number(row, "seconds") or 0.0
 
 
-def _begin(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+def _begin(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     """`init` and `restore`: what lies beyond this step is done again."""
     told.restore_seconds, told.ready = number(row, "seconds") or 0.0, moment
     told.resumed_step = step
@@ -179,9 +179,9 @@ def _begin(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment
         ledger.best_validation = min(ledger.validation, key=lambda point: point[1], default=None)
 
 
-def _save(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+def _save(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     blocked_seconds, clock = number(row, "blocked_seconds") or 0.0, row.get("clock")
-    counted = number(clock, Bucket.STEPS.value) or 0.0 if isinstance(clock, dict) else None
+    counted = number(clock, TimeBucket.STEPS.value) or 0.0 if isinstance(clock, dict) else None
     if counted is None and told.ready is not None:  # of a runner that kept no clock
         counted = max(moment - blocked_seconds - told.ready - told.stall_seconds, 0.0)
     if step is not None and counted is not None:
@@ -190,10 +190,10 @@ def _save(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment:
     told.stall_seconds += blocked_seconds
 
 
-def _commit(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+def _commit(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     size = whole_number(row, "bytes")
     if step is not None and row.get("tier") != "fast":
-        ledger.saves.append(Save(moment, told.number, step, size, number(row, "seconds_to_durable")))
+        ledger.saves.append(SaveRecord(moment, told.number, step, size, number(row, "seconds_to_durable")))
         if len(ledger.saves) > _POINTS_MAX:
             ledger.saves = ledger.saves[1::2]
     if step is not None and row.get("tier") != "fast" and size is not None:
@@ -205,7 +205,7 @@ def _commit(ledger: Ledger, told: Told, row: JsonObject, step: int | None, momen
             _forget(ledger)
 
 
-def _forget(ledger: Ledger) -> None:
+def _forget(ledger: LedgerSummary) -> None:
     """Of the commits that nobody has asked for keep the newest."""
     unseen = [step for step in ledger.commits if step not in ledger.checkpoints]
     for step in unseen[:-_UNSEEN_MAX]:
@@ -214,7 +214,7 @@ def _forget(ledger: Ledger) -> None:
         ledger.forgotten = max(ledger.forgotten, step)
 
 
-def _evaluate(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+def _evaluate(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     figures = row.get("figures")
     loss = number(figures, "val/loss") if isinstance(figures, dict) else None
     if step is None or loss is None or (ledger.validation and step <= ledger.validation[-1][0]):
@@ -226,26 +226,26 @@ def _evaluate(ledger: Ledger, told: Told, row: JsonObject, step: int | None, mom
         ledger.validation = ledger.validation[::2]
 
 
-def _failed(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+def _failed(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     """The first that is told, the main host's before others': what comes after it is often its consequence."""
     if told.end is None or (row.get("process") == 0 and told.end == "failed"):
         told.end, told.code, told.reason = "failed", whole_number(row, "code"), text(row.get("reason"))
 
 
-def _stuck(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+def _stuck(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     told.end, told.reason = "stuck", text(row.get("reason"))
 
 
-def _end(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+def _end(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     """`preempt` and `done`."""
     told.end = str(row["event"])
 
 
-def _straggler(ledger: Ledger, told: Told, row: JsonObject, step: int | None, moment: float) -> None:
+def _straggler(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     told.straggler = row
 
 
-_TAKE: dict[str, Callable[[Ledger, Told, JsonObject, int | None, float], None]] = {
+_TAKE: dict[str, Callable[[LedgerSummary, AttemptEvents, JsonObject, int | None, float], None]] = {
     "start": _start,
     "prepare": _prepare,
     "init": _begin,

@@ -21,14 +21,22 @@ from typing import TypeVar
 import yaml
 
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, NotCommittedError, read_manifest
-from runner.distributed.clock import Bucket
+from runner.distributed.clock import TimeBucket
 from runner.errors import InvalidError, StorageError
-from runner.history.goodput import Ending, Life, Share, ending_of, share_out
-from runner.history.ledger import Ledger, LedgerReader, Told, number, text, whole_number
-from runner.history.records import Attempt, Checkpoint, History, Speed, State, Straggling, Trust
+from runner.history.goodput import AttemptGoodput, AttemptOutcome, AttemptTimeline, ending_of, share_out
+from runner.history.ledger import AttemptEvents, LedgerReader, LedgerSummary, number, text, whole_number
+from runner.history.records import (
+    AttemptRecord,
+    CheckpointRecord,
+    History,
+    RunState,
+    StragglerRecord,
+    Throughput,
+    Verification,
+)
 from runner.metrics.file import NAME, read_content
 from runner.metrics.rows import surviving
-from runner.run.clock_file import Kept, decode, name_of
+from runner.run.clock_file import ClockRecord, decode, name_of
 from runner.run.environment import ENVIRONMENT_KEYS
 from runner.run.layout import Result, read_owner, read_result
 from runner.storage import DiskError, JsonObject, Store, number_in, read_json
@@ -111,7 +119,9 @@ def list_names(store: Store) -> tuple[list[int], list[str]]:
     return found, sorted(name for name in names if number_in(name) is None and not name.startswith("."))
 
 
-def read_checkpoints(store: Store, steps: Sequence[int], names: Sequence[str], ledger: Ledger) -> list[Checkpoint]:
+def read_checkpoints(
+    store: Store, steps: Sequence[int], names: Sequence[str], ledger: LedgerSummary
+) -> list[CheckpointRecord]:
     """Those of `list_names`, with what the manifests and the ledger say."""
     older = [_told(step, ledger) for step in steps[:-SEEN_MAX]]
     with ThreadPoolExecutor(_NUM_READERS_CHECKPOINT) as pool:
@@ -119,27 +129,27 @@ def read_checkpoints(store: Store, steps: Sequence[int], names: Sequence[str], l
         return [*older, *pool.map(lambda name: _look(store, name, ledger), seen)]
 
 
-def _told(step: int, ledger: Ledger) -> Checkpoint:
+def _told(step: int, ledger: LedgerSummary) -> CheckpointRecord:
     time, num_bytes, attempt = ledger.commits.get(step, (None, None, None))
-    return Checkpoint(str(step), step, Trust.UNSEEN, time, num_bytes, attempt)
+    return CheckpointRecord(str(step), step, Verification.UNSEEN, time, num_bytes, attempt)
 
 
-def _look(store: Store, name: str, ledger: Ledger) -> Checkpoint:
+def _look(store: Store, name: str, ledger: LedgerSummary) -> CheckpointRecord:
     directory = f"{CHECKPOINTS}/{name}"
     try:
         manifest = read_manifest(store, directory)
         problem = _problem(store.sizes(directory), manifest)
     except NotCommittedError as error:
-        return Checkpoint(name, number_in(name), Trust.UNCOMMITTED, problem=str(error))
+        return CheckpointRecord(name, number_in(name), Verification.UNCOMMITTED, problem=str(error))
     except StorageError as error:
         if not isinstance(error, DiskError):
             raise  # that a bucket is down says nothing of what is in it
-        return Checkpoint(name, number_in(name), Trust.DAMAGED, problem=str(error))
+        return CheckpointRecord(name, number_in(name), Verification.DAMAGED, problem=str(error))
     except (OSError, ValueError) as error:
-        return Checkpoint(name, number_in(name), Trust.DAMAGED, problem=str(error))
+        return CheckpointRecord(name, number_in(name), Verification.DAMAGED, problem=str(error))
     is_verified = manifest.is_of_a_step and manifest.step in ledger.verified
-    trust = Trust.DAMAGED if problem else Trust.VERIFIED if is_verified else Trust.COMMITTED
-    return Checkpoint(name, manifest.step, trust, manifest.time, manifest.num_bytes, manifest.attempt, problem)
+    trust = Verification.DAMAGED if problem else Verification.VERIFIED if is_verified else Verification.COMMITTED
+    return CheckpointRecord(name, manifest.step, trust, manifest.time, manifest.num_bytes, manifest.attempt, problem)
 
 
 def _problem(sizes: dict[str, int], manifest: Manifest) -> str | None:
@@ -151,7 +161,7 @@ def _problem(sizes: dict[str, int], manifest: Manifest) -> str | None:
 
 _NUM_READERS = 16
 _SPEED_ROWS = 20
-_LOOP = (Bucket.DATA_WAIT, Bucket.STEPS, Bucket.LOST_STEPS, Bucket.EVALUATION, Bucket.SAVE_STALL)
+_LOOP = (TimeBucket.DATA_WAIT, TimeBucket.STEPS, TimeBucket.LOST_STEPS, TimeBucket.EVALUATION, TimeBucket.SAVE_STALL)
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Value = TypeVar("Value")
@@ -197,7 +207,7 @@ def _history(reader: "_Reader", now: float) -> History:
         id=None if owner is None else owner.id,
         name=None if owner is None else text(owner.name),
         now=now,
-        state=State.DONE if is_done else last.state,
+        state=RunState.DONE if is_done else last.state,
         since=last.since,
         reason=last.reason if not is_done or result is None else result.stop_line,
         step=_step(attempts, result if is_done else None),
@@ -205,7 +215,7 @@ def _history(reader: "_Reader", now: float) -> History:
         attempts=attempts,
         seconds=seconds,
         wall_seconds=wall_seconds,
-        goodput=seconds[Bucket.STEPS] / wall_seconds if wall_seconds > 0 else 0.0,
+        goodput=seconds[TimeBucket.STEPS] / wall_seconds if wall_seconds > 0 else 0.0,
         lost_steps=sum(attempt.lost_steps for attempt in attempts),
         speed=_speed(sample, last, total_steps if endings[-1].is_alive else None),
         checkpoints=reader.checkpoints(steps, names, ledger),
@@ -248,13 +258,15 @@ class _Reader:
         nothing: tuple[list[int], list[str]] = ([], [])
         return self.try_to(lambda: list_names(self.store), nothing)
 
-    def checkpoints(self, steps: Sequence[int], names: Sequence[str], ledger: Ledger) -> tuple[Checkpoint, ...]:
+    def checkpoints(
+        self, steps: Sequence[int], names: Sequence[str], ledger: LedgerSummary
+    ) -> tuple[CheckpointRecord, ...]:
         """What is known of those."""
         return tuple(self.try_to(lambda: read_checkpoints(self.store, steps, names, ledger), []))
 
-    def ledger(self, checkpoints: set[int]) -> Ledger:
+    def ledger(self, checkpoints: set[int]) -> LedgerSummary:
         """The events."""
-        return self.try_to(lambda: self._ledger.read(checkpoints), Ledger())
+        return self.try_to(lambda: self._ledger.read(checkpoints), LedgerSummary())
 
     def sample(self) -> tuple[JsonObject, ...]:
         """Rows of metrics, the newest last."""
@@ -270,7 +282,7 @@ class _Reader:
         found = self.try_to(lambda: yaml.load(content, _YAML_LOADER), None)  # noqa: S506 - both are safe loaders
         return found if isinstance(found, dict) else {}
 
-    def lives(self, ledger: Ledger) -> list[Life]:
+    def lives(self, ledger: LedgerSummary) -> list[AttemptTimeline]:
         """Every attempt of which it is known when it was, in order."""
         nothing: list[str] = []
         names = set(self.try_to(lambda: self.store.children("attempts"), nothing))
@@ -279,11 +291,11 @@ class _Reader:
         with ThreadPoolExecutor(_NUM_READERS) as pool:
             kept = pool.map(lambda each: self._clock(each) if f"{each}.clock" in names else None, numbers)
             claimed = pool.map(lambda each: self._claim(each) if each in claims else None, numbers)
-            told = [ledger.attempts.get(each) or Told(each) for each in numbers]
-            found = [Life(*parts) for parts in zip(told, kept, claimed, strict=True)]
+            told = [ledger.attempts.get(each) or AttemptEvents(each) for each in numbers]
+            found = [AttemptTimeline(*parts) for parts in zip(told, kept, claimed, strict=True)]
         return [life for life in found if life.kept or life.claimed is not None or math.isfinite(life.told.last)]
 
-    def _clock(self, attempt: int) -> Kept | None:
+    def _clock(self, attempt: int) -> ClockRecord | None:
         return self.try_to(lambda: decode(self.store.read(name_of(attempt))), None)
 
     def _claim(self, attempt: int) -> float | None:
@@ -291,10 +303,10 @@ class _Reader:
         return number(found, "time")
 
 
-def _attempt(life: Life, share: Share, ending: Ending) -> Attempt:
+def _attempt(life: AttemptTimeline, share: AttemptGoodput, ending: AttemptOutcome) -> AttemptRecord:
     start = life.told.start
     hosts = start.get("hosts")
-    return Attempt(
+    return AttemptRecord(
         number=life.told.number,
         began=share.began,
         ended=share.ended,
@@ -316,13 +328,13 @@ def _attempt(life: Life, share: Share, ending: Ending) -> Attempt:
     )
 
 
-def _sum(shares: Sequence[Share]) -> dict[Bucket, float]:
+def _sum(shares: Sequence[AttemptGoodput]) -> dict[TimeBucket, float]:
     """All attempts and the gaps between them."""
-    seconds = {bucket: sum(share.seconds[bucket] for share in shares) for bucket in Bucket}
-    return seconds | {Bucket.GAP: sum(share.gap_seconds for share in shares)}
+    seconds = {bucket: sum(share.seconds[bucket] for share in shares) for bucket in TimeBucket}
+    return seconds | {TimeBucket.GAP: sum(share.gap_seconds for share in shares)}
 
 
-def _total_steps(lives: Sequence[Life], spec: JsonObject) -> int | None:
+def _total_steps(lives: Sequence[AttemptTimeline], spec: JsonObject) -> int | None:
     """As the newest attempt that says has it; of a run by a runner that did not, from its spec."""
     for life in reversed(lives):
         found = whole_number(life.told.start, "total_steps")
@@ -334,21 +346,21 @@ def _total_steps(lives: Sequence[Life], spec: JsonObject) -> int | None:
     return next((found for found in known if found is not None), None)
 
 
-def _is_done(result: Result | None, total_steps: int | None, newest: Attempt) -> bool:
+def _is_done(result: Result | None, total_steps: int | None, newest: AttemptRecord) -> bool:
     """Whether a run is where its result says: at its last step, or where a hook has ended it and nobody went on."""
     if result is None or result.stopped_by is None:
         return result is not None and result.step >= (total_steps or 0)
     return newest.reached_step is None or newest.reached_step <= result.step
 
 
-def _step(attempts: Sequence[Attempt], result: Result | None) -> int:
+def _step(attempts: Sequence[AttemptRecord], result: Result | None) -> int:
     """Where the run stands: where its result, or else the newest attempt that came to a state, is."""
     if result is not None:
         return result.step
     return next((each.reached_step for each in reversed(attempts) if each.reached_step is not None), 0)
 
 
-def _validation(ledger: Ledger, sample: Sequence[JsonObject]) -> list[tuple[int, float]]:
+def _validation(ledger: LedgerSummary, sample: Sequence[JsonObject]) -> list[tuple[int, float]]:
     """By the ledger, and the best with it; of a run by a runner that did not say, by the sample of rows."""
     points = dict(ledger.validation)
     if ledger.best_validation is not None:
@@ -360,7 +372,7 @@ def _validation(ledger: Ledger, sample: Sequence[JsonObject]) -> list[tuple[int,
     return sorted(points.items())
 
 
-def _speed(sample: Sequence[JsonObject], attempt: Attempt, total_steps: int | None) -> Speed:
+def _speed(sample: Sequence[JsonObject], attempt: AttemptRecord, total_steps: int | None) -> Throughput:
     """Over the newest rows of the newest attempt, else over all of its loop, and as the newest row says."""
     row = sample[-1] if sample else {}
     newest = [each for each in sample[-_SPEED_ROWS:] if each.get("perf/attempt") == attempt.number]
@@ -379,7 +391,7 @@ def _speed(sample: Sequence[JsonObject], attempt: Attempt, total_steps: int | No
     per_device = None if per_second is None or not attempt.num_devices else per_second / attempt.num_devices
     if mfu and told and per_second:
         mfu *= per_second / told
-    return Speed(step_seconds, per_second, per_device, mfu, left)
+    return Throughput(step_seconds, per_second, per_device, mfu, left)
 
 
 def _between(rows: Sequence[JsonObject], key: str) -> float | None:
@@ -390,7 +402,7 @@ def _between(rows: Sequence[JsonObject], key: str) -> float | None:
     return None if first is None or last is None or last <= first else last - first
 
 
-def _straggling(told: Told) -> Straggling | None:
+def _straggling(told: AttemptEvents) -> StragglerRecord | None:
     """Who comes late in the newest attempt, if anybody does."""
     late, after = told.straggler.get("late"), told.straggler.get("after_seconds")
     hosts = told.start.get("hosts")
@@ -402,4 +414,4 @@ def _straggling(told: Told) -> Straggling | None:
             is_named = isinstance(hosts, list) and process < len(hosts)
             host = f" ({text(hosts[process])})" if isinstance(hosts, list) and is_named else ""
             found[f"process {process}{host}"] = float(after[process])
-    return Straggling(whole_number(told.straggler, "step") or 0, found)
+    return StragglerRecord(whole_number(told.straggler, "step") or 0, found)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from runner.distributed.clock import Bucket
+from runner.distributed.clock import TimeBucket
 from runner.storage import JsonObject
 
 
-class State(enum.Enum):
+class RunState(enum.Enum):
     """How an attempt has ended, or that it lives; of a run, that of its newest attempt."""
 
     RUNNING = "running"
@@ -24,7 +24,7 @@ class State(enum.Enum):
     FENCED = "fenced"  # a newer attempt took the directory while it lived
 
 
-class Trust(enum.Enum):
+class Verification(enum.Enum):
     """What is known of a checkpoint without reading its arrays."""
 
     VERIFIED = "verified"  # its bits were read back and compared: after the save, or by a restore
@@ -35,7 +35,7 @@ class Trust(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptRecord:
     """One start of the job.
 
     Attributes:
@@ -56,7 +56,7 @@ class Attempt:
     number: int
     began: float
     ended: float
-    state: State
+    state: RunState
     since: float
     code: int | None = None
     reason: str | None = None
@@ -64,7 +64,7 @@ class Attempt:
     reached_step: int | None = None
     lost_steps: int = 0
     gap_seconds: float = 0.0
-    seconds: Mapping[Bucket, float] = field(default_factory=dict)
+    seconds: Mapping[TimeBucket, float] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
     num_processes: int | None = None
     num_devices: int | None = None
@@ -74,12 +74,12 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointRecord:
     """One directory below `checkpoints/`; what is not known is None."""
 
     name: str
     step: int | None
-    trust: Trust
+    trust: Verification
     time: float | None = None
     num_bytes: int | None = None
     attempt: int | None = None
@@ -87,7 +87,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveRecord:
     """A commit, whether its checkpoint is still there or not."""
 
     time: float
@@ -109,7 +109,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Straggling:
+class StragglerRecord:
     """Which processes of the newest attempt come late to `step`, and how many seconds after the first."""
 
     step: int
@@ -117,7 +117,7 @@ class Straggling:
 
 
 @dataclass(frozen=True)
-class Speed:
+class Throughput:
     """Over the newest rows, everything included: evaluation, saves, waits. None where it is not known.
 
     Attributes:
@@ -162,25 +162,25 @@ class History:
     id: str | None
     name: str | None
     now: float
-    state: State
+    state: RunState
     since: float
     reason: str | None
     step: int
     total_steps: int | None
-    attempts: tuple[Attempt, ...]
-    seconds: Mapping[Bucket, float]
+    attempts: tuple[AttemptRecord, ...]
+    seconds: Mapping[TimeBucket, float]
     wall_seconds: float
     goodput: float
     lost_steps: int
-    speed: Speed
-    checkpoints: tuple[Checkpoint, ...] = ()
+    speed: Throughput
+    checkpoints: tuple[CheckpointRecord, ...] = ()
     row: JsonObject = field(default_factory=dict)
     trend: tuple[JsonObject, ...] = ()
     validation: tuple[tuple[int, float], ...] = ()
     best_validation: tuple[int, float] | None = None
-    straggling: Straggling | None = None
+    straggling: StragglerRecord | None = None
     warnings: tuple[Notice, ...] = ()
-    saves: tuple[Save, ...] = ()
+    saves: tuple[SaveRecord, ...] = ()
     events: tuple[JsonObject, ...] = ()
     spec: JsonObject = field(default_factory=dict)
     unread: tuple[str, ...] = ()

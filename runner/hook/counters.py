@@ -1,7 +1,7 @@
 """The part of the train state that belongs to hooks: their counters, and which of their calls are behind it.
 
 It is replicated, read and replaced between steps by the training thread, and passes through a step as it is. A state
-that is saved in the middle of a step's calls (a stop came during its evaluation) says so itself: `Fired`.
+that is saved in the middle of a step's calls (a stop came during its evaluation) says so itself: `FiredCalls`.
 """
 
 import base64
@@ -22,7 +22,7 @@ _WIDEST_BYTES = 4  # of a number in the state
 
 
 @dataclass(frozen=True)
-class Fired:
+class FiredCalls:
     """Which calls are behind the state, and what they have asked for. All are steps but the last; 0: none yet.
 
     Attributes:
@@ -39,22 +39,22 @@ class Fired:
 
 
 @dataclass(frozen=True)
-class Branch:
+class HookState:
     """The hooks' part of a state, on the host. `counters` are by the names of the hooks that steer."""
 
-    fired: Fired
+    fired: FiredCalls
     counters: Mapping[str, Any]
 
     @classmethod
-    def first(cls, counters: Mapping[str, Any]) -> "Branch":
+    def first(cls, counters: Mapping[str, Any]) -> "HookState":
         """Before the first step."""
-        return cls(Fired(), counters)
+        return cls(FiredCalls(), counters)
 
     @classmethod
-    def read(cls, arrays: Any) -> "Branch":
+    def read(cls, arrays: Any) -> "HookState":
         """From the state; copies, since the next step overwrites its memory. Waits for the device."""
         found = jax.tree.map(np.array, jax.device_get(arrays))
-        fired = Fired(**{name: int(value) for name, value in found.pop(FIRED).items()})
+        fired = FiredCalls(**{name: int(value) for name, value in found.pop(FIRED).items()})
         return cls(fired, found)
 
     def arrays(self) -> Mapping[str, Any]:

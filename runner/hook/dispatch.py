@@ -2,7 +2,8 @@
 
 The order at step k, on every host: the row of k is made, with its evaluation if one is due; `on_row`; the evaluation
 that a hook has asked for; `on_evaluation`; the new counters go into the state, with a mark of what was called
-(`Fired`); then the state may be saved. So a saved state is ahead of its calls in one case alone: a stop came during the
+(`FiredCalls`); then the state may be saved. So a saved state is ahead of its calls in one case alone: a stop came
+during the
 evaluation of its step. Whoever resumes there evaluates first, and then makes the calls that the mark lacks.
 
 A stop of a hook is in the mark too: who resumes the last step, after a kill before `result.json`, ends there as well.
@@ -30,10 +31,10 @@ import jax
 import numpy as np
 
 from runner.console import warn
-from runner.distributed.clock import Bucket, Failure, Phase
+from runner.distributed.clock import LocalFailure, Phase, TimeBucket
 from runner.errors import FencedError, HookError, InvalidError, RetryableError, first_line
-from runner.hook.counters import Branch, Fired, decode, encode
-from runner.hook.listing import RIDER, Hooks, Listed, load_hooks
+from runner.hook.counters import FiredCalls, HookState, decode, encode
+from runner.hook.listing import RIDER, Hooks, ListedHook, load_hooks
 from runner.hook.protocol import Act, Moment, Verdict
 from runner.job import RestoreableJob
 from runner.metrics.rows import Row
@@ -42,7 +43,7 @@ from runner.run.layout import read_owner, read_result
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import JsonObject, read_log
 from runner.train.evaluators import with_averages
-from runner.train.setup import Design
+from runner.train.setup import TrainSetupBuilder
 from runner.train.state import TrainState
 
 _SLOW_SECONDS, _SLOW_STEPS = 1.0, 10.0  # a call that takes longer than both is told of, once a hook
@@ -50,13 +51,13 @@ _STEERING = ("on_row", "on_evaluation")
 
 
 @dataclass
-class Caller:
+class HookCaller:
     """Calls the hooks of one attempt. Made and called on every host, by the training thread."""
 
     attempt: Attempt
     _told: set[tuple[str, str]] = field(default_factory=set)
 
-    def steer(self, listed: Listed, method: str, moment: Moment) -> Verdict:
+    def steer(self, listed: ListedHook, method: str, moment: Moment) -> Verdict:
         """Call `on_row` or `on_evaluation`: host 0's verdict, on every host. Raises `HookError` on every host."""
         own, found = self._call(listed, method, moment)
         acts = [told["act"] for told in found]
@@ -70,20 +71,22 @@ class Caller:
         counters = None if first["counters"] is None else decode(first["counters"], listed.counters)
         return Verdict(Act(first["act"]), counters, first["reason"])
 
-    def tell(self, listed: Listed, method: str, moment: Moment) -> JsonObject:
+    def tell(self, listed: ListedHook, method: str, moment: Moment) -> JsonObject:
         """Call one of the others: what `on_end` returns on host 0, on every host. Raises `HookError` likewise."""
         return dict(self._call(listed, method, moment)[1][0])
 
-    def _call(self, listed: Listed, method: str, moment: Moment) -> tuple[bool, list[JsonObject]]:
+    def _call(self, listed: ListedHook, method: str, moment: Moment) -> tuple[bool, list[JsonObject]]:
         """Whether this is host 0, and what every host was told."""
         hosts, progress = self.attempt.hosts, self.attempt.progress
         began_seconds = time.monotonic()
-        with progress.during(Phase(f"hook {listed.name}.{method}", Bucket.EVALUATION)):
+        with progress.during(Phase(f"hook {listed.name}.{method}", TimeBucket.EVALUATION)):
             told, problem = _outcome(listed, method, moment)
         self._note_time(listed, method, moment.step, time.monotonic() - began_seconds)
         words = f"hook {listed.name} in {method} at step {moment.step}"
-        failure = None if problem is None else Failure(f"{words} on process {hosts.process_id}: {problem}", is_end=True)
-        wait = Phase(f"the wait for hook {listed.name}.{method} of the others", Bucket.EVALUATION)
+        failure = (
+            None if problem is None else LocalFailure(f"{words} on process {hosts.process_id}: {problem}", is_end=True)
+        )
+        wait = Phase(f"the wait for hook {listed.name}.{method} of the others", TimeBucket.EVALUATION)
         with progress.during(wait), progress.awaiting(wait, failure):
             found = hosts.gather([told if hosts.is_main or method in _STEERING else {}, problem])
         for process, (_, other) in enumerate(found):
@@ -92,7 +95,7 @@ class Caller:
                 raise HookError(f"{words}{where}: {other}")
         return hosts.is_main, [each for each, _ in found]
 
-    def _note_time(self, listed: Listed, method: str, step: int, seconds: float) -> None:
+    def _note_time(self, listed: ListedHook, method: str, step: int, seconds: float) -> None:
         usual_seconds = statistics.median(self.attempt.progress.gaps() or [0.0])
         if seconds < max(_SLOW_SECONDS, _SLOW_STEPS * usual_seconds) or not self._is_new(listed, method):
             return
@@ -100,14 +103,14 @@ class Caller:
         warn(f"hook {listed.name} took {seconds:.1f} s in {method} at step {step}{steps}")
         self.attempt.record("slow_hook", step, hook=f"{listed.name}.{method}", seconds=round(seconds, 3))
 
-    def _is_new(self, listed: Listed, what: str) -> bool:
+    def _is_new(self, listed: ListedHook, what: str) -> bool:
         """Whether this has not been told of the hook yet in this attempt."""
         is_new = (listed.name, what) not in self._told
         self._told.add((listed.name, what))
         return is_new
 
 
-def _outcome(listed: Listed, method: str, moment: Moment) -> tuple[JsonObject, str | None]:
+def _outcome(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObject, str | None]:
     """What this host's hook has said, as JSON; why it cannot go on, None if it can.
 
     What infrastructure has done to a hook is not its fault, and raised: who waits for this host hears of it otherwise.
@@ -123,7 +126,7 @@ def _outcome(listed: Listed, method: str, moment: Moment) -> tuple[JsonObject, s
         return {"act": Act.GO_ON.value, "counters": None, "reason": ""}, _reason(error)
 
 
-def _told(listed: Listed, method: str, returned: Any) -> JsonObject:
+def _told(listed: ListedHook, method: str, returned: Any) -> JsonObject:
     """What a method has returned, as JSON. Raises `TypeError` or `ValueError` if it may not return that."""
     if method == "on_end" and (returned is None or isinstance(returned, Mapping)):
         return dict(json.loads(json.dumps(dict(returned or {}), allow_nan=False)))
@@ -149,7 +152,7 @@ def _reason(error: BaseException) -> str:
 _TAKEN = ("step", "tokens", "train_loss", "val_loss", "fingerprint", "stopped_by", "stopped_because", "stopped_rule")
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """What is needed of the rows of a run: see `Report`."""
 
     @property
@@ -173,10 +176,10 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Stop:
+class HookStop:
     """A hook has ended the run: `step` is its last."""
 
-    hook: Listed
+    hook: ListedHook
     step: int
     reason: str
 
@@ -185,7 +188,7 @@ class Stop:
         return {"stopped_by": self.hook.name, "stopped_because": self.reason, "stopped_rule": self.hook.rule}
 
 
-class Steering:
+class HookDispatcher:
     """The hooks of one attempt at work. Made and called on every host, by the training thread.
 
     Attributes:
@@ -193,13 +196,13 @@ class Steering:
         save_step: the last step that a hook wanted to be saved.
     """
 
-    def __init__(self, hooks: Hooks, attempt: Attempt, rows: Rows, weights_of: Callable[[TrainState], Any]):
+    def __init__(self, hooks: Hooks, attempt: Attempt, rows: RowSource, weights_of: Callable[[TrainState], Any]):
         self._hooks, self._attempt, self._rows, self._weights_of = hooks, attempt, rows, weights_of
-        self._caller = Caller(attempt)
-        self._seen = Fired()  # by observers
+        self._caller = HookCaller(attempt)
+        self._seen = FiredCalls()  # by observers
         self._told: JsonObject = {}
         self._run_began = 0.0
-        self.stop: Stop | None = None
+        self.stop: HookStop | None = None
         self.save_step = 0
 
     def start(self, state: TrainState, step: int) -> TrainState:
@@ -217,11 +220,11 @@ class Steering:
         self._run_began = hosts.agree(0.0 if owner is None else owner.time)
         is_open = row.get("step") == step and self._rows.lacks_evaluation(row, step)
         is_evaluated = row.get("step") == step and self._rows.is_evaluated(row)
-        self._seen = Fired(row=0 if is_open else step, evaluation=step if is_evaluated else 0)
+        self._seen = FiredCalls(row=0 if is_open else step, evaluation=step if is_evaluated else 0)
         branch = self._read(state)
         if branch.fired.stopped:
             stopper = self._hooks.of_rule(branch.fired.stopped)
-            self.stop = None if stopper is None else Stop(stopper, step, hosts.agree(self._reason_of_stop(step)))
+            self.stop = None if stopper is None else HookStop(stopper, step, hosts.agree(self._reason_of_stop(step)))
         if branch.fired.stopped and self.stop is None:  # the spec tells this hook otherwise now
             state = self._write(state, branch, replace(branch, fired=replace(branch.fired, stopped=0)))
         for each in self._hooks.listening_to("on_start"):
@@ -273,7 +276,7 @@ class Steering:
         row = self._newest_row()
         return {each.name: self._caller.tell(each, method, self._moment(each, state, step, row)) for each in listening}
 
-    def _ask(self, method: str, mark: str, branch: Branch, state: TrainState, step: int, row: Row) -> Branch:
+    def _ask(self, method: str, mark: str, branch: HookState, state: TrainState, step: int, row: Row) -> HookState:
         """Call a method of all hooks that have not been called so for `step`; the branch with what they have said."""
         fired, counters, is_marked = branch.fired, dict(branch.counters), False
         for each in self._hooks.listening_to(method):
@@ -291,16 +294,16 @@ class Steering:
             if verdict.act is Act.EVALUATE and not self._rows.has_evaluators:
                 warn(f"hook {each.name} asks for an evaluation at step {step}, and nothing evaluates this job")
             if verdict.act is Act.STOP and self.stop is None:
-                self.stop = Stop(each, step, verdict.reason)
+                self.stop = HookStop(each, step, verdict.reason)
                 fired = replace(fired, stopped=each.rule)
                 self._attempt.record("stop", step, hook=each.name, reason=verdict.reason)
                 self._attempt.say(
                     f"hook {each.name} ends the run at step {step}: {verdict.reason or 'no reason given'}"
                 )
         self._seen = replace(self._seen, **{mark: step})
-        return Branch(replace(fired, **{mark: step}) if is_marked else fired, counters)
+        return HookState(replace(fired, **{mark: step}) if is_marked else fired, counters)
 
-    def _moment(self, each: Listed, state: TrainState, step: int, row: Row, counters: Any = None) -> Moment:
+    def _moment(self, each: ListedHook, state: TrainState, step: int, row: Row, counters: Any = None) -> Moment:
         if counters is None and each.counters is not None:
             counters = self._read(state).counters[each.name]
         own = jax.tree.map(np.copy, counters)
@@ -310,10 +313,10 @@ class Steering:
         """The same on every host."""
         return dict(self._attempt.hosts.agree(self._rows.newest_row()))
 
-    def _read(self, state: TrainState) -> Branch:
-        return Branch.read(state.riders[RIDER]) if self._hooks.steering else Branch(Fired(), {})
+    def _read(self, state: TrainState) -> HookState:
+        return HookState.read(state.riders[RIDER]) if self._hooks.steering else HookState(FiredCalls(), {})
 
-    def _write(self, state: TrainState, before: Branch, branch: Branch) -> TrainState:
+    def _write(self, state: TrainState, before: HookState, branch: HookState) -> TrainState:
         return state if not self._hooks.steering or branch is before else branch.placed(state, RIDER)
 
     def _reason_of_stop(self, step: int) -> str:
@@ -328,7 +331,7 @@ class HookedJob(RestoreableJob):
 
     calls_hooks: ClassVar[bool] = True
 
-    design: Design  # from the trainer's constructor on
+    setup_builder: TrainSetupBuilder  # from the trainer's constructor on
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         super().__init__(spec, document)
@@ -336,10 +339,10 @@ class HookedJob(RestoreableJob):
         self.hooks: Hooks = load_hooks(self.document, spec.hook_entries, seen)
 
     @functools.cached_property
-    def steering(self) -> Steering:
+    def steering(self) -> HookDispatcher:
         """The hooks at work in this attempt."""
         report: Any = self.report
-        return Steering(self.hooks, self.attempt, report, self.evaluated_weights)
+        return HookDispatcher(self.hooks, self.attempt, report, self.evaluated_weights)
 
     def evaluated_weights(self, state: Any) -> Any:
         """What evaluators and hooks are shown of a state: its weights, and by `ema` their averages that ride along."""
@@ -367,7 +370,7 @@ class HookedJob(RestoreableJob):
     def total_steps(self) -> int:
         """The config's, or where a hook has ended the run. Of epochs the data are read on this host."""
         stop = self.steering.stop if "steering" in vars(self) else None
-        return self.design.counted.total_steps if stop is None else stop.step
+        return self.setup_builder.counted.total_steps if stop is None else stop.step
 
     @property
     def done(self) -> bool:

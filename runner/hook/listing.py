@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.errors import InvalidError
-from runner.hook.counters import FIRED, Branch, first_counters
+from runner.hook.counters import FIRED, HookState, first_counters
 from runner.hook.protocol import Hook, Observer, SeenJob
 from runner.run.layout import Result
 from runner.spec import Document, HookEntry, Trajectory, hash_of, load_class, validate_config
-from runner.train.state import Rider
+from runner.train.state import AuxiliaryState
 
 RIDER = "hooks"
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedHook:
     """One hook of the spec.
 
     Attributes:
@@ -48,24 +48,24 @@ class Listed:
 class Hooks:
     """The hooks of a job, in the order of its spec."""
 
-    listed: Sequence[Listed] = ()
+    listed: Sequence[ListedHook] = ()
 
     @functools.cached_property
-    def steering(self) -> list[Listed]:
+    def steering(self) -> list[ListedHook]:
         """Those that may steer the run, and so have a part in its state."""
         return [each for each in self.listed if each.counters is not None]
 
-    def listening_to(self, method: str) -> list[Listed]:
+    def listening_to(self, method: str) -> list[ListedHook]:
         """Those that want to be called so."""
         return [each for each in self.listed if each.listens_to(method)]
 
-    def branch(self) -> Branch:
+    def branch(self) -> HookState:
         """What the state holds of them before the first step."""
-        return Branch.first({each.name: each.counters for each in self.steering})
+        return HookState.first({each.name: each.counters for each in self.steering})
 
-    def riders(self) -> tuple[Rider, ...]:
+    def riders(self) -> tuple[AuxiliaryState, ...]:
         """What rides along for them in the train state: nothing, where all of them only look."""
-        return (Rider(RIDER, lambda params: self.branch().arrays()),) if self.steering else ()
+        return (AuxiliaryState(RIDER, lambda params: self.branch().arrays()),) if self.steering else ()
 
     def identity(self) -> Trajectory:
         """The part of the trajectory on which the counters depend, by dotted key."""
@@ -77,7 +77,7 @@ class Hooks:
             known |= {f"{prefix}.config.{key}": value for key, value in config.items()}
         return known
 
-    def of_rule(self, rule: int) -> Listed | None:
+    def of_rule(self, rule: int) -> ListedHook | None:
         """The hook with this `rule`, as it stands in the spec now."""
         return next((each for each in self.steering if each.rule == rule), None)
 
@@ -92,7 +92,7 @@ class Hooks:
 
 def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -> Hooks:
     """Import, check and make the hooks of a spec. Raises `InvalidError` with the place of what is wrong."""
-    listed: list[Listed] = []
+    listed: list[ListedHook] = []
     for place, entry in enumerate(entries):
         with document.blaming(f"{RIDER}.{place}"):
             if entry.called in (FIRED, *(each.name for each in listed)):
@@ -103,6 +103,6 @@ def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -
     return Hooks(tuple(listed))
 
 
-def _listed(hook: Hook, entry: HookEntry) -> Listed:
+def _listed(hook: Hook, entry: HookEntry) -> ListedHook:
     entry = entry.model_copy(update={"config": hook.config.model_dump(mode="json")})
-    return Listed(hook, entry, None if isinstance(hook, Observer) else first_counters(hook.init()))
+    return ListedHook(hook, entry, None if isinstance(hook, Observer) else first_counters(hook.init()))

@@ -38,11 +38,11 @@ from runner.data.corpus_index import INDEX as CORPUS_INDEX
 from runner.data.corpus_index import CorpusIndex, read_tokenizer
 from runner.data.open_source import open_source
 from runner.data.source_files import find_corpus, find_source, is_class
-from runner.data.text import Text
+from runner.data.text import TextTokens
 from runner.data.tokenizers import FILES, parse_tokenizer
 from runner.errors import DataError, InvalidError
-from runner.huggingface.mapping import Family, Piece, Shape, table_problems, tensor_shapes
-from runner.huggingface.safetensors import CONFIG, DTYPES, INDEX, NAMES, SUFFIX, WHOLE, Tensor, encode_header
+from runner.huggingface.mapping import Family, Shape, TensorPiece, table_problems, tensor_shapes
+from runner.huggingface.safetensors import CONFIG, DTYPES, INDEX, NAMES, SUFFIX, WHOLE, TensorLocation, encode_header
 from runner.records import PARAMS
 from runner.storage import JsonObject, Store, default_cache_directory, encode_json, open_store, probe
 from runner.storage.local import flush
@@ -93,7 +93,7 @@ def _of_source(named: TokenSource, config: DataConfig) -> TokenizerFiles | None:
     if config.tokenizer == "bytes":
         return _made(_bytes(), 256, config.sequence_length)
     source = open_source(named, config, default_cache_directory(), None)
-    assert isinstance(source, Text), "characters are of text"
+    assert isinstance(source, TextTokens), "characters are of text"
     characters = source.tokenizer.characters or ""
     return _made(_characters(characters), len(characters), config.sequence_length)
 
@@ -159,12 +159,12 @@ SHARD_BYTES = 5_000_000_000
 UPLOAD_SECONDS = 3600.0  # for one file
 
 
-class Writer:
+class SafetensorsWriter:
     """The files of some tensors in a directory on this disk, which is there and empty."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[np.dtype, Shape]], shard_bytes: int = SHARD_BYTES):
         self._directory = directory
-        self._places: dict[str, Tensor] = {}
+        self._places: dict[str, TensorLocation] = {}
         shards = _shards(tensors, shard_bytes)
         for number, names in enumerate(shards, start=1):
             file = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}{SUFFIX}"
@@ -178,7 +178,7 @@ class Writer:
             files = {name: self._places[name].file for name in sorted(self._places)}
             (directory / INDEX).write_bytes(encode_json({"metadata": {"total_size": total}, "weight_map": files}))
 
-    def put(self, piece: Piece, values: np.ndarray) -> None:
+    def put(self, piece: TensorPiece, values: np.ndarray) -> None:
         """Write one piece, `values` as its leaf has them, in the tensor's type: the nearest of it.
 
         Raises `InvalidError` if a value is too large for that type.
@@ -229,7 +229,7 @@ def published_whole(where: str) -> Iterator[Path]:
     something is at `where`, or it may not be written.
     """
     store = open_store(where)
-    refuse_taken(store)
+    validate_output_free(store)
     if store.root is None:
         with tempfile.TemporaryDirectory(prefix="export-") as directory:
             yield Path(directory)
@@ -259,7 +259,7 @@ def _rename(aside: Path, target: Path) -> None:
         raise
 
 
-def refuse_taken(store: Store) -> None:
+def validate_output_free(store: Store) -> None:
     """Raise `InvalidError` if something is where an export is to be, or if nothing can be written there."""
     if store.children(""):
         raise InvalidError(f"{store.url} is not empty; nothing is overwritten")
@@ -337,7 +337,7 @@ def _write(
     leaves = {name: manifest.leaves[saved] for name, saved in names.items()}
     pieces, tensors = _tensors(manifest.name, leaves, family, dtype)
     tokenizer = _tokenizer(data, family.config())
-    writer = Writer(directory, tensors, shard_bytes)
+    writer = SafetensorsWriter(directory, tensors, shard_bytes)
     for name, array in read_weights(store, manifest, weights):
         values = np.asarray(array)
         for piece in pieces[name]:
@@ -355,14 +355,14 @@ def _write(
 
 def _tensors(
     checkpoint: str, leaves: Mapping[str, LeafRecord], family: Family, dtype: Dtype | None
-) -> tuple[Mapping[str, list[Piece]], dict[str, tuple[np.dtype, Shape]]]:
+) -> tuple[Mapping[str, list[TensorPiece]], dict[str, tuple[np.dtype, Shape]]]:
     """The pieces of each leaf, and the type and shape of every tensor, in the order of the table."""
     shapes = {name: tuple(leaf["shape"]) for name, leaf in leaves.items()}
     pieces = family.pieces()
     wrong = table_problems(pieces, shapes)
     if wrong:
         raise InvalidError("\n".join(f"checkpoint {checkpoint} is not of this model: {line}" for line in wrong))
-    by_leaf: dict[str, list[Piece]] = defaultdict(list)
+    by_leaf: dict[str, list[TensorPiece]] = defaultdict(list)
     dtypes: dict[str, np.dtype] = {}
     for piece in pieces:
         by_leaf[piece.leaf_name].append(piece)

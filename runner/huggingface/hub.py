@@ -34,7 +34,7 @@ from runner.checkpoint.weights import weight_names
 from runner.config import SOURCE_NAME, DataConfig
 from runner.console import hide
 from runner.errors import InvalidError, RetryableError, RunnerError, reason_of
-from runner.history.records import History, State
+from runner.history.records import History, RunState
 from runner.huggingface.export import TOKENIZER, may_be_written
 from runner.metrics.rows import Row
 from runner.records import PARAMS
@@ -50,7 +50,7 @@ _GENERATES_TEXT = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True)
-class Words:
+class ModelCardText:
     """What a user says of the weights that no file of the run tells.
 
     Attributes:
@@ -65,7 +65,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CheckpointFigures:
     """What a run has left of a step.
 
     Attributes:
@@ -87,7 +87,7 @@ class Evidence:
     files: Collection[str]
 
 
-def model_card(evidence: Evidence, words: Words) -> str:
+def model_card(evidence: CheckpointFigures, words: ModelCardText) -> str:
     """The content of README.md."""
     front = yaml.safe_dump(_front_matter(evidence, words), sort_keys=False, allow_unicode=True)
     spec, manifest = evidence.spec, evidence.manifest
@@ -102,7 +102,7 @@ def model_card(evidence: Evidence, words: Words) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _front_matter(evidence: Evidence, words: Words) -> Mapping[str, str | list[str]]:
+def _front_matter(evidence: CheckpointFigures, words: ModelCardText) -> Mapping[str, str | list[str]]:
     """What the Hub sorts and filters by; a key of which nothing is known is left out."""
     found: dict[str, str | list[str]] = {}
     if _generates_text(evidence.config):
@@ -134,7 +134,7 @@ def _sources(data: DataConfig | None) -> list[str]:
     return [] if data is None else [named.source for named in data.sources]
 
 
-def _facts(evidence: Evidence) -> Iterable[tuple[str, str]]:
+def _facts(evidence: CheckpointFigures) -> Iterable[tuple[str, str]]:
     """What is told of the weights, by name."""
     spec, data, manifest = evidence.spec, evidence.data, evidence.manifest
     yield "step", f"{manifest.step:,}"
@@ -156,7 +156,7 @@ def _facts(evidence: Evidence) -> Iterable[tuple[str, str]]:
         yield "began with", f"`{_code(_public(spec.checkpoint.weights.path))}`"
     yield "seed", str(spec.seed)
     yield from _hardware(manifest)
-    if evidence.history.state is State.DONE:
+    if evidence.history.state is RunState.DONE:
         yield "time", f"{evidence.history.wall_seconds / 3600:.2f} h, {evidence.history.goodput:.1%} of it in steps"
     yield "fingerprint of the whole state", f"`{manifest.fingerprint}`"
 
@@ -196,7 +196,7 @@ def _figure(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, int | float) else ""
 
 
-def _usage(evidence: Evidence, repository: str) -> str:
+def _usage(evidence: CheckpointFigures, repository: str) -> str:
     """How the weights are opened, where `transformers` knows their architecture."""
     if not _generates_text(evidence.config):
         return ""
@@ -235,7 +235,7 @@ _TRANSIENT = (408, 409, 412, 429)  # besides all that begin with 5
 
 
 @dataclass(frozen=True)
-class Pushed:
+class PushResult:
     """Where an export is, and whether it was there before."""
 
     url: str
@@ -281,7 +281,7 @@ class Repository:
                 raise InvalidError(f"--push {self._name}: the token may only read; make one that may write")
             self._find()
 
-    def push(self, directory: Path, message: str) -> Pushed:
+    def push(self, directory: Path, message: str) -> PushResult:
         """Bring the repository to hold the files of `directory`, which has no others inside.
 
         Raises `InvalidError`, or `RetryableError` if running it again may help.
@@ -299,7 +299,7 @@ class Repository:
                     self._name, operations, commit_message=message, parent_commit=before.sha
                 )
             self._compare(paths)
-        return Pushed(f"{self._api.endpoint}/{self._name}", commit.oid != before.sha)
+        return PushResult(f"{self._api.endpoint}/{self._name}", commit.oid != before.sha)
 
     def _find(self) -> Any:
         """What the Hub tells of the repository, None if there is none that this token may see."""

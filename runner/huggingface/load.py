@@ -30,11 +30,11 @@ from runner.checkpoint.restore import check_source as check_run
 from runner.checkpoint.weights import BEST, find_checkpoint
 from runner.console import warn
 from runner.errors import InvalidError, ResumeError, StorageError
-from runner.huggingface.mapping import Family, Match, Piece, match
-from runner.huggingface.safetensors import DTYPES, Published, Tensor, is_published, open_published
+from runner.huggingface.mapping import Family, TensorMatch, TensorPiece, match
+from runner.huggingface.safetensors import DTYPES, PublishedWeights, TensorLocation, is_published, open_published
 from runner.records import PARAMS
 from runner.run.attempt import Attempt
-from runner.spec import Document, ExecutionSpec, InitFrom, Trajectory, hash_of
+from runner.spec import Document, ExecutionSpec, InitFromConfig, Trajectory, hash_of
 from runner.storage import Store, Version, open_store, split_checkpoint
 
 GAP_BYTES = 64 << 10
@@ -44,7 +44,7 @@ NUM_READERS = 8
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 Blocks = dict[Bounds, np.ndarray]  # of one leaf, in this host's memory
-Sources = Sequence[tuple[Piece, Tensor | None]]
+Sources = Sequence[tuple[TensorPiece, TensorLocation | None]]
 
 
 def read_leaf(store: Store, versions: Mapping[str, Version], sources: Sources, leaf: jax.Array) -> jax.Array:
@@ -69,7 +69,7 @@ def fill(store: Store, versions: Mapping[str, Version], sources: Sources, blocks
     """Put into blocks of a leaf, by where they lie in it, what its tensors have of them."""
     present = [(piece, tensor) for piece, tensor in sources if tensor is not None]
 
-    def fill_piece(source: tuple[Piece, Tensor], run: Callable[..., Iterable[None]]) -> None:
+    def fill_piece(source: tuple[TensorPiece, TensorLocation], run: Callable[..., Iterable[None]]) -> None:
         piece, tensor = source
         _fill_piece(store, versions[tensor.file], piece, tensor, blocks, run)
 
@@ -85,14 +85,19 @@ def bounds_of(index: Index, shape: tuple[int, ...]) -> Bounds:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def _is_whole(piece: Piece, tensor: Tensor, leaf: tuple[int, ...]) -> bool:
+def _is_whole(piece: TensorPiece, tensor: TensorLocation, leaf: tuple[int, ...]) -> bool:
     """Whether a tensor has every element of its piece."""
     own = leaf[len(piece.index) :]
     return piece.part is not None or math.prod(tensor.shape) == math.prod(own)
 
 
 def _fill_piece(
-    store: Store, version: Version, piece: Piece, tensor: Tensor, blocks: Blocks, run: Callable[..., Iterable[None]]
+    store: Store,
+    version: Version,
+    piece: TensorPiece,
+    tensor: TensorLocation,
+    blocks: Blocks,
+    run: Callable[..., Iterable[None]],
 ) -> None:
     """Read what the blocks have of a piece, each range once, and put it there."""
     wanted = []
@@ -113,7 +118,7 @@ def _fill_piece(
         target[tuple(slice(0, size) for size in found.shape)] = found.astype(target.dtype)
 
 
-def _in_tensor(bounds: Sequence[tuple[int, int]], piece: Piece, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+def _in_tensor(bounds: Sequence[tuple[int, int]], piece: TensorPiece, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """Where in its tensor a part of a piece lies; no more than the tensor has."""
     box = list(bounds)
     if piece.transpose:
@@ -127,7 +132,7 @@ def _in_tensor(bounds: Sequence[tuple[int, int]], piece: Piece, shape: tuple[int
 def _read_boxes(
     store: Store,
     version: Version,
-    tensor: Tensor,
+    tensor: TensorLocation,
     boxes: Sequence[list[tuple[int, int]]],
     run: Callable[..., Iterable[None]],
 ) -> np.ndarray:
@@ -241,7 +246,7 @@ def _digest_of_files(store: Store) -> str:
 FamilyOf = Callable[[], Family | None]
 
 
-def check_source(document: Document, rule: InitFrom | None, family: FamilyOf, weights: Callable[[], Any]) -> None:
+def check_source(document: Document, rule: InitFromConfig | None, family: FamilyOf, weights: Callable[[], Any]) -> None:
     """Refuse, with every line of what does not fit, weights that could not be begun with. Reads headers alone.
 
     `weights` gives the abstract leaves that are to be filled. Main host only. Nothing if there is no rule.
@@ -257,7 +262,12 @@ def check_source(document: Document, rule: InitFrom | None, family: FamilyOf, we
 
 
 def load_source(
-    document: Document, rule: InitFrom, family: FamilyOf, weights: Any, checkpointer: Checkpointer, attempt: Attempt
+    document: Document,
+    rule: InitFromConfig,
+    family: FamilyOf,
+    weights: Any,
+    checkpointer: Checkpointer,
+    attempt: Attempt,
 ) -> Any:
     """Leaves like those of `weights`, which lie as the state does at its init. Called on every host.
 
@@ -291,7 +301,7 @@ def _named(path: str) -> str:
     return find_checkpoint(path)[0] if split_checkpoint(path)[1] == BEST else path
 
 
-def _published_store(rule: InitFrom) -> Store | None:
+def _published_store(rule: InitFromConfig) -> Store | None:
     """Where the weights of others are; None if the rule names a run, of which all is taken as it is."""
     directory, name = split_checkpoint(rule.path)
     store = open_store(directory)
@@ -308,7 +318,7 @@ def _published_store(rule: InitFrom) -> Store | None:
     return None
 
 
-def _match(published: Published, rule: InitFrom, family: FamilyOf, weights: Any) -> Match:
+def _match(published: PublishedWeights, rule: InitFromConfig, family: FamilyOf, weights: Any) -> TensorMatch:
     known = family()
     if known is None:
         raise InvalidError(
@@ -318,7 +328,7 @@ def _match(published: Published, rule: InitFrom, family: FamilyOf, weights: Any)
     return match(published, known, {name: leaf.shape for name, leaf in named(weights).items()}, rule)
 
 
-def _load(store: Store, rule: InitFrom, family: FamilyOf, weights: Any) -> tuple[Any, tuple[str, ...]]:
+def _load(store: Store, rule: InitFromConfig, family: FamilyOf, weights: Any) -> tuple[Any, tuple[str, ...]]:
     """The leaves, each host its part, and what was allowed, a line each."""
     published = open_published(store)
     found = _match(published, rule, family, weights)

@@ -12,15 +12,15 @@ from itertools import product
 from typing import Any, Protocol
 
 from runner.errors import InvalidError
-from runner.huggingface.safetensors import CONFIG, DTYPES, Published, Tensor
-from runner.spec import InitFrom
+from runner.huggingface.safetensors import CONFIG, DTYPES, PublishedWeights, TensorLocation
+from runner.spec import InitFromConfig
 from runner.storage import JsonObject
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A tensor of the files, or a part of one, and the leaf, or the slice of a stacked leaf, that holds its elements.
 
     Attributes:
@@ -47,7 +47,7 @@ class Piece:
 class Family(Protocol):
     """The form in which a family of models is published. To be subclassed: what `BaseTrainer.family` returns."""
 
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[TensorPiece]:
         """Every leaf exactly once, every tensor whole."""
 
     def config(self) -> JsonObject:
@@ -67,13 +67,13 @@ class Family(Protocol):
         return tensor
 
 
-def piece_shape(piece: Piece, leaf: Shape) -> Shape:
+def piece_shape(piece: TensorPiece, leaf: Shape) -> Shape:
     """The shape of a piece as it lies in the files, where its leaf has this shape."""
     own = leaf[len(piece.index) :]
     return (*own[:-2], own[-1], own[-2]) if piece.transpose else own
 
 
-def tensor_shapes(pieces: Iterable[Piece], leaves: Mapping[str, Shape]) -> dict[str, Shape]:
+def tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Shape]) -> dict[str, Shape]:
     """The shape of every tensor, from the shapes of the leaves by their names in the state."""
     shapes: dict[str, Shape] = {}
     for piece in pieces:
@@ -85,14 +85,14 @@ def tensor_shapes(pieces: Iterable[Piece], leaves: Mapping[str, Shape]) -> dict[
     return shapes
 
 
-def table_problems(pieces: Sequence[Piece], leaves: Mapping[str, Shape]) -> list[str]:
+def table_problems(pieces: Sequence[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
     """What is wrong with a table, a line each; none: every leaf stands in it exactly once, and every tensor is whole.
 
     `leaves` has the shape of every leaf of the weights by its name in the state.
     """
     found = []
-    by_leaf: dict[str, list[Piece]] = defaultdict(list)
-    by_tensor: dict[str, list[Piece]] = defaultdict(list)
+    by_leaf: dict[str, list[TensorPiece]] = defaultdict(list)
+    by_tensor: dict[str, list[TensorPiece]] = defaultdict(list)
     for piece in pieces:
         by_leaf[piece.leaf_name].append(piece)
         by_tensor[piece.tensor].append(piece)
@@ -106,7 +106,7 @@ def table_problems(pieces: Sequence[Piece], leaves: Mapping[str, Shape]) -> list
     return sorted(found)
 
 
-def _leaf_problems(pieces: list[Piece], shape: Shape) -> list[str]:
+def _leaf_problems(pieces: list[TensorPiece], shape: Shape) -> list[str]:
     depths = {len(piece.index) for piece in pieces}
     if len(depths) > 1 or max(depths) > len(shape):
         return [f"its pieces have indexes of {sorted(depths)} axes, it has the shape {list(shape)}"]
@@ -119,7 +119,7 @@ def _leaf_problems(pieces: list[Piece], shape: Shape) -> list[str]:
     return problems + [f"{count} pieces have its index {list(index)}" for index, count in given.items() if count > 1]
 
 
-def _tensor_problems(pieces: list[Piece], leaves: Mapping[str, Shape]) -> list[str]:
+def _tensor_problems(pieces: list[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
     shapes = [piece_shape(piece, leaves[piece.leaf_name]) for piece in pieces]
     parts = [piece.part for piece in pieces]
     if parts == [None]:
@@ -139,7 +139,7 @@ def _tensor_problems(pieces: list[Piece], leaves: Mapping[str, Shape]) -> list[s
 
 
 @dataclass(frozen=True)
-class Match:
+class TensorMatch:
     """What a leaf is read from.
 
     Attributes:
@@ -148,11 +148,13 @@ class Match:
         told: what was allowed, a line each.
     """
 
-    pieces: Mapping[str, list[tuple[Piece, Tensor | None]]]
+    pieces: Mapping[str, list[tuple[TensorPiece, TensorLocation | None]]]
     told: tuple[str, ...]
 
 
-def match(published: Published, family: Family, shapes: Mapping[str, Shape], rule: InitFrom) -> Match:
+def match(
+    published: PublishedWeights, family: Family, shapes: Mapping[str, Shape], rule: InitFromConfig
+) -> TensorMatch:
     """Find the tensors of each leaf; `shapes` are the leaves' by their names in the state.
 
     Raises `InvalidError` with a line for all that does not fit and is not allowed.
@@ -168,7 +170,7 @@ def match(published: Published, family: Family, shapes: Mapping[str, Shape], rul
     for line in family.differences(published.config):
         key = f"config.{line.partition(':')[0]}"
         (told if _is_allowed(key, rule) else problems).append(f"{CONFIG}: {line}")
-    sources: dict[str, Tensor | None] = {}
+    sources: dict[str, TensorLocation | None] = {}
     for name, shape in needed.items():
         sources[name], problem, begins = _source(found.get(name), shape, name not in shared)
         if problem is not None and _is_allowed(name, rule):
@@ -180,13 +182,15 @@ def match(published: Published, family: Family, shapes: Mapping[str, Shape], rul
     problems = another or problems  # of another family nothing else fits either
     if problems:
         raise InvalidError("\n".join(f"{published.store.url}: {line}" for line in sorted(problems)))
-    by_leaf: dict[str, list[tuple[Piece, Tensor | None]]] = defaultdict(list)
+    by_leaf: dict[str, list[tuple[TensorPiece, TensorLocation | None]]] = defaultdict(list)
     for piece in pieces:
         by_leaf[piece.leaf_name].append((piece, sources[piece.tensor]))
-    return Match(by_leaf, tuple(sorted(told)))
+    return TensorMatch(by_leaf, tuple(sorted(told)))
 
 
-def _source(tensor: Tensor | None, needed: Shape, may_be_shorter: bool) -> tuple[Tensor | None, str | None, str]:
+def _source(
+    tensor: TensorLocation | None, needed: Shape, may_be_shorter: bool
+) -> tuple[TensorLocation | None, str | None, str]:
     """What is read of a tensor that should have this shape; how it is not as it should be, and what becomes of it."""
     fresh = "it begins as at the job's init"
     if tensor is None:
@@ -201,13 +205,15 @@ def _source(tensor: Tensor | None, needed: Shape, may_be_shorter: bool) -> tuple
     return None, other, fresh
 
 
-def _is_allowed(name: str, rule: InitFrom) -> bool:
+def _is_allowed(name: str, rule: InitFromConfig) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.allow_missing)
 
 
-def _by_our_names(published: Published, family: Family, rule: InitFrom) -> tuple[dict[str, Tensor], list[str]]:
+def _by_our_names(
+    published: PublishedWeights, family: Family, rule: InitFromConfig
+) -> tuple[dict[str, TensorLocation], list[str]]:
     """The tensors by the names of the table, and those of which two would have one name."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, TensorLocation] = {}
     called: dict[str, str] = {}
     names = published.tensors
     problems = [

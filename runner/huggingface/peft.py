@@ -19,7 +19,7 @@ from runner.checkpoint.weight_names import is_adapted
 from runner.checkpoint.weights import adapter_of, read_leaves_of, use_checkpoint
 from runner.errors import InvalidError
 from runner.huggingface.export import Dtype, published_whole
-from runner.huggingface.mapping import Family, Piece
+from runner.huggingface.mapping import Family, TensorPiece
 from runner.huggingface.safetensors import NAMES, encode_header
 from runner.records import PARAMS
 from runner.storage import JsonObject, Store, encode_json
@@ -111,9 +111,9 @@ def _config(manifest: Manifest, modules: Sequence[_Module], base: str) -> JsonOb
     }
 
 
-def _modules(pieces: Sequence[Piece], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Iterator[_Module]:
+def _modules(pieces: Sequence[TensorPiece], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Iterator[_Module]:
     """The modules that have an adapter, in the order of the table."""
-    by_tensor: dict[str, list[Piece]] = defaultdict(list)
+    by_tensor: dict[str, list[TensorPiece]] = defaultdict(list)
     for piece in pieces:
         by_tensor[piece.tensor].append(piece)
     for tensor, parts in by_tensor.items():
@@ -123,7 +123,7 @@ def _modules(pieces: Sequence[Piece], matrices: Mapping[str, tuple[np.ndarray, n
             yield _module(tensor, size, [part for part in parts if part.leaf_name in matrices], matrices)
 
 
-def _refuse(parts: Sequence[Piece], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
+def _refuse(parts: Sequence[TensorPiece], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
     for part in parts:
         out_axis = 0 if part.transpose else 1
         is_linear = part.transpose or part.leaf.endswith(".kernel")
@@ -138,7 +138,7 @@ def _refuse(parts: Sequence[Piece], matrices: Mapping[str, tuple[np.ndarray, np.
 
 
 def _module(
-    tensor: str, size: int | None, parts: Sequence[Piece], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    tensor: str, size: int | None, parts: Sequence[TensorPiece], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> _Module:
     """Of the adapted `parts` of a tensor that gives `size` features; None: the only part gives all."""
     own = [(part, *(matrix[part.index] for matrix in matrices[part.leaf_name])) for part in parts]

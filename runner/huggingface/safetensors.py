@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from runner.errors import InvalidError
-from runner.storage import JsonObject, Listed, OtherKindError, Store, Version, open_store, parse_json
+from runner.storage import FileInfo, JsonObject, Store, Version, WrongKindError, open_store, parse_json
 
 PREFIX_BYTES = 8
 MOST_BYTES = 100_000_000  # of a header, as the safetensors library has it
@@ -45,7 +45,7 @@ _OTHER_BITS = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Tensor(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor lies: its file, its type by the format's name, its shape, and its bytes `start .. stop`."""
 
     file: str
@@ -67,7 +67,7 @@ def header_length(prefix: bytes, file_bytes: int) -> int:
     return length
 
 
-def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, Tensor]:
+def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, TensorLocation]:
     """The tensors of a file of `file_bytes`, by name; `content` is its header. Raises `ValueError` if it is bad."""
     try:
         record = json.loads(content, object_pairs_hook=_once)
@@ -100,7 +100,7 @@ def _once(pairs: list[tuple[str, Any]]) -> JsonObject:
     return dict(pairs)
 
 
-def _tensor(name: str, entry: Any, file: str, begin: int) -> Tensor:
+def _tensor(name: str, entry: Any, file: str, begin: int) -> TensorLocation:
     if not isinstance(entry, dict):
         raise ValueError(f"tensor {name} has no dtype, shape and data_offsets")
     dtype, shape, offsets = str(entry.get("dtype")), _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
@@ -112,7 +112,7 @@ def _tensor(name: str, entry: Any, file: str, begin: int) -> Tensor:
     start, stop = offsets
     if (stop - start) * 8 != math.prod(shape) * bits:
         raise ValueError(f"tensor {name} is {dtype}{list(shape)} and has {stop - start} bytes")
-    return Tensor(file, dtype, shape, begin + start, begin + stop)
+    return TensorLocation(file, dtype, shape, begin + start, begin + stop)
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
@@ -120,7 +120,7 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if are_sizes else None
 
 
-def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Tensor]]:
+def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorLocation]]:
     """The head of a file that holds tensors of these types and shapes in this order, and where each will lie in it.
 
     The metadata say `format: pt`, which readers ask for: the tensors are named as torch names them.
@@ -147,7 +147,7 @@ _NUM_READERS = 8
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedWeights:
     """Weights as they were found.
 
     Attributes:
@@ -158,7 +158,7 @@ class Published:
 
     store: Store
     config: JsonObject
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorLocation]
     versions: dict[str, Version]
 
 
@@ -168,7 +168,7 @@ def is_published(store: Store) -> bool:
     return CONFIG in names or any(name.endswith((SUFFIX, INDEX)) for name in names)
 
 
-def open_published(where: str | Store) -> Published:
+def open_published(where: str | Store) -> PublishedWeights:
     """The weights at a path or URL. Raises `InvalidError` with a line for each thing that is wrong."""
     store = open_store(where) if isinstance(where, str) else where
     listing = {name: listed for name, listed in store.listing("").items() if "/" not in name}
@@ -181,7 +181,7 @@ def open_published(where: str | Store) -> Published:
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="header") as pool:
         found = list(pool.map(lambda file: _read_header(store, file, listing[file]), files))
     problems = [problem for _, _, problem in found if problem is not None]
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, TensorLocation] = {}
     for file, (held, _, _) in zip(files, found, strict=True):
         for name, tensor in held.items():
             if name in tensors:
@@ -191,7 +191,7 @@ def open_published(where: str | Store) -> Published:
         problems += [f"{store.url}/{INDEX}: {problem}" for problem in _disagreements(index, tensors)]
     if problems:
         raise InvalidError("\n".join(sorted(problems)))
-    return Published(
+    return PublishedWeights(
         store, config, tensors, {file: version for file, (_, version, _) in zip(files, found, strict=True)}
     )
 
@@ -199,7 +199,7 @@ def open_published(where: str | Store) -> Published:
 def _read_object(store: Store, name: str) -> JsonObject:
     try:
         return parse_json(store.read(name))
-    except (FileNotFoundError, OtherKindError):
+    except (FileNotFoundError, WrongKindError):
         raise InvalidError(f"{store.url}/{name} is missing, or is no file") from None
     except ValueError as error:
         raise InvalidError(f"{store.url}/{name} cannot be read: {error}") from error
@@ -247,20 +247,20 @@ def _files(store: Store, names: list[str], index: dict[str, str] | None) -> list
     raise InvalidError(f"{store.url}: no *{SUFFIX} is here")
 
 
-def _read_header(store: Store, file: str, listed: Listed) -> tuple[dict[str, Tensor], Version, str | None]:
+def _read_header(store: Store, file: str, listed: FileInfo) -> tuple[dict[str, TensorLocation], Version, str | None]:
     """The tensors of a file, its version, and what is wrong with it."""
     size, version = listed.size_bytes, listed.version
     try:
         length = header_length(store.read_range(file, 0, min(PREFIX_BYTES, size), version), size)
         content = store.read_range(file, PREFIX_BYTES, PREFIX_BYTES + length, version)
         return parse_header(content, file, size), version, None
-    except OtherKindError as error:
+    except WrongKindError as error:
         return {}, version, str(error)
     except ValueError as error:
         return {}, version, f"{store.url}/{file}: {error}"
 
 
-def _disagreements(index: dict[str, str], tensors: dict[str, Tensor]) -> Iterator[str]:
+def _disagreements(index: dict[str, str], tensors: dict[str, TensorLocation]) -> Iterator[str]:
     for name in sorted(index.keys() | tensors.keys()):
         if name not in tensors:
             yield f"tensor {name} is not in {index[name]}"

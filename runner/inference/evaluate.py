@@ -25,23 +25,23 @@ from runner.data import Dataset, batch_fields, load_set
 from runner.data.packing import Fields
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
-from runner.evaluation.builtin import EvaluationContext, ScoredData, language_or_reason, own_sets
-from runner.evaluation.generation import Language, language_of
-from runner.inference.open_run import NEWEST, Opened, step_of
+from runner.evaluation.builtin import EvaluationContext, EvaluationData, language_or_reason, own_sets
+from runner.evaluation.generation import TextCodec, language_of
+from runner.inference.open_run import NEWEST, ReadOnlyRun, step_of
 from runner.parallel.mesh import AXES, does_mesh_fit, make_mesh, mesh_sizes, num_batch_shards
 from runner.records import PARAMS
 from runner.run.layout import read_result
-from runner.spec import Document, Place, validate_config
+from runner.spec import Document, SpecLocation, validate_config
 from runner.spec.document import parse
 from runner.storage import JsonObject
 from runner.train.batch_layout import BatchLayout
-from runner.train.evaluators import Size, Validation, ValidationSet
+from runner.train.evaluators import Validation, ValidationSet, ValidationSize
 from runner.trainer import BaseTrainer
 
 DATA = "data"  # the set that the command line names
 
 
-def open_scored_data(run: Opened, named: TokenSource | None) -> ScoredData:
+def open_scored_data(run: ReadOnlyRun, named: TokenSource | None) -> EvaluationData:
     """All of a source, or of the run's own validation sets as many examples as the run looks at. On every host.
 
     Raises `InvalidError` if there is nothing to score, or if the ids of the source mean something else to the run.
@@ -51,21 +51,21 @@ def open_scored_data(run: Opened, named: TokenSource | None) -> ScoredData:
     if named is not None:
         language = language_or_reason(named, data)
         _refuse_another(language, job, named)
-        return ScoredData(load_set(data, DATA, named, vocabulary_size=job.vocabulary_size), {DATA: language})
+        return EvaluationData(load_set(data, DATA, named, vocabulary_size=job.vocabulary_size), {DATA: language})
     dataset = job.dataset
-    dataset.refuse_vocabulary(job.vocabulary_size)
+    dataset.validate_vocabulary(job.vocabulary_size)
     if not dataset.validation:
         raise InvalidError(f"{run.store.url}: its spec keeps no validation set; name a source with --data")
     return own_sets(dataset, job.config)
 
 
-def _refuse_another(found: Language | str, job: BaseTrainer, named: TokenSource) -> None:
+def _refuse_another(found: TextCodec | str, job: BaseTrainer, named: TokenSource) -> None:
     """Raise `DataError` if the ids of a source are known to mean something else than those that the run trains on."""
     try:
         own = language_of(job.config.data)
     except DataError:
         return
-    if isinstance(found, Language) and found.kind != own.kind:
+    if isinstance(found, TextCodec) and found.kind != own.kind:
         raise DataError(
             f"--data {named.source}: its tokens are of another tokenizer ({found.kind.get('kind')}) than those of the "
             f"run ({own.kind.get('kind')}); tokenise it with the run's"
@@ -91,22 +91,25 @@ class Scorer:
     With `asks` they are asked the questions of the run's `eval.multiple_choice`, too.
     """
 
-    def __init__(self, run: Opened, dataset: Dataset, weights: str = PARAMS, asks: bool = False):
+    def __init__(self, run: ReadOnlyRun, dataset: Dataset, weights: str = PARAMS, asks: bool = False):
         self._run, self._dataset, self._weights, job = run, dataset, weights, run.job
         mesh = _mesh_here(run)
         self._layout = _lay_out(run, mesh, dataset.fields)
-        blueprint = job.design.draw_on(mesh, jax.random.key(job.spec.seed))
-        self._abstract = job.weights(blueprint.abstract_state)
+        train_setup = job.setup_builder.build_on(mesh, jax.random.key(job.spec.seed))
+        self._abstract = job.weights(train_setup.abstract_state)
         self._validation = Validation(
-            blueprint.abstract_state,
-            lambda abstract: blueprint.compile_val(job.val_step, abstract, self._layout),
+            train_setup.abstract_state,
+            lambda abstract: train_setup.compile_val(job.val_step, abstract, self._layout),
             (),
             lambda: False,
         )
         self._tasks = job.asked.multiple_choices(place_of(run)[0]) if asks else []
 
     def score(self, checkpoint: str) -> Score:
-        """The score of one checkpoint, by the name that `Opened.find` gives. Raises as `Opened.weights` does."""
+        """The score of one checkpoint, by the name that `ReadOnlyRun.find` gives.
+
+        Raises as `ReadOnlyRun.weights` does.
+        """
         step, weights = step_of(checkpoint), self._run.weights(checkpoint, self._abstract, self._weights)
         state = self._validation.state_of(weights, step)
         found = {}
@@ -129,23 +132,23 @@ class Scorer:
         return self._layout.batch(self._dataset, name, first + index)
 
 
-def place_of(run: Opened) -> tuple[EvaluationContext, Any]:
+def place_of(run: ReadOnlyRun) -> tuple[EvaluationContext, Any]:
     """Where the run's model is asked on the devices at hand, and the abstract weights that it needs there."""
     job, mesh = run.job, _mesh_here(run)
     layout = _lay_out(run, mesh, batch_fields(job.config.data))
-    abstract = job.weights(job.design.draw_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
+    abstract = job.weights(job.setup_builder.build_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
     size = layout.micro_batch_examples
     return EvaluationContext(job.model(), mesh, size, job.vocabulary_size, lambda: False), abstract
 
 
-def _mesh_here(run: Opened) -> Mesh:
+def _mesh_here(run: ReadOnlyRun) -> Mesh:
     """The run's own mesh if it fits on the devices at hand, else weights and batch cut over all of them."""
     number, mesh = jax.device_count(), run.job.topology.mesh
     sizes = mesh_sizes(mesh, number) if does_mesh_fit(mesh, number) else dict.fromkeys(AXES, 1) | {"fsdp": number}
     return make_mesh(sizes)
 
 
-def _lay_out(run: Opened, mesh: Mesh, fields: Fields) -> BatchLayout:
+def _lay_out(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLayout:
     """The run's own global batch, or the next larger one that divides over these devices; micro-batches no larger."""
     train, shards = run.job.config.train, num_batch_shards(mesh)
     share = -(-train.global_batch_examples // shards)
@@ -155,7 +158,7 @@ def _lay_out(run: Opened, mesh: Mesh, fields: Fields) -> BatchLayout:
     return BatchLayout(mesh, share * shards, micro, run.job.config.data.sequence_length, fields, is_ordered)
 
 
-def record_of(score: Score, sizes: Mapping[str, Size]) -> JsonObject:
+def record_of(score: Score, sizes: Mapping[str, ValidationSize]) -> JsonObject:
     """The figures of a step: those of all its tokens, whose loss is `val/loss` of a row, and those of each set."""
     sets = {name: _figures(*sums, _bytes_of(sizes[name], sums[1])) for name, sums in score.sums.items()}
     loss_sum, num_tokens = (sum(sums) for sums in zip(*score.sums.values(), strict=True))
@@ -164,7 +167,7 @@ def record_of(score: Score, sizes: Mapping[str, Size]) -> JsonObject:
     return {"step": score.step, **all_sets, "sets": sets} | ({"tasks": dict(score.tasks)} if score.tasks else {})
 
 
-def _bytes_of(size: Size, num_tokens: float) -> int | None:
+def _bytes_of(size: ValidationSize, num_tokens: float) -> int | None:
     """The bytes of a set's text, if the loss is of just its targets: a job's own may leave some out."""
     return size.num_bytes if size.num_targets == num_tokens else None
 
@@ -207,7 +210,7 @@ FOLLOW_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """What is asked for: the score on `data`, or else on the run's own sets, of `step`, or else (None) of all.
 
     `weights` are those that are trained, or an average such as `ema_0.999`.
@@ -220,12 +223,12 @@ class Request:
 
 def parse_source(text: str) -> TokenSource:
     """A source as `config.data.validation` takes it: its name, or a mapping. Raises `SpecError`."""
-    place = Place("--data")
+    place = SpecLocation("--data")
     given = parse(text, lambda line: place)[0] if text.startswith("{") else {"source": text}
     return validate_config(Document({"config": given}, {(): place, ("config",): place}), TokenSource)
 
 
-def evaluate(run: Opened, request: Request, hosts: Hosts) -> Iterator[JsonObject]:
+def evaluate(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts) -> Iterator[JsonObject]:
     """The record of each step, on the main host; nothing on the others. To be read to its end on every host.
 
     Of all steps one that the run deletes meanwhile is left out, and told. Raises `InvalidError`.
@@ -233,13 +236,13 @@ def evaluate(run: Opened, request: Request, hosts: Hosts) -> Iterator[JsonObject
     checkpoints = hosts.main_first(
         lambda: list(map(run.checkpoint, run.steps())) if request.step is None else [run.find(request.step)]
     )
-    judge = _Judge(run, request.data, hosts, request.weights)
+    judge = _CheckpointEvaluator(run, request.data, hosts, request.weights)
     for checkpoint in checkpoints:
         yield from judge.record(checkpoint, may_be_gone=request.step is None)
 
 
 def follow(
-    run: Opened,
+    run: ReadOnlyRun,
     data: TokenSource | None,
     hosts: Hosts,
     is_known: Callable[[int], bool] = lambda step: False,
@@ -250,7 +253,7 @@ def follow(
 
     Like `evaluate`. Between two looks it calls `wait`. What the run deletes before it is read is left out, and told.
     """
-    judge, seen = _Judge(run, data, hosts, weights), set[int]()
+    judge, seen = _CheckpointEvaluator(run, data, hosts, weights), set[int]()
 
     def look() -> tuple[bool, list[int]]:
         is_done = read_result(run.store) is not None  # first: what is committed afterwards would be missed
@@ -267,10 +270,10 @@ def follow(
             wait()
 
 
-class _Judge:
+class _CheckpointEvaluator:
     """Scores one checkpoint after the other. Made and called on every host."""
 
-    def __init__(self, run: Opened, source: TokenSource | None, hosts: Hosts, weights: str):
+    def __init__(self, run: ReadOnlyRun, source: TokenSource | None, hosts: Hosts, weights: str):
         data = open_scored_data(run, source)
         self._run, self._hosts, self._weights = run, hosts, weights
         self._scorer = Scorer(run, data.dataset, weights, asks=source is None)

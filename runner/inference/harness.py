@@ -16,18 +16,18 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from runner.errors import InvalidError, first_line
 from runner.evaluation.generation import (
-    Sampling,
+    Sampler,
     encode_prompt,
     first_token,
     generate,
     language_of,
-    make_reader,
+    make_decoder,
     stream_text,
     variables_of,
 )
-from runner.evaluation.likelihood import Likelihood, Pair, encode_pair
+from runner.evaluation.likelihood import Likelihood, TextPair, encode_pair
 from runner.inference.evaluate import place_of
-from runner.inference.open_run import Opened, step_of
+from runner.inference.open_run import ReadOnlyRun, step_of
 from runner.storage import JsonObject
 
 _MOST_TOKENS = 256  # of a text, where a task does not say
@@ -36,7 +36,7 @@ _MOST_TOKENS = 256  # of a text, where a task does not say
 class HarnessModel(LM):
     """What the harness asks for: likelihoods, and greedy texts."""
 
-    def __init__(self, run: Opened, checkpoint: str):
+    def __init__(self, run: ReadOnlyRun, checkpoint: str):
         super().__init__()
         job, (place, abstract) = run.job, place_of(run)
         self._language = language_of(job.config.data)
@@ -46,8 +46,8 @@ class HarnessModel(LM):
         self._weights = run.weights(checkpoint, abstract)
         self._likelihood = Likelihood(place.model, place.mesh, self._length, place.rows_per_device, place.is_stopping)
         dtype = job.config.precision.compute
-        self._read = make_reader(place.model, variables_of(self._weights), self._length, dtype, place.mesh)
-        self._choose = Sampling(temperature=0.0).make_choose(self._language.tokenizer.vocabulary_size)
+        self._read = make_decoder(place.model, variables_of(self._weights), self._length, dtype, place.mesh)
+        self._choose = Sampler(temperature=0.0).make_choose(self._language.tokenizer.vocabulary_size)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """See `LM`."""
@@ -58,10 +58,12 @@ class HarnessModel(LM):
         found = []
         for request in requests:
             windows = get_rolling_token_windows(self._encode(request.args[0]), self._first, self._length, 1)
-            found.append(sum(likely for likely, _ in self._of([Pair(*make_disjoint_window(each)) for each in windows])))
+            found.append(
+                sum(likely for likely, _ in self._of([TextPair(*make_disjoint_window(each)) for each in windows]))
+            )
         return found
 
-    def _of(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+    def _of(self, pairs: Sequence[TextPair]) -> list[tuple[float, bool]]:
         likely = self._likelihood.of(self._weights, pairs)
         assert likely is not None, "nobody asks it to stop"
         return [(each.log_likelihood, each.is_greedy) for each in likely]
@@ -84,7 +86,7 @@ class HarnessModel(LM):
         return text
 
 
-def evaluate(run: Opened, checkpoint: str, tasks: Sequence[str], include_path: str | None) -> JsonObject:
+def evaluate(run: ReadOnlyRun, checkpoint: str, tasks: Sequence[str], include_path: str | None) -> JsonObject:
     """The harness's figures of one checkpoint by task. Raises `InvalidError` for a task that it does not know."""
     manager = TaskManager(include_path=include_path)
     if unknown := sorted({*tasks} - {*manager.all_tasks}):

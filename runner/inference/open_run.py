@@ -27,7 +27,7 @@ NEWEST, BEST = "newest", "best"
 
 
 @dataclass(frozen=True)
-class Opened:
+class ReadOnlyRun:
     """A run that is looked at: its directory or URL, and its job, of which nothing is set up."""
 
     directory: str
@@ -93,7 +93,7 @@ def step_of(checkpoint: str) -> int:
     return int(checkpoint.rpartition("/")[2])
 
 
-def open_run(directory: str) -> Opened:
+def open_run(directory: str) -> ReadOnlyRun:
     """The run in a directory or at a URL. Reads `spec.yaml`, claims nothing.
 
     Raises `InvalidError` if no run has begun there, or if its job is no trainer.
@@ -107,4 +107,4 @@ def open_run(directory: str) -> Opened:
     config = {name: own for name, own in spec.config.items() if name != "adapter"}  # weights are opened merged
     alone = dataclasses.replace(document, data={**document.data, "config": config})
     spec = spec.model_copy(update={"directory": directory, "config": config})
-    return Opened(directory, store, job_class(spec, alone))
+    return ReadOnlyRun(directory, store, job_class(spec, alone))

@@ -10,32 +10,32 @@ from jax.sharding import Mesh
 from runner.console import warn
 from runner.errors import DataError, InvalidError
 from runner.evaluation.generation import (
-    Language,
-    Sampling,
+    Sampler,
+    TextCodec,
     encode_prompt,
     first_token,
     generate,
     language_of,
-    make_reader,
+    make_decoder,
     parse_ids,
     pieces,
     variables_of,
     vocabulary_size_of,
 )
-from runner.inference.open_run import NEWEST, Opened, step_of
+from runner.inference.open_run import NEWEST, ReadOnlyRun, step_of
 from runner.parallel.mesh import AXES, device_memory_bytes, make_mesh
 from runner.records import PARAMS
 from runner.trainer import BaseTrainer
 
 
 @dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """What is asked for: `num_tokens` after `prompt`, by the `weights` of `step` (a number, newest or best)."""
 
     prompt: str = ""
     step: str = NEWEST
     num_tokens: int = 200
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampler = field(default_factory=Sampler)
     weights: str = PARAMS
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Request:
             raise InvalidError(f"--tokens {self.num_tokens}: needs at least 1")
 
 
-def sample(run: Opened, request: Request) -> Iterator[str]:
+def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     """The prompt, and the text of each token after it; ids between spaces, where the data names no tokenizer.
 
     Raises `InvalidError` before the first piece.
@@ -51,7 +51,7 @@ def sample(run: Opened, request: Request) -> Iterator[str]:
     job = run.job
     data, length = job.config.data, job.config.data.sequence_length
     try:
-        language: Language | None = language_of(data)
+        language: TextCodec | None = language_of(data)
     except DataError as error:
         warn(f"ids instead of text: {error}")
         language = None
@@ -71,7 +71,7 @@ def sample(run: Opened, request: Request) -> Iterator[str]:
         prompt = encode_prompt(language, request.prompt) or [first_token(language, data)]
     variables = variables_of(run.weights(checkpoint, abstract, request.weights))
     warn(f"{job.spec.name}: step {step_of(checkpoint)}{'' if request.weights == PARAMS else f', {request.weights}'}")
-    read = make_reader(model, variables, length, job.config.precision.compute, mesh)
+    read = make_decoder(model, variables, length, job.config.precision.compute, mesh)
     tokens = generate(read, request.sampling.make_choose(num_ids), prompt, request.num_tokens, length)
     return pieces(tokens, prompt, request.prompt, language)
 
@@ -80,7 +80,7 @@ def _draw(job: BaseTrainer) -> tuple[Any, Mesh]:
     """The abstract weights, and where they go: the first device of this process, or all, if they fill half of it."""
     for devices in (jax.local_devices()[:1], jax.local_devices()):
         mesh = make_mesh(dict.fromkeys(AXES, 1) | {"fsdp": len(devices)}, devices)
-        abstract = job.weights(job.design.draw_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
+        abstract = job.weights(job.setup_builder.build_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
         if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) < device_memory_bytes() / 2:
             break
     return abstract, mesh

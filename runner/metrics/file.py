@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from runner.console import warn
 from runner.errors import FencedError, InvalidError
-from runner.metrics.rows import Line, Row, Tail, decode, surviving, up_to
+from runner.metrics.rows import EncodedRow, Row, RowTail, decode, surviving, up_to
 from runner.run.fence import Fence
 from runner.storage import ABSENT, BackgroundWriter, LocalStore, Store, Version, encode_line
 
@@ -53,7 +53,7 @@ UNSYNCED_BYTES_MAX = 1 << 20
 _CHUNK_BYTES = 1 << 20
 
 
-class MetricsFile:
+class LocalMetrics:
     """See `Metrics`."""
 
     def __init__(self, store: LocalStore, fence: Fence):
@@ -61,14 +61,14 @@ class MetricsFile:
         self._path = store.root / NAME
         self._file: FileIO | None = None
         self._num_bytes = self._num_synced_bytes = 0
-        self._newest: Line | None = None
+        self._newest: EncodedRow | None = None
         self._synced_step: int | None = None  # of the newest row that a power cut leaves
-        self._written: list[Line] = []  # since then
-        self._unwritten: list[Line] = []
+        self._written: list[EncodedRow] = []  # since then
+        self._unwritten: list[EncodedRow] = []
         self._syncing = threading.Lock()  # held while one thread waits for the disk
         self._lock = threading.RLock()  # of all the rest; never held meanwhile
 
-    def rewind(self, step: int, tail: Tail | None = None) -> Row | None:
+    def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
         """See `Metrics`."""
         own = surviving(self._store.lines(NAME), up_to(step, tail))
         more = () if tail is None else tail.lines
@@ -82,7 +82,7 @@ class MetricsFile:
     def append(self, row: Row) -> None:
         """See `Metrics`. The row survives this process from here on."""
         with self._lock:
-            self._newest = Line.of(row)
+            self._newest = EncodedRow.of(row)
             self._unwritten.append(self._newest)
         try:
             self._write()
@@ -108,16 +108,16 @@ class MetricsFile:
         with self._lock:
             self._write()
             lines = surviving(self._store.lines(NAME), row["step"] - 1)
-            self._replace(itertools.chain(lines, [Line.of(row)]))
+            self._replace(itertools.chain(lines, [EncodedRow.of(row)]))
 
     def newest(self) -> Row:
         """See `Metrics`."""
         return {} if self._newest is None else self._newest.row
 
-    def tail(self) -> Tail:
+    def tail(self) -> RowTail:
         """See `Metrics`."""
         with self._lock:
-            return Tail(self._synced_step, [*self._written, *self._unwritten])
+            return RowTail(self._synced_step, [*self._written, *self._unwritten])
 
     def sync(self) -> None:
         """See `Metrics`."""
@@ -157,9 +157,9 @@ class MetricsFile:
             warn(f"{self._path} was deleted or replaced while the job runs; it is made anew from the open file")
             self._replace(surviving(_texts_of(self._file)))
 
-    def _replace(self, lines: Iterable[Line]) -> None:
+    def _replace(self, lines: Iterable[EncodedRow]) -> None:
         """Put a file with these lines in the place of what is there, durably, and open it for more."""
-        newest: list[Line] = []
+        newest: list[EncodedRow] = []
         size = 0
 
         def texts() -> Iterator[bytes]:
@@ -195,25 +195,25 @@ FOLDER, _PARTS = "metrics", "parts"
 Value = TypeVar("Value")
 
 
-class Part(NamedTuple):
+class SealedPart(NamedTuple):
     """A sealed object, and the step of its last row."""
 
     name: str
     last_step: int
 
 
-def encode_parts(parts: list[Part]) -> bytes:
+def encode_parts(parts: list[SealedPart]) -> bytes:
     """The line that names parts; nothing if there are none."""
     return encode_line({_PARTS: parts}) if parts else b""
 
 
-def decode_parts(content: bytes) -> list[Part]:
+def decode_parts(content: bytes) -> list[SealedPart]:
     """The parts that an object names, which come before its own rows. Raises `ValueError` if what it names is none."""
     first = decode(content.partition(b"\n")[0])
     named = first.get(_PARTS, []) if first else []
     if not (isinstance(named, list) and all(map(_is_part, named))):
         raise ValueError(f"{NAME} names parts that are none: {str(named)[:100]}")
-    return [Part(*part) for part in named]
+    return [SealedPart(*part) for part in named]
 
 
 def _is_part(value: Any) -> bool:
@@ -275,15 +275,15 @@ class BucketMetrics:
         self._store, self._background, self._fence = store, background, fence
         self._sending = threading.Lock()  # held while one thread sends
         self._lock = threading.Lock()  # of what follows; never held over the network
-        self._parts: list[Part] = []
-        self._lines: list[Line] = []  # that are in no part; if there is any row, the newest is here
+        self._parts: list[SealedPart] = []
+        self._lines: list[EncodedRow] = []  # that are in no part; if there is any row, the newest is here
         self._num_sent = 0  # of them, from the first on
         self._revision = self._revision_sent = 0
         self._version: Version = ABSENT
         self._num_sealed = 0
-        self._dropped: list[Part] = []
+        self._dropped: list[SealedPart] = []
 
-    def rewind(self, step: int, tail: Tail | None = None) -> Row | None:
+    def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
         """See `Metrics`."""
         content, self._version = self._store.read_versioned(NAME)
         self._parts, self._lines = self._rows_up_to(up_to(step, tail), content)
@@ -294,7 +294,7 @@ class BucketMetrics:
         self._delete_dropped()
         return self._lines[-1].row if self._lines and self._lines[-1].step == step else None
 
-    def _rows_up_to(self, step: int, content: bytes) -> tuple[list[Part], list[Line]]:
+    def _rows_up_to(self, step: int, content: bytes) -> tuple[list[SealedPart], list[EncodedRow]]:
         """The parts that are wholly up to `step`, and the rows after them, at least one if there is any.
 
         Raises `InvalidError` if what is named is damaged.
@@ -313,7 +313,7 @@ class BucketMetrics:
             lines = list(surviving(content.splitlines(), step))
         return parts, lines
 
-    def _named_by(self, content: bytes) -> list[Part]:
+    def _named_by(self, content: bytes) -> list[SealedPart]:
         try:
             return decode_parts(content)
         except ValueError as error:
@@ -329,13 +329,13 @@ class BucketMetrics:
 
     def append(self, row: Row) -> None:
         """See `Metrics`."""
-        self._change(Line.of(row), replaced=0)
+        self._change(EncodedRow.of(row), replaced=0)
 
     def replace_last(self, row: Row) -> None:
         """See `Metrics`."""
-        self._change(Line.of(row), replaced=1)
+        self._change(EncodedRow.of(row), replaced=1)
 
-    def _change(self, line: Line, replaced: int) -> None:
+    def _change(self, line: EncodedRow, replaced: int) -> None:
         with self._lock:
             del self._lines[len(self._lines) - replaced :]
             self._num_sent = min(self._num_sent, len(self._lines))
@@ -348,12 +348,12 @@ class BucketMetrics:
         with self._lock:
             return self._lines[-1].row if self._lines else {}
 
-    def tail(self) -> Tail:
+    def tail(self) -> RowTail:
         """See `Metrics`."""
         with self._lock:
             before = [*(part.last_step for part in self._parts[-1:]), *(line.step for line in self._lines)]
             index = len(self._parts[-1:]) + self._num_sent - 1
-            return Tail(before[index] if index >= 0 else None, self._lines[self._num_sent :])
+            return RowTail(before[index] if index >= 0 else None, self._lines[self._num_sent :])
 
     def _send_unless_fenced(self) -> None:
         with contextlib.suppress(FencedError):  # the next `sync` says so to somebody who can stop the run
@@ -380,12 +380,12 @@ class BucketMetrics:
             self._num_sealed += start
             self._revision_sent = revision
 
-    def _seal(self, parts: list[Part], lines: list[Line], number: int) -> list[Part]:
+    def _seal(self, parts: list[SealedPart], lines: list[EncodedRow], number: int) -> list[SealedPart]:
         """Put these lines into a part; the parts that are to be named then. Tried again it is the same part.
 
         `number` counts the lines that this attempt has sealed before.
         """
-        part = Part(f"{FOLDER}/{self._fence.attempt:06}.{number:08}.jsonl", lines[-1].step)
+        part = SealedPart(f"{FOLDER}/{self._fence.attempt:06}.{number:08}.jsonl", lines[-1].step)
         named = parts if len(parts) >= PARTS_MAX else []
         self._store.write(part.name, encode_parts(named) + b"".join(line.text for line in lines))
         return [part] if named else [*parts, part]
@@ -409,7 +409,7 @@ class BucketMetrics:
         """See `Metrics`."""
 
 
-def _num_lines_to_seal(lines: list[Line], start: int) -> int:
+def _num_lines_to_seal(lines: list[EncodedRow], start: int) -> int:
     """How many lines from `start` on make the next part, never the last one: none if all fit into one object."""
     size = 0
     for index in range(start, len(lines)):
@@ -422,7 +422,7 @@ def _num_lines_to_seal(lines: list[Line], start: int) -> int:
 class Metrics(Protocol):
     """The rows of one directory."""
 
-    def rewind(self, step: int, tail: Tail | None = None) -> Row | None:
+    def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
         """Keep the rows up to `step`, of the file and then of `tail`, and open it for more; the row of `step`."""
 
     def reaches(self, step: int) -> bool:
@@ -437,7 +437,7 @@ class Metrics(Protocol):
     def newest(self) -> Row:
         """The newest row, empty if there is none."""
 
-    def tail(self) -> Tail:
+    def tail(self) -> RowTail:
         """The rows that may not be durable yet."""
 
     def sync(self) -> None:
@@ -451,10 +451,10 @@ def open_metrics(store: Store, background: BackgroundWriter, fence: Fence) -> Me
     """The metrics of a run's directory, for the attempt that `fence` stands for."""
     if store.root is None:
         return BucketMetrics(store, background, fence)
-    return MetricsFile(LocalStore(store.root), fence)
+    return LocalMetrics(LocalStore(store.root), fence)
 
 
-def read_lines(store: Store, step: int | None = None) -> Iterator[Line]:
+def read_lines(store: Store, step: int | None = None) -> Iterator[EncodedRow]:
     """The rows of a run up to `step` (None: all), for who looks at it; each once, in order, and no torn line."""
     texts = read_texts(store) if store.root is None else LocalStore(store.root).lines(NAME)
     return surviving(texts, step)

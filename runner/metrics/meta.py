@@ -93,7 +93,7 @@ def with_means(meta: Mapping[str, Any], token_count: Any) -> Meta:
 # Where the step is traced.
 
 
-def refuse_meta(meta: Any, reserved: tuple[str, ...] = _NAMES_OF_THE_RUNNER) -> None:
+def validate_meta(meta: Any, reserved: tuple[str, ...] = _NAMES_OF_THE_RUNNER) -> None:
     """Raise `InvalidError` if a row cannot hold the meta of a step; `reserved` are names that it must not have."""
     if not isinstance(meta, Mapping):
         raise InvalidError(f"a step's meta is a {type(meta).__name__}, needs a dictionary of scalars by name")

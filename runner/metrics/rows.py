@@ -127,7 +127,7 @@ ROW_KEYS = (
 _AFTER, _NUM_ROWS = "after", "rows"
 
 
-class Line(NamedTuple):
+class EncodedRow(NamedTuple):
     """One row, encoded, with its newline."""
 
     step: int
@@ -145,11 +145,11 @@ class Line(NamedTuple):
         return row
 
 
-class Tail(NamedTuple):
+class RowTail(NamedTuple):
     """The newest rows, and the step of the row that they follow, None if they are the first."""
 
     after: int | None
-    lines: Sequence[Line]
+    lines: Sequence[EncodedRow]
 
     def encode(self) -> bytes:
         """The content of the fast tier's file."""
@@ -185,23 +185,23 @@ def _step_of(row: Row) -> int | None:
     return step if type(step) is int and is_row else None
 
 
-def surviving(texts: Iterable[bytes], step: int | None = None, beyond: int = -1) -> Iterator[Line]:
+def surviving(texts: Iterable[bytes], step: int | None = None, beyond: int = -1) -> Iterator[EncodedRow]:
     """The rows among lines of text that are up to `step` (None: all) and beyond `beyond`, each step once, in order."""
     for text in texts:
         found = _step_of(decode(text) or {})
         if found is not None and found > beyond and (step is None or found <= step):
             beyond = found
-            yield Line(found, text.strip() + b"\n")
+            yield EncodedRow(found, text.strip() + b"\n")
 
 
-def up_to(step: int, tail: Tail | None) -> int:
+def up_to(step: int, tail: RowTail | None) -> int:
     """Up to which step the file's own rows are taken, where those of `tail` follow them; -1 for none."""
     if tail is None:
         return step
     return -1 if tail.after is None else min(step, tail.after)
 
 
-def csv_lines(lines: Sequence[Line]) -> Iterator[str]:
+def csv_lines(lines: Sequence[EncodedRow]) -> Iterator[str]:
     """The header and a line a row, each with its newline; nothing if there are no rows."""
     columns = list(dict.fromkeys(key for line in lines for key in line.row))
     if columns:

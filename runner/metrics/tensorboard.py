@@ -103,7 +103,7 @@ def _record(content: bytes) -> bytes:
     return length + _masked_crc(length) + content + _masked_crc(content)
 
 
-class EventFile:
+class TensorBoardWriter:
     """A place (see `place`): the event file of one attempt. Raises `OSError`."""
 
     def __init__(self, store: Store, run_id: str, attempt: int):

@@ -26,7 +26,7 @@ from runner.storage import JsonObject
 STEPS_MAX = 10_000
 
 
-class Pace:
+class StepTimer:
     """The seconds between the ends of steps since the last row. Made and called by the training thread."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Pace:
 _LOSS_SUM, _WEIGHT = "loss_sum", "weight"
 
 
-class Window:
+class MetricsWindow:
     """The steps since the last row, which is that of `step`.
 
     `carry` is what an earlier attempt has made of the steps between that row and `step`. Not `is_whole`: there were

@@ -53,7 +53,7 @@ from runner.errors import first_line
 from runner.metrics.file import read_lines
 from runner.metrics.meta import bins_of
 from runner.metrics.rows import Row
-from runner.metrics.tensorboard import EventFile
+from runner.metrics.tensorboard import TensorBoardWriter
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import Store, default_cache_directory
@@ -62,7 +62,7 @@ QUEUE_ROWS = 10_000
 CLOSE_SECONDS = 10.0
 
 
-class Place(Protocol):
+class MetricWriter(Protocol):
     """Where rows are kept. Called on one thread, which may wait there; whatever is raised ends it."""
 
     def add(self, row: Row) -> None:
@@ -75,13 +75,13 @@ class Place(Protocol):
         """No more rows come."""
 
 
-class Aside:
+class AsyncMetricWriter:
     """A sink (see `sinks`) that feeds a place. `earlier` gives the surviving rows of the attempts before."""
 
     def __init__(
         self,
         name: str,
-        open_place: Callable[[], Place],
+        open_place: Callable[[], MetricWriter],
         earlier: Callable[[], Iterable[Row]],
         on_off: Callable[[str, str], None],
     ):
@@ -113,7 +113,7 @@ class Aside:
             return False
         return True
 
-    def _work(self, open_place: Callable[[], Place], earlier: Callable[[], Iterable[Row]]) -> None:
+    def _work(self, open_place: Callable[[], MetricWriter], earlier: Callable[[], Iterable[Row]]) -> None:
         with contextlib.ExitStack() as stack:
             stack.push(self._on_exit)
             place = open_place()
@@ -173,7 +173,7 @@ def upload_offline_runs(directory: Path, store: Store, deadline_seconds: float) 
             store.remove_tree(f"{FOLDER}/wandb/{name}")
 
 
-class Tracking:
+class WandbWriter:
     """A place: a W&B run, shown the resolved spec, versions, commit and hosts as its config."""
 
     def __init__(self, spec: ExecutionSpec, attempt: Attempt):
@@ -182,15 +182,15 @@ class Tracking:
         self._run = _start(spec, attempt, self._directory)
 
     def add(self, row: Row) -> None:
-        """See `Place`. A row of the same step completes the one before, which wandb holds until the next."""
+        """See `MetricWriter`. A row of the same step completes the one before, which wandb holds until the next."""
         self._run.log({key: _shown(value) for key, value in row.items() if key != "step"}, step=row["step"])
 
     def supersede(self) -> None:
-        """See `Place`."""
+        """See `MetricWriter`."""
         remove_superseded(Path(self._run.settings.sync_dir))
 
     def finish(self) -> None:
-        """See `Place`."""
+        """See `MetricWriter`."""
         self._run.finish()
         if self._store.root is None:
             upload_offline_runs(self._directory, self._store, CLOSE_SECONDS)
@@ -235,7 +235,7 @@ def _has_key() -> bool:
         return False
 
 
-class Sink(Protocol):
+class RowDisplay(Protocol):
     """Anything that shows rows."""
 
     def show(self, row: Row) -> None:
@@ -297,14 +297,14 @@ class PlainProgress:
         """Nothing is open."""
 
 
-def make_progress(spec: ExecutionSpec, total_steps: int, step: int, tokens_per_step: int) -> Sink:
+def make_progress(spec: ExecutionSpec, total_steps: int, step: int, tokens_per_step: int) -> RowDisplay:
     """Live progress where standard output is a person's terminal, plain lines elsewhere."""
     if sys.stdout.isatty() and spec.logging.format == "text":
         return LiveProgress(spec.name, total_steps, step, Console())
     return PlainProgress(tokens_per_step, total_steps)
 
 
-def open_sinks(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, step: int) -> list[Sink]:
+def open_sinks(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, step: int) -> list[RowDisplay]:
     """All places that the spec names, for an attempt that goes on from `step`."""
 
     def earlier() -> Iterator[Row]:
@@ -314,16 +314,16 @@ def open_sinks(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, ste
         warn(f"{name} is off: {reason}")
         attempt.record("sink_off", None, sink=name, reason=reason)
 
-    sinks: list[Sink] = [make_progress(spec, config.total_steps, step, config.tokens_per_step)]
+    sinks: list[RowDisplay] = [make_progress(spec, config.total_steps, step, config.tokens_per_step)]
     if spec.logging.tensorboard:
-        open_place = functools.partial(EventFile, attempt.store, attempt.run_id, attempt.number)
-        sinks.append(Aside("tensorboard", open_place, earlier, on_off))
+        open_place = functools.partial(TensorBoardWriter, attempt.store, attempt.run_id, attempt.number)
+        sinks.append(AsyncMetricWriter("tensorboard", open_place, earlier, on_off))
     if spec.logging.wandb != "disabled":
-        sinks.append(Aside("wandb", functools.partial(_track, spec, attempt), earlier, on_off))
+        sinks.append(AsyncMetricWriter("wandb", functools.partial(_track, spec, attempt), earlier, on_off))
     return sinks
 
 
-def _track(spec: ExecutionSpec, attempt: Attempt) -> Place:
+def _track(spec: ExecutionSpec, attempt: Attempt) -> MetricWriter:
     """Import wandb, which takes a second, on the thread that waits for it."""
-    place: Place = importlib.import_module("runner.metrics.writers").Tracking(spec, attempt)
+    place: MetricWriter = importlib.import_module("runner.metrics.writers").Tracking(spec, attempt)
     return place

@@ -17,11 +17,11 @@ from pydantic import (
     model_validator,
 )
 
-from runner.spec import Frozen
+from runner.spec import FrozenModel
 
 
 @dataclass(frozen=True)
-class Published:
+class LibraryEntry:
     """An optimizer or a schedule.
 
     Attributes:
@@ -37,27 +37,27 @@ class Published:
 
 
 _RANK, _PROJECTION_EVERY_STEPS, _PROJECTION_SCALE = 128, 200, 0.25
-OPTIMIZERS: dict[str, Published] = {
-    "adamw": Published(
+OPTIMIZERS: dict[str, LibraryEntry] = {
+    "adamw": LibraryEntry(
         "Decoupled Weight Decay Regularization, arXiv:1711.05101; b2 and decay of GPT-3, arXiv:2005.14165",
         {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "moments": "float32"},
     ),
-    "adam": Published(
+    "adam": LibraryEntry(
         "Adam, arXiv:1412.6980, whose decay is added to the gradient",
         {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "moments": "float32"},
     ),
-    "lion": Published(
+    "lion": LibraryEntry(
         "Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, where b2 is 0.99, and 0.98 for language",
         {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "moments": "float32"},
     ),
-    "adafactor": Published(
+    "adafactor": LibraryEntry(
         "Adafactor, arXiv:1804.04235, without momentum", {"weight_decay": 0.1}, is_elementwise=False
     ),
-    "sgd": Published(
+    "sgd": LibraryEntry(
         "On the importance of initialization and momentum, ICML 2013 (Sutskever et al.), without Nesterov's step",
         {"momentum": 0.9, "weight_decay": 0.1, "moments": "float32"},
     ),
-    "muon": Published(
+    "muon": LibraryEntry(
         "Muon is Scalable for LLM Training, arXiv:2502.16982, of kellerjordan.github.io/posts/muon; adamw for the rest",
         {
             "momentum": 0.95,
@@ -70,7 +70,7 @@ OPTIMIZERS: dict[str, Published] = {
         },
         is_elementwise=False,
     ),
-    "galore": Published(
+    "galore": LibraryEntry(
         "GaLore, arXiv:2403.03507, with adamw; eps and decay of its published code; adamw for the rest",
         {
             "b1": 0.9,
@@ -85,22 +85,24 @@ OPTIMIZERS: dict[str, Published] = {
         },
         is_elementwise=False,
     ),
-    "schedule_free_adamw": Published(
+    "schedule_free_adamw": LibraryEntry(
         "The Road Less Scheduled, arXiv:2405.15682; meant for a constant learning rate after a warm-up",
         {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     ),
 }
 _FINAL = {"final_learning_rate": 0.0}
-SCHEDULES: dict[str, Published] = {
-    "constant": Published("peak"),
-    "linear": Published("peak + (final - peak) * u", _FINAL),
-    "cosine": Published("final + (peak - final) * (1 + cos(pi * u)) / 2, arXiv:1608.03983 without restarts", _FINAL),
-    "cosine_restarts": Published(
+SCHEDULES: dict[str, LibraryEntry] = {
+    "constant": LibraryEntry("peak"),
+    "linear": LibraryEntry("peak + (final - peak) * u", _FINAL),
+    "cosine": LibraryEntry("final + (peak - final) * (1 + cos(pi * u)) / 2, arXiv:1608.03983 without restarts", _FINAL),
+    "cosine_restarts": LibraryEntry(
         "cosine with u' = (cycles * u) mod 1 for u, arXiv:1608.03983 with cycles of one length", {**_FINAL, "cycles": 2}
     ),
-    "polynomial": Published("final + (peak - final) * (1 - u) ^ power", {**_FINAL, "power": 1.0}),
-    "wsd": Published("peak, and linear over the last decay_steps, arXiv:2404.06395", {**_FINAL, "decay_steps": None}),
-    "inverse_square_root": Published("peak * sqrt(warmup_steps / step), arXiv:1706.03762"),
+    "polynomial": LibraryEntry("final + (peak - final) * (1 - u) ^ power", {**_FINAL, "power": 1.0}),
+    "wsd": LibraryEntry(
+        "peak, and linear over the last decay_steps, arXiv:2404.06395", {**_FINAL, "decay_steps": None}
+    ),
+    "inverse_square_root": LibraryEntry("peak * sqrt(warmup_steps / step), arXiv:1706.03762"),
 }
 _NAMES = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 # The names of its section that read a key, by dotted key. A key that is not here is read by all of them.
@@ -117,7 +119,7 @@ def _read(key: str, meaning: str) -> str:
     return f"{meaning} ({', '.join(READERS[key])})."
 
 
-class ParameterGroup(Frozen):
+class ParameterGroup(FrozenModel):
     """What is other for some parameters: those whose dotted names fit the pattern."""
 
     pattern: str = Field(
@@ -146,7 +148,7 @@ class ParameterGroup(Frozen):
         return self
 
 
-class OptimizerConfig(Frozen):
+class OptimizerConfig(FrozenModel):
     """The optimizer, by library name. A key that is left out has the default of that name: see runner/train/recipe."""
 
     name: Literal["adamw", "adam", "lion", "adafactor", "sgd", "muon", "galore", "schedule_free_adamw"] = Field(
@@ -216,7 +218,7 @@ class OptimizerConfig(Frozen):
         return OPTIMIZERS[self.name].defaults.get(key, type(self).model_fields[key].get_default())
 
 
-class ScheduleConfig(Frozen):
+class ScheduleConfig(FrozenModel):
     """The learning rate over the steps of the run."""
 
     name: Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial", "wsd", "inverse_square_root"] = (

@@ -1,6 +1,7 @@
 """How each parameter is treated, by the groups of a spec: its rate, its decay, its clip, whether it is frozen at all.
 
-What is frozen is nowhere in the state of the optimizer; `FrozenState` names it, and the step takes no gradient of it.
+What is frozen is nowhere in the state of the optimizer; `FrozenParametersState` names it, and the step takes no
+gradient of it.
 
 What a recipe knows of one parameter: its name, its shape, and what its axes are called.
 """
@@ -91,7 +92,7 @@ _NAMES_SHOWN = 4  # in an error
 
 
 @dataclass(frozen=True)
-class Treatment:
+class ParameterSettings:
     """Trees like that of the parameters; frozen ones are `optax.MaskedNode` there, and so in no tree below.
 
     Attributes:
@@ -146,7 +147,7 @@ class Treatment:
         return optimizer
 
 
-def treatment(config: OptimizerConfig, parameters: Any) -> Treatment:
+def treatment(config: OptimizerConfig, parameters: Any) -> ParameterSettings:
     """How each of `parameters`, a tree of `Parameter`, is treated.
 
     Raises `InvalidError` for a group that fits none or one that another fits too, and for one whose keys have no use.
@@ -168,7 +169,7 @@ def treatment(config: OptimizerConfig, parameters: Any) -> Treatment:
     has_own_rates = any(p.rate != 1 for p in jax.tree.leaves(trained))
     has_decays = any(each.weight_decay is not None for each in config.groups) or has_own_rates
     has_rates = any(each.rate != 1 for each in config.groups) or has_own_rates
-    return Treatment(
+    return ParameterSettings(
         parameters=trained,
         decays=jax.tree.map(decay, trained),
         rates=jax.tree.map(lambda p: group(p).rate * p.rate, trained) if has_rates else None,
@@ -228,7 +229,7 @@ def _clips(
 
 
 @struct.dataclass
-class FrozenState:
+class FrozenParametersState:
     """The state of an optimizer that leaves the parameters of these dotted names out."""
 
     inner: Any
@@ -240,23 +241,23 @@ def without(optimizer: optax.GradientTransformation, frozen: frozenset[str]) -> 
     if not frozen:
         return optimizer
 
-    def init(params: Any) -> FrozenState:
-        return FrozenState(optimizer.init(_left_out(params, frozen)), frozen)
+    def init(params: Any) -> FrozenParametersState:
+        return FrozenParametersState(optimizer.init(_left_out(params, frozen)), frozen)
 
-    def update(grads: Any, state: FrozenState, params: Any) -> tuple[Any, FrozenState]:
+    def update(grads: Any, state: FrozenParametersState, params: Any) -> tuple[Any, FrozenParametersState]:
         updates, inner = optimizer.update(_left_out(grads, frozen), state.inner, _left_out(params, frozen))
         # Of zeros only the negative one leaves every value as it is, a negative zero too.
         updates = jax.tree.map(
             lambda u, g: jnp.full_like(g, -0.0) if _is_left_out(u) else u, updates, grads, is_leaf=_is_left_out
         )
-        return updates, FrozenState(inner, frozen)
+        return updates, FrozenParametersState(inner, frozen)
 
     return optax.GradientTransformation(init, update)
 
 
 def split(params: Any, opt_state: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The parameters that are trained, None in place of the others, and what puts these back. Called in the step."""
-    if not isinstance(opt_state, FrozenState):
+    if not isinstance(opt_state, FrozenParametersState):
         return params, lambda trained: trained
     frozen = opt_state.names
     trained = jax.tree_util.tree_map_with_path(lambda path, p: None if dotted(path) in frozen else p, params)

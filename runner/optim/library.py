@@ -14,7 +14,7 @@ import optax
 
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ScheduleConfig
-from runner.optim.groups import Parameter, Treatment, named, treatment, without
+from runner.optim.groups import Parameter, ParameterSettings, named, treatment, without
 from runner.optim.transforms import averaged, orthogonal, projected
 
 
@@ -71,7 +71,7 @@ def injected_rate(opt_state: Any) -> jax.Array | None:
     return jnp.asarray(rates[0], jnp.float32) if is_scalar else None
 
 
-Maker = Callable[[OptimizerConfig, Treatment, optax.Schedule], Any]
+Maker = Callable[[OptimizerConfig, ParameterSettings, optax.Schedule], Any]
 
 
 def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule, parameters: Any) -> Any:
@@ -83,25 +83,25 @@ def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule,
     return without(treated.clipped(_MAKERS[name](config, treated, schedule)), treated.frozen)
 
 
-def _adamw(config: OptimizerConfig, treated: Treatment, schedule: optax.Schedule) -> Any:
+def _adamw(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
     return optax.chain(_adam_moments(config), treated.decay(), treated.at_rate(schedule))
 
 
-def _adam(config: OptimizerConfig, treated: Treatment, schedule: optax.Schedule) -> Any:
+def _adam(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
     return optax.chain(treated.decay(), _adam_moments(config), treated.at_rate(schedule))
 
 
-def _lion(config: OptimizerConfig, treated: Treatment, schedule: optax.Schedule) -> Any:
+def _lion(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
     moments = optax.scale_by_lion(config.b1, config.b2, _type_of_moments(config))
     return optax.chain(moments, treated.decay(), treated.at_rate(schedule))
 
 
-def _sgd(config: OptimizerConfig, treated: Treatment, schedule: optax.Schedule) -> Any:
+def _sgd(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
     trace = optax.trace(config.momentum, accumulator_dtype=_type_of_moments(config))
     return optax.chain(treated.decay(), optax.chain(trace, treated.at_rate(schedule)))
 
 
-def _muon(config: OptimizerConfig, treated: Treatment, schedule: optax.Schedule) -> Any:
+def _muon(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
     """Of a stack each matrix by itself; embeddings, logits and vectors are adamw's."""
     is_matrix = _chosen_matrices(config, treated.parameters)
     trace = optax.trace(config.momentum, nesterov=True, accumulator_dtype=_type_of_moments(config))
@@ -113,7 +113,7 @@ def _muon(config: OptimizerConfig, treated: Treatment, schedule: optax.Schedule)
     )
 
 
-def _galore(config: OptimizerConfig, treated: Treatment, schedule: optax.Schedule) -> Any:
+def _galore(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
     """Of a stack each matrix by itself; embeddings, logits and vectors are adamw's."""
     is_matrix = _chosen_matrices(config, treated.parameters)
     every_steps, scale = config.projection_every_steps, config.projection_scale
@@ -121,13 +121,13 @@ def _galore(config: OptimizerConfig, treated: Treatment, schedule: optax.Schedul
     return optax.chain(moments, treated.decay(), treated.at_rate(schedule))
 
 
-def _schedule_free_adamw(config: OptimizerConfig, treated: Treatment, schedule: optax.Schedule) -> Any:
+def _schedule_free_adamw(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
     """The second moment alone: the mean has the place of the first. The decay is of where the gradient is taken."""
     moment = optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True)
     return averaged(optax.chain(moment, treated.decay(), treated.at_rate(schedule)), schedule, config.b1)
 
 
-def _adafactor(config: OptimizerConfig, treated: Treatment, schedule: optax.Schedule) -> Any:
+def _adafactor(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
     """Adafactor whose decay is multiplied by the rate: that of optax comes after the rate, and is a share of a step."""
     inner = optax.adafactor(schedule)
     distinct = sorted({decay for decay in jax.tree.leaves(treated.decays) if decay})

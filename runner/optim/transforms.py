@@ -60,7 +60,7 @@ def _orthogonalised(matrices: jax.Array) -> jax.Array:
 
 
 @struct.dataclass
-class ProjectionState:
+class GaLoreState:
     """`projector` (..., S, R) of each matrix whose shorter side is S; what is not projected has none there."""
 
     count: jax.Array
@@ -81,16 +81,16 @@ def projected(
     def mapped(function: Any, *trees: Any) -> Any:
         return jax.tree.map(lambda yes, *leaves: function(*leaves) if yes else leaves[0], is_projected, *trees)
 
-    def init(params: Any) -> ProjectionState:
+    def init(params: Any) -> GaLoreState:
         projector = jax.tree.map(
             lambda yes, p: jnp.zeros(_projector_shape(p.shape, rank), jnp.float32) if yes else optax.MaskedNode(),
             is_projected,
             params,
         )
         low = mapped(lambda p, q: _low(p.astype(jnp.float32), q), params, projector)
-        return ProjectionState(jnp.zeros((), jnp.int32), projector, inner.init(low))
+        return GaLoreState(jnp.zeros((), jnp.int32), projector, inner.init(low))
 
-    def update(grads: Any, state: ProjectionState, params: Any = None) -> tuple[Any, ProjectionState]:
+    def update(grads: Any, state: GaLoreState, params: Any = None) -> tuple[Any, GaLoreState]:
         projector = lax.cond(
             state.count % every_steps == 0,
             lambda: mapped(lambda q, g: _singular_vectors(g, q.shape[-1]), state.projector, grads),
@@ -98,7 +98,7 @@ def projected(
         )
         low, inner_state = inner.update(mapped(_low, grads, projector), state.inner)
         updates = mapped(lambda u, q, g: scale * _high(u, q, g.shape), low, projector, grads)
-        return updates, ProjectionState(optax.safe_increment(state.count), projector, inner_state)
+        return updates, GaLoreState(optax.safe_increment(state.count), projector, inner_state)
 
     return optax.GradientTransformation(init, update)
 
@@ -131,7 +131,7 @@ def _high(update: jax.Array, projector: jax.Array, shape: tuple[int, ...]) -> ja
 
 
 @struct.dataclass
-class AverageState:
+class ScheduleFreeState:
     """What is trained, `fast`, in float32, and the state of the optimizer that moves it.
 
     `weight_sum` is that of all steps so far, `max_rate` their highest learning rate. `b1` is the mean's share of the
@@ -153,19 +153,21 @@ def averaged(inner: optax.GradientTransformation, schedule: optax.Schedule, b1: 
     next mean. Where the learning rate was 0 from the start on, nothing moves. Source: arXiv:2405.15682.
     """
 
-    def init(params: Any) -> AverageState:
+    def init(params: Any) -> ScheduleFreeState:
         zero = jnp.zeros((), jnp.float32)
         fast = jax.tree.map(lambda p: p.astype(jnp.float32).copy(), params)
-        return AverageState(jnp.zeros((), jnp.int32), zero, zero, fast, inner.init(params), b1)
+        return ScheduleFreeState(jnp.zeros((), jnp.int32), zero, zero, fast, inner.init(params), b1)
 
-    def update(grads: Any, state: AverageState, params: Any) -> tuple[Any, AverageState]:
+    def update(grads: Any, state: ScheduleFreeState, params: Any) -> tuple[Any, ScheduleFreeState]:
         moves, inner_state = inner.update(grads, state.inner, _between(params, state.fast, b1))
         fast = optax.apply_updates(state.fast, moves)
         max_rate = jnp.maximum(state.max_rate, jnp.asarray(schedule(state.count), jnp.float32))
         weight_sum = state.weight_sum + max_rate**2
         share = jnp.where(weight_sum > 0, max_rate**2 / jnp.where(weight_sum > 0, weight_sum, 1.0), 0.0)
         updates = jax.tree.map(lambda z, x: share * (z - x), fast, params)
-        return updates, AverageState(optax.safe_increment(state.count), weight_sum, max_rate, fast, inner_state, b1)
+        return updates, ScheduleFreeState(
+            optax.safe_increment(state.count), weight_sum, max_rate, fast, inner_state, b1
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -180,7 +182,7 @@ def restarted(params: Any, opt_state: Any) -> Any:
     """`opt_state` of step 0, of other parameters than it was made with: those of another run, say."""
 
     def begun(state: Any) -> Any:
-        if not isinstance(state, AverageState):
+        if not isinstance(state, ScheduleFreeState):
             return state
         fast = _mapped(lambda z, p: p.astype(z.dtype).copy(), state.fast, params)
         return dataclasses.replace(state, fast=fast)
@@ -193,9 +195,9 @@ def has_average(opt_state: Any) -> bool:
     return _find(opt_state) is not None
 
 
-def _find(opt_state: Any) -> AverageState | None:
+def _find(opt_state: Any) -> ScheduleFreeState | None:
     leaves = jax.tree.leaves(opt_state, is_leaf=_is_average)
-    return next((leaf for leaf in leaves if isinstance(leaf, AverageState)), None)
+    return next((leaf for leaf in leaves if isinstance(leaf, ScheduleFreeState)), None)
 
 
 def _between(mean: Any, fast: Any, b1: float) -> Any:
@@ -213,4 +215,4 @@ def _mapped(function: Any, fast: Any, params: Any) -> Any:
 
 
 def _is_average(node: Any) -> bool:
-    return isinstance(node, AverageState)
+    return isinstance(node, ScheduleFreeState)

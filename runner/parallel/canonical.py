@@ -38,7 +38,7 @@ _ELEMENTWISE = {*_OF_NUMBERS, *_OF_BITS, "eq", "ge", "gt", "le", "lt", "ne"}
 _IMPURE = {"rng_uniform"}
 
 
-def merged(function: Callable[..., Any]) -> Callable[..., Any]:
+def canonicalise(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that computes the same; what is traced of it has each operation once."""
 
     @functools.wraps(function)

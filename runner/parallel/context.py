@@ -9,18 +9,18 @@ Pure: numbers in, seconds out. Knows no mesh and no model; imports no jax.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from runner.accelerator import Speeds, chip_of
+from runner.accelerator import PeakRates, chip_of
 
 Way = Literal["gather", "ring"]
 
 # Of a chip that the catalogue does not know, or whose speeds depend on the machine: some cores of a server.
-UNKNOWN = Speeds(500e9, 16 * 2**30, 50e9, 10e9, 1e9)
+UNKNOWN = PeakRates(500e9, 16 * 2**30, 50e9, 10e9, 1e9)
 _MOST_GATHERED_SHARE = 1 / 4  # of a device's memory that a gathered row and its gradient may fill
 _TILE_BYTES = 8  # of one score in a float32 tile that one operation writes to memory and another reads
 
 
 @dataclass(frozen=True)
-class RowShape:
+class AttentionShape:
     """Attention as one device sees it: its own examples and heads, of rows cut over `shards` devices.
 
     Attributes:
@@ -58,7 +58,7 @@ def is_dealt(length: int, shards: int, window: int | None) -> bool:
     return window is None or 2 * window > length or -(-(window - 1) // (length // shards)) >= shards - 1
 
 
-def row_seconds(shape: RowShape, speeds: Speeds, bytes_per_second: float) -> dict[Way, float]:
+def row_seconds(shape: AttentionShape, speeds: PeakRates, bytes_per_second: float) -> dict[Way, float]:
     """Seconds that attention of one layer takes forward and backward, by way.
 
     With p = batch heads length attended / shards the scores of a device, where `attended` is length / 2 (of a window w
@@ -93,13 +93,13 @@ def row_seconds(shape: RowShape, speeds: Speeds, bytes_per_second: float) -> dic
     return {"gather": float("inf") if is_too_large else gather, "ring": ring + (2 + wide) * move}
 
 
-def faster_way(shape: RowShape, speeds: Speeds, bytes_per_second: float) -> Way:
+def faster_way(shape: AttentionShape, speeds: PeakRates, bytes_per_second: float) -> Way:
     """The way that needs less time by `row_seconds`; of equals `gather`."""
     seconds = row_seconds(shape, speeds, bytes_per_second)
     return "ring" if seconds["ring"] < seconds["gather"] else "gather"
 
 
-def speeds_between(device_kind: str, neighbours: int) -> tuple[Speeds, float]:
+def speeds_between(device_kind: str, neighbours: int) -> tuple[PeakRates, float]:
     """Speeds of a device of this kind, and bytes/s out of it to so many that lie next to each other in the mesh.
 
     GPUs of several nodes meet over the network; the chips of a slice are taken to share their interconnect.

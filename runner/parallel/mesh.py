@@ -34,7 +34,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from runner.errors import InvalidError
-from runner.spec import Mesh as MeshSpec
+from runner.spec import MeshConfig as MeshSpec
 
 AXES = ("data", "fsdp", "sequence", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -170,7 +170,7 @@ def batch_axes_text(mesh: Mesh) -> str:
     return " x ".join(axis for axis in BATCH_AXES if axis in _ALWAYS_SHOWN or mesh.shape[axis] > 1)
 
 
-def refuse_cut_rows(mesh: Mesh, sequence_length: int, chunk_positions: int | None) -> None:
+def validate_sequence_sharding(mesh: Mesh, sequence_length: int, chunk_positions: int | None) -> None:
     """Raise `InvalidError` if rows, or the chunks of their loss, do not divide over the `sequence` axis.
 
     Every device has two halves of its part of a row, one of which others attend for.
@@ -192,7 +192,7 @@ def refuse_cut_rows(mesh: Mesh, sequence_length: int, chunk_positions: int | Non
         )
 
 
-def refuse_other_orders(mesh: Mesh, same_bits_devices: int) -> None:
+def validate_axis_order(mesh: Mesh, same_bits_devices: int) -> None:
     """Raise `InvalidError` on a mesh on which sums would have another order than on other numbers of devices."""
     for axis in AXES:
         if axis not in ("data", "fsdp") and mesh.shape[axis] > 1:

@@ -86,7 +86,7 @@ def on_parts(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, batch:
 Node = tuple[int, int]  # (level, index)
 
 
-class Course(NamedTuple):
+class ReductionSchedule(NamedTuple):
     """How a device adds up groups that follow each other, with a stack of subtrees.
 
     Attributes:
@@ -106,7 +106,7 @@ def root(num_groups: int) -> Node:
 
 
 @functools.cache
-def course(start: int, stop: int, is_alone: bool = False) -> Course:
+def course(start: int, stop: int, is_alone: bool = False) -> ReductionSchedule:
     """For groups `start` to `stop` - 1; where these are all, so that a device is alone, up to the root."""
     places, joined, stack = [], [], list[Node]()
     for group in range(start, stop):
@@ -119,10 +119,10 @@ def course(start: int, stop: int, is_alone: bool = False) -> Course:
         stack.append(node)
     if is_alone:
         places[-1], joined[-1], stack = 0, joined[-1] + places[-1], [root(stop)]
-    return Course(tuple(places), tuple(joined), tuple(stack))
+    return ReductionSchedule(tuple(places), tuple(joined), tuple(stack))
 
 
-def courses_of(num_groups: int, num_devices: int) -> list[Course]:
+def courses_of(num_groups: int, num_devices: int) -> list[ReductionSchedule]:
     """Of each device, where as many devices have the same number of groups."""
     own = num_groups // num_devices
     return [course(own * device, own * (device + 1), num_devices == 1) for device in range(num_devices)]

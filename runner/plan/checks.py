@@ -18,7 +18,7 @@ from runner.huggingface.load import check_source
 from runner.job import RestoreableJob
 from runner.plan.figures import Section
 from runner.spec import Document, ExecutionSpec, load_job_class, validate_config, validate_spec
-from runner.train.setup import Design
+from runner.train.setup import TrainSetupBuilder
 from runner.trainer import BaseTrainer
 
 
@@ -57,7 +57,7 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
     with findings.collect():
         job = job_class(spec, document)
         if isinstance(job, BaseTrainer):
-            job.design.refuse_unread_keys()
+            job.setup_builder.validate_keys_read()
         return job
     return None
 
@@ -80,7 +80,7 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
     with findings.collect():
         manifest = newest_manifest(job.store)
         if manifest is not None and can_compare:
-            job.refuse_other_checkpoints()
+            job.validate_checkpoints()
     if done:
         section.add("a start", "nothing: the run is done", "text", "counted")
     elif manifest is None:
@@ -126,33 +126,33 @@ class DataCheck:
     can_draw: bool  # what the train step is made of is known, if the data was needed for it
 
 
-def load_data(design: Design, findings: Findings) -> tuple[Dataset | None, bool]:
+def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dataset | None, bool]:
     """The data as the job would load them, None if they cannot be; and whether the vocabulary is known and fits.
 
     Where the total is in epochs, they are counted: data that do not serve that cannot be used either.
     """
     with findings.collect():
-        found, _ = design.dataset, design.counted
+        found, _ = setup_builder.dataset, setup_builder.counted
         with findings.collect():
-            found.refuse_vocabulary(design.vocabulary_size)
+            found.validate_vocabulary(setup_builder.vocabulary_size)
             return found, True
         return found, False
-    return None, not design.needs_data
+    return None, not setup_builder.needs_data
 
 
-def check_data(design: Design, findings: Findings, num_hosts: int) -> DataCheck:
+def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: int) -> DataCheck:
     """Load the data, as each of `num_hosts` would: its tokens against what the run takes, its first batch."""
     section = Section("data")
     began = time.perf_counter()
-    found, can_draw = load_data(design, findings)
+    found, can_draw = load_data(setup_builder, findings)
     if found is None:
         return DataCheck(section, False, can_draw)
-    batch, is_read = design.config.train.global_batch_examples, False
+    batch, is_read = setup_builder.config.train.global_batch_examples, False
     with findings.collect():
         found.rows("train", 0, -(-batch // num_hosts))
         is_read = True
     seconds = time.perf_counter() - began
-    _describe(section, found, design.counted.total_steps * batch)
+    _describe(section, found, setup_builder.counted.total_steps * batch)
     if is_read:
         section.add("first batch", seconds, "seconds", "measured", "the data opened and a host's part read, from here")
     return DataCheck(section, is_read, can_draw)

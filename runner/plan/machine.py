@@ -45,7 +45,7 @@ _FAKED_BY_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
 @dataclass(frozen=True)
-class Machine:
+class TargetMachine:
     """Devices to compile for, and what they stand for.
 
     Attributes:
@@ -86,7 +86,7 @@ def is_libtpu_here() -> bool:
     return found is not None and found.loader is not None
 
 
-def open_machine(accelerator: Accelerator | None) -> Machine:
+def open_machine(accelerator: Accelerator | None) -> TargetMachine:
     """The devices of `accelerator`; those at hand if it is None, or a CPU without a number.
 
     To be called before jax has started a backend, and with the largest first if with several. Raises `InvalidError`
@@ -94,7 +94,9 @@ def open_machine(accelerator: Accelerator | None) -> Machine:
     """
     if accelerator is None or (accelerator.name == "cpu" and accelerator.num_chips is None):
         devices = jax.devices()
-        return Machine(devices, devices, accelerator, f"XLA for {devices[0].device_kind}", False, device_memory_bytes())
+        return TargetMachine(
+            devices, devices, accelerator, f"XLA for {devices[0].device_kind}", False, device_memory_bytes()
+        )
     if accelerator.num_devices is None:
         raise InvalidError(f"{accelerator.name}: how many? needs a number, such as {accelerator.name}-8")
     if accelerator.num_devices > _MOST_STAND_INS:
@@ -109,10 +111,10 @@ def open_machine(accelerator: Accelerator | None) -> Machine:
     is_cpu = accelerator.name == "cpu"
     why = ", since libtpu is not installed (extra tpu-plan)" if accelerator.chip.is_tpu else ""
     compiler = "XLA for CPU" if is_cpu else f"XLA for {len(stand_ins)} faked CPU devices{why}"
-    return Machine(stand_ins, stand_ins, accelerator, compiler, not is_cpu, _memory_of(accelerator))
+    return TargetMachine(stand_ins, stand_ins, accelerator, compiler, not is_cpu, _memory_of(accelerator))
 
 
-def _libtpu_machine(accelerator: Accelerator, shape: str, stand_ins: Sequence[jax.Device]) -> Machine:
+def _libtpu_machine(accelerator: Accelerator, shape: str, stand_ins: Sequence[jax.Device]) -> TargetMachine:
     for name, value in _WITHOUT_A_TPU.items():
         os.environ.setdefault(name, value)
     chip = accelerator.chip
@@ -129,7 +131,7 @@ def _libtpu_machine(accelerator: Accelerator, shape: str, stand_ins: Sequence[ja
     except (jax.errors.JaxRuntimeError, RuntimeError, AttributeError) as error:
         raise InvalidError(_why_libtpu_refuses(name, str(error))) from error
     version = importlib.metadata.version("libtpu")
-    return Machine(devices, stand_ins, accelerator, f"libtpu {version}", False, _memory_of(accelerator))
+    return TargetMachine(devices, stand_ins, accelerator, f"libtpu {version}", False, _memory_of(accelerator))
 
 
 def _why_libtpu_refuses(name: str, message: str) -> str:

@@ -134,7 +134,7 @@ _LEAST_SHARE = 0.05  # of a step's least time; a fault that costs less is not wo
 
 
 @dataclass(frozen=True)
-class Fault:
+class MeshWarning:
     """What is wrong with a mesh, for a person; what it costs; and the parameters that it is about, largest first."""
 
     text: str
@@ -144,7 +144,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Passes:
+class ParameterPasses:
     """How often a step needs each parameter whole."""
 
     accumulate_steps: int
@@ -152,7 +152,7 @@ class Passes:
     of_logits: int
 
 
-def below_tile(shards: list[SmallShard], mesh: str, dtype: str, sent_bytes: float) -> Fault:
+def below_tile(shards: list[SmallShard], mesh: str, dtype: str, sent_bytes: float) -> MeshWarning:
     """The fault that shards are too small; `sent_bytes` is what arithmetic says that a device then sends in a step."""
     first = shards[0]
     others = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
@@ -161,17 +161,19 @@ def below_tile(shards: list[SmallShard], mesh: str, dtype: str, sent_bytes: floa
         f"of {dtype} has {first.tile_rows} on this chip: the compiler gathers and reduces these by all-reduce, "
         f"{amount(sent_bytes, 'bytes')} sent by a device and step by arithmetic"
     )
-    return Fault(text, sent_bytes / 2, tuple(shard.name for shard in shards))
+    return MeshWarning(text, sent_bytes / 2, tuple(shard.name for shard in shards))
 
 
-def faults(found: Iterable[Collective], parameters: Mapping[str, Any], passes: Passes, cut: set[str]) -> list[Fault]:
+def faults(
+    found: Iterable[Collective], parameters: Mapping[str, Any], passes: ParameterPasses, cut: set[str]
+) -> list[MeshWarning]:
     """The faults of a compiled step. `parameters` are abstract, with shardings; `cut` the state's axes above 1."""
     by_size = _by_size(parameters)
     over_state = [one for one in found if {*one.axes} & cut]
     return [*_whole(over_state, by_size), *_repeated(over_state, by_size, passes)]
 
 
-def is_worth_a_word(fault: Fault, bytes_per_second: float, step_seconds: float) -> bool:
+def is_worth_a_word(fault: MeshWarning, bytes_per_second: float, step_seconds: float) -> bool:
     """Whether a fault costs a part of the least time of a step that anyone would care about."""
     return fault.excess_bytes / bytes_per_second >= _LEAST_SHARE * step_seconds
 
@@ -197,7 +199,7 @@ def _moved(found: Iterable[Collective], kind: str, sizes: Mapping[int, Any]) -> 
                 yield _Moved(one, shape)
 
 
-def _whole(found: list[Collective], by_size: Mapping[int, list[tuple[str, int]]]) -> list[Fault]:
+def _whole(found: list[Collective], by_size: Mapping[int, list[tuple[str, int]]]) -> list[MeshWarning]:
     arrays = sorted(_moved(found, "all-reduce", by_size), key=lambda moved: -moved.sent_bytes)
     if not arrays:
         return []
@@ -210,10 +212,12 @@ def _whole(found: list[Collective], by_size: Mapping[int, list[tuple[str, int]]]
         f"gradients, which could be gathered and scattered{_place(first.one)}: {amount(total, 'bytes')} sent by a "
         "device and step, half of it for nothing"
     )
-    return [Fault(text, total / 2, tuple(by_size[size][0][0] for size in sizes))]
+    return [MeshWarning(text, total / 2, tuple(by_size[size][0][0] for size in sizes))]
 
 
-def _repeated(found: list[Collective], by_size: Mapping[int, list[tuple[str, int]]], passes: Passes) -> list[Fault]:
+def _repeated(
+    found: list[Collective], by_size: Mapping[int, list[tuple[str, int]]], passes: ParameterPasses
+) -> list[MeshWarning]:
     counts: Counter[int] = Counter()
     arrays: dict[int, list[_Moved]] = defaultdict(list)
     for moved in _moved(found, "all-gather", by_size):
@@ -235,7 +239,7 @@ def _repeated(found: list[Collective], by_size: Mapping[int, list[tuple[str, int
             f"{times:.0f} times in a micro-batch whose passes need it {needed} times{_place(largest.one)}: "
             f"{amount(total, 'bytes')} sent by a device and step"
         )
-        result.append(Fault(text, total * (1 - needed / times), names, is_of_mesh=False))
+        result.append(MeshWarning(text, total * (1 - needed / times), names, is_of_mesh=False))
     return result
 
 

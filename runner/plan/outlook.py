@@ -14,12 +14,12 @@ from runner.checkpoint.leaves import named
 from runner.parallel.mesh import STATE_AXES, mesh_sizes, mesh_text
 from runner.plan import mesh as mesh_check
 from runner.plan.figures import amount, telling
-from runner.plan.machine import Machine, moves_whole
-from runner.plan.mesh import Fault, Passes, Sizes, SmallShard, in_order, near_meshes, small_shards
-from runner.plan.prediction import Prediction, Predictor, draw_abstractly
-from runner.plan.program import Program, bytes_on_a_device
+from runner.plan.machine import TargetMachine, moves_whole
+from runner.plan.mesh import MeshWarning, ParameterPasses, Sizes, SmallShard, in_order, near_meshes, small_shards
+from runner.plan.prediction import Prediction, Predictor, build_abstract
+from runner.plan.program import CompiledProgram, bytes_on_a_device
 from runner.train.compile import MEMORY_SHARE
-from runner.train.setup import Blueprint
+from runner.train.setup import TrainSetup
 from runner.trainer import BaseTrainer
 
 _NUM_PROBED = 4  # meshes, each with
@@ -28,17 +28,17 @@ _WHOLE_LANES = 128  # columns of a tile
 
 
 @dataclass(frozen=True)
-class Outlook:
+class EarlyEstimate:
     """A job on a mesh, by arithmetic. Its chips' peak figures must be known."""
 
     predictor: Predictor
-    machine: Machine
-    blueprint: Blueprint
+    machine: TargetMachine
+    train_setup: TrainSetup
 
     @property
     def sizes(self) -> Sizes:
         """Of its mesh."""
-        return in_order(self.blueprint.mesh_sizes)
+        return in_order(self.train_setup.mesh_sizes)
 
     def predictions(self, sizes: Sizes, abstract: Any) -> list[Prediction]:
         """Of every micro-batch that the spec allows, largest first, whether it fits or not."""
@@ -50,7 +50,7 @@ class Outlook:
     @property
     def first(self) -> Prediction | None:
         """Of the largest micro-batch that fits, or the smallest if none does."""
-        found = self.predictions(self.sizes, self.blueprint.abstract_state)
+        found = self.predictions(self.sizes, self.train_setup.abstract_state)
         return next((one for one in found if self._fits(one)), found[-1] if found else None)
 
     def _fits(self, prediction: Prediction) -> bool:
@@ -73,9 +73,9 @@ class Outlook:
         )
 
     @property
-    def small(self) -> list[Fault]:
+    def small(self) -> list[MeshWarning]:
         """The fault that its mesh cuts parameters below the tile of a TPU, or none."""
-        found, first = self._small(self.blueprint.abstract_state), self.first
+        found, first = self._small(self.train_setup.abstract_state), self.first
         if not found or first is None:
             return []
         dtype = self.predictor.job.config.precision.compute
@@ -86,23 +86,23 @@ class Outlook:
             return []
         return small_shards(_parameters(abstract), self.predictor.sent_itemsize)
 
-    def faults(self, program: Program) -> list[Fault]:
+    def faults(self, program: CompiledProgram) -> list[MeshWarning]:
         """Those of a compiled step that cost more than a little. Only a TPU's own compiler shows them."""
         if not self.predictor.accelerator.chip.is_tpu or self.machine.is_faked:
             return []
         memory = self.predictor.job.config.memory
         of_layers = 3 if memory.remat == "layers" else 2
         of_logits = 3  # one of them of a table that is looked up too
-        passes = Passes(program.step.layout.rounds, of_layers, of_logits)
+        passes = ParameterPasses(program.step.layout.rounds, of_layers, of_logits)
         cut = {axis for axis, size in self.sizes if axis in STATE_AXES and size > 1}
-        found = mesh_check.faults(program.collectives, _parameters(self.blueprint.abstract_state), passes, cut)
+        found = mesh_check.faults(program.collectives, _parameters(self.train_setup.abstract_state), passes, cut)
         share = 1 / self.predictor.accelerator.chip.devices_per_chip
         bytes_per_second = self.predictor.speeds.interconnect_bytes_per_second * share
         first = self.first
         seconds = 0.0 if first is None else first.times.compute
         return [fault for fault in found if mesh_check.is_worth_a_word(fault, bytes_per_second, seconds)]
 
-    def cure(self, fault: Fault) -> str:
+    def cure(self, fault: MeshWarning) -> str:
         """A mesh near this one without the fault, for a person: tried with the compiler where it is here."""
         if not fault.is_of_mesh:
             return ""
@@ -141,32 +141,32 @@ class Outlook:
             return True
 
 
-def outlook_of(job: BaseTrainer, blueprint: Blueprint, machine: Machine) -> Outlook | None:
+def estimate_early(job: BaseTrainer, train_setup: TrainSetup, machine: TargetMachine) -> EarlyEstimate | None:
     """The outlook of a job on a mesh; None where the chips' peak figures or the job's FLOPs are not known."""
     accelerator = machine.accelerator
     if accelerator is None or accelerator.chip.speeds is None:
         return None
     try:
-        return Outlook(Predictor(job, job.flops_per_token(blueprint), accelerator), machine, blueprint)
+        return EarlyEstimate(Predictor(job, job.flops_per_token(train_setup), accelerator), machine, train_setup)
     except ValueError:  # a kernel that does not say what it computes
         return None
 
 
-def first_estimate(job: BaseTrainer, blueprint: Blueprint, machine: Machine) -> str:
+def first_estimate(job: BaseTrainer, train_setup: TrainSetup, machine: TargetMachine) -> str:
     """What arithmetic says of the job, for a person; of an unknown chip, what its state takes."""
-    outlook = outlook_of(job, blueprint, machine)
+    outlook = estimate_early(job, train_setup, machine)
     if outlook is not None:
         return outlook.line
-    state, there = bytes_on_a_device(blueprint.abstract_state), machine.hbm_bytes * MEMORY_SHARE
+    state, there = bytes_on_a_device(train_setup.abstract_state), machine.hbm_bytes * MEMORY_SHARE
     return (
-        f"first estimate, by arithmetic: {mesh_text(blueprint.mesh_sizes)}: state {amount(state, 'bytes')} of "
+        f"first estimate, by arithmetic: {mesh_text(train_setup.mesh_sizes)}: state {amount(state, 'bytes')} of "
         f"{amount(there, 'bytes')} a device; what a step takes is not known of this device"
     )
 
 
-def first_blueprint(job: BaseTrainer, machine: Machine) -> Blueprint:
+def first_blueprint(job: BaseTrainer, machine: TargetMachine) -> TrainSetup:
     """The job before anything is laid out, over no devices. Raises `InvalidError` if the mesh does not fit."""
-    return draw_abstractly(job.design, in_order(mesh_sizes(job.topology.mesh, len(machine.devices))))
+    return build_abstract(job.setup_builder, in_order(mesh_sizes(job.topology.mesh, len(machine.devices))))
 
 
 def _parameters(abstract: Any) -> dict[str, jax.ShapeDtypeStruct]:

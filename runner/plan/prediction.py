@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from runner.accelerator import Accelerator, Speeds
+from runner.accelerator import Accelerator, PeakRates
 from runner.checkpoint.leaves import named
 from runner.errors import InvalidError
 from runner.parallel import reduction
@@ -34,14 +34,14 @@ from runner.parallel.mesh import (
     STATE_AXES,
     micro_batch_sizes,
     over_slices,
-    refuse_cut_rows,
-    refuse_other_orders,
+    validate_axis_order,
+    validate_sequence_sharding,
 )
 from runner.plan import program
 from runner.plan.mesh import Sizes, in_order, share_of, small_shards
-from runner.plan.program import Roofline, Work, bytes_on_a_device, num_elements, split_over_domains
+from runner.plan.program import Roofline, StepWork, bytes_on_a_device, num_elements, split_over_domains
 from runner.train.flops import Flops, Sizing
-from runner.train.setup import Blueprint, Design
+from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.state import relaid
 from runner.trainer import BaseTrainer
 
@@ -49,7 +49,7 @@ _REDUCED_ITEMSIZE = 4  # of gradients over `data`, which are float32
 
 
 @dataclass(frozen=True)
-class Flow:
+class CollectiveFlow:
     """One kind of collective of a step."""
 
     axes: tuple[str, ...]
@@ -58,7 +58,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Weights:
+class SentParameters:
     """The parameters in the type in which they are sent, as far as `tensor` does not cut them: bytes.
 
     Attributes:
@@ -74,14 +74,14 @@ class Weights:
 
 def flows(
     sizes: Mapping[str, int],
-    weights: Weights,
+    weights: SentParameters,
     sizing: Sizing,
     tokens: float,
     passes: int,
     accumulate_steps: int = 1,
     *,
     waits: bool = True,
-) -> list[Flow]:
+) -> list[CollectiveFlow]:
     """The collectives of a step.
 
     Args:
@@ -96,16 +96,16 @@ def flows(
     of_own_experts = weights.of_experts / sizes["expert"]
     beside_experts = tuple(axis for axis in STATE_AXES if axis != "expert")
     return [
-        Flow(("data",), 2, reduced),
-        Flow(STATE_AXES, rounds, weights.shared),
-        Flow(beside_experts, rounds, of_own_experts),
-        Flow(("sequence",), 1, tokens * sizes["sequence"] * sizing.sequence_bytes_per_token),
-        Flow(("expert",), 1, tokens * sizing.expert_bytes_per_token),
-        Flow(("tensor",), 2, tokens * sizing.tensor_bytes_per_token),
+        CollectiveFlow(("data",), 2, reduced),
+        CollectiveFlow(STATE_AXES, rounds, weights.shared),
+        CollectiveFlow(beside_experts, rounds, of_own_experts),
+        CollectiveFlow(("sequence",), 1, tokens * sizes["sequence"] * sizing.sequence_bytes_per_token),
+        CollectiveFlow(("expert",), 1, tokens * sizing.expert_bytes_per_token),
+        CollectiveFlow(("tensor",), 2, tokens * sizing.tensor_bytes_per_token),
     ]
 
 
-def flows_in_order(parameters: float, itemsize: int, num_subtrees: int) -> list[Flow]:
+def flows_in_order(parameters: float, itemsize: int, num_subtrees: int) -> list[CollectiveFlow]:
     """The collectives of a step whose sums have a fixed order, see `runner.parallel.reduction`.
 
     Parameters are gathered once over `fsdp`, in the type in which they are stored; of every device its subtrees go to
@@ -113,13 +113,13 @@ def flows_in_order(parameters: float, itemsize: int, num_subtrees: int) -> list[
     """
     gradient = parameters * _REDUCED_ITEMSIZE
     return [
-        Flow(("fsdp",), 1, parameters * itemsize),
-        Flow(BATCH_AXES, num_subtrees, gradient),
-        Flow(BATCH_AXES, 1, gradient),
+        CollectiveFlow(("fsdp",), 1, parameters * itemsize),
+        CollectiveFlow(BATCH_AXES, num_subtrees, gradient),
+        CollectiveFlow(BATCH_AXES, 1, gradient),
     ]
 
 
-def sent(found: list[Flow], sizes: Mapping[str, int], over_domains: Mapping[str, int]) -> tuple[float, float]:
+def sent(found: list[CollectiveFlow], sizes: Mapping[str, int], over_domains: Mapping[str, int]) -> tuple[float, float]:
     """Bytes that a device sends in a step inside its slice or GPU node, and out of it."""
     interconnect = network = 0.0
     for flow in found:
@@ -138,7 +138,7 @@ class StateSize:
     """The state on one device, and the parameters as they are sent.
 
     Attributes:
-        whole_share: see `Weights`.
+        whole_share: see `SentParameters`.
     """
 
     state_bytes: float
@@ -172,7 +172,7 @@ class Predictor:
     accelerator: Accelerator
 
     @property
-    def speeds(self) -> Speeds:
+    def speeds(self) -> PeakRates:
         """Of its chips, which must be known."""
         speeds = self.accelerator.chip.speeds
         assert speeds is not None, "peak figures are known of what is predicted for"
@@ -181,7 +181,7 @@ class Predictor:
     @functools.cached_property
     def whole(self) -> Any:
         """The abstract state on one device, from which it is known on any mesh."""
-        return draw_abstractly(self.job.design, WHOLE).abstract_state
+        return build_abstract(self.job.setup_builder, WHOLE).abstract_state
 
     def state_on(self, sizes: Sizes) -> Any:
         """The abstract state over a mesh of no devices: shapes and shardings."""
@@ -208,10 +208,10 @@ class Predictor:
         try:
             over_slices(sizes, _num_domains(self.accelerator))
             mesh = abstract_mesh(in_order(sizes))
-            refuse_cut_rows(mesh, config.data.sequence_length, config.memory.loss_chunk_positions)
+            validate_sequence_sharding(mesh, config.data.sequence_length, config.memory.loss_chunk_positions)
             devices, wanted = config.train.same_bits_devices, config.train.micro_batch_examples
             if devices is not None:
-                refuse_other_orders(mesh, devices)
+                validate_axis_order(mesh, devices)
             return micro_batch_sizes(config.train.global_batch_examples, "auto" if devices is None else wanted, shards)
         except InvalidError:
             return []
@@ -226,7 +226,7 @@ class Predictor:
         sent_bytes = self.sent_itemsize / sizes["tensor"]
         of_experts = min(sizing.expert_parameters, state.num_parameters)
         shared = state.num_parameters - of_experts
-        weights = Weights(shared * sent_bytes, of_experts * sent_bytes, state.whole_share, self.sent_itemsize)
+        weights = SentParameters(shared * sent_bytes, of_experts * sent_bytes, state.whole_share, self.sent_itemsize)
         passes = 3 if config.memory.remat == "layers" else 2
         over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(self.accelerator)), strict=True))
         groups, gradients = config.train.same_bits_devices, state.parameter_bytes * min(accumulate_steps, 2)
@@ -241,7 +241,7 @@ class Predictor:
         executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.tokens_per_step
         whole_bytes = weights.shared + weights.of_experts / sizes["expert"]
         traffic = program.hbm_traffic(state.state_bytes, whole_bytes, passes, accumulate_steps)
-        work = Work(executed / math.prod(sizes.values()), traffic, inside, across)
+        work = StepWork(executed / math.prod(sizes.values()), traffic, inside, across)
         working_bytes = gradients + sizing.head_bytes + tokens * sizing.activation_bytes_per_token
         times = program.roofline(work, self.speeds, self.accelerator.chip.devices_per_chip)
         sent_in_step = work.interconnect_bytes + work.network_bytes
@@ -260,11 +260,13 @@ def abstract_mesh(sizes: Sizes) -> Any:
     return AbstractMesh(tuple(size for _, size in sizes), tuple(axis for axis, _ in sizes))
 
 
-def draw_abstractly(design: Design, sizes: Sizes) -> Blueprint:
+def build_abstract(setup_builder: TrainSetupBuilder, sizes: Sizes) -> TrainSetup:
     """The job over a mesh of no devices; its shapes are found by a shorter row where its own takes long to trace."""
-    length = design.config.data.sequence_length
+    length = setup_builder.config.data.sequence_length
     row_length = math.gcd(length, _LONG_ROW) if length > _LONG_ROW else length
-    return design.draw_on(abstract_mesh(sizes), jax.eval_shape(lambda: jax.random.key(design.seed)), row_length)
+    return setup_builder.build_on(
+        abstract_mesh(sizes), jax.eval_shape(lambda: jax.random.key(setup_builder.seed)), row_length
+    )
 
 
 def _num_domains(accelerator: Accelerator) -> int:

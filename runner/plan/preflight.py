@@ -20,22 +20,22 @@ from runner.plan import checks, report
 from runner.plan.checks import Findings, check_data
 from runner.plan.figures import Section, amount, as_json, as_lines, telling
 from runner.plan.forecast.sources import largest_arrays
-from runner.plan.machine import Machine, open_machine
-from runner.plan.mesh import Fault
-from runner.plan.outlook import Outlook, first_blueprint, first_estimate, outlook_of
+from runner.plan.machine import TargetMachine, open_machine
+from runner.plan.mesh import MeshWarning
+from runner.plan.outlook import EarlyEstimate, estimate_early, first_blueprint, first_estimate
 from runner.plan.profile import against_section, forecast_of, profile_sections, rows_of, write_trace
-from runner.plan.program import Program, compile_design
-from runner.plan.search import Compiled, Search, smallest_slice
+from runner.plan.program import CompiledProgram, compile_design
+from runner.plan.search import CompiledCandidate, Search, smallest_slice
 from runner.spec import Document, load_document
-from runner.train.compile import DoesNotFitError
-from runner.train.setup import Blueprint, Design
+from runner.train.compile import StepTooLargeError
+from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.trainer import BaseTrainer
 
 _NUM_LARGEST = 5
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What the command line asks for."""
 
     spec: str
@@ -48,7 +48,7 @@ class Request:
     against: str | None = None  # a run's directory
 
 
-def plan(request: Request) -> int:
+def plan(request: PlanRequest) -> int:
     """Print the plan of a spec; the exit code."""
     if request.is_search or request.hours is not None:
         return _search(request)
@@ -70,7 +70,7 @@ def plan(request: Request) -> int:
     return EXIT_INVALID if findings.problems else EXIT_DONE
 
 
-def _refuse_early(request: Request) -> None:
+def _refuse_early(request: PlanRequest) -> None:
     """What would else be found wrong when all has been compiled."""
     if request.trace is not None and not request.trace.absolute().parent.is_dir():
         raise InvalidError(f"--trace {request.trace}: {request.trace.absolute().parent} is no directory")
@@ -78,7 +78,7 @@ def _refuse_early(request: Request) -> None:
         rows_of(request.against)
 
 
-def _open_machine(document: Document, findings: Findings) -> Machine | None:
+def _open_machine(document: Document, findings: Findings) -> TargetMachine | None:
     topology = document.data.get("topology")
     text = topology.get("accelerator", "any") if isinstance(topology, dict) else "any"
     if not isinstance(text, str):
@@ -92,18 +92,20 @@ def _open_machine(document: Document, findings: Findings) -> Machine | None:
     return None
 
 
-def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings, request: Request) -> list[Section]:
+def _sections(
+    job: RestoreableJob, machine: TargetMachine | None, findings: Findings, request: PlanRequest
+) -> list[Section]:
     sections = [] if machine is None else [report.job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
         if machine is not None and _needs_no_data(job):
             _tell_first(job, machine)
         num_hosts = 1 if machine is None else machine.num_hosts
-        data = check_data(job.design, findings, num_hosts)
+        data = check_data(job.setup_builder, findings, num_hosts)
         sections += [data.section, checks.check_directory(job, data.is_found, findings)]
         mesh: Mesh | None = None
         if machine is not None:
             with findings.collect():
-                mesh = job.design.lay_out(machine.devices)
+                mesh = job.setup_builder.lay_out(machine.devices)
         if machine is None or mesh is None or not data.can_draw:
             return sections
         return sections + _trainer_sections(job, mesh, machine, findings, request)
@@ -118,35 +120,35 @@ def _sections(job: RestoreableJob, machine: Machine | None, findings: Findings, 
 
 
 def _trainer_sections(
-    job: BaseTrainer, mesh: Mesh, machine: Machine, findings: Findings, request: Request
+    job: BaseTrainer, mesh: Mesh, machine: TargetMachine, findings: Findings, request: PlanRequest
 ) -> list[Section]:
-    blueprint = job.design.draw_on(mesh, jax.random.key(job.spec.seed))
-    abstract = blueprint.abstract_state
+    train_setup = job.setup_builder.build_on(mesh, jax.random.key(job.spec.seed))
+    abstract = train_setup.abstract_state
     checks.check_weights(job, abstract, findings)
-    outlook = outlook_of(job, blueprint, machine)
+    outlook = estimate_early(job, train_setup, machine)
     if not _needs_no_data(job):  # else it has been told already
-        warn(first_estimate(job, blueprint, machine))
+        warn(first_estimate(job, train_setup, machine))
     if outlook is not None:
         _warn_of(job, outlook, outlook.small, findings)
     with telling(f"compiling {job.spec.name} for {job.topology.accelerator}"):
-        program, sections = _compile(job.design, blueprint, machine, findings)
+        program, sections = _compile(job.setup_builder, train_setup, machine, findings)
     if program is None:
         return [*sections, _checkpoint_section(job, abstract, machine, None, findings)]
     if outlook is not None:
         _warn_of(job, outlook, outlook.faults(program), findings)
     sections = [
-        report.batch_section(job.design.counted, program),
+        report.batch_section(job.setup_builder.counted, program),
         report.state_section(abstract),
         report.memory_section(program, machine),
         report.collectives_section(program),
     ]
     step_seconds = model_flops = None
     try:
-        flops = job.flops_per_token(blueprint)
+        flops = job.flops_per_token(train_setup)
     except ValueError as error:
         findings.warnings.append(f"{job.spec.job}: no FLOPs and no roofline: {error}")
     else:
-        roofline, times = report.roofline_section(job.design.counted, flops, program, machine)
+        roofline, times = report.roofline_section(job.setup_builder.counted, flops, program, machine)
         sections += [report.flops_section(job.config, flops), roofline]
         step_seconds = None if times is None else times.step_seconds
         model_flops = flops.per_token * job.config.tokens_per_step
@@ -157,23 +159,27 @@ def _trainer_sections(
 
 def _needs_no_data(job: BaseTrainer) -> bool:
     """Whether a job can be drawn before its data are read."""
-    return job.design.names_vocabulary and job.config.train.total_epochs is None
+    return job.setup_builder.names_vocabulary and job.config.train.total_epochs is None
 
 
-def _tell_first(job: BaseTrainer, machine: Machine) -> None:
+def _tell_first(job: BaseTrainer, machine: TargetMachine) -> None:
     """The first estimate, before data are read and anything is compiled. What is wrong is told later, in its place."""
     with contextlib.suppress(InvalidError):
         warn(first_estimate(job, first_blueprint(job, machine), machine))
 
 
-def _warn_of(job: BaseTrainer, outlook: Outlook, faults: list[Fault], findings: Findings) -> None:
+def _warn_of(job: BaseTrainer, outlook: EarlyEstimate, faults: list[MeshWarning], findings: Findings) -> None:
     """A warning for each fault of the mesh, with a mesh that cures it if one is near."""
     for fault in faults:
         findings.warnings.append(job.document.line(("topology", "mesh"), fault.text + outlook.cure(fault)))
 
 
 def _profile(
-    program: Program, machine: Machine, model_flops: float | None, findings: Findings, request: Request
+    program: CompiledProgram,
+    machine: TargetMachine,
+    model_flops: float | None,
+    findings: Findings,
+    request: PlanRequest,
 ) -> list[Section]:
     """The step op by op, where that is asked for."""
     if not request.is_profile:
@@ -193,7 +199,7 @@ def _profile(
 
 
 def _checkpoint_section(
-    job: RestoreableJob, abstract: Any, machine: Machine, step_seconds: float | None, findings: Findings
+    job: RestoreableJob, abstract: Any, machine: TargetMachine, step_seconds: float | None, findings: Findings
 ) -> Section:
     section, save_seconds = report.checkpoint_section(job.spec, abstract, machine, step_seconds)
     checks.check_grace(job, save_seconds, "assumed", findings)
@@ -201,32 +207,35 @@ def _checkpoint_section(
 
 
 def _compile(
-    design: Design, blueprint: Blueprint, machine: Machine, findings: Findings
-) -> tuple[Program | None, list[Section]]:
+    setup_builder: TrainSetupBuilder, train_setup: TrainSetup, machine: TargetMachine, findings: Findings
+) -> tuple[CompiledProgram | None, list[Section]]:
     """The compiled steps; if they do not fit, none, and the sections that tell what would fill the memory."""
     sections: list[Section] = []
     with findings.collect():
         try:
-            return compile_design(design, blueprint, machine), sections
-        except DoesNotFitError:
-            sections = [report.state_section(blueprint.abstract_state), _largest_section(design, blueprint, machine)]
+            return compile_design(setup_builder, train_setup, machine), sections
+        except StepTooLargeError:
+            sections = [
+                report.state_section(train_setup.abstract_state),
+                _largest_section(setup_builder, train_setup, machine),
+            ]
             raise
     return None, sections
 
 
-def _largest_section(design: Design, blueprint: Blueprint, machine: Machine) -> Section:
+def _largest_section(setup_builder: TrainSetupBuilder, train_setup: TrainSetup, machine: TargetMachine) -> Section:
     """The largest arrays of the smallest step, which does not fit. What libtpu refuses, the stand-ins compile."""
     section = Section("largest arrays of a device")
     try:
-        compiled = design.compile_smallest(blueprint)
+        compiled = setup_builder.compile_smallest(train_setup)
     except jax.errors.JaxRuntimeError:
-        compiled = design.compile_smallest(design.draw(machine.stand_ins))
+        compiled = setup_builder.compile_smallest(setup_builder.build(machine.stand_ins))
     for buffer in largest_arrays(compiled.text, _NUM_LARGEST):
         section.add(buffer.shape, buffer.bytes, "bytes", "compiled", buffer.op_name)
     return section
 
 
-def _search(request: Request) -> int:
+def _search(request: PlanRequest) -> int:
     """Rank the ways to run the job on the chips that the spec names, or on the fewest that end it in time."""
     search = Search(request.spec, request.overrides)
     topology = search.open_job([]).topology
@@ -251,7 +260,11 @@ def _search(request: Request) -> int:
 
 
 def _search_lines(
-    found: list[Compiled], dropped: list[str], num_candidates: int, accelerator: Accelerator, machine: Machine
+    found: list[CompiledCandidate],
+    dropped: list[str],
+    num_candidates: int,
+    accelerator: Accelerator,
+    machine: TargetMachine,
 ) -> list[str]:
     lines = [f"{accelerator}: {num_candidates} ways fit by arithmetic; compiled by {machine.compiler}:"]
     for number, compiled in enumerate(found, 1):
@@ -271,7 +284,7 @@ def _search_lines(
     return [*lines, "", "the first, for the spec:", "", yaml.safe_dump(tree, sort_keys=False).rstrip()]
 
 
-def _as_json(compiled: Compiled, accelerator: Accelerator) -> dict[str, Any]:
+def _as_json(compiled: CompiledCandidate, accelerator: Accelerator) -> dict[str, Any]:
     return {
         "settings": {"topology.accelerator": str(accelerator), **compiled.candidate.settings},
         "lowest_step_seconds": compiled.times.step_seconds,

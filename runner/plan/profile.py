@@ -14,17 +14,17 @@ from pathlib import Path
 from runner.errors import InvalidError
 from runner.history.reader import read_sample
 from runner.plan.figures import Basis, Section, amount
-from runner.plan.forecast import Forecast, Rates, forecast, memory_at, trace_of
+from runner.plan.forecast import DeviceRates, Forecast, forecast, memory_at, trace_of
 from runner.plan.forecast.collectives import Collective
-from runner.plan.machine import Machine
-from runner.plan.program import Program, sent_bytes
+from runner.plan.machine import TargetMachine
+from runner.plan.program import CompiledProgram, sent_bytes
 from runner.storage import JsonObject, open_store
-from runner.train.compile import Memory
+from runner.train.compile import ProgramMemory
 
 _NUM_OPS, _NUM_LINES, _NUM_HELD, _NUM_TIMES = 20, 15, 8, 10
 
 
-def rates_of(machine: Machine, mesh_sizes: Mapping[str, int]) -> Rates | None:
+def rates_of(machine: TargetMachine, mesh_sizes: Mapping[str, int]) -> DeviceRates | None:
     """What one device of a machine can do, None where its chip's peak figures are not known."""
     chip = None if machine.accelerator is None else machine.accelerator.chip
     if chip is None or chip.speeds is None:
@@ -36,7 +36,7 @@ def rates_of(machine: Machine, mesh_sizes: Mapping[str, int]) -> Rates | None:
         links, network = speeds.interconnect_bytes_per_second, speeds.network_bytes_per_second
         return inside / (links * share) + across / (network * share)
 
-    return Rates(
+    return DeviceRates(
         speeds.flops_per_second * share,
         speeds.hbm_bytes_per_second * share,
         collective_seconds,
@@ -45,21 +45,21 @@ def rates_of(machine: Machine, mesh_sizes: Mapping[str, int]) -> Rates | None:
     )
 
 
-def forecast_of(program: Program, machine: Machine) -> Forecast | None:
+def forecast_of(program: CompiledProgram, machine: TargetMachine) -> Forecast | None:
     """The forecast of a compiled step, None where the chip's peak figures are not known."""
-    sizes = program.blueprint.mesh_sizes
+    sizes = program.train_setup.mesh_sizes
     rates = rates_of(machine, sizes)
     return None if rates is None else forecast(program.step.text, sizes, rates)
 
 
-def forecast_seconds(program: Program, machine: Machine) -> float | None:
+def forecast_seconds(program: CompiledProgram, machine: TargetMachine) -> float | None:
     """A step's time by the compiler's estimates, for ranking programs; None where the compiler has written none."""
     found = forecast_of(program, machine)
     return found.high if found is not None and found.has_estimates else None
 
 
 def profile_sections(
-    found: Forecast, program: Program, machine: Machine, model_flops_per_step: float | None
+    found: Forecast, program: CompiledProgram, machine: TargetMachine, model_flops_per_step: float | None
 ) -> list[Section]:
     """The sections of a forecast; without the FLOPs of the model there is no MFU."""
     return [
@@ -72,7 +72,7 @@ def profile_sections(
     ]
 
 
-def _range_section(found: Forecast, machine: Machine, model_flops: float | None) -> Section:
+def _range_section(found: Forecast, machine: TargetMachine, model_flops: float | None) -> Section:
     section = Section("forecast of a step")
     assert machine.accelerator is not None, "its peak figures are known"
     chip, (low, high) = machine.accelerator.chip, sorted((found.low, found.high))
@@ -98,7 +98,7 @@ def _range_section(found: Forecast, machine: Machine, model_flops: float | None)
     return section
 
 
-def _why_none(machine: Machine) -> str:
+def _why_none(machine: TargetMachine) -> str:
     if machine.is_faked:
         return f"none, since {machine.compiler} stands in: all is rooflines, of the fusions of another compiler"
     return f"none in the program of {machine.compiler}, or no clock is known for the chip: all is rooflines"
@@ -145,7 +145,7 @@ def _op_section(found: Forecast) -> Section:
     return section
 
 
-def _memory_section(found: Forecast, memory: Memory) -> Section:
+def _memory_section(found: Forecast, memory: ProgramMemory) -> Section:
     section, alive = Section("memory over the step"), found.alive
     section.add("temporaries at the peak", alive.peak, "bytes", "counted", "alive at a time, by the scheduled order")
     if memory.peak:

@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 
-from runner.accelerator import Speeds
+from runner.accelerator import PeakRates
 from runner.parallel.mesh import AXES, over_slices
 from runner.plan.forecast.collectives import Collective, collectives
-from runner.plan.machine import Machine
+from runner.plan.machine import TargetMachine
 from runner.train.batch_layout import BatchLayout
 from runner.train.compile import MEMORY_SHARE, CompiledStep
-from runner.train.setup import Blueprint, Design
+from runner.train.setup import TrainSetup, TrainSetupBuilder
 
 # What a host writes to a bucket or a shared disk, and what it copies out of its devices: assumed, not measured.
 DURABLE_BYTES_PER_SECOND = 1e9
@@ -31,7 +31,7 @@ TYPICAL_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What one device does in one step."""
 
     flops: float
@@ -71,7 +71,7 @@ class Roofline:
         return max(times, key=lambda name: times[name])
 
 
-def roofline(work: Work, speeds: Speeds, devices_per_chip: int) -> Roofline:
+def roofline(work: StepWork, speeds: PeakRates, devices_per_chip: int) -> Roofline:
     """The times of `work` on one device, which is a part of a chip if that shows several."""
     share = 1 / devices_per_chip
     return Roofline(
@@ -111,10 +111,10 @@ def split_over_domains(
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """The compiled steps of a job on one machine."""
 
-    blueprint: Blueprint
+    train_setup: TrainSetup
     step: CompiledStep
     collectives: tuple[Collective, ...]
     compile_seconds: float
@@ -123,34 +123,36 @@ class Program:
     network_bytes: float
 
 
-def compile_design(design: Design, blueprint: Blueprint, machine: Machine, *, with_val: bool = True) -> Program:
+def compile_design(
+    setup_builder: TrainSetupBuilder, train_setup: TrainSetup, machine: TargetMachine, *, with_val: bool = True
+) -> CompiledProgram:
     """Compile what the job would run, as its blueprint lies on the machine. Allocates no parameter.
 
     Both steps side by side, as a compiler has few threads of its own: the validation step for the micro-batch that the
     train step tries first, and again if that does not fit. Raises `InvalidError` with the numbers if it does not fit.
     """
-    first = design.first_layout(blueprint)
+    first = setup_builder.first_layout(train_setup)
     with ThreadPoolExecutor(1) as beside:
-        val = beside.submit(_seconds_of_val, design, blueprint, first) if with_val else None
+        val = beside.submit(_seconds_of_val, setup_builder, train_setup, first) if with_val else None
         started = time.monotonic()
-        step = design.compile(blueprint, int(machine.hbm_bytes * MEMORY_SHARE))
+        step = setup_builder.compile(train_setup, int(machine.hbm_bytes * MEMORY_SHARE))
         compile_seconds = time.monotonic() - started
         val_seconds = None if val is None else val.result()
     if with_val and step.layout != first:
-        val_seconds = _seconds_of_val(design, blueprint, step.layout)
-    found = tuple(collectives(step.text, blueprint.mesh_sizes))
-    interconnect, network = sent_bytes(found, blueprint.mesh_sizes, machine)
-    return Program(blueprint, step, found, compile_seconds, val_seconds, interconnect, network)
+        val_seconds = _seconds_of_val(setup_builder, train_setup, step.layout)
+    found = tuple(collectives(step.text, train_setup.mesh_sizes))
+    interconnect, network = sent_bytes(found, train_setup.mesh_sizes, machine)
+    return CompiledProgram(train_setup, step, found, compile_seconds, val_seconds, interconnect, network)
 
 
-def _seconds_of_val(design: Design, blueprint: Blueprint, layout: BatchLayout) -> float:
+def _seconds_of_val(setup_builder: TrainSetupBuilder, train_setup: TrainSetup, layout: BatchLayout) -> float:
     """How long the validation step takes to compile for this split of the batch."""
     started = time.monotonic()
-    blueprint.compile_val(design.val_step, blueprint.abstract_state.replace(opt_state=()), layout)
+    train_setup.compile_val(setup_builder.val_step, train_setup.abstract_state.replace(opt_state=()), layout)
     return time.monotonic() - started
 
 
-def sent_bytes(found: Iterable[Collective], sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:
+def sent_bytes(found: Iterable[Collective], sizes: Mapping[str, int], machine: TargetMachine) -> tuple[float, float]:
     """Bytes that one device sends in a step over the fast interconnect, and over the network between domains.
 
     libtpu compiles the program of one slice, in which collectives between slices stand apart. Elsewhere one program

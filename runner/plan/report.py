@@ -10,13 +10,13 @@ from runner.parallel.mesh import batch_axes_text, mesh_text, num_batch_shards
 from runner.periodic import tokens_at
 from runner.plan import program as estimate
 from runner.plan.figures import Section, amount
-from runner.plan.machine import Machine
+from runner.plan.machine import TargetMachine
 from runner.plan.program import (
     DURABLE_BYTES_PER_SECOND,
     STALL_BYTES_PER_SECOND,
-    Program,
+    CompiledProgram,
     Roofline,
-    Work,
+    StepWork,
     bytes_of,
     bytes_on_a_device,
     num_elements,
@@ -27,7 +27,7 @@ from runner.train.flops import Flops
 from runner.train.state import TrainState
 
 
-def job_section(spec: ExecutionSpec, machine: Machine) -> Section:
+def job_section(spec: ExecutionSpec, machine: TargetMachine) -> Section:
     """What would run, and where."""
     section = Section("job")
     kind, number, hosts = machine.devices[0].device_kind, len(machine.devices), machine.num_hosts
@@ -55,11 +55,11 @@ def state_section(abstract: Any) -> Section:
     return section
 
 
-def batch_section(config: TrainerConfig, program: Program) -> Section:
+def batch_section(config: TrainerConfig, program: CompiledProgram) -> Section:
     """How the global batch is split, and how far the run goes."""
     section, train, layout = Section("batch"), config.train, program.step.layout
     shards = num_batch_shards(layout.mesh)
-    section.add("mesh", mesh_text(program.blueprint.mesh_sizes), "text", "counted")
+    section.add("mesh", mesh_text(program.train_setup.mesh_sizes), "text", "counted")
     axes = batch_axes_text(layout.mesh)
     product = f"{layout.micro_batch_examples} examples x {shards} devices ({axes}) x {layout.rounds}"
     section.add("micro-batch x devices x accumulation", f"{product} = {train.global_batch_examples}", "text", "counted")
@@ -69,7 +69,7 @@ def batch_section(config: TrainerConfig, program: Program) -> Section:
     return section
 
 
-def memory_section(program: Program, machine: Machine) -> Section:
+def memory_section(program: CompiledProgram, machine: TargetMachine) -> Section:
     """What a step needs on each device, against what is there."""
     section, memory = Section("memory of a device"), program.step.memory
     section.add(
@@ -95,7 +95,7 @@ def flops_section(config: TrainerConfig, flops: Flops) -> Section:
     return section
 
 
-def collectives_section(program: Program) -> Section:
+def collectives_section(program: CompiledProgram) -> Section:
     """What the devices send each other in a step, by kind and axis."""
     section = Section("collectives of a step")
     rows: dict[tuple[str, str], list[float]] = {}
@@ -110,21 +110,21 @@ def collectives_section(program: Program) -> Section:
     return section
 
 
-def work_of(config: TrainerConfig, flops: Flops, program: Program) -> Work:
+def work_of(config: TrainerConfig, flops: Flops, program: CompiledProgram) -> StepWork:
     """What one device does in a step."""
-    sizes, abstract = program.blueprint.mesh_sizes, program.blueprint.abstract_state
+    sizes, abstract = program.train_setup.mesh_sizes, program.train_setup.abstract_state
     executed = (flops.per_token + flops.recomputed_per_token) * config.tokens_per_step
     whole = num_elements(abstract.params) / sizes["tensor"]
     passes = 3 if config.memory.remat == "layers" else 2
     compute_bytes = 2 if config.precision.compute == "bfloat16" else 4
     accumulate_steps = program.step.layout.rounds
     traffic = estimate.hbm_traffic(bytes_on_a_device(abstract), whole * compute_bytes, passes, accumulate_steps)
-    num_devices = program.blueprint.mesh.size
-    return Work(executed / num_devices, traffic, program.interconnect_bytes, program.network_bytes)
+    num_devices = program.train_setup.mesh.size
+    return StepWork(executed / num_devices, traffic, program.interconnect_bytes, program.network_bytes)
 
 
 def roofline_section(
-    config: TrainerConfig, flops: Flops, program: Program, machine: Machine
+    config: TrainerConfig, flops: Flops, program: CompiledProgram, machine: TargetMachine
 ) -> tuple[Section, Roofline | None]:
     """The least time of a step, and of the run."""
     section = Section("roofline of a step")
@@ -151,7 +151,7 @@ def roofline_section(
     tokens = config.tokens_per_step
     section.add("tokens/s", tokens / step_seconds, "", "assumed")
     section.add("time to the end", step_seconds * config.total_steps, "seconds", "assumed", "without restarts")
-    chips = program.blueprint.mesh.size / machine.accelerator.chip.devices_per_chip
+    chips = program.train_setup.mesh.size / machine.accelerator.chip.devices_per_chip
     mfu = flops.per_token * tokens / (step_seconds * chips * speeds.flops_per_second)
     section.add(
         "MFU there", mfu, "share", "assumed", "FLOPs of the model over peak; what is computed again not counted"
@@ -160,7 +160,7 @@ def roofline_section(
 
 
 def checkpoint_section(
-    spec: ExecutionSpec, abstract: Any, machine: Machine, step_seconds: float | None
+    spec: ExecutionSpec, abstract: Any, machine: TargetMachine, step_seconds: float | None
 ) -> tuple[Section, float]:
     """What a save weighs and takes, and when to save."""
     section = Section("checkpoint")
@@ -189,7 +189,7 @@ def checkpoint_section(
     return section, durable_seconds
 
 
-def compile_section(program: Program) -> Section:
+def compile_section(program: CompiledProgram) -> Section:
     """What was compiled. Differs from one time to the next."""
     section = Section("compilation")
     section.add("program", program.step.digest, "text", "compiled")

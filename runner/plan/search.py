@@ -19,11 +19,11 @@ from runner.accelerator import Accelerator
 from runner.errors import InvalidError
 from runner.plan import checks, report
 from runner.plan.checks import Findings, load_data
-from runner.plan.machine import Machine
+from runner.plan.machine import TargetMachine
 from runner.plan.mesh import Sizes, all_meshes
-from runner.plan.prediction import WHOLE, Prediction, Predictor, draw_abstractly
+from runner.plan.prediction import WHOLE, Prediction, Predictor, build_abstract
 from runner.plan.profile import forecast_seconds
-from runner.plan.program import TYPICAL_SHARE, Program, Roofline, compile_design
+from runner.plan.program import TYPICAL_SHARE, CompiledProgram, Roofline, compile_design
 from runner.spec import Document, load_document
 from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops
@@ -67,11 +67,11 @@ def _override(key: str, value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledCandidate:
     """A candidate that fits, with the figures of its compiled program."""
 
     candidate: Candidate
-    program: Program
+    program: CompiledProgram
     times: Roofline
     forecast_seconds: float | None = None  # by the compiler's estimates, where it has written any
 
@@ -82,7 +82,7 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Model:
+class SearchModel:
     """What does not depend on mesh or micro-batch: the job under one choice of its own knobs."""
 
     job: BaseTrainer
@@ -104,25 +104,25 @@ class Search:
         """The job, with the vocabulary that its data or its spec gives. Raises `InvalidError` with all problems."""
         findings = Findings()
         job = checks.open_job(self.document(more), findings)
-        if isinstance(job, BaseTrainer) and load_data(job.design, findings)[1]:
+        if isinstance(job, BaseTrainer) and load_data(job.setup_builder, findings)[1]:
             return job
         raise InvalidError("\n".join(findings.problems) or "only a trainer has steps to search for")
 
-    def models(self) -> list[Model]:
+    def models(self) -> list[SearchModel]:
         """The job under each choice of its knobs."""
         space = self.open_job([]).search_space()
         found = []
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_override(key, value) for key, value in choices])
-            blueprint = draw_abstractly(job.design, WHOLE)
+            train_setup = build_abstract(job.setup_builder, WHOLE)
             try:
-                found.append(Model(job, choices, job.flops_per_token(blueprint)))
+                found.append(SearchModel(job, choices, job.flops_per_token(train_setup)))
             except ValueError as error:
                 raise InvalidError(f"{job.spec.job}: {error}") from error
         return found
 
-    def candidates(self, models: list[Model], accelerator: Accelerator, hbm_bytes: int) -> list[Candidate]:
+    def candidates(self, models: list[SearchModel], accelerator: Accelerator, hbm_bytes: int) -> list[Candidate]:
         """All that may fit, best first."""
         limit_bytes = hbm_bytes * MEMORY_SHARE
         predictors = [Predictor(model.job, model.flops, accelerator) for model in models]
@@ -138,14 +138,16 @@ class Search:
                 found += [Candidate(mesh, model.choices, prediction) for prediction in fitting]
         return sorted(found, key=lambda candidate: candidate.rank)
 
-    def compile_best(self, candidates: list[Candidate], machine: Machine) -> tuple[list[Compiled], list[str]]:
+    def compile_best(
+        self, candidates: list[Candidate], machine: TargetMachine
+    ) -> tuple[list[CompiledCandidate], list[str]]:
         """The best few that fit when compiled, best first, and a line for each that did not.
 
         Formulas miss what a compiler adds. So each failure tells by how much they were wrong for its choices, and what
         would not fit by that either is not tried; and at last the one that needs least is.
         """
         limit_bytes = machine.hbm_bytes * MEMORY_SHARE
-        found: list[Compiled] = []
+        found: list[CompiledCandidate] = []
         dropped: dict[Candidate, str] = {}
         excess: dict[Choices, float] = {}
 
@@ -169,12 +171,16 @@ class Search:
             attempt(smallest)
         return sorted(found, key=lambda compiled: compiled.rank_seconds), list(dropped.values())
 
-    def _compile(self, candidate: Candidate, machine: Machine) -> Compiled:
+    def _compile(self, candidate: Candidate, machine: TargetMachine) -> CompiledCandidate:
         job = self.open_job(candidate.overrides)
-        blueprint = job.design.draw(machine.devices)
-        program = compile_design(job.design, blueprint, machine, with_val=False)
-        _, times = report.roofline_section(job.design.counted, job.flops_per_token(blueprint), program, machine)
-        return Compiled(candidate, program, times or candidate.prediction.times, forecast_seconds(program, machine))
+        train_setup = job.setup_builder.build(machine.devices)
+        program = compile_design(job.setup_builder, train_setup, machine, with_val=False)
+        _, times = report.roofline_section(
+            job.setup_builder.counted, job.flops_per_token(train_setup), program, machine
+        )
+        return CompiledCandidate(
+            candidate, program, times or candidate.prediction.times, forecast_seconds(program, machine)
+        )
 
 
 def smallest_slice(search: Search, accelerator: Accelerator, hours: float) -> tuple[Accelerator, list[Candidate]]:

@@ -18,7 +18,7 @@ from typing import Any
 from runner import console
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
-from runner.distributed.heartbeat import Straggling
+from runner.distributed.heartbeat import StragglerReport
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import stacks_of_all_threads
 from runner.errors import (
@@ -39,7 +39,7 @@ from runner.run.events import EventLog
 from runner.run.fence import Fence
 from runner.run.layout import RESULT, Owner, read_owner, write_owner
 from runner.run.logs import begin_log_file
-from runner.run.notifications import Alerts
+from runner.run.notifications import Notifier
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
 
@@ -72,7 +72,7 @@ def check_end(job: str, step: Any, last_step: int, total_steps: int) -> None:
         )
 
 
-class Account:
+class JobReport:
     """Nothing is kept. A trainer's `Report` has its rows."""
 
     def problem_with(self, attachments: dict[str, bytes]) -> str | None:
@@ -136,7 +136,7 @@ class Attempt:
     events: EventLog
     background: BackgroundWriter
     environment: JsonObject = field(default_factory=dict)
-    alerts: Alerts = field(default_factory=lambda: Alerts(None, {}))
+    alerts: Notifier = field(default_factory=lambda: Notifier(None, {}))
 
     def say(self, line: str) -> None:
         """Tell a line. By default other hosts than the main one show warnings alone, and only log it."""
@@ -266,15 +266,15 @@ def claim(
     return Attempt(number, run_id, store, hosts, stop, progress, fence, events, background, environment, alerts)
 
 
-def _alerts(spec: ExecutionSpec, store: Store, attempt: int, hosts: Hosts) -> Alerts:
+def _alerts(spec: ExecutionSpec, store: Store, attempt: int, hosts: Hosts) -> Notifier:
     """Those of this attempt."""
     notify = spec.logging.notify if hosts.is_main else None
-    alerts = Alerts(notify, {"run": spec.name, "directory": store.url, "attempt": attempt})
+    alerts = Notifier(notify, {"run": spec.name, "directory": store.url, "attempt": attempt})
     alerts.look_back(lambda: read_log(store, "events"))
     return alerts
 
 
-class Incidents:
+class IncidentRecorder:
     """Called by the watchdog, from its thread.
 
     Attributes:
@@ -301,7 +301,7 @@ class Incidents:
         if attempt is not None:
             attempt.events.append("progress", step)
 
-    def on_straggler(self, straggling: Straggling) -> None:
+    def on_straggler(self, straggling: StragglerReport) -> None:
         """Which processes come late to their steps. Main host only."""
         late, step, after_seconds = straggling.late, straggling.step, straggling.after_seconds
         if self.attempt is not None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.console import warn
-from runner.distributed.clock import COUNTED, Bucket, Clock, Keeper, Reading
+from runner.distributed.clock import COUNTED, Clock, ClockReading, ClockStore, TimeBucket
 from runner.process import created_ticks, machine_id
 from runner.records import Key, check
 from runner.storage import BackgroundWriter, Store, parse_json
@@ -45,7 +45,7 @@ _KEYS = (
 
 
 @dataclass(frozen=True)
-class Kept:
+class ClockRecord:
     """What a clock file says.
 
     Attributes:
@@ -59,7 +59,7 @@ class Kept:
     machine: str
     pid: int
     created: int | None
-    reading: Reading
+    reading: ClockReading
 
     @property
     def is_process_there(self) -> bool | None:
@@ -96,14 +96,14 @@ def encode_head(clock: Clock) -> bytes:
     return json.dumps(head).encode().ljust(HEAD_BYTES - 1) + b"\n"
 
 
-def encode(number: int, reading: Reading) -> bytes:
+def encode(number: int, reading: ClockReading) -> bytes:
     """A slot."""
     moment, step, since, bucket, seconds, code = reading
     content = _OWN_SLOT.pack(number, moment, step, since, bucket.index, -1 if code is None else code, *seconds)
     return _CHECKSUM.pack(zlib.crc32(content)) + content
 
 
-def decode(content: bytes) -> Kept:
+def decode(content: bytes) -> ClockRecord:
     """The newest reading of a file. Raises `ValueError` if none is whole, or a newer runner has written it."""
     head = parse_json(content[:HEAD_BYTES])
     check(head, _KEYS, [key.name for key in _KEYS])
@@ -123,9 +123,9 @@ def decode(content: bytes) -> Kept:
     _, moment, step, since, index, code, *seconds = max(whole, key=_rank)
     found = dict(zip(names, seconds, strict=True))
     known = tuple(found.get(bucket.value, 0.0) for bucket in COUNTED)
-    bucket = next((each for each in COUNTED if index < len(names) and each.value == names[index]), Bucket.SHUTDOWN)
-    reading = Reading(moment, step, since, bucket, known, None if code < 0 else code)
-    return Kept(head["began"], head["host"], head["machine"], head["pid"], head["created"], reading)
+    bucket = next((each for each in COUNTED if index < len(names) and each.value == names[index]), TimeBucket.SHUTDOWN)
+    reading = ClockReading(moment, step, since, bucket, known, None if code < 0 else code)
+    return ClockRecord(head["began"], head["host"], head["machine"], head["pid"], head["created"], reading)
 
 
 def _rank(slot: tuple[Any, ...]) -> tuple[bool, float, int]:
@@ -137,7 +137,7 @@ def _rank(slot: tuple[Any, ...]) -> tuple[bool, float, int]:
     return code >= 0, moment, number
 
 
-class _OnDisk:
+class _LocalClockFile:
     """Writes in place. A disk that gives an error costs the record, not the run."""
 
     def __init__(self, store: Store, name: str, head: bytes):
@@ -150,16 +150,16 @@ class _OnDisk:
         self._numbers, self._places = itertools.count(), itertools.cycle(range(NUM_SLOTS - 1))
         self._has_warned = False
 
-    def put(self, reading: Reading) -> None:
+    def put(self, reading: ClockReading) -> None:
         self._write(reading, next(self._places))
 
-    def beat(self, reading: Reading) -> None:
+    def beat(self, reading: ClockReading) -> None:
         """Into a slot of its own: held up by the disk, a beat would come over what has been put since."""
         self._write(reading, NUM_SLOTS - 1)
         if reading.code is not None:
             self.put(reading)  # and such a beat over the exit code
 
-    def _write(self, reading: Reading, place: int) -> None:
+    def _write(self, reading: ClockReading, place: int) -> None:
         slot = encode(next(self._numbers), reading)
         try:
             os.pwrite(self._file, slot, HEAD_BYTES + place * len(slot))
@@ -169,18 +169,18 @@ class _OnDisk:
             self._has_warned = True
 
 
-class _InBucket:
+class _BucketClockFile:
     """Has the newest reading put by the background writer, at most every `PERIOD_SECONDS`."""
 
     def __init__(self, store: Store, name: str, head: bytes, background: BackgroundWriter):
         self._store, self._name, self._head, self._background = store, name, head, background
         self._numbers = itertools.count()
-        self._sent: Reading | None = None
+        self._sent: ClockReading | None = None
 
-    def put(self, reading: Reading) -> None:
+    def put(self, reading: ClockReading) -> None:
         """Nothing: the next beat is soon."""
 
-    def beat(self, reading: Reading) -> None:
+    def beat(self, reading: ClockReading) -> None:
         sent = self._sent
         if sent is not None and sent.code == reading.code:
             has_moved = (sent.step, sent.bucket) != (reading.step, reading.bucket)
@@ -194,9 +194,13 @@ class _InBucket:
 def keep(clock: Clock, store: Store, attempt: int, background: BackgroundWriter) -> None:
     """From now on keep what `clock` says in the file of this attempt. Main host only; never raises."""
     name, head = name_of(attempt), encode_head(clock)
-    keeper: Keeper
+    keeper: ClockStore
     try:
-        keeper = _InBucket(store, name, head, background) if store.root is None else _OnDisk(store, name, head)
+        keeper = (
+            _BucketClockFile(store, name, head, background)
+            if store.root is None
+            else _LocalClockFile(store, name, head)
+        )
     except OSError as error:
         warn(f"the attempt's clock cannot be written ({error}): after a kill nobody knows how far it had come")
         return

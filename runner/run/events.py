@@ -11,7 +11,7 @@ from typing import Any, Literal
 from runner.console import warn
 from runner.records import Key
 from runner.run.environment import ENVIRONMENT_KEYS
-from runner.storage import JsonObject, Log
+from runner.storage import JsonlLog, JsonObject
 
 Writer = Literal["main host", "any host"]
 
@@ -25,7 +25,7 @@ EVENT_KEYS = (
 
 
 @dataclass(frozen=True)
-class Event:
+class EventType:
     """What one name in the ledger means, who writes it, and its keys besides `EVENT_KEYS`."""
 
     name: str
@@ -39,7 +39,7 @@ _FINGERPRINT = Key("fingerprint", str, "Digest of the whole state's bits, 32 hex
 _REASON = Key("reason", str, "Why, in a line for people.")
 
 EVENTS = (
-    Event(
+    EventType(
         "start",
         "An attempt has claimed the directory.",
         "main host",
@@ -53,13 +53,13 @@ EVENTS = (
             *ENVIRONMENT_KEYS,
         ),
     ),
-    Event(
+    EventType(
         "changed",
         "Versions, CPUs, commit or hosts are not those that the restored checkpoint was saved with.",
         "main host",
         (Key("changes", list, "A few words for each, for people."),),
     ),
-    Event(
+    EventType(
         "compile",
         "The train step is compiled; trainers only.",
         "main host",
@@ -69,7 +69,7 @@ EVENTS = (
             Key("compiler_options", dict, "XLA's, of the chip in the catalogue; absent where it has none."),
         ),
     ),
-    Event(
+    EventType(
         "prepare",
         "All is compiled that is needed before a state.",
         "main host",
@@ -79,7 +79,7 @@ EVENTS = (
             Key("from_cache", int, "Programs found in a cache so far; absent likewise."),
         ),
     ),
-    Event(
+    EventType(
         "restore",
         "The state is that of a checkpoint, and its bits were checked.",
         "main host",
@@ -89,8 +89,8 @@ EVENTS = (
             Key("tier", str, "Where it was restored from: `durable`, or `fast` (`checkpoint.local_directory`)."),
         ),
     ),
-    Event("init", "The state is a new one, at step 0.", "main host", (_SECONDS, _FINGERPRINT)),
-    Event(
+    EventType("init", "The state is a new one, at step 0.", "main host", (_SECONDS, _FINGERPRINT)),
+    EventType(
         "save",
         "A save has begun.",
         "main host",
@@ -105,7 +105,7 @@ EVENTS = (
             Key("tier", str, "`fast` if only the fast tier saves; else absent."),
         ),
     ),
-    Event(
+    EventType(
         "commit",
         "The save is durable: from here on a restart resumes at this step or a later one.",
         "main host",
@@ -117,19 +117,19 @@ EVENTS = (
             Key("tier", str, "`fast` in the fast tier, and then neither fingerprint nor bytes; else absent."),
         ),
     ),
-    Event(
+    EventType(
         "save_failed",
         "The save could not be made durable. Training goes on, and the next save is tried.",
         "any host",
         (_REASON, Key("tier", str, "`fast` in the fast tier; else absent, and the main host writes.")),
     ),
-    Event(
+    EventType(
         "save_left_out",
         "In a bucket: no save was begun, since an earlier one is still on its way.",
         "main host",
         (_REASON,),
     ),
-    Event(
+    EventType(
         "fallback",
         "A checkpoint was not restored; `step` is the one that was, null if none.",
         "main host",
@@ -139,19 +139,19 @@ EVENTS = (
             Key("tier", str, "`durable` or `fast`."),
         ),
     ),
-    Event(
+    EventType(
         "quarantine",
         "A committed checkpoint failed its check and was moved away.",
         "main host",
         (_REASON, Key("moved_to", str, "Where it is now.")),
     ),
-    Event(
+    EventType(
         "corruption",
         "Devices that hold copies of the same shard do not agree; the save is refused, the run ends with 76.",
         "any host",
         (_REASON,),
     ),
-    Event(
+    EventType(
         "cadence",
         "With `checkpoint.every: auto`: the interval chosen, when first known and whenever it has changed twofold.",
         "main host",
@@ -160,11 +160,13 @@ EVENTS = (
             Key("stall_seconds", float, "How long the last save stopped training.", "s"),
         ),
     ),
-    Event("grace", "A save takes longer than `checkpoint.grace_seconds`; once an attempt.", "main host", (_REASON,)),
-    Event(
+    EventType(
+        "grace", "A save takes longer than `checkpoint.grace_seconds`; once an attempt.", "main host", (_REASON,)
+    ),
+    EventType(
         "progress", "How far this attempt has come, from time to time: what a kill has cost is told by it.", "main host"
     ),
-    Event(
+    EventType(
         "straggler",
         "Other processes than before come late to their steps, twice in a row.",
         "main host",
@@ -173,7 +175,7 @@ EVENTS = (
             Key("after_seconds", list, "Arrival of every process at `step`, after the first.", "s"),
         ),
     ),
-    Event(
+    EventType(
         "profile",
         "Steps were recorded: those after `start` up to `step`; trainers only.",
         "main host",
@@ -182,50 +184,52 @@ EVENTS = (
             Key("path", str, "Where it is in the directory."),
         ),
     ),
-    Event(
+    EventType(
         "sink_off",
         "Something that shows rows has failed or hangs, and gets no more of them in this attempt; the run goes on.",
         "main host",
         (Key("sink", str, "`tensorboard` or `wandb`."), _REASON),
     ),
-    Event(
+    EventType(
         "stop",
         "A hook ends the run: `step` is its last. A step that is lost to a kill may have it once more.",
         "main host",
         (Key("hook", str, "Its name."), _REASON),
     ),
-    Event(
+    EventType(
         "slow_hook",
         "A hook has taken longer than a second and ten steps; once an attempt for each of its methods.",
         "main host",
         (Key("hook", str, "Its name and method."), Key("seconds", float, "How long.", "s")),
     ),
-    Event("stuck", "The job does not go on, and ends with 76; the stacks are in `stacks/`.", "any host", (_REASON,)),
-    Event(
+    EventType(
+        "stuck", "The job does not go on, and ends with 76; the stacks are in `stacks/`.", "any host", (_REASON,)
+    ),
+    EventType(
         "evaluate",
         "The weights were evaluated; trainers only.",
         "main host",
         (Key("figures", dict, "What the row of `step` has of it: `val/loss` and its like, without texts and lists."),),
     ),
-    Event(
+    EventType(
         "evaluation_problem",
         "An evaluator raised, or its figures cannot stand in the row as they are; the run goes on; trainers only.",
         "main host",
         (Key("evaluator", str, "Its name, or its class."), _REASON),
     ),
-    Event(
+    EventType(
         "failed",
         "An attempt ends with an error. A crash that no code could answer, such as kill -9, leaves nothing.",
         "any host",
         (_REASON, Key("code", int, "The exit code of this process.")),
     ),
-    Event(
+    EventType(
         "preempt",
         "The job stops as asked.",
         "any host",
         (Key("saved", bool, "True if `step` is committed (the main host writes); false before the first step."),),
     ),
-    Event("done", "The job has reached its end, and `result.json` is written.", "main host", (_FINGERPRINT,)),
+    EventType("done", "The job has reached its end, and `result.json` is written.", "main host", (_FINGERPRINT,)),
 )
 
 
@@ -237,7 +241,7 @@ class EventLog:
 
     def __init__(
         self,
-        log: Log,
+        log: JsonlLog,
         attempt: int,
         process: int,
         on_append: Callable[[str, int | None, JsonObject], None] = lambda event, step, details: None,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from runner.errors import FencedError, InvalidError, RemovedError, ResumeError, StorageError
-from runner.run.layout import read_owner, read_result, refuse_other_kinds
+from runner.run.layout import read_owner, read_result, validate_entry_kinds
 from runner.spec import Document, JobConfig, Trajectory, filled_in
 from runner.storage import Store, create, encode_json, number_in, probe, read_json
 
@@ -89,7 +89,7 @@ class Fence:
 
 
 @dataclass(frozen=True)
-class Claimant:
+class RunIdentity:
     """What a start says of the run that it would continue.
 
     Attributes:
@@ -104,7 +104,7 @@ class Claimant:
     identity: Trajectory
     unread: Container[str]
 
-    def refuse_another_trajectory(self, saved: Trajectory, owner: str, url: str) -> None:
+    def validate_trajectory(self, saved: Trajectory, owner: str, url: str) -> None:
         """Raise `ResumeError` with a line for each key in which `saved`, of `owner`, is another trajectory.
 
         What is `auto` on one side is not known there yet. A checkpoint's identity has what it led to.
@@ -127,13 +127,13 @@ def _value(identity: Trajectory, key: str) -> str:
     return repr(identity[key]) if key in identity else "nothing"
 
 
-def check_directory(store: Store, name: str, claimant: Claimant) -> None:
+def check_directory(store: Store, name: str, claimant: RunIdentity) -> None:
     """Refuse a directory that cannot be written, or is another job's. Main host only; claims and changes nothing.
 
     Raises `InvalidError`, or `StorageError` if it cannot be reached.
     """
     try:
-        refuse_other_kinds(store)
+        validate_entry_kinds(store)
         if store.root is None:
             probe(store)
         owner = read_owner(store)
@@ -143,7 +143,7 @@ def check_directory(store: Store, name: str, claimant: Claimant) -> None:
             raise ResumeError(
                 f"{store.url} belongs to the job {owner.name!r}, this one is {name!r}; use another directory"
             )
-        claimant.refuse_another_trajectory(owner.identity, "this directory's job", store.url)
+        claimant.validate_trajectory(owner.identity, "this directory's job", store.url)
     except InvalidError as error:
         raise error if isinstance(error, ResumeError) else claimant.document.error("directory", str(error)) from error
     except OSError as error:

@@ -18,8 +18,8 @@ from runner.records import Key, check
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import (
     JsonObject,
-    OtherKindError,
     Store,
+    WrongKindError,
     check_url,
     check_way,
     create,
@@ -50,14 +50,14 @@ EXPENDABLE = ("compiled",)  # where something else stands under these names the 
 FORMAT = 1  # of a record that does not say
 
 
-class DamagedError(Exception):
+class DamagedRecordError(Exception):
     """A record is there, and is not whole or not what it should be."""
 
 
 def read_record(store: Store, name: str, keys: Sequence[Key], needs: Sequence[str]) -> JsonObject | None:
     """The JSON object in a file of a run's directory, its types checked; None if there is no such file.
 
-    Raises `DamagedError`, `NewerFormatError`, else as the store does.
+    Raises `DamagedRecordError`, `NewerFormatError`, else as the store does.
     """
     try:
         record = read_json(store, name)
@@ -66,10 +66,10 @@ def read_record(store: Store, name: str, keys: Sequence[Key], needs: Sequence[st
         check(record, keys, needs)
     except FileNotFoundError:
         return None
-    except (NewerFormatError, OtherKindError):
+    except (NewerFormatError, WrongKindError):
         raise
     except ValueError as error:
-        raise DamagedError(f"{store.url}/{name} is damaged ({error})") from error
+        raise DamagedRecordError(f"{store.url}/{name} is damaged ({error})") from error
     return record
 
 
@@ -90,7 +90,7 @@ def open_directory(document: Document, spec: ExecutionSpec) -> Store:
     return store
 
 
-def refuse_other_kinds(store: Store) -> None:
+def validate_entry_kinds(store: Store) -> None:
     """Raise `InvalidError` if something of another kind stands where the run would read or write."""
     if store.root is None:
         return
@@ -136,7 +136,7 @@ def read_owner(store: Store) -> Owner | None:
     """Whose directory this is, None if nobody's. Raises `ResumeError` if that cannot be told."""
     try:
         record = read_record(store, OWNER, _KEYS, [key.name for key in _KEYS])
-    except DamagedError as error:
+    except DamagedRecordError as error:
         raise ResumeError(f"{error}: cannot tell whose directory this is") from error
     if record is None:
         return None
@@ -189,7 +189,7 @@ def read_result(store: Store) -> Result | None:
     """The result of a run, None if there is no whole one. Raises `NewerFormatError`, else as the store does."""
     try:
         record = read_record(store, RESULT, RESULT_KEYS, ["step", "fingerprint"])
-    except DamagedError:
+    except DamagedRecordError:
         return None
     if record is None:
         return None

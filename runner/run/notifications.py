@@ -17,7 +17,7 @@ from typing import Any
 
 from runner.console import hide, warn
 from runner.errors import EXIT_RETRYABLE, first_line
-from runner.spec import Notify
+from runner.spec import NotifyConfig
 from runner.storage import JsonObject
 
 DEADLINE_SECONDS = 30.0
@@ -26,10 +26,10 @@ HOUR_SECONDS = 3600.0
 TOLD = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
 
 
-class Alerts:
+class Notifier:
     """The calls of one attempt. `run` is what every payload says: name, directory, attempt."""
 
-    def __init__(self, notify: Notify | None, run: JsonObject):
+    def __init__(self, notify: NotifyConfig | None, run: JsonObject):
         self._notify, self._run = notify, run
         self._calls: list[threading.Thread] = []
         self._url = None if notify is None else _url(notify)
@@ -94,7 +94,7 @@ class Alerts:
                 warn(f"notify: the webhook failed: {first_line(error).replace(self._url, '***')}")
 
 
-def _url(notify: Notify) -> str | None:
+def _url(notify: NotifyConfig) -> str | None:
     """The URL, which is a secret: who knows it can post there."""
     url = notify.webhook
     if url is not None and url.startswith("$"):

@@ -26,7 +26,7 @@ KeyPath = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class SpecLocation:
     """Where a value was written: `specs/x.yaml:14`, or the `--set` that gave it."""
 
     text: str
@@ -60,7 +60,7 @@ def nearest_or_all(word: str, choices: Sequence[str], prefix: str = "") -> str:
     return did_you_mean(word, choices, prefix) or (f"; choose from {', '.join(choices)}" if choices else "")
 
 
-def parse(text: str, at: Callable[[int], Place]) -> tuple[Any, dict[KeyPath, Place]]:
+def parse(text: str, at: Callable[[int], SpecLocation]) -> tuple[Any, dict[KeyPath, SpecLocation]]:
     """Plain data of one YAML document and the place of every key in it; `at` makes a place of a line."""
     try:
         loader = _Loader(text, at)
@@ -79,7 +79,7 @@ def parse(text: str, at: Callable[[int], Place]) -> tuple[Any, dict[KeyPath, Pla
     return data, loader.places
 
 
-def _unreadable(place: Place, reason: str) -> SpecError:
+def _unreadable(place: SpecLocation, reason: str) -> SpecError:
     return SpecError(place.blame((), f"unreadable YAML: {reason}"))
 
 
@@ -88,10 +88,10 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own way to replace the resolvers of the base class
 
-    def __init__(self, text: str, at: Callable[[int], Place]):
+    def __init__(self, text: str, at: Callable[[int], SpecLocation]):
         super().__init__(text)
         self.at = at
-        self.places: dict[KeyPath, Place] = {(): at(1)}
+        self.places: dict[KeyPath, SpecLocation] = {(): at(1)}
         self.problems: list[str] = []
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -158,9 +158,9 @@ class Document:
     """A spec as the user wrote it, overrides applied, nothing validated yet."""
 
     data: dict[str, Any]
-    places: dict[KeyPath, Place]
+    places: dict[KeyPath, SpecLocation]
 
-    def place(self, path: KeyPath) -> Place:
+    def place(self, path: KeyPath) -> SpecLocation:
         """The place of `path`, or of the nearest mapping around it that was written at all."""
         return next(self.places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.places)
 
@@ -203,7 +203,7 @@ def load_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 
 def parse_document(text: str, path: str, overrides: Sequence[str] = ()) -> Document:
     """Read YAML text; `path` is what errors call it."""
-    data, places = parse(text, lambda line: Place(f"{path}:{line}", line))
+    data, places = parse(text, lambda line: SpecLocation(f"{path}:{line}", line))
     document = Document(data, places)
     if not isinstance(data, dict):
         found = "nothing" if data is None else got(data)
@@ -221,14 +221,14 @@ def parse_document(text: str, path: str, overrides: Sequence[str] = ()) -> Docum
 
 def document_of(spec: ExecutionSpec) -> Document:
     """The document of a spec that was made in Python, and so has no lines."""
-    return Document(spec.model_dump(mode="json"), {(): Place("ExecutionSpec")})
+    return Document(spec.model_dump(mode="json"), {(): SpecLocation("ExecutionSpec")})
 
 
 def _apply(override: str, document: Document) -> None:
     """Apply one `dotted.key=value` in place; sections that the file leaves out are created."""
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
-    place = Place(f"--set {override}", key=".".join(path))
+    place = SpecLocation(f"--set {override}", key=".".join(path))
     if not equals or not all(path):
         raise SpecError(place.blame((), "needs the form dotted.key=value"))
     value, _ = parse(text, lambda line: place)

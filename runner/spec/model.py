@@ -27,13 +27,13 @@ HOOK_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"  # it becomes a part of the names of 
 JOB_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
-class Frozen(BaseModel):
+class FrozenModel(BaseModel):
     """Base of every model in a spec: immutable, no unknown keys, no coercion between types, finite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
-class JobConfig(Frozen):
+class JobConfig(FrozenModel):
     """Base of what a job class accepts under `config`."""
 
     @property
@@ -47,7 +47,7 @@ class JobConfig(Frozen):
         return frozenset()
 
 
-class Mesh(Frozen):
+class MeshConfig(FrozenModel):
     """Axis sizes of the device mesh; at most one is auto, which takes the devices that the others leave."""
 
     data: PositiveInt | Auto = Field(default="auto", description="Devices over which only the batch is cut.")
@@ -61,14 +61,14 @@ class Mesh(Frozen):
     )
 
     @model_validator(mode="after")
-    def _at_most_one_auto(self) -> "Mesh":
+    def _at_most_one_auto(self) -> "MeshConfig":
         autos = [axis for axis, size in self if size == "auto"]
         if len(autos) > 1:
             raise ValueError(f"axes {', '.join(autos)} are auto; at most one can be, give the others a size")
         return self
 
 
-class Topology(Frozen):
+class Topology(FrozenModel):
     """The hardware that the job is sized for, and the mesh over it."""
 
     accelerator: str = Field(
@@ -76,7 +76,7 @@ class Topology(Frozen):
         min_length=1,
         description="any, or what the job is sized for (cpu, v5e-16, 2xv5e-256, h200-8); other hardware is refused.",
     )
-    mesh: Mesh = Field(default=Mesh(), description="Axis sizes of the device mesh.")
+    mesh: MeshConfig = Field(default=MeshConfig(), description="Axis sizes of the device mesh.")
     elastic: bool = Field(
         default=False, description="Begin with the hosts that came in time, if some did not; else that ends with 76."
     )
@@ -90,7 +90,7 @@ class Topology(Frozen):
     )
 
 
-class Deadlines(Frozen):
+class Deadlines(FrozenModel):
     """When a wait is a failure: the job then ends with 76 and names who is late."""
 
     start_seconds: PositiveFloat = Field(default=300.0, description="For all hosts to come, at the start.")
@@ -102,14 +102,14 @@ class Deadlines(Frozen):
     )
 
 
-class Best(Frozen):
+class BestCheckpointConfig(FrozenModel):
     """The checkpoint with the best value of one metric, of those whose step has it."""
 
     metric: str = Field(min_length=1, description="Key of a row of metrics.jsonl, such as val/loss.")
     mode: Literal["min", "max"] = Field(default="min", description="Whether less or more is better.")
 
 
-class InitFrom(Frozen):
+class InitFromConfig(FrozenModel):
     """Weights to begin with, and what of them need not be as the model has it."""
 
     path: str = Field(min_length=1, description="What init_from is where it is text alone.")
@@ -130,7 +130,7 @@ class InitFrom(Frozen):
     )
 
 
-class Checkpoint(Frozen):
+class CheckpointConfig(FrozenModel):
     """When to save, what to keep, what to start from."""
 
     every_steps: PositiveInt | None = Field(default=1000, description="Save each time so many steps are complete.")
@@ -148,10 +148,10 @@ class Checkpoint(Frozen):
     keep_every_steps: PositiveInt | None = Field(
         default=None, description="Checkpoints at multiples of this stay for good."
     )
-    keep_best: Best | None = Field(
+    keep_best: BestCheckpointConfig | None = Field(
         default=None, description="The best checkpoint by a metric stays too; null: none does."
     )
-    init_from: Annotated[str, Field(min_length=1)] | InitFrom | None = Field(
+    init_from: Annotated[str, Field(min_length=1)] | InitFromConfig | None = Field(
         default=None,
         description="Begin with the weights of this run (or RUN/checkpoints/STEP, or RUN/checkpoints/best), or of this "
         "directory or URL in Hugging Face's layout, where there is no own checkpoint.",
@@ -172,9 +172,9 @@ class Checkpoint(Frozen):
     )
 
     @property
-    def weights(self) -> InitFrom | None:
+    def weights(self) -> InitFromConfig | None:
         """What `init_from` says."""
-        return InitFrom(path=self.init_from) if isinstance(self.init_from, str) else self.init_from
+        return InitFromConfig(path=self.init_from) if isinstance(self.init_from, str) else self.init_from
 
     @model_validator(mode="before")
     @classmethod
@@ -183,7 +183,7 @@ class Checkpoint(Frozen):
         return {"every_steps": None} | data if isinstance(data, dict) and data.get("every") is not None else data
 
     @model_validator(mode="after")
-    def _some_cadence(self) -> "Checkpoint":
+    def _some_cadence(self) -> "CheckpointConfig":
         given = {key for key in self.model_fields_set & {"every_steps", "every_minutes"} if getattr(self, key)}
         if self.every is not None and given:
             raise ValueError("every: auto chooses the interval; leave out every_steps and every_minutes")
@@ -196,7 +196,7 @@ class Checkpoint(Frozen):
         return self
 
 
-class Notify(Frozen):
+class NotifyConfig(FrozenModel):
     """Who is called when the run is done, failed, fell back to an older checkpoint, stalled, or is often preempted."""
 
     command: Annotated[list[str], Field(min_length=1)] | None = Field(
@@ -213,7 +213,7 @@ class Notify(Frozen):
     )
 
     @model_validator(mode="after")
-    def _somebody(self) -> "Notify":
+    def _somebody(self) -> "NotifyConfig":
         if self.command is None and self.webhook is None:
             raise ValueError("command and webhook are both null; give one of them, or notify: null")
         return self
@@ -223,7 +223,7 @@ class Notify(Frozen):
         return webhook if webhook is None or webhook.startswith("$") else SECRET
 
 
-class Logging(Frozen):
+class LoggingConfig(FrozenModel):
     """What is reported, and how often."""
 
     every_steps: PositiveInt = Field(
@@ -249,7 +249,7 @@ class Logging(Frozen):
         description="START:STOP, in completed steps: record those after START up to STOP, "
         f"{STEPS_OF_A_PROFILE_MAX} at most, on process 0.",
     )
-    notify: Notify | None = Field(default=None, description="Who is called when something happens; null: nobody.")
+    notify: NotifyConfig | None = Field(default=None, description="Who is called when something happens; null: nobody.")
     tensorboard: bool = Field(default=False, description="Write TensorBoard's event files, into tensorboard/.")
 
     @field_validator("profile")
@@ -261,7 +261,7 @@ class Logging(Frozen):
         return profile
 
 
-class HookEntry(Frozen):
+class HookEntry(FrozenModel):
     """A hook, and what it is told."""
 
     hook: str = Field(pattern=JOB_PATTERN, description="module.path:Class, any Hook.")
@@ -278,7 +278,7 @@ class HookEntry(Frozen):
         return self.name or self.hook.partition(":")[2]
 
 
-class ExecutionSpec(Frozen):
+class ExecutionSpec(FrozenModel):
     """One job: what runs, where it writes, on which devices, and the job's own config."""
 
     name: str = Field(
@@ -297,9 +297,9 @@ class ExecutionSpec(Frozen):
         default=0, ge=0, lt=2**32, description="Seed of every random number: initialisation, data order, dropout."
     )
     topology: Topology | None = Field(default=None, description="Devices and mesh; a trainer needs it.")
-    checkpoint: Checkpoint = Field(default=Checkpoint(), description="When to save and what to keep.")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="When to save and what to keep.")
     deadlines: Deadlines = Field(default=Deadlines(), description="When a wait is a failure.")
-    logging: Logging = Field(default=Logging(), description="What is reported, and how often.")
+    logging: LoggingConfig = Field(default=LoggingConfig(), description="What is reported, and how often.")
     hooks: list[Annotated[str, Field(pattern=JOB_PATTERN)] | HookEntry] = Field(
         default=[],
         description="What looks at a trainer's rows and weights, and may save, evaluate or stop: module.path:Class, or "

@@ -11,7 +11,7 @@
 """
 
 from runner.storage.bucket import BackgroundWriter
-from runner.storage.jsonl import GrowingFile, Log, LogFeed, iterate_log, open_log, read_log
+from runner.storage.jsonl import FileTail, JsonlLog, JsonlTail, iterate_log, open_log, read_log
 from runner.storage.local import LocalStore, default_cache_directory
 from runner.storage.store import (
     ABSENT,
@@ -19,13 +19,13 @@ from runner.storage.store import (
     DeadlineError,
     DeniedError,
     DiskError,
+    FileInfo,
     ForbiddenError,
     JsonObject,
-    Listed,
-    OtherKindError,
     Store,
     TransientError,
     Version,
+    WrongKindError,
     create,
     digest_of,
     encode_json,
@@ -46,17 +46,17 @@ __all__ = [
     "DeadlineError",
     "DeniedError",
     "DiskError",
+    "FileInfo",
+    "FileTail",
     "ForbiddenError",
-    "GrowingFile",
     "JsonObject",
-    "Listed",
+    "JsonlLog",
+    "JsonlTail",
     "LocalStore",
-    "Log",
-    "LogFeed",
-    "OtherKindError",
     "Store",
     "TransientError",
     "Version",
+    "WrongKindError",
     "check_url",
     "check_way",
     "create",

@@ -12,7 +12,7 @@ from azure.storage.blob import BlobPrefix, BlobServiceClient
 from cloudpathlib.azure import AzureBlobClient, AzureBlobPath
 from cloudpathlib.exceptions import MissingCredentialsError
 
-from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, Entry
+from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
 
@@ -88,18 +88,18 @@ class AzureDriver:
         with _errors(key), source.open("rb") as file:
             self._container.upload_blob(key, file, overwrite=True)
 
-    def list(self, prefix: str, delimiter: str) -> Iterator[Entry]:
+    def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
         """See `Driver`."""
         with _errors(prefix):
             if not delimiter:
                 for found in self._container.list_blobs(name_starts_with=prefix):
-                    yield Entry(found.name, found.size, _quoted(found.etag))
+                    yield ObjectInfo(found.name, found.size, _quoted(found.etag))
                 return
             for item in self._container.walk_blobs(name_starts_with=prefix, delimiter=delimiter):
                 yield (
-                    Entry(item.name, 0)
+                    ObjectInfo(item.name, 0)
                     if isinstance(item, BlobPrefix)
-                    else Entry(item.name, item.size, _quoted(item.etag))
+                    else ObjectInfo(item.name, item.size, _quoted(item.etag))
                 )
 
     def crc32c(self, key: str) -> str | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from runner.console import warn
-from runner.storage.store import ABSENT, ChangedError, Listed, TransientError, Version, digest_of, retry
+from runner.storage.store import ABSENT, ChangedError, FileInfo, TransientError, Version, digest_of, retry
 
 PERIOD_SECONDS = 1.0
 
@@ -91,7 +91,7 @@ NUM_CONNECTIONS = 16
 _NUM_DELETERS = 8
 
 
-class Entry(NamedTuple):
+class ObjectInfo(NamedTuple):
     """What a listing says of one object; a name that ends in `/` stands for all that is below it."""
 
     key: str
@@ -115,7 +115,7 @@ class Driver(Protocol):
     def put_file(self, key: str, source: Path) -> None:
         """Write a file, in parallel parts where the service can."""
 
-    def list(self, prefix: str, delimiter: str) -> Iterator[Entry]:
+    def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with `prefix`; with a delimiter, no deeper than it."""
 
     def crc32c(self, key: str) -> str | None:
@@ -207,13 +207,13 @@ class BucketStore:
         start = self._below(prefix)
         return dict(sorted((entry.key[len(start) :], entry.size) for entry in self._list(start, "")))
 
-    def listing(self, start: str) -> dict[str, Listed]:
+    def listing(self, start: str) -> dict[str, FileInfo]:
         """See `Store`."""
         top = self._below("")
         found = self._list(top + start, "")
-        return dict(sorted((entry.key[len(top) :], Listed(*entry[1:])) for entry in found))
+        return dict(sorted((entry.key[len(top) :], FileInfo(*entry[1:])) for entry in found))
 
-    def _list(self, prefix: str, delimiter: str) -> list[Entry]:
+    def _list(self, prefix: str, delimiter: str) -> list[ObjectInfo]:
         return retry(
             lambda _: list(self._driver.list(prefix, delimiter)), f"list {self.url} below {prefix}", CALL_SECONDS
         )

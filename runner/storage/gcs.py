@@ -14,7 +14,7 @@ from google.api_core import exceptions
 from google.cloud.storage import Blob
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
-from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, Entry
+from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
 _TIMEOUT = (CONNECT_SECONDS, TRY_SECONDS)
@@ -59,7 +59,7 @@ def _digest(blob: Blob) -> str | None:
     return None if blob.crc32c is None else base64.b64decode(blob.crc32c).hex()
 
 
-class GoogleDriver:
+class GCSDriver:
     """Objects of one bucket. Conditions are generation matches."""
 
     def __init__(self, url: str):
@@ -107,14 +107,14 @@ class GoogleDriver:
         with _errors(key):
             blob.upload_from_filename(str(source), timeout=_TIMEOUT, retry=None, checksum="crc32c")
 
-    def list(self, prefix: str, delimiter: str) -> Iterator[Entry]:
+    def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
         """See `Driver`."""
         with _errors(prefix):
             found = self._bucket.list_blobs(prefix=prefix, delimiter=delimiter or None, timeout=_TIMEOUT, retry=None)
             for blob in found:
-                yield Entry(blob.name, blob.size, str(blob.generation), _digest(blob))
+                yield ObjectInfo(blob.name, blob.size, str(blob.generation), _digest(blob))
             for name in found.prefixes:
-                yield Entry(name, 0)
+                yield ObjectInfo(name, 0)
 
     def crc32c(self, key: str) -> str | None:
         """See `Driver`."""

@@ -23,14 +23,14 @@ PART_BYTES = 1 << 20
 NUM_READERS = 16
 
 
-class Log(Protocol):
+class JsonlLog(Protocol):
     """JSON objects in the order of their appending, by any number of writers."""
 
     def append(self, row: JsonObject) -> None:
         """Add one row. On a disk it is there on return, in a bucket soon. Raises `OSError`."""
 
 
-class LocalLog:
+class LocalJsonlLog:
     """`<name>.jsonl`, shared by all writers."""
 
     def __init__(self, store: Store, name: str):
@@ -38,11 +38,11 @@ class LocalLog:
         self._path = store.root / f"{name}.jsonl"
 
     def append(self, row: JsonObject) -> None:
-        """See `Log`."""
+        """See `JsonlLog`."""
         append_line(self._path, encode_line(row))
 
 
-class BucketLog:
+class BucketJsonlLog:
     """`<name>/<writer>.<part>.jsonl`: each writer has parts of its own, and begins a new one when one is large."""
 
     def __init__(self, store: Store, name: str, writer: str, background: BackgroundWriter):
@@ -53,7 +53,7 @@ class BucketLog:
         self._content = b""
 
     def append(self, row: JsonObject) -> None:
-        """See `Log`."""
+        """See `JsonlLog`."""
         with self._lock:
             if len(self._content) > PART_BYTES:
                 self._part += 1
@@ -63,9 +63,9 @@ class BucketLog:
             self._background.mark(name, lambda: self._store.write(name, content))
 
 
-def open_log(store: Store, name: str, writer: str, background: BackgroundWriter) -> Log:
+def open_log(store: Store, name: str, writer: str, background: BackgroundWriter) -> JsonlLog:
     """The log `name` for one writer, whose name no other may have."""
-    return BucketLog(store, name, writer, background) if store.root is None else LocalLog(store, name)
+    return BucketJsonlLog(store, name, writer, background) if store.root is None else LocalJsonlLog(store, name)
 
 
 def read_log(store: Store, name: str) -> list[JsonObject]:
@@ -96,7 +96,7 @@ def _time(row: JsonObject) -> float:
 _LINE_BYTES_MAX = 1 << 20  # what is longer is passed over
 
 
-class GrowingFile:
+class FileTail:
     """The lines of one file on a disk, which others append to, cut or replace."""
 
     def __init__(self, path: Path):
@@ -161,12 +161,12 @@ class _Place:
     last_line: bytes = b""
 
 
-class LogFeed:
+class JsonlTail:
     """The rows of the log `name`, as `iterate_log` gives them at first, and then those that are new."""
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
-        self._file = None if store.root is None else GrowingFile(store.root / f"{name}.jsonl")
+        self._file = None if store.root is None else FileTail(store.root / f"{name}.jsonl")
         self._places: dict[str, _Place] = {}  # of a bucket, by part
 
     def restart(self) -> None:
@@ -176,7 +176,7 @@ class LogFeed:
             self._file.restart()
 
     def read(self) -> tuple[bool, Iterator[JsonObject]]:
-        """See `GrowingFile.read`."""
+        """See `FileTail.read`."""
         if self._file is None:
             return self._read_parts()
         is_anew, lines = self._file.read()

@@ -18,9 +18,9 @@ import google_crc32c
 from runner.storage.store import (
     ABSENT,
     ChangedError,
-    Listed,
-    OtherKindError,
+    FileInfo,
     Version,
+    WrongKindError,
     make_directory,
     open_file,
     translating,
@@ -125,7 +125,7 @@ class LocalStore:
         try:
             with translating(path):
                 path.lstat()
-        except (FileNotFoundError, OtherKindError):
+        except (FileNotFoundError, WrongKindError):
             return False
         return True
 
@@ -146,13 +146,13 @@ class LocalStore:
             files = ((path.relative_to(top).as_posix(), path) for path in paths if path.is_file())
             return {name: path.stat().st_size for name, path in sorted(files)}
 
-    def listing(self, start: str) -> dict[str, Listed]:
+    def listing(self, start: str) -> dict[str, FileInfo]:
         """See `Store`."""
         parent = start.rpartition("/")[0]
         names = (f"{parent}/{name}" if parent else name for name in self.sizes(parent))
         with translating(self.root / parent):
             found = {name: (self.root / name).stat() for name in names if name.startswith(start)}
-        return {name: Listed(status.st_size, _version(status)) for name, status in found.items()}
+        return {name: FileInfo(status.st_size, _version(status)) for name, status in found.items()}
 
     def digest(self, name: str) -> str:
         """See `Store`."""

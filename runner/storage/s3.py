@@ -11,7 +11,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, NoCredentialsError
 from cloudpathlib.s3 import S3Client, S3Path
 
-from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, Entry
+from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
 _THROTTLED = (
@@ -62,7 +62,7 @@ def _translate(error: ClientError, key: str) -> OSError:
     return OSError(message)
 
 
-class AmazonDriver:
+class S3Driver:
     """Objects of one bucket. Conditions are If-None-Match and If-Match."""
 
     def __init__(self, url: str):
@@ -98,15 +98,15 @@ class AmazonDriver:
         with _errors(key):
             self._client.upload_file(str(source), self._bucket, key, Config=_TRANSFER)
 
-    def list(self, prefix: str, delimiter: str) -> Iterator[Entry]:
+    def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
         """See `Driver`."""
         pages = self._client.get_paginator("list_objects_v2")
         with _errors(prefix):
             for page in pages.paginate(Bucket=self._bucket, Prefix=prefix, Delimiter=delimiter):
                 for found in page.get("Contents", []):
-                    yield Entry(found["Key"], found["Size"], found["ETag"])
+                    yield ObjectInfo(found["Key"], found["Size"], found["ETag"])
                 for found in page.get("CommonPrefixes", []):
-                    yield Entry(found["Prefix"], 0)
+                    yield ObjectInfo(found["Prefix"], 0)
 
     def crc32c(self, key: str) -> str | None:
         """See `Driver`. The service reports a digest of another kind by default."""

@@ -78,7 +78,7 @@ _OTHER_KIND = {
 }
 
 
-class OtherKindError(InvalidError, OSError):
+class WrongKindError(InvalidError, OSError):
     """What stands there is of another kind than was asked for: a directory, a pipe, a link that leads nowhere."""
 
 
@@ -100,20 +100,20 @@ def translating(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         for link in (path, *path.parents):
             if link.is_symlink() and not link.exists():
-                raise OtherKindError(f"{link} is a link that leads nowhere") from error
+                raise WrongKindError(f"{link} is a link that leads nowhere") from error
         raise
     except OSError as error:
         if error.errno in _FORBIDDEN:
             raise ForbiddenError(error.errno, error.strerror, str(path)) from error
         if error.errno in _OTHER_KIND:
-            raise OtherKindError(f"{path} {_OTHER_KIND[error.errno]}") from error
+            raise WrongKindError(f"{path} {_OTHER_KIND[error.errno]}") from error
         raise DiskError(error.errno, error.strerror, str(path)) from error
 
 
 def kind_of(path: Path) -> str | None:
     """`a file`, `a directory`, or what else stands at `path`, links followed; None if nothing does.
 
-    Raises `OtherKindError` for a link that cannot be followed, else `ForbiddenError` or `DiskError`.
+    Raises `WrongKindError` for a link that cannot be followed, else `ForbiddenError` or `DiskError`.
     """
     try:
         with translating(path):
@@ -128,12 +128,12 @@ def _kind_of_mode(mode: int) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read. Raises `OtherKindError` for whatever is none; a pipe is not waited for."""
+    """Open a file to read. Raises `WrongKindError` for whatever is none; a pipe is not waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = _kind_of_mode(os.fstat(descriptor).st_mode)
     if kind != "a file":
         os.close(descriptor)
-        raise OtherKindError(f"{path} is {kind}, needs a file")
+        raise WrongKindError(f"{path} is {kind}, needs a file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -142,7 +142,7 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise OtherKindError(f"{error.filename} is {kind_of(Path(error.filename))}, needs a directory") from error
+        raise WrongKindError(f"{error.filename} is {kind_of(Path(error.filename))}, needs a directory") from error
 
 
 JsonObject = dict[str, Any]
@@ -154,7 +154,7 @@ class ChangedError(InvalidError, OSError):
     """A file is no longer the version that was asked for: replaced, cut, or gone."""
 
 
-class Listed(NamedTuple):
+class FileInfo(NamedTuple):
     """What a listing says of one file. `crc32c` is None where the store does not report it."""
 
     size_bytes: int
@@ -202,7 +202,7 @@ class Store(Protocol):
     def sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of every file below `prefix` by its name relative to `prefix`, sorted."""
 
-    def listing(self, start: str) -> dict[str, Listed]:
+    def listing(self, start: str) -> dict[str, FileInfo]:
         """Every file whose name begins with `start`, at any depth, sorted; in a bucket one listing."""
 
     def digest(self, name: str) -> str:

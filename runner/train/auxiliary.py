@@ -25,22 +25,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runner.train.state import Halves, Meta, Observation, Rider, UpdateVariables
+from runner.train.state import AuxiliaryState, HalfBatchGradients, Meta, StepObservation, UpdateVariables
 from runner.train.step import NEAREST, Norms, norms_of_job
 
 EMA = "ema"
 
 
-def make_ema(decays: Sequence[float]) -> Rider:
+def make_ema(decays: Sequence[float]) -> AuxiliaryState:
     """The averages with these decays, each in (0, 1): `average + (1 - decay) * (parameter - average)` in each step."""
 
     def init(params: Any) -> Any:
         return {str(decay): jax.tree.map(_own_copy, params) for decay in decays}
 
-    def update(averages: Any, seen: Observation) -> tuple[Any, Meta]:
+    def update(averages: Any, seen: StepObservation) -> tuple[Any, Meta]:
         return {str(decay): _moved(averages[str(decay)], seen.params, 1 - decay) for decay in decays}, {}
 
-    return Rider(EMA, init, update)
+    return AuxiliaryState(EMA, init, update)
 
 
 def _own_copy(param: jax.Array) -> jax.Array:
@@ -56,13 +56,13 @@ def _moved(averages: Any, params: Any, share: float) -> Any:
 NOISE_SCALE = "noise_scale"
 
 
-def make_noise_scale(decay: float) -> Rider:
+def make_noise_scale(decay: float) -> AuxiliaryState:
     """The averages with this decay; their ratio, in tokens, is `noise_scale` of the step's row, if it is positive."""
 
     def init(params: Any) -> Any:
         return {"square": jnp.zeros((), jnp.float32), "trace": jnp.zeros((), jnp.float32)}
 
-    def update(averages: Any, seen: Observation) -> tuple[Any, Meta]:
+    def update(averages: Any, seen: StepObservation) -> tuple[Any, Meta]:
         assert seen.halves is not None, "the rider says that it sees them"
         found = estimates(seen.halves)
         are_known = jnp.all(seen.halves.counts > 0)  # a half of nothing but padding says nothing
@@ -74,16 +74,16 @@ def make_noise_scale(decay: float) -> Rider:
         scale = after["trace"] / after["square"]
         return after, {NOISE_SCALE: jnp.where((after["square"] > 0) & (scale > 0), scale, jnp.nan)}
 
-    return Rider(NOISE_SCALE, init, update, sees_halves=True)
+    return AuxiliaryState(NOISE_SCALE, init, update, sees_halves=True)
 
 
-def estimates(halves: Halves) -> Any:
+def estimates(halves: HalfBatchGradients) -> Any:
     """Of one step: the square of the gradient over all data, and the trace of the covariance for one token."""
     trace = jnp.mean(halves.counts * (halves.squares - halves.product))
     return {"square": halves.product, "trace": trace}
 
 
-def riders_of(job_class: Any) -> tuple[Rider, ...]:
+def make_auxiliary_states(job_class: Any) -> tuple[AuxiliaryState, ...]:
     """What rides along in the state of a trainer, whose class it is given: by default what `config` asks for.
 
     An experiment that has riders of its own adds them to these: `return *super().riders(), Rider(...)`.
@@ -96,7 +96,7 @@ def riders_of(job_class: Any) -> tuple[Rider, ...]:
     return tuple(found)
 
 
-def options_of(job_class: Any) -> tuple[UpdateVariables, tuple[Rider, ...], str, Norms, int | None]:
+def options_of(job_class: Any) -> tuple[UpdateVariables, tuple[AuxiliaryState, ...], str, Norms, int | None]:
     """What a trainer, whose class it is given, hands to `train_step`.
 
     How variables change, riders, rounding, norms, and the number of groups whose sums have a fixed order.

@@ -17,8 +17,8 @@ from runner.parallel.mesh import (
     batch_sharding,
     micro_batch_sizes,
     num_batch_shards,
-    refuse_cut_rows,
-    refuse_other_orders,
+    validate_axis_order,
+    validate_sequence_sharding,
 )
 from runner.train.loss import target_weights
 
@@ -93,7 +93,7 @@ def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = N
     the nearest valid numbers if there is none, or if a row does not divide over the devices that share it.
     """
     train, data = config.train, config.data
-    refuse_cut_rows(mesh, data.sequence_length, config.memory.loss_chunk_positions)
+    validate_sequence_sharding(mesh, data.sequence_length, config.memory.loss_chunk_positions)
     shards, axes = num_batch_shards(mesh), batch_axes_text(mesh)
     sizes = micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards, axes)
     if config.noise_scale is not None:
@@ -102,7 +102,7 @@ def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = N
     sizes = [micro_batch] if micro_batch in sizes else sizes
     is_ordered = train.same_bits_devices is not None
     if train.same_bits_devices is not None:
-        refuse_other_orders(mesh, train.same_bits_devices)
+        validate_axis_order(mesh, train.same_bits_devices)
     return [
         BatchLayout(mesh, train.global_batch_examples, size, data.sequence_length, fields, is_ordered) for size in sizes
     ]

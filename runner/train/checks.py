@@ -21,7 +21,7 @@ from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec, Topology
 from runner.storage import JsonObject, Store
 from runner.train.batch_layout import BatchLayout
-from runner.train.setup import Blueprint
+from runner.train.setup import TrainSetup
 
 
 def options_for_here(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
@@ -52,7 +52,7 @@ def options_for_here(spec: ExecutionSpec, topology: Topology, config: TrainerCon
     return [shlex.quote(option) for option, is_needed in options.items() if is_needed]
 
 
-def refuse_other_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerConfig) -> None:
+def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerConfig) -> None:
     """Raise `InvalidError` if the devices at hand are not what the job is sized for."""
     wanted = parse_accelerator(topology.accelerator)
     device, number = jax.devices()[0], jax.device_count()
@@ -82,7 +82,7 @@ def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:
         dataset.take_ids(ids["believed"], ids["found"])
 
 
-def refuse_different_data(dataset: Dataset, hosts: Hosts) -> None:
+def validate_same_data(dataset: Dataset, hosts: Hosts) -> None:
     """Raise `DataError` on every host if one reads other data than process 0."""
     fingerprints = hosts.gather(dataset.fingerprint)
     different = [process for process, other in enumerate(fingerprints) if other != fingerprints[0]]
@@ -90,7 +90,7 @@ def refuse_different_data(dataset: Dataset, hosts: Hosts) -> None:
         raise DataError(f"{dataset.source}: processes {different} read other data than process 0")
 
 
-def refuse_different_questions(digest: str, hosts: Hosts) -> None:
+def validate_same_questions(digest: str, hosts: Hosts) -> None:
     """Raise `DataError` on every host if one has read other questions than process 0: it would ask more, or fewer.
 
     An empty digest says that the spec asks none.
@@ -103,7 +103,7 @@ def refuse_different_questions(digest: str, hosts: Hosts) -> None:
         raise DataError(f"processes {different} read other questions than process 0")
 
 
-def refuse_changed_data(dataset: Dataset, attempt: Attempt) -> None:
+def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
     """Before a state is saved: raise `DataError` if a token file is not what it was at the start.
 
     Every host looks, and hears what host 0 has seen: where they share the files all of them end with 2. A host that
@@ -120,17 +120,17 @@ def refuse_changed_data(dataset: Dataset, attempt: Attempt) -> None:
         raise DataError(problem)
 
 
-def record_of(blueprint: Blueprint, layout: BatchLayout, hosts: Hosts) -> JsonObject:
+def record_of(train_setup: TrainSetup, layout: BatchLayout, hosts: Hosts) -> JsonObject:
     """For the manifest: the hardware, and the micro-batch chosen for it."""
-    return blueprint.hardware(hosts.num_processes) | {"micro_batch_examples": layout.micro_batch_examples}
+    return train_setup.hardware(hosts.num_processes) | {"micro_batch_examples": layout.micro_batch_examples}
 
 
-def known_micro_batch(blueprint: Blueprint, store: Store, hosts: Hosts) -> int | None:
+def known_micro_batch(train_setup: TrainSetup, store: Store, hosts: Hosts) -> int | None:
     """The size that an earlier attempt chose on the same hardware, else None. Called on every host.
 
     Until this attempt has claimed the directory an earlier one may still commit: the answer then is the one to go by.
     """
-    hardware = blueprint.hardware(hosts.num_processes)
+    hardware = train_setup.hardware(hosts.num_processes)
     ones = dict.fromkeys(AXES, 1)  # a manifest may be older than an axis
     manifest = newest_manifest(store) if hosts.is_main else None
     record = hosts.agree(manifest and manifest.topology)

@@ -19,12 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from runner.accelerator import compiler_options
 from runner.checkpoint.leaves import form_problems, strong
 from runner.errors import InvalidError, StateError
-from runner.metrics.meta import TOKEN_COUNT, refuse_meta, with_means
+from runner.metrics.meta import TOKEN_COUNT, validate_meta, with_means
 from runner.optim.library import injected_rate
-from runner.parallel.canonical import merged
+from runner.parallel.canonical import canonicalise
 from runner.parallel.mesh import sharding_rules
 from runner.train.batch_layout import BatchLayout
-from runner.train.state import Rider, TrainState, refuse_left_behind, shardings_of
+from runner.train.state import AuxiliaryState, TrainState, shardings_of, validate_auxiliary
 from runner.train.step import Batch
 
 MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use
@@ -41,7 +41,7 @@ def trace_train_step(
     abstract: TrainState,
     key: jax.Array,
     layout: BatchLayout,
-    riders: Sequence[Rider] = (),
+    riders: Sequence[AuxiliaryState] = (),
 ) -> jax.stages.Traced:
     """Trace `(state, batch, key) -> (state, loss, meta)`, the state donated and coming back as it went in.
 
@@ -56,18 +56,18 @@ def trace_train_step(
         rate = None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32)
         after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
         if riders:
-            refuse_left_behind(riders, state.riders, after.riders)
+            validate_auxiliary(riders, state.riders, after.riders)
         after = strong(after)
         if problems := form_problems(after, abstract):
             raise StateError(f"train_step returns the state in another form than it takes it{problems}")
-        refuse_meta(meta)
+        validate_meta(meta)
         count = None if TOKEN_COUNT in meta else layout.count(batch)  # here: a program of its own would be one a step
         counted = {} if count is None else {TOKEN_COUNT: count}
         rate = injected_rate(after.opt_state) if rate is None else rate
         return after, loss, meta | counted | ({} if rate is None else {"learning_rate": rate})
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
-    program = merged(step) if layout.is_ordered else step
+    program = canonicalise(step) if layout.is_ordered else step
     jitted = jax.jit(program, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))
     with sharding_rules(layout.mesh):
         return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
@@ -83,7 +83,7 @@ def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: B
     """Trace `(state, batch) -> (loss_sum, token_count, last_meta)`. Raises `InvalidError` if no row can hold meta."""
     program = _refusing_meta(val_step, layout)
     with sharding_rules(layout.mesh):
-        return jax.jit(merged(program) if layout.is_ordered else program).trace(abstract, layout.abstract_batch())
+        return jax.jit(canonicalise(program) if layout.is_ordered else program).trace(abstract, layout.abstract_batch())
 
 
 def lower_val_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stages.Lowered:
@@ -100,7 +100,7 @@ def _refusing_meta(val_step: Callable[..., Any], layout: BatchLayout) -> Callabl
     def refusing(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
         loss_sum, token_count, meta = val_step(state, batch)
         shown = jax.eval_shape(with_means, meta, token_count) if isinstance(meta, Mapping) else meta
-        refuse_meta(shown, _OF_EVALUATION)
+        validate_meta(shown, _OF_EVALUATION)
         return loss_sum, token_count, jax.tree.map(whole, meta)
 
     def whole(leaf: Any) -> Any:
@@ -125,7 +125,7 @@ def program_digest(lowered: jax.stages.Lowered) -> str:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ProgramMemory:
     """What a compiled program needs on each device, in bytes, by its own figures."""
 
     arguments: int
@@ -140,10 +140,10 @@ class Memory:
         return self.arguments + self.outputs + self.temporaries
 
 
-def memory_of(compiled: Any) -> Memory:
+def memory_of(compiled: Any) -> ProgramMemory:
     """The figures of a compiled program."""
     found = compiled.memory_analysis()
-    return Memory(
+    return ProgramMemory(
         found.argument_size_in_bytes,
         found.output_size_in_bytes - found.alias_size_in_bytes,
         found.temp_size_in_bytes,
@@ -165,7 +165,7 @@ class CompiledStep:
     layout: BatchLayout
     executable: jax.stages.Compiled
     digest: str
-    memory: Memory
+    memory: ProgramMemory
     options: Options = field(default_factory=dict)
 
     @property
@@ -176,7 +176,7 @@ class CompiledStep:
         return text
 
 
-class DoesNotFitError(InvalidError):
+class StepTooLargeError(InvalidError):
     """A step needs more memory than a device has."""
 
     def __init__(self, message: str, needed_bytes: int):
@@ -188,7 +188,7 @@ def compile_to_fit(compile_step: Callable[[int], CompiledStep], sizes: list[int]
     """Compile with the largest of `sizes` (descending) whose arguments, outputs and temporaries fit, and return that.
 
     After one that does not fit, the next guess is the size whose share of the temporaries would fit. Raises
-    `DoesNotFitError` with the numbers if the smallest does not fit, and `InvalidError` where the compiler is short of
+    `StepTooLargeError` with the numbers if the smallest does not fit, and `InvalidError` where the compiler is short of
     another memory than the large one, of which no smaller size needs less.
     """
     while True:
@@ -207,7 +207,7 @@ def compile_to_fit(compile_step: Callable[[int], CompiledStep], sizes: list[int]
             temporaries, resident_bytes = memory.temporaries, memory.needed - memory.temporaries
         if len(sizes) == 1:
             needed = f"needs {(resident_bytes + temporaries) / 2**30:.2f} GiB on each device"
-            raise DoesNotFitError(
+            raise StepTooLargeError(
                 f"a step with {sizes[0]} example(s) a device {needed}{'' if resident_bytes else ', the state aside,'} "
                 f"and {limit_bytes / 2**30:.2f} GiB are there; use a smaller micro_batch_examples, more devices, a "
                 "larger fsdp or tensor axis, or config.memory.remat",

@@ -26,7 +26,7 @@ from runner.config import TrainerConfig
 from runner.console import warn
 from runner.data import Dataset
 from runner.distributed.agreement import Hosts
-from runner.distributed.clock import EVALUATION, Failure, Phase
+from runner.distributed.clock import EVALUATION, LocalFailure, Phase
 from runner.errors import RunnerError, first_line
 from runner.metrics.meta import LIST_MAX, SUMS, Shown, bins_of, finite, means_of, shown
 from runner.metrics.rows import Row
@@ -59,7 +59,7 @@ class Evaluator(Protocol):
         """
 
 
-class Evaluations:
+class EvaluatorSchedule:
     """All evaluators of a job. Made and called on every host."""
 
     def __init__(self, attempt: Attempt, config: TrainerConfig[Any], evaluators: Sequence[Evaluator]):
@@ -107,7 +107,7 @@ class Evaluations:
         problem = problem or (None if is_stopping else _problem_with(figures, before))
         digest = None if problem or is_stopping else hash_of(_plain(figures or {}))
         words = f"evaluator {name} at step {step}: {problem} on process {hosts.process_id}"
-        failure = None if problem is None else Failure(words, is_end=False)
+        failure = None if problem is None else LocalFailure(words, is_end=False)
         wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.bucket)
         with self._attempt.progress.awaiting(wait, failure):
             told = hosts.gather([problem, digest, is_stopping])
@@ -219,7 +219,7 @@ class ValidationSet:
 
 
 @dataclass(frozen=True)
-class Size:
+class ValidationSize:
     """How many real targets a set has, and how many bytes their text; None, and why, where that is not known."""
 
     num_targets: int
@@ -228,7 +228,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class SetSums:
+class ValidationSums:
     """Loss and real tokens of a set, added up; and its meta, as rows hold it, by name."""
 
     loss: float
@@ -261,7 +261,7 @@ class Validation:
         compile_val: Callable[[TrainState], jax.stages.Compiled],
         sets: Sequence[ValidationSet],
         is_stopping: Callable[[], bool],
-        size_of: Callable[[str], Size] | None = None,
+        size_of: Callable[[str], ValidationSize] | None = None,
     ):
         self._size_of = None if size_of is None else functools.cache(size_of)
         self._told: set[str] = set()  # the sets of whose bytes it is told that they are not known
@@ -296,7 +296,7 @@ class Validation:
         """
         state = self.state_of(weights, step)
         figures: Figures = {}
-        total = SetSums(0.0, 0.0, {})
+        total = ValidationSums(0.0, 0.0, {})
         num_bytes: int | None = 0
         for held in self._sets:
             prefix = f"val/{held.name}" if len(self._sets) > 1 else "val"
@@ -306,24 +306,24 @@ class Validation:
             own_bytes = self._num_bytes(held.name, sums, hosts)
             figures |= {f"{prefix}/{name}": value for name, value in sums.meta.items()}
             figures |= self._figures(prefix, sums, own_bytes)
-            total = SetSums(total.loss + sums.loss, total.num_tokens + sums.num_tokens, {})
+            total = ValidationSums(total.loss + sums.loss, total.num_tokens + sums.num_tokens, {})
             num_bytes = None if num_bytes is None or own_bytes is None else num_bytes + own_bytes
         return figures | self._figures("val", total, num_bytes)
 
-    def _figures(self, prefix: str, sums: SetSums, num_bytes: int | None) -> Figures:
+    def _figures(self, prefix: str, sums: ValidationSums, num_bytes: int | None) -> Figures:
         found: Figures = {f"{prefix}/loss": sums.loss / (sums.num_tokens or 1.0)}
         if self._size_of is not None:
             found[f"{prefix}/bits_per_byte"] = sums.loss / math.log(2) / num_bytes if num_bytes else None
         return found
 
-    def _num_bytes(self, name: str, sums: SetSums, hosts: Hosts) -> int | None:
+    def _num_bytes(self, name: str, sums: ValidationSums, hosts: Hosts) -> int | None:
         """Bytes of the text of a set, if the loss is of just its targets; counted by host 0. One line where it is not.
 
         The first time it may take as long as to decode the set.
         """
         if self._size_of is None:
             return None
-        size = self._size_of(name) if hosts.is_main else Size(0, None)
+        size = self._size_of(name) if hosts.is_main else ValidationSize(0, None)
         reason = size.reason
         if size.num_bytes is not None and size.num_targets != sums.num_tokens:
             reason = f"it has {size.num_targets} targets, and the loss is of {sums.num_tokens:g}"
@@ -333,7 +333,7 @@ class Validation:
         known: int | None = hosts.agree(None if reason else size.num_bytes)
         return known
 
-    def sum(self, state: TrainState, held: ValidationSet) -> SetSums | None:
+    def sum(self, state: TrainState, held: ValidationSet) -> ValidationSums | None:
         """What the batches of a set add up to; None if the job was asked to stop."""
         loss_sum, token_count, meta = jnp.float32(0), jnp.float32(0), {}
         sums: Any = None
@@ -349,7 +349,7 @@ class Validation:
         last = {name: value for name, value in meta.items() if name != SUMS}
         means = {} if sums is None else means_of(sums, token_count)
         found = {name: shown(value) for name, value in jax.device_get({**last, **means}).items()}
-        return SetSums(float(loss_sum), float(token_count), found)
+        return ValidationSums(float(loss_sum), float(token_count), found)
 
 
 class EmaValidation:

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from runner.accelerator import chip_of
 from runner.config import MemoryConfig
 from runner.train.lora import model_state
-from runner.train.setup import Blueprint
+from runner.train.setup import TrainSetup
 from runner.train.state import variables_of, with_variables
 
 CALLS = (
@@ -162,13 +162,13 @@ def _rounds(name: str, params: dict[str, Any]) -> int:
 
 
 def flops_of_forward(
-    forward: Callable[..., Any], blueprint: Blueprint, fields: Mapping[str, Any], length: int
+    forward: Callable[..., Any], train_setup: TrainSetup, fields: Mapping[str, Any], length: int
 ) -> Flops:
     """FLOPs of a train step for one token of rows of `length` tokens, counted in the traced `forward`.
 
     `fields` are the arrays of a batch with their dtypes. Raises `ValueError` for kernels that cannot be counted.
     """
-    abstract = blueprint.abstract_state
+    abstract = train_setup.abstract_state
     state = model_state(abstract).params, variables_of(abstract)
     params, variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     batch = {name: jax.ShapeDtypeStruct((1, length), dtype) for name, dtype in fields.items()}
@@ -180,15 +180,15 @@ def flops_of_forward(
     return counted_flops(loss, params, variables, batch, num_tokens=length, platform="cpu")
 
 
-def mfu_of_a_token_per_second(flops_per_token: Callable[[Blueprint], Flops], blueprint: Blueprint) -> float:
+def mfu_of_a_token_per_second(flops_per_token: Callable[[TrainSetup], Flops], train_setup: TrainSetup) -> float:
     """What each token a second adds to MFU, the model's FLOPs over the devices' peak; 0 if that is not known."""
-    mesh = blueprint.mesh
+    mesh = train_setup.mesh
     chip = chip_of(mesh.devices.flat[0].device_kind)
     if chip is None or chip.speeds is None:
         return 0.0
     num_chips = mesh.size / chip.devices_per_chip
     try:
-        return flops_per_token(blueprint).per_token / (num_chips * chip.speeds.flops_per_second)
+        return flops_per_token(train_setup).per_token / (num_chips * chip.speeds.flops_per_second)
     except ValueError:  # a kernel that does not say what it computes
         return 0.0
 

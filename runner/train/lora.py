@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from runner.checkpoint.weight_names import BASE, A, B, Merge, merged
+from runner.checkpoint.weight_names import BASE, A, AdapterMerge, B, merged
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
 from runner.optim.groups import Parameter, nearest_names, parameters_of
@@ -31,9 +31,9 @@ def _is_matrix(parameter: Parameter) -> bool:
     return len(parameter.shape) - parameter.num_stacked == 2
 
 
-def make_merge(rule: AdapterConfig, compute: str) -> Merge:
+def make_merge(rule: AdapterConfig, compute: str) -> AdapterMerge:
     """How the adapter of a config merges in a step that computes in the type `compute`."""
-    return Merge(rule.alpha / rule.rank, compute)
+    return AdapterMerge(rule.alpha / rule.rank, compute)
 
 
 def boxed_adapter(boxed: Any, rule: AdapterConfig) -> Any:
@@ -133,7 +133,7 @@ def with_base(state: TrainState, weights: Mapping[str, Any]) -> TrainState:
     return state.replace(variables={**weights.get(VARIABLES, {}), BASE: weights[PARAMS]})
 
 
-class ShownWeights(Mapping[str, Any]):
+class LazyMergedWeights(Mapping[str, Any]):
     """Weights by name, each merged when it is first asked for: most rows are evaluated by nobody."""
 
     def __init__(self, made: Mapping[str, Callable[[], Any]]):
@@ -155,7 +155,7 @@ def shown_weights(state: TrainState) -> Mapping[str, Any]:
     made: dict[str, Callable[[], Any]] = {PARAMS: lambda: _merged(state, state.params)}
     made |= {VARIABLES: lambda: variables} if variables else {}
     merged_averages = {decay: functools.partial(_merged, state, params) for decay, params in averages.items()}
-    return ShownWeights(made | ({EMA: lambda: ShownWeights(merged_averages)} if averages else {}))
+    return LazyMergedWeights(made | ({EMA: lambda: LazyMergedWeights(merged_averages)} if averages else {}))
 
 
 def _merged(state: TrainState, adapter: Any) -> Any:
@@ -171,4 +171,4 @@ def _merge_one(scale: float, base: Any, a: Any, b: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _merger(scale: float, sharding: Any) -> Callable[..., jax.Array]:
-    return jax.jit(Merge(scale), out_shardings=sharding)
+    return jax.jit(AdapterMerge(scale), out_shardings=sharding)

@@ -73,7 +73,7 @@ def document_arguments(apply_fn: Callable[..., Any], batch: Mapping[str, jax.Arr
     return found
 
 
-def refuse_unread(
+def validate_fields_read(
     forward: Callable[..., Any], apply_fn: Callable[..., Any], params: Any, batch: Mapping[str, Any], key: Any
 ) -> None:
     """Raise `InvalidError` if the data declares a field that no operation of `forward` takes.

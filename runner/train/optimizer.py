@@ -16,10 +16,10 @@ SPEC = "spec"  # what a hook of a job returns for the one that the spec names
 
 
 @dataclass(frozen=True)
-class Recipe:
+class OptimizerChoice:
     """What a job trains with: names of the library, or objects of its own, which are taken as they stand.
 
-    Made by `choose_recipe`.
+    Made by `choose_optimizer`.
     """
 
     optimizer: str | optax.GradientTransformation
@@ -75,9 +75,9 @@ class Recipe:
         return found
 
 
-def choose_recipe(
+def choose_optimizer(
     optimizer: str | optax.GradientTransformation, schedule: str | optax.Schedule | None, config: TrainerConfig
-) -> Recipe:
+) -> OptimizerChoice:
     """What the hooks of a job return, with `SPEC` and None resolved. Raises `InvalidError` for a name that is none."""
     own_names: list[str] = []
 
@@ -93,4 +93,4 @@ def choose_recipe(
 
     schedule = "constant" if schedule is None else schedule
     chosen = resolved("optimizer", optimizer, config.optimizer), resolved("schedule", schedule, config.schedule)
-    return Recipe(*chosen, tuple(own_names))
+    return OptimizerChoice(*chosen, tuple(own_names))

@@ -11,19 +11,19 @@ import jax
 from runner.config import TrainerConfig
 from runner.metrics.file import NAME, open_metrics
 from runner.metrics.meta import Meta
-from runner.metrics.rows import Row, Tail
-from runner.metrics.window import Pace, Window
-from runner.metrics.writers import Sink, open_sinks
+from runner.metrics.rows import Row, RowTail
+from runner.metrics.window import MetricsWindow, StepTimer
+from runner.metrics.writers import RowDisplay, open_sinks
 from runner.parallel.mesh import device_peak_bytes
 from runner.periodic import is_due, tokens_at
-from runner.run.attempt import Account, Attempt
+from runner.run.attempt import Attempt, JobReport
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
-from runner.train.evaluators import Evaluations, Evaluator
+from runner.train.evaluators import Evaluator, EvaluatorSchedule
 from runner.train.profiler import Profiler
 
 
-class Report(Account):
+class Report(JobReport):
     """The rows of one attempt. Made and called on every host; rows stand on the main host alone.
 
     `mfu_of_a_token_per_second` is what each token a second adds to MFU, 0 where that is not known. `data_figures` says
@@ -42,15 +42,15 @@ class Report(Account):
         after_row: Callable[[], None],
     ):
         self._attempt, self._spec, self._config = attempt, spec, config
-        self._evaluations = Evaluations(attempt, config, evaluators)
+        self._evaluations = EvaluatorSchedule(attempt, config, evaluators)
         self._mfu_of_a_token_per_second, self._after_row = mfu_of_a_token_per_second, after_row
         self._data_figures = data_figures
         self._metrics = open_metrics(attempt.store, attempt.background, attempt.fence)
-        self._sinks: list[Sink] = []
+        self._sinks: list[RowDisplay] = []
         self._profiler = Profiler(attempt, spec.logging.profile)
         self._resumed_row: Row | None = None  # of the step that was resumed from
-        self._pace: Pace | None = None  # while rows are shown, on the main host
-        self.window = Window(0)
+        self._pace: StepTimer | None = None  # while rows are shown, on the main host
+        self.window = MetricsWindow(0)
 
     def problem_with(self, attachments: dict[str, bytes]) -> str | None:
         """Why the rows that were kept beside a state cannot follow those of the file; None if they can.
@@ -60,7 +60,7 @@ class Report(Account):
         if NAME not in attachments:
             return None
         try:
-            after = Tail.decode(attachments[NAME]).after
+            after = RowTail.decode(attachments[NAME]).after
         except ValueError as error:
             return str(error)
         is_gap = after is not None and not self._metrics.reaches(after)
@@ -72,17 +72,17 @@ class Report(Account):
         `carry` is that of the window which the save fell into.
         """
         if self._attempt.hosts.is_main:
-            tail = Tail.decode(attachments[NAME]) if NAME in attachments else None
+            tail = RowTail.decode(attachments[NAME]) if NAME in attachments else None
             self._resumed_row = self._metrics.rewind(step, tail)
         is_whole = carry is not None or step == 0 or self._resumed_row is not None
-        self.window = Window(step, carry, is_whole)
+        self.window = MetricsWindow(step, carry, is_whole)
 
     @contextlib.contextmanager
     def showing(self, step: int) -> Iterator[None]:
         """Inside, rows are shown; however it is left, the sinks are closed."""
         if self._attempt.hosts.is_main:
             self._sinks = open_sinks(self._attempt, self._spec, self._config, step)
-            self._pace = Pace()
+            self._pace = StepTimer()
         self.restart_clock()
         self._profiler.watch()
         self._profiler.at(step)

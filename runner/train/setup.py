@@ -5,7 +5,7 @@ the former over the devices at hand, the latter over faked ones or those of a TP
 
 What a job is on certain devices, before anything is allocated: drawn once, and handed down whole.
 
-A `Design` draws it, for `run` and for `plan` alike.
+A `TrainSetupBuilder` draws it, for `run` and for `plan` alike.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ from runner.train.compile import (
     trace_val_step,
 )
 from runner.train.lora import begin_adapter, beside_base, boxed_adapter, make_merge, model_state
-from runner.train.optimizer import Recipe, choose_recipe
-from runner.train.state import PARAMS, Rider, TrainState, init_riders, others
+from runner.train.optimizer import OptimizerChoice, choose_optimizer
+from runner.train.state import PARAMS, AuxiliaryState, TrainState, init_auxiliary, others
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class TrainSetup:
     """The abstract job on one mesh.
 
     Attributes:
@@ -70,7 +70,7 @@ class Blueprint:
     optimizer: optax.GradientTransformation
     abstract_state: TrainState
     make_state: Callable[[jax.Array], TrainState]
-    riders: Sequence[Rider] = ()
+    riders: Sequence[AuxiliaryState] = ()
     rules: Sequence[Rule] = LOGICAL_AXIS_RULES
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
     traced_val: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
@@ -100,7 +100,7 @@ class Blueprint:
         if not self.riders:
             return state
         begin = jax.jit(
-            lambda params: strong(init_riders(self.riders, params)),
+            lambda params: strong(init_auxiliary(self.riders, params)),
             out_shardings=train_state.shardings_of(self.abstract_state.riders),
         )
         with self.sharding_rules():
@@ -144,7 +144,7 @@ class Blueprint:
                 self.traced_val[layout.micro_batch_examples] = trace_val_step(val_step, abstract, layout)
 
 
-def draw(
+def build_train_setup(
     model: nn.Module,
     sharded_init: Callable[..., tuple[Any, Any]],
     example: jax.ShapeDtypeStruct,
@@ -152,10 +152,10 @@ def draw(
     schedule: optax.Schedule | None,
     mesh: Mesh,
     key: jax.Array,
-    riders: Sequence[Rider] = (),
+    riders: Sequence[AuxiliaryState] = (),
     adapter: tuple[AdapterConfig, str] | None = None,
     rules: Sequence[Rule] = LOGICAL_AXIS_RULES,
-) -> Blueprint:
+) -> TrainSetup:
     """The blueprint of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
     `sharded_init(model, key, tokens, mesh=..., deterministic=...)` makes the variables, and says how they lie;
@@ -188,7 +188,7 @@ def draw(
         shapes = beside_base(shapes, nn.unbox(trained))
         shardings = beside_base(shardings, train_state.variable_shardings(trained, mesh, rules))
     abstract = train_state.abstract_state(make_state, shapes, shardings[PARAMS], mesh, others(shardings))
-    return Blueprint(mesh, key, schedule, optimizer, abstract, lambda key: make_state(begin(key)), riders, rules=rules)
+    return TrainSetup(mesh, key, schedule, optimizer, abstract, lambda key: make_state(begin(key)), riders, rules=rules)
 
 
 def _variables_of(
@@ -211,7 +211,7 @@ def _names(tree: Any) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Design:
+class TrainSetupBuilder:
     """The job on no devices yet. `document` is where the spec came from, for errors with a line.
 
     The callables are those of the job's class: `model`, `optimizer` and `schedule` say what it trains and how, and are
@@ -229,15 +229,15 @@ class Design:
     sharded_init: Callable[..., tuple[Any, Any]]
     train_step: Callable[..., Any]
     val_step: Callable[..., Any]
-    riders: Callable[[], Sequence[Rider]] = tuple
+    riders: Callable[[], Sequence[AuxiliaryState]] = tuple
     rules: Sequence[Rule] = LOGICAL_AXIS_RULES
     name_base: Callable[[], Trajectory] = dict
     rate_of: Callable[[Parameter], float] = one_rate
 
     @functools.cached_property
-    def recipe(self) -> Recipe:
+    def optimizer_choice(self) -> OptimizerChoice:
         """Optimizer and schedule: of the library, or the job's own."""
-        return choose_recipe(self.optimizer(), self.schedule(), self.config)
+        return choose_optimizer(self.optimizer(), self.schedule(), self.config)
 
     @functools.cached_property
     def base(self) -> Trajectory:
@@ -256,7 +256,7 @@ class Design:
             raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
         if self.config.data.mixture:
             with self.document.blaming("config.data.mixture"):
-                dataset.refuse_epochs(self.config.total_steps * self.config.train.global_batch_examples)
+                dataset.validate_epochs(self.config.total_steps * self.config.train.global_batch_examples)
         return dataset
 
     @functools.cached_property
@@ -283,12 +283,12 @@ class Design:
         """Whether the data alone tell what the train step is: the vocabulary's size, or the total."""
         return not self.names_vocabulary or self.config.train.total_epochs is not None
 
-    def refuse_unread_keys(self) -> None:
+    def validate_keys_read(self) -> None:
         """Raise `InvalidError` with a line for each key that optimizer and schedule leave unread, or lack.
 
         Also if an adapter has nothing to be trained beside.
         """
-        self.document.refuse(self.recipe.problems(self.config), "config.")
+        self.document.refuse(self.optimizer_choice.problems(self.config), "config.")
         if self.config.adapter is not None and not (self.document.data.get("checkpoint") or {}).get("init_from"):
             needs = "an adapter is trained beside weights that stand still; set checkpoint.init_from to them"
             raise self.document.error("config.adapter", needs)
@@ -301,84 +301,88 @@ class Design:
             batch_layouts(self.config, mesh)
         return mesh
 
-    def draw(self, devices: Sequence[jax.Device], share_ids: Callable[[Dataset], None] | None = None) -> Blueprint:
+    def build(self, devices: Sequence[jax.Device], share_ids: Callable[[Dataset], None] | None = None) -> TrainSetup:
         """The job on these devices: mesh, optimizer, and the abstract state. Allocates nothing.
 
         `share_ids` is called with the data when the spec has been checked, before the vocabulary is asked for.
         """
-        self.refuse_unread_keys()
+        self.validate_keys_read()
         mesh = self.lay_out(devices)
         if share_ids is not None:
             share_ids(self.dataset)
-        return self.draw_on(mesh, jax.random.key(self.seed))
+        return self.build_on(mesh, jax.random.key(self.seed))
 
-    def draw_on(self, mesh: Mesh, key: jax.Array, row_length: int | None = None) -> Blueprint:
+    def build_on(self, mesh: Mesh, key: jax.Array, row_length: int | None = None) -> TrainSetup:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started.
 
         `row_length` is that of the row which the model is shown to find its shapes, by default as the data have it: the
         kernels of long rows take long to trace.
         """
-        self.refuse_unread_keys()
-        schedule = self.recipe.schedule_of(self.config, lambda: self.counted)
+        self.validate_keys_read()
+        schedule = self.optimizer_choice.schedule_of(self.config, lambda: self.counted)
         example = jax.ShapeDtypeStruct((1, row_length or self.config.data.sequence_length), jnp.int32)
 
         def make_optimizer(parameters: Any) -> optax.GradientTransformation:
             with self.document.blaming("config.optimizer"):
                 rated = jax.tree.map(lambda parameter: replace(parameter, rate=self.rate_of(parameter)), parameters)
-                return self.recipe.optimizer_of(self.config, schedule, rated)
+                return self.optimizer_choice.optimizer_of(self.config, schedule, rated)
 
         riders = tuple(self.riders())
         rule, compute = self.config.adapter, self.config.precision.compute
         adapter = None if rule is None else (rule, compute)
         init = self.sharded_init
-        return draw(self.model(), init, example, make_optimizer, schedule, mesh, key, riders, adapter, self.rules)
+        return build_train_setup(
+            self.model(), init, example, make_optimizer, schedule, mesh, key, riders, adapter, self.rules
+        )
 
-    def trace(self, blueprint: Blueprint, micro_batch: int | None = None) -> None:
+    def trace(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""
-        blueprint.trace_train(self.train_step, self.first_layout(blueprint, micro_batch))
+        train_setup.trace_train(self.train_step, self.first_layout(train_setup, micro_batch))
 
-    def first_layout(self, blueprint: Blueprint, micro_batch: int | None = None) -> BatchLayout:
+    def first_layout(self, train_setup: TrainSetup, micro_batch: int | None = None) -> BatchLayout:
         """The split of the batch that `compile` tries first: with the largest micro-batch that the spec allows."""
-        return batch_layouts(self.config, blueprint.mesh, micro_batch)[0]
+        return batch_layouts(self.config, train_setup.mesh, micro_batch)[0]
 
-    def check(self, blueprint: Blueprint, micro_batch: int | None) -> None:
+    def check(self, train_setup: TrainSetup, micro_batch: int | None) -> None:
         """Trace the train step, and the validation step of a run that has no micro-batch yet: errors in them show.
 
         A run that has one has evaluated before, or refuses when it first does: no restart waits for this.
         """
-        self.trace(blueprint, micro_batch)
+        self.trace(train_setup, micro_batch)
         if micro_batch is None and self.dataset.validation:
-            abstract = model_state(blueprint.abstract_state).replace(opt_state=(), riders={})
-            blueprint.trace_val(self.val_step, abstract, self.first_layout(blueprint))
+            abstract = model_state(train_setup.abstract_state).replace(opt_state=(), riders={})
+            train_setup.trace_val(self.val_step, abstract, self.first_layout(train_setup))
 
-    def compile(self, blueprint: Blueprint, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
+    def compile(self, train_setup: TrainSetup, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """The train step with the largest micro-batch that fits into `limit_bytes` of each device.
 
         With `micro_batch` only that size is tried, if the spec allows it.
         """
-        self.trace(blueprint, micro_batch)  # what is wrong with the step is not the topology's fault
-        layouts = batch_layouts(self.config, blueprint.mesh, micro_batch)
+        self.trace(train_setup, micro_batch)  # what is wrong with the step is not the topology's fault
+        layouts = batch_layouts(self.config, train_setup.mesh, micro_batch)
         with self.document.blaming("topology"):
-            return blueprint.compile_to_fit(self.train_step, layouts, limit_bytes)
+            return train_setup.compile_to_fit(self.train_step, layouts, limit_bytes)
 
-    def resolved(self, spec: ExecutionSpec, blueprint: Blueprint, layout: BatchLayout) -> ExecutionSpec:
+    def resolved(self, spec: ExecutionSpec, train_setup: TrainSetup, layout: BatchLayout) -> ExecutionSpec:
         """`spec` with mesh, vocabulary and micro-batch filled in."""
         config = dict(spec.config)
         config["train"] = config["train"] | {"micro_batch_examples": layout.micro_batch_examples}
         if "vocabulary_size" in config["model"]:
             config["model"] = config["model"] | {"vocabulary_size": self.vocabulary_size}
-        mesh = self.topology.mesh.model_copy(update=blueprint.mesh_sizes)
+        mesh = self.topology.mesh.model_copy(update=train_setup.mesh_sizes)
         topology = self.topology.model_copy(update={"mesh": mesh})
         return spec.model_copy(update={"config": config, "topology": topology})
 
-    def compile_smallest(self, blueprint: Blueprint) -> CompiledStep:
+    def compile_smallest(self, train_setup: TrainSetup) -> CompiledStep:
         """The train step with the smallest micro-batch, whether it fits or not."""
-        return blueprint.compile_train(self.train_step, batch_layouts(self.config, blueprint.mesh)[-1])
+        return train_setup.compile_train(self.train_step, batch_layouts(self.config, train_setup.mesh)[-1])
 
 
-def design_of(job: Any, riders: Callable[[], Sequence[Rider]], name_base: Callable[[], Trajectory]) -> Design:
+def make_setup_builder(
+    job: Any, riders: Callable[[], Sequence[AuxiliaryState]], name_base: Callable[[], Trajectory]
+) -> TrainSetupBuilder:
     """The design of a trainer, by its methods; `riders` gives what rides along in its state."""
-    return Design(
+    return TrainSetupBuilder(
         document=job.document,
         config=job.config,
         topology=job.topology,

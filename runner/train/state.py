@@ -40,7 +40,7 @@ from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.leaves import strong
-from runner.checkpoint.weight_names import BASE, Merge, merged
+from runner.checkpoint.weight_names import BASE, AdapterMerge, merged
 from runner.errors import InvalidError
 from runner.optim.transforms import has_average, restarted
 from runner.parallel.mesh import Rule, fitting_axes, rules_in_force, sharding_rules
@@ -61,7 +61,7 @@ class TrainState(train_state.TrainState):
 
     variables: Any = struct.field(default_factory=dict)
     riders: Any = struct.field(default_factory=dict)  # see `runner.train.state`
-    merge: Merge | None = struct.field(pytree_node=False, default=None)
+    merge: AdapterMerge | None = struct.field(pytree_node=False, default=None)
 
 
 def others(variables: Mapping[str, Any]) -> Any:
@@ -75,7 +75,7 @@ def variables_of(state: Any) -> Any:
     return found if merge_of(state) is None else {name: own for name, own in found.items() if name != BASE}
 
 
-def merge_of(state: Any) -> Merge | None:
+def merge_of(state: Any) -> AdapterMerge | None:
     """How the adapter that a train state trains is merged; None: it trains the model's own parameters."""
     return getattr(state, "merge", None)
 
@@ -111,7 +111,7 @@ def model_of(apply_fn: Callable[..., Any]) -> Any:
     return getattr(method, "__self__", None)
 
 
-def refuse_by_gradient(variables: Mapping[str, Any]) -> None:
+def validate_no_gradient(variables: Mapping[str, Any]) -> None:
     """Raise `InvalidError` for variables whose gradients are their next values: a step would leave them as they are."""
     if BY_GRADIENT in variables:
         raise InvalidError(
@@ -157,7 +157,7 @@ def _wide(dtype: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Halves:
+class HalfBatchGradients:
     """What the gradients over the two halves of a global batch, by the order of its examples, have in common.
 
     Attributes:
@@ -172,7 +172,7 @@ class Halves:
 
 
 @dataclass(frozen=True)
-class Observation:
+class StepObservation:
     """What a step shows its riders. All of it is traced.
 
     Attributes:
@@ -185,11 +185,11 @@ class Observation:
     step: jax.Array
     params: Any
     grads: Any
-    halves: Halves | None = None
+    halves: HalfBatchGradients | None = None
 
 
 @dataclass(frozen=True)
-class Rider:
+class AuxiliaryState:
     """One pytree that rides along, and how it changes. Its functions are pure: nothing else of it is kept.
 
     Attributes:
@@ -204,11 +204,11 @@ class Rider:
 
     name: str
     init: Callable[[Any], Any]
-    update: Callable[[Any, Observation], tuple[Any, Meta]] | None = None
+    update: Callable[[Any, StepObservation], tuple[Any, Meta]] | None = None
     sees_halves: bool = False
 
 
-def compared(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None) -> Halves:
+def compared(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None) -> HalfBatchGradients:
     """What two halves of a batch have in common, from the gradients of the first and of both, added up.
 
     Gradients are of sums that were divided by `divisor`, if any; `counts` is of each half.
@@ -220,10 +220,10 @@ def compared(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None
         for pair in [(first, first), (second, second), (first, second)]
     ]
     squares = jnp.stack(products[:2]) / shares**2
-    return Halves(squares, products[2] / (shares[0] * shares[1]), counts)
+    return HalfBatchGradients(squares, products[2] / (shares[0] * shares[1]), counts)
 
 
-def init_riders(riders: Sequence[Rider], params: Any) -> Any:
+def init_auxiliary(riders: Sequence[AuxiliaryState], params: Any) -> Any:
     """All of `riders` by name, as they are before the first step. Raises `InvalidError` if two have one name."""
     for name, count in Counter(rider.name for rider in riders).items():
         if count > 1:
@@ -231,7 +231,7 @@ def init_riders(riders: Sequence[Rider], params: Any) -> Any:
     return {rider.name: rider.init(params) for rider in riders}
 
 
-def ride(riders: Sequence[Rider], own: Any, seen: Observation) -> tuple[Any, Meta]:
+def update_auxiliary(riders: Sequence[AuxiliaryState], own: Any, seen: StepObservation) -> tuple[Any, Meta]:
     """(all that rides along after a step, scalars for its row), from what it was before. To be traced."""
     after = dict(own)
     scalars: Meta = {}
@@ -242,13 +242,14 @@ def ride(riders: Sequence[Rider], own: Any, seen: Observation) -> tuple[Any, Met
     return after, scalars
 
 
-def refuse_left_behind(riders: Sequence[Rider], before: Any, after: Any) -> None:
+def validate_auxiliary(riders: Sequence[AuxiliaryState], before: Any, after: Any) -> None:
     """Raise `InvalidError` if a traced step hands a rider on as it was, though it has an update."""
     for rider in riders:
         pairs = list(zip(jax.tree.leaves(before[rider.name]), jax.tree.leaves(after.get(rider.name)), strict=False))
         if rider.update is not None and pairs and all(old is new for old, new in pairs):
             raise InvalidError(
-                f"train_step of the job leaves riders.{rider.name} as it is; call that of BaseTrainer, or `ride` of "
+                f"train_step of the job leaves riders.{rider.name} as it is; call that of BaseTrainer, or
+                `update_auxiliary` of "
                 "runner.train.state after the optimizer"
             )
 
@@ -299,7 +300,7 @@ def make_state(model: nn.Module, key: jax.Array, tx: Any, *args: Any, **kwargs: 
 
 
 def state_of(
-    model: nn.Module, variables: Any, tx: Any, riders: Sequence[Rider] = (), merge: Merge | None = None
+    model: nn.Module, variables: Any, tx: Any, riders: Sequence[AuxiliaryState] = (), merge: AdapterMerge | None = None
 ) -> TrainState:
     """The state at step 0 with these variables, as `init` of the model makes them, and what rides along.
 
@@ -313,7 +314,7 @@ def state_of(
         tx=tx,
         opt_state=tx.init(params),
         variables=others(variables),
-        riders=init_riders(riders, params),
+        riders=init_auxiliary(riders, params),
         merge=merge,
     )
 

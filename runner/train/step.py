@@ -33,19 +33,19 @@ from runner.metrics.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, total_of_sum
 from runner.optim.groups import split, with_zeros
 from runner.optim.transforms import gradient_point
 from runner.parallel import reduction
-from runner.train.loss import refuse_unread, target_weights, uncounted
+from runner.train.loss import target_weights, uncounted, validate_fields_read
 from runner.train.state import (
     STATISTICS,
     VARIABLES,
-    Observation,
-    Rider,
+    AuxiliaryState,
+    StepObservation,
     TrainState,
     UpdateVariables,
     compared,
     model_params,
-    refuse_by_gradient,
-    ride,
     total,
+    update_auxiliary,
+    validate_no_gradient,
     variables_of,
     with_other_variables,
     with_variables,
@@ -295,7 +295,7 @@ def train_step(
     key: jax.Array,
     accumulate_steps: int,
     update_variables: UpdateVariables,
-    riders: Sequence[Rider] = (),
+    riders: Sequence[AuxiliaryState] = (),
     rounding: str = NEAREST,
     norms: Norms = "none",
     num_groups: int | None = None,
@@ -313,9 +313,9 @@ def train_step(
     S, _ = _leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
     variables = variables_of(state)
-    refuse_by_gradient(variables)
+    validate_no_gradient(variables)
     params = model_params(state)(state.params)
-    refuse_unread(forward, with_variables(state.apply_fn, variables), params, batch, key)
+    validate_fields_read(forward, with_variables(state.apply_fn, variables), params, batch, key)
     sees_halves = any(rider.sees_halves for rider in riders)
     if sees_halves and S % 2:
         raise InvalidError(f"a rider sees both halves of a batch, and its micro-batches are {S}; needs an even number")
@@ -335,7 +335,9 @@ def train_step(
     is_nearest = rounding == NEAREST
     state = state.apply_gradients(grads=grads) if is_nearest else apply_stochastically(state, grads, key)
     if riders:
-        after, scalars = ride(riders, state.riders, Observation(jnp.asarray(state.step), state.params, grads, halves))
+        after, scalars = update_auxiliary(
+            riders, state.riders, StepObservation(jnp.asarray(state.step), state.params, grads, halves)
+        )
         state, meta = state.replace(riders=after), meta | scalars
     return state, loss, meta | own
 

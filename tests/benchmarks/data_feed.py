@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from runner.data import Source
-from runner.data.corpus_index import HEAD_BYTES, INDEX, CorpusIndex, Shard
+from runner.data.corpus_index import HEAD_BYTES, INDEX, CorpusIndex, CorpusShard
 from runner.storage import LocalStore, Version, digest_of, open_store
 from tests.data.buckets import URL, CountingDriver, lead_to, put_in_bucket, write_corpus
 from tests.data.corpus import load
@@ -57,7 +57,7 @@ def write_shards(directory: Path, num_tokens: int, num_shards: int = 4) -> Path:
         store.write(f"{name}.bin", b"")
         os.truncate(directory / f"{name}.bin", 2 * size)
         digest = store.digest(f"{name}.bin") if size < 1 << 26 else "00000000"
-        entries.append(Shard(name, size, 1, 0, digest_of(bytes(HEAD_BYTES)), digest, digest_of(ends)))
+        entries.append(CorpusShard(name, size, 1, 0, digest_of(bytes(HEAD_BYTES)), digest, digest_of(ends)))
     store.write(INDEX, CorpusIndex("uint16", 50_304, {"kind": "zeros"}, None, tuple(entries)).encode())
     return directory
 

@@ -64,7 +64,7 @@ def main() -> None:
                 for feed in (local, remote):
                     began = time.perf_counter()
                     for _ in range(options.steps):
-                        state, loss, _ = step_of(state, next(feed), job.blueprint.key)
+                        state, loss, _ = step_of(state, next(feed), job.train_setup.key)
                     jax.block_until_ready(loss)
                     seconds[-1].append((time.perf_counter() - began) / options.steps)
         ratios = [remote / local for local, remote in seconds[1:]]

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from experiments.gpt import PretrainGPT
 from runner.distributed.agreement import Hosts
-from runner.spec import Logging
+from runner.spec import LoggingConfig
 from runner.train.evaluators import Evaluator
 from tests.benchmarks.jobs import make_job
 from tests.support.attempt import start
@@ -86,7 +86,7 @@ VARIANTS = {"hooks": ("two hooks", with_hooks), "all": ("EMA, three evaluators a
 def slices(job: Any, steps: int) -> Iterator[float]:
     """Seconds of each next `steps` steps, as `BaseTrainer.run` makes them, without those of evaluators."""
     start(job)
-    train_step, key, report = job.compiled.executable, job.blueprint.key, job.report
+    train_step, key, report = job.compiled.executable, job.train_setup.key, job.report
     timed = getattr(job, "timed", [])
     with report.showing(0):
         job.state = job.steering.start(job.state, 0)
@@ -110,7 +110,7 @@ def measure(variant: str, parsed: argparse.Namespace, every: int) -> list[tuple[
         runs = []
         for name in ("without", "with"):
             made = make_job(parsed.size, Path(scratch) / name, 10**9, every_steps=10**9)
-            made = PretrainGPT(made.spec.model_copy(update={"logging": Logging(every_steps=every), "name": name}))
+            made = PretrainGPT(made.spec.model_copy(update={"logging": LoggingConfig(every_steps=every), "name": name}))
             job = VARIANTS[variant][1](made, parsed.evaluate) if name == "with" else made
             runs.append(slices(job, parsed.steps))
         return [(next(runs[0]), next(runs[1])) for _ in range(parsed.slices + 1)][1:]

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.gpt import PretrainGPT
 from runner import ExecutionSpec, Topology
-from runner.spec import Checkpoint, Logging
+from runner.spec import CheckpointConfig, LoggingConfig
 
 SIZES = {
     "small": {"layers": 4, "heads": 4, "width": 128, "vocabulary_size": 256},  # that of specs/gpt_small.yaml
@@ -38,8 +38,8 @@ def make_job(
         job="experiments.gpt:PretrainGPT",
         directory=url or str(directory),
         topology=Topology(),
-        checkpoint=Checkpoint() if every_steps is None else Checkpoint(every_steps=every_steps),
-        logging=Logging(every_steps=10),
+        checkpoint=CheckpointConfig() if every_steps is None else CheckpointConfig(every_steps=every_steps),
+        logging=LoggingConfig(every_steps=10),
         config={
             "model": SIZES[size] | {"layer_loop": layer_loop},
             "data": {"sequence_length": sequence_length},

@@ -51,7 +51,7 @@ def main() -> None:
                 batches = [job.compiled.layout.batch(job.dataset, "train", step) for step in range(options.steps)]
                 began = time.perf_counter()
                 for batch in batches:
-                    states[number], loss, _ = job.compiled.executable(states[number], batch, job.blueprint.key)
+                    states[number], loss, _ = job.compiled.executable(states[number], batch, job.train_setup.key)
                 jax.block_until_ready(loss)
                 seconds[-1].append((time.perf_counter() - began) / options.steps)
     ratios = [same / usual for usual, same in seconds[1:]]

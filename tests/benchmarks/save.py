@@ -47,7 +47,7 @@ def steps(job: PretrainGPT, num_steps: int, save: bool) -> tuple[float, float]:
         job.save()
         blocked = time.perf_counter() - started
     for _ in range(num_steps):
-        job.state, loss, _ = job.compiled.executable(job.state, job.batch(), job.blueprint.key)
+        job.state, loss, _ = job.compiled.executable(job.state, job.batch(), job.train_setup.key)
         job.step += 1
     jax.block_until_ready(loss)
     return time.perf_counter() - started, blocked

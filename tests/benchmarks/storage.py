@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from runner.checkpoint import blocks, fingerprint, readers, writers
 from runner.checkpoint.fast_tier import FastTier
 from runner.distributed.agreement import Hosts
-from runner.spec import Checkpoint
+from runner.spec import CheckpointConfig
 from runner.storage import Store, open_store
 from tests.benchmarks.jobs import make_job
 from tests.support.attempt import start
@@ -49,7 +49,7 @@ def blocked(backend: Backend, rounds: int) -> None:
         pairs = []
         for _ in range(rounds + 1):
             for job in (local, remote):
-                job.state, loss, _ = job.compiled.executable(job.state, job.batch(), job.blueprint.key)
+                job.state, loss, _ = job.compiled.executable(job.state, job.batch(), job.train_setup.key)
                 job.step += 1
                 jax.block_until_ready(loss)
             pair = []
@@ -70,10 +70,10 @@ def blocked(backend: Backend, rounds: int) -> None:
         steps = []
         for _ in range(rounds):
             started = time.perf_counter()
-            local.state, loss, _ = local.compiled.executable(local.state, local.batch(), local.blueprint.key)
+            local.state, loss, _ = local.compiled.executable(local.state, local.batch(), local.train_setup.key)
             jax.block_until_ready(loss)
             steps.append(time.perf_counter() - started)
-        every_steps = Checkpoint().every_steps or 1
+        every_steps = CheckpointConfig().every_steps or 1
         share = statistics.median(digest) / (every_steps * statistics.median(steps))
         print(
             f"fingerprint: {statistics.median(digest) / num_bytes * 1e9:.3f} s per GB, {share:.4%} of the 10M GPT's "
@@ -128,7 +128,7 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        piece_writer = writers.PieceWriter(store, Hosts.alone(), directory / "staging")
+        piece_writer = writers.BlockWriter(store, Hosts.alone(), directory / "staging")
         files = []
         for name, leaf in leaves.items():
             files.append(directory / name)
@@ -169,7 +169,7 @@ def tiers(backend: Backend, rounds: int) -> None:
         fast = FastTier(directory / "fast")
         fast.write({"step": 1, "identity": {}}, blocks.copy_to_host(leaves, "all"), {})
         store = open_store(backend.url("tiers"))
-        written = writers.PieceWriter(store, Hosts.alone(), directory / "staging").start("c/1/arrays", leaves)(600.0)
+        written = writers.BlockWriter(store, Hosts.alone(), directory / "staging").start("c/1/arrays", leaves)(600.0)
         backend.proxy.faults.latency_seconds = LATENCY_SECONDS
         ratios = [
             seconds_of(lambda: fast.read(1, abstract)[0])

@@ -24,7 +24,7 @@ from experiments.tokenise.documents import cut_into_pieces
 from experiments.tokenise.inputs import find_files
 from experiments.tokenise.pipeline import encoded
 from experiments.tokenise.vocabulary import sample_of, train
-from runner.data.tokenizers import HuggingFace
+from runner.data.tokenizers import HuggingFaceTokenizer
 from runner.storage import LocalStore
 
 SHARD_BYTES = 16 << 20
@@ -40,7 +40,7 @@ def of_library(library: tokenizers.Tokenizer, texts: list[str]) -> tuple[int, fl
 def of_job(content: bytes, source: Path, output: Path) -> tuple[int, float]:
     """Tokens, and the seconds that they took."""
     pieces = cut_into_pieces(find_files(str(source)), SHARD_BYTES)
-    tokenizer, store, num_tokens = HuggingFace(content), LocalStore(output), 0
+    tokenizer, store, num_tokens = HuggingFaceTokenizer(content), LocalStore(output), 0
     started = time.perf_counter()
     with contextlib.closing(encoded(enumerate(pieces), tokenizer, None, "text", SHARD_BYTES, 0)) as stream:
         for number in range(len(pieces)):

@@ -47,7 +47,7 @@ def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     if kind == "fused":
         attention._fused_block_tokens = lambda *_: int(block)
         return attention.fused_attention(q, k, v)
-    attention._splash_block_tokens = lambda *_: attention.Blocks(int(kind), int(block))
+    attention._splash_block_tokens = lambda *_: attention.BlockSizes(int(kind), int(block))
     return attention.splash_attention(q, k, v)
 
 

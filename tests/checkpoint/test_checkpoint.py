@@ -17,8 +17,8 @@ from runner.checkpoint.fingerprint import fingerprint
 from runner.checkpoint.manifest import Manifest, committed
 from runner.checkpoint.policy import delete
 from runner.checkpoint.restore import Restorer
-from runner.checkpoint.save import DoubleBuffer, Payload, SaveKind, Saver
-from runner.checkpoint.writers import OrbaxWriter, PieceWriter
+from runner.checkpoint.save import DoubleBuffer, SaveContents, SaveKind, Saver
+from runner.checkpoint.writers import BlockWriter, OrbaxWriter
 from runner.errors import FencedError, ResumeError
 from runner.spec import hash_of
 from runner.storage import LocalStore, digest_of, read_log
@@ -51,7 +51,7 @@ class Attempt:
         self.attempt = make_attempt(store)
         self.fence = self.attempt.fence
         hosts = self.attempt.hosts
-        writer = OrbaxWriter(store, hosts) if store.root is not None else PieceWriter(store, hosts, staging)
+        writer = OrbaxWriter(store, hosts) if store.root is not None else BlockWriter(store, hosts, staging)
         self.after = lambda manifest: None
         self.saver = Saver(self.attempt, writer, None, 60.0, lambda manifest: self.after(manifest))
         self.restorer = Restorer(self.attempt, None)
@@ -62,7 +62,7 @@ class Attempt:
 
     def save(self, name, state, before_commit=lambda: None):
         draft = Manifest(name=name, step=int(name) if name.isdecimal() else 0, job="x")
-        return self.saver.save(draft, state, Payload(flush=before_commit), SaveKind.REQUIRED)[1]
+        return self.saver.save(draft, state, SaveContents(flush=before_commit), SaveKind.REQUIRED)[1]
 
     def save_all(self, *steps):
         for step in steps:
@@ -445,7 +445,7 @@ def test_a_state_of_the_fast_tier_that_the_job_cannot_go_on_from_is_left_for_the
     fast = FastTier(tmp_path / "fast")
     draft = Manifest(name="2", step=2, job="x")
     saver = Saver(first.attempt, OrbaxWriter(first.store, first.attempt.hosts), fast, 60.0, lambda manifest: None)
-    saver.save(draft, make_state(2), Payload(attachments=lambda: {"rows": b"1"}), SaveKind.FAST)
+    saver.save(draft, make_state(2), SaveContents(attachments=lambda: {"rows": b"1"}), SaveKind.FAST)
     saver.close()
 
     again, asked = first.again(), []

@@ -6,7 +6,7 @@ import pytest
 
 from runner.checkpoint.policy import SavePolicy, best_interval_seconds
 from runner.checkpoint.save import SaveKind
-from runner.spec import Checkpoint
+from runner.spec import CheckpointConfig
 
 FAST, DURABLE, REQUIRED = SaveKind.FAST, SaveKind.DURABLE, SaveKind.REQUIRED
 LAST_STEP = 12
@@ -25,7 +25,7 @@ class Clock:
 def saves(rule, *, seconds_a_step=0.0, interval_seconds=0.0, logging_every_steps=1):
     """The saves of a run of `LAST_STEP` steps, by step, where each that is due begins at once."""
     clock = Clock()
-    policy = SavePolicy(Checkpoint(**rule), logging_every_steps, lambda answer: answer, clock)
+    policy = SavePolicy(CheckpointConfig(**rule), logging_every_steps, lambda answer: answer, clock)
     found = {}
     for step in range(1, LAST_STEP + 1):
         clock.seconds += seconds_a_step
@@ -81,7 +81,7 @@ def test_by_the_clock_only_host_0_decides():
         asked.append(answer)
         return False
 
-    policy = SavePolicy(Checkpoint(every_steps=None, every_minutes=1.0), 2, decide, clock)
+    policy = SavePolicy(CheckpointConfig(every_steps=None, every_minutes=1.0), 2, decide, clock)
     clock.seconds += 3600
     assert [policy.due(step, LAST_STEP, 0.0) for step in (1, 2, 3, 4)] == [None] * 4
     assert asked == [True, True], "asked at logged steps, on every host"

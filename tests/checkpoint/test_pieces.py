@@ -144,7 +144,7 @@ def test_tables_of_several_processes_make_one(tmp_path):
     array = matrix("first axis")
     host = pieces.copy_to_host({"w": array})
     parts = [pieces.write(tmp_path, f"arrays.1/{n}", {"w": host["w"][4 * n : 4 * n + 4]}) for n in range(2)]
-    whole = pieces.Table()
+    whole = pieces.BlockTable()
     for part in reversed(parts):
         whole.add(part)
     read = pieces.read(
@@ -207,7 +207,7 @@ def test_a_piece_that_is_damaged_is_named(tmp_path, monkeypatch, damage, reason)
     piece = files.table.shards["w"][3]["pieces"][0]
     damage(tmp_path / piece)
     abstract = {name: describe(array, PLACES["first axis"]) for name in ("a", "w")}
-    with pytest.raises(pieces.DamagedError, match=reason) as caught:
+    with pytest.raises(pieces.DamagedBlockError, match=reason) as caught:
         files.read(abstract)
     assert str(caught.value).startswith(f"{piece} ")
     del abstract["w"]
@@ -232,11 +232,13 @@ def test_shards_that_do_not_cover_a_block_are_refused(tmp_path, read):
     for number in range(len(files.table.shards["w"])):
         shards = copy.deepcopy(files.table.shards)
         del shards["w"][number]
-        with pytest.raises(pieces.DamagedError, match=r"the manifest's shards hold \d+ of \d+ elements of a block"):
+        with pytest.raises(
+            pieces.DamagedBlockError, match=r"the manifest's shards hold \d+ of \d+ elements of a block"
+        ):
             pieces.read(files.fetch, files.table.files, shards, {"w": describe(array, PLACES[read])})
 
 
 def test_a_leaf_without_any_shard_is_refused(tmp_path):
     files = Written(tmp_path, {"w": matrix("copies")})
-    with pytest.raises(pieces.DamagedError, match="hold 0 of 384 elements"):
+    with pytest.raises(pieces.DamagedBlockError, match="hold 0 of 384 elements"):
         pieces.read(files.fetch, files.table.files, {"w": []}, {"w": describe(WHOLE, PLACES["copies"])})

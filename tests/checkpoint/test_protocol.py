@@ -22,8 +22,8 @@ from runner.checkpoint import writers as writer
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.policy import Retention
 from runner.checkpoint.restore import Restorer
-from runner.checkpoint.save import Payload, SaveKind, Saver
-from runner.checkpoint.writers import PieceWriter
+from runner.checkpoint.save import SaveContents, SaveKind, Saver
+from runner.checkpoint.writers import BlockWriter
 from runner.errors import FencedError
 from runner.storage import TransientError, bucket
 from runner.storage import store as retry
@@ -92,7 +92,7 @@ class Process:
         store = memory_bucket(self.mortal)  # type: ignore[arg-type]
         self.attempt = make_attempt(store, MemoryLog(world.rows))
         self.retention = Retention(self.attempt, KEEP_LAST)
-        writer = PieceWriter(store, self.attempt.hosts, world.staging)
+        writer = BlockWriter(store, self.attempt.hosts, world.staging)
         self.saver = Saver(self.attempt, writer, None, 60.0, self.retention.apply)
         found = Restorer(self.attempt, None).restore(jax.eval_shape(lambda: state_of(0)) | abstract(), {})
         self.step = 0 if found is None else found.manifest.step
@@ -104,7 +104,7 @@ class Process:
         """Save the next step."""
         self.step += 1
         draft = Manifest(name=str(self.step), step=self.step)
-        self.saver.save(draft, state_of(self.step), Payload(), SaveKind.REQUIRED)
+        self.saver.save(draft, state_of(self.step), SaveContents(), SaveKind.REQUIRED)
         if self.saver.wait():
             self.world.durable = max(self.world.durable, self.step)
 
@@ -130,7 +130,7 @@ class World:
 
     def check(self) -> None:
         store = memory_bucket(self.driver)
-        entries = [entry for entry in inspect.entries(store, inspect.Depth.FILES) if entry.is_committed]
+        entries = [entry for entry in inspect.entries(store, inspect.VerifyDepth.FILES) if entry.is_committed]
         assert [entry.problems for entry in entries] == [()] * len(entries), "a committed checkpoint does not verify"
         newest = max((int(entry.name) for entry in entries), default=0)
         assert newest >= self.durable, "a durable step is lost"

@@ -11,7 +11,7 @@ import pytest
 from experiments.counter import Counter
 from runner import open_checkpoint
 from runner.checkpoint import weights
-from runner.checkpoint.inspect import Depth, report
+from runner.checkpoint.inspect import VerifyDepth, report
 from runner.checkpoint.manifest import seal
 from runner.cli import checkpoints
 from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
@@ -110,7 +110,7 @@ def test_looking_claims_and_changes_nothing(run: Attempt) -> None:
     if run.store.root is None:
         run.store._driver.verbs.clear()
     open_checkpoint(run.where)
-    report(run.store, Depth.BITS)
+    report(run.store, VerifyDepth.BITS)
     if run.store.root is None:
         assert run.store._driver.verbs <= {"get", "list"}
     assert run.content() == before
@@ -211,13 +211,13 @@ def forge(run: Attempt) -> None:
     assert parse_json(run.store.read("checkpoints/2/manifest.json"))
 
 
-def told(run: Attempt, depth: Depth) -> tuple[str, int]:
+def told(run: Attempt, depth: VerifyDepth) -> tuple[str, int]:
     lines, code = report(run.store, depth)
     return "\n".join(lines), code
 
 
 def test_all_good_is_told_as_deep_as_it_was_checked(run: Attempt) -> None:
-    for depth, state in ((Depth.MANIFEST, "committed"), (Depth.FILES, "good"), (Depth.BITS, "good")):
+    for depth, state in ((VerifyDepth.MANIFEST, "committed"), (VerifyDepth.FILES, "good"), (VerifyDepth.BITS, "good")):
         text, code = told(run, depth)
         assert code == EXIT_DONE
         assert text.count(f"  {state}  ") == 2
@@ -229,16 +229,16 @@ def test_what_a_bucket_itself_has_lost_is_found_by_reading_every_byte_back(tmp_p
     run.save("2", values(2))
     assert run.saver.wait()
     driver.rot(piece(run, 2))
-    assert told(run, Depth.FILES)[1] == EXIT_DONE
-    text, code = told(run, Depth.BITS)
+    assert told(run, VerifyDepth.FILES)[1] == EXIT_DONE
+    text, code = told(run, VerifyDepth.BITS)
     assert code == EXIT_FAILED
     assert "does not match its CRC-32C" in text
 
 
 def test_bits_that_do_not_give_their_fingerprint_are_found_by_computing_it_anew(run: Attempt) -> None:
     forge(run)
-    assert told(run, Depth.FILES)[1] == EXIT_DONE
-    text, code = told(run, Depth.BITS)
+    assert told(run, VerifyDepth.FILES)[1] == EXIT_DONE
+    text, code = told(run, VerifyDepth.BITS)
     assert code == EXIT_FAILED
     assert "the fingerprint is not that of the leaves" in text
 
@@ -249,7 +249,7 @@ def test_a_copy_of_what_orbax_wrote_is_read_back_from_a_bucket(tmp_path: Path) -
     bucket = memory_bucket()
     for name in origin.files("checkpoints"):
         bucket.write(f"checkpoints/{name}", origin.store.read(f"checkpoints/{name}"))
-    lines, code = report(bucket, Depth.BITS)
+    lines, code = report(bucket, VerifyDepth.BITS)
     assert code == EXIT_DONE, lines
 
 

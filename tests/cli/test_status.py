@@ -14,9 +14,9 @@ from rich.console import Console
 from runner import __main__ as command
 from runner.cli import status
 from runner.cli.status import amount, draw, lasting
-from runner.distributed.clock import Bucket
+from runner.distributed.clock import TimeBucket
 from runner.history.reader import HistoryReader, read_history
-from runner.history.records import State, as_json
+from runner.history.records import RunState, as_json
 from runner.storage import LocalStore, encode_line
 from tests.support import life
 from tests.support.memory_bucket import memory_bucket
@@ -92,7 +92,7 @@ def test_the_json_holds_the_same_records_and_only_what_json_has(run: Path, capsy
     assert found.keys() == expected.keys()
     assert found["attempts"] == expected["attempts"]
     assert found["row"]["train/x"] is None
-    assert set(found["seconds"]) == {bucket.value for bucket in Bucket}
+    assert set(found["seconds"]) == {bucket.value for bucket in TimeBucket}
 
 
 def poison(directory: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_spec_names_its_directory(run: Path, tmp_path: Path, capsys: pytest.Ca
 def test_watching_goes_on_until_the_run_is_done(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = iter([State.RUNNING, State.STALLED, State.DONE])
+    states = iter([RunState.RUNNING, RunState.STALLED, RunState.DONE])
     original = HistoryReader.read
 
     def read(reader):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli import verify_resume
-from runner.cli.verify_resume import Run, Trial
+from runner.cli.verify_resume import Trial, TrialRun
 from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, FailedError, RetryableError
 from runner.process import start_processes
 from tests.support import harness
@@ -97,7 +97,7 @@ def ends_by_itself(monkeypatch, tmp_path):
     def make(ends, is_undisturbed):
         command = [sys.executable, "-c", ENDS_BY_ITSELF, str(tmp_path / "run"), json.dumps(ends)]
         monkeypatch.setattr(verify_resume, "start_processes", lambda _, *rest: start_processes(command, *rest))
-        return Run(Trial(("spec",), 6, 1, 1, None, 0), tmp_path / "run", is_undisturbed)
+        return TrialRun(Trial(("spec",), 6, 1, 1, None, 0), tmp_path / "run", is_undisturbed)
 
     return make
 

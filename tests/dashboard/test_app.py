@@ -7,7 +7,7 @@ import threading
 import pytest
 import waitress
 
-from runner.dashboard.app import Body, Dashboard, access_for, is_loopback
+from runner.dashboard.app import DashboardApp, ResponseBody, access_for, is_loopback
 from runner.dashboard.html import encode
 from runner.errors import InvalidError
 
@@ -16,8 +16,8 @@ TOKEN = "a-token-of-some-length"
 HOSTILE = "</script><script>alert(1)</script> \u2028 \u2029 &amp; <!-- \udcff \"'\\"
 
 
-def data(name: str) -> Body | None:
-    return Body.of("application/json", encode({"title": HOSTILE})) if name in ("", RUN) else None
+def data(name: str) -> ResponseBody | None:
+    return ResponseBody.of("application/json", encode({"title": HOSTILE})) if name in ("", RUN) else None
 
 
 def ask(host="127.0.0.1", token=None, path="/", method="GET", **headers):
@@ -25,7 +25,7 @@ def ask(host="127.0.0.1", token=None, path="/", method="GET", **headers):
     path, _, query = path.partition("?")
     environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query, "HTTP_HOST": "localhost:80"}
     found = []
-    body = Dashboard(access_for(host, token), data)(
+    body = DashboardApp(access_for(host, token), data)(
         environ | headers, lambda status, given: found.append((int(status[:3]), dict(given)))
     )
     ((status, given),) = found
@@ -141,7 +141,7 @@ def test_a_token_that_cannot_stand_in_an_address_is_refused(token):
 
 def test_the_real_server_speaks_of_itself_no_more_than_it_must():
     server = waitress.create_server(
-        Dashboard(access_for("127.0.0.1", None), data), host="127.0.0.1", port=0, ident=None
+        DashboardApp(access_for("127.0.0.1", None), data), host="127.0.0.1", port=0, ident=None
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

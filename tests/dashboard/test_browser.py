@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import waitress
 
-from runner.dashboard.app import Dashboard, access_for
+from runner.dashboard.app import DashboardApp, access_for
 from runner.dashboard.report import report
-from runner.dashboard.server import Source, Watcher
+from runner.dashboard.server import PageData, SharedReader
 from runner.storage import LocalStore
 from tests.dashboard.lives import make_run
 from tests.dashboard.test_report import HOSTILE, PLACES
@@ -76,9 +76,9 @@ def test_a_report_of_hostile_runs_is_drawn_and_does_nothing_else(tmp_path):
 
 def test_the_dashboard_draws_all_runs_and_each(tmp_path):
     hostile_run(tmp_path / "runs" / "<script>document.body.id='owned'<script>")
-    source = Source(LocalStore(tmp_path / "runs"))
-    watcher = Watcher(source.read)
-    server = waitress.create_server(Dashboard(access_for("127.0.0.1", None), watcher.data), host="127.0.0.1", port=0)
+    source = PageData(LocalStore(tmp_path / "runs"))
+    watcher = SharedReader(source.read)
+    server = waitress.create_server(DashboardApp(access_for("127.0.0.1", None), watcher.data), host="127.0.0.1", port=0)
     for act in (server.run, watcher.serve):
         threading.Thread(target=act, daemon=True).start()
     top = f"http://127.0.0.1:{server.effective_port}/"

@@ -11,9 +11,9 @@ import pytest
 
 from runner.__main__ import main
 from runner.dashboard import discovery, server
-from runner.dashboard.app import Body
+from runner.dashboard.app import ResponseBody
 from runner.dashboard.discovery import find_runs
-from runner.dashboard.server import Source, Watcher
+from runner.dashboard.server import PageData, SharedReader
 from runner.history.reader import HistoryReader
 from runner.storage import JsonObject, LocalStore, Store, encode_line, jsonl
 from runner.storage.bucket import BucketStore
@@ -45,7 +45,7 @@ def place(request, tmp_path, monkeypatch):
     return Place(request.param, tmp_path, monkeypatch)
 
 
-def read(reader: Source, name: str = "") -> JsonObject:
+def read(reader: PageData, name: str = "") -> JsonObject:
     body = reader.read(name)
     assert body is not None
     data: JsonObject = json.loads(body.plain)
@@ -83,7 +83,7 @@ def test_a_search_has_an_end(tmp_path, monkeypatch):
 def test_the_table_and_each_page_say_how_runs_stand(place):
     make_run(place.at("a"))
     make_run(place.at("b"), num_attempts=1, num_rows=5)
-    reader = Source(place.at(""))
+    reader = PageData(place.at(""))
     table = read(reader)["table"]
     assert [(line["name"], line["state"], line["steps"]) for line in table] == [
         ("a", "done", "60 / 60"),
@@ -98,7 +98,7 @@ def test_the_table_and_each_page_say_how_runs_stand(place):
 
 def test_a_page_goes_on_with_the_rows_that_come(place):
     store = make_run(place.at("a"), num_attempts=2)
-    reader = Source(place.at(""))
+    reader = PageData(place.at(""))
     name = read(reader)["table"][0]["id"]
     rows = list(rows_of(4, 20))
     for number in (40, 41, 43, 80, 30):  # the last after a resume that went back
@@ -111,7 +111,7 @@ def test_a_page_goes_on_with_the_rows_that_come(place):
 def test_a_hostile_name_is_a_line_like_any_other(tmp_path, text):
     name = text.replace("/", "|").replace("\0", "0")
     make_run(LocalStore(tmp_path / name), num_attempts=1, num_rows=2)
-    body = Source(LocalStore(tmp_path)).read("")
+    body = PageData(LocalStore(tmp_path)).read("")
     assert body is not None
     assert not {b"<", b">", b"&"} & {bytes([byte]) for byte in body.plain}
     assert body.plain.isascii()
@@ -122,7 +122,7 @@ def test_a_run_that_cannot_be_read_says_why_and_hides_no_other(tmp_path):
     make_run(LocalStore(tmp_path / "good"), num_attempts=1, num_rows=2)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "job.json").write_text("{}")
-    reader = Source(LocalStore(tmp_path))
+    reader = PageData(LocalStore(tmp_path))
     bad, good = read(reader)["table"]
     assert "no run is here" in bad["state"]
     assert good["state"] == "done"
@@ -131,7 +131,7 @@ def test_a_run_that_cannot_be_read_says_why_and_hides_no_other(tmp_path):
 
 def test_a_root_that_goes_away_is_said_and_one_that_comes_back_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "SEARCH_SECONDS", 0.0)
-    reader = Source(LocalStore(tmp_path / "root"))
+    reader = PageData(LocalStore(tmp_path / "root"))
     assert "No such file" in read(reader)["notes"][0]
     make_run(LocalStore(tmp_path / "root" / "a"), num_attempts=1, num_rows=2)
     assert [line["name"] for line in read(reader)["table"]] == ["a"]
@@ -141,7 +141,7 @@ def test_a_run_whose_files_are_as_they_were_is_not_read_again(tmp_path, monkeypa
     times = []
     monkeypatch.setattr(server, "HistoryReader", lambda store: times.append(store) or HistoryReader(store))
     store = make_run(LocalStore(tmp_path / "a"), num_attempts=1, num_rows=2)
-    reader = Source(LocalStore(tmp_path))
+    reader = PageData(LocalStore(tmp_path))
     for _ in range(5):
         read(reader)
     assert len(times) == 1
@@ -160,7 +160,7 @@ def test_a_run_that_lives_is_read_on_from_where_it_was_for_the_table_and_for_its
     monkeypatch.setattr(server, "LIVING_SECONDS", 0.0)
     make_run(LocalStore(tmp_path / "a"), num_attempts=3, num_rows=20)
     progress = {"time": time.time(), "attempt": 4, "process": 0, "event": "start", "step": None}
-    reader, counts = Source(LocalStore(tmp_path)), []
+    reader, counts = PageData(LocalStore(tmp_path)), []
     for _ in range(3):
         with (tmp_path / "a" / "events.jsonl").open("ab") as file:
             file.write(encode_line(progress))
@@ -176,11 +176,11 @@ def test_however_many_look_a_thing_is_read_once_a_round():
     times: list[str] = []
     start = threading.Event()
 
-    def count(name: str) -> Body | None:
+    def count(name: str) -> ResponseBody | None:
         times.append(name)
-        return Body.of("text/plain", name) if name != "none" else None
+        return ResponseBody.of("text/plain", name) if name != "none" else None
 
-    crowd = Watcher(count)
+    crowd = SharedReader(count)
     with concurrent.futures.ThreadPoolExecutor(51) as pool:
         asked = [pool.submit(lambda name: start.wait() and crowd.data(name), name) for name in ["a", "b", "none"] * 17]
         start.set()
@@ -199,11 +199,11 @@ def test_however_many_look_a_thing_is_read_once_a_round():
 
 def test_what_nobody_reads_in_time_is_said_to_be_late():
     with pytest.raises(TimeoutError):
-        Watcher(lambda name: None, wait_seconds=0.0).data("a")
+        SharedReader(lambda name: None, wait_seconds=0.0).data("a")
 
 
 def test_what_nobody_has_asked_for_is_forgotten(monkeypatch):
-    crowd = Watcher(lambda name: Body.of("text/plain", name), wait_seconds=0.0)
+    crowd = SharedReader(lambda name: ResponseBody.of("text/plain", name), wait_seconds=0.0)
     for name in ("a", "b"):
         with pytest.raises(TimeoutError):
             crowd.data(name)

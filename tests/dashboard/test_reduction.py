@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.dashboard.charts import Point, Reduction
+from runner.dashboard.charts import Point, SeriesReducer
 
 VALUES = st.lists(st.floats(allow_nan=True, width=32), max_size=400)
 
 
-def fed(values: list[float], bins_max: int) -> Reduction:
-    series = Reduction(bins_max)
+def fed(values: list[float], bins_max: int) -> SeriesReducer:
+    series = SeriesReducer(bins_max)
     for step, value in enumerate(values):
         series.add(Point(step, None, None, value))
     return series

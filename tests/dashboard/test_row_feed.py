@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.dashboard.reader import Fed, open_feed
+from runner.dashboard.reader import RowBatch, open_feed
 from runner.metrics import file as bucket
 from runner.metrics.file import open_metrics, read_rows
 from runner.run.fence import Fence
@@ -25,7 +25,7 @@ class Unhurried(BackgroundWriter):
         pass
 
 
-def heard(known: list, fed: Fed) -> tuple[list, list]:
+def heard(known: list, fed: RowBatch) -> tuple[list, list]:
     """The rows that stand, and all rows, for who knows `known` and hears `fed`."""
     standing = ([] if fed.is_anew else known) + list(fed.rows)
     return standing, standing + fed.newest

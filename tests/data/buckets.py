@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.data.corpus_index import ANSWERS_DTYPE, ENDS_DTYPE, INDEX, CorpusIndex, Shard
+from runner.data.corpus_index import ANSWERS_DTYPE, ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard
 from runner.storage import LocalStore, TransientError, Version
 from runner.storage.bucket import BucketStore
 from tests.support.memory_bucket import MemoryDriver
@@ -81,7 +81,7 @@ def write_corpus(
         answers = None if marks_of is None else marks_of(ids).astype(ANSWERS_DTYPE)
         if answers is not None:
             store.write(f"{number:05}.answers", answers.tobytes())
-        entries.append(Shard.of(f"{number:05}", ids, ends, answers))
+        entries.append(CorpusShard.of(f"{number:05}", ids, ends, answers))
     index = change(CorpusIndex(dtype, vocabulary_size, {"kind": "bytes"}, None, tuple(entries)))
     store.write(INDEX, index.encode())
     return directory

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from runner.data import Source
-from runner.data.corpus_index import HEAD_BYTES, INDEX, CorpusIndex, Shard
-from runner.data.packing import Packed
-from runner.data.sampling import Split
+from runner.data.corpus_index import HEAD_BYTES, INDEX, CorpusIndex, CorpusShard
+from runner.data.packing import PackedDocuments
+from runner.data.sampling import TokenSplit
 from runner.errors import DataError
 from runner.storage import DeniedError, digest_of
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, random_shards, write_corpus
@@ -124,7 +124,7 @@ def test_the_ends_of_several_shards_or_blocks_are_asked_for_at_a_time(
     directory = write_corpus(tmp_path / "corpus", random_shards([[100] * 100] * 4), vocabulary_size=1000)
     driver = put_in_bucket(monkeypatch, directory, CountingDriver())
     source = load(URL, cache=tmp_path, cache_bytes=0).parts[0].source
-    examples = Packed(source, Split(0, len(source), 8))  # which has looked at the first block
+    examples = PackedDocuments(source, TokenSplit(0, len(source), 8))  # which has looked at the first block
     together, number = threading.Barrier(4), itertools.count()
 
     def meet(verb: str, key: str) -> None:
@@ -150,10 +150,10 @@ def test_a_corpus_is_named_by_its_directory_or_by_its_index(corpus: Path, monkey
 def test_its_vocabulary_is_that_of_its_tokenizer(corpus: Path) -> None:
     dataset = load(corpus, cache=corpus.parent / "cache")
     assert dataset.vocabulary_size == 1000
-    dataset.refuse_vocabulary(1000)
+    dataset.validate_vocabulary(1000)
     message = r"its tokenizer has 1,000 ids \(the largest in the corpus is 99\d\), the model's vocabulary 999; use"
     with pytest.raises(DataError, match=message):
-        dataset.refuse_vocabulary(999)
+        dataset.validate_vocabulary(999)
 
 
 def test_a_type_of_ids_is_refused_that_a_corpus_does_not_read(corpus: Path) -> None:
@@ -285,7 +285,7 @@ def test_the_third_of_a_hundred_shards_that_may_not_be_read_is_told_before_train
 def test_a_document_of_more_tokens_than_31_bits_count_is_read_to_its_end(tmp_path: Path, packing: str) -> None:
     size = (1 << 31) + 100
     ends = np.array([size], "<i8").tobytes()
-    huge = Shard("00000", size, 1, 0, digest_of(bytes(HEAD_BYTES)), "00000000", digest_of(ends))
+    huge = CorpusShard("00000", size, 1, 0, digest_of(bytes(HEAD_BYTES)), "00000000", digest_of(ends))
     write_corpus(tmp_path / "corpus", [[[5]]], change=lambda index: dataclasses.replace(index, shards=(huge,)))
     (tmp_path / "corpus" / "00000.ends").write_bytes(ends)
     (tmp_path / "corpus" / "00000.bin").write_bytes(b"")

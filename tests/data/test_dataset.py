@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from runner.config import DataConfig
 from runner.data import global_batch, token_files
-from runner.data.token_files import Tokens
+from runner.data.token_files import TokenSequence
 from runner.errors import DataError
 from tests.data.corpus import READS, load, write_bin, write_npy
 
@@ -177,11 +177,11 @@ def test_text_has_the_vocabulary_of_its_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc" * 50)
     dataset = load(tmp_path / "a.txt", cache=tmp_path / "cache")
     assert dataset.vocabulary_size == 256
-    dataset.refuse_vocabulary(256)
+    dataset.validate_vocabulary(256)
     with pytest.raises(
         DataError, match=r"data\.tokenizer=bytes has 256 token ids, the model's vocabulary 128; use .* 256"
     ):
-        dataset.refuse_vocabulary(128)
+        dataset.validate_vocabulary(128)
     assert load(tmp_path / "a.txt", cache=tmp_path / "cache", tokenizer="characters").vocabulary_size == 3
 
 
@@ -191,10 +191,10 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_position(tmp_pat
     for _ in range(2):
         dataset = load(tmp_path / "*.bin", cache=tmp_path / "cache")
         assert dataset.vocabulary_size == 50305
-        dataset.refuse_vocabulary(50305)
+        dataset.validate_vocabulary(50305)
         message = r"token id 50,304 at position 2 of .*b\.bin is beyond the model's vocabulary of 50,304 ids; .* 50,305"
         with pytest.raises(DataError, match=message):
-            dataset.refuse_vocabulary(50304)
+            dataset.validate_vocabulary(50304)
 
 
 def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_bad_one_is_named_when_it_is_met(
@@ -205,9 +205,9 @@ def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_
     write_npy(tmp_path / "b.npy", [*range(20), 95, *range(20), -1, *range(20)])
 
     with monkeypatch.context() as patch:
-        patch.delattr(Tokens, "scan")
+        patch.delattr(TokenSequence, "scan")
         dataset = load(tmp_path / "?.*", cache=tmp_path / "cache", vocabulary_size=95)
-        dataset.refuse_vocabulary(dataset.vocabulary_size)
+        dataset.validate_vocabulary(dataset.vocabulary_size)
     assert dataset.vocabulary_size == 95
     for read in READS.values():
         read(dataset.parts[0].source, 0, 110)
@@ -218,10 +218,10 @@ def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_
         dataset.rows("validation", 0, 3)
     few = load(tmp_path / "a.bin", cache=tmp_path / "few", vocabulary_size=80)
     with pytest.raises(DataError, match=r"token id 89 at position 89 of .*a\.bin is beyond"):
-        few.refuse_vocabulary(80)
+        few.validate_vocabulary(80)
 
 
 def test_a_negative_id_is_refused(tmp_path: Path) -> None:
     dataset = load(write_npy(tmp_path / "a.npy", [*range(50), -1]), cache=tmp_path / "cache")
     with pytest.raises(DataError, match=r"token id -1 at position 50 of .*a\.npy is negative"):
-        dataset.refuse_vocabulary(100)
+        dataset.validate_vocabulary(100)

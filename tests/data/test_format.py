@@ -17,7 +17,7 @@ import pytest
 from runner.data import array_record
 from runner.data.open_source import open_format
 from runner.data.source_files import find_corpus, find_source, is_available
-from runner.data.token_files import Tokens, open_token_files
+from runner.data.token_files import TokenSequence, open_token_files
 from runner.errors import DataError
 from tests.data.buckets import URL, CountingDriver, put_in_bucket
 from tests.data.corpus import load
@@ -65,13 +65,13 @@ def test_any_range_is_a_slice_of_the_whole(root: Path, name: str) -> None:
 def test_rows_of_two_steps_are_windows_of_the_ids(root: Path, name: str) -> None:
     case = CASES[name]
     dataset = load(f"{root}/{case.source}", cache=root / "cache", options=dict(case.options), vocabulary_size=100_000)
-    dataset.refuse_vocabulary(100_000)
+    dataset.validate_vocabulary(100_000)
     windows = {tuple(case.ids[start : start + 9]) for start in range(0, len(case.ids), 8)}
     for step in range(2):
         rows = dataset.rows("train", 4 * step, 4)
         assert {(*x, y[-1]) for x, y in zip(rows["x"].tolist(), rows["y"].tolist(), strict=True)} <= windows
     with pytest.raises(DataError, match=rf"token id {max(case.ids):,} at position \d+ of .* is beyond the model's"):
-        dataset.refuse_vocabulary(max(case.ids))
+        dataset.validate_vocabulary(max(case.ids))
 
 
 @each_case
@@ -471,7 +471,7 @@ def test_ids_may_be_believed_to_be_in_a_vocabulary_and_are_then_looked_at(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.data.token_files.SCANNED_TOKENS_MAX", 10)
-    monkeypatch.delattr(Tokens, "scan")
+    monkeypatch.delattr(TokenSequence, "scan")
     source = open_format(find_source(f"{root}/megatron/int32.idx"), {}, root / "cache", 90_000)
     assert source.vocabulary_size == 90_000
     with pytest.raises(DataError, match=r"token id 9\d,\d+ at position \d+ of .*int32\.bin is beyond"):

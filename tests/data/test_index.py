@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from runner.data.corpus_index import INDEX_KEYS, CorpusIndex, Shard
+from runner.data.corpus_index import INDEX_KEYS, CorpusIndex, CorpusShard
 from runner.errors import DataError
 
-SHARD = Shard("00000", 7, 2, 40, "00000000", "11111111", "22222222")
+SHARD = CorpusShard("00000", 7, 2, 40, "00000000", "11111111", "22222222")
 INDEX = CorpusIndex("uint16", 50, {"kind": "bytes"}, None, (SHARD, dataclasses.replace(SHARD, name="00001")))
 OTHER = [None, True, 3, 1.5, "text", ["text"], {"a": 1}]
 

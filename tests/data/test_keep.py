@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from runner.data.readers import Derived, DiskReader
-from runner.data.remote import Copies
+from runner.data.readers import DerivedFile, DiskReader
+from runner.data.remote import FileCopies
 from runner.data.source_files import SourceFile, describe_file
 from runner.errors import StorageError
 from tests.support.coordinator import DEADLINE_SECONDS
@@ -21,14 +21,14 @@ NUM_PROCESSES = 4
 CONTENT = [b"first half, ", b"second half"]
 SIZE_BYTES = sum(map(len, CONTENT))
 
-Keep = Callable[[Sequence[Derived]], list[SourceFile]]
+Keep = Callable[[Sequence[DerivedFile]], list[SourceFile]]
 
 
 def keep_of_a_bucket(directory: Path) -> Keep:
     """What one process does that has the files of a bucket."""
-    copies = Copies(directory, "source", None)
+    copies = FileCopies(directory, "source", None)
 
-    def keep(wanted: Sequence[Derived]) -> list[SourceFile]:
+    def keep(wanted: Sequence[DerivedFile]) -> list[SourceFile]:
         copies.make_room(wanted)
         return [copies.get(derived) for derived in wanted]
 
@@ -49,8 +49,8 @@ def num_waiting() -> int:
     return sum(row[1] == "->" and str(os.getpid()) in row for row in rows)
 
 
-def derived(make: Callable[[], Iterator[bytes]]) -> Derived:
-    return Derived(SourceFile(Path("origin"), 1, 1), "kept", SIZE_BYTES, make)
+def derived(make: Callable[[], Iterator[bytes]]) -> DerivedFile:
+    return DerivedFile(SourceFile(Path("origin"), 1, 1), "kept", SIZE_BYTES, make)
 
 
 class Makers:

@@ -14,17 +14,17 @@ from runner.data import packing
 from runner.data.packing import (
     PACKINGS,
     Examples,
-    Packed,
-    Padded,
-    Plan,
-    Plans,
-    RowOrder,
+    LocalShuffle,
+    PackedDocuments,
+    PackingPlan,
+    PackingPlanCache,
+    PaddedDocuments,
     Rows,
     floor_sum,
     pack,
     runs_between,
 )
-from runner.data.sampling import Mixture, Split
+from runner.data.sampling import Mixture, TokenSplit
 from runner.data.source import Source
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, write_corpus
 from tests.data.corpus import load
@@ -85,16 +85,16 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "GROUP_BLOCKS", 3)
 
 
-def cut(source: Documents, part: str) -> Split:
+def cut(source: Documents, part: str) -> TokenSplit:
     first, last = (int(len(source) * share) for share in PARTS[part])
-    return Split(first, last - first, T)
+    return TokenSplit(first, last - first, T)
 
 
 def read_all(examples: Examples) -> dict[str, np.ndarray]:
     return examples.read(np.arange(examples.num_examples))
 
 
-def targets_of(source: Documents, split: Split) -> list[int]:
+def targets_of(source: Documents, split: TokenSplit) -> list[int]:
     """Positions of the split whose token before them is of the same document."""
     begins = {0, *source.ends.tolist()} | {split.start}
     return [position for position in range(split.start, split.start + split.num_tokens) if position not in begins]
@@ -142,7 +142,7 @@ class Huge(Documents):
 @pytest.mark.parametrize("kind", PACKINGS)
 def test_a_document_may_be_longer_than_32_bits_can_count(kind: str) -> None:
     source = Huge()
-    examples = PACKINGS[kind](source, Split(0, len(source), T))
+    examples = PACKINGS[kind](source, TokenSplit(0, len(source), T))
     assert examples.num_examples >= 3 << 27
     order = examples.make_order(0, Fraction(4))
     for number in (0, examples.num_examples // 2, examples.num_examples - 1, order[10**11]):
@@ -155,7 +155,7 @@ def test_padding_is_known_beforehand_and_documents_that_fit_stay_whole(tmp_path:
     monkeypatch.undo()
     dataset = load("python-stdlib", cache=tmp_path, sequence_length=2048, packing="documents", validation_fraction=0)
     examples = dataset.parts[0].examples
-    assert isinstance(examples, Packed)
+    assert isinstance(examples, PackedDocuments)
     num_whole = examples._num_whole_blocks * examples._block_examples
     held = np.concatenate([examples.pieces(number) for number in range(num_whole)])
     filled = held[:, 1].sum()
@@ -169,7 +169,7 @@ def test_padding_is_known_beforehand_and_documents_that_fit_stay_whole(tmp_path:
     assert sum(run in pieces for run in inside) / len(inside) > 0.9
 
 
-def rows_of(plan: Plan, num_rows: int) -> list[list[tuple[int, int]]]:
+def rows_of(plan: PackingPlan, num_rows: int) -> list[list[tuple[int, int]]]:
     return [[(start, length) for start, length in plan[row].tolist()] for row in range(num_rows)]
 
 
@@ -202,11 +202,11 @@ BATCHES = ["1", "2", "3", "50", "2000", "1/10", "8/3", "384/5", "44800/961"]
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("num_examples", [*SIZES[:-2], *in_the_soak(*SIZES[-2:])])
 def test_an_epoch_of_rows_holds_each_example_once_and_any_place_is_found_alone(num_examples: int, batch: str) -> None:
-    order, other = (RowOrder(num_examples, 8, Fraction(batch), seed) for seed in (5, 6))
+    order, other = (LocalShuffle(num_examples, 8, Fraction(batch), seed) for seed in (5, 6))
     epochs = [[order[epoch * num_examples + place] for place in range(num_examples)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(num_examples)) for epoch in epochs)
     alone = np.random.default_rng(0).integers(0, 3 * num_examples, 5).tolist()
-    assert [RowOrder(num_examples, 8, Fraction(batch), seed=5)[place] for place in alone] == [
+    assert [LocalShuffle(num_examples, 8, Fraction(batch), seed=5)[place] for place in alone] == [
         epochs[place // num_examples][place % num_examples] for place in alone
     ]
     if num_examples > 6:
@@ -218,7 +218,7 @@ def test_an_epoch_of_rows_holds_each_example_once_and_any_place_is_found_alone(n
 def test_a_row_has_blocks_of_its_own_and_a_group_mixes_many(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     monkeypatch.setattr(packing, "GROUP_BLOCKS", 12)
     each = -(-12 // num_rows)
-    order = RowOrder(2 * num_rows * each * 8 + 5, 8, Fraction(num_rows), seed=0)
+    order = LocalShuffle(2 * num_rows * each * 8 + 5, 8, Fraction(num_rows), seed=0)
     for group in range(2):
         first = group * num_rows * each * 8
         blocks = [{order[first + row + step * num_rows] // 8 for step in range(each * 8)} for row in range(num_rows)]
@@ -229,7 +229,7 @@ def test_a_row_has_blocks_of_its_own_and_a_group_mixes_many(monkeypatch: pytest.
 @pytest.mark.parametrize("weights", [[1], [1, 1, 1], [5, 3, 2], [7, 2.3, 0.31], [0.333333, 0.12345678, 0.54321]])
 def test_a_row_of_a_mixture_keeps_to_few_blocks(weights: list[float]) -> None:
     mixture, rows, block, num_steps = Mixture(weights), 64, 256, 2048
-    orders = [RowOrder(10**7, block, share * rows, seed=1) for share in mixture.shares]
+    orders = [LocalShuffle(10**7, block, share * rows, seed=1) for share in mixture.shares]
     for row in (0, 40):
         held = set()
         for step in range(10**6, 10**6 + num_steps):
@@ -246,11 +246,11 @@ def test_a_sum_of_floors_is_what_it_says(count: int, divisor: int, factor: int, 
 def test_plans_that_are_asked_for_again_stay_and_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
     made: Counter[int] = Counter()
 
-    def make(block: int) -> Plan:
+    def make(block: int) -> PackingPlan:
         made[block] += 1
-        return Plan(np.zeros((10, 2), np.int64), np.zeros(3, np.int32))
+        return PackingPlan(np.zeros((10, 2), np.int64), np.zeros(3, np.int32))
 
-    plans = Plans(make)
+    plans = PackingPlanCache(make)
     for group in range(5):
         for _ in range(200):
             for row in range(30):
@@ -303,7 +303,7 @@ def test_a_host_fetches_little_more_than_its_rows_need_at_any_number_of_hosts(
 @pytest.mark.parametrize("num_hosts", [1, 2, 4, 64])
 def test_the_rows_of_a_step_are_the_same_on_any_number_of_hosts(source: Documents, num_hosts: int) -> None:
     def rows_of_step(step: int, first: int, count: int) -> Rows:
-        examples = Packed(source, cut(source, "all"))  # of a host that has read nothing yet
+        examples = PackedDocuments(source, cut(source, "all"))  # of a host that has read nothing yet
         order = examples.make_order(0, Fraction(64))
         return examples.read(np.array([order[step * 64 + first + row] for row in range(count)]))
 
@@ -315,8 +315,8 @@ def test_the_rows_of_a_step_are_the_same_on_any_number_of_hosts(source: Document
                 np.testing.assert_array_equal(field, whole[name][host * count :][:count])
 
 
-@pytest.mark.parametrize("kind", [Packed, Padded])
-def test_other_documents_of_the_same_tokens_are_other_data(kind: type[Packed | Padded]) -> None:
+@pytest.mark.parametrize("kind", [PackedDocuments, PaddedDocuments])
+def test_other_documents_of_the_same_tokens_are_other_data(kind: type[PackedDocuments | PaddedDocuments]) -> None:
     one, other = Documents([5, 7, 9] * 20), Documents([7, 5, 9] * 20)
     prints = [kind(source, cut(source, "all")).fingerprint for source in (one, one, other)]
     assert prints[0] == prints[1] != prints[2]

@@ -99,12 +99,12 @@ def test_the_rows_are_those_of_the_sequence() -> None:
     np.testing.assert_array_equal(found["x"].ravel(), (3 + np.arange(900, 916)) ** 2 % 97)
     assert (found["y"][:, :-1] == found["x"][:, 1:]).all()
     assert dataset.vocabulary_size == 97
-    dataset.refuse_vocabulary(97)
+    dataset.validate_vocabulary(97)
 
 
 def test_the_vocabulary_of_the_model_must_hold_its_ids() -> None:
     with pytest.raises(DataError, match=r"Squares: its ids go up to 96, the model's vocabulary is 90; .* at least 97"):
-        load("Squares").refuse_vocabulary(90)
+        load("Squares").validate_vocabulary(90)
 
 
 def test_another_fingerprint_or_length_is_another_data_set() -> None:

@@ -136,7 +136,7 @@ def test_a_bucket_of_few_ids_is_read_to_find_the_largest_where_the_spec_names_no
     with pytest.raises(
         DataError, match=r"token id \d+ at position \d+ of s3://bkt/corpus/\d\.bin is beyond the model's"
     ):
-        dataset.refuse_vocabulary(500)
+        dataset.validate_vocabulary(500)
 
 
 def test_many_ids_in_a_bucket_are_not_read_to_find_the_largest(bins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,11 +76,11 @@ def test_a_run_that_reads_a_source_too_often_is_refused_with_numbers(tmp_path: P
     dataset = load_three(tmp_path, mixture=three(tmp_path, c={"max_epochs": 2.5}))
     examples = dataset.parts[2].examples.num_examples
     enough = int(examples * 2.5 / 0.2)
-    dataset.refuse_epochs(enough)
+    dataset.validate_epochs(enough)
     with pytest.raises(
         DataError, match=rf"data\.mixture\.c=.*c\.bin: .* epochs of its {examples * T:,}; max_epochs=2\.5"
     ):
-        dataset.refuse_epochs(enough + 10)
+        dataset.validate_epochs(enough + 10)
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -189,7 +189,7 @@ def test_what_validates_is_no_part_of_the_vocabulary(tmp_path: Path) -> None:
     dataset = load(tokens, cache=tmp_path / "cache", validation={"larger": str(larger)})
     assert dataset.vocabulary_size == 500
     with pytest.raises(DataError, match=r"data\.validation\.larger=.*: token id 899 .* at least 900"):
-        dataset.refuse_vocabulary(dataset.vocabulary_size)
+        dataset.validate_vocabulary(dataset.vocabulary_size)
 
 
 def test_an_error_names_the_source_of_several(tmp_path: Path) -> None:
@@ -226,9 +226,9 @@ def test_documents_of_one_token_hold_no_target(tmp_path: Path) -> None:
 
 def test_a_vocabulary_that_is_too_small_for_one_source_names_it(tmp_path: Path) -> None:
     dataset = load_three(tmp_path)
-    dataset.refuse_vocabulary(20_400)
+    dataset.validate_vocabulary(20_400)
     with pytest.raises(DataError, match=r"^data\.mixture\.c=.*c\.bin: token id 20,399 .* vocabulary of 20,000"):
-        dataset.refuse_vocabulary(20_000)
+        dataset.validate_vocabulary(20_000)
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "documents", "pad"])

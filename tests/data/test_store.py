@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from runner.data.source_files import find_source
-from runner.data.token_files import Tokens, open_token_files, scan_cached
+from runner.data.token_files import TokenSequence, open_token_files, scan_cached
 from runner.errors import DataError
 from tests.data.corpus import write_bin, write_npy
 
 
-def read(tokens: Tokens, start: int, stop: int) -> list[int]:
+def read(tokens: TokenSequence, start: int, stop: int) -> list[int]:
     found = tokens.read(start, stop).tolist()
     assert found == tokens.read_ranges([(start, stop)])[0].tolist()
     return found
@@ -174,23 +174,23 @@ def test_ids_of_every_width_and_order_are_read(tmp_path: Path) -> None:
 def test_the_probe_of_a_small_data_set_sees_every_token() -> None:
     for num_tokens in (1, 511, 512, 513, 5000):
         ids = np.arange(num_tokens)
-        probe = Tokens([ids]).probe()
-        assert Tokens([ids.copy()]).probe() == probe
+        probe = TokenSequence([ids]).probe()
+        assert TokenSequence([ids.copy()]).probe() == probe
         for position in {0, num_tokens // 3, num_tokens // 2, num_tokens - 1}:
             altered = ids.copy()
             altered[position] += 1
-            assert Tokens([altered]).probe() != probe
+            assert TokenSequence([altered]).probe() != probe
 
 
 def test_the_probe_of_a_large_data_set_sees_sizes_types_and_both_ends() -> None:
     ids = np.zeros(5_000_000, "<u2")
-    probe = Tokens([ids]).probe()
-    assert Tokens([ids[1:]]).probe() != probe
-    assert Tokens([ids.astype("<i4")]).probe() != probe
+    probe = TokenSequence([ids]).probe()
+    assert TokenSequence([ids[1:]]).probe() != probe
+    assert TokenSequence([ids.astype("<i4")]).probe() != probe
     for position in (0, -1):
         altered = ids.copy()
         altered[position] = 1
-        assert Tokens([altered]).probe() != probe
+        assert TokenSequence([altered]).probe() != probe
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 1 << 22])
@@ -198,7 +198,7 @@ def test_a_scan_finds_the_first_smallest_and_largest_id_across_parts(
     chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.data.token_files.SCAN_CHUNK_TOKENS", chunk_tokens)
-    tokens = Tokens([np.array([3, 7, 3]), np.array([9, 1, 9, 1], "u8")])
+    tokens = TokenSequence([np.array([3, 7, 3]), np.array([9, 1, 9, 1], "u8")])
     found = tokens.scan()
     assert (found.smallest, found.smallest_position, found.largest, found.largest_position) == (1, 4, 9, 3)
     assert tokens.describe_position(3) == "position 0 of the text"
@@ -208,7 +208,7 @@ def test_a_scan_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch
     path, cache = write_bin(tmp_path / "a.bin", [1, 2]), tmp_path / "cache"
     found = scan_cached(open_token_files(find_source(str(path)), tmp_path), cache)
     with monkeypatch.context() as patch:
-        patch.delattr(Tokens, "scan")
+        patch.delattr(TokenSequence, "scan")
         assert scan_cached(open_token_files(find_source(str(path)), tmp_path), cache) == found
     write_bin(path, [1, 2, 3])
     assert scan_cached(open_token_files(find_source(str(path)), tmp_path), cache).largest == 3

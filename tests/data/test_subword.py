@@ -9,7 +9,7 @@ import sentencepiece
 import tiktoken
 import tokenizers
 
-from runner.data.tokenizers import FILES, Tiktoken, load_tokenizer, make_tokenizer
+from runner.data.tokenizers import FILES, TiktokenTokenizer, load_tokenizer, make_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.spec.imports import import_extra
 from runner.storage import LocalStore
@@ -89,12 +89,12 @@ def test_a_file_of_another_kind_is_refused(kind, content):
 )
 def test_ranks_with_which_the_library_would_panic_or_mix_tokens_up_are_refused(content, special, message):
     with pytest.raises(DataError, match=message):
-        Tiktoken(content, GPT2_PATTERN, special)
+        TiktokenTokenizer(content, GPT2_PATTERN, special)
 
 
 def test_a_pattern_that_is_none_is_refused():
     with pytest.raises(DataError, match="does not fit its pattern"):
-        Tiktoken(make_ranks(), "(", {})
+        TiktokenTokenizer(make_ranks(), "(", {})
 
 
 def test_a_kind_that_is_not_known_is_told_with_those_that_are():

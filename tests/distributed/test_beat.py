@@ -5,7 +5,7 @@ import pytest
 from runner.distributed.clock import DATA, STEP
 from runner.distributed.heartbeat import (
     ALONE_SECONDS,
-    Beat,
+    Heartbeat,
     describe,
     find_failure,
     find_silent,
@@ -15,7 +15,7 @@ from runner.distributed.heartbeat import (
 
 
 def beat(step, phase="step", seconds=3.0, is_overdue=False):
-    return Beat(1, "n7", phase, step, seconds, is_overdue, suspects_peer=False)
+    return Heartbeat(1, "n7", phase, step, seconds, is_overdue, suspects_peer=False)
 
 
 def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
@@ -31,7 +31,9 @@ HOOK, EVALUATOR = "hook A in on_row at step 3 on process 1: E", "evaluator B at 
 
 
 def failed(line, seconds, *, is_end):
-    return Beat(1, "n7", "the wait", 3, seconds, is_overdue=False, suspects_peer=False, failure=line, is_end=is_end)
+    return Heartbeat(
+        1, "n7", "the wait", 3, seconds, is_overdue=False, suspects_peer=False, failure=line, is_end=is_end
+    )
 
 
 @pytest.mark.parametrize(

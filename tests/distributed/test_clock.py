@@ -5,7 +5,7 @@ import random
 import pytest
 
 from runner.distributed import clock as phases
-from runner.distributed.clock import COUNTED, DATA, EVALUATION, SAVE, Bucket, Clock, Phase, Progress, Reading
+from runner.distributed.clock import COUNTED, DATA, EVALUATION, SAVE, Clock, ClockReading, Phase, Progress, TimeBucket
 
 PHASES = [value for value in vars(phases).values() if isinstance(value, Phase)]
 
@@ -21,28 +21,28 @@ def now(monkeypatch):
 
 class Kept:
     def __init__(self) -> None:
-        self.put_readings: list[Reading] = []
-        self.beats: list[Reading] = []
+        self.put_readings: list[ClockReading] = []
+        self.beats: list[ClockReading] = []
 
-    def put(self, reading: Reading) -> None:
+    def put(self, reading: ClockReading) -> None:
         self.put_readings.append(reading)
 
-    def beat(self, reading: Reading) -> None:
+    def beat(self, reading: ClockReading) -> None:
         self.beats.append(reading)
 
 
-def seconds_of(reading: Reading) -> dict[Bucket, float]:
+def seconds_of(reading: ClockReading) -> dict[TimeBucket, float]:
     return {bucket: value for bucket, value in zip(COUNTED, reading.seconds, strict=True) if value}
 
 
 def test_each_phase_has_a_name_of_its_own_and_a_bucket_that_a_clock_counts():
     assert len({phase.name for phase in PHASES}) == len(PHASES) > 5
     assert {phase.bucket for phase in PHASES} <= set(COUNTED)
-    assert all(bucket.meaning.endswith(".") for bucket in Bucket)
+    assert all(bucket.meaning.endswith(".") for bucket in TimeBucket)
 
 
 def test_the_time_of_each_phase_goes_into_its_bucket(now):
-    clock = Clock(age=3.0, bucket=Bucket.PROCESS_START)
+    clock = Clock(age=3.0, bucket=TimeBucket.PROCESS_START)
     progress = Progress(clock)
     now[0] += 2.0
     progress.arrive(7)
@@ -61,18 +61,18 @@ def test_the_time_of_each_phase_goes_into_its_bucket(now):
             now[0] += 4.0
         now[0] += 20.0
     assert seconds_of(clock.read()) == {
-        Bucket.PROCESS_START: 3.0,
-        Bucket.SET_UP: 2.0,
-        Bucket.STEPS: 5.0 + 1.0,
+        TimeBucket.PROCESS_START: 3.0,
+        TimeBucket.SET_UP: 2.0,
+        TimeBucket.STEPS: 5.0 + 1.0,
         DATA.bucket: 0.25,
-        Bucket.EVALUATION: 30.0,
-        Bucket.SAVE_STALL: 4.0,
+        TimeBucket.EVALUATION: 30.0,
+        TimeBucket.SAVE_STALL: 4.0,
     }
     assert clock.at_step() == {"process_start": 3.0, "set_up": 2.0, "steps": 5.0}
     now[0] += 1.0
     clock.end(75)
     now[0] += 0.5
-    assert seconds_of(clock.read())[Bucket.SHUTDOWN] == 0.5
+    assert seconds_of(clock.read())[TimeBucket.SHUTDOWN] == 0.5
     assert (clock.read().code, clock.read().step) == (75, 8)
 
 
@@ -104,8 +104,8 @@ def test_a_keeper_hears_of_each_step_and_phase_and_of_beats_and_not_of_each_batc
     assert len(kept.put_readings) == 1
     progress.arrive(4)
     with progress.during(SAVE):
-        assert (kept.put_readings[-1].step, kept.put_readings[-1].bucket) == (4, Bucket.SAVE_STALL)
-    assert kept.put_readings[-1].bucket is Bucket.STEPS
+        assert (kept.put_readings[-1].step, kept.put_readings[-1].bucket) == (4, TimeBucket.SAVE_STALL)
+    assert kept.put_readings[-1].bucket is TimeBucket.STEPS
     assert not kept.beats
     clock.beat()
     clock.end(1)

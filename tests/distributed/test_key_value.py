@@ -10,7 +10,7 @@ import pytest
 
 from runner.distributed import key_value
 from runner.distributed.clock import Progress
-from runner.distributed.heartbeat import Rounds
+from runner.distributed.heartbeat import ArrivalRounds
 from runner.distributed.key_value import MAX_DECISIONS, KeyValueStore
 from runner.errors import PeerLostError
 from tests.support.coordinator import MemoryCoordinator, play
@@ -108,7 +108,7 @@ def test_rounds_of_stragglers_leave_one_key_a_process_and_one_for_the_round(monk
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     coordinator = MemoryCoordinator(4)
-    rounds = [(Rounds(hosts, progress), progress) for hosts in coordinator.hosts() for progress in [Progress()]]
+    rounds = [(ArrivalRounds(hosts, progress), progress) for hosts in coordinator.hosts() for progress in [Progress()]]
     for step in range(3000):
         now[0] += 0.5
         for every, progress in rounds:

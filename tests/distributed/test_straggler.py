@@ -3,7 +3,7 @@
 import pytest
 
 from runner.distributed.clock import Progress
-from runner.distributed.heartbeat import Rounds, late_processes
+from runner.distributed.heartbeat import ArrivalRounds, late_processes
 from tests.support.coordinator import MemoryCoordinator
 
 
@@ -28,7 +28,7 @@ def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seco
     """Steps at which every process arrives with a delay of its own; what process 0 finds."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    rounds = [Rounds(host, Progress()) for host in MemoryCoordinator(len(delays_seconds)).hosts()]
+    rounds = [ArrivalRounds(host, Progress()) for host in MemoryCoordinator(len(delays_seconds)).hosts()]
     for every in rounds:
         every._progress.arrive(0)
     found = []

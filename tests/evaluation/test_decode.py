@@ -18,12 +18,12 @@ from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder
 from runner.errors import InvalidError
 from runner.evaluation.generation import (
-    CachedReader,
-    PlainReader,
-    Sampling,
+    CachedDecoder,
+    RecomputingDecoder,
+    Sampler,
     generate,
     keep_top,
-    make_reader,
+    make_decoder,
     vocabulary_size_of,
 )
 from runner.parallel.mesh import AXES, make_mesh
@@ -75,7 +75,7 @@ def weights_of(name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def readers() -> tuple[CachedReader, PlainReader]:
+def readers() -> tuple[CachedDecoder, RecomputingDecoder]:
     """The first model's, the one on two devices; what a text has left in its cache must not show in the next."""
     model, weights = MODELS["gpt"], weights_of("gpt")
     mesh = make_mesh({"data": 1, "fsdp": 2, "tensor": 1}, jax.devices()[:2])
@@ -83,7 +83,7 @@ def readers() -> tuple[CachedReader, PlainReader]:
     cut["params"]["embedding"] = jax.device_put(
         weights["params"]["embedding"], NamedSharding(mesh, PartitionSpec(None, "fsdp"))
     )
-    return CachedReader(model, cut, SEQUENCE, jnp.float32, mesh), PlainReader(model, weights, SEQUENCE, ONE)
+    return CachedDecoder(model, cut, SEQUENCE, jnp.float32, mesh), RecomputingDecoder(model, weights, SEQUENCE, ONE)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_cached_decode_gives_the_logits_of_the_forward_pass_at_every_position(
     assert np.ptp(expected_BxTxV, axis=-1).min() > 0.1
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(1.0, top_p=0.7, seed=5)], ids=str)
+@pytest.mark.parametrize("sampling", [Sampler(temperature=0), Sampler(1.0, top_p=0.7, seed=5)], ids=str)
 def test_a_text_is_the_same_by_cache_and_by_whole_rows_also_beyond_the_sequence_length(readers, sampling):
     choose = sampling.make_choose(VOCABULARY)
     for prompt in ([3], list(range(SEQUENCE - 1)), list(range(40))):
@@ -132,7 +132,7 @@ def test_the_window_is_the_last_tokens_and_when_it_is_full_its_last_half():
 
 def test_a_token_depends_on_the_seed_and_its_place_and_on_no_other_draw(readers):
     def text(num_tokens, seed):
-        choose = Sampling(1.0, seed=seed).make_choose(VOCABULARY)
+        choose = Sampler(1.0, seed=seed).make_choose(VOCABULARY)
         return list(generate(readers[0], choose, [3], num_tokens, SEQUENCE))
 
     assert text(20, 0) == text(33, 0)[:20]
@@ -147,8 +147,8 @@ def test_a_model_without_a_cache_is_read_in_one_program():
 
     model = Bigram()
     weights = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32), deterministic=True)
-    read = make_reader(model, weights, 4, jnp.float32, ONE)
-    choose = Sampling(temperature=0).make_choose(5)
+    read = make_decoder(model, weights, 4, jnp.float32, ONE)
+    choose = Sampler(temperature=0).make_choose(5)
     following = np.argmax(weights["params"]["Embed_0"]["embedding"], axis=1)
     tokens = list(generate(read, choose, [2], 9, 4))
     assert tokens == [following[token] for token in [2, *tokens[:-1]]]
@@ -191,7 +191,7 @@ def test_tokens_come_as_often_as_temperature_and_top_p_say(temperature, top_p):
     dropped = order[np.cumsum(expected[order]) - expected[order] >= top_p]
     expected[dropped] = 0
     expected /= expected.sum()
-    choose = Sampling(temperature, top_p).make_choose(4)
+    choose = Sampler(temperature, top_p).make_choose(4)
     drawn = jax.vmap(choose, (None, 0))(jnp.log(jnp.append(PROBABILITIES, 9.0)), jnp.arange(4000))
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, expected, atol=0.03)
 
@@ -208,4 +208,4 @@ def test_tokens_come_as_often_as_temperature_and_top_p_say(temperature, top_p):
 )
 def test_a_bad_number_is_refused(options, message):
     with pytest.raises(InvalidError, match=message):
-        Sampling(**options)
+        Sampler(**options)

@@ -18,8 +18,8 @@ from runner.evaluation.generation import variables_of
 from runner.evaluation.likelihood import (
     Likelihood,
     MultipleChoice,
-    Pair,
     Question,
+    TextPair,
     encode_pair,
     pairs_of,
     read_questions,
@@ -68,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights(run: Path) -> Any:
     opened = open_run(str(run))
     mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
-    abstract = opened.job.weights(opened.job.design.draw_on(mesh, jax.random.key(0)).abstract_state)
+    abstract = opened.job.weights(opened.job.setup_builder.build_on(mesh, jax.random.key(0)).abstract_state)
     return opened.weights(opened.find("newest"), abstract)
 
 
@@ -139,7 +139,7 @@ def test_what_is_greedy_is_what_the_most_probable_tokens_make(run: Path, weights
     row = np.zeros((1, LENGTH), np.int32)
     row[0, : len(ids)] = ids
     best = int(np.argmax(jitted(model)(variables_of(weights), row)[0, len(ids) - 1]))
-    found = likelihood.of(weights, [Pair(ids, [best]), Pair(ids, [(best + 1) % 256])])
+    found = likelihood.of(weights, [TextPair(ids, [best]), TextPair(ids, [(best + 1) % 256])])
     assert found is not None
     assert [each.is_greedy for each in found] == [True, False]
 
@@ -155,15 +155,15 @@ def test_whoever_was_asked_to_stop_asks_no_more(run: Path, weights: Any) -> None
 @pytest.mark.parametrize(
     ("context", "following", "pair"),
     [
-        ("ab", " c", Pair(ids_of("ab"), ids_of(" c"))),
-        ("ab  ", " c", Pair(ids_of("ab"), ids_of("   c"))),
-        ("", " c", Pair([FIRST], ids_of(" c"))),
-        ("", "\nc", Pair([FIRST], ids_of("c"))),
-        ("  ", "c", Pair([FIRST], ids_of("  c"))),
-        ("é", "日", Pair(ids_of("é"), ids_of("日"))),
+        ("ab", " c", TextPair(ids_of("ab"), ids_of(" c"))),
+        ("ab  ", " c", TextPair(ids_of("ab"), ids_of("   c"))),
+        ("", " c", TextPair([FIRST], ids_of(" c"))),
+        ("", "\nc", TextPair([FIRST], ids_of("c"))),
+        ("  ", "c", TextPair([FIRST], ids_of("  c"))),
+        ("é", "日", TextPair(ids_of("é"), ids_of("日"))),
     ],
 )
-def test_spaces_at_the_end_of_a_context_belong_to_what_follows(context: str, following: str, pair: Pair) -> None:
+def test_spaces_at_the_end_of_a_context_belong_to_what_follows(context: str, following: str, pair: TextPair) -> None:
     assert encode_pair(ids_of, FIRST, context, following) == pair
     assert ByteTokenizer().encode(context + following).tolist() == ids_of(context + following)
 

@@ -16,11 +16,11 @@ from pyarrow import parquet
 
 from experiments.gpt import PretrainGPT
 from experiments.tokenise import chat as template
-from experiments.tokenise.chat import Asked, ChatTemplate, Dialogue, Renderer, mark, marks_of, read_template
-from experiments.tokenise.documents import Part, documents
+from experiments.tokenise.chat import ChatRecord, ChatTemplate, Dialogue, Renderer, mark, marks_of, read_template
+from experiments.tokenise.documents import InputPart, documents
 from experiments.tokenise.inputs import find_files
 from runner import BaseTrainer
-from runner.data.tokenizers import HuggingFace
+from runner.data.tokenizers import HuggingFaceTokenizer
 from runner.errors import DataError, InvalidError
 from tests.support.inputs import SEPARATOR, Bucket, content_of, index_of, make_hf, read_corpus, tokenise
 from tests.support.tiny import gpt, leaves_equal, stop_after
@@ -85,7 +85,7 @@ def read(path: Path, records: list[Any], renderer: Renderer) -> list[Any]:
     """What is read of these lines: dialogues, and bad lines as their messages."""
     write_lines(path, records)
     (file,) = find_files(str(path))
-    found = documents(Part(file, file.size_bytes), None, "text", renderer)
+    found = documents(InputPart(file, file.size_bytes), None, "text", renderer)
     return [document if isinstance(document, Dialogue) else str(document) for document in found]
 
 
@@ -110,7 +110,7 @@ def dialogues(tmp_path: Path, records: list[Any], **changes: Any) -> list[tuple[
 @pytest.mark.parametrize("source", [PLAIN, MARKED])
 def test_answers_of_several_turns_are_marked_with_generation_blocks_and_without(source):
     with Renderer(ChatTemplate(source, {"bos_token": "^"})) as renderer:
-        found = renderer.render(Asked(TURNS))
+        found = renderer.render(ChatRecord(TURNS))
     assert isinstance(found, Dialogue)
     assert found.text == TEXT
     assert [found.text[begin:end] for begin, end in found.answers] == ANSWERS
@@ -135,7 +135,7 @@ def test_what_is_cut_ends_with_a_separator_that_is_not_to_be_learned(most, marks
 
 def test_ids_are_those_of_the_library_and_each_says_which_characters_it_is_of():
     content = make_hf()
-    ids, spans = HuggingFace(content).encode_spans([TEXT])[0]
+    ids, spans = HuggingFaceTokenizer(content).encode_spans([TEXT])[0]
     library = tokenizers.Tokenizer.from_str(content.decode())
     library.no_truncation()
     library.no_padding()
@@ -392,7 +392,9 @@ def test_the_loss_is_that_of_answers_alone_and_a_stop_changes_no_bit(tmp_path, p
         "config.schedule": {"name": "constant"},
     }
     whole = gpt(tmp_path / "whole", TrainLookup, **changes)
-    params_VxV = np.asarray(whole.design.draw(jax.devices()).init_state().params["Embed_0"]["embedding"], np.float64)
+    params_VxV = np.asarray(
+        whole.setup_builder.build(jax.devices()).init_state().params["Embed_0"]["embedding"], np.float64
+    )
     whole()
     rows = whole.dataset.rows("train", 0, 8)
     is_answer = answers_in(rows)

@@ -105,7 +105,7 @@ def test_sharded_kept_by_layer_and_in_chunks_a_step_has_the_loss_of_the_whole_lo
     job = make_job("one", **{"config.memory": {}})
     batch = {name: leaf.reshape(-1, leaf.shape[-1]) for name, leaf in jax.device_get(undisturbed.batch(step=0)).items()}
     loss = summed_loss(BaseTrainer.forward, job.model())
-    params = jax.device_get(undisturbed.blueprint.init_state().params)
+    params = jax.device_get(undisturbed.train_setup.init_state().params)
     loss_sum, gradients = jax.jit(jax.value_and_grad(loss))(params, batch | {"example": np.arange(len(batch["x"]))})
     count = batch["padding_mask"].sum()
     first = trajectory(undisturbed.store.root)[0]
@@ -115,12 +115,12 @@ def test_sharded_kept_by_layer_and_in_chunks_a_step_has_the_loss_of_the_whole_lo
 
 def after_a_step(job, devices):
     """Loss of the first step on these devices, and the parameters before and after it."""
-    blueprint = job.design.draw(devices)
-    compiled = job.design.compile(blueprint, 1 << 30)
-    state = blueprint.init_state()
+    train_setup = job.setup_builder.build(devices)
+    compiled = job.setup_builder.compile(train_setup, 1 << 30)
+    state = train_setup.init_state()
     before = jax.device_get(state.params)
     batch = compiled.layout.batch(job.dataset, "train", 0)
-    state, loss, _ = compiled.executable(state, batch, blueprint.key)
+    state, loss, _ = compiled.executable(state, batch, train_setup.key)
     return float(loss), before, jax.device_get(state.params)
 
 
@@ -147,8 +147,8 @@ def test_over_many_devices_loss_and_gradients_are_those_of_one(mesh, make_job, o
 
 
 def test_every_matrix_is_cut_by_names_and_stacked_vectors_are_no_matrices(make_job):
-    blueprint = make_job("names", **set_mesh(2, 2, 2)).design.draw(jax.devices())
-    shardings = blueprint.abstract_state.params
+    train_setup = make_job("names", **set_mesh(2, 2, 2)).setup_builder.build(jax.devices())
+    shardings = train_setup.abstract_state.params
     specs = {
         jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.sharding.spec)
         for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
@@ -169,11 +169,12 @@ def test_its_flops_are_counted_and_are_those_of_the_formula(make_job):
         attention_width=width,
         attended_keys=length,  # in rows this short there is one block, with all keys
     )
-    found = job.flops_per_token(job.design.draw(jax.devices()))
+    found = job.flops_per_token(job.setup_builder.build(jax.devices()))
     assert found.per_token == pytest.approx(expected.per_token, rel=1e-6)
     all_kept = make_job("kept", **{"config.memory": {}})
     assert (
-        found.recomputed_per_token > all_kept.flops_per_token(all_kept.design.draw(jax.devices())).recomputed_per_token
+        found.recomputed_per_token
+        > all_kept.flops_per_token(all_kept.setup_builder.build(jax.devices())).recomputed_per_token
     )
 
 

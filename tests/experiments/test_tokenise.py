@@ -15,12 +15,12 @@ import tokenizers
 
 from experiments.tokenise import documents as reading
 from experiments.tokenise import inputs as object_file
-from experiments.tokenise.corpus import Done
-from experiments.tokenise.documents import Bad, cut_into_pieces, documents
+from experiments.tokenise.corpus import FinishedPiece
+from experiments.tokenise.documents import BadRecord, cut_into_pieces, documents
 from experiments.tokenise.inputs import find_files, open_place
 from experiments.tokenise.job import Tally
 from experiments.tokenise.vocabulary import sample_of, train
-from runner.data.corpus_index import Shard
+from runner.data.corpus_index import CorpusShard
 from runner.errors import DataError, InvalidError, StorageError
 from runner.storage import DeadlineError
 from tests.support import inputs
@@ -169,7 +169,7 @@ def test_a_bad_line_is_called_by_its_number_wherever_its_part_begins(tmp_path):
     path.write_bytes(inputs.lines(DOCUMENTS[:50]) + b"{oh\n" + inputs.lines(DOCUMENTS[:50]))
     for shard_bytes in (10, 100, 1000, 1 << 20):
         parts = [part for piece in cut_into_pieces(find_files(str(path)), shard_bytes) for part in piece]
-        (bad,) = [text for part in parts for text in documents(part, None, "text") if isinstance(text, Bad)]
+        (bad,) = [text for part in parts for text in documents(part, None, "text") if isinstance(text, BadRecord)]
         assert bad.where == f"{path}:51"
 
 
@@ -586,7 +586,11 @@ def test_a_file_that_changes_under_the_job_ends_it(tmp_path):
 def test_a_person_is_told_now_and_then_how_far_the_job_is():
     tally = Tally(40)
     tally.begin(10)
-    tally.add(Done("", (Shard("a", 700, 7, 3, "", "", ""), Shard("b", 300, 3, 3, "", "", "")), 1, "here:1", 0))
+    tally.add(
+        FinishedPiece(
+            "", (CorpusShard("a", 700, 7, 3, "", "", ""), CorpusShard("b", 300, 3, 3, "", "", "")), 1, "here:1", 0
+        )
+    )
     began = time.monotonic()
     assert tally.line([tally.own()], began + 1) is None
     line = tally.line([tally.own(), [4, 90, 9000, 0]], began + 20)
@@ -599,7 +603,7 @@ def test_a_person_is_told_now_and_then_how_far_the_job_is():
 @pytest.mark.parametrize(("seconds", "words"), [(100, "100 s"), (1200, "20 min"), (9000, "2.5 h")])
 def test_time_left_is_said_in_a_fitting_unit(seconds, words):
     tally = Tally(2)
-    tally.add(Done("", (), 0, "", 0))
+    tally.add(FinishedPiece("", (), 0, "", 0))
     assert tally.line([tally.own()], time.monotonic() + seconds).endswith(f"{words} left")
 
 

@@ -4,24 +4,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.distributed.clock import COUNTED, Bucket, Reading
-from runner.history.goodput import Life, Share, share_out
-from runner.history.ledger import Told
-from runner.run.clock_file import Kept
+from runner.distributed.clock import COUNTED, ClockReading, TimeBucket
+from runner.history.goodput import AttemptGoodput, AttemptTimeline, share_out
+from runner.history.ledger import AttemptEvents
+from runner.run.clock_file import ClockRecord
 
 SECONDS = st.floats(0.0, 1000.0)
 
 
-def life(number=1, began=0.0, claimed=None, resumed=None, step=0, marks=(), **seconds: float) -> Life:
+def life(number=1, began=0.0, claimed=None, resumed=None, step=0, marks=(), **seconds: float) -> AttemptTimeline:
     """An attempt whose clock has counted these seconds."""
     counted = tuple(seconds.get(bucket.value, 0.0) for bucket in COUNTED)
-    told = Told(number, resumed_step=resumed, step=step, ready=None if resumed is None else began)
+    told = AttemptEvents(number, resumed_step=resumed, step=step, ready=None if resumed is None else began)
     told.marks.extend(marks)
-    reading = Reading(began + sum(counted), step, 0.0, Bucket.STEPS, counted, 0)
-    return Life(told, Kept(began, "host", "", 1, None, reading), claimed)
+    reading = ClockReading(began + sum(counted), step, 0.0, TimeBucket.STEPS, counted, 0)
+    return AttemptTimeline(told, ClockRecord(began, "host", "", 1, None, reading), claimed)
 
 
-def check(lives: list[Life], shares: list[Share], now: float | None) -> None:
+def check(lives: list[AttemptTimeline], shares: list[AttemptGoodput], now: float | None) -> None:
     assert len(shares) == len(lives)
     whole = shares[-1].ended - shares[0].began + shares[0].gap_seconds
     total = sum(sum(share.seconds.values()) + share.gap_seconds for share in shares)
@@ -37,25 +37,27 @@ def check(lives: list[Life], shares: list[Share], now: float | None) -> None:
 
 
 @st.composite
-def any_life(draw: st.DrawFn) -> Life:
+def any_life(draw: st.DrawFn) -> AttemptTimeline:
     began, resumed = draw(SECONDS), draw(st.none() | st.integers(0, 50))
     step = None if resumed is None else resumed + draw(st.integers(0, 50))
     marks = draw(st.lists(st.tuples(st.integers(0, 100), SECONDS), max_size=3))
-    told = Told(1, resumed_step=resumed, step=step, ready=draw(st.none() | SECONDS), stall_seconds=draw(SECONDS))
+    told = AttemptEvents(
+        1, resumed_step=resumed, step=step, ready=draw(st.none() | SECONDS), stall_seconds=draw(SECONDS)
+    )
     told.marks.extend(sorted(marks))
     told.first, told.last = draw(SECONDS), draw(SECONDS)
     told.start = draw(st.just({}) | st.fixed_dictionaries({"submitted": SECONDS | st.just("soon")}))
     counted = tuple(draw(SECONDS) for _ in COUNTED)
-    reading = Reading(
+    reading = ClockReading(
         draw(SECONDS), step or 0, 0.0, draw(st.sampled_from(COUNTED)), counted, draw(st.none() | st.just(0))
     )
-    kept = draw(st.none() | st.just(Kept(began, "host", "", 1, None, reading)))
-    return Life(told, kept, draw(st.none() | SECONDS))
+    kept = draw(st.none() | st.just(ClockRecord(began, "host", "", 1, None, reading)))
+    return AttemptTimeline(told, kept, draw(st.none() | SECONDS))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(any_life(), min_size=1, max_size=6), st.none() | SECONDS)
-def test_the_buckets_sum_to_the_wall_time_whatever_is_told(lives: list[Life], now: float | None) -> None:
+def test_the_buckets_sum_to_the_wall_time_whatever_is_told(lives: list[AttemptTimeline], now: float | None) -> None:
     check(lives, share_out(lives, now), now)
 
 
@@ -65,9 +67,9 @@ def test_what_two_attempts_share_belongs_to_the_older_until_the_newer_has_claime
     shares = share_out([older, newer], None)
     check([older, newer], shares, None)
     assert [(share.began, share.ended) for share in shares] == [(0.0, 90.0), (90.0, 120.0)]
-    assert shares[0].seconds[Bucket.SHUTDOWN] + shares[0].seconds[Bucket.PROCESS_START] == 20.0
-    assert shares[0].seconds[Bucket.STEPS] + shares[0].seconds[Bucket.LOST_STEPS] == 70.0
-    assert {bucket: seconds for bucket, seconds in shares[1].seconds.items() if seconds} == {Bucket.STEPS: 30.0}
+    assert shares[0].seconds[TimeBucket.SHUTDOWN] + shares[0].seconds[TimeBucket.PROCESS_START] == 20.0
+    assert shares[0].seconds[TimeBucket.STEPS] + shares[0].seconds[TimeBucket.LOST_STEPS] == 70.0
+    assert {bucket: seconds for bucket, seconds in shares[1].seconds.items() if seconds} == {TimeBucket.STEPS: 30.0}
 
 
 def test_the_time_before_the_first_attempt_is_a_gap_from_the_first_submit_on() -> None:
@@ -87,10 +89,12 @@ def test_lost_steps_take_what_the_clock_says_or_their_share(marks, lost_seconds:
     older = life(1, began=0.0, resumed=20, step=100, steps=50.0 if marks else 60.0, marks=marks)
     shares = share_out([older, life(2, began=70.0, resumed=60, step=60)], None)
     assert shares[0].lost_steps == 40
-    assert shares[0].seconds[Bucket.LOST_STEPS] == pytest.approx(lost_seconds)
+    assert shares[0].seconds[TimeBucket.LOST_STEPS] == pytest.approx(lost_seconds)
 
 
 def test_of_an_attempt_that_lives_time_goes_on_in_its_bucket() -> None:
     running = life(1, began=0.0, resumed=0, step=3, steps=5.0)
-    running = Life(running.told, Kept(0.0, "", "", 1, None, running.kept.reading._replace(code=None)), None)
-    assert share_out([running], 9.0)[0].seconds[Bucket.STEPS] == 9.0
+    running = AttemptTimeline(
+        running.told, ClockRecord(0.0, "", "", 1, None, running.kept.reading._replace(code=None)), None
+    )
+    assert share_out([running], 9.0)[0].seconds[TimeBucket.STEPS] == 9.0

@@ -10,23 +10,23 @@ import pytest
 
 from runner.errors import InvalidError
 from runner.history.reader import read_history
-from runner.history.records import History, State
+from runner.history.records import History, RunState
 from runner.run import clock_file
 from runner.run.fence import Fence
 from runner.storage import LocalStore
 from tests.support import life
 
-ENDS: dict[str, tuple[Callable[[Path], None], State, int | None, str | None]] = {
-    "done": (life.done, State.DONE, 0, None),
-    "preempted": (life.preempted, State.PREEMPTED, 75, None),
-    "idle": (life.idle, State.PREEMPTED, 75, None),
-    "broken": (life.broken, State.FAILED, 1, "ZeroDivisionError: division by zero"),
-    "diverged": (life.diverged, State.FAILED, 1, "step 13: training diverged"),
-    "refused": (life.refused, State.INVALID, 2, "a token file has changed"),
-    "unreachable": (life.unreachable, State.RETRYABLE, 76, "the bucket does not answer"),
-    "stuck": (life.stuck, State.RETRYABLE, 76, "the job does not go on: process 0 is in step 1"),
-    "fenced": (life.fenced, State.FENCED, None, None),
-    "killed": (life.killed, State.KILLED, None, None),
+ENDS: dict[str, tuple[Callable[[Path], None], RunState, int | None, str | None]] = {
+    "done": (life.done, RunState.DONE, 0, None),
+    "preempted": (life.preempted, RunState.PREEMPTED, 75, None),
+    "idle": (life.idle, RunState.PREEMPTED, 75, None),
+    "broken": (life.broken, RunState.FAILED, 1, "ZeroDivisionError: division by zero"),
+    "diverged": (life.diverged, RunState.FAILED, 1, "step 13: training diverged"),
+    "refused": (life.refused, RunState.INVALID, 2, "a token file has changed"),
+    "unreachable": (life.unreachable, RunState.RETRYABLE, 76, "the bucket does not answer"),
+    "stuck": (life.stuck, RunState.RETRYABLE, 76, "the job does not go on: process 0 is in step 1"),
+    "fenced": (life.fenced, RunState.FENCED, None, None),
+    "killed": (life.killed, RunState.KILLED, None, None),
 }
 
 
@@ -69,18 +69,18 @@ def test_without_its_clock_an_end_is_told_by_the_events(name: str, tmp_path: Pat
     (directory / "attempts/1.clock").unlink()
     Fence(LocalStore(directory)).claim()
     state = ENDS[name][1]
-    assert look(directory).attempts[0].state is (State.KILLED if state is State.FENCED else state)
+    assert look(directory).attempts[0].state is (RunState.KILLED if state is RunState.FENCED else state)
 
 
 def test_a_run_that_was_not_seen_to_end_lives_stalls_or_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = template("killed")  # this process, in which it ran, lives
     last = look(directory, now=0.0).attempts[0].ended
-    assert look(directory, now=last + 20).state is State.RUNNING
-    assert look(directory, now=last + 40).state is State.STALLED
+    assert look(directory, now=last + 20).state is RunState.RUNNING
+    assert look(directory, now=last + 40).state is RunState.STALLED
     monkeypatch.setattr(clock_file, "machine_id", lambda: "another machine")
-    assert look(directory, now=last + 20).state is State.RUNNING
+    assert look(directory, now=last + 20).state is RunState.RUNNING
     found = look(directory, now=last + 40)
-    assert (found.state, found.since) == (State.STALLED, last)
+    assert (found.state, found.since) == (RunState.STALLED, last)
 
 
 def test_a_run_that_beats_and_makes_no_step_has_stalled_since_its_last(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_run_that_beats_and_makes_no_step_has_stalled_since_its_last(tmp_path:
     head = path.read_bytes()[: clock_file.HEAD_BYTES]
     path.write_bytes(head + clock_file.encode(99, later))
     found = look(directory, now=later.time + 1.0)
-    assert (found.state, found.since) == (State.STALLED, kept.reading.since)
+    assert (found.state, found.since) == (RunState.STALLED, kept.reading.since)
 
 
 def test_a_run_that_lives_goes_on_until_now_and_one_that_does_not_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.history import ledger as ledgers
-from runner.history.ledger import Ledger, LedgerReader, take_in
+from runner.history.ledger import LedgerReader, LedgerSummary, take_in
 from runner.storage import LocalStore, Store, encode_line, iterate_log, jsonl
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
@@ -51,7 +51,7 @@ class Written:
         self.saved.append(self.step)
 
 
-def told(ledger: Ledger, checkpoints: set[int]) -> dict[str, object]:
+def told(ledger: LedgerSummary, checkpoints: set[int]) -> dict[str, object]:
     """What a history takes from a ledger; notices and events of several writers have no order."""
     seen = {step: commit for step, commit in ledger.commits.items() if step in checkpoints}
     return {
@@ -66,8 +66,8 @@ def told(ledger: Ledger, checkpoints: set[int]) -> dict[str, object]:
     }
 
 
-def in_one_go(store: Store, checkpoints: set[int]) -> Ledger:
-    return take_in(Ledger(checkpoints), iterate_log(store, "events"))
+def in_one_go(store: Store, checkpoints: set[int]) -> LedgerSummary:
+    return take_in(LedgerSummary(checkpoints), iterate_log(store, "events"))
 
 
 ACTIONS = st.lists(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.distributed.clock import Bucket
+from runner.distributed.clock import TimeBucket
 from runner.history.reader import read_history
-from runner.history.records import History, State, Trust
+from runner.history.records import History, RunState, Verification
 from runner.storage import LocalStore
 from tests.support import life
 
@@ -43,19 +43,24 @@ def test_a_life_is_told_to_the_step(tmp_path: Path) -> None:
     history = read_history(LocalStore(run))
     told = [(each.state, each.resumed_step, each.reached_step, each.lost_steps) for each in history.attempts]
     assert told == [
-        (State.PREEMPTED, 0, 20, 0),
-        (State.KILLED, 20, 34, 4),
-        (State.PREEMPTED, 30, 36, 6),
-        (State.DONE, 30, 40, 0),
+        (RunState.PREEMPTED, 0, 20, 0),
+        (RunState.KILLED, 20, 34, 4),
+        (RunState.PREEMPTED, 30, 36, 6),
+        (RunState.DONE, 30, 40, 0),
     ]
-    assert (history.state, history.step, history.total_steps, history.lost_steps) == (State.DONE, 40, 40, 10)
+    assert (history.state, history.step, history.total_steps, history.lost_steps) == (RunState.DONE, 40, 40, 10)
     check_sums(history)
-    assert history.seconds[Bucket.LOST_STEPS] >= 10 * STEP_SECONDS
-    assert history.seconds[Bucket.STEPS] >= 40 * STEP_SECONDS
-    assert history.seconds[Bucket.GAP] > 0
-    assert history.goodput == history.seconds[Bucket.STEPS] / history.wall_seconds
+    assert history.seconds[TimeBucket.LOST_STEPS] >= 10 * STEP_SECONDS
+    assert history.seconds[TimeBucket.STEPS] >= 40 * STEP_SECONDS
+    assert history.seconds[TimeBucket.GAP] > 0
+    assert history.goodput == history.seconds[TimeBucket.STEPS] / history.wall_seconds
     trusts = {each.step: each.trust for each in history.checkpoints}
-    assert trusts == {10: Trust.VERIFIED, 20: Trust.VERIFIED, 30: Trust.VERIFIED, 40: Trust.COMMITTED}
+    assert trusts == {
+        10: Verification.VERIFIED,
+        20: Verification.VERIFIED,
+        30: Verification.VERIFIED,
+        40: Verification.COMMITTED,
+    }
     assert {"fallback", "quarantine"} <= {notice.event for notice in history.warnings}
     assert not history.unread
 
@@ -70,8 +75,8 @@ def test_seconds_of_lost_steps_are_those_between_the_save_and_the_end(tmp_path: 
     saves = [row for row in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if row["event"] == "save"]
     kept_seconds = next(row["clock"]["steps"] for row in saves if (row["attempt"], row["step"]) == (2, 30))
     attempt = read_history(LocalStore(run)).attempts[1]
-    assert attempt.seconds[Bucket.STEPS] == pytest.approx(kept_seconds, abs=1e-3)
-    assert attempt.seconds[Bucket.LOST_STEPS] >= 4 * STEP_SECONDS
+    assert attempt.seconds[TimeBucket.STEPS] == pytest.approx(kept_seconds, abs=1e-3)
+    assert attempt.seconds[TimeBucket.LOST_STEPS] >= 4 * STEP_SECONDS
     assert killed.lost_steps == 0  # nobody has gone on yet
 
 
@@ -86,4 +91,4 @@ def test_a_restore_from_far_back_loses_the_steps_of_every_attempt_since(tmp_path
     history = read_history(LocalStore(run))
     assert [each.lost_steps for each in history.attempts] == [5, 10, 10, 0]
     check_sums(history)
-    assert history.attempts[1].seconds[Bucket.STEPS] == 0
+    assert history.attempts[1].seconds[TimeBucket.STEPS] == 0

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.distributed.clock import Bucket
-from runner.history.ledger import NOTICES, Ledger, take_in
+from runner.distributed.clock import TimeBucket
+from runner.history.ledger import NOTICES, LedgerSummary, take_in
 from runner.history.reader import read_history
-from runner.history.records import State
+from runner.history.records import RunState
 from runner.storage import LocalStore, encode_line
 from tests.history.test_life import check_sums
 from tests.support import life
@@ -35,9 +35,9 @@ def test_a_run_of_a_version_without_clocks_is_told_by_its_events(name: str, step
             if path.is_file():
                 store.write(path.relative_to(OLD / name).as_posix(), path.read_bytes())
     history = read_history(store)
-    assert (history.state, history.step, history.total_steps) == (State.PREEMPTED, step, total_steps)
-    assert history.seconds[Bucket.STEPS] > 0
-    assert history.seconds[Bucket.PROCESS_START] == 0
+    assert (history.state, history.step, history.total_steps) == (RunState.PREEMPTED, step, total_steps)
+    assert history.seconds[TimeBucket.STEPS] > 0
+    assert history.seconds[TimeBucket.PROCESS_START] == 0
     check_sums(history)
 
 
@@ -47,8 +47,8 @@ def test_a_run_that_an_older_version_began_goes_on_with_a_clock(tmp_path: Path) 
     (run / "attempts/1.clock").unlink()
     life.make(run)()
     history = read_history(LocalStore(run))
-    assert [each.state for each in history.attempts] == [State.PREEMPTED, State.DONE]
-    assert [each.seconds[Bucket.SET_UP] > 0 for each in history.attempts] == [False, True]
+    assert [each.state for each in history.attempts] == [RunState.PREEMPTED, RunState.DONE]
+    assert [each.seconds[TimeBucket.SET_UP] > 0 for each in history.attempts] == [False, True]
     check_sums(history)
 
 
@@ -121,10 +121,10 @@ def test_a_copy_of_a_directory_is_told_as_the_directory(tmp_path: Path) -> None:
 )
 def test_what_a_person_should_know_is_a_notice(event, details, told):
     row = {"time": 1.0, "attempt": 1, "process": 0, "event": event, "step": 20}
-    assert [notice.text for notice in take_in(Ledger(), [row | details]).notices] == [told]
+    assert [notice.text for notice in take_in(LedgerSummary(), [row | details]).notices] == [told]
 
 
 @pytest.mark.parametrize("event", sorted(NOTICES))
 def test_an_event_that_lacks_its_details_is_a_notice_all_the_same(event):
-    (notice,) = take_in(Ledger(), [{"time": 1.0, "attempt": 1, "event": event}]).notices
+    (notice,) = take_in(LedgerSummary(), [{"time": 1.0, "attempt": 1, "event": event}]).notices
     assert (notice.event, notice.step) == (event, None)

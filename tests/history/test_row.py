@@ -11,7 +11,7 @@ import pytest
 from runner.history import reader as sampling
 from runner.history.reader import ROWS_MAX, read_history, read_sample
 from runner.metrics import rows as metrics_line
-from runner.metrics.file import Part, encode_parts, read_rows
+from runner.metrics.file import SealedPart, encode_parts, read_rows
 from runner.storage import LocalStore, encode_line
 from tests.support.memory_bucket import memory_bucket
 
@@ -77,7 +77,7 @@ def test_in_a_bucket_parts_are_sampled_and_the_last_is_read():
     for number in range(100):
         steps = range(number * 10 + 1, number * 10 + 11)
         named = parts if len(parts) >= 64 else []
-        part = Part(f"metrics/000001.{number:08}.jsonl", steps[-1])
+        part = SealedPart(f"metrics/000001.{number:08}.jsonl", steps[-1])
         store.write(part.name, encode_parts(named) + b"".join(map(row, steps)))
         parts = [part] if named else [*parts, part]
     store.write("metrics.jsonl", encode_parts(parts) + row(1001))
@@ -115,7 +115,7 @@ def test_parts_that_are_none_are_told_in_a_line(named):
 
 def test_the_newest_rows_are_there_where_a_part_is_missing():
     store = memory_bucket()
-    store.write("metrics.jsonl", encode_parts([Part("metrics/a.jsonl", 1)]) + row(2))
+    store.write("metrics.jsonl", encode_parts([SealedPart("metrics/a.jsonl", 1)]) + row(2))
     assert steps_of(read_sample(store)) == [2]
 
 

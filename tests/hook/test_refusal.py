@@ -12,7 +12,7 @@ from runner.distributed.clock import Progress
 from runner.errors import HookError, InvalidError
 from runner.hook.builtin import Metric
 from runner.hook.dispatch import _outcome
-from runner.hook.listing import Listed
+from runner.hook.listing import ListedHook
 from runner.hook.protocol import Moment
 from runner.spec import parse_document, read_spec
 from tests.hook.small import job
@@ -115,7 +115,7 @@ def test_a_hook_that_waits_for_evaluations_is_refused_where_nothing_is_evaluated
         job(tmp_path / "run", early(), job_class=Unjudged)()
 
 
-def outcome(listed: Listed, method: str, step: int = 4) -> str | None:
+def outcome(listed: ListedHook, method: str, step: int = 4) -> str | None:
     """Why the run cannot go on after this call; None if it can."""
     hosts = Hosts.alone()
     return _outcome(listed, method, Moment(step, {"step": step}, {}, listed.counters, hosts, 0.0))[1]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from runner.huggingface.mapping import Family, Piece
+from runner.huggingface.mapping import Family, TensorPiece
 from runner.storage import JsonObject
 
 L, E, V, D, M = 2, 3, 8, 16, 24
@@ -27,16 +27,16 @@ SHAPES = {
 class SmallFiles(Family):
     """Kernels are (out, in) in the files; query and key are one tensor there, each expert is one of its own."""
 
-    def pieces(self) -> list[Piece]:
-        found = [Piece("model.embedding.weight", "embedding"), Piece("model.scale", "scale")]
+    def pieces(self) -> list[TensorPiece]:
+        found = [TensorPiece("model.embedding.weight", "embedding"), TensorPiece("model.scale", "scale")]
         for layer in range(L):
             prefix = f"model.layers.{layer}"
-            found.append(Piece(f"{prefix}.qk.weight", "blocks.query", (layer,), True, (0, 0, D)))
-            found.append(Piece(f"{prefix}.qk.weight", "blocks.key", (layer,), True, (0, D, D + D // 2)))
-            found.append(Piece(f"{prefix}.bias", "blocks.bias", (layer,)))
+            found.append(TensorPiece(f"{prefix}.qk.weight", "blocks.query", (layer,), True, (0, 0, D)))
+            found.append(TensorPiece(f"{prefix}.qk.weight", "blocks.key", (layer,), True, (0, D, D + D // 2)))
+            found.append(TensorPiece(f"{prefix}.bias", "blocks.bias", (layer,)))
             for expert in range(E):
-                found.append(Piece(f"{prefix}.experts.{expert}.gain", "blocks.gain", (layer, expert)))
-                found.append(Piece(f"{prefix}.experts.{expert}.weight", "blocks.expert", (layer, expert), True))
+                found.append(TensorPiece(f"{prefix}.experts.{expert}.gain", "blocks.gain", (layer, expert)))
+                found.append(TensorPiece(f"{prefix}.experts.{expert}.weight", "blocks.expert", (layer, expert), True))
         return found
 
     def config(self) -> JsonObject:

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.gpt import GPT, GPT2Files, GPTConfig
 from runner.checkpoint.leaves import named
-from runner.huggingface.mapping import Piece, Shape, table_problems, tensor_shapes
+from runner.huggingface.mapping import Shape, TensorPiece, table_problems, tensor_shapes
 from tests.huggingface.small import SHAPES, D, L, M, SmallFiles, V, leaves, tensors
 
 
@@ -30,7 +30,7 @@ def test_the_shapes_of_tensors_are_those_that_the_files_have():
     assert tensor_shapes(SmallFiles().pieces(), SHAPES) == {name: value.shape for name, value in files.items()}
 
 
-Change = Callable[[list[Piece]], list[Piece]]
+Change = Callable[[list[TensorPiece]], list[TensorPiece]]
 
 
 def without(leaf: str) -> Change:

@@ -13,7 +13,7 @@ from runner.checkpoint.leaves import named
 from runner.huggingface.load import read_leaf
 from runner.huggingface.mapping import match
 from runner.huggingface.safetensors import open_published
-from runner.spec import InitFrom
+from runner.spec import InitFromConfig
 
 WRITTEN = Path(__file__).parent / "gpt2"  # by write_gpt2.py
 
@@ -26,7 +26,7 @@ def test_the_logits_are_those_of_transformers():
     )
     published = open_published(str(WRITTEN))
     shapes = {name: leaf.shape for name, leaf in named(like).items()}
-    found = match(published, GPT2Files(2, 2, 16, 40, 8, 0.1), shapes, InitFrom(path=str(WRITTEN))).pieces
+    found = match(published, GPT2Files(2, 2, 16, 40, 8, 0.1), shapes, InitFromConfig(path=str(WRITTEN))).pieces
     leaves = [read_leaf(published.store, published.versions, found[name], leaf) for name, leaf in named(like).items()]
     variables = jax.tree.unflatten(jax.tree.structure(like), leaves)
     logits_BxTxV = np.asarray(jax.jit(functools.partial(model.apply, deterministic=True))(variables, tokens_BxT))

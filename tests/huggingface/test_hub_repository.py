@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from runner.console import warn
 from runner.errors import InvalidError, RetryableError
 from runner.huggingface import hub as repository
-from runner.huggingface.hub import Pushed, Repository
+from runner.huggingface.hub import PushResult, Repository
 from tests.support.hub import READER, TOKEN, Hub, Repo, start_hub
 
 NAME = "owner/model"
@@ -33,7 +33,7 @@ def written(directory: Path, files: dict[str, str] = SHARDED) -> Path:
     return directory
 
 
-def push(directory: Path, is_public: bool = False) -> Pushed:
+def push(directory: Path, is_public: bool = False) -> PushResult:
     there = Repository(NAME, is_public=is_public)
     there.check()
     return there.push(directory, "Step 3 of model")
@@ -49,7 +49,7 @@ def test_a_new_repository_gets_the_files_in_one_commit_and_a_second_push_changes
     hub: Hub, tmp_path: Path, is_public: bool
 ) -> None:
     directory = written(tmp_path / "out")
-    assert push(directory, is_public) == Pushed(f"{hub.endpoint}/{NAME}", has_changed=True)
+    assert push(directory, is_public) == PushResult(f"{hub.endpoint}/{NAME}", has_changed=True)
     repo = hub.repos[NAME]
     assert (content(repo), repo.is_private) == (SHARDED, not is_public)
     assert repo.commits == ["initial commit", "Step 3 of model"]

@@ -14,14 +14,14 @@ from safetensors.numpy import load_file, save_file
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, open_checkpoint
 from runner.checkpoint.leaves import named
-from runner.checkpoint.save import Payload
+from runner.checkpoint.save import SaveContents
 from runner.cli import export
 from runner.errors import InvalidError, PreemptedError
 from runner.huggingface.load import read_leaf
 from runner.huggingface.mapping import match
 from runner.huggingface.safetensors import open_published
 from runner.plan.checks import Findings, check_weights
-from runner.spec import InitFrom
+from runner.spec import InitFromConfig
 from runner.storage import parse_lines, read_json
 from tests.huggingface.small import leaves, publish, tensors
 from tests.support.tiny import counter, gpt, leaves_equal, outcome, stop_after
@@ -33,7 +33,7 @@ JOB: dict[str, Any] = {"checkpoint.every_steps": STOP, "checkpoint.keep_best": {
 class Exporting(PretrainGPT):
     """Is exported while it trains."""
 
-    def payload(self) -> Payload:
+    def payload(self) -> SaveContents:
         out = self.store.root.parent / "meanwhile"
         if self.step == STEPS and not out.exists():
             self.checkpointer.settle()  # the step before is committed, this one is not yet saved
@@ -92,7 +92,7 @@ def begun_with(source: Path, job: BaseTrainer, params: Any = None, allowed: Sequ
 def weights_begun_with(source: Path, job: BaseTrainer, like: Any, allowed: Sequence[str] = ()) -> Any:
     """The weights that the job would begin with, where its init has made those that these are like."""
     published = open_published(str(source))
-    rule = InitFrom(path=str(source), allow_missing=list(allowed))
+    rule = InitFromConfig(path=str(source), allow_missing=list(allowed))
     shapes = {name: leaf.shape for name, leaf in named(like).items()}
     pieces = match(published, job.family(), shapes, rule).pieces
     leaves = [read_leaf(published.store, published.versions, pieces[name], leaf) for name, leaf in named(like).items()]
@@ -129,7 +129,7 @@ def test_the_weights_are_taken_once_and_a_run_that_is_exported_meanwhile_is_not_
 def test_of_a_longer_context_and_vocabulary_the_first_rows_are_taken(directory: Path, run: BaseTrainer, exported: Path):
     changes = {"config.data.sequence_length": 32, "config.model.vocabulary_size": 300}
     longer = gpt(directory / "longer", **changes)
-    fresh = longer.design.draw(jax.devices()).init_state()
+    fresh = longer.setup_builder.build(jax.devices()).init_state()
     allowed = ["transformer.wte.weight", "transformer.wpe.weight"]
     found = begun_with(exported, longer, fresh.params, allowed)
     fresh = jax.device_get(fresh.params)
@@ -168,7 +168,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 def problems(job: BaseTrainer, abstract: Any = None) -> list[str]:
     """What `plan` says of the weights that a job would begin with."""
     findings = Findings()
-    check_weights(job, job.design.draw(jax.devices()).abstract_state if abstract is None else abstract, findings)
+    check_weights(
+        job, job.setup_builder.build(jax.devices()).abstract_state if abstract is None else abstract, findings
+    )
     return findings.problems
 
 
@@ -244,7 +246,7 @@ def test_the_best_checkpoint_is_the_one_that_the_run_keeps_as_such(directory: Pa
 
 def test_like_a_sharded_state_each_device_has_its_part(run: BaseTrainer, directory: Path):
     job = gpt(directory / "sharded", **{"topology.mesh": {"data": 2, "fsdp": 2, "tensor": 2}})
-    abstract = {"params": job.design.draw(jax.devices()).abstract_state.params}
+    abstract = {"params": job.setup_builder.build(jax.devices()).abstract_state.params}
     found, _ = open_checkpoint(run.store.root, like=abstract)
     assert leaves_equal(found["params"], run.state.params)
     assert [leaf.sharding for leaf in jax.tree.leaves(found)] == [leaf.sharding for leaf in jax.tree.leaves(abstract)]

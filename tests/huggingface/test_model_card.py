@@ -8,8 +8,8 @@ from huggingface_hub import ModelCard
 
 from runner.checkpoint.manifest import Manifest
 from runner.config import DataConfig
-from runner.history.records import History, Speed, State
-from runner.huggingface.hub import EVALUATIONS_MAX, Evidence, Words, model_card
+from runner.history.records import History, RunState, Throughput
+from runner.huggingface.hub import EVALUATIONS_MAX, CheckpointFigures, ModelCardText, model_card
 from runner.spec import ExecutionSpec
 
 MANIFEST = Manifest(
@@ -24,7 +24,7 @@ MANIFEST = Manifest(
     environment={"versions": {"jax": "0.10.1", "python": "3.11.7"}, "hosts": ["secret-host"]},
 )
 CONFIG = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
-WORDS = Words("owner/model")
+WORDS = ModelCardText("owner/model")
 
 
 def spec(**changes: Any) -> ExecutionSpec:
@@ -41,16 +41,16 @@ def rows(last: int = 300) -> list[dict[str, Any]]:
     return found
 
 
-def history(state: State) -> History:
-    return History("/run", None, None, 0.0, state, 0.0, None, 300, 300, (), {}, 7200.0, 0.975, 0, Speed())
+def history(state: RunState) -> History:
+    return History("/run", None, None, 0.0, state, 0.0, None, 300, 300, (), {}, 7200.0, 0.975, 0, Throughput())
 
 
-EVIDENCE = Evidence(
+EVIDENCE = CheckpointFigures(
     spec=spec(),
     data=DataConfig(source="/home/me/text/*.txt", sequence_length=1024),
     manifest=MANIFEST,
     rows=rows(),
-    history=history(State.DONE),
+    history=history(RunState.DONE),
     config=CONFIG,
     files=["config.json", "tokenizer.json", "model.safetensors"],
 )
@@ -99,12 +99,12 @@ def test_of_many_evaluations_some_are_told_and_the_last() -> None:
 
 
 def test_time_is_told_of_a_run_that_is_done_alone_so_that_the_card_of_a_step_stays_the_same() -> None:
-    live, later = (replace(EVIDENCE, history=replace(history(State.RUNNING), wall_seconds=s)) for s in (1.0, 2.0))
+    live, later = (replace(EVIDENCE, history=replace(history(RunState.RUNNING), wall_seconds=s)) for s in (1.0, 2.0))
     assert model_card(live, WORDS) == model_card(later, WORDS)
     assert "| time |" not in model_card(live, WORDS)
 
 
-FRONT: dict[str, tuple[Evidence, Words, dict[str, Any]]] = {
+FRONT: dict[str, tuple[CheckpointFigures, ModelCardText, dict[str, Any]]] = {
     "nothing more": (EVIDENCE, WORDS, {"tags": ["jax", "gpt2"], "pipeline_tag": "text-generation"}),
     "a licence": (EVIDENCE, replace(WORDS, license="mit"), {"license": "mit"}),
     "a base model": (EVIDENCE, replace(WORDS, base_model="a/b"), {"base_model": "a/b"}),
@@ -144,6 +144,6 @@ def test_what_a_spec_calls_its_things_makes_no_markup_of_its_own() -> None:
 
 def test_a_run_of_which_little_is_known_has_a_card_too() -> None:
     bare = Manifest(name="1", step=1, fingerprint="0" * 32)
-    card = model_card(Evidence(spec(), None, bare, [], history(State.KILLED), {}, []), WORDS)
+    card = model_card(CheckpointFigures(spec(), None, bare, [], history(RunState.KILLED), {}, []), WORDS)
     assert cells(card, "step") == "1"
     assert "## Losses" not in card

@@ -16,7 +16,7 @@ from runner.huggingface import load as read
 from runner.huggingface.load import byte_spans, read_leaf
 from runner.huggingface.mapping import match
 from runner.huggingface.safetensors import open_published
-from runner.spec import InitFrom
+from runner.spec import InitFromConfig
 from runner.storage import LocalStore, Store
 from tests.huggingface.small import SHAPES, D, SmallFiles, V, leaves, publish, tensors
 from tests.support.tiny import mesh_of
@@ -42,11 +42,11 @@ class CountingStore(LocalStore):
         return super().read_range(name, start, stop, version)
 
 
-def load(where: Path | Store, like: dict[str, Any], rule: InitFrom | None = None) -> dict[str, Any]:
+def load(where: Path | Store, like: dict[str, Any], rule: InitFromConfig | None = None) -> dict[str, Any]:
     """The leaves by name, in place of those of `like`."""
     published = open_published(str(where) if isinstance(where, Path) else where)
     shapes = {name: leaf.shape for name, leaf in like.items()}
-    found = match(published, SmallFiles(), shapes, rule or InitFrom(path=published.store.url))
+    found = match(published, SmallFiles(), shapes, rule or InitFromConfig(path=published.store.url))
     return {
         name: read_leaf(published.store, published.versions, found.pieces[name], leaf) for name, leaf in like.items()
     }
@@ -117,7 +117,7 @@ def test_a_host_reads_what_its_devices_hold_and_no_more(tmp_path: Path, monkeypa
     where = publish(tmp_path / "hf", tensors(expected), 2)
     published = open_published(str(where))
     leaf = born(leaves(1), (1, 2, 4))[name]  # cut in two over fsdp, and so between the hosts
-    sources = match(published, SmallFiles(), SHAPES, InitFrom(path=str(where))).pieces[name]
+    sources = match(published, SmallFiles(), SHAPES, InitFromConfig(path=str(where))).pieces[name]
     for devices in (range(4), range(4, 8)):  # of two hosts
         store = CountingStore(where)
         blocks: read.Blocks = {}
@@ -134,7 +134,7 @@ def test_a_host_reads_what_its_devices_hold_and_no_more(tmp_path: Path, monkeypa
 def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path):
     where = publish(tmp_path / "hf", tensors(leaves()))
     published = open_published(str(where))
-    sources = match(published, SmallFiles(), SHAPES, InitFrom(path=str(where))).pieces["params.embedding"]
+    sources = match(published, SmallFiles(), SHAPES, InitFromConfig(path=str(where))).pieces["params.embedding"]
     (where / "model.safetensors").write_bytes((where / "model.safetensors").read_bytes())
     with pytest.raises(InvalidError, match="no longer the file that it was"):
         read_leaf(published.store, published.versions, sources, born(leaves(1), (2, 2, 2))["params.embedding"])
@@ -143,7 +143,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path):
 # What is missing, left over or of another shape.
 
 
-def refused(where: Path, rule: InitFrom | None = None) -> list[str]:
+def refused(where: Path, rule: InitFromConfig | None = None) -> list[str]:
     """The lines, without the directory that each begins with."""
     with pytest.raises(InvalidError) as found:
         load(where, born(leaves(1), (2, 2, 2)), rule)
@@ -182,7 +182,7 @@ def test_what_the_spec_allows_begins_as_at_init(tmp_path: Path):
     files["old.head.weight"] = np.zeros(4, np.float32)
     where = publish(tmp_path / "hf", files, theta=2.0)
     allowed = ["model.embedding.weight", "*.1.bias", "model.layers.?.experts.1.weight", "config.theta"]
-    rule = InitFrom(path=str(where), allow_missing=allowed, rename={"old": "model", "old.head": None})
+    rule = InitFromConfig(path=str(where), allow_missing=allowed, rename={"old": "model", "old.head": None})
     found = load(where, born(fresh, (2, 2, 2)), rule)
     expected["params.embedding"][V - 3 :] = fresh["params.embedding"][V - 3 :]
     expected["params.blocks.bias"][1] = fresh["params.blocks.bias"][1]
@@ -205,7 +205,7 @@ def test_a_part_of_a_shared_tensor_is_never_taken_from_a_shorter_one(tmp_path: P
     files, fresh = tensors(leaves()), leaves(1)
     files["model.layers.0.qk.weight"] = files["model.layers.0.qk.weight"][:4]
     where = publish(tmp_path / "hf", files)
-    rule = InitFrom(path=str(where), allow_missing=["*.qk.weight"])
+    rule = InitFromConfig(path=str(where), allow_missing=["*.qk.weight"])
     found = load(where, born(fresh, (2, 2, 2)), rule)
     assert (np.asarray(found["params.blocks.query"])[0] == fresh["params.blocks.query"][0]).all()
     assert (np.asarray(found["params.blocks.query"])[1] == leaves()["params.blocks.query"][1]).all()
@@ -214,7 +214,7 @@ def test_a_part_of_a_shared_tensor_is_never_taken_from_a_shorter_one(tmp_path: P
 def test_a_name_that_nothing_has_or_two_would_have_is_refused(tmp_path: Path):
     where = publish(tmp_path / "hf", tensors(leaves()))
     rename = {"modle": "model", "model.layers.0.bias": "model.layers.1.bias"}
-    assert refused(where, InitFrom(path=str(where), rename=rename)) == [
+    assert refused(where, InitFromConfig(path=str(where), rename=rename)) == [
         f"model.layers.0.bias: is missing, the model needs [{D}]",
         "model.layers.1.bias: both model.layers.0.bias and model.layers.1.bias would be it",
         "rename: no tensor begins with modle",

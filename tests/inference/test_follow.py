@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runner.__main__ import main
-from runner.cli.evaluate import append, refuse_inside, steps_in
+from runner.cli.evaluate import append, steps_in, validate_outside_run
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.inference.evaluate import follow
@@ -95,5 +95,5 @@ def test_options_that_do_not_go_together_are_refused(
 
 def test_its_file_cannot_lie_in_the_directory_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match="lies in the directory of the run"):
-        refuse_inside(str(tmp_path / "run" / "x" / "figures.jsonl"), LocalStore(tmp_path / "run"))
-    refuse_inside(str(tmp_path / "figures.jsonl"), LocalStore(tmp_path / "run"))
+        validate_outside_run(str(tmp_path / "run" / "x" / "figures.jsonl"), LocalStore(tmp_path / "run"))
+    validate_outside_run(str(tmp_path / "figures.jsonl"), LocalStore(tmp_path / "run"))

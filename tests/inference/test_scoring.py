@@ -6,12 +6,12 @@ import math
 import pytest
 
 from runner.inference.evaluate import Score, lines_of, record_of
-from runner.train.evaluators import Size
+from runner.train.evaluators import ValidationSize
 
 
 def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> None:
     score = Score(7, {"a": (30.0, 10.0), "b": (100.0, 90.0)})
-    record = record_of(score, {"a": Size(10, 40), "b": Size(90, 160)})
+    record = record_of(score, {"a": ValidationSize(10, 40), "b": ValidationSize(90, 160)})
     assert record["loss"] == 130 / 100
     assert record["perplexity"] == math.exp(1.3)
     assert (record["loss_per_byte"], record["bytes"], record["tokens"]) == (130 / 200, 200, 100)
@@ -32,15 +32,17 @@ def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> 
 @pytest.mark.parametrize(
     ("sums", "size", "line"),
     [
-        ((8.0, 4.0), Size(0, None, "why"), "loss 2.000000 nats a token, perplexity 7.3891 (4 tokens)"),
-        ((8.0, 4.0), Size(5, 20), "loss 2.000000 nats a token, perplexity 7.3891 (4 tokens)"),
-        ((5.0, 2.5), Size(3, 9), "loss 2.000000 nats a token, perplexity 7.3891 (2 tokens)"),
-        ((8000.0, 4.0), Size(0, None, "why"), "loss 2000.000000 nats a token (4 tokens)"),
-        ((math.nan, 4.0), Size(4, 4), "loss is not finite (4 tokens)"),
-        ((0.0, 0.0), Size(0, 0), "loss 0.000000 nats a token, perplexity 1.0000 (0 tokens)"),
+        ((8.0, 4.0), ValidationSize(0, None, "why"), "loss 2.000000 nats a token, perplexity 7.3891 (4 tokens)"),
+        ((8.0, 4.0), ValidationSize(5, 20), "loss 2.000000 nats a token, perplexity 7.3891 (4 tokens)"),
+        ((5.0, 2.5), ValidationSize(3, 9), "loss 2.000000 nats a token, perplexity 7.3891 (2 tokens)"),
+        ((8000.0, 4.0), ValidationSize(0, None, "why"), "loss 2000.000000 nats a token (4 tokens)"),
+        ((math.nan, 4.0), ValidationSize(4, 4), "loss is not finite (4 tokens)"),
+        ((0.0, 0.0), ValidationSize(0, 0), "loss 0.000000 nats a token, perplexity 1.0000 (0 tokens)"),
     ],
 )
-def test_what_is_not_known_or_not_finite_is_left_out(sums: tuple[float, float], size: Size, line: str) -> None:
+def test_what_is_not_known_or_not_finite_is_left_out(
+    sums: tuple[float, float], size: ValidationSize, line: str
+) -> None:
     record = record_of(Score(1, {"data": sums}), {"data": size})
     assert lines_of(record) == [f"step 1: {line}"]
     text = json.dumps(record, allow_nan=False)

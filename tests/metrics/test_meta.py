@@ -10,7 +10,7 @@ import pytest
 
 from runner import BaseTrainer
 from runner.errors import InvalidError, SpecError
-from runner.metrics.meta import LIST_MAX, Histogram, histogram, refuse_meta, shown, with_means
+from runner.metrics.meta import LIST_MAX, Histogram, histogram, shown, validate_meta, with_means
 from runner.train.step import Norms, norms_of
 from tests.support.judged import TINY, Judged, rows_of
 from tests.support.tiny import gpt
@@ -38,21 +38,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("value", SHOWABLE.values(), ids=SHOWABLE)
 def test_a_row_holds_numbers_short_lists_and_histograms(value: Any) -> None:
     value = value() if callable(value) else value
-    refuse_meta({"some": value})
+    validate_meta({"some": value})
     assert isinstance(shown(jax.device_get(value)), float | list | dict)
 
 
 @pytest.mark.parametrize(("value", "kind"), REFUSED.values(), ids=REFUSED)
 def test_what_no_row_can_hold_is_refused_in_one_line(value: Any, kind: str) -> None:
     with pytest.raises(InvalidError, match=f"'some' as meta, {kind}.*; a row needs a scalar") as caught:
-        refuse_meta({"some": value})
+        validate_meta({"some": value})
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["loss", "loss_mean", "learning_rate", "tokens"])
 def test_names_of_the_runner_are_refused(name: str) -> None:
     with pytest.raises(InvalidError, match="a name of the runner's own"):
-        refuse_meta({name: 1.0})
+        validate_meta({name: 1.0})
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 2.0, 2.0, 5.0], [np.nan, 1.0, np.inf, 4.0], [np.nan], []])

@@ -16,9 +16,9 @@ from runner.errors import DivergedError, FencedError, RunnerError
 from runner.metrics import file as bucket
 from runner.metrics import file as disk
 from runner.metrics import writers
-from runner.metrics.file import BucketMetrics, MetricsFile, open_metrics, read_rows
-from runner.metrics.rows import Line, Tail
-from runner.metrics.window import Window
+from runner.metrics.file import BucketMetrics, LocalMetrics, open_metrics, read_rows
+from runner.metrics.rows import EncodedRow, RowTail
+from runner.metrics.window import MetricsWindow
 from runner.metrics.writers import LiveProgress, PlainProgress
 from runner.run.fence import Fence
 from runner.storage import ABSENT, BackgroundWriter, DeniedError, LocalStore, encode_line
@@ -75,7 +75,7 @@ def steps_in(store):
 
 
 def test_the_kind_of_file_follows_the_store(tmp_path):
-    assert isinstance(open_file(LocalStore(tmp_path)), MetricsFile)
+    assert isinstance(open_file(LocalStore(tmp_path)), LocalMetrics)
     assert isinstance(open_file(memory_bucket()), BucketMetrics)
 
 
@@ -143,7 +143,7 @@ def test_rewind_takes_the_rows_that_an_earlier_version_kept_with_the_restored_st
     write(store, 10, 99)
     kept = b"".join(encode_line(row(step)) for step in (10, 20, 30))
     file = open_file(store)
-    assert file.rewind(20, Tail.decode(kept)) == row(20)
+    assert file.rewind(20, RowTail.decode(kept)) == row(20)
     assert steps_in(store) == [10, 20]
     file.append(row(25))
     file.sync()
@@ -593,7 +593,7 @@ def test_in_a_bucket_a_reader_beside_a_writer_sees_each_row_once(small_parts):
 def reopened(store, tail):
     """A new attempt that begins with what the fast tier has kept of the one before."""
     file = open_file(store)
-    kept = Tail.decode(tail)
+    kept = RowTail.decode(tail)
     assert kept.after is None or file.reaches(kept.after)
     return file, kept
 
@@ -637,11 +637,11 @@ def test_rows_do_not_follow_those_of_a_file_that_a_later_attempt_has_gone_back_b
 
 
 def test_rows_that_were_kept_torn_are_refused():
-    whole = Tail(4, [Line.of(row(5)), Line.of(row(6))]).encode()
-    assert Tail.decode(whole).lines[-1].row == row(6)
+    whole = RowTail(4, [EncodedRow.of(row(5)), EncodedRow.of(row(6))]).encode()
+    assert RowTail.decode(whole).lines[-1].row == row(6)
     for size in range(1, len(whole) - 1):
         with pytest.raises(ValueError, match="not whole"):
-            Tail.decode(whole[:size])
+            RowTail.decode(whole[:size])
 
 
 def test_on_a_disk_what_a_save_needs_of_the_rows_is_in_memory_and_does_not_grow(tmp_path, monkeypatch):
@@ -716,7 +716,7 @@ def meta(grad_norm=1.0):
 
 
 def test_a_window_closes_with_the_newest_step_and_the_tokens_so_far():
-    window = Window(step=4)
+    window = MetricsWindow(step=4)
     for step in (5, 6):
         window.add(step, jnp.float32(step), meta(step + 0.5))
     closed = window.close(tokens_per_step=64)
@@ -734,7 +734,7 @@ def test_a_window_closes_with_the_newest_step_and_the_tokens_so_far():
 def test_speed_is_the_tokens_of_the_window_over_its_seconds(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    window = Window(step=10)
+    window = MetricsWindow(step=10)
     now[0] = 150.0
     window.restart_clock()
     now[0] = 152.0
@@ -747,7 +747,7 @@ def test_speed_is_the_tokens_of_the_window_over_its_seconds(monkeypatch):
 
 
 def test_what_else_a_step_returns_is_in_the_row_and_what_is_not_finite_is_null():
-    window = Window()
+    window = MetricsWindow()
     window.add(1, jnp.float32(1), meta() | {"balance": jnp.float32(0.25), "dropped": jnp.int32(3), "odd": jnp.nan})
     closed = window.close(tokens_per_step=64)
     assert (closed["train/balance"], closed["train/dropped"], closed["train/odd"]) == (0.25, 3, None)
@@ -755,7 +755,7 @@ def test_what_else_a_step_returns_is_in_the_row_and_what_is_not_finite_is_null()
 
 
 def test_a_step_need_not_return_the_norm_of_its_gradient():
-    window = Window()
+    window = MetricsWindow()
     window.add(1, jnp.float32(1), {"learning_rate": jnp.float32(0.25)})
     assert "train/grad_norm" not in window.close(tokens_per_step=64)
     window.add(2, jnp.float32(math.nan), {})
@@ -765,7 +765,7 @@ def test_a_step_need_not_return_the_norm_of_its_gradient():
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
 def test_the_first_step_that_is_not_finite_is_named(loss, grad_norm):
-    window = Window()
+    window = MetricsWindow()
     window.add(1, jnp.float32(1), meta())
     window.add(2, jnp.float32(loss), meta(grad_norm))
     window.add(3, jnp.float32(math.nan), meta())

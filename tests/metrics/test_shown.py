@@ -12,10 +12,10 @@ import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runner.dashboard.charts import Curves
-from runner.metrics.rows import Line, csv_lines, surviving
-from runner.metrics.tensorboard import EventFile
-from runner.metrics.window import Pace
+from runner.dashboard.charts import RunCurves
+from runner.metrics.rows import EncodedRow, csv_lines, surviving
+from runner.metrics.tensorboard import TensorBoardWriter
+from runner.metrics.window import StepTimer
 from runner.metrics.writers import PlainProgress, _shown
 from runner.parallel import mesh
 from runner.storage import LocalStore
@@ -32,7 +32,7 @@ ROW: dict[str, Any] = {
 
 
 def test_tensorboard_shows_histograms_and_texts(tmp_path: Path) -> None:
-    events = EventFile(LocalStore(tmp_path), "run", 1)
+    events = TensorBoardWriter(LocalStore(tmp_path), "run", 1)
     events.supersede()
     events.add(ROW)
     events.finish()
@@ -59,12 +59,12 @@ def test_wandb_is_given_histograms() -> None:
 
 
 def test_a_table_has_lists_and_histograms_as_json_and_a_page_leaves_them_out() -> None:
-    header, line = csv.reader(io.StringIO("".join(csv_lines([Line.of(ROW)]))))
+    header, line = csv.reader(io.StringIO("".join(csv_lines([EncodedRow.of(ROW)]))))
     cells = dict(zip(header, line, strict=True))
     assert json.loads(cells["train/some"]) == HISTOGRAM
     assert json.loads(cells["val/list"]) == ROW["val/list"]
     assert cells["val/sample/0"] == ROW["val/sample/0"]
-    curves = Curves()
+    curves = RunCurves()
     curves.add(ROW)
     assert set(curves.keys) == {"train/loss", "val/none"}
 
@@ -85,7 +85,7 @@ def test_median_and_95th_percentile_are_of_the_steps_alone(monkeypatch: pytest.M
         ended.acquire(timeout=60)
 
     monkeypatch.setattr("jax.block_until_ready", wait)
-    pace = Pace()
+    pace = StepTimer()
     pace.restart()
     assert pace.figures() == {}
     for seconds in [*range(1, 20), 50]:
@@ -105,7 +105,7 @@ def test_median_and_95th_percentile_are_of_the_steps_alone(monkeypatch: pytest.M
     assert not pace._thread.is_alive()
 
 
-def drain(pace: Pace) -> None:
+def drain(pace: StepTimer) -> None:
     """Wait until what was added is counted."""
     seen = threading.Event()
     pace._ends.put(seen)

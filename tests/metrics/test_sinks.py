@@ -16,8 +16,8 @@ from experiments.gpt import PretrainGPT
 from runner.cli import metrics as metrics_command
 from runner.metrics import tensorboard, writers
 from runner.metrics.rows import Row
-from runner.metrics.tensorboard import EventFile
-from runner.metrics.writers import Aside
+from runner.metrics.tensorboard import TensorBoardWriter
+from runner.metrics.writers import AsyncMetricWriter
 from runner.storage import LocalStore, encode_line, parse_lines, read_json, read_log
 from tests.support import wandb_file
 from tests.support.memory_bucket import memory_bucket
@@ -193,7 +193,9 @@ def test_a_place_that_fails_is_left_off_once_and_nobody_waits_for_it(way: str, m
     monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.1 if way == "hangs" else 600.0)
     monkeypatch.setattr(writers, "QUEUE_ROWS", 2 if way == "fills up" else 100)
     free, heard = threading.Event(), []
-    aside = Aside("some", lambda: Broken(way, free), lambda: [], lambda name, reason: heard.append((name, reason)))
+    aside = AsyncMetricWriter(
+        "some", lambda: Broken(way, free), lambda: [], lambda name, reason: heard.append((name, reason))
+    )
     for step in range(1, 9):
         aside.show({"step": step})
     aside.close()
@@ -208,10 +210,10 @@ def test_sinks_that_fail_cost_a_line_and_an_event_each_and_the_bits_stay(
     monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.1)
     free, told = threading.Event(), {}
 
-    def broken(name: str, _: Any, earlier: Any, on_off: Any) -> Aside:
+    def broken(name: str, _: Any, earlier: Any, on_off: Any) -> AsyncMetricWriter:
         way = list(WAYS)[len(told) * 2]
         told[name] = WAYS[way]
-        return Aside(name, lambda: Broken(way, free), earlier, on_off)
+        return AsyncMetricWriter(name, lambda: Broken(way, free), earlier, on_off)
 
     monkeypatch.setattr(writers, "Aside", broken)
     gpt(tmp_path / "run", **ALL_ON)()
@@ -246,7 +248,7 @@ class Noting:
 
 def test_a_row_that_completes_the_last_of_the_earlier_ones_adds_only_what_is_new() -> None:
     noting, earlier = Noting(), [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
-    aside = Aside("noting", lambda: noting, lambda: earlier, lambda name, reason: None)
+    aside = AsyncMetricWriter("noting", lambda: noting, lambda: earlier, lambda name, reason: None)
     aside.show({"step": 2, "a": 2.0, "val/loss": 3.0})
     aside.show({"step": 3, "a": 2.0})
     aside.close()
@@ -260,7 +262,7 @@ def test_in_a_bucket_the_newest_event_file_ends_there_and_stands_alone(
     monkeypatch.setattr(tensorboard, "UPLOAD_SECONDS", 0.0)
     store = memory_bucket()
     for attempt in (8, 9, 10):
-        file = EventFile(store, "job1234", attempt)
+        file = TensorBoardWriter(store, "job1234", attempt)
         file.supersede()
         for step in range(1, attempt):
             file.add({"step": step, "train/loss": 1e300, "val/x": None})

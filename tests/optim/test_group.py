@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from runner.errors import InvalidError, SpecError
 from runner.optim.config import OPTIMIZERS, ParameterGroup
-from runner.optim.groups import FrozenState, Parameter, parameters_of
+from runner.optim.groups import FrozenParametersState, Parameter, parameters_of
 from runner.optim.library import in_float32, make_optimizer
 from runner.train import step as pure
 from runner.train.state import state_of
@@ -54,7 +54,7 @@ def test_what_is_frozen_keeps_its_bits_has_no_moments_and_the_rest_is_as_if_it_w
     found, state = run(name, frozen, clip_norm=0.1, **keys)
     rest = {key: FEW[key] for key in ("bias", "wide")}
     expected, expected_state = run(name, parameters=rest, clip_norm=0.1, **keys)
-    assert isinstance(state, FrozenState)
+    assert isinstance(state, FrozenParametersState)
     assert state.names == {"embedding", "tall"}
     assert leaves_equal(state.inner, expected_state)
     assert leaves_equal({key: found[key] for key in rest}, expected)
@@ -119,7 +119,7 @@ def test_keys_that_a_frozen_group_does_not_read_are_refused():
 def test_a_job_refuses_a_pattern_that_fits_nothing_in_one_line_that_names_the_key(tmp_path):
     job = gpt(tmp_path / "run", **{"config.optimizer.groups": [{"pattern": "no.such"}]})
     with pytest.raises(SpecError, match=r"^[^\n]*config.optimizer: groups: 'no.such' fits no parameter[^\n]*$"):
-        job.design.draw(jax.devices())
+        job.setup_builder.build(jax.devices())
 
 
 class Two(nn.Module):

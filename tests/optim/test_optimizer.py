@@ -17,7 +17,7 @@ from runner.optim.config import OPTIMIZERS, READERS, SCHEDULES, OptimizerConfig,
 from runner.optim.groups import Parameter
 from runner.optim.library import in_float32, make_optimizer
 from runner.optim.transforms import gradient_point
-from runner.train.optimizer import SPEC, choose_recipe
+from runner.train.optimizer import SPEC, choose_optimizer
 from tests.support.tiny import gpt, leaves_equal, merge
 
 TOTAL = 100
@@ -169,7 +169,7 @@ def test_biases_and_norms_of_stacked_layers_do_not_decay(name, tmp_path):
     """Stacked, they have two axes like a matrix; their names tell them apart."""
     changes = {"config.optimizer.name": name, "config.optimizer.weight_decay": 0.5, "config.schedule.name": "constant"}
     changes |= {"config.schedule.warmup_steps": 0, "config.schedule.final_learning_rate": 0.0}
-    abstract = gpt(tmp_path / "run", **changes).design.draw(jax.devices()).abstract_state
+    abstract = gpt(tmp_path / "run", **changes).setup_builder.build(jax.devices()).abstract_state
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), abstract.params)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates = jax.jit(lambda zeros, params: abstract.tx.update(zeros, abstract.tx.init(params), params)[0])(
@@ -234,7 +234,7 @@ def config_with(section, name, **changes):
 
 
 def recipe_of(config):
-    return choose_recipe(SPEC, SPEC, config)
+    return choose_optimizer(SPEC, SPEC, config)
 
 
 def program(config):
@@ -299,14 +299,14 @@ def test_defaults_and_what_an_object_of_the_jobs_own_may_read_are_not_refused():
     config = config_with("optimizer", "sgd", **{"optimizer.b1": 0.9})
     assert recipe_of(config).problems(config) == {}
     config = config_with("optimizer", "sgd", **{"optimizer.b1": 0.5, "optimizer.learning_rate": None})
-    assert choose_recipe(optax.sgd(0.1), SPEC, config).problems(config) == {}
-    assert set(choose_recipe("lion", SPEC, config).problems(config)) == {"optimizer", "optimizer.name"}
+    assert choose_optimizer(optax.sgd(0.1), SPEC, config).problems(config) == {}
+    assert set(choose_optimizer("lion", SPEC, config).problems(config)) == {"optimizer", "optimizer.name"}
     assert set(recipe_of(config).problems(config)) == {"optimizer", "optimizer.b1"}
 
 
 def test_no_schedule_is_a_constant_and_the_default_is_the_one_of_the_spec():
     config = config_with("schedule", "cosine", **{"schedule.warmup_steps": 1})
-    constant = choose_recipe(SPEC, None, config_with("schedule", "constant"))
+    constant = choose_optimizer(SPEC, None, config_with("schedule", "constant"))
     rates = [float(constant.schedule_of(config)(step)) for step in (1, 50, 99)]
     assert rates == pytest.approx([0.1] * 3)
     assert float(recipe_of(config).schedule_of(config)(99)) < 0.001
@@ -314,12 +314,12 @@ def test_no_schedule_is_a_constant_and_the_default_is_the_one_of_the_spec():
 
 def test_an_object_of_the_jobs_own_is_taken_as_it_stands():
     config, own, rate = config_with("optimizer", "sgd"), optax.sgd(0.1), optax.constant_schedule(0.5)
-    assert choose_recipe(own, SPEC, config).optimizer_of(config, None, PARAMETERS) is own
-    assert choose_recipe(own, SPEC, config).schedule_of(config) is None
-    assert choose_recipe(own, rate, config).schedule_of(config) is rate
+    assert choose_optimizer(own, SPEC, config).optimizer_of(config, None, PARAMETERS) is own
+    assert choose_optimizer(own, SPEC, config).schedule_of(config) is None
+    assert choose_optimizer(own, rate, config).schedule_of(config) is rate
 
 
 @pytest.mark.parametrize(("optimizer", "schedule"), [("adamm", SPEC), (SPEC, "cosin"), (None, SPEC)])
 def test_a_name_that_is_none_is_refused(optimizer, schedule):
     with pytest.raises(InvalidError, match=r"(optimizer|schedule)\(\) of the job .* needs one of"):
-        choose_recipe(optimizer, schedule, config_with("optimizer", "adamw"))
+        choose_optimizer(optimizer, schedule, config_with("optimizer", "adamw"))

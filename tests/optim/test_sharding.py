@@ -16,7 +16,7 @@ from runner.optim.groups import Parameter, parameters_of
 from runner.optim.library import make_optimizer
 from runner.optim.transforms import gradient_point
 from runner.parallel.mesh import make_mesh, sharding_rules
-from runner.train.setup import draw
+from runner.train.setup import build_train_setup
 from runner.train.state import begun_at_params, sharded_init, shardings_of
 from tests.support.tiny import gpt, leaves_equal
 
@@ -36,25 +36,25 @@ class Parameters(nn.Module):
         return [self.param(name, with_axes(init, *axes), shape) for name, (shape, axes) in SHAPES.items()]
 
 
-def blueprint_of(name, sizes, devices):
+def train_setup_of(name, sizes, devices):
     keys = {"rank": 2, "projection_every_steps": 2} if name == "galore" else {}
     config = OptimizerConfig(name=name, learning_rate=0.1, **keys)
     make = functools.partial(make_optimizer, name, config, optax.constant_schedule(0.1))
     mesh = make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)), devices)
     example = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return draw(Parameters(), sharded_init, example, make, None, mesh, jax.random.key(0))
+    return build_train_setup(Parameters(), sharded_init, example, make, None, mesh, jax.random.key(0))
 
 
-def trained(blueprint, steps=4):
+def trained(train_setup, steps=4):
     """The state after some steps, whose leaves lie as the blueprint says."""
-    state = blueprint.init_state()
+    state = train_setup.init_state()
 
     def step(state, noise):
         point = gradient_point(state.params, state.opt_state)
         return state.apply_gradients(grads=jax.tree.map(jnp.add, point, noise))
 
-    with sharding_rules(blueprint.mesh):
-        step = jax.jit(step, out_shardings=shardings_of(blueprint.abstract_state))
+    with sharding_rules(train_setup.mesh):
+        step = jax.jit(step, out_shardings=shardings_of(train_setup.abstract_state))
         for number in range(steps):
             random = np.random.default_rng(number)
             noise = {name: random.normal(size=shape).astype(np.float32) for name, (shape, _) in SHAPES.items()}
@@ -70,8 +70,8 @@ CASES = [pytest.param(*case, marks=() if case in DAILY else pytest.mark.soak) fo
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
 def test_state_is_cut_over_fsdp_and_steps_are_those_of_one_device(name, sizes):
     num = int(np.prod(sizes))
-    blueprint = blueprint_of(name, sizes, jax.devices()[:num])
-    cut, whole = trained(blueprint), trained(blueprint_of(name, (1, 1, 1), jax.devices()[:1]))
+    train_setup = train_setup_of(name, sizes, jax.devices()[:num])
+    cut, whole = trained(train_setup), trained(train_setup_of(name, (1, 1, 1), jax.devices()[:1]))
     for path, leaf in jax.tree_util.tree_leaves_with_path(cut.opt_state):
         assert leaf.size < CUT_MIN or not leaf.sharding.is_fully_replicated, path
         key = jax.tree_util.keystr(path[-1:], simple=True)
@@ -92,7 +92,7 @@ def test_a_parameter_is_known_by_its_name_its_shape_and_its_axes():
 
 def test_a_warm_start_averages_from_the_weights_that_it_begins_with(tmp_path):
     job = gpt(tmp_path / "run", **{"config.optimizer.name": "schedule_free_adamw", "config.model.layers": 1})
-    job.blueprint = job.design.draw(jax.devices())
+    job.train_setup = job.setup_builder.build(jax.devices())
     state = job.init_state()
     weights = jax.tree.map(lambda leaf: leaf + 1, job.weights(state))
     begun = begun_at_params(state.replace(params=weights["params"]))

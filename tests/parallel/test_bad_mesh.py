@@ -63,7 +63,7 @@ def test_what_a_mesh_cannot_carry_is_refused_with_a_line_that_teaches(name: str,
     }
     job = gpt(tmp_path / "run", PretrainDecoder, **changes, **{"topology.mesh": dict.fromkeys(AXES, 1) | mesh})
     with pytest.raises(InvalidError) as refused:
-        job.design.trace(job.design.draw(jax.devices()))
+        job.setup_builder.trace(job.setup_builder.build(jax.devices()))
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 

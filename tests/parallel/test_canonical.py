@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, check_jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from runner.parallel.canonical import merged
+from runner.parallel.canonical import canonicalise
 from runner.parallel.mesh import BATCH_AXES, sharding_rules
 from tests.support.tiny import mesh_over
 
@@ -107,9 +107,9 @@ def test_it_computes_the_same_and_no_operation_twice(name: str, is_gradient: boo
         else:
             function = jax.grad(lambda x: jnp.vdot(x, PROGRAMS[name](x)))
     with sharding_rules(mesh_over({"data": 4})):
-        once = trace(merged(function), X)
+        once = trace(canonicalise(function), X)
         check_jaxpr(once.jaxpr)
-        np.testing.assert_allclose(jax.jit(merged(function))(X), jax.jit(function)(X), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(canonicalise(function))(X), jax.jit(function)(X), rtol=1e-5, atol=1e-6)
     for program in within(once.jaxpr):
         operations = collections.Counter(
             (each.primitive.name, tuple(map(str, each.invars)), str(each.params)) for each in program.eqns
@@ -129,10 +129,10 @@ def test_a_softmax_and_its_gradient_share_the_sum_that_both_divide_by() -> None:
         return jax.jit(function).lower(X).as_text().count("stablehlo.broadcast_in_dim")
 
     gradient = jax.value_and_grad(loss)
-    divisions = [each for each in trace(merged(gradient), X).jaxpr.eqns if each.primitive.name == "div"]
+    divisions = [each for each in trace(canonicalise(gradient), X).jaxpr.eqns if each.primitive.name == "div"]
     first, second = (each.invars[1] for each in divisions if each.invars[1].aval.shape == X.shape)
     assert first is second
-    assert broadcasts(merged(gradient)) < broadcasts(gradient)
+    assert broadcasts(canonicalise(gradient)) < broadcasts(gradient)
 
 
 def test_what_is_computed_a_second_time_on_purpose_stays_apart() -> None:
@@ -140,7 +140,7 @@ def test_what_is_computed_a_second_time_on_purpose_stays_apart() -> None:
         return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevent_cse)(x).sum()
 
     def sines_and_barriers(prevent_cse: bool) -> tuple[int, int]:
-        program = trace(merged(jax.value_and_grad(lambda x: loss(x, prevent_cse))), X).jaxpr
+        program = trace(canonicalise(jax.value_and_grad(lambda x: loss(x, prevent_cse))), X).jaxpr
         names = [each.primitive.name for each in program.eqns]
         return names.count("sin"), names.count("optimization_barrier")
 
@@ -156,11 +156,11 @@ def test_a_loop_whose_rounds_are_written_out_has_operations_of_several_rounds_on
 
         return lax.scan(body, x[0], x, unroll=unroll, reverse=reverse)
 
-    program = trace(merged(lambda x: function(x, len(X))), X).jaxpr
+    program = trace(canonicalise(lambda x: function(x, len(X))), X).jaxpr
     names = [each.primitive.name for each in program.eqns]
     assert (names.count("sin"), names.count("scan")) == (1, 0)
     for unroll in (1, 2, len(X)):
-        found, expected = jax.jit(merged(lambda x: function(x, unroll)))(X), function(X, 1)  # noqa: B023 - called here
+        found, expected = jax.jit(canonicalise(lambda x: function(x, unroll)))(X), function(X, 1)  # noqa: B023 - called here
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
@@ -173,7 +173,7 @@ def test_what_was_traced_under_other_settings_is_another_operation() -> None:
             return first, jax.random.bits(key, (6,))
 
     key = jax.random.key(0)
-    found = jax.jit(merged(function))(key)
+    found = jax.jit(canonicalise(function))(key)
     assert [each.tobytes() for each in found] == [each.tobytes() for each in function(key)]
     assert found[0].tobytes() != found[1].tobytes()
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_stands_where_not_all_that_it_is_given_varies() -> None:
         waves = jax.checkpoint(lambda weights, x: jnp.sin(jnp.sin(x * weights)))
         return jax.shard_map(waves, mesh=mesh, in_specs=specs, out_specs=specs[1])(weights, x).sum()
 
-    found, expected = (jax.jit(each)(X[0], X) for each in (merged(jax.grad(loss)), jax.grad(loss)))
+    found, expected = (jax.jit(each)(X[0], X) for each in (canonicalise(jax.grad(loss)), jax.grad(loss)))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
@@ -195,7 +195,7 @@ def test_numbers_are_the_same_only_with_the_same_bits_and_type() -> None:
         one, other = x * np.float32(0.0), x * np.float32(-0.0)
         return one, other, x.astype(jnp.int32) * 2, x * 2
 
-    found = jax.jit(merged(function))(X)
+    found = jax.jit(canonicalise(function))(X)
     assert [each.tobytes() for each in found] == [each.tobytes() for each in jax.jit(function)(X)]
 
 
@@ -208,7 +208,7 @@ def test_what_is_done_for_its_effect_is_done_each_time_and_in_order() -> None:
         jax.debug.callback(lambda value: seen.append(float(value)), x[0, 1], ordered=True)
         return x
 
-    jax.jit(merged(function))(X)
+    jax.jit(canonicalise(function))(X)
     jax.effects_barrier()
     assert seen == [float(X[0, 0]), float(X[0, 0]), float(X[0, 1])]
 
@@ -219,7 +219,7 @@ def test_a_result_that_nobody_asked_for_at_first_can_be_asked_for_later() -> Non
         _, places = lax.top_k(x, 2)
         return values, places
 
-    program = trace(merged(function), X).jaxpr
+    program = trace(canonicalise(function), X).jaxpr
     assert sum(each.primitive.name == "top_k" for each in program.eqns) == 1
-    for found, expected in zip(jax.jit(merged(function))(X), function(X), strict=True):
+    for found, expected in zip(jax.jit(canonicalise(function))(X), function(X), strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -99,8 +99,8 @@ DAILY = ({"data": 2, "fsdp": 2, "tensor": 2},)
 def test_a_model_that_says_nothing_of_its_activations_is_compiled(sizes, tmp_path):
     changes = {"topology.mesh": sizes, "config.data.sequence_length": 64, "config.train.global_batch_examples": 16}
     job = gpt(tmp_path / "run", PretrainLlama, **changes, **{"config.model": {}})
-    blueprint = job.design.draw(jax.devices())
-    step = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0])
+    train_setup = job.setup_builder.build(jax.devices())
+    step = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0])
     assert step.executable is not None
 
 

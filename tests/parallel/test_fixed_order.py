@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner.errors import InvalidError
 from runner.parallel import reduction
-from runner.parallel.canonical import merged
-from runner.parallel.mesh import BATCH_AXES, refuse_other_orders, sharding_rules
+from runner.parallel.canonical import canonicalise
+from runner.parallel.mesh import BATCH_AXES, sharding_rules, validate_axis_order
 from runner.train.state import abstract_state, make_state, shardings_of, unchanged, variable_shardings
 from runner.train.step import train_step, val_step
 from tests.support.faked import AS_USERS
@@ -97,12 +97,14 @@ def steps_on(sizes, num_groups, m, options=()):
     with sharding_rules(mesh):
         state = jax.jit(make, out_shardings=shardings)(KEY)
         batch = jax.device_put(batch_of(m), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
-        jitted = jax.jit(merged(step), out_shardings=(shardings, None, None), compiler_options=dict(options))
+        jitted = jax.jit(canonicalise(step), out_shardings=(shardings, None, None), compiler_options=dict(options))
         found = []
         for _ in range(3):
             state, loss, meta = jitted(state, batch)
             found.append((loss, meta))
-        sums = jax.jit(merged(functools.partial(val_step, PretrainGPT.forward, num_groups=num_groups)))(state, batch)
+        sums = jax.jit(canonicalise(functools.partial(val_step, PretrainGPT.forward, num_groups=num_groups)))(
+            state, batch
+        )
     return jax.device_get((state.params, state.opt_state, found, sums))
 
 
@@ -147,7 +149,7 @@ def test_the_usual_order_depends_on_the_number_of_devices():
 )
 def test_a_mesh_on_which_sums_have_another_order_is_refused(sizes, devices, message):
     with pytest.raises(InvalidError, match=message):
-        refuse_other_orders(mesh_over(sizes), devices)
+        validate_axis_order(mesh_over(sizes), devices)
 
 
 def test_a_batch_that_does_not_divide_into_groups_is_refused_with_the_nearest(tmp_path):

@@ -18,9 +18,9 @@ from runner.parallel.mesh import (
     micro_batch_sizes,
     num_batch_shards,
     over_slices,
-    refuse_cut_rows,
+    validate_sequence_sharding,
 )
-from runner.spec import Mesh
+from runner.spec import MeshConfig
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ from runner.spec import Mesh
     ],
 )
 def test_auto_takes_the_devices_that_the_other_axes_leave(mesh, devices, sizes):
-    assert mesh_sizes(Mesh(**mesh), devices) == dict.fromkeys(AXES, 1) | sizes
-    assert does_mesh_fit(Mesh(**mesh), devices)
+    assert mesh_sizes(MeshConfig(**mesh), devices) == dict.fromkeys(AXES, 1) | sizes
+    assert does_mesh_fit(MeshConfig(**mesh), devices)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_auto_takes_the_devices_that_the_other_axes_leave(mesh, devices, sizes):
 )
 def test_a_mesh_that_does_not_use_exactly_the_devices_is_refused_with_the_numbers(mesh, devices, message):
     with pytest.raises(InvalidError, match=message):
-        mesh_sizes(Mesh(**mesh), devices)
-    assert not does_mesh_fit(Mesh(**mesh), devices)
+        mesh_sizes(MeshConfig(**mesh), devices)
+    assert not does_mesh_fit(MeshConfig(**mesh), devices)
 
 
 class FakeDevice:
@@ -127,7 +127,7 @@ ROWS = [
 @pytest.mark.parametrize(("devices", "length", "chunk", "message"), ROWS)
 def test_rows_that_do_not_divide_are_refused_with_numbers_that_work(devices, length, chunk, message):
     with pytest.raises(InvalidError, match=message):
-        refuse_cut_rows(make_mesh({"sequence": devices, "data": 8 // devices}), length, chunk)
+        validate_sequence_sharding(make_mesh({"sequence": devices, "data": 8 // devices}), length, chunk)
 
 
 def test_a_job_has_rules_of_its_own_before_the_runners():

@@ -25,8 +25,8 @@ from runner.parallel.mesh import AXES
 from runner.plan.forecast.collectives import Collective, collectives
 from runner.plan.forecast.hlo import instructions, output_of, sizes_in
 from runner.plan.forecast.sources import largest_arrays
-from runner.plan.machine import Machine, open_machine
-from runner.plan.prediction import Weights, flows, flows_in_order, sent
+from runner.plan.machine import TargetMachine, open_machine
+from runner.plan.prediction import SentParameters, flows, flows_in_order, sent
 from runner.plan.program import sent_bytes
 from runner.train.batch_layout import batch_layouts
 from runner.trainer import BaseTrainer
@@ -82,9 +82,9 @@ def decoder(axis: str, directory: Path, shapes: Shapes, **changes: Any) -> BaseT
 
 def compiled(job: BaseTrainer) -> tuple[str, list[Collective]]:
     """The text of its train step for the devices here, and the collectives in it."""
-    blueprint = job.design.draw(jax.devices()[:N])
-    text = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0]).text
-    return text, collectives(text, blueprint.mesh_sizes)
+    train_setup = job.setup_builder.build(jax.devices()[:N])
+    text = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0]).text
+    return text, collectives(text, train_setup.mesh_sizes)
 
 
 def payload(found: Iterable[Collective], axis: str, itemsize: int = 1) -> dict[str, int]:
@@ -329,10 +329,10 @@ def print_tpu_program(name: str) -> None:
     axis, _, changes = ON_TPU[name]
     with tempfile.TemporaryDirectory() as directory:
         job = decoder(axis, Path(directory) / "run", LARGE, **{"config.precision.compute": "bfloat16"}, **changes)
-        blueprint = job.design.draw(machine.devices)
-        text = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0]).text
+        train_setup = job.setup_builder.build(machine.devices)
+        text = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0]).text
     sizes = {shape for one in instructions(text) for shape in sizes_in(output_of(one))}
-    found = payload(collectives(text, blueprint.mesh_sizes), axis)
+    found = payload(collectives(text, train_setup.mesh_sizes), axis)
     print(json.dumps({"payload": found, "shapes": sorted(sizes), "examples": job.config.train.global_batch_examples}))
 
 
@@ -344,7 +344,7 @@ def test_what_a_plan_predicts_is_within_a_quarter_of_the_count(axis: str, tmp_pa
     sent_bytes = on_a_ring * (N - 1) / N + counted.get("collective-permute", 0)
     job = decoder(axis, tmp_path / "run", LARGE, **{"config.precision.compute": "bfloat16"})
     L, _, V, D, M = LARGE
-    weights = Weights(2.0 * (L * (4 * D**2 + 3 * D * M) + 2 * V * D) / sizes["tensor"], 0.0, itemsize=2)
+    weights = SentParameters(2.0 * (L * (4 * D**2 + 3 * D * M) + 2 * V * D) / sizes["tensor"], 0.0, itemsize=2)
     predicted, _ = sent(flows(sizes, weights, job.sizing(sizes), B * LARGE.T, passes=2), sizes, dict.fromkeys(AXES, 1))
     assert predicted == pytest.approx(sent_bytes, rel=0.25)
 
@@ -457,7 +457,7 @@ def test_between_slices_goes_the_sum_of_each_slice_and_nothing_else(
     changes = {"topology.mesh": mesh, "config.train.global_batch_examples": B * N * accumulate_steps}
     _, found = compiled(gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes))
     devices = tuple(jax.devices()[:N])
-    machine = Machine(devices, devices, parse_accelerator("2xv5e-4"), "", True, 0)
+    machine = TargetMachine(devices, devices, parse_accelerator("2xv5e-4"), "", True, 0)
     _, network = sent_bytes(found, dict.fromkeys(AXES, 1) | mesh, machine)
     assert network == pytest.approx(4 * 2 * numbers / 2)  # an all-reduce between two
 
@@ -482,9 +482,9 @@ def test_same_bits_send_the_subtrees_of_each_device_and_gather_the_sum(
     changes = {"topology.mesh": {"data": 1} | mesh, "config.train.same_bits_devices": groups}
     examples = {"config.train.global_batch_examples": B * groups}
     job = gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes, **examples)
-    blueprint = job.design.draw(jax.devices()[:number])
-    text = blueprint.compile_train(job.train_step, batch_layouts(job.config, blueprint.mesh)[0]).text
-    assert sums_of(collectives(text, blueprint.mesh_sizes), itemsize=4) == {
+    train_setup = job.setup_builder.build(jax.devices()[:number])
+    text = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0]).text
+    assert sums_of(collectives(text, train_setup.mesh_sizes), itemsize=4) == {
         ("all-to-all", axes): subtrees * GPT_PARAMETERS,
         ("all-gather", axes): GPT_PARAMETERS + groups * (LOSS + TOKENS),
         **({("all-gather", ("fsdp",)): GPT_PARAMETERS} if "fsdp" in mesh else {}),

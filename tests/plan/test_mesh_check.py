@@ -12,10 +12,10 @@ from runner.parallel.mesh import AXES, STATE_AXES, mesh_sizes
 from runner.plan import outlook
 from runner.plan.checks import Findings, open_job
 from runner.plan.forecast.collectives import collectives
-from runner.plan.machine import Machine
-from runner.plan.mesh import Passes, faults, in_order, is_worth_a_word, small_shards
-from runner.plan.outlook import Outlook
-from runner.plan.prediction import Predictor, draw_abstractly
+from runner.plan.machine import TargetMachine
+from runner.plan.mesh import ParameterPasses, faults, in_order, is_worth_a_word, small_shards
+from runner.plan.outlook import EarlyEstimate
+from runner.plan.prediction import Predictor, build_abstract
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
 from tests.plan.test_hlo import STATED, computation, module
@@ -61,7 +61,7 @@ def test_the_tile_of_32_bits_has_half_the_rows_and_what_is_next_to_nothing_is_pa
     assert small_shards({"scale": scale, "w": large}, itemsize=2) == []
 
 
-def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, Outlook] | None:
+def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, EarlyEstimate] | None:
     """A shipped spec and its outlook on the topology that it names; None for what has no steps to plan."""
     findings = Findings()
     document = load_document(f"specs/{spec}.yaml", list(overrides))
@@ -72,12 +72,12 @@ def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, Outlook] | None:
     accelerator = parse_accelerator(job.topology.accelerator)
     if accelerator is None or accelerator.num_devices is None:
         return None
-    machine = Machine((), (), accelerator, "", True, accelerator.chip.speeds.hbm_bytes)
+    machine = TargetMachine((), (), accelerator, "", True, accelerator.chip.speeds.hbm_bytes)
     sizes = in_order(mesh_sizes(job.topology.mesh, accelerator.num_devices))
     if all(size == 1 for axis, size in sizes if axis in STATE_AXES):
         return None
-    blueprint = draw_abstractly(job.design, sizes)
-    return job, Outlook(Predictor(job, job.flops_per_token(blueprint), accelerator), machine, blueprint)
+    train_setup = build_abstract(job.setup_builder, sizes)
+    return job, EarlyEstimate(Predictor(job, job.flops_per_token(train_setup), accelerator), machine, train_setup)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -112,8 +112,10 @@ def test_meshes_near_are_tried_until_one_gathers_and_scatters(monkeypatch: pytes
     monkeypatch.setattr(outlook, "moves_whole", moves_whole)
     monkeypatch.setattr(outlook, "_NUM_PROBED", 100)
     (fault,) = found[1].small
-    real = Outlook(
-        found[1].predictor, Machine((), (), found[1].machine.accelerator, "", False, 95 * 2**30), found[1].blueprint
+    real = EarlyEstimate(
+        found[1].predictor,
+        TargetMachine((), (), found[1].machine.accelerator, "", False, 95 * 2**30),
+        found[1].train_setup,
     )
     assert "gathers and scatters them, as one matmul shows" in real.cure(fault)
     assert len(tried) > 1
@@ -138,7 +140,7 @@ def found_in(*lines: str, accumulate_steps: int = 1) -> list[Any]:
     before = computation("body", *lines)
     loop = f"%w = (s32[], f32[8]) while(%p), condition=%cond, body=%body, {STATED}"
     found = collectives(module(loop, before=before), MESH)
-    return faults(found, PARAMETERS, Passes(accumulate_steps, 2, 3), {"fsdp"})
+    return faults(found, PARAMETERS, ParameterPasses(accumulate_steps, 2, 3), {"fsdp"})
 
 
 def test_a_gradient_that_is_reduced_whole_is_told_with_what_it_sends() -> None:

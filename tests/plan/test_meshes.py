@@ -9,7 +9,7 @@ from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
 from runner.plan.mesh import all_meshes, in_order, near_meshes
-from runner.plan.prediction import Predictor, Weights, draw_abstractly, flows, sent
+from runner.plan.prediction import Predictor, SentParameters, build_abstract, flows, sent
 from runner.plan.search import Search
 from runner.spec import load_document
 from runner.train.flops import Sizing
@@ -64,7 +64,7 @@ def test_near_meshes_move_a_factor_from_one_axis_to_another():
 SIZING = Sizing(
     tensor_bytes_per_token=100.0, sequence_bytes_per_token=10.0, expert_bytes_per_token=60.0, expert_parameters=7
 )
-WEIGHTS = Weights(shared=2400.0, of_experts=1200.0)
+WEIGHTS = SentParameters(shared=2400.0, of_experts=1200.0)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_more_micro_batches_of_as_many_tokens_send_parameters_again_but_no_gradi
 
 
 def test_gradients_go_over_data_in_float32():
-    sizes, half = ONES | {"data": 4}, Weights(WEIGHTS.shared / 2, WEIGHTS.of_experts / 2, itemsize=2)
+    sizes, half = ONES | {"data": 4}, SentParameters(WEIGHTS.shared / 2, WEIGHTS.of_experts / 2, itemsize=2)
     found = [sent(flows(sizes, weights, SIZING, 5, 2), sizes, ONES) for weights in (WEIGHTS, half)]
     assert found[0] == found[1]
 
 
 def test_what_is_moved_whole_costs_twice():
-    whole = Weights(2400.0, 1200.0, whole_share=0.5)
+    whole = SentParameters(2400.0, 1200.0, whole_share=0.5)
     sizes = ONES | {"fsdp": 4}
     assert sent(flows(sizes, whole, SIZING, 5, 2), sizes, ONES)[0] == pytest.approx(1.5 * 3 * 3600 * 3 / 4)
 
@@ -120,7 +120,7 @@ def predictor(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
     findings = Findings()
     job = open_job(load_document(spec, [f"topology.accelerator={accelerator}", *overrides]), findings)
     assert isinstance(job, BaseTrainer), findings.problems
-    flops = job.flops_per_token(draw_abstractly(job.design, in_order(ONES)))
+    flops = job.flops_per_token(build_abstract(job.setup_builder, in_order(ONES)))
     return job, Predictor(job, flops, parse_accelerator(accelerator))
 
 
@@ -160,7 +160,7 @@ def test_a_state_laid_over_a_mesh_is_that_which_is_drawn_on_it(spec):
         {"expert": 8, "fsdp": 3},
     ]
     for sizes in (in_order(ONES | mesh) for mesh in meshes):
-        drawn = draw_abstractly(job.design, sizes).abstract_state
+        drawn = build_abstract(job.setup_builder, sizes).abstract_state
         laid = predictor_.state_on(sizes)
         shapes = [[leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state)] for state in (laid, drawn)]
         assert shapes[0] == shapes[1]

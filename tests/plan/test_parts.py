@@ -6,7 +6,7 @@ import pytest
 
 from runner.accelerator import CHIPS, parse_accelerator
 from runner.plan.figures import Figure, Section, as_json, as_lines
-from runner.plan.program import Roofline, Work, hbm_traffic, roofline, split_over_domains
+from runner.plan.program import Roofline, StepWork, hbm_traffic, roofline, split_over_domains
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_table_has_every_figure_with_its_basis_and_json_has_the_same():
 
 def test_a_roofline_is_bound_by_its_slowest_resource():
     speeds = CHIPS["v5e"].speeds
-    work = Work(flops=197e12, hbm_bytes=819e9 * 2, interconnect_bytes=200e9 / 2, network_bytes=0)
+    work = StepWork(flops=197e12, hbm_bytes=819e9 * 2, interconnect_bytes=200e9 / 2, network_bytes=0)
     times = roofline(work, speeds, 1)
     assert times == Roofline(pytest.approx(1.0), pytest.approx(2.0), pytest.approx(0.5), 0.0)
     assert (times.step_seconds, times.bound) == (pytest.approx(2.0), "memory")

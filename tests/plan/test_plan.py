@@ -180,8 +180,8 @@ options = ["config.model={layers: 4, heads: 4, width: 256}", "config.data.sequen
            "config.train.global_batch_examples=64", "config.train.micro_batch_examples=32", "topology.accelerator=any"]
 document = load_document("specs/gpt_nano.yaml", options)
 job = PretrainGPT(validate_spec(document), document)
-job.blueprint = job.design.draw(machine.devices)
-job.compiled = job.design.compile(job.blueprint, machine.hbm_bytes)
+job.train_setup = job.setup_builder.build(machine.devices)
+job.compiled = job.setup_builder.compile(job.train_setup, machine.hbm_bytes)
 
 
 def resident(name):
@@ -195,7 +195,7 @@ Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
 state = job.init_state()
 for step in range(2):
-    state, loss, _ = job.compiled.executable(state, job.batch("train", step), job.blueprint.key)
+    state, loss, _ = job.compiled.executable(state, job.batch("train", step), job.train_setup.key)
     jax.block_until_ready(loss)
 print(resident("VmHWM") - before, job.compiled.memory.needed * 2)
 """

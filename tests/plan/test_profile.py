@@ -12,10 +12,10 @@ from runner.accelerator import CHIPS, parse_accelerator
 from runner.cli.plan import main
 from runner.errors import InvalidError
 from runner.plan.figures import Section, as_json, as_lines
-from runner.plan.machine import Machine
+from runner.plan.machine import TargetMachine
 from runner.plan.profile import against_section, forecast_of, forecast_seconds, profile_sections, rows_of, write_trace
-from runner.plan.search import Compiled
-from runner.train.compile import Memory
+from runner.plan.search import CompiledCandidate
+from runner.train.compile import ProgramMemory
 from tests.plan.forecast.text import MESH, module, negate
 from tests.support.harness import command, environment
 from tests.support.libtpu import held
@@ -29,16 +29,16 @@ GATHER = f"%g = f32[500]{{0}} all-gather(%x), {GROUPS}, dimensions={{0}}"
 
 def program(*lines: str) -> Any:
     """All of a compiled program that a profile looks at."""
-    step = SimpleNamespace(text=module(*lines), memory=Memory(0, 0, temporaries=3000, code=0, peak=2000))
-    return SimpleNamespace(step=step, blueprint=SimpleNamespace(mesh_sizes=MESH))
+    step = SimpleNamespace(text=module(*lines), memory=ProgramMemory(0, 0, temporaries=3000, code=0, peak=2000))
+    return SimpleNamespace(step=step, train_setup=SimpleNamespace(mesh_sizes=MESH))
 
 
-def machine_of(name: str, *, is_faked: bool = False) -> Machine:
+def machine_of(name: str, *, is_faked: bool = False) -> TargetMachine:
     devices: Any = [None] * 4
-    return Machine(devices, devices, parse_accelerator(name), "libtpu 1.2", is_faked, 2**34)
+    return TargetMachine(devices, devices, parse_accelerator(name), "libtpu 1.2", is_faked, 2**34)
 
 
-def sections(*lines: str, machine: Machine, model_flops: float | None = 1e6) -> dict[str, Section]:
+def sections(*lines: str, machine: TargetMachine, model_flops: float | None = 1e6) -> dict[str, Section]:
     found = forecast_of(program(*lines), machine)
     assert found is not None
     made = profile_sections(found, program(*lines), machine, model_flops)
@@ -75,7 +75,7 @@ def test_a_range_has_both_ends_and_the_utilisation_at_each() -> None:
     ],
 )
 def test_a_program_without_estimates_says_so_and_is_ranked_by_its_bound(
-    lines: tuple[str, ...], machine: Machine, said: str
+    lines: tuple[str, ...], machine: TargetMachine, said: str
 ) -> None:
     found = sections(*lines, machine=machine)
     assert said in found["forecast of a step"]["estimates"]
@@ -175,8 +175,8 @@ def test_a_device_without_peak_figures_has_no_forecast() -> None:
 def test_what_is_compiled_is_ranked_by_its_forecast_else_by_its_bound() -> None:
     bound: Any = SimpleNamespace(step_seconds=1.0)
     nothing: Any = None
-    assert Compiled(nothing, nothing, bound).rank_seconds == 1.0
-    assert Compiled(nothing, nothing, bound, 3.0).rank_seconds == 3.0
+    assert CompiledCandidate(nothing, nothing, bound).rank_seconds == 1.0
+    assert CompiledCandidate(nothing, nothing, bound, 3.0).rank_seconds == 3.0
 
 
 def test_what_a_run_took_stands_beside_the_range(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ def compiled(first: str, fitting: str, deadline_seconds: float = 60.0) -> list[s
         return SimpleNamespace(layout=fitting, text=TEXT)
 
     state = SimpleNamespace(replace=lambda **_: None)
-    blueprint: Any = SimpleNamespace(compile_val=compile_val, abstract_state=state, mesh_sizes={"data": 1})
-    design: Any = SimpleNamespace(first_layout=lambda _: first, compile=compile_train, val_step=None)
-    program = compile_design(design, blueprint, MACHINE)
+    train_setup: Any = SimpleNamespace(compile_val=compile_val, abstract_state=state, mesh_sizes={"data": 1})
+    setup_builder: Any = SimpleNamespace(first_layout=lambda _: first, compile=compile_train, val_step=None)
+    program = compile_design(setup_builder, train_setup, MACHINE)
     assert program.val_compile_seconds is not None
     return compiled
 

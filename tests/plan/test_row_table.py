@@ -7,7 +7,7 @@ from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
 from runner.plan.mesh import in_order
-from runner.plan.prediction import Predictor, draw_abstractly
+from runner.plan.prediction import Predictor, build_abstract
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
 from tests.support.harness import ROOT
@@ -27,8 +27,8 @@ def predictor(length: int) -> Predictor:
     )
     job = open_job(load_document("specs/llama3_8b.yaml", keys), Findings())
     assert isinstance(job, BaseTrainer)
-    blueprint = draw_abstractly(job.design, in_order(dict.fromkeys(AXES, 1)))
-    return Predictor(job, job.flops_per_token(blueprint), accelerator)
+    train_setup = build_abstract(job.setup_builder, in_order(dict.fromkeys(AXES, 1)))
+    return Predictor(job, job.flops_per_token(train_setup), accelerator)
 
 
 def table() -> list[str]:

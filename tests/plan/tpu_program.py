@@ -22,22 +22,22 @@ from runner.plan.checks import Findings, open_job
 from runner.plan.forecast.collectives import collectives
 from runner.plan.forecast.hlo import ARRAY, instructions, output_of, read
 from runner.plan.machine import open_machine
-from runner.plan.program import Program, compile_design
+from runner.plan.program import CompiledProgram, compile_design
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
 
 Shape = tuple[int, ...]
 
 
-def compiled(spec: str, topology: str, overrides: Sequence[str]) -> tuple[BaseTrainer, Program]:
+def compiled(spec: str, topology: str, overrides: Sequence[str]) -> tuple[BaseTrainer, CompiledProgram]:
     """The job, and its train step as `plan` compiles it."""
     findings = Findings()
     job = open_job(load_document(spec, [f"topology.accelerator={topology}", *overrides]), findings)
     machine = open_machine(parse_accelerator(topology))
     assert isinstance(job, BaseTrainer), findings.problems
     assert machine is not None
-    blueprint = job.design.draw_on(job.design.lay_out(machine.devices), jax.random.key(job.spec.seed))
-    return job, compile_design(job.design, blueprint, machine, with_val=False)
+    train_setup = job.setup_builder.build_on(job.setup_builder.lay_out(machine.devices), jax.random.key(job.spec.seed))
+    return job, compile_design(job.setup_builder, train_setup, machine, with_val=False)
 
 
 def shapes_in(text: str) -> Iterator[Shape]:
@@ -57,7 +57,7 @@ def stacked_layers(job: BaseTrainer) -> dict[str, int]:
     return {name: box.value.shape[0] * (box.names[0] == "layers") for name, box in zip(names, boxes, strict=True)}
 
 
-def look(job: BaseTrainer, program: Program) -> dict[str, Any]:
+def look(job: BaseTrainer, program: CompiledProgram) -> dict[str, Any]:
     """What `main` prints."""
     text, layout = program.step.text, program.step.layout
     gathered = {
@@ -68,13 +68,13 @@ def look(job: BaseTrainer, program: Program) -> dict[str, Any]:
     }
     results = {shape for one in instructions(text) for shape in shapes_in(output_of(one))}
     layers = stacked_layers(job)
-    shapes = {name: leaf.shape for name, leaf in named({"params": program.blueprint.abstract_state.params}).items()}
+    shapes = {name: leaf.shape for name, leaf in named({"params": program.train_setup.abstract_state.params}).items()}
     return {
         "tokens": layout.micro_batch_examples * layout.sequence_length,
         "vocabulary": job.vocabulary_size,
         "parameters": {name: [layers[name], *shape] for name, shape in shapes.items()},
         "gathered": sorted(gathered),
-        "collectives": [(one.kind, one.axes, one.bytes) for one in collectives(text, program.blueprint.mesh_sizes)],
+        "collectives": [(one.kind, one.axes, one.bytes) for one in collectives(text, program.train_setup.mesh_sizes)],
         "of_vocabulary": sorted(shape for shape in results if job.vocabulary_size in shape),
     }
 

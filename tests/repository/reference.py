@@ -18,9 +18,9 @@ from runner.checkpoint.manifest import MANIFEST_KEYS
 from runner.errors import SpecError
 from runner.hook import Hook, builtin
 from runner.metrics.rows import ROW_KEYS
-from runner.optim.config import OPTIMIZERS, SCHEDULES, Published
+from runner.optim.config import OPTIMIZERS, SCHEDULES, LibraryEntry
 from runner.records import Key
-from runner.run.events import EVENT_KEYS, EVENTS, Event
+from runner.run.events import EVENT_KEYS, EVENTS, EventType
 from runner.run.layout import RESULT_KEYS
 from runner.spec import (
     ExecutionSpec,
@@ -234,7 +234,7 @@ def recipe_lines() -> Iterator[str]:
     yield from name_table(SCHEDULES, "after the warm-up")
 
 
-def name_table(names: Mapping[str, Published], source: str) -> Iterator[str]:
+def name_table(names: Mapping[str, LibraryEntry], source: str) -> Iterator[str]:
     """A table of optimizers or schedules."""
     rows = [
         (f"`{name}`", ", ".join(f"`{key}: {literal(default)}`" for key, default in of.defaults.items()), of.source)
@@ -258,7 +258,7 @@ def kind_of(key: Key) -> str:
     return " or ".join(WORDS[kind.__name__] for kind in kinds)
 
 
-def event_row(event: Event) -> tuple[str, str, str, str]:
+def event_row(event: EventType) -> tuple[str, str, str, str]:
     """One event, its details in one cell."""
     types = [", ".join(filter(None, (kind_of(key), key.unit))) for key in event.details]
     details = [f"`{key.name}` ({kind}): {key.meaning}" for key, kind in zip(event.details, types, strict=True)]

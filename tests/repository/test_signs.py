@@ -19,7 +19,7 @@ def test_no_class_has_become_larger(signs: Signs) -> None:
 
 def test_what_is_set_late_is_what_the_class_bodies_declare(signs: Signs) -> None:
     assert signs.late_attributes == [
-        "BaseTrainer.blueprint",
+        "BaseTrainer.train_setup",
         "BaseTrainer.compiled",
         "RestoreableJob.attempt",
         "RestoreableJob.checkpointer",

@@ -6,20 +6,20 @@ import time
 
 import pytest
 
-from runner.distributed.clock import COUNTED, Bucket, Clock, Reading
+from runner.distributed.clock import COUNTED, Clock, ClockReading, TimeBucket
 from runner.run import clock_file
 from runner.run.clock_file import HEAD_BYTES, NUM_SLOTS, decode, encode, encode_head, keep, name_of
 from runner.storage import BackgroundWriter, LocalStore
 from tests.support.memory_bucket import memory_bucket
 
-SLOT_BYTES = len(encode(0, Reading(0.0, 0, 0.0, Bucket.STEPS, (0.0,) * len(COUNTED), None)))
+SLOT_BYTES = len(encode(0, ClockReading(0.0, 0, 0.0, TimeBucket.STEPS, (0.0,) * len(COUNTED), None)))
 
 
-def reading(step: int, code: int | None = None) -> Reading:
-    return Reading(1000.0 + step, step, 999.5, Bucket.EVALUATION, tuple(step + 0.5 for _ in COUNTED), code)
+def reading(step: int, code: int | None = None) -> ClockReading:
+    return ClockReading(1000.0 + step, step, 999.5, TimeBucket.EVALUATION, tuple(step + 0.5 for _ in COUNTED), code)
 
 
-def content_of(*readings: Reading) -> bytes:
+def content_of(*readings: ClockReading) -> bytes:
     """A file in which these stand one after the other."""
     content = bytearray(encode_head(Clock()).ljust(HEAD_BYTES + NUM_SLOTS * SLOT_BYTES, b"\0"))
     for number, each in enumerate(readings):
@@ -76,7 +76,7 @@ def test_buckets_that_another_version_counts_are_told_by_name(monkeypatch):
     monkeypatch.setattr(clock_file, "COUNTED", fewer)
     found = decode(content).reading
     assert found.seconds == (3.5,) * len(fewer)
-    assert found.bucket is Bucket.EVALUATION
+    assert found.bucket is TimeBucket.EVALUATION
 
 
 def test_on_a_disk_each_step_stands_there_at_once_and_the_process_is_known(tmp_path, monkeypatch):

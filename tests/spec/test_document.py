@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from runner.errors import SpecError
-from runner.spec import Mesh, load_document, parse_document, validate_spec
+from runner.spec import MeshConfig, load_document, parse_document, validate_spec
 from tests.spec.sample import SPEC, Config, problems
 
 
@@ -46,7 +46,7 @@ def test_an_override_creates_the_sections_that_the_file_leaves_out() -> None:
     spec = validate_spec(document)
     assert spec.logging.every_steps == 3
     assert spec.topology is not None
-    assert spec.topology.mesh == Mesh(data=4, fsdp=1, tensor=2)
+    assert spec.topology.mesh == MeshConfig(data=4, fsdp=1, tensor=2)
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

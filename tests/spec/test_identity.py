@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from runner.spec import (
-    Frozen,
+    FrozenModel,
     JobConfig,
     Trajectory,
     filled_in,
@@ -46,19 +46,19 @@ def test_the_trajectory_is_flat_and_holds_defaults() -> None:
 # What an older version has saved, compared by a later one that has more keys.
 
 
-class Adam(Frozen):
+class Adam(FrozenModel):
     name: Literal["adam"] = "adam"
     rate: float = 1.0
     eps: float = 1e-8
 
 
-class Sgd(Frozen):
+class Sgd(FrozenModel):
     name: Literal["sgd"] = "sgd"
     rate: float = 1.0
     momentum: float = 0.9
 
 
-class Decay(Frozen):
+class Decay(FrozenModel):
     factor: float = 0.5
     every: int = 2
 

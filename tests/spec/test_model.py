@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from runner.spec import Checkpoint, ExecutionSpec, Mesh
+from runner.spec import CheckpointConfig, ExecutionSpec, MeshConfig
 
 
 def test_a_spec_made_in_python_needs_no_topology_and_cannot_be_changed() -> None:
@@ -12,6 +12,6 @@ def test_a_spec_made_in_python_needs_no_topology_and_cannot_be_changed() -> None
     with pytest.raises(ValidationError):
         spec.seed = 1
     with pytest.raises(ValidationError, match="at most one"):
-        Mesh(data="auto", tensor="auto")
+        MeshConfig(data="auto", tensor="auto")
     with pytest.raises(ValidationError, match="both null"):
-        Checkpoint(every_steps=None)
+        CheckpointConfig(every_steps=None)

@@ -10,7 +10,7 @@ import runner
 from runner.errors import SpecError
 from runner.spec import (
     ExecutionSpec,
-    Mesh,
+    MeshConfig,
     Topology,
     document_of,
     load_document,
@@ -26,7 +26,7 @@ def test_a_good_spec_is_read_with_defaults_filled_in(tmp_path: Path) -> None:
     path.write_text(SPEC)
     spec = read_spec(path, ["logging.wandb=offline", "seed=8"])
     assert (spec.name, spec.project, spec.seed) == ("tiny", "general", 8)
-    assert spec.topology == Topology(mesh=Mesh(data="auto", fsdp=1, tensor=1))
+    assert spec.topology == Topology(mesh=MeshConfig(data="auto", fsdp=1, tensor=1))
     assert (spec.checkpoint.every_steps, spec.checkpoint.keep_last) == (50, 3)
     assert spec.logging.wandb == "offline"
     assert spec.config == {"train": {"total_steps": 500, "rate": 0.001}}

@@ -9,12 +9,12 @@ from runner.distributed.preemption import StopNotice
 from runner.run.attempt import Attempt
 from runner.run.events import EventLog
 from runner.run.fence import Fence
-from runner.storage import BackgroundWriter, Log, Store, open_log
+from runner.storage import BackgroundWriter, JsonlLog, Store, open_log
 
 JobType = TypeVar("JobType", bound=RestoreableJob)
 
 
-def make_attempt(store: Store, log: Log | None = None) -> Attempt:
+def make_attempt(store: Store, log: JsonlLog | None = None) -> Attempt:
     """The next attempt in `store`, alone; its ledger is the store's, or `log`."""
     fence, background = Fence(store), BackgroundWriter()
     number = fence.claim()

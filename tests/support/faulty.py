@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.counter import Counter, advance
-from runner.checkpoint.save import Payload
+from runner.checkpoint.save import SaveContents
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, DivergedError
 
@@ -110,7 +110,7 @@ class HasABug(Stepwise):
 class Diverges(Counter):
     """What it has counted is not finite at step 30."""
 
-    def payload(self) -> Payload:
+    def payload(self) -> SaveContents:
         """Refuse to save it."""
         if self.step >= 30:
             raise DivergedError(f"step {self.step} is not finite")

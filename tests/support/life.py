@@ -9,7 +9,7 @@ import pytest
 from experiments.counter import Counter
 from runner.distributed.preemption import StopNotice
 from runner.errors import DataError, DivergedError, FencedError, StorageError
-from runner.run.attempt import Incidents
+from runner.run.attempt import IncidentRecorder
 from runner.run.fence import Fence
 from runner.storage import LocalStore
 from tests.support.attempt import start
@@ -84,7 +84,7 @@ def unreachable(directory: Path) -> None:
 
 
 def stuck(directory: Path) -> None:
-    incidents = Incidents()
+    incidents = IncidentRecorder()
     incidents.attempt = start(make(directory)).attempt
     incidents.on_verdict("the job does not go on: process 0 is in step 1", 76)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from runner.storage.bucket import BucketStore, Entry
+from runner.storage.bucket import BucketStore, ObjectInfo
 from runner.storage.store import ABSENT, Version, digest_of
 
 
@@ -49,7 +49,7 @@ class MemoryDriver:
     def put_file(self, key: str, source: Path) -> None:
         self.put(key, source.read_bytes(), None)
 
-    def list(self, prefix: str, delimiter: str) -> Iterator[Entry]:
+    def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
         self.before("list", prefix)
         with self._lock:
             found = {key: value for key, value in self.objects.items() if key.startswith(prefix)}
@@ -57,7 +57,9 @@ class MemoryDriver:
         for key, (content, version) in found.items():
             inner, deeper, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
             digest = digest_of(content) if self.reports_digests and not deeper else None
-            entries.add(Entry(prefix + inner + "/", 0) if deeper else Entry(key, len(content), version, digest))
+            entries.add(
+                ObjectInfo(prefix + inner + "/", 0) if deeper else ObjectInfo(key, len(content), version, digest)
+            )
         yield from entries
 
     def crc32c(self, key: str) -> str | None:

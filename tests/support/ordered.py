@@ -29,15 +29,19 @@ def compile_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bits_on(job: BaseTrainer, devices: int) -> dict[str, bytes]:
     """By name the state after some steps, what these told, and what the validation step finds then."""
-    blueprint = job.design.draw(jax.devices()[:devices])
-    layout = batch_layouts(job.config, blueprint.mesh)[0]
-    train_step = blueprint.compile_train(job.train_step, layout).executable
-    val_step = blueprint.compile_val(job.val_step, blueprint.abstract_state, layout)
-    state, told = blueprint.init_state(), []
+    train_setup = job.setup_builder.build(jax.devices()[:devices])
+    layout = batch_layouts(job.config, train_setup.mesh)[0]
+    train_step = train_setup.compile_train(job.train_step, layout).executable
+    val_step = train_setup.compile_val(job.val_step, train_setup.abstract_state, layout)
+    state, told = train_setup.init_state(), []
     for step in range(STEPS):
-        state, loss, meta = train_step(state, layout.batch(job.design.dataset, "train", step), blueprint.key)
+        state, loss, meta = train_step(state, layout.batch(job.setup_builder.dataset, "train", step), train_setup.key)
         told.append((loss, meta))
-    found = {"state": state, "told": told, "judged": val_step(state, layout.batch(job.design.dataset, "train", 0))}
+    found = {
+        "state": state,
+        "told": told,
+        "judged": val_step(state, layout.batch(job.setup_builder.dataset, "train", 0)),
+    }
     return {jax.tree_util.keystr(path): _bits(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
 
 

@@ -143,17 +143,17 @@ class Step(NamedTuple):
 def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = None) -> tuple[Step, list[Any]]:
     """One step from the state with these leaves, or else from that of the seed; and the leaves it began with."""
     job = make_job(name, mesh)
-    blueprint = job.design.draw(jax.devices()[:devices])
-    layout = batch_layouts(job.config, blueprint.mesh)[0]
-    step = blueprint.compile_train(job.train_step, layout).executable
+    train_setup = job.setup_builder.build(jax.devices()[:devices])
+    layout = batch_layouts(job.config, train_setup.mesh)[0]
+    step = train_setup.compile_train(job.train_step, layout).executable
     if leaves is None:
-        begun = jax.device_get(blueprint.init_state())
+        begun = jax.device_get(train_setup.init_state())
         scaled = jax.tree.map(lambda leaf: SCALE * leaf if leaf.ndim > 1 else leaf, begun.params)
         leaves = jax.tree.leaves(begun.replace(params=scaled))
-    abstract = blueprint.abstract_state
+    abstract = train_setup.abstract_state
     state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-    batch: Batch = layout.batch(job.design.dataset, "train", 0)
-    after, loss, _ = step(jax.device_put(state, shardings_of(abstract)), batch, blueprint.key)
+    batch: Batch = layout.batch(job.setup_builder.dataset, "train", 0)
+    after, loss, _ = step(jax.device_put(state, shardings_of(abstract)), batch, train_setup.key)
     return Step(*jax.device_get((loss, after.opt_state.trace, after.variables))), leaves
 
 

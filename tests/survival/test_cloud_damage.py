@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from runner.checkpoint import inspect
 from runner.checkpoint.manifest import Manifest, committed
 from runner.checkpoint.restore import Restorer
-from runner.checkpoint.save import Payload, SaveKind, Saver
-from runner.checkpoint.writers import OrbaxWriter, PieceWriter
+from runner.checkpoint.save import SaveContents, SaveKind, Saver
+from runner.checkpoint.writers import BlockWriter, OrbaxWriter
 from runner.errors import EXIT_DONE
 from runner.storage import LocalStore, Store, open_store
 from tests.support.attempt import make_attempt
@@ -95,10 +95,10 @@ def abstract_state() -> dict[str, jax.ShapeDtypeStruct]:
 def save_both(store: Store, staging: Path) -> None:
     """Commit the two steps."""
     attempt = make_attempt(store, MemoryLog())
-    writer = PieceWriter(store, attempt.hosts, staging) if store.root is None else OrbaxWriter(store, attempt.hosts)
+    writer = BlockWriter(store, attempt.hosts, staging) if store.root is None else OrbaxWriter(store, attempt.hosts)
     saver = Saver(attempt, writer, None, 60.0, lambda manifest: None)
     for step in (OLDER, NEWEST):
-        saver.save(Manifest(name=str(step), step=step), make_state(step), Payload(), SaveKind.REQUIRED)
+        saver.save(Manifest(name=str(step), step=step), make_state(step), SaveContents(), SaveKind.REQUIRED)
         assert saver.wait()
     saver.close()
 
@@ -113,7 +113,7 @@ def check_case(store: Store, name: str, damage: Damage, content: bytes, chance: 
         store.write(f"checkpoints/{NEWEST}/{name}", damaged)
     never_committed = name == "manifest.json" and damaged is None
 
-    (older, newest, problem), code = inspect.report(store, inspect.Depth.FILES)
+    (older, newest, problem), code = inspect.report(store, inspect.VerifyDepth.FILES)
     assert older.split()[:2] == [str(OLDER), "good"]
     assert newest.split()[:2] == [str(NEWEST), "not" if never_committed else "DAMAGED"]
     assert name in problem

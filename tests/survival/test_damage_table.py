@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from experiments.counter import Counter
-from runner.checkpoint.inspect import Depth, report
+from runner.checkpoint.inspect import VerifyDepth, report
 from runner.checkpoint.manifest import committed
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, RunnerError
-from runner.run.attempt import Incidents
+from runner.run.attempt import IncidentRecorder
 from runner.run.layout import EXPENDABLE, LAYOUT
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.attempt import start
@@ -66,7 +66,7 @@ def stop_twice(base: Path) -> Counter:
     manifest = base / "run/checkpoints/5/manifest.json"
     manifest.write_text(manifest.read_text().replace('"attempt": 1', '"attempt": 9'))
     stop_at(make(base), NEWEST)
-    incidents = Incidents()
+    incidents = IncidentRecorder()
     incidents.attempt = start(make(base)).attempt
     incidents.on_verdict("stuck", 76)
     return make(base)
@@ -299,7 +299,7 @@ def test_what_is_not_the_step_that_its_name_says_is_damage_and_set_aside(name: s
 def test_a_copy_under_the_name_of_another_step_is_told_by_its_name(tmp_path: Path) -> None:
     shutil.copytree(template("unfinished") / "run", tmp_path / "run")
     copy("checkpoints/3", "checkpoints/50")(tmp_path / "run")
-    lines, code = report(LocalStore(tmp_path / "run"), Depth.MANIFEST)
+    lines, code = report(LocalStore(tmp_path / "run"), VerifyDepth.MANIFEST)
     assert code == EXIT_FAILED
     assert "50  DAMAGED" in lines[2]
     assert "it is of checkpoint 3, step 3, and stands in 50" in lines[3]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from runner.distributed.clock import Bucket
+from runner.distributed.clock import TimeBucket
 from runner.history.reader import read_history
-from runner.history.records import State
+from runner.history.records import RunState
 from runner.storage import LocalStore
 from tests.history.test_life import check_sums, flip_a_bit
 from tests.support.harness import Attempt, Job
@@ -66,30 +66,30 @@ class Life:
         self.ended()
 
 
-def stop_watch(life: Life, kept: dict[int, int]) -> dict[Bucket, float]:
+def stop_watch(life: Life, kept: dict[int, int]) -> dict[TimeBucket, float]:
     """Seconds by bucket; `kept` has the step that a later attempt went on from, by attempt."""
-    found = dict.fromkeys(Bucket, 0.0)
+    found = dict.fromkeys(TimeBucket, 0.0)
     for number, (began, ended) in enumerate(life.lives, start=1):
         rows = life.lines(number, "seconds")
         last = rows[-1]
         before = sum(last["seconds"].values())
         for name, seconds in last["seconds"].items():
-            found[Bucket(name)] += seconds
+            found[TimeBucket(name)] += seconds
         prepared = life.lines(number, "prepared")[0]["time"]
-        found[Bucket.PROCESS_START] += prepared - began
+        found[TimeBucket.PROCESS_START] += prepared - began
         if number in kept:
             base = next((row["seconds"]["steps"] for row in rows if row["step"] == kept[number]), 0.0)
             standing = ended - last["time"]
             lost = last["seconds"]["steps"] - base + standing
-            found[Bucket.STEPS] += standing - lost
-            found[Bucket.LOST_STEPS] += lost
+            found[TimeBucket.STEPS] += standing - lost
+            found[TimeBucket.LOST_STEPS] += lost
         else:
             finished = life.lines(number, "finished")
             more = sum(finished[0]["finished"].values()) - (before - last["seconds"]["steps"]) if finished else 0.0
-            found[Bucket.SAVE_STALL] += more
-            found[Bucket.SHUTDOWN] += ended - last["time"] - more
+            found[TimeBucket.SAVE_STALL] += more
+            found[TimeBucket.SHUTDOWN] += ended - last["time"] - more
     for (_, ended), (began, _) in zip(life.lives, life.lives[1:], strict=False):
-        found[Bucket.GAP] += began - ended
+        found[TimeBucket.GAP] += began - ended
     return found
 
 
@@ -113,21 +113,21 @@ def test_the_ledger_of_a_life_agrees_with_a_stop_watch(tmp_path: Path) -> None:
     history = read_history(LocalStore(life.run))
     told = [(each.state, each.resumed_step, each.reached_step, each.lost_steps) for each in history.attempts]
     assert told == [
-        (State.PREEMPTED, 0, stopped, 0),
-        (State.KILLED, stopped, 340, 40),
-        (State.KILLED, 300, 360, 60),
-        (State.DONE, 300, 400, 0),
+        (RunState.PREEMPTED, 0, stopped, 0),
+        (RunState.KILLED, stopped, 340, 40),
+        (RunState.KILLED, 300, 360, 60),
+        (RunState.DONE, 300, 400, 0),
     ]
     check_sums(history)
     expected = stop_watch(life, {2: 300, 3: 300})
     found = dict(history.seconds)
-    for bucket in (Bucket.DISTRIBUTED_INIT, Bucket.SET_UP):  # the watch knows one wait before the compile
-        found[Bucket.PROCESS_START] += found.pop(bucket)
+    for bucket in (TimeBucket.DISTRIBUTED_INIT, TimeBucket.SET_UP):  # the watch knows one wait before the compile
+        found[TimeBucket.PROCESS_START] += found.pop(bucket)
     wall_seconds = life.lives[-1][1] - life.lives[0][0]
     for bucket, seconds in found.items():
         print(f"{bucket.value:>18} {seconds:8.3f} s, by the watch {expected[bucket]:8.3f} s")
     print(f"{'wall time':>18} {history.wall_seconds:8.3f} s, by the watch {wall_seconds:8.3f} s")
-    assert history.seconds[Bucket.UNATTRIBUTED] < SHARE * wall_seconds
+    assert history.seconds[TimeBucket.UNATTRIBUTED] < SHARE * wall_seconds
     assert abs(history.wall_seconds - wall_seconds) < SHARE * wall_seconds
     for bucket, seconds in found.items():
         assert abs(seconds - expected[bucket]) < SHARE * wall_seconds, bucket

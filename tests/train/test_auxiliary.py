@@ -10,7 +10,7 @@ from runner.checkpoint.fingerprint import fingerprint, leaf_names
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.storage import parse_lines
-from runner.train.state import Rider, init_riders
+from runner.train.state import AuxiliaryState, init_auxiliary
 from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
 from tests.test_values import TrainLookup
 
@@ -26,9 +26,9 @@ def walk(own, seen):
     return after, {"walked": sum(map(jnp.sum, jax.tree.leaves(after))), "walked_steps": seen.step}
 
 
-WALK = Rider("walk", path_of, walk)
-START = Rider("start", lambda params: jax.tree.map(jnp.copy, params))
-COUNTS = Rider("counts", lambda params: {"fired": jnp.zeros(8, jnp.int32)})
+WALK = AuxiliaryState("walk", path_of, walk)
+START = AuxiliaryState("start", lambda params: jax.tree.map(jnp.copy, params))
+COUNTS = AuxiliaryState("counts", lambda params: {"fired": jnp.zeros(8, jnp.int32)})
 
 
 class Riding(TrainLookup):
@@ -104,7 +104,7 @@ def test_what_is_shaped_like_a_parameter_lies_as_that_and_all_else_is_everywhere
         assert not table.is_fully_replicated
         assert state.riders["walk"]["Embed_0"]["embedding"].sharding == table
         assert state.riders["counts"]["fired"].sharding.is_fully_replicated
-    assert fingerprint(sharded.init_state()) == fingerprint(whole.blueprint.init_state())
+    assert fingerprint(sharded.init_state()) == fingerprint(whole.train_setup.init_state())
 
 
 def test_weights_of_another_run_are_what_they_begin_from(directory, whole):
@@ -117,7 +117,7 @@ def test_a_rider_that_the_checkpoints_lack_is_refused_by_its_leaves(directory):
     class More(Riding):
         @classmethod
         def riders(cls):
-            return *super().riders(), Rider("more", lambda params: jnp.zeros(()))
+            return *super().riders(), AuxiliaryState("more", lambda params: jnp.zeros(()))
 
     first = job(directory / "fewer")
     stop_after(first, 1)
@@ -127,4 +127,4 @@ def test_a_rider_that_the_checkpoints_lack_is_refused_by_its_leaves(directory):
 
 def test_two_of_one_name_are_refused():
     with pytest.raises(InvalidError, match="2 riders of the job are called 'walk'"):
-        init_riders([WALK, WALK], {})
+        init_auxiliary([WALK, WALK], {})

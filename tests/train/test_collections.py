@@ -109,7 +109,7 @@ def test_stopped_and_resumed_they_are_those_of_the_whole_run(whole, tmp_path, me
 def test_they_are_the_recurrence_over_the_parts_along_data_of_the_micro_batches_of_a_step(tmp_path):
     one = job(tmp_path / "run", TrainNormed, **{"config.train.total_steps": 1, "config.schedule": {}})
     one()
-    table_VxD = one.blueprint.init_state().params["Embed_0"]["embedding"]
+    table_VxD = one.train_setup.init_state().params["Embed_0"]["embedding"]
     x_SxBxT = np.asarray(one.batch("train", 0)["x"])
     assert x_SxBxT.shape[:2] == (2, 8)  # on 8 devices: a part is one example
     rows_PxTxD = np.asarray(table_VxD)[x_SxBxT.reshape(16, -1)]
@@ -122,7 +122,7 @@ def test_they_are_the_recurrence_over_the_parts_along_data_of_the_micro_batches_
 def test_evaluation_sees_them(whole):
     rows = parse_lines(whole.store.read("metrics.jsonl"))
     state, loss = whole.state, rows[-1]["val/loss"]
-    fresh = whole.blueprint.init_state().variables
+    fresh = whole.train_setup.init_state().variables
     assert whole.validation.evaluate(whole.weights(state), STEPS, Hosts.alone())["val/loss"] == loss
     assert (
         whole.validation.evaluate(whole.weights(state.replace(variables=fresh)), STEPS, Hosts.alone())["val/loss"]

@@ -10,7 +10,7 @@ import pytest
 from runner.accelerator import CHIPS
 from runner.errors import InvalidError
 from runner.train.batch_layout import BatchLayout
-from runner.train.compile import DoesNotFitError, compile_lowered, compile_to_fit, memory_of
+from runner.train.compile import StepTooLargeError, compile_lowered, compile_to_fit, memory_of
 from tests.support.tiny import mesh_of
 
 GIB = 2**30
@@ -97,7 +97,7 @@ def test_a_compiler_short_of_memory_on_the_chip_is_not_asked_for_less():
     compiler = RefusingCompiler(1, OF_VMEM)
     with pytest.raises(InvalidError, match=r"runs out of vmem, .* needs 768\.0K and may use 16\.0K;") as caught:
         compile_to_fit(compiler, [4, 2, 1], 8 * GIB)
-    assert not isinstance(caught.value, DoesNotFitError)
+    assert not isinstance(caught.value, StepTooLargeError)
     assert compiler.tried == [4]
 
 

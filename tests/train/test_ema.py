@@ -47,7 +47,7 @@ def test_each_average_is_the_recurrence_over_the_weights_of_all_steps(whole):
     def table(step):
         return np.asarray(open_checkpoint(whole.store.root, step)[0]["params"]["Embed_0"]["embedding"])
 
-    first = whole.blueprint.init_state().params["Embed_0"]["embedding"]
+    first = whole.train_setup.init_state().params["Embed_0"]["embedding"]
     params = [np.asarray(first), *map(table, range(1, 7))]
     for decay in DECAYS:
         found = open_checkpoint(whole.store.root, weights=f"ema_{decay}")[0]["params"]["Embed_0"]["embedding"]
@@ -117,7 +117,7 @@ def test_a_run_begins_with_an_average_of_another(directory, whole):
     found()
     average = open_checkpoint(whole.store.root, weights="ema_0.9")[0]["params"]
     (event,) = [each for each in parse_lines(found.store.read("events.jsonl")) if each["event"] == "init"]
-    first = found.blueprint.init_state()
+    first = found.train_setup.init_state()
     begun = first.replace(params=jax.device_put(average, jax.tree.map(lambda leaf: leaf.sharding, first.params)))
     assert event["fingerprint"] == fingerprint(begun)
     assert not leaves_equal(average, whole.state.params)
@@ -174,5 +174,5 @@ def test_a_train_step_of_the_jobs_own_that_leaves_them_alone_is_refused(director
 
 
 def test_the_plan_counts_them(directory):
-    section = state_section(job(directory / "plan").design.draw(jax.devices()).abstract_state)
+    section = state_section(job(directory / "plan").setup_builder.build(jax.devices()).abstract_state)
     assert section["rider ema bytes"] == 2 * section["parameter bytes"]

@@ -11,7 +11,7 @@ import pytest
 from runner.cli.status import main as status
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, PreemptedError
-from runner.plan.preflight import Request, plan
+from runner.plan.preflight import PlanRequest, plan
 from runner.spec import dump_spec
 from tests.data.corpus import write_bin
 from tests.inference.test_commands import say
@@ -71,11 +71,11 @@ def test_the_total_is_free_where_no_rate_reads_it(tmp_path: Path) -> None:
 def test_plan_counts_them_or_names_the_data_that_are_missing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(dump_spec(job(tmp_path, "run").spec))
-    assert plan(Request(str(spec))) == 0
+    assert plan(PlanRequest(str(spec))) == 0
     out = capfd.readouterr().out
     assert re.search(rf"^  steps +{STEPS}  counted$", out, re.MULTILINE), out
     (tmp_path / "data.bin").unlink()
-    assert plan(Request(str(spec))) == 2
+    assert plan(PlanRequest(str(spec))) == 2
     out = capfd.readouterr().out
     assert out.count("problem:") == 1
     assert "data.bin" in out

@@ -12,7 +12,7 @@ import pytest
 from runner.distributed.clock import EVALUATION
 from runner.errors import InvalidError, PeerLostError
 from runner.storage import LocalStore, parse_lines
-from runner.train.evaluators import Evaluations
+from runner.train.evaluators import EvaluatorSchedule
 from tests.support.attempt import make_attempt
 from tests.support.tiny import gpt
 
@@ -31,9 +31,9 @@ class Returns:
         return self._figures() if callable(self._figures) else self._figures
 
 
-def evaluations(directory: Path, *evaluators: Any, **changes: Any) -> Evaluations:
+def evaluations(directory: Path, *evaluators: Any, **changes: Any) -> EvaluatorSchedule:
     config = gpt(directory / "job", **changes).config
-    return Evaluations(make_attempt(LocalStore(directory / "run")), config, evaluators)
+    return EvaluatorSchedule(make_attempt(LocalStore(directory / "run")), config, evaluators)
 
 
 LINES: dict[str, tuple[Any, str, dict[str, Any]]] = {
@@ -118,7 +118,7 @@ def test_an_evaluation_is_no_part_of_a_step_for_whoever_watches(tmp_path: Path) 
     seen = []
     attempt = make_attempt(LocalStore(tmp_path / "run"))
     watching = Returns(lambda: seen.append(attempt.progress.phase) or {})
-    Evaluations(attempt, gpt(tmp_path / "job").config, [watching]).evaluate(None, 8)
+    EvaluatorSchedule(attempt, gpt(tmp_path / "job").config, [watching]).evaluate(None, 8)
     assert seen == [EVALUATION]
 
 
@@ -156,7 +156,7 @@ def test_hosts_hear_of_one_that_differs(
     def evaluate(process: int, figures: Any) -> None:
         attempt = replace(make_attempt(LocalStore(tmp_path / f"run{process}")), hosts=several.host(process))
         config = gpt(tmp_path / f"job{process}").config
-        found[process] = Evaluations(attempt, config, [Returns(figures)]).evaluate(None, 8)
+        found[process] = EvaluatorSchedule(attempt, config, [Returns(figures)]).evaluate(None, 8)
 
     threads = [threading.Thread(target=evaluate, args=each) for each in enumerate([{"val/a": 1.0}, others])]
     for thread in threads:

@@ -18,9 +18,9 @@ from runner.checkpoint.leaves import named
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.huggingface.load import ADAPTER_BASE
-from runner.inference.evaluate import Request, evaluate
+from runner.inference.evaluate import EvaluationRequest, evaluate
 from runner.inference.open_run import open_run
-from runner.inference.sample import Request as Text
+from runner.inference.sample import EvaluationRequest as Text
 from runner.inference.sample import sample
 from runner.parallel.mesh import STATE_AXES
 from runner.storage import parse_lines
@@ -94,7 +94,7 @@ def tokens(job: BaseTrainer, num_steps: int = 1) -> dict[str, jax.Array]:
 def begun(job: BaseTrainer, base: BaseTrainer) -> Any:
     """The state at step 0 beside the base."""
     job.setup(Hosts.alone())
-    return with_base(job.blueprint.init_state(), model_weights(base.state))
+    return with_base(job.train_setup.init_state(), model_weights(base.state))
 
 
 def shaken(state: Any) -> Any:
@@ -186,7 +186,7 @@ def test_cut_over_devices_it_is_the_same(name, whole, base, place):
     assert all("fsdp" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(cut.state.params))
     for leaf, matrix in named(cut.state.params).items():
         np.testing.assert_allclose(matrix, named(whole.state.params)[leaf], rtol=1e-3, atol=1e-4)
-    like = model_weights(cut.blueprint.abstract_state)
+    like = model_weights(cut.train_setup.abstract_state)
     opened, _ = open_checkpoint(whole.store.root / "checkpoints" / str(STEPS), like=like)
     for leaf, found in named(opened).items():
         assert found.sharding == named(like)[leaf].sharding
@@ -204,7 +204,7 @@ def test_who_looks_sees_the_sum(whole, weights):
     for leaf, found in named(opened["params"]).items():
         np.testing.assert_allclose(found, named(seen)[leaf], rtol=1e-6, atol=1e-7)
     row = parse_lines(whole.store.read("metrics.jsonl"))[-1]
-    scored = next(iter(evaluate(open_run(str(whole.store.root)), Request(weights=weights), Hosts.alone())))
+    scored = next(iter(evaluate(open_run(str(whole.store.root)), EvaluationRequest(weights=weights), Hosts.alone())))
     key = "val/loss" if weights == "params" else f"val/{weights}/loss"
     assert scored["loss"] == pytest.approx(row[key], rel=1e-6)
     pieces = sample(open_run(str(whole.store.root)), Text("1 ", num_tokens=3, weights=weights))
@@ -270,13 +270,13 @@ def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
     last = job(tmp_path / "first")
     last()
     manifest = json.loads((tmp_path / "run" / "checkpoints" / str(STEPS) / "manifest.json").read_text())
-    assert manifest["identity"][ADAPTER_BASE] == begun.design.base[ADAPTER_BASE]
+    assert manifest["identity"][ADAPTER_BASE] == begun.setup_builder.base[ADAPTER_BASE]
 
 
 def test_bfloat16_holds_the_base_and_the_adapter_stays_float32(tmp_path):
     types = {"config.precision": {"params": "bfloat16", "compute": "float32"}}
     job = adapted("stacked", tmp_path / "run", tmp_path / "base", **types | set_mesh(2, 2, 2))
-    abstract = job.design.draw(jax.devices()).abstract_state
+    abstract = job.setup_builder.build(jax.devices()).abstract_state
     assert {leaf.dtype for leaf in jax.tree.leaves(abstract.params)} == {jnp.dtype("float32")}
     assert {leaf.dtype for leaf in jax.tree.leaves(abstract.variables["base"])} == {jnp.dtype("bfloat16")}
     query = abstract.params["blocks"]["query"]["kernel"]

@@ -11,7 +11,7 @@ from runner.parallel.mesh import batch_sharding, sharding_rules
 from runner.storage import parse_lines
 from runner.train import step as pure
 from runner.train.auxiliary import make_noise_scale
-from runner.train.state import Halves, Observation, TrainState, unchanged
+from runner.train.state import HalfBatchGradients, StepObservation, TrainState, unchanged
 from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
 from tests.test_values import TrainLookup
 
@@ -109,8 +109,8 @@ def test_of_equal_halves_they_are_the_papers_own():
 
 def seen(first, second, counts):
     squares = jnp.asarray([first @ first, second @ second], jnp.float32)
-    halves = Halves(squares, jnp.float32(first @ second), jnp.asarray(counts, jnp.float32))
-    return Observation(jnp.int32(1), {}, {}, halves)
+    halves = HalfBatchGradients(squares, jnp.float32(first @ second), jnp.asarray(counts, jnp.float32))
+    return StepObservation(jnp.int32(1), {}, {}, halves)
 
 
 def test_over_many_steps_it_is_the_scale_of_the_noise():

@@ -21,13 +21,13 @@ NUM_HOSTS = 3
 def count_scans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each scan from now on has read."""
     scanned: list[int] = []
-    scan = tokens.Tokens.scan
+    scan = tokens.TokenSequence.scan
 
-    def counted(self: tokens.Tokens) -> Any:
+    def counted(self: tokens.TokenSequence) -> Any:
         scanned.append(len(self))
         return scan(self)
 
-    monkeypatch.setattr(tokens.Tokens, "scan", counted)
+    monkeypatch.setattr(tokens.TokenSequence, "scan", counted)
     return scanned
 
 
@@ -42,7 +42,7 @@ def test_one_host_reads_all_ids_and_all_know_them(tmp_path: Path, monkeypatch: p
         dataset = datasets[hosts.process_id]
         share_ids(dataset, LocalStore(tmp_path / "run"), hosts)
         with pytest.raises(DataError) as caught:
-            dataset.refuse_vocabulary(800)
+            dataset.validate_vocabulary(800)
         return dataset.vocabulary_size, str(caught.value)
 
     found = play(MemoryCoordinator(NUM_HOSTS).hosts(), know)

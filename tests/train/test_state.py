@@ -46,11 +46,11 @@ def test_sharded_init_equals_the_unsharded_init_bit_for_bit(unsharded, sizes):
 
 
 def abstract_states(tmp_path, name, sizes):
-    return blueprint_of(gpt(tmp_path / "run", **set_mesh(*sizes), **{"config.optimizer.name": name})).abstract_state
+    return train_setup_of(gpt(tmp_path / "run", **set_mesh(*sizes), **{"config.optimizer.name": name})).abstract_state
 
 
-def blueprint_of(job):
-    return job.design.draw(jax.devices())
+def train_setup_of(job):
+    return job.setup_builder.build(jax.devices())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -87,7 +87,7 @@ def test_the_tensor_axis_cuts_every_matrix_of_heads_mlp_and_vocabulary(tmp_path,
     "sizes", [*(pytest.param(sizes, marks=pytest.mark.soak) for sizes in ((1, 8, 1), (1, 2, 4))), (2, 2, 2)]
 )
 def test_every_device_holds_only_its_share(tmp_path, sizes):
-    state = blueprint_of(gpt(tmp_path / "run", **set_mesh(*sizes))).init_state()
+    state = train_setup_of(gpt(tmp_path / "run", **set_mesh(*sizes))).init_state()
     matrices = [leaf for leaf in jax.tree.leaves(state) if leaf.size >= 256 * 32]
     assert len(matrices) >= 3
     for leaf in jax.tree.leaves(state):
@@ -96,7 +96,7 @@ def test_every_device_holds_only_its_share(tmp_path, sizes):
         assert leaf.addressable_shards[0].data.size == leaf.size // (sizes[1] * sizes[2])
 
 
-def compiled_init(monkeypatch, blueprint):
+def compiled_init(monkeypatch, train_setup):
     """What the one jit of `init_state` compiled to."""
     compiled = []
 
@@ -114,7 +114,7 @@ def compiled_init(monkeypatch, blueprint):
     real_jit = jax.jit
     with monkeypatch.context() as patch:
         patch.setattr(train_state.jax, "jit", record)
-        blueprint.init_state()
+        train_setup.init_state()
     (program,) = compiled
     return program.memory_analysis()
 
@@ -125,9 +125,9 @@ def test_nothing_is_materialised_unsharded(tmp_path, monkeypatch):
     wide = {"config.model.width": 256, "config.model.layers": 2, "config.optimizer.name": "adamw"}
     figures = {}
     for sizes in ((8, 1, 1), (1, 8, 1)):
-        blueprint = blueprint_of(gpt(tmp_path / "run", **set_mesh(*sizes), **wide))
-        full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(blueprint.abstract_state))
-        analysis = compiled_init(monkeypatch, blueprint)
+        train_setup = train_setup_of(gpt(tmp_path / "run", **set_mesh(*sizes), **wide))
+        full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(train_setup.abstract_state))
+        analysis = compiled_init(monkeypatch, train_setup)
         figures[sizes] = analysis.output_size_in_bytes, analysis.temp_size_in_bytes
     assert figures[8, 1, 1][0] >= full
     output, temporaries = figures[1, 8, 1]
@@ -176,7 +176,7 @@ class Halved(PretrainGPT):
 
 @pytest.mark.soak
 def test_parameters_are_born_by_sharded_init_and_lie_as_it_says(tmp_path, monkeypatch):
-    usual, halved = (blueprint_of(gpt(tmp_path / "run", job, **set_mesh(1, 8, 1))) for job in (PretrainGPT, Halved))
+    usual, halved = (train_setup_of(gpt(tmp_path / "run", job, **set_mesh(1, 8, 1))) for job in (PretrainGPT, Halved))
     state = halved.init_state()
     assert leaves_equal(state.params, jax.tree.map(lambda leaf: leaf / 2, usual.init_state().params))
     assert all(axes_of(leaf.sharding) == set() for leaf in jax.tree.leaves(state.params))
@@ -187,9 +187,9 @@ def test_parameters_are_born_by_sharded_init_and_lie_as_it_says(tmp_path, monkey
 
 def test_the_state_at_step_0_has_the_bits_of_sharded_init(tmp_path):
     job = gpt(tmp_path / "run", **set_mesh(2, 2, 2))
-    blueprint = blueprint_of(job)
-    variables, _ = job.sharded_init(job.model(), blueprint.key, TOKENS_BxT, mesh=blueprint.mesh, deterministic=True)
-    assert leaves_equal(blueprint.init_state().params, variables["params"])
+    train_setup = train_setup_of(job)
+    variables, _ = job.sharded_init(job.model(), train_setup.key, TOKENS_BxT, mesh=train_setup.mesh, deterministic=True)
+    assert leaves_equal(train_setup.init_state().params, variables["params"])
 
 
 def test_other_parameters_than_the_models_are_refused(tmp_path):
@@ -206,5 +206,5 @@ def test_other_parameters_than_the_models_are_refused(tmp_path):
 def test_sharded_init_may_be_replaced_where_the_mesh_is_abstract(tmp_path):
     job = gpt(tmp_path / "run", Halved)
     mesh = AbstractMesh(tuple(8 if axis == "fsdp" else 1 for axis in AXES), AXES)
-    blueprint = job.design.draw_on(mesh, jax.eval_shape(lambda: KEY))
-    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(blueprint.abstract_state)} == {mesh}
+    train_setup = job.setup_builder.build_on(mesh, jax.eval_shape(lambda: KEY))
+    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(train_setup.abstract_state)} == {mesh}

@@ -28,7 +28,7 @@ Modules, in the order in which they build on each other:
 - `forecast`: The forecast of a program: its time as a range, where it goes, and what is alive meanwhile
 """
 
-from runner.plan.forecast.cost import Rates
+from runner.plan.forecast.cost import DeviceRates
 from runner.plan.forecast.forecast import Forecast, OpTime, forecast, memory_at, trace_of
 
-__all__ = ["Forecast", "OpTime", "Rates", "forecast", "memory_at", "trace_of"]
+__all__ = ["DeviceRates", "Forecast", "OpTime", "forecast", "memory_at", "trace_of"]

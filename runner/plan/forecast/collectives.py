@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from runner.plan.forecast.hlo import Found, counts_of, op_name_of, output_of, read, sizes_in
+from runner.plan.forecast.hlo import RawCollective, counts_of, op_name_of, output_of, read, sizes_in
 from runner.plan.forecast.sources import sources_in
 
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
@@ -21,7 +21,7 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(([^()]*(?:\([^()]*\))?)\)
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
-def span(found: Found, num_partitions: int, mesh_shape: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+def span(found: RawCollective, num_partitions: int, mesh_shape: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
     """The mesh axes that the groups of a collective span, and the size of a group."""
     num_devices = math.prod(mesh_shape.values())
     rest = found.instruction.rest
@@ -155,7 +155,7 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
     return [collective for _, collective in located_collectives(text, mesh_shape)]
 
 
-def located_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[Found, Collective]]:
+def located_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[RawCollective, Collective]]:
     """`collectives`, each with the place in the text that it was read from."""
     program, sources = read(text), sources_in(text)
     counts = counts_of(program)
@@ -166,7 +166,7 @@ def located_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[
         if found.chain and (found.chain not in leaders or found.instruction.name in program.started):
             leaders[found.chain] = found.instruction.name
     result: list[Collective] = []
-    places: list[Found] = []
+    places: list[RawCollective] = []
     for found in program.found:
         computation, name = found.instruction.computation, found.instruction.name
         count, is_at_least = counts[computation]

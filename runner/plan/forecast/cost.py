@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from runner.plan.forecast.collectives import Collective
 from runner.plan.forecast.hlo import KINDS
-from runner.plan.forecast.module import Array, Module, Op, arrays_in
+from runner.plan.forecast.module import ArrayShape, HloModule, Op, arrays_in
 
 _DIMS = re.compile(r"\b(lhs|rhs)_(contracting|batch)_dims=\{([\d,]*)\}")
 _LIBRARY_DIMS = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([\d",]*)\]')
@@ -67,7 +67,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def matmuls_in(module: Module, op: Op) -> list[Matmul]:
+def matmuls_in(module: HloModule, op: Op) -> list[Matmul]:
     """Those of an op, and of all that it calls in one run; a loop's are not its own."""
     if op.opcode == "dot":
         return [_dot(module, op, _DIMS)]
@@ -80,13 +80,13 @@ def matmuls_in(module: Module, op: Op) -> list[Matmul]:
     return []
 
 
-def _dims(module: Module, op: Op, index: int) -> tuple[int, ...]:
+def _dims(module: HloModule, op: Op, index: int) -> tuple[int, ...]:
     operand = module.operand(op, index)
     arrays = arrays_in(operand.shape) if operand else ()
     return arrays[0].dims if arrays else ()
 
 
-def _dot(module: Module, op: Op, form: re.Pattern[str]) -> Matmul:
+def _dot(module: HloModule, op: Op, form: re.Pattern[str]) -> Matmul:
     lhs, rhs = _dims(module, op, 0), _dims(module, op, 1)
     named = {(match[1], match[2]): [int(n) for n in re.findall(r"\d+", match[3])] for match in form.finditer(op.rest)}
     k = math.prod(lhs[dim] for dim in named.get(("lhs", "contracting"), ()) if dim < len(lhs))
@@ -95,7 +95,7 @@ def _dot(module: Module, op: Op, form: re.Pattern[str]) -> Matmul:
     return Matmul(batch, math.prod(lhs) // whole, math.prod(rhs) // whole, k)
 
 
-def _convolution(module: Module, op: Op) -> Matmul:
+def _convolution(module: HloModule, op: Op) -> Matmul:
     lhs, rhs, out = _dims(module, op, 0), _dims(module, op, 1), arrays_in(op.shape)[0].dims
     labels = _LABELS.search(op.rest)
     if labels is None or not lhs or not rhs:
@@ -177,7 +177,7 @@ def is_attention_kernel(op: Op) -> bool:
     return is_kernel(op) and bool(_ATTENTION.search(f"{op.name} {name[1] if name else ''} {op.rest[:300]}"))
 
 
-def kernel_cost(module: Module, op: Op, width: int) -> KernelCost | None:
+def kernel_cost(module: HloModule, op: Op, width: int) -> KernelCost | None:
     """What one run of a kernel costs, None if nothing is known of it."""
     by_shapes = _attention(module, op, width) if is_attention_kernel(op) else None
     if stated := _COST.search(op.rest):
@@ -187,7 +187,7 @@ def kernel_cost(module: Module, op: Op, width: int) -> KernelCost | None:
     return by_shapes
 
 
-def _attention(module: Module, op: Op, width: int) -> KernelCost | None:
+def _attention(module: HloModule, op: Op, width: int) -> KernelCost | None:
     arrays = [array for operand in module.operands(op) if operand for array in arrays_in(operand.shape)]
     inputs = [array for array in arrays if len(array.dims) >= 3 and array.dtype in ("bf16", "f16", "f32")]
     if len(inputs) < 2:
@@ -217,7 +217,7 @@ def _sizes(blocks: dict[str, int], phase: str, length: int, keys: int) -> tuple[
     return blocks.get(f"block_q{phase}", length), blocks.get(f"block_kv{phase}", keys)
 
 
-def _blocks_in_a_row(arrays: list[Array]) -> int | None:
+def _blocks_in_a_row(arrays: list[ArrayShape]) -> int | None:
     """Blocks of keys that a window leaves to a row of queries, from the table of blocks that a kernel is given."""
     tables = [array.dims[-1] for array in arrays if array.dtype in ("s8", "s32") and len(array.dims) == 3]
     return tables[0] if tables else None
@@ -251,7 +251,7 @@ _CUTS = {"dynamic-slice", "slice", "gather"}
 _SAME = {"bitcast", "reshape", "get-tuple-element"}
 
 
-def moved_bytes(module: Module, op: Op) -> int:
+def moved_bytes(module: HloModule, op: Op) -> int:
     """Bytes read from and written to main memory by one run of an op."""
     results = arrays_in(op.shape)
     written = sum(_in_main(size, array) for size, array in zip(_written(module, op), results, strict=True))
@@ -265,11 +265,11 @@ def moved_bytes(module: Module, op: Op) -> int:
     return sum(read.values()) + written
 
 
-def _in_main(size: int, array: Array) -> int:
+def _in_main(size: int, array: ArrayShape) -> int:
     return min(size, array.bytes) if array.main_bytes else 0
 
 
-def _read(module: Module, op: Op, index: int, whole: int) -> int:
+def _read(module: HloModule, op: Op, index: int, whole: int) -> int:
     """Bytes that an op reads of its operand of `whole` bytes."""
     if op.opcode in _CUTS and index == 0:
         return sum(array.bytes for array in arrays_in(op.shape))
@@ -289,7 +289,7 @@ def _is(parameter: Op, number: str) -> bool:
     return parameter.rest.startswith(number)
 
 
-def _read_inside(module: Module, value: Op, whole: int) -> int:
+def _read_inside(module: HloModule, value: Op, whole: int) -> int:
     """Bytes that the ops of a fused computation read of a value from outside."""
     total = 0
     for user in module.computations[value.computation].values():
@@ -300,7 +300,7 @@ def _read_inside(module: Module, value: Op, whole: int) -> int:
     return total
 
 
-def _written(module: Module, op: Op) -> list[int]:
+def _written(module: HloModule, op: Op) -> list[int]:
     """Bytes that an op writes of each of its results."""
     sizes = [array.bytes for array in arrays_in(op.shape)]
     if op.opcode in ("dynamic-update-slice", "scatter"):
@@ -313,7 +313,7 @@ def _written(module: Module, op: Op) -> list[int]:
     return found if len(found) == len(sizes) else sizes
 
 
-def _made_inside(module: Module, value: Op) -> list[int]:
+def _made_inside(module: HloModule, value: Op) -> list[int]:
     """Bytes written for a value that a fused computation returns."""
     if value.opcode == "tuple":
         parts = [part for part in module.operands(value) if part is not None]
@@ -331,7 +331,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """What one device can do.
 
     Attributes:
@@ -366,7 +366,7 @@ class Cost:
     moved_bytes: int
 
 
-def cost_of(module: Module, op: Op, rates: Rates) -> Cost | None:
+def cost_of(module: HloModule, op: Op, rates: DeviceRates) -> Cost | None:
     """What one run of an op costs by itself; None for what costs nothing."""
     target = _TARGET.search(op.rest) if op.opcode == "custom-call" else None
     if op.opcode in FREE or op.opcode.endswith(("-done", "-update")) or (target and target[1] in NO_WORK):
@@ -390,6 +390,6 @@ def cost_of(module: Module, op: Op, rates: Rates) -> Cost | None:
     return Cost(low, int(cycles[1]) / rates.clock_hertz, "estimate", flops, moved)
 
 
-def has_estimates(module: Module) -> bool:
+def has_estimates(module: HloModule) -> bool:
     """Whether the compiler has written cycles beside its ops."""
     return _CYCLES.search(module.text) is not None

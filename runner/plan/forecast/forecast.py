@@ -17,7 +17,7 @@ from typing import TypedDict
 from runner.plan.forecast.cost import (
     FREE,
     Cost,
-    Rates,
+    DeviceRates,
     cost_of,
     has_estimates,
     is_attention_kernel,
@@ -25,12 +25,12 @@ from runner.plan.forecast.cost import (
     matmuls_in,
 )
 from runner.plan.forecast.hlo import op_name_of
-from runner.plan.forecast.memory import Alive, alive_in
-from runner.plan.forecast.module import Module, Op, load
+from runner.plan.forecast.memory import LiveMemory, alive_in
+from runner.plan.forecast.module import HloModule, Op, load
 from runner.plan.forecast.schedule import (
     COPIES,
     Key,
-    Step,
+    ScheduledOp,
     Timing,
     Transfer,
     Transfers,
@@ -38,7 +38,7 @@ from runner.plan.forecast.schedule import (
     time_of,
     transfers_in,
 )
-from runner.plan.forecast.sources import Frame, line_of, sources_in
+from runner.plan.forecast.sources import StackFrame, line_of, sources_in
 
 MATMULS, ATTENTION, ELEMENTWISE = "matmuls", "attention", "elementwise and reductions"
 ACTIVATIONS, LAYOUT, GATHERS = "saving and reading slices", "layout changes", "gathers and scatters"
@@ -48,7 +48,7 @@ PARTS = (MATMULS, ATTENTION, ELEMENTWISE, ACTIVATIONS, LAYOUT, GATHERS, LOSS, OP
 _MOVES = {"copy", "transpose", "reshape", "slice", "pad", "concatenate", "convert", "broadcast", "reverse", *FREE}
 _SLICES = {"dynamic-slice", "dynamic-update-slice"}
 _CHANGES = {"copy", "transpose", "reshape", "concatenate", "pad", "reverse"}
-_OF_OPTIMIZER = re.compile(r"/optax/(?!losses)|/train/optimizer|/train/recipe")
+_OF_OPTIMIZER = re.compile(r"/optax/(?!losses)|/runner/optim/")
 _LOSS_FILE = re.compile(r"/train/loss\.py$|/optax/losses/")
 _LOSS_NAME = re.compile(r"loss|cross_entropy|log_softmax", re.IGNORECASE)
 _LOSS_OPS = re.compile(r"log_softmax|logsumexp|cross_entropy")
@@ -56,7 +56,7 @@ _ATTENTION = re.compile(r"attention|attend", re.IGNORECASE)
 _MATMUL_KERNEL = re.compile(r"ragged|gmm|matmul|gemm|grouped", re.IGNORECASE)
 
 
-def part_of(module: Module, op: Op, calls: tuple[Frame, ...]) -> str:
+def part_of(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str:
     """The part of a step that an op's time belongs to. `calls` led to it, innermost first."""
     if any(_OF_OPTIMIZER.search(frame.file) for frame in calls):
         return OPTIMIZER
@@ -85,14 +85,14 @@ def part_of(module: Module, op: Op, calls: tuple[Frame, ...]) -> str:
     return ATTENTION if own and _ATTENTION.search(own[0].function) else ELEMENTWISE
 
 
-def _opcodes(module: Module, op: Op) -> list[str]:
+def _opcodes(module: HloModule, op: Op) -> list[str]:
     inner = module.fused(op)
     if not inner:
         return [op.opcode]
     return [opcode for part in module.computations.get(inner, {}).values() for opcode in _opcodes(module, part)]
 
 
-def _results(module: Module, op: Op) -> list[str]:
+def _results(module: HloModule, op: Op) -> list[str]:
     """The opcodes that make the results of an op, seen through names."""
     inner = module.fused(op)
     value: Op | None = module.root(inner) if inner else op
@@ -101,7 +101,7 @@ def _results(module: Module, op: Op) -> list[str]:
     return _results_of(module, value) if value is not None else []
 
 
-def _results_of(module: Module, value: Op) -> list[str]:
+def _results_of(module: HloModule, value: Op) -> list[str]:
     if value.opcode in ("bitcast", "reshape") and (before := module.operand(value, 0)) is not None:
         return _results_of(module, before)
     return _results(module, value) if value.opcode == "fusion" else [value.opcode]
@@ -156,7 +156,7 @@ class Forecast:
     high: float
     ops: tuple[OpTime, ...]
     timing: Timing
-    alive: Alive
+    alive: LiveMemory
     has_estimates: bool
     num_unknown: int
     num_endless: int
@@ -207,7 +207,7 @@ class Forecast:
         return {name: (low, high) for name, (low, high) in sorted(sums.items(), key=lambda item: -item[1][1])}
 
 
-def forecast(text: str, mesh_sizes: Mapping[str, int], rates: Rates) -> Forecast:
+def forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRates) -> Forecast:
     """The forecast of a compiled program, from its scheduled text. `mesh_sizes` is axis -> size, in mesh order.
 
     Raises `ValueError` for replica groups of an unknown form, or of devices that the mesh does not have.
@@ -237,7 +237,7 @@ def forecast(text: str, mesh_sizes: Mapping[str, int], rates: Rates) -> Forecast
     )
 
 
-def _num_endless(module: Module, steps: tuple[Step, ...]) -> int:
+def _num_endless(module: HloModule, steps: tuple[ScheduledOp, ...]) -> int:
     return sum(
         (step.kind == "loop" and module.trips.get(step.op.name) is None)
         + sum(_num_endless(module, inside) for inside in step.inside)
@@ -246,7 +246,7 @@ def _num_endless(module: Module, steps: tuple[Step, ...]) -> int:
 
 
 def _op_times(
-    module: Module, transfers: Transfers, costs: Mapping[Key, Cost | None], low: Timing, high: Timing
+    module: HloModule, transfers: Transfers, costs: Mapping[Key, Cost | None], low: Timing, high: Timing
 ) -> tuple[OpTime, ...]:
     sources = sources_in(module.text)
     found = []
@@ -281,7 +281,7 @@ def _dearest(op: OpTime) -> tuple[float, float, str]:
     return -op.high, -op.low, op.name
 
 
-def _named(module: Module, op: Op) -> Op:
+def _named(module: HloModule, op: Op) -> Op:
     """The op itself, or of a fusion whose origin the compiler has lost the op inside that tells it best."""
     inner = module.fused(op)
     if not inner or op_name_of(op.rest):
@@ -291,7 +291,7 @@ def _named(module: Module, op: Op) -> Op:
     return next((part for part in parts if matmuls_in(module, part)), parts[-1] if parts else op)
 
 
-def _part(module: Module, op: Op, transfer: Transfer | None, calls: tuple[Frame, ...]) -> str:
+def _part(module: HloModule, op: Op, transfer: Transfer | None, calls: tuple[StackFrame, ...]) -> str:
     if transfer is None:
         return part_of(module, op, calls)
     return WAITING if transfer.lane == COPIES else transfer.kind
@@ -306,7 +306,7 @@ def _basis(transfer: Transfer | None, cost: Cost | None) -> str:
 _PROCESS = 1
 
 
-class Event(TypedDict, total=False):
+class TraceEvent(TypedDict, total=False):
     """One event; times in microseconds."""
 
     name: str
@@ -319,13 +319,13 @@ class Event(TypedDict, total=False):
     args: dict[str, str | float]
 
 
-def trace_of(found: Forecast, name: str) -> dict[str, list[Event] | str]:
+def trace_of(found: Forecast, name: str) -> dict[str, list[TraceEvent] | str]:
     """The step by the compiler's estimates, as the content of a JSON file. Memory is a counter, in bytes."""
     ops = {op.name: op for op in found.ops}
     lanes = ["compute", "waiting", *sorted({one.lane for one in found.timing.drawn} - {"compute", "waiting"})]
-    events: list[Event] = [{"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": name}}]
+    events: list[TraceEvent] = [{"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": name}}]
     for number, lane in enumerate(lanes):
-        about: list[Event] = [
+        about: list[TraceEvent] = [
             {"name": "thread_name", "ph": "M", "pid": _PROCESS, "tid": number, "args": {"name": lane}},
             {"name": "thread_sort_index", "ph": "M", "pid": _PROCESS, "tid": number, "args": {"sort_index": number}},
         ]
@@ -336,7 +336,7 @@ def trace_of(found: Forecast, name: str) -> dict[str, list[Event] | str]:
         args: dict[str, str | float] = {}
         if op is not None:
             args = {"operation": op.op_name, "line": op.line, "shape": op.shape[:200], "runs": op.runs}
-        event: Event = {
+        event: TraceEvent = {
             "name": one.name,
             "ph": "X",
             "pid": _PROCESS,

@@ -195,7 +195,7 @@ class Call(NamedTuple):
     loop: str  # the name of the `while` whose body this is, or ""
 
 
-class Found(NamedTuple):
+class RawCollective(NamedTuple):
     """A collective as it stands in the text."""
 
     kind: str
@@ -215,12 +215,12 @@ class Scalar(NamedTuple):
 
 
 @dataclass
-class Program:
+class HloProgram:
     """What `read` keeps of a module."""
 
     entry: str = ""
     num_partitions: int = 0
-    found: list[Found] = field(default_factory=list)
+    found: list[RawCollective] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     trips: dict[str, int] = field(default_factory=dict)  # of the loops that state them
     loops: dict[str, tuple[str, str, str]] = field(default_factory=dict)  # state, condition and body of the others
@@ -232,9 +232,9 @@ class Program:
     started: set[str] = field(default_factory=set)  # what AsyncCollectiveStart takes
 
 
-def read(text: str) -> Program:
+def read(text: str) -> HloProgram:
     """Read a module in one pass over its instructions. Raises `ValueError` for replica groups of an unknown form."""
-    program = Program()
+    program = HloProgram()
     if partitions := _PARTITIONS.search(text[: text.find("\n")]):
         program.num_partitions = int(partitions[1])
     if entry := _ENTRY.search(text):
@@ -262,7 +262,7 @@ def read(text: str) -> Program:
     return program
 
 
-def _found(instruction: Instruction) -> Found | None:
+def _found(instruction: Instruction) -> RawCollective | None:
     """The collective that an instruction is or starts."""
     opcode, rest = instruction.opcode, instruction.rest
     kind = opcode.removesuffix("-start")
@@ -272,19 +272,19 @@ def _found(instruction: Instruction) -> Found | None:
             raise ValueError(f"{instruction.name}: replica groups of a form that is not known here: {rest[:400]}")
         chain = _CHAIN.search(rest)
         size = bytes_of(output_of(instruction))
-        return Found(kind, groups[0] if groups else "", size, instruction, chain.groups() if chain else ())
+        return RawCollective(kind, groups[0] if groups else "", size, instruction, chain.groups() if chain else ())
     if opcode == "send" and (between := _BETWEEN_SLICES.search(rest)):
         slices = _SLICES.search(rest)
         if slices is None:
             raise ValueError(f"{instruction.name}: slices of a form that is not known here: {rest[:400]}")
         kind = between[1].lower().replace("_", "-").replace("one-to-one", "collective-permute")
-        return Found(
+        return RawCollective(
             kind, slices[1] or slices[2], bytes_of(output_of(instruction)), instruction, is_between_slices=True
         )
     return None
 
 
-def _read_calls(program: Program, instruction: Instruction) -> None:
+def _read_calls(program: HloProgram, instruction: Instruction) -> None:
     """Note which computations an instruction calls, and if it is a loop, all that says how often."""
     opcode, rest = instruction.opcode, instruction.rest
     called = {match[1]: match[2] for match in _CALLED.finditer(rest)}
@@ -310,7 +310,7 @@ class _Value(NamedTuple):
     number: int
 
 
-def counts_of(program: Program) -> dict[str, tuple[int, bool]]:
+def counts_of(program: HloProgram) -> dict[str, tuple[int, bool]]:
     """How often each computation runs in one run of the entry, and whether that is a lower bound."""
     callers: dict[str, list[Call]] = defaultdict(list)
     for call in program.calls:
@@ -329,12 +329,12 @@ def counts_of(program: Program) -> dict[str, tuple[int, bool]]:
     return counts
 
 
-def trips_of(program: Program) -> dict[str, int | None]:
+def trips_of(program: HloProgram) -> dict[str, int | None]:
     """Trips of each `while`, None where they are not known."""
     return {loop: _trips(program, *parts) for loop, parts in program.loops.items()} | program.trips
 
 
-def _trips(program: Program, state: str, condition: str, body: str) -> int | None:
+def _trips(program: HloProgram, state: str, condition: str, body: str) -> int | None:
     """Trips of a loop that counts from one constant to another in constant steps, else None."""
     test = program.scalars.get(program.roots.get(condition, ""))
     direction = re.search(r"direction=(\w+)", test.rest) if test else None
@@ -358,12 +358,12 @@ def _trips(program: Program, state: str, condition: str, body: str) -> int | Non
     return max(-(-distance // step.number), 0)
 
 
-def _element(program: Program, name: str, index: int) -> str:
+def _element(program: HloProgram, name: str, index: int) -> str:
     """Which instruction gives that element of a tuple, or ""."""
     return dict(enumerate(program.tuples.get(name, ()))).get(index, "")
 
 
-def _value(program: Program, name: str) -> _Value | None:
+def _value(program: HloProgram, name: str) -> _Value | None:
     """What is known of a scalar before the program runs."""
     scalar = program.scalars.get(name)
     if scalar is None:

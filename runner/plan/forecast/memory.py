@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from runner.plan.forecast.hlo import Instruction, output_of
-from runner.plan.forecast.module import Array, Module, Op, arrays_in
+from runner.plan.forecast.module import ArrayShape, HloModule, Op, arrays_in
 from runner.plan.forecast.schedule import Key
 
 _SAME = {"bitcast", "opt-barrier", "add-dependency", "domain", "after-all"}
@@ -27,7 +27,7 @@ _ELSEWHERE = -1  # a place that is not among the temporaries of the computation
 Value = int | tuple["Value", ...]
 
 
-class Held(NamedTuple):
+class LiveBuffer(NamedTuple):
     """One array that is alive."""
 
     bytes: int
@@ -36,7 +36,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Alive:
+class LiveMemory:
     """Bytes of temporaries.
 
     Attributes:
@@ -48,7 +48,7 @@ class Alive:
 
     at: dict[Key, int]
     inside: dict[Key, int]
-    held: dict[Key, tuple[Held, ...]] = field(repr=False, default_factory=dict)
+    held: dict[Key, tuple[LiveBuffer, ...]] = field(repr=False, default_factory=dict)
     peak: int = 0
     peak_stack: tuple[Key, ...] = ()
 
@@ -57,16 +57,16 @@ class Alive:
         return sum(self.at.get(key, 0) for key in stack)
 
     @property
-    def at_peak(self) -> list[Held]:
+    def at_peak(self) -> list[LiveBuffer]:
         """What is alive at the peak, the largest first."""
         return sorted((one for key in self.peak_stack for one in self.held.get(key, ())), key=lambda one: -one.bytes)
 
 
-def alive_in(module: Module) -> Alive:
+def alive_in(module: HloModule) -> LiveMemory:
     """What is alive at each op of a module."""
     at: dict[Key, int] = {}
     inside: dict[Key, int] = {}
-    held: dict[Key, tuple[Held, ...]] = {}
+    held: dict[Key, tuple[LiveBuffer, ...]] = {}
     peaks: dict[str, tuple[int, tuple[Key, ...]]] = {}
 
     def peak_of(computation: str) -> tuple[int, tuple[Key, ...]]:
@@ -88,16 +88,16 @@ def alive_in(module: Module) -> Alive:
         return best
 
     peak, stack = peak_of(module.entry)
-    return Alive(at, inside, held, peak, stack)
+    return LiveMemory(at, inside, held, peak, stack)
 
 
 class _Frame:
     """The buffers of one computation. A buffer's number is its index in `self.made`."""
 
-    def __init__(self, module: Module, computation: str):
+    def __init__(self, module: HloModule, computation: str):
         self.ops = list(module.computations.get(computation, {}).values())
         self.module, self.order = module, {op.name: index for index, op in enumerate(self.ops)}
-        self.made: list[tuple[Array, Op, int]] = []
+        self.made: list[tuple[ArrayShape, Op, int]] = []
         self.values: dict[str, Value] = {}
         self.names: dict[int, list[str]] = defaultdict(list)  # of a buffer
         self.last: dict[int, int] = {}
@@ -107,7 +107,7 @@ class _Frame:
             for name in op.operands:
                 self.uses[name] = index
 
-    def alive(self) -> Iterator[list[Held]]:
+    def alive(self) -> Iterator[list[LiveBuffer]]:
         """What is alive while each op runs."""
         for index, op in enumerate(self.ops):
             self.values[op.name] = self._value(op, index)
@@ -122,11 +122,11 @@ class _Frame:
         for number, (_, _, born) in enumerate(self.made):
             begins[born].append(number)
             ends[max(self.last.get(number, born), born)].append(number)
-        current: dict[int, Held] = {}
+        current: dict[int, LiveBuffer] = {}
         for index in range(len(self.ops)):
             for number in begins[index]:
                 array, op, _ = self.made[number]
-                current[number] = Held(array.held_bytes, f"{array.dtype}[{','.join(map(str, array.dims))}]", op)
+                current[number] = LiveBuffer(array.held_bytes, f"{array.dtype}[{','.join(map(str, array.dims))}]", op)
             yield list(current.values())
             for number in ends[index]:
                 del current[number]
@@ -153,7 +153,7 @@ class _Frame:
         leaves = tuple(self._leaf(op, number, array, index, len(arrays)) for number, array in enumerate(arrays))
         return leaves if len(leaves) != 1 or (op.shape.startswith("(") and not is_start) else leaves[0]
 
-    def _leaf(self, op: Op, number: int, array: Array, index: int, of: int) -> int:
+    def _leaf(self, op: Op, number: int, array: ArrayShape, index: int, of: int) -> int:
         if (op.name, number) in self.results or (op.name, None) in self.results or not array.held_bytes:
             return _ELSEWHERE
         place = self._place_of(op, number, array, index, of)
@@ -162,7 +162,7 @@ class _Frame:
         self.made.append((array, op, index))
         return len(self.made) - 1
 
-    def _place_of(self, op: Op, number: int, array: Array, index: int, of: int) -> int | None:
+    def _place_of(self, op: Op, number: int, array: ArrayShape, index: int, of: int) -> int | None:
         """The buffer of an operand whose place a result takes."""
         placed = _PLACED.search(op.rest)
         updated = int(placed[1]) if placed else self._updated(op, number)

@@ -8,14 +8,14 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from runner.plan.forecast.hlo import ARRAY, Program, array_bytes, instructions, operands_of, read, sizes_of, trips_of
+from runner.plan.forecast.hlo import ARRAY, HloProgram, array_bytes, instructions, operands_of, read, sizes_of, trips_of
 
 _SPACE = re.compile(r"S\((\d+)\)")
 _HOST = 5  # XLA's number for the memory of the host
 
 
 @dataclass(frozen=True)
-class Array:
+class ArrayShape:
     """One array. `bytes` are those that it takes in memory, in whole tiles; `space` is 0 for main memory."""
 
     dtype: str
@@ -40,13 +40,13 @@ class Array:
 
 
 @functools.lru_cache(maxsize=65536)
-def arrays_in(shape: str) -> tuple[Array, ...]:
+def arrays_in(shape: str) -> tuple[ArrayShape, ...]:
     """The array of a shape, or those of a tuple, in order."""
     found = []
     for match in ARRAY.finditer(shape):
         space = _SPACE.search(match[3] or "")
         found.append(
-            Array(match[1], sizes_of(match), array_bytes(match, is_padded=True), int(space[1]) if space else 0)
+            ArrayShape(match[1], sizes_of(match), array_bytes(match, is_padded=True), int(space[1]) if space else 0)
         )
     return tuple(found)
 
@@ -79,7 +79,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Module:
+class HloModule:
     """A module whose instructions can be asked for.
 
     Attributes:
@@ -91,7 +91,7 @@ class Module:
     """
 
     text: str
-    program: Program
+    program: HloProgram
     computations: dict[str, dict[str, Op]] = field(default_factory=dict)
     roots: dict[str, str] = field(default_factory=dict)
     trips: dict[str, int | None] = field(default_factory=dict)
@@ -121,12 +121,12 @@ class Module:
         return op.callees.get("calls", "") or (op.callees.get("to_apply", "") if op.opcode == "call" else "")
 
 
-def load(text: str) -> Module:
+def load(text: str) -> HloModule:
     """Read a module. Raises `ValueError` for replica groups of an unknown form."""
     text = _NOTES.sub(lambda match: "kernel_metadata={" + match[1].replace("\n", " ") + "}", text)
     text = _CODE.sub('"body":""', text)
     program = read(text)
-    module = Module(text, program, trips=trips_of(program), donated=_donated(text))
+    module = HloModule(text, program, trips=trips_of(program), donated=_donated(text))
     for one in instructions(text):
         operands = () if one.opcode in _NO_OPERANDS else tuple(name for name in operands_of(one.rest) if name)
         op = Op(one.computation, one.name, one.opcode, one.shape, operands, one.rest, _called(one.rest))

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from runner.plan.forecast.collectives import Collective, located_collectives
 from runner.plan.forecast.cost import Cost, matmuls_in
 from runner.plan.forecast.hlo import Instruction, output_of
-from runner.plan.forecast.module import Module, Op, arrays_in
+from runner.plan.forecast.module import HloModule, Op, arrays_in
 
 COPIES, LINKS, NETWORK = "copies", "links", "network"
 _UPDATE = "dynamic-update-slice-start"
@@ -52,7 +52,7 @@ class Transfers:
 
 
 def transfers_in(
-    module: Module,
+    module: HloModule,
     mesh_sizes: Mapping[str, int],
     copy_bytes_per_second: float,
     seconds_of: Callable[[Collective], float],
@@ -83,7 +83,7 @@ def transfers_in(
     return found
 
 
-def _meet(module: Module, found: Transfers) -> None:
+def _meet(module: HloModule, found: Transfers) -> None:
     """What is sent between slices is there when what answers it has been received; the sender waits for nothing."""
     ops = [op for ops in module.computations.values() for op in ops.values()]
     met = {op.name: match[1] for op in ops if op.opcode in ("send", "recv") and (match := _MEETING.search(op.rest))}
@@ -97,7 +97,7 @@ def _meet(module: Module, found: Transfers) -> None:
             found.waits.pop((op.computation, op.name), None)
 
 
-def _lift(module: Module, found: Transfers, holders: Mapping[str, tuple[str, str]]) -> None:
+def _lift(module: HloModule, found: Transfers, holders: Mapping[str, tuple[str, str]]) -> None:
     """Move a collective inside a fusion, or inside what is started, to the op that runs it.
 
     The pieces of one that is spread over several fusions share a chain: it runs from the one that starts it to the one
@@ -124,7 +124,7 @@ def _lift(module: Module, found: Transfers, holders: Mapping[str, tuple[str, str
             _place(module, found, op, module.computations[op.callees["calls"]][name])
 
 
-def _place(module: Module, found: Transfers, op: Op, collective: Op) -> None:
+def _place(module: HloModule, found: Transfers, op: Op, collective: Op) -> None:
     """Say how the collective inside an op runs: started by it, beside its matmul, or alone."""
     key, inside = (op.computation, op.name), (collective.computation, collective.name)
     transfer = found.at_once[inside]
@@ -179,7 +179,7 @@ MOST_DRAWN = 60_000
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduledOp:
     """One op as the clock sees it: what it costs, what it starts or awaits, and what it runs inside.
 
     `inside` are the computations that run where it stands: the body and condition of a loop, all branches of a
@@ -191,7 +191,7 @@ class Step:
     begins: Transfer | None = None
     awaits: str | None = None
     at_once: Transfer | None = None
-    inside: tuple[tuple["Step", ...], ...] = ()
+    inside: tuple[tuple["ScheduledOp", ...], ...] = ()
     kind: Literal["op", "loop", "branches", "call"] = "op"
     trips: int = 1
 
@@ -202,7 +202,7 @@ class Step:
 
 
 @dataclass
-class Spent:
+class OpSeconds:
     """The time of one op over all its runs: of the ops themselves, of its transfer, and of the ops waiting for it."""
 
     runs: float = 0
@@ -210,7 +210,7 @@ class Spent:
     transfer: float = 0.0
     exposed: float = 0.0
 
-    def add(self, other: "Spent", times: float) -> None:
+    def add(self, other: "OpSeconds", times: float) -> None:
         """Count another's `times` over."""
         self.runs += times * other.runs
         self.busy += times * other.busy
@@ -218,7 +218,7 @@ class Spent:
         self.exposed += times * other.exposed
 
 
-class Drawn(NamedTuple):
+class TraceSpan(NamedTuple):
     """A stretch of a lane. `stack` is the ops that were running when it began, outermost first."""
 
     lane: str
@@ -234,51 +234,51 @@ class Timing:
     """The time of a whole schedule."""
 
     seconds: float = 0.0
-    spent: dict[Key, Spent] = field(default_factory=dict)
-    drawn: list[Drawn] = field(default_factory=list)
+    spent: dict[Key, OpSeconds] = field(default_factory=dict)
+    drawn: list[TraceSpan] = field(default_factory=list)
 
 
-def schedule(module: Module, transfers: Transfers, cost: Callable[[Op], Cost | None]) -> tuple[Step, ...]:
+def schedule(module: HloModule, transfers: Transfers, cost: Callable[[Op], Cost | None]) -> tuple[ScheduledOp, ...]:
     """The steps of a run of a module, in order."""
-    known: dict[str, tuple[Step, ...]] = {}
+    known: dict[str, tuple[ScheduledOp, ...]] = {}
 
-    def steps_of(computation: str) -> tuple[Step, ...]:
+    def steps_of(computation: str) -> tuple[ScheduledOp, ...]:
         if computation not in known:
             ops = module.computations.get(computation, {}).values()
             known[computation] = tuple(step for op in ops for step in around(op))
         return known[computation]
 
-    def around(op: Op) -> Iterator[Step]:
+    def around(op: Op) -> Iterator[ScheduledOp]:
         """The step of an op, between begin and end of the collective that runs beside it, if one does."""
         beside = transfers.beside.get((op.computation, op.name))
         if beside is not None:
-            yield Step(beside, begins=transfers.starts[beside.computation, beside.name])
+            yield ScheduledOp(beside, begins=transfers.starts[beside.computation, beside.name])
         if (step := step_of(op)) is not None:
             yield step
         if beside is not None:
-            yield Step(op, awaits=beside.name)
+            yield ScheduledOp(op, awaits=beside.name)
 
-    def step_of(op: Op) -> Step | None:
+    def step_of(op: Op) -> ScheduledOp | None:
         key = op.computation, op.name
         callees = op.callees
         if op.opcode == "while":
             inside = (steps_of(callees["body"]) + steps_of(callees["condition"]),)
             trips = module.trips.get(op.name)
-            return Step(op, inside=inside, kind="loop", trips=1 if trips is None else trips)
+            return ScheduledOp(op, inside=inside, kind="loop", trips=1 if trips is None else trips)
         if op.opcode == "conditional":
-            return Step(op, inside=tuple(steps_of(name) for name in callees.values()), kind="branches")
+            return ScheduledOp(op, inside=tuple(steps_of(name) for name in callees.values()), kind="branches")
         if op.opcode == "call":
-            return Step(op, inside=(steps_of(callees["to_apply"]),), kind="call")
+            return ScheduledOp(op, inside=(steps_of(callees["to_apply"]),), kind="call")
         if key in transfers.at_once:
-            return Step(op, at_once=transfers.at_once[key])
+            return ScheduledOp(op, at_once=transfers.at_once[key])
         begins, awaits = transfers.starts.get(key), transfers.waits.get(key)
         found = None if begins is not None or awaits is not None else cost(op)
-        return None if begins is None and awaits is None and found is None else Step(op, found, begins, awaits)
+        return None if begins is None and awaits is None and found is None else ScheduledOp(op, found, begins, awaits)
 
     return steps_of(module.entry)
 
 
-def time_of(steps: Sequence[Step], end: End, *, is_drawn: bool = False) -> Timing:
+def time_of(steps: Sequence[ScheduledOp], end: End, *, is_drawn: bool = False) -> Timing:
     """The time of a schedule by one end of the range of its ops."""
     clock = _Clock(end, MOST_DRAWN if is_drawn else 0)
     timing = Timing(spent=clock.spent, drawn=clock.drawn)
@@ -294,11 +294,11 @@ class _Clock:
         self.end, self.most_drawn = end, most_drawn
         self.now = 0.0
         self.free: dict[str, float] = {}  # lane -> when its last transfer ends
-        self.pending: dict[str, tuple[Step, float]] = {}
-        self.spent: dict[Key, Spent] = defaultdict(Spent)
-        self.drawn: list[Drawn] = []
+        self.pending: dict[str, tuple[ScheduledOp, float]] = {}
+        self.spent: dict[Key, OpSeconds] = defaultdict(OpSeconds)
+        self.drawn: list[TraceSpan] = []
 
-    def run(self, steps: Sequence[Step], stack: tuple[Key, ...]) -> None:
+    def run(self, steps: Sequence[ScheduledOp], stack: tuple[Key, ...]) -> None:
         """All steps in order."""
         for step in steps:
             if step.kind == "loop":
@@ -310,7 +310,7 @@ class _Clock:
             else:
                 self._op(step, stack)
 
-    def _op(self, step: Step, stack: tuple[Key, ...]) -> None:
+    def _op(self, step: ScheduledOp, stack: tuple[Key, ...]) -> None:
         if step.begins is not None:
             self._begin(step, step.begins, stack)
         elif step.awaits is not None:
@@ -331,7 +331,7 @@ class _Clock:
             spent.busy += seconds
             self.now += seconds
 
-    def _begin(self, step: Step, transfer: Transfer, stack: tuple[Key, ...]) -> None:
+    def _begin(self, step: ScheduledOp, transfer: Transfer, stack: tuple[Key, ...]) -> None:
         begun = max(self.now, self.free.get(transfer.lane, 0.0))
         self.free[transfer.lane] = begun + transfer.seconds
         self.pending[step.op.name] = step, begun + transfer.seconds
@@ -340,7 +340,7 @@ class _Clock:
         spent.transfer += transfer.seconds
         self._draw(transfer.kind, step.op.name, begun, transfer.seconds, stack)
 
-    def _await(self, step: Step, stack: tuple[Key, ...]) -> None:
+    def _await(self, step: ScheduledOp, stack: tuple[Key, ...]) -> None:
         assert step.awaits is not None
         name = step.awaits
         if not name:
@@ -356,7 +356,7 @@ class _Clock:
             self._draw("waiting", name, self.now, wait, stack)
         self.now += wait
 
-    def _loop(self, step: Step, stack: tuple[Key, ...]) -> None:
+    def _loop(self, step: ScheduledOp, stack: tuple[Key, ...]) -> None:
         """Turn by turn, until one begins as the one before it did: from there all are equal."""
         outer, inner = self.spent, (*stack, step.key)
         before: tuple[tuple[str, float], ...] | None = None
@@ -366,7 +366,7 @@ class _Clock:
             if at == before and len(self.drawn) >= self.most_drawn:
                 self._repeat(step, step.trips - turn, self.now - started, last, outer, inner)
                 break
-            started, before, last = self.now, at, defaultdict(Spent)
+            started, before, last = self.now, at, defaultdict(OpSeconds)
             self.spent = last
             self.run(step.inside[0], inner)
             self.spent = outer
@@ -375,11 +375,11 @@ class _Clock:
 
     def _repeat(
         self,
-        step: Step,
+        step: ScheduledOp,
         times: int,
         seconds: float,
-        spent: dict[Key, Spent],
-        outer: dict[Key, Spent],
+        spent: dict[Key, OpSeconds],
+        outer: dict[Key, OpSeconds],
         stack: tuple[Key, ...],
     ) -> None:
         for key, one in spent.items():
@@ -394,10 +394,10 @@ class _Clock:
         ends = [*self.free.items(), *((name, until) for name, (_, until) in self.pending.items())]
         return tuple(sorted((name, round(max(0.0, until - self.now), 12)) for name, until in ends))
 
-    def _alone(self, steps: Sequence[Step]) -> float:
+    def _alone(self, steps: Sequence[ScheduledOp]) -> float:
         """How long a branch takes by itself, its longest end."""
         return time_of(steps, "high").seconds
 
     def _draw(self, lane: str, name: str, start: float, seconds: float, stack: tuple[Key, ...], turns: int = 1) -> None:
         if self.most_drawn and seconds:
-            self.drawn.append(Drawn(lane, name, start, seconds, stack, turns))
+            self.drawn.append(TraceSpan(lane, name, start, seconds, stack, turns))

@@ -29,7 +29,7 @@ _OUTERMOST = {"trace_train_step.<locals>.step", "lower_train_step"}
 
 
 @dataclass(frozen=True)
-class Frame:
+class StackFrame:
     """A call on the way to an op. `package` is where an installed file lies, "" for a file of one's own."""
 
     file: str
@@ -47,19 +47,19 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Sources:
+class SourceTable:
     """The calls that led to each op, innermost first, by the number of its innermost frame."""
 
-    frames: dict[int, tuple[Frame, int]] = field(default_factory=dict)  # and the number of its caller, 0 if none
+    frames: dict[int, tuple[StackFrame, int]] = field(default_factory=dict)  # and the number of its caller, 0 if none
 
     def of(self, rest: str) -> str:
         """`file:line` of the innermost call that made an op, from its attributes; "" if the text lacks it."""
         calls = self.calls(rest)[:1]
         return "".join(f"{call.file}:{call.line}" if call.line else call.file for call in calls)
 
-    def calls(self, rest: str) -> tuple[Frame, ...]:
+    def calls(self, rest: str) -> tuple[StackFrame, ...]:
         """The calls that led to an op, innermost first, from its attributes."""
-        found: list[Frame] = []
+        found: list[StackFrame] = []
         seen: set[int] = set()
         match = _FRAME_OF.search(rest)
         number = int(match[1]) if match else 0
@@ -71,11 +71,11 @@ class Sources:
             if frame.function in _OUTERMOST:
                 break
         if not found and (stated := _STATED.search(rest)):
-            return (Frame(stated[1], int(stated[2] or 0), ""),)
+            return (StackFrame(stated[1], int(stated[2] or 0), ""),)
         return tuple(found)
 
 
-def sources_in(text: str) -> Sources:
+def sources_in(text: str) -> SourceTable:
     """The tables in front of the first computation."""
     first = re.search(r"^(?:%|ENTRY )", text, re.MULTILINE)
     head = text[: first.start()] if first else text
@@ -91,8 +91,8 @@ def sources_in(text: str) -> Sources:
         file = tables["FileNames"].get(place.get("file_name_id", 0), "")
         function = tables["FunctionNames"].get(place.get("function_name_id", 0), "")
         # The text counts callers from one, with one for none.
-        frames[number] = Frame(file, place.get("line", 0), function), values.get("parent_frame_id", 1) - 1
-    return Sources(frames)
+        frames[number] = StackFrame(file, place.get("line", 0), function), values.get("parent_frame_id", 1) - 1
+    return SourceTable(frames)
 
 
 def _table(head: str, name: str) -> str:
@@ -103,7 +103,7 @@ def _numbers(row: str) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
 
 
-def line_of(calls: tuple[Frame, ...], library: str) -> str:
+def line_of(calls: tuple[StackFrame, ...], library: str) -> str:
     """`file:line` of the innermost call in source that is neither installed nor below `library`, the runner's own.
 
     Where there is none, of the innermost that is not installed; else of the outermost call that is known; else "".

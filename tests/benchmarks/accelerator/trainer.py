@@ -39,7 +39,7 @@ def make_job(spec: str, overrides: list[str]) -> Slices:
 def play(job: Slices, seat: Seat) -> None:
     """Tell that all is compiled, run by turns, and tell how it ended."""
     parameters = sum(leaf.size for leaf in jax.tree.leaves(job.state.params))
-    flops = job.flops_per_token(job.blueprint).per_token
+    flops = job.flops_per_token(job.train_setup).per_token
     seat.tell(Ready(parameters, job.compiled.memory.needed, flops))
     num_steps = seat.ask()
     if num_steps is not None:

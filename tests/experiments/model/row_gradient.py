@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.model.context_layout import Rows
+from experiments.model.context_layout import SequenceLayout
 from experiments.model.ring_attention import scattered
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import make_mesh
@@ -22,7 +22,7 @@ B, T, K, H = 2, 131_072, 8, 128
 
 
 def main() -> None:
-    rows = Rows(T, SIZES["sequence"], "sequence", PartitionSpec(), "gather", None, None, 1.0, 512, True)
+    rows = SequenceLayout(T, SIZES["sequence"], "sequence", PartitionSpec(), "gather", None, None, 1.0, 512, True)
     mesh = make_mesh(SIZES, open_machine(parse_accelerator("v5p-256")).devices)
     whole = jax.ShapeDtypeStruct((B, K, T, H), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
 

@@ -18,7 +18,7 @@ from tests.plan.tpu_program import compiled, shapes_in
 def main(spec: str, topology: str, overrides: list[str]) -> None:
     _, program = compiled(spec, topology, overrides)
     text = program.step.text
-    found = [one for one in collectives(text, program.blueprint.mesh_sizes) if "attention/shard_map" in one.op_name]
+    found = [one for one in collectives(text, program.train_setup.mesh_sizes) if "attention/shard_map" in one.op_name]
     shapes = {shape for one in instructions(text) for shape in shapes_in(output_of(one))}
     print(
         json.dumps(

@@ -275,7 +275,7 @@ def job_of(directory, **changes):
 def test_experts_and_their_moments_lie_over_their_axis(tmp_path):
     mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
     job = job_of(tmp_path / "run", **{"topology.mesh": mesh})
-    state = job.design.draw(jax.devices()).abstract_state
+    state = job.setup_builder.build(jax.devices()).abstract_state
     leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
     found = [
         (path[-1].key, leaf.sharding.shard_shape(leaf.shape))
@@ -293,7 +293,7 @@ def test_what_a_round_held_is_computed_again_and_counted(tmp_path, capacity_fact
         mesh = {"data": "auto", "expert": number}
         changes = {"config.model.moe.capacity_factor": capacity_factor, "config.memory.remat": remat}
         job = job_of(tmp_path / f"{number}-{remat}", **changes, **{"topology.mesh": mesh})
-        return job.flops_per_token(job.design.draw(jax.devices())).recomputed_per_token
+        return job.flops_per_token(job.setup_builder.build(jax.devices())).recomputed_per_token
 
     experts = 2 * 2 * 2 * 2 * 32 * 16  # FLOPs, layers and experts of a token, matrices into the hidden width and width
     assert recomputed(4, "none") - recomputed(1, "none") == (experts if capacity_factor is None else 0)

@@ -37,12 +37,12 @@ def job(directory, width, job_class=PretrainDecoder, **changes):
 
 def trained(found, num_steps=STEPS):
     """The state at the start, and after some steps on one batch."""
-    blueprint = found.design.draw(jax.devices()[:1])
-    first = blueprint.init_state()
+    train_setup = found.setup_builder.build(jax.devices()[:1])
+    first = train_setup.init_state()
     step = jax.jit(functools.partial(found.train_step, accumulate_steps=1))
     state = first
     for _ in range(num_steps):
-        state, *_ = step(state, BATCH, blueprint.key)
+        state, *_ = step(state, BATCH, train_setup.key)
     return first, state
 
 
@@ -88,20 +88,20 @@ def test_what_a_few_steps_move_stays_as_large_over_widths_and_grows_without_it(t
 def wide(tmp_path_factory):
     """A job of four times the base width, its blueprint, and its weights at the start."""
     found = job(tmp_path_factory.mktemp("wide"), 128, **{"config.model.base_width": BASE})
-    blueprint = found.design.draw(jax.devices()[:1])
-    return found, blueprint, blueprint.init_state().params
+    train_setup = found.setup_builder.build(jax.devices()[:1])
+    return found, train_setup, train_setup.init_state().params
 
 
 def test_the_table_of_what_begins_and_learns(wide, tmp_path):
-    found, blueprint, first = wide
-    other = job(tmp_path / "plain", 128).design.draw(jax.devices()[:1]).init_state().params
+    found, train_setup, first = wide
+    other = job(tmp_path / "plain", 128).setup_builder.build(jax.devices()[:1]).init_state().params
     layer, of_plain = (params["blocks"]["layer_0"] for params in (first, other))
     for part, name in (("attention", "query"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")):
         np.testing.assert_allclose(layer[part][name]["kernel"], of_plain[part][name]["kernel"] / 2, rtol=1e-5)
     for name in ("embedding", "head"):
         assert leaves_equal(first[name], other[name])
     ones, zeros = (jax.tree.map(like, jax.device_get(first)) for like in (np.ones_like, np.zeros_like))
-    moved = update(blueprint.optimizer, ones, first, zeros)
+    moved = update(train_setup.optimizer, ones, first, zeros)
     rate = found.config.optimizer.learning_rate
     for name, leaf in _named(moved).items():
         wanted = rate / 4 if name.endswith("kernel") else rate
@@ -121,8 +121,8 @@ def _named(tree):
 
 
 def test_what_a_step_of_decay_takes_off_does_not_depend_on_the_width(wide):
-    found, blueprint, params = wide
-    moved = update(blueprint.optimizer, jax.tree.map(np.zeros_like, jax.device_get(params)), params, params)
+    found, train_setup, params = wide
+    moved = update(train_setup.optimizer, jax.tree.map(np.zeros_like, jax.device_get(params)), params, params)
     share = found.config.optimizer.learning_rate * found.config.optimizer.weight_decay
     kernel = params["blocks"]["layer_0"]["mlp"]["up"]["kernel"]
     np.testing.assert_allclose(moved["blocks"]["layer_0"]["mlp"]["up"]["kernel"], -share * kernel, rtol=1e-4)
@@ -157,7 +157,7 @@ class OwnOptimizer(PretrainDecoder):
 )
 def test_what_mup_is_not_known_for_is_refused(tmp_path, changes, message):
     with pytest.raises(InvalidError, match=message):
-        job(tmp_path, 64, **{"config.model.base_width": BASE} | changes).design.draw(jax.devices()[:1])
+        job(tmp_path, 64, **{"config.model.base_width": BASE} | changes).setup_builder.build(jax.devices()[:1])
 
 
 def test_no_family_has_such_logits_and_none_is_written():

@@ -21,12 +21,12 @@ from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from experiments.model import context_layout
 from experiments.model.attention import blocked_attention, cached_attention, causal_attention
 from experiments.model.config import DecoderConfig
-from experiments.model.context_layout import Rows, num_steps, rows_on_devices, visits_of
-from experiments.model.context_splash import RowMask
+from experiments.model.context_layout import SequenceLayout, num_steps, rows_on_devices, visits_of
+from experiments.model.context_splash import SequenceMask
 from experiments.model.decoder import Decoder, PretrainDecoder
 from runner.accelerator import CHIPS
 from runner.config import MemoryConfig, TrainerConfig
-from runner.parallel.context import RowShape, faster_way, row_seconds, speeds_between
+from runner.parallel.context import AttentionShape, faster_way, row_seconds, speeds_between
 from runner.parallel.mesh import batch_sharding, make_mesh, sharding_rules
 from runner.plan.forecast.collectives import collectives
 from runner.plan.forecast.hlo import ARRAY
@@ -129,7 +129,7 @@ def test_the_tpu_kernel_over_gathered_rows_is_attention_of_one_device(devices, c
 @pytest.mark.parametrize(("queries", "keys"), [(range(8, 12), slice(0, 4)), (range(8, 12), slice(8, 12))])
 def test_the_kernel_is_told_of_each_block_what_its_elements_say(queries, keys):
     for window in (None, *range(1, 14)):
-        mask = RowMask(np.array([*queries]), 12, window)
+        mask = SequenceMask(np.array([*queries]), 12, window)
         element = mask.mask_function(np.array([*queries])[:, None], np.arange(keys.start, keys.stop))
         block = mask[slice(0, 4), keys]
         assert (block.any(), block.all()) == (element.any(), element.all())
@@ -139,7 +139,7 @@ def test_the_kernel_is_told_of_each_block_what_its_elements_say(queries, keys):
 
 
 def cut_rows(devices, half, way, block=1, window=None):
-    return Rows(2 * devices * half, devices, "sequence", None, way, window, None, 1.0, block, False)
+    return SequenceLayout(2 * devices * half, devices, "sequence", None, way, window, None, 1.0, block, False)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -174,7 +174,7 @@ def test_a_window_needs_the_devices_that_it_reaches(window, before):
 
 # The way.
 
-LONG = RowShape(
+LONG = AttentionShape(
     shards=8, batch=1, length=131_072, heads=32, key_heads=8, key_width=128, value_width=128, has_kernel=True
 )
 
@@ -195,7 +195,7 @@ def test_the_faster_way_is_taken(kind, changes, way):
 
 
 def test_the_seconds_of_both_ways_are_those_of_the_formula():
-    shape = RowShape(shards=2, batch=3, length=64, heads=4, key_heads=2, key_width=16, value_width=8, itemsize=4)
+    shape = AttentionShape(shards=2, batch=3, length=64, heads=4, key_heads=2, key_width=16, value_width=8, itemsize=4)
     speeds = CHIPS["v5e"].speeds
     scores, chunk = 3 * 4 * 64 * 32 / 2, 3 * 32 * 2 * 24 * 4
     tile, move = 8 * scores / 819e9, chunk / 1e6

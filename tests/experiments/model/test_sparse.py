@@ -219,7 +219,7 @@ def test_the_formula_counts_heads_of_any_form_and_the_experts_that_compute(atten
         return model.apply({"params": params}, tokens_BxT, targets=(tokens_BxT, weight_BxT), deterministic=False)
 
     executed = matmul_flops(jax.make_jaxpr(jax.grad(loss))(variables["params"]), platform="cpu") / 16
-    flops = job.flops_per_token(job.design.draw(jax.devices()))
+    flops = job.flops_per_token(job.setup_builder.build(jax.devices()))
     config = job.config.model
     score, value = (2 * config.heads * width for width in (config.head_size, config.value_size))
     again = score if remat == "none" else 2 * score + value

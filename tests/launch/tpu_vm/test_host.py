@@ -4,12 +4,12 @@ import shlex
 import subprocess
 
 from launch.tpu_vm.gcloud import Resource
-from launch.tpu_vm.host import Answer, Host, answers
+from launch.tpu_vm.host import HostPrograms, HostStatus, answers
 
 
 def test_every_text_that_a_shell_reads_is_a_program_and_takes_no_word_of_the_user_for_code(tmp_path):
     nasty = ['it\'s $(touch hacked) `touch hacked`; "x"\n&& touch hacked', "a b"]
-    host = Host("tiny", "c0ffee", "tiny.tar.gz", "00", ("tpu", "gcs"), nasty, "tiny.environment")
+    host = HostPrograms("tiny", "c0ffee", "tiny.tar.gz", "00", ("tpu", "gcs"), nasty, "tiny.environment")
     for text in (host.attend(17), host.attend(None), host.job(), host.tail(None), host.tail(7), host.stop()):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         printed = shlex.join(Resource("tiny", 1, ()).ssh("tiny", "all", text))
@@ -26,5 +26,5 @@ def test_every_text_that_a_shell_reads_is_a_program_and_takes_no_word_of_the_use
 
 def test_answers_are_found_among_gclouds_own_lines():
     output = "SSH: Attempting to connect\ntpu-vm: worker 0 running of c0ffee\ntpu-vm: worker 10 ended 76 of c0ffee\nx\n"
-    assert answers(output) == {0: Answer("running", None, "c0ffee"), 10: Answer("ended", 76, "c0ffee")}
+    assert answers(output) == {0: HostStatus("running", None, "c0ffee"), 10: HostStatus("ended", 76, "c0ffee")}
     assert answers("tpu-vm: worker  empty\n") == {}

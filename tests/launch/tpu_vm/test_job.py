@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.tpu_vm.host import Answer
+from launch.tpu_vm.host import HostStatus
 from launch.tpu_vm.job import verdict
 
 
@@ -20,5 +20,7 @@ from launch.tpu_vm.job import verdict
     ],
 )
 def test_the_job_has_ended_when_its_first_host_is_done_or_any_has_given_up(codes, code):
-    hosts = {(0, index): Answer("running" if value is None else "ended", value) for index, value in enumerate(codes)}
+    hosts = {
+        (0, index): HostStatus("running" if value is None else "ended", value) for index, value in enumerate(codes)
+    }
     assert verdict(hosts) == code

@@ -3,11 +3,11 @@
 import pytest
 
 from runner.plan.forecast.cost import Matmul, causal_share, matmuls_in, moved_bytes
-from runner.plan.forecast.module import Module, Op, arrays_in, load
+from runner.plan.forecast.module import HloModule, Op, arrays_in, load
 from tests.plan.forecast.text import computation, cycles, module, nanoseconds, seen
 
 
-def last(text: str) -> tuple[Module, Op]:
+def last(text: str) -> tuple[HloModule, Op]:
     """The module, and the last op of its entry."""
     found = load(text)
     return found, list(found.computations[found.entry].values())[-1]

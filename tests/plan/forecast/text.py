@@ -1,15 +1,15 @@
 """Modules made by hand, on a device whose figures make an exact table: a byte, a FLOP and a cycle take a nanosecond."""
 
-from runner.plan.forecast import Forecast, Rates, forecast
+from runner.plan.forecast import DeviceRates, Forecast, forecast
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 1}
 NANO = 1e9
 ADD = "%add (a: f32[], b: f32[]) -> f32[] {\n  ROOT %sum = f32[] add(%a, %b)\n}\n"
 
 
-def rates(*, clock: float | None = NANO, width: int = 1) -> Rates:
+def rates(*, clock: float | None = NANO, width: int = 1) -> DeviceRates:
     """One of everything in a nanosecond; a collective takes as many as the bytes that a device sends."""
-    return Rates(NANO, NANO, lambda one: one.sent_bytes_per_device / NANO, clock, width)
+    return DeviceRates(NANO, NANO, lambda one: one.sent_bytes_per_device / NANO, clock, width)
 
 
 def cycles(number: int) -> str:
