@@ -248,8 +248,8 @@ def validate_auxiliary(riders: Sequence[AuxiliaryState], before: Any, after: Any
         pairs = list(zip(jax.tree.leaves(before[rider.name]), jax.tree.leaves(after.get(rider.name)), strict=False))
         if rider.update is not None and pairs and all(old is new for old, new in pairs):
             raise InvalidError(
-                f"train_step of the job leaves riders.{rider.name} as it is; call that of BaseTrainer, or
-                `update_auxiliary` of "
+                f"train_step of the job leaves riders.{rider.name} as it is; call that of BaseTrainer, "
+                f"or `update_auxiliary` of "
                 "runner.train.state after the optimizer"
             )
 
