@@ -11,8 +11,8 @@ from runner.storage.local import LocalStore
 from runner.storage.store import Store, kind_of
 
 _DRIVERS = {  # scheme: module, class, extra of this package that brings the client
-    "gs": ("runner.storage.gcs", "GoogleDriver", "gcs"),
-    "s3": ("runner.storage.s3", "AmazonDriver", "s3"),
+    "gs": ("runner.storage.gcs", "GCSDriver", "gcs"),
+    "s3": ("runner.storage.s3", "S3Driver", "s3"),
     "az": ("runner.storage.azure", "AzureDriver", "azure"),
 }
 

@@ -215,7 +215,7 @@ def test_sinks_that_fail_cost_a_line_and_an_event_each_and_the_bits_stay(
         told[name] = WAYS[way]
         return AsyncMetricWriter(name, lambda: Broken(way, free), earlier, on_off)
 
-    monkeypatch.setattr(writers, "Aside", broken)
+    monkeypatch.setattr(writers, "AsyncMetricWriter", broken)
     gpt(tmp_path / "run", **ALL_ON)()
     free.set()
     assert sorted(told) == sorted(SHOWN.keys() & {"tensorboard", "wandb"})

@@ -770,7 +770,7 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_brings_it(monk
 
 
 def fake_module(make_driver):
-    return lambda name: SimpleNamespace(AmazonDriver=make_driver)
+    return lambda name: SimpleNamespace(S3Driver=make_driver)
 
 
 def test_credentials_that_are_missing_are_refused_in_one_line(monkeypatch):
