@@ -325,7 +325,7 @@ def _make_splash_kernel(
 ) -> Callable[..., jax.Array]:
     """Attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), over a row that is padded."""
     multiple, block = blocks
-    mask = for_tpus("experiments.model.context_splash").RowMask(np.arange(length), length, window)
+    mask = for_tpus("experiments.model.context_splash").SequenceMask(np.arange(length), length, window)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     sizes = splash.BlockSizes(
         **dict.fromkeys(names, block), **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), multiple)

@@ -24,7 +24,7 @@ def command(monkeypatch, tmp_path):
         raise EndedError(code, message)
 
     monkeypatch.setattr(run, "end_process", end)
-    monkeypatch.setattr(run.gcp_preemption, "watch", lambda ask: None)
+    monkeypatch.setattr(run.preemption, "watch", lambda ask: None)
     monkeypatch.setattr(__main__.StopNotice, "listen", lambda notice: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
