@@ -371,8 +371,8 @@ class SilentTracking:
 
 @pytest.fixture(autouse=True)
 def _no_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.SimpleNamespace(Tracking=SilentTracking)
-    monkeypatch.setitem(sys.modules, "runner.metrics.writers", module)
+    module = types.SimpleNamespace(WandbWriter=SilentTracking)
+    monkeypatch.setitem(sys.modules, "runner.metrics.wandb", module)
 
 
 @pytest.fixture(autouse=True)

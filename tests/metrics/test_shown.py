@@ -15,8 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from runner.dashboard.charts import RunCurves
 from runner.metrics.rows import EncodedRow, csv_lines, surviving
 from runner.metrics.tensorboard import TensorBoardWriter
+from runner.metrics.wandb import _shown
 from runner.metrics.window import StepTimer
-from runner.metrics.writers import PlainProgress, _shown
+from runner.metrics.writers import PlainProgress
 from runner.parallel import mesh
 from runner.storage import LocalStore
 

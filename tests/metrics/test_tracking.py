@@ -7,7 +7,7 @@ import time
 import pytest
 import yaml
 
-from runner.metrics.writers import upload_offline_runs
+from runner.metrics.wandb import upload_offline_runs
 from runner.storage import LocalStore, parse_lines, read_json
 from tests.support import wandb_file
 from tests.support.memory_bucket import memory_bucket
@@ -126,7 +126,7 @@ def test_online_the_server_holds_the_surviving_trajectory_alone_after_a_kill_tha
 
 
 def test_wandb_is_not_even_imported_where_it_is_disabled(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "runner.metrics.writers", raising=False)
+    monkeypatch.delitem(sys.modules, "runner.metrics.wandb", raising=False)
     gpt(tmp_path / "run", **SMALL)()
     assert not (tmp_path / "run" / "wandb").exists()
-    assert "runner.metrics.writers" not in sys.modules
+    assert "runner.metrics.wandb" not in sys.modules
