@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from runner.dashboard.html import library, live, static
+from runner.dashboard.html import read_plotly, read_static, render_live_page
 from runner.errors import InvalidError
 
 COOKIE = "runner_token"
@@ -32,7 +32,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 
 
-def address_in(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address that a host is written as, None if it is a name."""
     try:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
@@ -42,11 +42,11 @@ def address_in(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 def is_loopback(host: str) -> bool:
     """Whether a server that is bound to `host` can only be reached from this machine."""
-    address = address_in(host)
+    address = parse_address(host)
     return host.lower() in _LOOPBACK_NAMES if address is None else address.is_loopback
 
 
-def host_in(header: str) -> str:
+def parse_host(header: str) -> str:
     """The host of a Host header in lower case, its port left out; empty if it is none."""
     found = _HOST.fullmatch(header.strip().lower())
     return found[1] if found else ""
@@ -68,8 +68,8 @@ class AccessPolicy:
 
     def knows_host(self, header: str) -> bool:
         """Whether a Host header names this server."""
-        host = host_in(header)
-        address = address_in(host)
+        host = parse_host(header)
+        address = parse_address(host)
         if address is not None:
             return self.takes_addresses or address.is_loopback
         return host in self.names
@@ -82,7 +82,7 @@ class AccessPolicy:
         return any(hmac.compare_digest(token.encode(), wanted.encode()) for token in tokens)
 
 
-def access_for(host: str, token: str | None) -> AccessPolicy:
+def make_access_policy(host: str, token: str | None) -> AccessPolicy:
     """For a server that is bound to `host`: one that others can reach has a token, made here if none is given.
 
     Raises `InvalidError` for a token that cannot stand in an address.
@@ -111,9 +111,9 @@ _HEADERS = [
 _METHODS = ("GET", "HEAD")
 _HTML, _JSON = "text/html; charset=utf-8", "application/json"
 _STATIC: dict[str, tuple[str, Callable[[], str]]] = {
-    "plotly.js": ("text/javascript; charset=utf-8", library),
-    "page.js": ("text/javascript; charset=utf-8", lambda: static("page.js")),
-    "page.css": ("text/css; charset=utf-8", lambda: static("page.css")),
+    "plotly.js": ("text/javascript; charset=utf-8", read_plotly),
+    "page.js": ("text/javascript; charset=utf-8", lambda: read_static("page.js")),
+    "page.css": ("text/css; charset=utf-8", lambda: read_static("page.css")),
 }
 
 
@@ -233,4 +233,4 @@ def _static(name: str) -> ResponseBody:
 
 
 def _page(title: str, top: str, source: str) -> ResponseBody:
-    return ResponseBody.of(_HTML, live(title, top, source))
+    return ResponseBody.of(_HTML, render_live_page(title, top, source))

@@ -147,7 +147,7 @@ CHARTS = (
 )
 
 
-def chart_of(key: str) -> Chart:
+def find_chart(key: str) -> Chart:
     """The chart that a key is drawn in: one of `CHARTS`, or one of its own."""
     for chart in CHARTS:
         if chart.keys.fullmatch(key):

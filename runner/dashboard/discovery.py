@@ -28,7 +28,7 @@ class SpecDifference(NamedTuple):
     values: list[str]
 
 
-def differences(specs: Sequence[str | None]) -> list[SpecDifference]:
+def find_differences(specs: Sequence[str | None]) -> list[SpecDifference]:
     """The keys that not all specs, given as YAML, have with one value, sorted; None or what cannot be read has none."""
     flat = [_flat(text) for text in specs]
     keys = sorted({key for values in flat if values is not None for key in values} - set(_OWN))

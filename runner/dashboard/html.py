@@ -18,41 +18,41 @@ from plotly.offline import get_plotlyjs
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
-def static(name: str) -> str:
+def read_static(name: str) -> str:
     """The text of a file that lies beside this module."""
     return (resources.files("runner.dashboard") / "static" / name).read_text(encoding="utf-8")
 
 
 @functools.cache
-def library() -> str:
+def read_plotly() -> str:
     """The JavaScript that draws: plotly.js, whole."""
     return str(get_plotlyjs())
 
 
-def encode(value: Any) -> str:
+def encode_json(value: Any) -> str:
     """JSON that may stand inside a script element: ASCII, without a character that ends it. No NaN, no infinity."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
 
-def self_contained(title: str, data: Any) -> str:
+def render_report_page(title: str, data: Any) -> str:
     """One page with these data, to be kept as a file."""
-    scripts = [_inline(library()), _inline(static("page.js"))]
+    scripts = [_inline(read_plotly()), _inline(read_static("page.js"))]
     sources = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:"
     inline = "\n".join(f"<script>{script}</script>" for script in scripts)
     return _page(
         title,
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{static("page.css")}</style>',
-        f'<script type="application/json" id="data">{encode(data)}</script>\n{inline}',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{read_static("page.css")}</style>',
+        f'<script type="application/json" id="data">{encode_json(data)}</script>\n{inline}',
     )
 
 
-def live(title: str, top: str, source: str) -> str:
+def render_live_page(title: str, top: str, source: str) -> str:
     """A page of the server that asks for its data again and again, at `source`; `top` leads to the first page."""
     return _page(
         title,
         f'<link rel="stylesheet" href="{top}static/page.css">',
-        f'<script type="application/json" id="data">{encode({"source": source, "top": top})}</script>\n'
+        f'<script type="application/json" id="data">{encode_json({"source": source, "top": top})}</script>\n'
         f'<script src="{top}static/plotly.js"></script>\n<script src="{top}static/page.js"></script>',
     )
 

@@ -5,15 +5,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.dashboard.html import self_contained
+from runner.dashboard.html import render_report_page
 from runner.dashboard.reader import RunReader
-from runner.dashboard.view import view_of
+from runner.dashboard.view import build_view
 from runner.storage import Store
 
 POINTS_MAX = 60_000  # of all curves, some 40 bytes each
 
 
-def names_of(urls: Sequence[str]) -> list[str]:
+def make_run_names(urls: Sequence[str]) -> list[str]:
     """A name for each run, as short as can be: the last parts of its path that no other has."""
     parts = [url.rstrip("/").split("/") for url in urls]
     for length in range(1, max(map(len, parts)) + 1):
@@ -23,21 +23,21 @@ def names_of(urls: Sequence[str]) -> list[str]:
     return [f"{name} ({number})" for number, name in enumerate(urls, start=1)]
 
 
-def report(stores: Sequence[Store]) -> str:
+def render_report(stores: Sequence[Store]) -> str:
     """The page. Reads one run after the other, and holds no more of each than is drawn.
 
     Raises `OSError` if a store does not answer, `InvalidError` where no run is.
     """
-    names = names_of([store.url for store in stores])
+    names = make_run_names([store.url for store in stores])
     seen = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
-    data = view_of(title, seen, POINTS_MAX) | {"made": time.time()}
-    return self_contained(title, data)
+    data = build_view(title, seen, POINTS_MAX) | {"made": time.time()}
+    return render_report_page(title, data)
 
 
 def write_report(stores: Sequence[Store], path: Path) -> int:
     """Put the page into a file, whole or not at all; its size in bytes. Raises `OSError`."""
-    content = report(stores).encode()
+    content = render_report(stores).encode()
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_bytes(content)

@@ -30,11 +30,19 @@ from typing import TypeVar
 import waitress
 
 from runner.console import say
-from runner.dashboard.app import DashboardApp, ResponseBody, access_for, address_in, is_loopback
+from runner.dashboard.app import DashboardApp, ResponseBody, is_loopback, make_access_policy, parse_address
 from runner.dashboard.discovery import DiscoveredRun, DiscoveryResult, find_runs
-from runner.dashboard.html import encode
+from runner.dashboard.html import encode_json
 from runner.dashboard.reader import RunReader
-from runner.dashboard.view import cut, duration_text, kind_of, number_text, short, state_text, view_of
+from runner.dashboard.view import (
+    build_view,
+    format_duration,
+    format_number,
+    format_state,
+    get_state_class,
+    round_value,
+    truncate,
+)
 from runner.errors import InvalidError, RunnerError
 from runner.history.reader import HistoryReader
 from runner.history.records import History, RunState
@@ -195,7 +203,7 @@ class PageData:
         while len(self._readers) > READERS_MAX:
             del self._readers[next(iter(self._readers))]
         seen = _trying(reader.read)
-        return {"title": title, "problem": seen} if isinstance(seen, str) else view_of(title, [seen], POINTS_MAX)
+        return {"title": title, "problem": seen} if isinstance(seen, str) else build_view(title, [seen], POINTS_MAX)
 
     def _table(self) -> JsonObject:
         began = time.monotonic()
@@ -212,7 +220,11 @@ class PageData:
         lines = [self._summaries[run.id].line for run in self._found.runs if run.id in self._summaries]
         num_left = len(self._found.runs) - len(lines)
         notes = [f"{num_left} more runs are being read."] if num_left else []
-        return {"title": cut(f"Runs below {self._root.url}"), "table": lines, "notes": [*self._found.notes, *notes]}
+        return {
+            "title": truncate(f"Runs below {self._root.url}"),
+            "table": lines,
+            "notes": [*self._found.notes, *notes],
+        }
 
     def _summary(self, run: DiscoveredRun, signature: Signature | None) -> RunSummary:
         before = self._summaries.get(run.id)
@@ -230,11 +242,11 @@ class PageData:
 
 
 def _body(data: JsonObject) -> ResponseBody:
-    return ResponseBody.of("application/json", encode(data))
+    return ResponseBody.of("application/json", encode_json(data))
 
 
 def _title(run: DiscoveredRun) -> str:
-    return cut(run.path or run.store.url)
+    return truncate(run.path or run.store.url)
 
 
 def _line(run: DiscoveredRun, history: History) -> JsonObject:
@@ -242,18 +254,18 @@ def _line(run: DiscoveredRun, history: History) -> JsonObject:
     best, share = history.best_validation, len(losses) / _TREND_MAX
     trend = losses if share <= 1 else [losses[int(index * share)] for index in range(_TREND_MAX)]
     total = "" if history.total_steps is None else f" / {history.total_steps:,}"
-    speed = number_text(history.speed.tokens_per_second, ",.0f")
+    speed = format_number(history.speed.tokens_per_second, ",.0f")
     return {
         "id": run.id,
         "name": _title(run),
-        "state": state_text(history),
-        "kind": kind_of(history),
+        "state": format_state(history),
+        "kind": get_state_class(history),
         "steps": f"{history.step:,}{total}",
-        "trend": [short(value) for value in trend],
-        "loss": number_text(history.row.get("train/loss"), ".4f"),
+        "trend": [round_value(value) for value in trend],
+        "loss": format_number(history.row.get("train/loss"), ".4f"),
         "validation": "" if best is None else f"{best[1]:.4f}",
         "speed": f"{speed} tokens / s" if speed else "",
-        "left": duration_text(history.speed.left_seconds),
+        "left": format_duration(history.speed.left_seconds),
         "goodput": f"{history.goodput:.1%}" if history.wall_seconds > 0 else "",
         "alive": max((attempt.ended for attempt in history.attempts), default=None),
     }
@@ -264,7 +276,7 @@ def _trying(read: Callable[[], Value]) -> Value | str:
     try:
         return read()
     except (RunnerError, OSError, ValueError) as error:
-        return cut(str(error))
+        return truncate(str(error))
 
 
 _NUM_THREADS = 16
@@ -279,7 +291,7 @@ def serve(root: Store, host: str, port: int, token: str | None) -> None:
     Raises `InvalidError` if the address or the token is none.
     """
     watcher = SharedReader(PageData(root).read)
-    access = access_for(host, token)
+    access = make_access_policy(host, token)
     try:
         server = waitress.create_server(
             DashboardApp(access, watcher.data),
@@ -297,7 +309,7 @@ def serve(root: Store, host: str, port: int, token: str | None) -> None:
     _end_on_signals()
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # that many clients wait is no news
     threading.Thread(target=server.run, name="server", daemon=True).start()
-    shown = f"[{host}]" if address_in(host) is not None and ":" in host else host
+    shown = f"[{host}]" if parse_address(host) is not None and ":" in host else host
     say(
         f"dashboard of {root.url}: http://{shown}:{server.effective_port}/"
         + (f"?token={access.token}" if access.token else "")

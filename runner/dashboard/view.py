@@ -4,8 +4,8 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from runner.dashboard.charts import CHARTS, Point, ThinnedSeries, chart_of
-from runner.dashboard.discovery import differences
+from runner.dashboard.charts import CHARTS, Point, ThinnedSeries, find_chart
+from runner.dashboard.discovery import find_differences
 from runner.dashboard.reader import RunSnapshot
 from runner.distributed.clock import TimeBucket
 from runner.history.records import AttemptRecord, CheckpointRecord, History, RunState, SaveRecord
@@ -35,13 +35,13 @@ _BEFORE_STEPS = (
 )
 
 
-def view_of(title: str, seen: Sequence[RunSnapshot], points_max: int) -> JsonObject:
+def build_view(title: str, seen: Sequence[RunSnapshot], points_max: int) -> JsonObject:
     """The data of a page about some runs, which differ in name; curves have about `points_max` points in all."""
     num_series = sum(len(run.curves.keys) for run in seen) or 1
     bins_max = max(points_max // (2 * num_series), 10)
     attempts_max = max(ATTEMPTS_MAX // max(len(seen), 1), 20)
     runs = [_run(run, bins_max, attempts_max) for run in seen]
-    found = {key: chart_of(key) for run in seen for key in run.curves.keys}
+    found = {key: find_chart(key) for run in seen for key in run.curves.keys}
     own = sorted(
         {chart.title: chart for chart in found.values() if chart not in CHARTS}.values(), key=lambda c: c.title
     )
@@ -53,7 +53,7 @@ def view_of(title: str, seen: Sequence[RunSnapshot], points_max: int) -> JsonObj
             {"name": bucket.value, "label": bucket.value.replace("_", " "), "meaning": bucket.meaning}
             for bucket in TimeBucket
         ],
-        "differences": [list(each) for each in differences([run.spec for run in seen])] if len(seen) > 1 else [],
+        "differences": [list(each) for each in find_differences([run.spec for run in seen])] if len(seen) > 1 else [],
     }
 
 
@@ -63,7 +63,7 @@ def _run(seen: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject:
     thinned = seen.curves.thinned(bins_max, seen.newest)
     charts: dict[str, list[JsonObject]] = {}
     for key, series in sorted(thinned.items(), key=lambda each: (not each[0].startswith("train/"), each[0])):
-        charts.setdefault(chart_of(key).title, []).append({"key": key} | _series(series, began))
+        charts.setdefault(find_chart(key).title, []).append({"key": key} | _series(series, began))
     attempts = history.attempts[-attempts_max:]
     notes = [*seen.notes, *history.unread]
     if len(attempts) < len(history.attempts):
@@ -75,8 +75,8 @@ def _run(seen: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject:
         "label": seen.name,
         "began": began,
         "seconds": round(history.wall_seconds, 1),
-        "facts": [[name, text] for name, text in facts(history) if text],
-        "warnings": [cut(text) for text in (*(f"{each.event}: {each.text}" for each in history.warnings), *notes)],
+        "facts": [[name, text] for name, text in list_facts(history) if text],
+        "warnings": [truncate(text) for text in (*(f"{each.event}: {each.text}" for each in history.warnings), *notes)],
         "rows": seen.curves.num_rows + len(seen.newest),
         "thinning": _thinning(thinned.values()),
         "tokens_per_step": _tokens_per_step(history),
@@ -86,19 +86,19 @@ def _run(seen: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject:
         "goodput": _goodput(history.attempts, began, attempts_max),
         "saves": [_save(each) for each in history.saves],
         "checkpoints": [_checkpoint(each) for each in reversed(history.checkpoints[-CHECKPOINTS_MAX:])],
-        "environment": [[cut(name), cut(text)] for name, text in environment(history)],
+        "environment": [[truncate(name), truncate(text)] for name, text in list_environment(history)],
         "spec": seen.spec or "(spec.yaml cannot be read)",
-        "events": [cut(text) for text in events(history)],
+        "events": [truncate(text) for text in list_events(history)],
         "log": None if seen.log is None else {"name": seen.log.name, "text": seen.log.text},
     }
 
 
-def cut(text: str) -> str:
+def truncate(text: str) -> str:
     """A text of bounded length."""
     return text if len(text) <= LINE_CHARACTERS_MAX else f"{text[:LINE_CHARACTERS_MAX]} ..."
 
 
-def short(value: float) -> float | None:
+def round_value(value: float) -> float | None:
     """Six digits of a number, which no eye tells from more; None for what is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
@@ -121,7 +121,7 @@ def _points(points: Sequence[Point], began: float | None) -> JsonObject:
         "seconds": [None if each is None else round(each, 1) for each in seconds]
         if any(each is not None for each in seconds)
         else None,
-        "value": [short(point.value) for point in points],
+        "value": [round_value(point.value) for point in points],
     }
 
 
@@ -158,7 +158,7 @@ def _attempt(attempt: AttemptRecord) -> JsonObject:
         "number": attempt.number,
         "began": round(began, 2),
         "ended": round(attempt.ended, 2),
-        "how": cut(f"{how}: {attempt.reason}" if attempt.reason else how),
+        "how": truncate(f"{how}: {attempt.reason}" if attempt.reason else how),
         "resumed": attempt.resumed_step,
         "reached": reached,
         "kept": None if reached is None else reached - lost,
@@ -185,7 +185,7 @@ def _goodput(
         for moment, more in ((_first_step(attempt), 0.0), (attempt.ended, attempt.seconds.get(TimeBucket.STEPS, 0.0))):
             good += more
             if began is not None and moment > began:
-                found.append((round(moment, 2), short(min(good / (moment - began), 1.0))))
+                found.append((round(moment, 2), round_value(min(good / (moment - began), 1.0))))
     return found[-2 * attempts_max :]
 
 
@@ -194,24 +194,24 @@ def _save(save: SaveRecord) -> JsonObject:
         "step": save.step,
         "time": round(save.time, 2),
         "bytes": save.num_bytes,
-        "seconds": None if save.seconds_to_durable is None else short(save.seconds_to_durable),
+        "seconds": None if save.seconds_to_durable is None else round_value(save.seconds_to_durable),
     }
 
 
 def _checkpoint(checkpoint: CheckpointRecord) -> JsonObject:
     trust = checkpoint.trust.value
     return {
-        "name": cut(checkpoint.name),
+        "name": truncate(checkpoint.name),
         "time": checkpoint.time,
         "bytes": checkpoint.num_bytes,
-        "text": cut(f"{trust}: {checkpoint.problem}" if checkpoint.problem else trust),
+        "text": truncate(f"{trust}: {checkpoint.problem}" if checkpoint.problem else trust),
     }
 
 
 # Words.
 
 
-def facts(history: History) -> list[tuple[str, str]]:
+def list_facts(history: History) -> list[tuple[str, str]]:
     """What a person asks first, a name and a text each; the text is empty where it is not known."""
     row, speed = history.row, history.speed
     of_total = "" if history.total_steps is None else f" of {history.total_steps:,}"
@@ -219,45 +219,45 @@ def facts(history: History) -> list[tuple[str, str]]:
     newest = history.validation[-1] if history.validation else None
     devices = history.attempts[-1] if history.attempts else None
     return [
-        ("state", state_text(history)),
+        ("state", format_state(history)),
         ("steps", f"{history.step:,}{of_total}"),
-        ("tokens", number_text(row.get("train/tokens"), ",.0f")),
-        ("loss", number_text(row.get("train/loss"), ".4f")),
+        ("tokens", format_number(row.get("train/tokens"), ",.0f")),
+        ("loss", format_number(row.get("train/loss"), ".4f")),
         ("validation loss", "" if newest is None else f"{newest[1]:.4f} at step {newest[0]:,}"),
         ("best validation loss", "" if best is None else f"{best[1]:.4f} at step {best[0]:,}"),
-        ("tokens / s", number_text(speed.tokens_per_second, ",.0f")),
-        ("tokens / s / device", number_text(speed.tokens_per_second_per_device, ",.0f")),
-        ("model FLOPs utilisation", number_text(speed.mfu, ".1%")),
-        ("seconds a step", number_text(speed.step_seconds, ".4g")),
-        ("time left", duration_text(speed.left_seconds)),
-        ("wall time", duration_text(history.wall_seconds)),
+        ("tokens / s", format_number(speed.tokens_per_second, ",.0f")),
+        ("tokens / s / device", format_number(speed.tokens_per_second_per_device, ",.0f")),
+        ("model FLOPs utilisation", format_number(speed.mfu, ".1%")),
+        ("seconds a step", format_number(speed.step_seconds, ".4g")),
+        ("time left", format_duration(speed.left_seconds)),
+        ("wall time", format_duration(history.wall_seconds)),
         ("goodput", f"{history.goodput:.1%}" if history.wall_seconds > 0 else ""),
         ("attempts", f"{len(history.attempts):,}"),
         ("steps lost and done again", f"{history.lost_steps:,}"),
         ("checkpoints", f"{len(history.checkpoints):,}"),
         ("devices", "" if devices is None or devices.num_devices is None else _devices(devices)),
-        ("directory", cut(history.url)),
+        ("directory", truncate(history.url)),
     ]
 
 
-def state_text(history: History) -> str:
+def format_state(history: History) -> str:
     """The state, with its reason."""
-    return cut(f"{history.state.value}: {history.reason}" if history.reason else history.state.value)
+    return truncate(f"{history.state.value}: {history.reason}" if history.reason else history.state.value)
 
 
-def kind_of(history: History) -> str:
+def get_state_class(history: History) -> str:
     """Whether the state is good, bad, live, or none of these."""
     return _KINDS.get(history.state, "")
 
 
-def number_text(value: object, form: str) -> str:
+def format_number(value: object, form: str) -> str:
     """A finite number as `form` has it; empty if it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return ""
     return format(value, form)
 
 
-def duration_text(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """So many days, hours, minutes or seconds; empty if it is not known."""
     if seconds is None or not math.isfinite(seconds):
         return ""
@@ -269,10 +269,10 @@ def duration_text(seconds: float | None) -> str:
 
 def _devices(attempt: AttemptRecord) -> str:
     processes = "" if attempt.num_processes in (None, 1) else f" in {attempt.num_processes} processes"
-    return f"{attempt.num_devices} x {cut(attempt.device_kind or 'unknown')}{processes}"
+    return f"{attempt.num_devices} x {truncate(attempt.device_kind or 'unknown')}{processes}"
 
 
-def environment(history: History) -> list[tuple[str, str]]:
+def list_environment(history: History) -> list[tuple[str, str]]:
     """What the newest attempt runs with, and what the attempts before it ran with where that was another."""
     found: dict[str, list[str]] = {}
     for attempt in history.attempts:
@@ -308,6 +308,6 @@ def _environment(attempt: AttemptRecord) -> list[tuple[str, str]]:
     return found
 
 
-def events(history: History) -> list[str]:
+def list_events(history: History) -> list[str]:
     """The newest lines of the ledger, the newest first."""
     return [json.dumps(event) for event in reversed(history.events)]

@@ -9,7 +9,7 @@ The map, in layers; a module imports only from those above it.
 - `machine`: The devices that a job is sized for, without having them: libtpu's own, or CPU devices that stand in
 - `program`: What a job's compiled steps say of themselves: memory, collectives, how long the compiler took
 - `prediction`: What arithmetic says of a job on a mesh, before anything is compiled: what it keeps, sends and compu
-- `outlook`: What is known of a job before its step is compiled, and which mesh near its own would do better
+- `estimate`: What is known of a job before its step is compiled, and which mesh near its own would do better
 - `profile`: The forecast of a step as sections of a plan, and as a file that Perfetto opens
 - `report`: The sections of a plan: what the job is, what it costs in memory, time and traffic, and what each nu
 - `search`: What to ask for: meshes x micro-batches x what the job declares, ranked by predicted step time

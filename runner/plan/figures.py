@@ -45,10 +45,10 @@ class Figure:
     @property
     def text(self) -> str:
         """The value for a person."""
-        return self.value if isinstance(self.value, str) else amount(self.value, self.unit)
+        return self.value if isinstance(self.value, str) else format_amount(self.value, self.unit)
 
 
-def amount(value: float, unit: Unit) -> str:
+def format_amount(value: float, unit: Unit) -> str:
     """A number for a person, in the scale that suits it."""
     if unit == "share":
         return f"{100 * value:.1f}%"
@@ -76,7 +76,7 @@ class Section:
         return next(figure.value for figure in self.figures if figure.name == name)
 
 
-def as_lines(sections: Iterable[Section]) -> list[str]:
+def format_sections(sections: Iterable[Section]) -> list[str]:
     """A table for people: name, value, basis, note."""
     sections = [section for section in sections if section.figures]
     names = max(len(figure.name) for section in sections for figure in section.figures)
@@ -102,7 +102,7 @@ def _note(figure: Figure) -> str:
     return f": {figure.note}" if figure.note else ""
 
 
-def as_json(sections: Iterable[Section]) -> dict[str, Any]:
+def sections_to_json(sections: Iterable[Section]) -> dict[str, Any]:
     """For scripts: section -> name -> value, unit, basis, note."""
     return {
         section.title: {
@@ -117,7 +117,7 @@ _EVERY_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def telling(what: str) -> Iterator[None]:
+def report_progress(what: str) -> Iterator[None]:
     """Say that `what` begins, and from time to time how long it has taken. A compiler lets other threads run."""
     began, is_over = time.monotonic(), threading.Event()
 

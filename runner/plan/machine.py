@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from runner.accelerator import Accelerator
 from runner.errors import InvalidError
 from runner.parallel.mesh import BATCH_AXES, STATE_AXES, device_memory_bytes, make_mesh
-from runner.plan.forecast.collectives import collectives
-from runner.plan.mesh import Sizes
+from runner.plan.forecast.collectives import find_collectives
+from runner.plan.mesh import MeshSizes
 
 # What libtpu would otherwise ask of a TPU host that is not there, and how much it says.
 _WITHOUT_A_TPU = {
@@ -80,7 +80,7 @@ class TargetMachine:
         return chips * found.chip.devices_per_chip
 
 
-def is_libtpu_here() -> bool:
+def is_libtpu_installed() -> bool:
     """Whether libtpu is installed."""
     found = importlib.util.find_spec("libtpu")
     return found is not None and found.loader is not None
@@ -106,7 +106,7 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
     jax.config.update("jax_platforms", "cpu")
     shape = accelerator.shape if accelerator.chip.is_tpu else ""  # refuses what is no slice
     stand_ins = _fake_devices(accelerator.num_devices)
-    if shape and is_libtpu_here():
+    if shape and is_libtpu_installed():
         return _libtpu_machine(accelerator, shape, stand_ins)
     is_cpu = accelerator.name == "cpu"
     why = ", since libtpu is not installed (extra tpu-plan)" if accelerator.chip.is_tpu else ""
@@ -164,7 +164,7 @@ def _memory_of(accelerator: Accelerator) -> int:
 _TOKENS = 4096  # of a device
 
 
-def moves_whole(devices: Sequence[jax.Device], sizes: Sizes, leaf: Any, dtype: str) -> bool:
+def uses_all_reduce(devices: Sequence[jax.Device], sizes: MeshSizes, leaf: Any, dtype: str) -> bool:
     """Whether `leaf`, an abstract parameter with a sharding on that mesh, is moved over `STATE_AXES` by all-reduce.
 
     Of one that stacks layers or experts it is a matrix that is tried, in `dtype` as it is sent.
@@ -189,6 +189,6 @@ def moves_whole(devices: Sequence[jax.Device], sizes: Sizes, leaf: Any, dtype: s
     with jax.set_mesh(mesh):
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(dy.sharding, weight.sharding))
         text = jitted.lower(weight, x, dy).compile().as_text() or ""
-    found = collectives(text, {axis: int(size) for axis, size in mesh.shape.items()})
+    found = find_collectives(text, {axis: int(size) for axis, size in mesh.shape.items()})
     reduced = [one for one in found if one.kind == "all-reduce" and {*one.axes} & {*STATE_AXES}]
     return any(2 * math.prod(each) > math.prod(shape) for one in reduced for each in one.shapes)

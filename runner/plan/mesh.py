@@ -26,45 +26,47 @@ from pathlib import Path
 from typing import Any
 
 from runner.parallel.mesh import AXES, STATE_AXES, axes_in
-from runner.plan.figures import amount
+from runner.plan.figures import format_amount
 from runner.plan.forecast.collectives import Collective
 
 _MAX_TENSOR = 16  # beyond a few chips next to each other, tensor parallelism only waits for its network
 _LEAST_POSITIONS = 1024
 
-Sizes = tuple[tuple[str, int], ...]  # devices by axis, in the order of AXES
+MeshSizes = tuple[tuple[str, int], ...]  # devices by axis, in the order of AXES
 
 
-def all_meshes(num_devices: int, sequence_length: int, num_experts: int) -> Iterator[Sizes]:
+def iter_meshes(num_devices: int, sequence_length: int, num_experts: int) -> Iterator[MeshSizes]:
     """Every mesh over so many devices that rows of this length and so many experts of a layer (1: none) allow."""
     for tensor in _divisors(num_devices, _MAX_TENSOR):
         for expert in _divisors(num_devices // tensor):
-            if not allows({"expert": expert}, sequence_length, num_experts):
+            if not allows_axis_sizes({"expert": expert}, sequence_length, num_experts):
                 continue
             for sequence in _divisors(num_devices // (tensor * expert)):
-                if not allows({"sequence": sequence}, sequence_length, num_experts):
+                if not allows_axis_sizes({"sequence": sequence}, sequence_length, num_experts):
                     continue
                 left = num_devices // (tensor * expert * sequence)
                 for fsdp in _divisors(left):
-                    yield in_order(
+                    yield order_sizes(
                         {"data": left // fsdp, "fsdp": fsdp, "sequence": sequence, "expert": expert, "tensor": tensor}
                     )
 
 
-def near_meshes(sizes: Mapping[str, int], sequence_length: int, num_experts: int) -> list[Sizes]:
+def list_near_meshes(sizes: Mapping[str, int], sequence_length: int, num_experts: int) -> list[MeshSizes]:
     """Those that a factor makes of a mesh that goes from one axis to another."""
     found = []
     for giver in AXES:
         for factor in _divisors(sizes[giver])[1:]:
             for taker in (axis for axis in AXES if axis != giver):
                 near = {**sizes, giver: sizes[giver] // factor, taker: sizes[taker] * factor}
-                is_allowed = taker in ("data", "fsdp") or allows({taker: near[taker]}, sequence_length, num_experts)
+                is_allowed = taker in ("data", "fsdp") or allows_axis_sizes(
+                    {taker: near[taker]}, sequence_length, num_experts
+                )
                 if is_allowed and near["tensor"] <= max(_MAX_TENSOR, sizes["tensor"]):
-                    found.append(in_order(near))
+                    found.append(order_sizes(near))
     return found
 
 
-def allows(sizes: Mapping[str, int], sequence_length: int, num_experts: int) -> bool:
+def allows_axis_sizes(sizes: Mapping[str, int], sequence_length: int, num_experts: int) -> bool:
     """Whether rows and experts can be cut so, and rows are long enough for it."""
     sequence, expert = sizes.get("sequence", 1), sizes.get("expert", 1)
     halves = 2 * sequence  # the first part of a row and the last, the second and the last but one: equal causal work
@@ -72,8 +74,8 @@ def allows(sizes: Mapping[str, int], sequence_length: int, num_experts: int) -> 
     return is_long and num_experts % expert == 0
 
 
-def in_order(sizes: Mapping[str, int]) -> Sizes:
-    """As `Sizes`."""
+def order_sizes(sizes: Mapping[str, int]) -> MeshSizes:
+    """As `MeshSizes`."""
     return tuple((axis, sizes[axis]) for axis in AXES)
 
 
@@ -101,7 +103,7 @@ class SmallShard:
         return math.prod(self.shape)
 
 
-def small_shards(parameters: Mapping[str, Any], itemsize: int) -> list[SmallShard]:
+def find_small_shards(parameters: Mapping[str, Any], itemsize: int) -> list[SmallShard]:
     """Those of abstract parameters with shardings that are below the tile of their type when sent, largest first.
 
     Only the last two axes lie in tiles. None if all of them together are next to nothing.
@@ -120,7 +122,7 @@ def small_shards(parameters: Mapping[str, Any], itemsize: int) -> list[SmallShar
     return sorted(found, key=lambda shard: -shard.size)
 
 
-def share_of(shards: Iterable[SmallShard], parameters: Mapping[str, Any]) -> float:
+def compute_small_share(shards: Iterable[SmallShard], parameters: Mapping[str, Any]) -> float:
     """The share of all parameters that they hold."""
     return sum(shard.size for shard in shards) / sum(math.prod(leaf.shape) for leaf in parameters.values())
 
@@ -152,19 +154,19 @@ class ParameterPasses:
     of_logits: int
 
 
-def below_tile(shards: list[SmallShard], mesh: str, dtype: str, sent_bytes: float) -> MeshWarning:
+def make_small_shard_warning(shards: list[SmallShard], mesh: str, dtype: str, sent_bytes: float) -> MeshWarning:
     """The fault that shards are too small; `sent_bytes` is what arithmetic says that a device then sends in a step."""
     first = shards[0]
     others = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
     text = (
         f"{mesh} cuts {first.shape[first.axis]:,} rows of {first.name}{others} into shards of {first.rows}, and a tile "
         f"of {dtype} has {first.tile_rows} on this chip: the compiler gathers and reduces these by all-reduce, "
-        f"{amount(sent_bytes, 'bytes')} sent by a device and step by arithmetic"
+        f"{format_amount(sent_bytes, 'bytes')} sent by a device and step by arithmetic"
     )
     return MeshWarning(text, sent_bytes / 2, tuple(shard.name for shard in shards))
 
 
-def faults(
+def find_mesh_warnings(
     found: Iterable[Collective], parameters: Mapping[str, Any], passes: ParameterPasses, cut: set[str]
 ) -> list[MeshWarning]:
     """The faults of a compiled step. `parameters` are abstract, with shardings; `cut` the state's axes above 1."""
@@ -173,7 +175,7 @@ def faults(
     return [*_whole(over_state, by_size), *_repeated(over_state, by_size, passes)]
 
 
-def is_worth_a_word(fault: MeshWarning, bytes_per_second: float, step_seconds: float) -> bool:
+def is_significant(fault: MeshWarning, bytes_per_second: float, step_seconds: float) -> bool:
     """Whether a fault costs a part of the least time of a step that anyone would care about."""
     return fault.excess_bytes / bytes_per_second >= _LEAST_SHARE * step_seconds
 
@@ -209,8 +211,8 @@ def _whole(found: list[Collective], by_size: Mapping[int, list[tuple[str, int]]]
     others = f" and {len(sizes) - 1} more sizes" if len(sizes) > 1 else ""
     text = (
         f"all-reduce over {' x '.join(first.one.axes)} of {_shape(first.shape)}{others}, parameters or their "
-        f"gradients, which could be gathered and scattered{_place(first.one)}: {amount(total, 'bytes')} sent by a "
-        "device and step, half of it for nothing"
+        f"gradients, which could be gathered and scattered{_place(first.one)}: {format_amount(total, 'bytes')} sent "
+        "by a device and step, half of it for nothing"
     )
     return [MeshWarning(text, total / 2, tuple(by_size[size][0][0] for size in sizes))]
 
@@ -237,7 +239,7 @@ def _repeated(
         text = (
             f"all-gather over {' x '.join(largest.one.axes)} of {_shape(largest.shape)}, {' or '.join(names)}, each "
             f"{times:.0f} times in a micro-batch whose passes need it {needed} times{_place(largest.one)}: "
-            f"{amount(total, 'bytes')} sent by a device and step"
+            f"{format_amount(total, 'bytes')} sent by a device and step"
         )
         result.append(MeshWarning(text, total * (1 - needed / times), names, is_of_mesh=False))
     return result

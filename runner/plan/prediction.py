@@ -38,8 +38,8 @@ from runner.parallel.mesh import (
     validate_sequence_sharding,
 )
 from runner.plan import program
-from runner.plan.mesh import Sizes, in_order, share_of, small_shards
-from runner.plan.program import Roofline, StepWork, bytes_on_a_device, num_elements, split_over_domains
+from runner.plan.mesh import MeshSizes, compute_small_share, find_small_shards, order_sizes
+from runner.plan.program import Roofline, StepWork, count_bytes_per_device, count_elements, split_over_domains
 from runner.train.flops import Flops, Sizing
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.state import relaid
@@ -49,7 +49,7 @@ _REDUCED_ITEMSIZE = 4  # of gradients over `data`, which are float32
 
 
 @dataclass(frozen=True)
-class CollectiveFlow:
+class PredictedCollective:
     """One kind of collective of a step."""
 
     axes: tuple[str, ...]
@@ -58,7 +58,7 @@ class CollectiveFlow:
 
 
 @dataclass(frozen=True)
-class SentParameters:
+class ParameterPayload:
     """The parameters in the type in which they are sent, as far as `tensor` does not cut them: bytes.
 
     Attributes:
@@ -72,16 +72,16 @@ class SentParameters:
     itemsize: int = 4
 
 
-def flows(
+def predict_collectives(
     sizes: Mapping[str, int],
-    weights: SentParameters,
+    weights: ParameterPayload,
     sizing: Sizing,
     tokens: float,
     passes: int,
     accumulate_steps: int = 1,
     *,
     waits: bool = True,
-) -> list[CollectiveFlow]:
+) -> list[PredictedCollective]:
     """The collectives of a step.
 
     Args:
@@ -96,16 +96,16 @@ def flows(
     of_own_experts = weights.of_experts / sizes["expert"]
     beside_experts = tuple(axis for axis in STATE_AXES if axis != "expert")
     return [
-        CollectiveFlow(("data",), 2, reduced),
-        CollectiveFlow(STATE_AXES, rounds, weights.shared),
-        CollectiveFlow(beside_experts, rounds, of_own_experts),
-        CollectiveFlow(("sequence",), 1, tokens * sizes["sequence"] * sizing.sequence_bytes_per_token),
-        CollectiveFlow(("expert",), 1, tokens * sizing.expert_bytes_per_token),
-        CollectiveFlow(("tensor",), 2, tokens * sizing.tensor_bytes_per_token),
+        PredictedCollective(("data",), 2, reduced),
+        PredictedCollective(STATE_AXES, rounds, weights.shared),
+        PredictedCollective(beside_experts, rounds, of_own_experts),
+        PredictedCollective(("sequence",), 1, tokens * sizes["sequence"] * sizing.sequence_bytes_per_token),
+        PredictedCollective(("expert",), 1, tokens * sizing.expert_bytes_per_token),
+        PredictedCollective(("tensor",), 2, tokens * sizing.tensor_bytes_per_token),
     ]
 
 
-def flows_in_order(parameters: float, itemsize: int, num_subtrees: int) -> list[CollectiveFlow]:
+def predict_ordered_collectives(parameters: float, itemsize: int, num_subtrees: int) -> list[PredictedCollective]:
     """The collectives of a step whose sums have a fixed order, see `runner.parallel.reduction`.
 
     Parameters are gathered once over `fsdp`, in the type in which they are stored; of every device its subtrees go to
@@ -113,13 +113,15 @@ def flows_in_order(parameters: float, itemsize: int, num_subtrees: int) -> list[
     """
     gradient = parameters * _REDUCED_ITEMSIZE
     return [
-        CollectiveFlow(("fsdp",), 1, parameters * itemsize),
-        CollectiveFlow(BATCH_AXES, num_subtrees, gradient),
-        CollectiveFlow(BATCH_AXES, 1, gradient),
+        PredictedCollective(("fsdp",), 1, parameters * itemsize),
+        PredictedCollective(BATCH_AXES, num_subtrees, gradient),
+        PredictedCollective(BATCH_AXES, 1, gradient),
     ]
 
 
-def sent(found: list[CollectiveFlow], sizes: Mapping[str, int], over_domains: Mapping[str, int]) -> tuple[float, float]:
+def sum_sent_bytes(
+    found: list[PredictedCollective], sizes: Mapping[str, int], over_domains: Mapping[str, int]
+) -> tuple[float, float]:
     """Bytes that a device sends in a step inside its slice or GPU node, and out of it."""
     interconnect = network = 0.0
     for flow in found:
@@ -130,7 +132,7 @@ def sent(found: list[CollectiveFlow], sizes: Mapping[str, int], over_domains: Ma
 
 
 _LONG_ROW = 16_384  # positions
-WHOLE = in_order(dict.fromkeys(AXES, 1))  # the mesh of one device
+SINGLE_DEVICE = order_sizes(dict.fromkeys(AXES, 1))  # the mesh of one device
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class StateSize:
     """The state on one device, and the parameters as they are sent.
 
     Attributes:
-        whole_share: see `SentParameters`.
+        whole_share: see `ParameterPayload`.
     """
 
     state_bytes: float
@@ -181,9 +183,9 @@ class Predictor:
     @functools.cached_property
     def whole(self) -> Any:
         """The abstract state on one device, from which it is known on any mesh."""
-        return build_abstract(self.job.setup_builder, WHOLE).abstract_state
+        return build_abstract(self.job.setup_builder, SINGLE_DEVICE).abstract_state
 
-    def state_on(self, sizes: Sizes) -> Any:
+    def state_on(self, sizes: MeshSizes) -> Any:
         """The abstract state over a mesh of no devices: shapes and shardings."""
         return relaid(self.whole, abstract_mesh(sizes))
 
@@ -192,9 +194,9 @@ class Predictor:
         small = 0.0
         if self.accelerator.chip.is_tpu:
             parameters = named({"params": abstract.params})
-            small = share_of(small_shards(parameters, self.sent_itemsize), parameters)
-        state_bytes, parameter_bytes = bytes_on_a_device(abstract), bytes_on_a_device(abstract.params)
-        return StateSize(state_bytes, parameter_bytes, num_elements(abstract.params), small)
+            small = compute_small_share(find_small_shards(parameters, self.sent_itemsize), parameters)
+        state_bytes, parameter_bytes = count_bytes_per_device(abstract), count_bytes_per_device(abstract.params)
+        return StateSize(state_bytes, parameter_bytes, count_elements(abstract.params), small)
 
     @property
     def sent_itemsize(self) -> int:
@@ -207,7 +209,7 @@ class Predictor:
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         try:
             over_slices(sizes, _num_domains(self.accelerator))
-            mesh = abstract_mesh(in_order(sizes))
+            mesh = abstract_mesh(order_sizes(sizes))
             validate_sequence_sharding(mesh, config.data.sequence_length, config.memory.loss_chunk_positions)
             devices, wanted = config.train.same_bits_devices, config.train.micro_batch_examples
             if devices is not None:
@@ -226,24 +228,26 @@ class Predictor:
         sent_bytes = self.sent_itemsize / sizes["tensor"]
         of_experts = min(sizing.expert_parameters, state.num_parameters)
         shared = state.num_parameters - of_experts
-        weights = SentParameters(shared * sent_bytes, of_experts * sent_bytes, state.whole_share, self.sent_itemsize)
+        weights = ParameterPayload(shared * sent_bytes, of_experts * sent_bytes, state.whole_share, self.sent_itemsize)
         passes = 3 if config.memory.remat == "layers" else 2
         over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(self.accelerator)), strict=True))
         groups, gradients = config.train.same_bits_devices, state.parameter_bytes * min(accumulate_steps, 2)
         if groups is None:
             waits = reduction.waits(sizes, is_tpu=self.accelerator.chip.is_tpu)
-            found = flows(sizes, weights, sizing, accumulate_steps * tokens, passes, accumulate_steps, waits=waits)
+            found = predict_collectives(
+                sizes, weights, sizing, accumulate_steps * tokens, passes, accumulate_steps, waits=waits
+            )
         else:
             itemsize = jnp.dtype(config.precision.params).itemsize
-            found = flows_in_order(state.num_parameters, itemsize, reduction.num_subtrees(groups, shards))
+            found = predict_ordered_collectives(state.num_parameters, itemsize, reduction.num_subtrees(groups, shards))
             gradients = reduction.held_bytes(state.num_parameters, itemsize if sizes["fsdp"] > 1 else 0, groups, shards)
-        inside, across = sent(found, sizes, over_domains)
+        inside, across = sum_sent_bytes(found, sizes, over_domains)
         executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.tokens_per_step
         whole_bytes = weights.shared + weights.of_experts / sizes["expert"]
-        traffic = program.hbm_traffic(state.state_bytes, whole_bytes, passes, accumulate_steps)
+        traffic = program.compute_hbm_traffic(state.state_bytes, whole_bytes, passes, accumulate_steps)
         work = StepWork(executed / math.prod(sizes.values()), traffic, inside, across)
         working_bytes = gradients + sizing.head_bytes + tokens * sizing.activation_bytes_per_token
-        times = program.roofline(work, self.speeds, self.accelerator.chip.devices_per_chip)
+        times = program.compute_roofline(work, self.speeds, self.accelerator.chip.devices_per_chip)
         sent_in_step = work.interconnect_bytes + work.network_bytes
         return Prediction(micro_batch, state.state_bytes, working_bytes, sent_in_step, times)
 
@@ -255,12 +259,12 @@ class Predictor:
                 yield found
 
 
-def abstract_mesh(sizes: Sizes) -> Any:
+def abstract_mesh(sizes: MeshSizes) -> Any:
     """A mesh of no devices."""
     return AbstractMesh(tuple(size for _, size in sizes), tuple(axis for axis, _ in sizes))
 
 
-def build_abstract(setup_builder: TrainSetupBuilder, sizes: Sizes) -> TrainSetup:
+def build_abstract(setup_builder: TrainSetupBuilder, sizes: MeshSizes) -> TrainSetup:
     """The job over a mesh of no devices; its shapes are found by a shorter row where its own takes long to trace."""
     length = setup_builder.config.data.sequence_length
     row_length = math.gcd(length, _LONG_ROW) if length > _LONG_ROW else length

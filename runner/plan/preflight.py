@@ -18,14 +18,20 @@ from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
 from runner.job import RestoreableJob
 from runner.plan import checks, report
 from runner.plan.checks import Findings, check_data
-from runner.plan.figures import Section, amount, as_json, as_lines, telling
-from runner.plan.forecast.sources import largest_arrays
+from runner.plan.estimate import EarlyEstimate, build_first_setup, estimate_early, format_first_estimate
+from runner.plan.figures import Section, format_amount, format_sections, report_progress, sections_to_json
+from runner.plan.forecast.sources import find_largest_arrays
 from runner.plan.machine import TargetMachine, open_machine
 from runner.plan.mesh import MeshWarning
-from runner.plan.outlook import EarlyEstimate, estimate_early, first_blueprint, first_estimate
-from runner.plan.profile import against_section, forecast_of, profile_sections, rows_of, write_trace
-from runner.plan.program import CompiledProgram, compile_design
-from runner.plan.search import CompiledCandidate, Search, smallest_slice
+from runner.plan.profile import (
+    forecast_program,
+    make_comparison_section,
+    make_profile_sections,
+    read_timed_rows,
+    write_trace,
+)
+from runner.plan.program import CompiledProgram, compile_program
+from runner.plan.search import CompiledCandidate, Search, find_smallest_slice
 from runner.spec import Document, load_document
 from runner.train.compile import StepTooLargeError
 from runner.train.setup import TrainSetup, TrainSetupBuilder
@@ -59,10 +65,10 @@ def plan(request: PlanRequest) -> int:
     job = checks.open_job(document, findings)
     sections = [] if job is None else _sections(job, machine, findings, request)
     if request.as_json:
-        content = {"problems": findings.problems, "warnings": findings.warnings, "plan": as_json(sections)}
+        content = {"problems": findings.problems, "warnings": findings.warnings, "plan": sections_to_json(sections)}
         print(json.dumps(content, indent=2))
     else:
-        lines = as_lines(sections) if sections else []
+        lines = format_sections(sections) if sections else []
         lines += ["", *(f"warning: {line}" for line in findings.warnings)] if findings.warnings else []
         lines += ["", *(f"problem: {line}" for line in findings.problems)] if findings.problems else []
         lines += ["", "would not run" if findings.problems else "would run"]
@@ -75,7 +81,7 @@ def _refuse_early(request: PlanRequest) -> None:
     if request.trace is not None and not request.trace.absolute().parent.is_dir():
         raise InvalidError(f"--trace {request.trace}: {request.trace.absolute().parent} is no directory")
     if request.against is not None:
-        rows_of(request.against)
+        read_timed_rows(request.against)
 
 
 def _open_machine(document: Document, findings: Findings) -> TargetMachine | None:
@@ -95,7 +101,7 @@ def _open_machine(document: Document, findings: Findings) -> TargetMachine | Non
 def _sections(
     job: RestoreableJob, machine: TargetMachine | None, findings: Findings, request: PlanRequest
 ) -> list[Section]:
-    sections = [] if machine is None else [report.job_section(job.spec, machine)]
+    sections = [] if machine is None else [report.make_job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
         if machine is not None and _needs_no_data(job):
             _tell_first(job, machine)
@@ -116,7 +122,7 @@ def _sections(
         return sections
     abstract = job.abstract_state()
     checks.check_weights(job, abstract, findings)
-    return [*sections, report.state_section(abstract), _checkpoint_section(job, abstract, machine, None, findings)]
+    return [*sections, report.make_state_section(abstract), _checkpoint_section(job, abstract, machine, None, findings)]
 
 
 def _trainer_sections(
@@ -127,20 +133,20 @@ def _trainer_sections(
     checks.check_weights(job, abstract, findings)
     outlook = estimate_early(job, train_setup, machine)
     if not _needs_no_data(job):  # else it has been told already
-        warn(first_estimate(job, train_setup, machine))
+        warn(format_first_estimate(job, train_setup, machine))
     if outlook is not None:
         _warn_of(job, outlook, outlook.small, findings)
-    with telling(f"compiling {job.spec.name} for {job.topology.accelerator}"):
+    with report_progress(f"compiling {job.spec.name} for {job.topology.accelerator}"):
         program, sections = _compile(job.setup_builder, train_setup, machine, findings)
     if program is None:
         return [*sections, _checkpoint_section(job, abstract, machine, None, findings)]
     if outlook is not None:
         _warn_of(job, outlook, outlook.faults(program), findings)
     sections = [
-        report.batch_section(job.setup_builder.counted, program),
-        report.state_section(abstract),
-        report.memory_section(program, machine),
-        report.collectives_section(program),
+        report.make_batch_section(job.setup_builder.counted, program),
+        report.make_state_section(abstract),
+        report.make_memory_section(program, machine),
+        report.make_collectives_section(program),
     ]
     step_seconds = model_flops = None
     try:
@@ -148,13 +154,13 @@ def _trainer_sections(
     except ValueError as error:
         findings.warnings.append(f"{job.spec.job}: no FLOPs and no roofline: {error}")
     else:
-        roofline, times = report.roofline_section(job.setup_builder.counted, flops, program, machine)
-        sections += [report.flops_section(job.config, flops), roofline]
+        roofline, times = report.make_roofline_section(job.setup_builder.counted, flops, program, machine)
+        sections += [report.make_flops_section(job.config, flops), roofline]
         step_seconds = None if times is None else times.step_seconds
         model_flops = flops.per_token * job.config.tokens_per_step
     sections += _profile(program, machine, model_flops, findings, request)
     checkpoint = _checkpoint_section(job, abstract, machine, step_seconds, findings)
-    return [*sections, checkpoint, report.compile_section(program)]
+    return [*sections, checkpoint, report.make_compilation_section(program)]
 
 
 def _needs_no_data(job: BaseTrainer) -> bool:
@@ -165,7 +171,7 @@ def _needs_no_data(job: BaseTrainer) -> bool:
 def _tell_first(job: BaseTrainer, machine: TargetMachine) -> None:
     """The first estimate, before data are read and anything is compiled. What is wrong is told later, in its place."""
     with contextlib.suppress(InvalidError):
-        warn(first_estimate(job, first_blueprint(job, machine), machine))
+        warn(format_first_estimate(job, build_first_setup(job, machine), machine))
 
 
 def _warn_of(job: BaseTrainer, outlook: EarlyEstimate, faults: list[MeshWarning], findings: Findings) -> None:
@@ -184,24 +190,24 @@ def _profile(
     """The step op by op, where that is asked for."""
     if not request.is_profile:
         return []
-    found = forecast_of(program, machine)
+    found = forecast_program(program, machine)
     if found is None:
         findings.warnings.append("--profile: no forecast, since no peak figures are known for this device")
         return []
     if request.trace is not None:
         write_trace(request.trace, found, request.spec)
-    sections = profile_sections(found, program, machine, model_flops)
+    sections = make_profile_sections(found, program, machine, model_flops)
     if request.against is not None:
         with findings.collect():
-            rows = rows_of(request.against)
-            sections.append(against_section(found, program.step.memory.needed, rows))
+            rows = read_timed_rows(request.against)
+            sections.append(make_comparison_section(found, program.step.memory.needed, rows))
     return sections
 
 
 def _checkpoint_section(
     job: RestoreableJob, abstract: Any, machine: TargetMachine, step_seconds: float | None, findings: Findings
 ) -> Section:
-    section, save_seconds = report.checkpoint_section(job.spec, abstract, machine, step_seconds)
+    section, save_seconds = report.make_checkpoint_section(job.spec, abstract, machine, step_seconds)
     checks.check_grace(job, save_seconds, "assumed", findings)
     return section
 
@@ -213,10 +219,10 @@ def _compile(
     sections: list[Section] = []
     with findings.collect():
         try:
-            return compile_design(setup_builder, train_setup, machine), sections
+            return compile_program(setup_builder, train_setup, machine), sections
         except StepTooLargeError:
             sections = [
-                report.state_section(train_setup.abstract_state),
+                report.make_state_section(train_setup.abstract_state),
                 _largest_section(setup_builder, train_setup, machine),
             ]
             raise
@@ -230,7 +236,7 @@ def _largest_section(setup_builder: TrainSetupBuilder, train_setup: TrainSetup, 
         compiled = setup_builder.compile_smallest(train_setup)
     except jax.errors.JaxRuntimeError:
         compiled = setup_builder.compile_smallest(setup_builder.build(machine.stand_ins))
-    for buffer in largest_arrays(compiled.text, _NUM_LARGEST):
+    for buffer in find_largest_arrays(compiled.text, _NUM_LARGEST):
         section.add(buffer.shape, buffer.bytes, "bytes", "compiled", buffer.op_name)
     return section
 
@@ -249,7 +255,7 @@ def _search(request: PlanRequest) -> int:
         candidates = search.candidates(search.models(), accelerator, machine.hbm_bytes)
     else:
         open_machine(Accelerator(accelerator.name, accelerator.chip.slice_sizes[-1]))
-        accelerator, candidates = smallest_slice(search, accelerator, request.hours)
+        accelerator, candidates = find_smallest_slice(search, accelerator, request.hours)
         machine = open_machine(accelerator)
     found, dropped = search.compile_best(candidates, machine)
     if request.as_json:
@@ -268,11 +274,11 @@ def _search_lines(
 ) -> list[str]:
     lines = [f"{accelerator}: {num_candidates} ways fit by arithmetic; compiled by {machine.compiler}:"]
     for number, compiled in enumerate(found, 1):
-        step, bound = amount(compiled.times.step_seconds, "seconds"), compiled.times.bound
-        needed = amount(compiled.program.step.memory.needed, "bytes")
+        step, bound = format_amount(compiled.times.step_seconds, "seconds"), compiled.times.bound
+        needed = format_amount(compiled.program.step.memory.needed, "bytes")
         settings = " ".join(compiled.candidate.overrides)
         seconds = compiled.forecast_seconds
-        forecast = "" if seconds is None else f"forecast {amount(seconds, 'seconds')}, "
+        forecast = "" if seconds is None else f"forecast {format_amount(seconds, 'seconds')}, "
         lines.append(f"  {number}. {forecast}lowest step time {step} ({bound}), {needed} a device: {settings}")
     lines += [f"  does not fit: {line}" for line in dropped]
     if not found:

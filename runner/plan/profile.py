@@ -13,18 +13,18 @@ from pathlib import Path
 
 from runner.errors import InvalidError
 from runner.history.reader import read_sample
-from runner.plan.figures import Basis, Section, amount
-from runner.plan.forecast import DeviceRates, Forecast, forecast, memory_at, trace_of
+from runner.plan.figures import Basis, Section, format_amount
+from runner.plan.forecast import DeviceRates, Forecast, build_trace, compute_forecast, get_live_bytes
 from runner.plan.forecast.collectives import Collective
 from runner.plan.machine import TargetMachine
-from runner.plan.program import CompiledProgram, sent_bytes
+from runner.plan.program import CompiledProgram, compute_sent_bytes
 from runner.storage import JsonObject, open_store
 from runner.train.compile import ProgramMemory
 
 _NUM_OPS, _NUM_LINES, _NUM_HELD, _NUM_TIMES = 20, 15, 8, 10
 
 
-def rates_of(machine: TargetMachine, mesh_sizes: Mapping[str, int]) -> DeviceRates | None:
+def get_device_rates(machine: TargetMachine, mesh_sizes: Mapping[str, int]) -> DeviceRates | None:
     """What one device of a machine can do, None where its chip's peak figures are not known."""
     chip = None if machine.accelerator is None else machine.accelerator.chip
     if chip is None or chip.speeds is None:
@@ -32,7 +32,7 @@ def rates_of(machine: TargetMachine, mesh_sizes: Mapping[str, int]) -> DeviceRat
     speeds, share = chip.speeds, 1 / chip.devices_per_chip
 
     def collective_seconds(collective: Collective) -> float:
-        inside, across = sent_bytes([replace(collective, count=1)], mesh_sizes, machine)
+        inside, across = compute_sent_bytes([replace(collective, count=1)], mesh_sizes, machine)
         links, network = speeds.interconnect_bytes_per_second, speeds.network_bytes_per_second
         return inside / (links * share) + across / (network * share)
 
@@ -45,20 +45,20 @@ def rates_of(machine: TargetMachine, mesh_sizes: Mapping[str, int]) -> DeviceRat
     )
 
 
-def forecast_of(program: CompiledProgram, machine: TargetMachine) -> Forecast | None:
+def forecast_program(program: CompiledProgram, machine: TargetMachine) -> Forecast | None:
     """The forecast of a compiled step, None where the chip's peak figures are not known."""
     sizes = program.train_setup.mesh_sizes
-    rates = rates_of(machine, sizes)
-    return None if rates is None else forecast(program.step.text, sizes, rates)
+    rates = get_device_rates(machine, sizes)
+    return None if rates is None else compute_forecast(program.step.text, sizes, rates)
 
 
-def forecast_seconds(program: CompiledProgram, machine: TargetMachine) -> float | None:
+def forecast_step_seconds(program: CompiledProgram, machine: TargetMachine) -> float | None:
     """A step's time by the compiler's estimates, for ranking programs; None where the compiler has written none."""
-    found = forecast_of(program, machine)
+    found = forecast_program(program, machine)
     return found.high if found is not None and found.has_estimates else None
 
 
-def profile_sections(
+def make_profile_sections(
     found: Forecast, program: CompiledProgram, machine: TargetMachine, model_flops_per_step: float | None
 ) -> list[Section]:
     """The sections of a forecast; without the FLOPs of the model there is no MFU."""
@@ -109,7 +109,7 @@ def _basis(found: Forecast) -> Basis:
 
 
 def _at_roofline(found: Forecast, low: float) -> str:
-    return f", {amount(low, 'seconds')} at the roofline" if found.has_estimates else ""
+    return f", {format_amount(low, 'seconds')} at the roofline" if found.has_estimates else ""
 
 
 def _part_section(found: Forecast) -> Section:
@@ -123,7 +123,7 @@ def _part_section(found: Forecast) -> Section:
 def _collective_section(found: Forecast) -> Section:
     section = Section("collectives in time")
     for part, (exposed, hidden) in found.collectives().items():
-        section.add(part, exposed, "seconds", _basis(found), f"exposed; hidden {amount(hidden, 'seconds')}")
+        section.add(part, exposed, "seconds", _basis(found), f"exposed; hidden {format_amount(hidden, 'seconds')}")
     return section
 
 
@@ -152,7 +152,7 @@ def _memory_section(found: Forecast, memory: ProgramMemory) -> Section:
         error = f"the count is {(alive.peak - memory.peak) / memory.peak:+.1%} off"
         section.add("the same by the compiler", memory.peak, "bytes", "compiled", error)
     section.add("temporaries as planned", memory.temporaries, "bytes", "compiled", "with what lies between them")
-    for number, most in enumerate(memory_in_time(found, _NUM_TIMES)):
+    for number, most in enumerate(compute_memory_timeline(found, _NUM_TIMES)):
         name = f"{number * 100 // _NUM_TIMES} to {(number + 1) * 100 // _NUM_TIMES}% of the time"
         section.add(name, most, "bytes", "counted", "at most" if number == 0 else "")
     for number, held in enumerate(alive.at_peak[:_NUM_HELD], 1):
@@ -160,12 +160,12 @@ def _memory_section(found: Forecast, memory: ProgramMemory) -> Section:
     return section
 
 
-def memory_in_time(found: Forecast, number: int) -> list[int]:
+def compute_memory_timeline(found: Forecast, number: int) -> list[int]:
     """The most bytes of temporaries in each of so many equal stretches of the step."""
     most, whole = [0] * number, max(found.high, 1e-12)
     for one in found.timing.drawn:
         if one.lane == "compute":
-            held = memory_at(found, one.stack, one.turns)
+            held = get_live_bytes(found, one.stack, one.turns)
             first = math.floor(number * one.start / whole + 1e-9)
             last = math.ceil(number * (one.start + one.seconds) / whole - 1e-9)
             for index in range(first, min(last, number)):
@@ -186,12 +186,12 @@ def _tail(op_name: str) -> str:
 def write_trace(path: Path, found: Forecast, name: str) -> None:
     """Write the schedule where Perfetto can open it. Raises `InvalidError` if the file cannot be written."""
     try:
-        path.write_text(json.dumps(trace_of(found, name)))
+        path.write_text(json.dumps(build_trace(found, name)))
     except OSError as error:
         raise InvalidError(f"--trace {path}: {error.strerror}") from error
 
 
-def rows_of(url: str) -> tuple[JsonObject, ...]:
+def read_timed_rows(url: str) -> tuple[JsonObject, ...]:
     """Rows of a run that tell how long its steps took. Raises `InvalidError` if there are none."""
     try:
         rows = read_sample(open_store(url))
@@ -203,7 +203,7 @@ def rows_of(url: str) -> tuple[JsonObject, ...]:
     return timed
 
 
-def against_section(found: Forecast, planned_bytes: int, rows: tuple[JsonObject, ...]) -> Section:
+def make_comparison_section(found: Forecast, planned_bytes: int, rows: tuple[JsonObject, ...]) -> Section:
     """What was measured, and how far the forecast is from it. Which devices the run had is not looked at."""
     section = Section("against a run")
     seconds = statistics.median(_number(row, "perf/step_seconds_median") for row in rows)

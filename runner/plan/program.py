@@ -16,7 +16,7 @@ import jax
 
 from runner.accelerator import PeakRates
 from runner.parallel.mesh import AXES, over_slices
-from runner.plan.forecast.collectives import Collective, collectives
+from runner.plan.forecast.collectives import Collective, find_collectives
 from runner.plan.machine import TargetMachine
 from runner.train.batch_layout import BatchLayout
 from runner.train.compile import MEMORY_SHARE, CompiledStep
@@ -71,7 +71,7 @@ class Roofline:
         return max(times, key=lambda name: times[name])
 
 
-def roofline(work: StepWork, speeds: PeakRates, devices_per_chip: int) -> Roofline:
+def compute_roofline(work: StepWork, speeds: PeakRates, devices_per_chip: int) -> Roofline:
     """The times of `work` on one device, which is a part of a chip if that shows several."""
     share = 1 / devices_per_chip
     return Roofline(
@@ -82,7 +82,7 @@ def roofline(work: StepWork, speeds: PeakRates, devices_per_chip: int) -> Roofli
     )
 
 
-def hbm_traffic(state_bytes: float, parameter_bytes: float, passes: int, accumulate_steps: int) -> float:
+def compute_hbm_traffic(state_bytes: float, parameter_bytes: float, passes: int, accumulate_steps: int) -> float:
     """Bytes that one device moves through its memory in a step, at least.
 
     The optimizer reads and writes the state once; each of `passes` passes over the model (forward, backward, what is
@@ -123,7 +123,7 @@ class CompiledProgram:
     network_bytes: float
 
 
-def compile_design(
+def compile_program(
     setup_builder: TrainSetupBuilder, train_setup: TrainSetup, machine: TargetMachine, *, with_val: bool = True
 ) -> CompiledProgram:
     """Compile what the job would run, as its blueprint lies on the machine. Allocates no parameter.
@@ -140,8 +140,8 @@ def compile_design(
         val_seconds = None if val is None else val.result()
     if with_val and step.layout != first:
         val_seconds = _seconds_of_val(setup_builder, train_setup, step.layout)
-    found = tuple(collectives(step.text, train_setup.mesh_sizes))
-    interconnect, network = sent_bytes(found, train_setup.mesh_sizes, machine)
+    found = tuple(find_collectives(step.text, train_setup.mesh_sizes))
+    interconnect, network = compute_sent_bytes(found, train_setup.mesh_sizes, machine)
     return CompiledProgram(train_setup, step, found, compile_seconds, val_seconds, interconnect, network)
 
 
@@ -152,7 +152,9 @@ def _seconds_of_val(setup_builder: TrainSetupBuilder, train_setup: TrainSetup, l
     return time.monotonic() - started
 
 
-def sent_bytes(found: Iterable[Collective], sizes: Mapping[str, int], machine: TargetMachine) -> tuple[float, float]:
+def compute_sent_bytes(
+    found: Iterable[Collective], sizes: Mapping[str, int], machine: TargetMachine
+) -> tuple[float, float]:
     """Bytes that one device sends in a step over the fast interconnect, and over the network between domains.
 
     libtpu compiles the program of one slice, in which collectives between slices stand apart. Elsewhere one program
@@ -174,7 +176,7 @@ def sent_bytes(found: Iterable[Collective], sizes: Mapping[str, int], machine: T
     return interconnect, network
 
 
-def bytes_on_a_device(tree: Any) -> int:
+def count_bytes_per_device(tree: Any) -> int:
     """Bytes of the part that one device holds of abstract arrays with shardings."""
     total = 0
     for leaf in jax.tree.leaves(tree):
@@ -183,11 +185,11 @@ def bytes_on_a_device(tree: Any) -> int:
     return total
 
 
-def bytes_of(tree: Any) -> int:
+def count_bytes(tree: Any) -> int:
     """Bytes of abstract arrays, once."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def num_elements(tree: Any) -> int:
+def count_elements(tree: Any) -> int:
     """Elements of abstract arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))

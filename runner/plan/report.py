@@ -9,7 +9,7 @@ from runner.config import TrainerConfig
 from runner.parallel.mesh import batch_axes_text, mesh_text, num_batch_shards
 from runner.periodic import tokens_at
 from runner.plan import program as estimate
-from runner.plan.figures import Section, amount
+from runner.plan.figures import Section, format_amount
 from runner.plan.machine import TargetMachine
 from runner.plan.program import (
     DURABLE_BYTES_PER_SECOND,
@@ -17,9 +17,9 @@ from runner.plan.program import (
     CompiledProgram,
     Roofline,
     StepWork,
-    bytes_of,
-    bytes_on_a_device,
-    num_elements,
+    count_bytes,
+    count_bytes_per_device,
+    count_elements,
 )
 from runner.spec import ExecutionSpec
 from runner.train.compile import MEMORY_SHARE
@@ -27,7 +27,7 @@ from runner.train.flops import Flops
 from runner.train.state import TrainState
 
 
-def job_section(spec: ExecutionSpec, machine: TargetMachine) -> Section:
+def make_job_section(spec: ExecutionSpec, machine: TargetMachine) -> Section:
     """What would run, and where."""
     section = Section("job")
     kind, number, hosts = machine.devices[0].device_kind, len(machine.devices), machine.num_hosts
@@ -40,22 +40,22 @@ def job_section(spec: ExecutionSpec, machine: TargetMachine) -> Section:
     return section
 
 
-def state_section(abstract: Any) -> Section:
+def make_state_section(abstract: Any) -> Section:
     """What the state weighs."""
     section = Section("state")
     parts = {"state": abstract}
     if isinstance(abstract, TrainState):
-        section.add("parameters", num_elements(abstract.params), "", "counted")
+        section.add("parameters", count_elements(abstract.params), "", "counted")
         parts = {"parameter": abstract.params, "optimizer": abstract.opt_state}
         parts |= {"variable": abstract.variables} if abstract.variables else {}
         parts |= {f"rider {name}": rider for name, rider in abstract.riders.items() if jax.tree.leaves(rider)}
     for name, part in parts.items():
-        section.add(f"{name} bytes", bytes_of(part), "bytes", "counted")
-        section.add(f"{name} bytes on a device", bytes_on_a_device(part), "bytes", "counted")
+        section.add(f"{name} bytes", count_bytes(part), "bytes", "counted")
+        section.add(f"{name} bytes on a device", count_bytes_per_device(part), "bytes", "counted")
     return section
 
 
-def batch_section(config: TrainerConfig, program: CompiledProgram) -> Section:
+def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Section:
     """How the global batch is split, and how far the run goes."""
     section, train, layout = Section("batch"), config.train, program.step.layout
     shards = num_batch_shards(layout.mesh)
@@ -69,7 +69,7 @@ def batch_section(config: TrainerConfig, program: CompiledProgram) -> Section:
     return section
 
 
-def memory_section(program: CompiledProgram, machine: TargetMachine) -> Section:
+def make_memory_section(program: CompiledProgram, machine: TargetMachine) -> Section:
     """What a step needs on each device, against what is there."""
     section, memory = Section("memory of a device"), program.step.memory
     section.add(
@@ -84,7 +84,7 @@ def memory_section(program: CompiledProgram, machine: TargetMachine) -> Section:
     return section
 
 
-def flops_section(config: TrainerConfig, flops: Flops) -> Section:
+def make_flops_section(config: TrainerConfig, flops: Flops) -> Section:
     """FLOPs of the model, by formula."""
     section = Section("FLOPs")
     tokens = config.tokens_per_step
@@ -95,7 +95,7 @@ def flops_section(config: TrainerConfig, flops: Flops) -> Section:
     return section
 
 
-def collectives_section(program: CompiledProgram) -> Section:
+def make_collectives_section(program: CompiledProgram) -> Section:
     """What the devices send each other in a step, by kind and axis."""
     section = Section("collectives of a step")
     rows: dict[tuple[str, str], list[float]] = {}
@@ -110,20 +110,22 @@ def collectives_section(program: CompiledProgram) -> Section:
     return section
 
 
-def work_of(config: TrainerConfig, flops: Flops, program: CompiledProgram) -> StepWork:
+def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProgram) -> StepWork:
     """What one device does in a step."""
     sizes, abstract = program.train_setup.mesh_sizes, program.train_setup.abstract_state
     executed = (flops.per_token + flops.recomputed_per_token) * config.tokens_per_step
-    whole = num_elements(abstract.params) / sizes["tensor"]
+    whole = count_elements(abstract.params) / sizes["tensor"]
     passes = 3 if config.memory.remat == "layers" else 2
     compute_bytes = 2 if config.precision.compute == "bfloat16" else 4
     accumulate_steps = program.step.layout.rounds
-    traffic = estimate.hbm_traffic(bytes_on_a_device(abstract), whole * compute_bytes, passes, accumulate_steps)
+    traffic = estimate.compute_hbm_traffic(
+        count_bytes_per_device(abstract), whole * compute_bytes, passes, accumulate_steps
+    )
     num_devices = program.train_setup.mesh.size
     return StepWork(executed / num_devices, traffic, program.interconnect_bytes, program.network_bytes)
 
 
-def roofline_section(
+def make_roofline_section(
     config: TrainerConfig, flops: Flops, program: CompiledProgram, machine: TargetMachine
 ) -> tuple[Section, Roofline | None]:
     """The least time of a step, and of the run."""
@@ -132,18 +134,20 @@ def roofline_section(
     if machine.accelerator is None or speeds is None:
         section.add("times", "no peak figures are known for this device", "text", "assumed")
         return section, None
-    work = work_of(config, flops, program)
-    times = estimate.roofline(work, speeds, machine.accelerator.chip.devices_per_chip)
+    work = compute_step_work(config, flops, program)
+    times = estimate.compute_roofline(work, speeds, machine.accelerator.chip.devices_per_chip)
     peak = f"{speeds.flops_per_second / 1e12:,.0f} TFLOP/s a chip"
-    section.add("compute", times.compute, "seconds", "assumed", f"{amount(work.flops, 'FLOP')} a device, {peak}")
+    section.add("compute", times.compute, "seconds", "assumed", f"{format_amount(work.flops, 'FLOP')} a device, {peak}")
     hbm = f"{speeds.hbm_bytes_per_second / 1e9:,.0f} GB/s a chip"
     traffic = "state read and written once, parameters read in each pass of each micro-batch"
-    section.add("memory", times.memory, "seconds", "assumed", f"{amount(work.hbm_bytes, 'bytes')}: {traffic}; {hbm}")
+    section.add(
+        "memory", times.memory, "seconds", "assumed", f"{format_amount(work.hbm_bytes, 'bytes')}: {traffic}; {hbm}"
+    )
     link = f"{speeds.interconnect_bytes_per_second / 1e9:,.0f} GB/s out of a chip"
-    inside = f"{amount(work.interconnect_bytes, 'bytes')} sent by a device"
+    inside = f"{format_amount(work.interconnect_bytes, 'bytes')} sent by a device"
     section.add("interconnect", times.interconnect, "seconds", "assumed", f"{inside}, {link}")
     if work.network_bytes:
-        across = f"{amount(work.network_bytes, 'bytes')} sent by a device between slices or nodes"
+        across = f"{format_amount(work.network_bytes, 'bytes')} sent by a device between slices or nodes"
         share = f"{speeds.network_bytes_per_second / 1e9:g} GB/s a chip"
         section.add("network", times.network, "seconds", "assumed", f"{across}, {share}")
     step_seconds = times.step_seconds
@@ -159,12 +163,12 @@ def roofline_section(
     return section, times
 
 
-def checkpoint_section(
+def make_checkpoint_section(
     spec: ExecutionSpec, abstract: Any, machine: TargetMachine, step_seconds: float | None
 ) -> tuple[Section, float]:
     """What a save weighs and takes, and when to save."""
     section = Section("checkpoint")
-    total = bytes_of(abstract)
+    total = count_bytes(abstract)
     on_a_host = total / machine.num_hosts
     durable_seconds, stall_seconds = on_a_host / DURABLE_BYTES_PER_SECOND, on_a_host / STALL_BYTES_PER_SECOND
     hours = spec.checkpoint.mean_time_between_failures_hours
@@ -189,7 +193,7 @@ def checkpoint_section(
     return section, durable_seconds
 
 
-def compile_section(program: CompiledProgram) -> Section:
+def make_compilation_section(program: CompiledProgram) -> Section:
     """What was compiled. Differs from one time to the next."""
     section = Section("compilation")
     section.add("program", program.step.digest, "text", "compiled")

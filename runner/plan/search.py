@@ -20,10 +20,10 @@ from runner.errors import InvalidError
 from runner.plan import checks, report
 from runner.plan.checks import Findings, load_data
 from runner.plan.machine import TargetMachine
-from runner.plan.mesh import Sizes, all_meshes
-from runner.plan.prediction import WHOLE, Prediction, Predictor, build_abstract
-from runner.plan.profile import forecast_seconds
-from runner.plan.program import TYPICAL_SHARE, CompiledProgram, Roofline, compile_design
+from runner.plan.mesh import MeshSizes, iter_meshes
+from runner.plan.prediction import SINGLE_DEVICE, Prediction, Predictor, build_abstract
+from runner.plan.profile import forecast_step_seconds
+from runner.plan.program import TYPICAL_SHARE, CompiledProgram, Roofline, compile_program
 from runner.spec import Document, load_document
 from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops
@@ -38,7 +38,7 @@ Choices = tuple[tuple[str, Any], ...]  # values of the job's own knobs by dotted
 class Candidate:
     """One way to run the job, and what arithmetic says of it."""
 
-    mesh: Sizes
+    mesh: MeshSizes
     choices: Choices
     prediction: Prediction
 
@@ -82,7 +82,7 @@ class CompiledCandidate:
 
 
 @dataclass(frozen=True)
-class SearchModel:
+class JobVariant:
     """What does not depend on mesh or micro-batch: the job under one choice of its own knobs."""
 
     job: BaseTrainer
@@ -108,28 +108,28 @@ class Search:
             return job
         raise InvalidError("\n".join(findings.problems) or "only a trainer has steps to search for")
 
-    def models(self) -> list[SearchModel]:
+    def models(self) -> list[JobVariant]:
         """The job under each choice of its knobs."""
         space = self.open_job([]).search_space()
         found = []
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_override(key, value) for key, value in choices])
-            train_setup = build_abstract(job.setup_builder, WHOLE)
+            train_setup = build_abstract(job.setup_builder, SINGLE_DEVICE)
             try:
-                found.append(SearchModel(job, choices, job.flops_per_token(train_setup)))
+                found.append(JobVariant(job, choices, job.flops_per_token(train_setup)))
             except ValueError as error:
                 raise InvalidError(f"{job.spec.job}: {error}") from error
         return found
 
-    def candidates(self, models: list[SearchModel], accelerator: Accelerator, hbm_bytes: int) -> list[Candidate]:
+    def candidates(self, models: list[JobVariant], accelerator: Accelerator, hbm_bytes: int) -> list[Candidate]:
         """All that may fit, best first."""
         limit_bytes = hbm_bytes * MEMORY_SHARE
         predictors = [Predictor(model.job, model.flops, accelerator) for model in models]
         first = predictors[0]
-        length, num_experts = first.job.config.data.sequence_length, first.job.sizing(dict(WHOLE)).num_experts
+        length, num_experts = first.job.config.data.sequence_length, first.job.sizing(dict(SINGLE_DEVICE)).num_experts
         found: list[Candidate] = []
-        for mesh in all_meshes(accelerator.num_devices or 1, length, num_experts):
+        for mesh in iter_meshes(accelerator.num_devices or 1, length, num_experts):
             if not first.micro_batches(dict(mesh)):
                 continue
             state = first.size_of(first.state_on(mesh))
@@ -174,16 +174,16 @@ class Search:
     def _compile(self, candidate: Candidate, machine: TargetMachine) -> CompiledCandidate:
         job = self.open_job(candidate.overrides)
         train_setup = job.setup_builder.build(machine.devices)
-        program = compile_design(job.setup_builder, train_setup, machine, with_val=False)
-        _, times = report.roofline_section(
+        program = compile_program(job.setup_builder, train_setup, machine, with_val=False)
+        _, times = report.make_roofline_section(
             job.setup_builder.counted, job.flops_per_token(train_setup), program, machine
         )
         return CompiledCandidate(
-            candidate, program, times or candidate.prediction.times, forecast_seconds(program, machine)
+            candidate, program, times or candidate.prediction.times, forecast_step_seconds(program, machine)
         )
 
 
-def smallest_slice(search: Search, accelerator: Accelerator, hours: float) -> tuple[Accelerator, list[Candidate]]:
+def find_smallest_slice(search: Search, accelerator: Accelerator, hours: float) -> tuple[Accelerator, list[Candidate]]:
     """The smallest slice on which something may fit and the run ends in time, at `TYPICAL_SHARE` of the best speed.
 
     Raises `InvalidError` if none does.

@@ -7,8 +7,8 @@ import threading
 import pytest
 import waitress
 
-from runner.dashboard.app import DashboardApp, ResponseBody, access_for, is_loopback
-from runner.dashboard.html import encode
+from runner.dashboard.app import DashboardApp, ResponseBody, is_loopback, make_access_policy
+from runner.dashboard.html import encode_json
 from runner.errors import InvalidError
 
 RUN = "0123456789abcdef"
@@ -17,7 +17,7 @@ HOSTILE = "</script><script>alert(1)</script> \u2028 \u2029 &amp; <!-- \udcff \"
 
 
 def data(name: str) -> ResponseBody | None:
-    return ResponseBody.of("application/json", encode({"title": HOSTILE})) if name in ("", RUN) else None
+    return ResponseBody.of("application/json", encode_json({"title": HOSTILE})) if name in ("", RUN) else None
 
 
 def ask(host="127.0.0.1", token=None, path="/", method="GET", **headers):
@@ -25,7 +25,7 @@ def ask(host="127.0.0.1", token=None, path="/", method="GET", **headers):
     path, _, query = path.partition("?")
     environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query, "HTTP_HOST": "localhost:80"}
     found = []
-    body = DashboardApp(access_for(host, token), data)(
+    body = DashboardApp(make_access_policy(host, token), data)(
         environ | headers, lambda status, given: found.append((int(status[:3]), dict(given)))
     )
     ((status, given),) = found
@@ -126,9 +126,9 @@ def test_whoever_comes_from_afar_needs_the_token_and_keeps_it_in_a_cookie(path, 
 )  # fmt: skip
 def test_a_token_is_made_where_others_can_reach_the_server(host, is_own):
     assert is_loopback(host) == is_own
-    assert (access_for(host, None).token is None) == is_own
-    assert access_for(host, TOKEN).token == TOKEN
-    assert is_own or access_for(host, None).token != access_for(host, None).token
+    assert (make_access_policy(host, None).token is None) == is_own
+    assert make_access_policy(host, TOKEN).token == TOKEN
+    assert is_own or make_access_policy(host, None).token != make_access_policy(host, None).token
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_a_token_is_made_where_others_can_reach_the_server(host, is_own):
 )
 def test_a_token_that_cannot_stand_in_an_address_is_refused(token):
     with pytest.raises(InvalidError, match="--token needs"):
-        access_for("127.0.0.1", token)
+        make_access_policy("127.0.0.1", token)
 
 
 def test_the_real_server_speaks_of_itself_no_more_than_it_must():
     server = waitress.create_server(
-        DashboardApp(access_for("127.0.0.1", None), data), host="127.0.0.1", port=0, ident=None
+        DashboardApp(make_access_policy("127.0.0.1", None), data), host="127.0.0.1", port=0, ident=None
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

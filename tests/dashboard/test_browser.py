@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import waitress
 
-from runner.dashboard.app import DashboardApp, access_for
-from runner.dashboard.report import report
+from runner.dashboard.app import DashboardApp, make_access_policy
+from runner.dashboard.report import render_report
 from runner.dashboard.server import PageData, SharedReader
 from runner.storage import LocalStore
 from tests.dashboard.lives import make_run
@@ -70,7 +70,7 @@ def test_a_report_of_hostile_runs_is_drawn_and_does_nothing_else(tmp_path):
     stores = [hostile_run(tmp_path / name) for name in ("a", "<img src=x onerror=\"document.body.id='owned'\">")]
     for number, some in enumerate((stores[:1], stores)):
         path = tmp_path / f"{number}.html"
-        path.write_text(report(some))
+        path.write_text(render_report(some))
         check(*look_at(path.as_uri(), tmp_path / "profile"))
 
 
@@ -78,7 +78,9 @@ def test_the_dashboard_draws_all_runs_and_each(tmp_path):
     hostile_run(tmp_path / "runs" / "<script>document.body.id='owned'<script>")
     source = PageData(LocalStore(tmp_path / "runs"))
     watcher = SharedReader(source.read)
-    server = waitress.create_server(DashboardApp(access_for("127.0.0.1", None), watcher.data), host="127.0.0.1", port=0)
+    server = waitress.create_server(
+        DashboardApp(make_access_policy("127.0.0.1", None), watcher.data), host="127.0.0.1", port=0
+    )
     for act in (server.run, watcher.serve):
         threading.Thread(target=act, daemon=True).start()
     top = f"http://127.0.0.1:{server.effective_port}/"

@@ -12,7 +12,7 @@ import pytest
 from runner.__main__ import main
 from runner.dashboard import html
 from runner.dashboard import report as report_module
-from runner.dashboard.report import names_of, report
+from runner.dashboard.report import make_run_names, render_report
 from runner.storage import JsonObject, LocalStore
 from tests.dashboard.lives import LOST_STEPS, events_of, lines_of, make_run, rows_of
 from tests.support.memory_bucket import memory_bucket
@@ -99,7 +99,7 @@ def data_of(page: str) -> JsonObject:
     (style,) = walk.all("style")
     assert "url(" not in style[1]
     assert "@import" not in style[1]
-    rest = page.replace(html.library(), "")
+    rest = page.replace(html.read_plotly(), "")
     assert set(re.findall(r"https?://[^\"' ]*", rest)) <= {"http://www.w3.org/2000/svg"}
     data: JsonObject = json.loads(scripts[0][1])
     return data
@@ -107,14 +107,14 @@ def data_of(page: str) -> JsonObject:
 
 def test_the_page_brings_the_library_that_draws_it(tmp_path, monkeypatch):
     monkeypatch.undo()
-    page = report([make_run(LocalStore(tmp_path))])
+    page = render_report([make_run(LocalStore(tmp_path))])
     data_of(page)
     assert "plotly.js v" in page
     assert len(page.encode()) < 6e6
 
 
 def test_a_life_is_told_whole(tmp_path):
-    data = data_of(report([make_run(LocalStore(tmp_path / "life"))]))
+    data = data_of(render_report([make_run(LocalStore(tmp_path / "life"))]))
     (run,) = data["runs"]
     loss, validation = run["charts"]["Loss"]
     assert loss["step"] == list(range(1, 61))
@@ -149,7 +149,7 @@ def test_no_text_of_a_run_becomes_markup_or_code_and_each_is_shown(tmp_path, pla
         path.parent.mkdir(exist_ok=True)
         added = form.format(encoded).encode(errors="surrogatepass")
         path.write_bytes((path.read_bytes() if name == "events.jsonl" else b"") + added)
-        data = data_of(report([store]))
+        data = data_of(render_report([store]))
         shown = json.dumps(data["runs"], ensure_ascii=False)
         if text.startswith("<script") and place != "name":
             assert text in shown
@@ -158,7 +158,7 @@ def test_no_text_of_a_run_becomes_markup_or_code_and_each_is_shown(tmp_path, pla
 @pytest.mark.parametrize("name", HOSTILE[:5])
 def test_the_name_of_a_directory_is_text_too(tmp_path, name):
     stores = [make_run(LocalStore(tmp_path / word / name.replace("/", "|"))) for word in ("a", "b")]
-    data = data_of(report(stores))
+    data = data_of(render_report(stores))
     assert [run["label"] for run in data["runs"]] == [f"{word}/{name.replace('/', '|')}" for word in ("a", "b")]
 
 
@@ -167,7 +167,7 @@ def test_what_grows_is_thinned_and_the_peak_stays(tmp_path, monkeypatch):
     store = make_run(
         LocalStore(tmp_path), num_attempts=10, num_rows=200, **{f"train/x{index}": 1.0 for index in range(60)}
     )
-    page = report([store])
+    page = render_report([store])
     (run,) = data_of(page)["runs"]
     assert max(run["charts"]["Loss"][0]["value"]) == 99.0
     assert sum(len(series["step"]) for chart in run["charts"].values() for series in chart) < 2000
@@ -185,7 +185,7 @@ def test_values_that_are_not_finite_are_marked_where_they_are(tmp_path):
         b'{"step": 6, "train/loss": 1.0, "train/aux": null}\n',
     ]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines_of(rows_of(1, 4)), *broken]))
-    (run,) = data_of(report([store]))["runs"]
+    (run,) = data_of(render_report([store]))["runs"]
     assert run["charts"]["Loss"][0]["broken"]["step"] == [5]
     assert run["charts"]["train/aux"][0]["broken"]["step"] == [6]
     assert "2 of which are not finite" in run["thinning"]
@@ -195,7 +195,7 @@ def test_several_runs_are_compared_wherever_they_are(tmp_path):
     spec = "name: {0}\ndirectory: runs/{0}\nconfig: {{train: {{total_steps: 60}}, rate: {1}}}\n"
     bucket = make_run(memory_bucket(), spec=spec.format("b", 2))
     stores = [make_run(LocalStore(tmp_path / "a"), spec=spec.format("a", 1)), bucket]
-    data = data_of(report(stores))
+    data = data_of(render_report(stores))
     assert [run["label"] for run in data["runs"]] == ["a", "run"]
     assert data["differences"] == [["config.rate", ["1", "2"]]]
     a, b = (
@@ -205,10 +205,10 @@ def test_several_runs_are_compared_wherever_they_are(tmp_path):
 
 
 def test_each_run_has_the_shortest_name_that_is_its_own():
-    assert names_of(["runs/a/", "s3://b/c"]) == ["a", "c"]
-    assert names_of(["x/1/run", "x/2/run", "x/2/other"]) == ["1/run", "2/run", "2/other"]
-    assert names_of(["a", "a"]) == ["a (1)", "a (2)"]
-    assert names_of(["run", "x/run"]) == ["run", "x/run"]
+    assert make_run_names(["runs/a/", "s3://b/c"]) == ["a", "c"]
+    assert make_run_names(["x/1/run", "x/2/run", "x/2/other"]) == ["1/run", "2/run", "2/other"]
+    assert make_run_names(["a", "a"]) == ["a (1)", "a (2)"]
+    assert make_run_names(["run", "x/run"]) == ["run", "x/run"]
 
 
 FILES = ("job.json", "spec.yaml", "events.jsonl", "metrics.jsonl")
@@ -224,7 +224,7 @@ def test_a_directory_that_was_half_written_or_damaged_is_shown_as_far_as_it_goes
         (tmp_path / name).unlink()
     else:
         (tmp_path / name).write_bytes(content)
-    (run,) = data_of(report([store]))["runs"]
+    (run,) = data_of(render_report([store]))["runs"]
     assert run["rows"] == (0 if name == "metrics.jsonl" else 60)
 
 
@@ -259,7 +259,7 @@ def test_the_command_writes_the_page_and_nothing_else(tmp_path, capsys, monkeypa
 @pytest.mark.soak
 def test_the_page_of_a_million_rows_and_five_hundred_attempts_is_small(tmp_path: Path):
     store = make_run(LocalStore(tmp_path), num_attempts=500, num_rows=2000)
-    page = report([store])
+    page = render_report([store])
     (run,) = data_of(page)["runs"]
     assert (run["rows"], len(run["attempts"])) == (1_000_000, 500)
     assert max(run["charts"]["Loss"][0]["value"]) == 99.0

@@ -22,12 +22,12 @@ from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
-from runner.plan.forecast.collectives import Collective, collectives
-from runner.plan.forecast.hlo import instructions, output_of, sizes_in
-from runner.plan.forecast.sources import largest_arrays
+from runner.plan.forecast.collectives import Collective, find_collectives
+from runner.plan.forecast.hlo import get_output_shape, iter_instructions, parse_shape_sizes
+from runner.plan.forecast.sources import find_largest_arrays
 from runner.plan.machine import TargetMachine, open_machine
-from runner.plan.prediction import SentParameters, flows, flows_in_order, sent
-from runner.plan.program import sent_bytes
+from runner.plan.prediction import ParameterPayload, predict_collectives, predict_ordered_collectives, sum_sent_bytes
+from runner.plan.program import compute_sent_bytes
 from runner.train.batch_layout import batch_layouts
 from runner.trainer import BaseTrainer
 from tests.plan.tpu_program import shapes_in
@@ -84,7 +84,7 @@ def compiled(job: BaseTrainer) -> tuple[str, list[Collective]]:
     """The text of its train step for the devices here, and the collectives in it."""
     train_setup = job.setup_builder.build(jax.devices()[:N])
     text = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0]).text
-    return text, collectives(text, train_setup.mesh_sizes)
+    return text, find_collectives(text, train_setup.mesh_sizes)
 
 
 def payload(found: Iterable[Collective], axis: str, itemsize: int = 1) -> dict[str, int]:
@@ -162,7 +162,7 @@ def test_no_device_gathers_the_batch_to_multiply_the_tokens_of_its_one_example(t
     batch = {"topology.mesh": {"data": 1} | sizes, "config.train.global_batch_examples": B * sizes["fsdp"]}
     text, _ = compiled(decoder("fsdp", tmp_path / "run", shapes, **batch))
     tokens = B * sizes["fsdp"] * shapes.T
-    found = {shape for one in instructions(text) for shape in shapes_in(output_of(one))}
+    found = {shape for one in iter_instructions(text) for shape in shapes_in(get_output_shape(one))}
     assert (B * shapes.T, shapes.D) in found
     assert [shape for shape in found if tokens in shape] == []
 
@@ -331,8 +331,8 @@ def print_tpu_program(name: str) -> None:
         job = decoder(axis, Path(directory) / "run", LARGE, **{"config.precision.compute": "bfloat16"}, **changes)
         train_setup = job.setup_builder.build(machine.devices)
         text = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0]).text
-    sizes = {shape for one in instructions(text) for shape in sizes_in(output_of(one))}
-    found = payload(collectives(text, train_setup.mesh_sizes), axis)
+    sizes = {shape for one in iter_instructions(text) for shape in parse_shape_sizes(get_output_shape(one))}
+    found = payload(find_collectives(text, train_setup.mesh_sizes), axis)
     print(json.dumps({"payload": found, "shapes": sorted(sizes), "examples": job.config.train.global_batch_examples}))
 
 
@@ -344,8 +344,10 @@ def test_what_a_plan_predicts_is_within_a_quarter_of_the_count(axis: str, tmp_pa
     sent_bytes = on_a_ring * (N - 1) / N + counted.get("collective-permute", 0)
     job = decoder(axis, tmp_path / "run", LARGE, **{"config.precision.compute": "bfloat16"})
     L, _, V, D, M = LARGE
-    weights = SentParameters(2.0 * (L * (4 * D**2 + 3 * D * M) + 2 * V * D) / sizes["tensor"], 0.0, itemsize=2)
-    predicted, _ = sent(flows(sizes, weights, job.sizing(sizes), B * LARGE.T, passes=2), sizes, dict.fromkeys(AXES, 1))
+    weights = ParameterPayload(2.0 * (L * (4 * D**2 + 3 * D * M) + 2 * V * D) / sizes["tensor"], 0.0, itemsize=2)
+    predicted, _ = sum_sent_bytes(
+        predict_collectives(sizes, weights, job.sizing(sizes), B * LARGE.T, passes=2), sizes, dict.fromkeys(AXES, 1)
+    )
     assert predicted == pytest.approx(sent_bytes, rel=0.25)
 
 
@@ -458,7 +460,7 @@ def test_between_slices_goes_the_sum_of_each_slice_and_nothing_else(
     _, found = compiled(gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes))
     devices = tuple(jax.devices()[:N])
     machine = TargetMachine(devices, devices, parse_accelerator("2xv5e-4"), "", True, 0)
-    _, network = sent_bytes(found, dict.fromkeys(AXES, 1) | mesh, machine)
+    _, network = compute_sent_bytes(found, dict.fromkeys(AXES, 1) | mesh, machine)
     assert network == pytest.approx(4 * 2 * numbers / 2)  # an all-reduce between two
 
 
@@ -484,12 +486,14 @@ def test_same_bits_send_the_subtrees_of_each_device_and_gather_the_sum(
     job = gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes, **examples)
     train_setup = job.setup_builder.build(jax.devices()[:number])
     text = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0]).text
-    assert sums_of(collectives(text, train_setup.mesh_sizes), itemsize=4) == {
+    assert sums_of(find_collectives(text, train_setup.mesh_sizes), itemsize=4) == {
         ("all-to-all", axes): subtrees * GPT_PARAMETERS,
         ("all-gather", axes): GPT_PARAMETERS + groups * (LOSS + TOKENS),
         **({("all-gather", ("fsdp",)): GPT_PARAMETERS} if "fsdp" in mesh else {}),
     }
-    predicted, _ = sent(flows_in_order(GPT_PARAMETERS, 4, subtrees), sizes, dict.fromkeys(AXES, 1))
+    predicted, _ = sum_sent_bytes(
+        predict_ordered_collectives(GPT_PARAMETERS, 4, subtrees), sizes, dict.fromkeys(AXES, 1)
+    )
     gathered = GPT_PARAMETERS * (1 - 1 / sizes["fsdp"])
     assert predicted == pytest.approx(4 * (gathered + (subtrees + 1) * GPT_PARAMETERS * (1 - 1 / number)))
 
@@ -498,10 +502,10 @@ def test_same_bits_send_the_subtrees_of_each_device_and_gather_the_sum(
 def test_the_largest_array_of_a_step_is_what_the_layers_keep_for_backward(tmp_path: Path) -> None:
     long = TINY_GPT._replace(T=128)  # so that activations outweigh the gradients of a layer's weights
     text, _ = compiled(small_gpt("data", tmp_path / "run", shapes=long))
-    first = largest_arrays(text, 1)[0]
+    first = find_largest_arrays(text, 1)[0]
     assert (first.bytes, first.shape) == (long.L * B * long.T * long.M * 4, f"f32[{long.L},{B},{long.T},{long.M}]")
     assert "jvp(GPT)/while/body" in first.op_name
-    names = {buffer.op_name for buffer in largest_arrays(text, 200)}
+    names = {buffer.op_name for buffer in find_largest_arrays(text, 200)}
     assert "state.params['blocks']['mlp_in']['kernel']" in names
 
 

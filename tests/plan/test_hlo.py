@@ -2,8 +2,8 @@
 
 import pytest
 
-from runner.plan.forecast.collectives import Collective, collectives, sent_bytes_by_axes
-from runner.plan.forecast.sources import Buffer, largest_arrays
+from runner.plan.forecast.collectives import Collective, find_collectives, sum_sent_bytes_by_axes
+from runner.plan.forecast.sources import Buffer, find_largest_arrays
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 AXES = tuple(MESH)
@@ -22,7 +22,7 @@ def module(*lines, before="", partitions=8):
 
 def only(*lines, mesh=MESH, **kwargs):
     """The one collective of such a module."""
-    (found,) = collectives(module(*lines, **kwargs), mesh)
+    (found,) = find_collectives(module(*lines, **kwargs), mesh)
     return found
 
 
@@ -260,7 +260,7 @@ StackFrames
 )
 def test_the_line_of_the_source_and_the_shapes_are_told(metadata, source):
     line = all_reduce("{}") + f', metadata={{op_name="jit(step)/add" {metadata}}}'
-    (found,) = collectives(module(line).replace("%add", TABLES, 1), MESH)
+    (found,) = find_collectives(module(line).replace("%add", TABLES, 1), MESH)
     assert (found.source, found.shapes) == (source, ((8, 16),))
 
 
@@ -270,7 +270,7 @@ def test_sent_bytes_are_summed_over_runs_by_kind_and_axes():
         Collective("all-gather", ("fsdp",), 4, 1000, 2, ""),
         Collective("all-reduce", ("data",), 2, 10, 1, ""),
     ]
-    sums = sent_bytes_by_axes(found)
+    sums = sum_sent_bytes_by_axes(found)
     assert sums == {("all-gather", ("fsdp",)): 1500, ("all-reduce", ("data",)): 310}
     assert next(iter(sums)) == ("all-gather", ("fsdp",))
 
@@ -325,7 +325,7 @@ def loop(start, step, bound, direction, *, swapped=False):
 )
 def test_where_trips_are_not_stated_they_follow_from_start_step_and_bound(start, step, bound, direction, trips):
     lines, before = loop(start, step, bound, direction)
-    found = collectives(module(*lines, before=before), MESH)
+    found = find_collectives(module(*lines, before=before), MESH)
     assert [(one.count, one.is_at_least) for one in found] == [(trips, False)] * (trips > 0)
 
 
@@ -365,7 +365,7 @@ def test_trips_multiply_through_nested_loops_calls_and_conditionals():
         )
     )
     lines = (f"%w = (s32[], f32[8]) while(%p), condition=%cond, body=%outer, {STATED.replace('3', '5')}",)
-    found = collectives(module(*lines, before=before), MESH)
+    found = find_collectives(module(*lines, before=before), MESH)
     assert [one.count for one in found] == [15, 20]
 
 
@@ -379,11 +379,11 @@ def test_a_computation_that_runs_asynchronously_counts_once():
     )
     assert found.count == 1
     sugared = "%s = ((f32[8]), f32[8], s32[]) all-to-all-start(%p), replica_groups={}, channel_id=1, calls=%wrapped"
-    assert [one.kind for one in collectives(module(sugared, before=before), MESH)] == ["all-to-all"]
+    assert [one.kind for one in find_collectives(module(sugared, before=before), MESH)] == ["all-to-all"]
 
 
 def test_what_is_never_called_does_not_count():
-    assert collectives(module(before=computation("dead", all_reduce("{}"))), MESH) == []
+    assert find_collectives(module(before=computation("dead", all_reduce("{}"))), MESH) == []
 
 
 # What libtpu makes of a step, cut down: names, shapes, groups and attributes are its own.
@@ -517,7 +517,7 @@ def test_between_tpu_slices_a_send_names_the_collective():
         f"%recv.22 = {sent} recv(%token), channel_id=7, {attributes}",
         "%send-done.22 = token[] send-done(%send.22), channel_id=8, is_host_transfer=true",
     )
-    found = collectives(module(*lines, partitions=16), {"data": 2, "fsdp": 16, "tensor": 1})
+    found = find_collectives(module(*lines, partitions=16), {"data": 2, "fsdp": 16, "tensor": 1})
     assert found == [
         Collective("all-gather", ("fsdp",), 16, 1024, 1, ""),
         Collective("all-reduce", ("data",), 2, 64 * 8 * 128 * 2, 1, "", is_between_slices=True),
@@ -573,8 +573,8 @@ def test_the_largest_arrays_are_named_by_what_made_them_and_by_arguments():
         Buffer(600, "bf16[300]", "layer/mul"),
         Buffer(400, "f32[100]", "state.params['w']"),
     ]
-    assert largest_arrays(text, 9) == expected
-    assert largest_arrays(text, 2) == expected[:2]
+    assert find_largest_arrays(text, 9) == expected
+    assert find_largest_arrays(text, 2) == expected[:2]
 
 
 @pytest.mark.parametrize(
@@ -588,4 +588,4 @@ def test_the_largest_arrays_are_named_by_what_made_them_and_by_arguments():
     ],
 )
 def test_an_array_in_tiles_takes_whole_tiles(shape, size):
-    assert largest_arrays(module(f"%x = {shape} negate(%p)"), 1)[0].bytes == size
+    assert find_largest_arrays(module(f"%x = {shape} negate(%p)"), 1)[0].bytes == size

@@ -9,12 +9,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES, STATE_AXES, mesh_sizes
-from runner.plan import outlook
 from runner.plan.checks import Findings, open_job
-from runner.plan.forecast.collectives import collectives
+from runner.plan.estimate import EarlyEstimate
+from runner.plan.forecast.collectives import find_collectives
 from runner.plan.machine import TargetMachine
-from runner.plan.mesh import ParameterPasses, faults, in_order, is_worth_a_word, small_shards
-from runner.plan.outlook import EarlyEstimate
+from runner.plan.mesh import ParameterPasses, find_mesh_warnings, find_small_shards, is_significant, order_sizes
 from runner.plan.prediction import Predictor, build_abstract
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
@@ -48,17 +47,17 @@ def parameter(mesh: dict[str, int], shape: tuple[int, ...], *axes: Any) -> jax.S
 def test_a_shard_is_too_small_where_a_cut_axis_has_less_rows_than_a_tile(
     shape: tuple[int, ...], axes: tuple[Any, ...], rows: int | None
 ) -> None:
-    found = small_shards({"w": parameter({"fsdp": 512, "tensor": 16}, shape, *axes)}, itemsize=2)
+    found = find_small_shards({"w": parameter({"fsdp": 512, "tensor": 16}, shape, *axes)}, itemsize=2)
     assert [shard.rows for shard in found] == ([] if rows is None else [rows])
 
 
 def test_the_tile_of_32_bits_has_half_the_rows_and_what_is_next_to_nothing_is_passed_over() -> None:
     leaf = parameter({"fsdp": 512}, (4096, 14336), "fsdp", None)
-    assert small_shards({"w": leaf}, itemsize=4) == []
+    assert find_small_shards({"w": leaf}, itemsize=4) == []
     scale = parameter({"fsdp": 512}, (32, 4096), None, "fsdp")
-    assert [shard.name for shard in small_shards({"scale": scale, "w": leaf}, itemsize=2)] == ["w", "scale"]
+    assert [shard.name for shard in find_small_shards({"scale": scale, "w": leaf}, itemsize=2)] == ["w", "scale"]
     large = parameter({"fsdp": 512}, (65536, 14336), "fsdp", None)
-    assert small_shards({"scale": scale, "w": large}, itemsize=2) == []
+    assert find_small_shards({"scale": scale, "w": large}, itemsize=2) == []
 
 
 def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, EarlyEstimate] | None:
@@ -73,7 +72,7 @@ def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, EarlyEstimate] | Non
     if accelerator is None or accelerator.num_devices is None:
         return None
     machine = TargetMachine((), (), accelerator, "", True, accelerator.chip.speeds.hbm_bytes)
-    sizes = in_order(mesh_sizes(job.topology.mesh, accelerator.num_devices))
+    sizes = order_sizes(mesh_sizes(job.topology.mesh, accelerator.num_devices))
     if all(size == 1 for axis, size in sizes if axis in STATE_AXES):
         return None
     train_setup = build_abstract(job.setup_builder, sizes)
@@ -109,8 +108,8 @@ def test_meshes_near_are_tried_until_one_gathers_and_scatters(monkeypatch: pytes
         assert (dtype, leaf.ndim) in {("bfloat16", 2), ("bfloat16", 3)}
         return dict(sizes)["fsdp"] != tried[0]["fsdp"] // 2
 
-    monkeypatch.setattr(outlook, "moves_whole", moves_whole)
-    monkeypatch.setattr(outlook, "_NUM_PROBED", 100)
+    monkeypatch.setattr(estimate, "uses_all_reduce", moves_whole)
+    monkeypatch.setattr(estimate, "_NUM_PROBED", 100)
     (fault,) = found[1].small
     real = EarlyEstimate(
         found[1].predictor,
@@ -139,8 +138,8 @@ def found_in(*lines: str, accumulate_steps: int = 1) -> list[Any]:
     """The faults of a module that runs the first of these lines three times, in a loop over layers."""
     before = computation("body", *lines)
     loop = f"%w = (s32[], f32[8]) while(%p), condition=%cond, body=%body, {STATED}"
-    found = collectives(module(loop, before=before), MESH)
-    return faults(found, PARAMETERS, ParameterPasses(accumulate_steps, 2, 3), {"fsdp"})
+    found = find_collectives(module(loop, before=before), MESH)
+    return find_mesh_warnings(found, PARAMETERS, ParameterPasses(accumulate_steps, 2, 3), {"fsdp"})
 
 
 def test_a_gradient_that_is_reduced_whole_is_told_with_what_it_sends() -> None:
@@ -193,5 +192,5 @@ def test_a_table_that_every_chunk_of_the_loss_gathers_is_told_by_name() -> None:
 def test_a_fault_is_worth_a_word_where_it_costs_a_part_of_the_step() -> None:
     reduce = f"%r = bf16[64,256]{{1,0}} all-reduce(%p), {ALL}, to_apply=%add, {OF}"
     (fault,) = found_in(reduce)
-    assert is_worth_a_word(fault, bytes_per_second=fault.excess_bytes, step_seconds=20.0)
-    assert not is_worth_a_word(fault, bytes_per_second=fault.excess_bytes, step_seconds=21.0)
+    assert is_significant(fault, bytes_per_second=fault.excess_bytes, step_seconds=20.0)
+    assert not is_significant(fault, bytes_per_second=fault.excess_bytes, step_seconds=21.0)

@@ -8,8 +8,8 @@ import pytest
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
-from runner.plan.mesh import all_meshes, in_order, near_meshes
-from runner.plan.prediction import Predictor, SentParameters, build_abstract, flows, sent
+from runner.plan.mesh import iter_meshes, list_near_meshes, order_sizes
+from runner.plan.prediction import ParameterPayload, Predictor, build_abstract, predict_collectives, sum_sent_bytes
 from runner.plan.search import Search
 from runner.spec import load_document
 from runner.train.flops import Sizing
@@ -22,11 +22,11 @@ ONES = dict.fromkeys(AXES, 1)
 
 
 def sizes_of(axis, *args):
-    return {dict(mesh)[axis] for mesh in all_meshes(*args)}
+    return {dict(mesh)[axis] for mesh in iter_meshes(*args)}
 
 
 def test_every_mesh_uses_all_devices_once():
-    found = list(all_meshes(64, 131_072, 8))
+    found = list(iter_meshes(64, 131_072, 8))
     assert len(found) == len(set(found)) > 50
     assert {math.prod(dict(mesh).values()) for mesh in found} == {64}
     assert all(tuple(axis for axis, _ in mesh) == AXES for mesh in found)
@@ -51,7 +51,7 @@ def test_an_axis_is_as_long_as_rows_experts_and_neighbours_allow(axis, args, siz
 
 
 def test_near_meshes_move_a_factor_from_one_axis_to_another():
-    near = [{axis: size for axis, size in mesh if size > 1} for mesh in near_meshes(ONES | {"fsdp": 512}, 8192, 1)]
+    near = [{axis: size for axis, size in mesh if size > 1} for mesh in list_near_meshes(ONES | {"fsdp": 512}, 8192, 1)]
     assert {"data": 8, "fsdp": 64} in near
     assert {"data": 16, "fsdp": 32} in near
     assert {"fsdp": 256, "tensor": 2} in near
@@ -64,7 +64,7 @@ def test_near_meshes_move_a_factor_from_one_axis_to_another():
 SIZING = Sizing(
     tensor_bytes_per_token=100.0, sequence_bytes_per_token=10.0, expert_bytes_per_token=60.0, expert_parameters=7
 )
-WEIGHTS = SentParameters(shared=2400.0, of_experts=1200.0)
+WEIGHTS = ParameterPayload(shared=2400.0, of_experts=1200.0)
 
 
 @pytest.mark.parametrize(
@@ -79,16 +79,18 @@ WEIGHTS = SentParameters(shared=2400.0, of_experts=1200.0)
 )
 def test_each_axis_alone_sends_what_was_counted_by_hand(axis, bytes_):
     sizes = ONES | {axis: 4}
-    found = flows(sizes, WEIGHTS, SIZING, tokens=5, passes=2)
-    assert sent(found, sizes, ONES) == (pytest.approx(bytes_), 0)
-    assert sent(found, sizes, sizes) == (0, pytest.approx(bytes_))
+    found = predict_collectives(sizes, WEIGHTS, SIZING, tokens=5, passes=2)
+    assert sum_sent_bytes(found, sizes, ONES) == (pytest.approx(bytes_), 0)
+    assert sum_sent_bytes(found, sizes, sizes) == (0, pytest.approx(bytes_))
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_more_micro_batches_of_as_many_tokens_send_parameters_again_but_no_gradient_over_data(axis):
     sizes = ONES | {axis: 4}
     once, eight_times = (
-        sent(flows(sizes, WEIGHTS, SIZING, tokens=5, passes=2, accumulate_steps=steps), sizes, ONES)[0]
+        sum_sent_bytes(
+            predict_collectives(sizes, WEIGHTS, SIZING, tokens=5, passes=2, accumulate_steps=steps), sizes, ONES
+        )[0]
         for steps in (1, 8)
     )
     of_parameters = {"fsdp": 3 * 3600, "sequence": 3 * 3600, "expert": 3 * 2400}.get(axis, 0) * 3 / 4
@@ -96,20 +98,26 @@ def test_more_micro_batches_of_as_many_tokens_send_parameters_again_but_no_gradi
 
 
 def test_gradients_go_over_data_in_float32():
-    sizes, half = ONES | {"data": 4}, SentParameters(WEIGHTS.shared / 2, WEIGHTS.of_experts / 2, itemsize=2)
-    found = [sent(flows(sizes, weights, SIZING, 5, 2), sizes, ONES) for weights in (WEIGHTS, half)]
+    sizes, half = ONES | {"data": 4}, ParameterPayload(WEIGHTS.shared / 2, WEIGHTS.of_experts / 2, itemsize=2)
+    found = [
+        sum_sent_bytes(predict_collectives(sizes, weights, SIZING, 5, 2), sizes, ONES) for weights in (WEIGHTS, half)
+    ]
     assert found[0] == found[1]
 
 
 def test_what_is_moved_whole_costs_twice():
-    whole = SentParameters(2400.0, 1200.0, whole_share=0.5)
+    whole = ParameterPayload(2400.0, 1200.0, whole_share=0.5)
     sizes = ONES | {"fsdp": 4}
-    assert sent(flows(sizes, whole, SIZING, 5, 2), sizes, ONES)[0] == pytest.approx(1.5 * 3 * 3600 * 3 / 4)
+    assert sum_sent_bytes(predict_collectives(sizes, whole, SIZING, 5, 2), sizes, ONES)[0] == pytest.approx(
+        1.5 * 3 * 3600 * 3 / 4
+    )
 
 
 def test_experts_are_gathered_over_the_axes_that_do_not_cut_them():
     sizes = ONES | {"fsdp": 2, "expert": 4}
-    found = sum(flow.factor * flow.payload for flow in flows(sizes, WEIGHTS, SIZING, 0, 2) if "fsdp" in flow.axes)
+    found = sum(
+        flow.factor * flow.payload for flow in predict_collectives(sizes, WEIGHTS, SIZING, 0, 2) if "fsdp" in flow.axes
+    )
     assert found == 3 * 2400 + 3 * 1200 / 4
 
 
@@ -120,7 +128,7 @@ def predictor(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
     findings = Findings()
     job = open_job(load_document(spec, [f"topology.accelerator={accelerator}", *overrides]), findings)
     assert isinstance(job, BaseTrainer), findings.problems
-    flops = job.flops_per_token(build_abstract(job.setup_builder, in_order(ONES)))
+    flops = job.flops_per_token(build_abstract(job.setup_builder, order_sizes(ONES)))
     return job, Predictor(job, flops, parse_accelerator(accelerator))
 
 
@@ -159,7 +167,7 @@ def test_a_state_laid_over_a_mesh_is_that_which_is_drawn_on_it(spec):
         {"fsdp": 2, "sequence": 4, "expert": 2, "tensor": 2},
         {"expert": 8, "fsdp": 3},
     ]
-    for sizes in (in_order(ONES | mesh) for mesh in meshes):
+    for sizes in (order_sizes(ONES | mesh) for mesh in meshes):
         drawn = build_abstract(job.setup_builder, sizes).abstract_state
         laid = predictor_.state_on(sizes)
         shapes = [[leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state)] for state in (laid, drawn)]

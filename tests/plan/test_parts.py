@@ -5,8 +5,8 @@ import math
 import pytest
 
 from runner.accelerator import CHIPS, parse_accelerator
-from runner.plan.figures import Figure, Section, as_json, as_lines
-from runner.plan.program import Roofline, StepWork, hbm_traffic, roofline, split_over_domains
+from runner.plan.figures import Figure, Section, format_sections, sections_to_json
+from runner.plan.program import Roofline, StepWork, compute_hbm_traffic, compute_roofline, split_over_domains
 
 
 @pytest.mark.parametrize(
@@ -33,26 +33,26 @@ def test_a_table_has_every_figure_with_its_basis_and_json_has_the_same():
     section = Section("memory")
     section.add("needed", 2**30, "bytes", "compiled", "arguments + temporaries")
     section.add("mesh", "data 2", "text", "counted")
-    assert as_lines([section, Section("empty")]) == [
+    assert format_sections([section, Section("empty")]) == [
         "memory",
         "  needed  1.00 GiB  compiled: arguments + temporaries",
         "  mesh    data 2",
     ]
     needed = {"value": 2**30, "unit": "bytes", "basis": "compiled", "note": "arguments + temporaries"}
-    assert as_json([section])["memory"]["needed"] == needed
+    assert sections_to_json([section])["memory"]["needed"] == needed
 
 
 def test_a_roofline_is_bound_by_its_slowest_resource():
     speeds = CHIPS["v5e"].speeds
     work = StepWork(flops=197e12, hbm_bytes=819e9 * 2, interconnect_bytes=200e9 / 2, network_bytes=0)
-    times = roofline(work, speeds, 1)
+    times = compute_roofline(work, speeds, 1)
     assert times == Roofline(pytest.approx(1.0), pytest.approx(2.0), pytest.approx(0.5), 0.0)
     assert (times.step_seconds, times.bound) == (pytest.approx(2.0), "memory")
-    assert roofline(work, speeds, 2).compute == pytest.approx(2.0)  # a device that is half a chip
+    assert compute_roofline(work, speeds, 2).compute == pytest.approx(2.0)  # a device that is half a chip
 
 
 def test_traffic_is_the_state_twice_and_the_parameters_in_every_pass():
-    assert hbm_traffic(state_bytes=12, parameter_bytes=2, passes=3, accumulate_steps=4) == 2 * 12 + 4 * 3 * 2
+    assert compute_hbm_traffic(state_bytes=12, parameter_bytes=2, passes=3, accumulate_steps=4) == 2 * 12 + 4 * 3 * 2
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_what_takes_long_is_told_with_its_time_until_it_ends(
     monkeypatch.setattr(figures, "_EVERY_SECONDS", 0.01)
     told = threading.Event()
     monkeypatch.setattr(figures, "warn", lambda line: (print(line), line.endswith(" s") and told.set()))
-    with figures.telling("compiling x"):
+    with figures.report_progress("compiling x"):
         assert told.wait(60)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "compiling x ..."
@@ -257,12 +257,12 @@ def test_a_first_estimate_comes_on_standard_error_before_anything_is_compiled(
 SMALL_CHIPS = """
 import dataclasses, sys
 from runner import accelerator
-from runner.plan import machine, progress
+from runner.plan import machine
 
 chip = accelerator.CHIPS["v5e"]
 speeds = dataclasses.replace(chip.speeds, hbm_bytes=int(sys.argv.pop(1)))
 accelerator.CHIPS["v5e"] = dataclasses.replace(chip, speeds=speeds)
-machine.is_libtpu_here = lambda: False
+machine.is_libtpu_installed = lambda: False
 from runner.__main__ import main
 sys.exit(main(["plan", *sys.argv[1:]]))
 """

@@ -11,9 +11,16 @@ import pytest
 from runner.accelerator import CHIPS, parse_accelerator
 from runner.cli.plan import main
 from runner.errors import InvalidError
-from runner.plan.figures import Section, as_json, as_lines
+from runner.plan.figures import Section, format_sections, sections_to_json
 from runner.plan.machine import TargetMachine
-from runner.plan.profile import against_section, forecast_of, forecast_seconds, profile_sections, rows_of, write_trace
+from runner.plan.profile import (
+    forecast_program,
+    forecast_step_seconds,
+    make_comparison_section,
+    make_profile_sections,
+    read_timed_rows,
+    write_trace,
+)
 from runner.plan.search import CompiledCandidate
 from runner.train.compile import ProgramMemory
 from tests.plan.forecast.text import MESH, module, negate
@@ -39,9 +46,9 @@ def machine_of(name: str, *, is_faked: bool = False) -> TargetMachine:
 
 
 def sections(*lines: str, machine: TargetMachine, model_flops: float | None = 1e6) -> dict[str, Section]:
-    found = forecast_of(program(*lines), machine)
+    found = forecast_program(program(*lines), machine)
     assert found is not None
-    made = profile_sections(found, program(*lines), machine, model_flops)
+    made = make_profile_sections(found, program(*lines), machine, model_flops)
     return {section.title: section for section in made}
 
 
@@ -80,11 +87,13 @@ def test_a_program_without_estimates_says_so_and_is_ranked_by_its_bound(
     found = sections(*lines, machine=machine)
     assert said in found["forecast of a step"]["estimates"]
     assert found["where the time goes"].figures[0].basis == "assumed"
-    assert forecast_seconds(program(*lines), machine) is None
+    assert forecast_step_seconds(program(*lines), machine) is None
 
 
 def test_a_program_with_estimates_is_ranked_by_them() -> None:
-    assert forecast_seconds(program(negate()), machine_of("v5e-4")) == pytest.approx(5000 * 2 * 4 * 128**2 / 197e12)
+    assert forecast_step_seconds(program(negate()), machine_of("v5e-4")) == pytest.approx(
+        5000 * 2 * 4 * 128**2 / 197e12
+    )
 
 
 def test_a_kernel_without_a_cost_is_told_of() -> None:
@@ -114,16 +123,16 @@ def test_memory_is_beside_the_compilers_own_figure() -> None:
 
 def test_every_section_is_a_table_and_json() -> None:
     made = sections(GATHER, MYSTERY, negate(), machine=machine_of("v5e-4"), model_flops=None)
-    lines = as_lines(made.values())
+    lines = format_sections(made.values())
     assert any(line.startswith("  1. y ") for line in lines)
     assert (
-        json.loads(json.dumps(as_json(made.values())))["where the time goes"]["all-gather over fsdp"]["unit"]
+        json.loads(json.dumps(sections_to_json(made.values())))["where the time goes"]["all-gather over fsdp"]["unit"]
         == "seconds"
     )
 
 
 def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    found = forecast_of(program(negate()), machine_of("v5e-4"))
+    found = forecast_program(program(negate()), machine_of("v5e-4"))
     assert found is not None
     with pytest.raises(InvalidError, match=r"--trace .*no/file\.json: No such file"):
         write_trace(tmp_path / "no" / "file.json", found, "name")
@@ -169,7 +178,7 @@ def test_the_command_prints_the_profile_of_a_spec_and_writes_its_trace(topology:
 
 
 def test_a_device_without_peak_figures_has_no_forecast() -> None:
-    assert forecast_of(program(negate()), machine_of("cpu-4")) is None
+    assert forecast_program(program(negate()), machine_of("cpu-4")) is None
 
 
 def test_what_is_compiled_is_ranked_by_its_forecast_else_by_its_bound() -> None:
@@ -186,9 +195,9 @@ def test_what_a_run_took_stands_beside_the_range(tmp_path: Path) -> None:
     ]
     rows.append({"step": 4, "train/loss": 2.0})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = forecast_of(program(negate()), machine_of("v5e-4"))
+    found = forecast_program(program(negate()), machine_of("v5e-4"))
     assert found is not None
-    section = against_section(found, 1500, rows_of(str(tmp_path)))
+    section = make_comparison_section(found, 1500, read_timed_rows(str(tmp_path)))
     assert section["step"] == 2e-8
     assert section["over the rooflines of its ops"] == pytest.approx(2e-8 / found.low)
     assert section["over the compiler's estimates"] == pytest.approx(2e-8 / found.high)
@@ -198,4 +207,4 @@ def test_what_a_run_took_stands_beside_the_range(tmp_path: Path) -> None:
 
 def test_a_directory_without_such_rows_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match=r"--against .*: got no row of metrics\.jsonl"):
-        rows_of(str(tmp_path))
+        read_timed_rows(str(tmp_path))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.plan.program import compile_design
+from runner.plan.program import compile_program
 
 TEXT = "HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n"
 MACHINE: Any = SimpleNamespace(hbm_bytes=100, devices=[0], devices_per_domain=1, is_faked=False)
@@ -27,7 +27,7 @@ def compiled(first: str, fitting: str, deadline_seconds: float = 60.0) -> list[s
     state = SimpleNamespace(replace=lambda **_: None)
     train_setup: Any = SimpleNamespace(compile_val=compile_val, abstract_state=state, mesh_sizes={"data": 1})
     setup_builder: Any = SimpleNamespace(first_layout=lambda _: first, compile=compile_train, val_step=None)
-    program = compile_design(setup_builder, train_setup, MACHINE)
+    program = compile_program(setup_builder, train_setup, MACHINE)
     assert program.val_compile_seconds is not None
     return compiled
 

@@ -6,7 +6,7 @@ python -m tests.plan.test_row_table     prints it
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
-from runner.plan.mesh import in_order
+from runner.plan.mesh import order_sizes
 from runner.plan.prediction import Predictor, build_abstract
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
@@ -27,7 +27,7 @@ def predictor(length: int) -> Predictor:
     )
     job = open_job(load_document("specs/llama3_8b.yaml", keys), Findings())
     assert isinstance(job, BaseTrainer)
-    train_setup = build_abstract(job.setup_builder, in_order(dict.fromkeys(AXES, 1)))
+    train_setup = build_abstract(job.setup_builder, order_sizes(dict.fromkeys(AXES, 1)))
     return Predictor(job, job.flops_per_token(train_setup), accelerator)
 
 
@@ -42,7 +42,7 @@ def table() -> list[str]:
         for parts in PARTS:
             fsdp = FSDP // parts if parts < FSDP else 1
             sizes = dict.fromkeys(AXES, 1) | {"data": DEVICES // (fsdp * parts), "fsdp": fsdp, "sequence": parts}
-            state = first.size_of(first.state_on(in_order(sizes)))
+            state = first.size_of(first.state_on(order_sizes(sizes)))
             found = of[length].predict(sizes, 1, state)
             cells.append(f"{found.needed_bytes / 2**30:.1f} GiB")
         lines.append(f"| {length:,} | {' | '.join(cells)} |")

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from runner.accelerator import parse_accelerator
 from runner.checkpoint.leaves import named
 from runner.plan.checks import Findings, open_job
-from runner.plan.forecast.collectives import collectives
-from runner.plan.forecast.hlo import ARRAY, instructions, output_of, read
+from runner.plan.forecast.collectives import find_collectives
+from runner.plan.forecast.hlo import ARRAY_PATTERN, get_output_shape, iter_instructions, parse_program
 from runner.plan.machine import open_machine
-from runner.plan.program import CompiledProgram, compile_design
+from runner.plan.program import CompiledProgram, compile_program
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
 
@@ -37,12 +37,12 @@ def compiled(spec: str, topology: str, overrides: Sequence[str]) -> tuple[BaseTr
     assert isinstance(job, BaseTrainer), findings.problems
     assert machine is not None
     train_setup = job.setup_builder.build_on(job.setup_builder.lay_out(machine.devices), jax.random.key(job.spec.seed))
-    return job, compile_design(job.setup_builder, train_setup, machine, with_val=False)
+    return job, compile_program(job.setup_builder, train_setup, machine, with_val=False)
 
 
 def shapes_in(text: str) -> Iterator[Shape]:
     """Of an array, or of all arrays in a tuple."""
-    for match in ARRAY.finditer(text):
+    for match in ARRAY_PATTERN.finditer(text):
         yield tuple(int(size.lstrip("<=")) for size in match[2].split(",") if size)
 
 
@@ -62,11 +62,11 @@ def look(job: BaseTrainer, program: CompiledProgram) -> dict[str, Any]:
     text, layout = program.step.text, program.step.layout
     gathered = {
         shape
-        for found in read(text).found
+        for found in parse_program(text).found
         if found.kind == "all-gather"
-        for shape in shapes_in(output_of(found.instruction))
+        for shape in shapes_in(get_output_shape(found.instruction))
     }
-    results = {shape for one in instructions(text) for shape in shapes_in(output_of(one))}
+    results = {shape for one in iter_instructions(text) for shape in shapes_in(get_output_shape(one))}
     layers = stacked_layers(job)
     shapes = {name: leaf.shape for name, leaf in named({"params": program.train_setup.abstract_state.params}).items()}
     return {
@@ -74,7 +74,9 @@ def look(job: BaseTrainer, program: CompiledProgram) -> dict[str, Any]:
         "vocabulary": job.vocabulary_size,
         "parameters": {name: [layers[name], *shape] for name, shape in shapes.items()},
         "gathered": sorted(gathered),
-        "collectives": [(one.kind, one.axes, one.bytes) for one in collectives(text, program.train_setup.mesh_sizes)],
+        "collectives": [
+            (one.kind, one.axes, one.bytes) for one in find_collectives(text, program.train_setup.mesh_sizes)
+        ],
         "of_vocabulary": sorted(shape for shape in results if job.vocabulary_size in shape),
     }
 

@@ -9,7 +9,7 @@ from runner import open_checkpoint
 from runner.checkpoint.fingerprint import fingerprint
 from runner.config import EmaConfig
 from runner.errors import InvalidError
-from runner.plan.report import state_section
+from runner.plan.report import make_state_section
 from runner.storage import parse_lines
 from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
 from tests.test_values import TrainLookup
@@ -174,5 +174,5 @@ def test_a_train_step_of_the_jobs_own_that_leaves_them_alone_is_refused(director
 
 
 def test_the_plan_counts_them(directory):
-    section = state_section(job(directory / "plan").setup_builder.build(jax.devices()).abstract_state)
+    section = make_state_section(job(directory / "plan").setup_builder.build(jax.devices()).abstract_state)
     assert section["rider ema bytes"] == 2 * section["parameter bytes"]

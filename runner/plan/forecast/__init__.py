@@ -25,10 +25,10 @@ Modules, in the order in which they build on each other:
 - `cost`: The matrix multiplications in an op: `dot`, `convolution`, and those within fusions and library call
 - `schedule`: The schedule of a program as a tree of loops, calls and branches, and the time that it takes
 - `memory`: What is alive in a device's main memory at each op, by the scheduled order: the step's temporaries
-- `forecast`: The forecast of a program: its time as a range, where it goes, and what is alive meanwhile
+- `compute_forecast`: The forecast of a program: its time as a range, where it goes, and what is alive meanwhile
 """
 
 from runner.plan.forecast.cost import DeviceRates
-from runner.plan.forecast.forecast import Forecast, OpTime, forecast, memory_at, trace_of
+from runner.plan.forecast.forecast import Forecast, OpTime, build_trace, compute_forecast, get_live_bytes
 
-__all__ = ["DeviceRates", "Forecast", "OpTime", "forecast", "memory_at", "trace_of"]
+__all__ = ["DeviceRates", "Forecast", "OpTime", "build_trace", "compute_forecast", "get_live_bytes"]

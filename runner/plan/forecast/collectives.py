@@ -13,15 +13,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from runner.plan.forecast.hlo import RawCollective, counts_of, op_name_of, output_of, read, sizes_in
-from runner.plan.forecast.sources import sources_in
+from runner.plan.forecast.hlo import (
+    RawCollective,
+    count_runs,
+    get_output_shape,
+    parse_op_name,
+    parse_program,
+    parse_shape_sizes,
+)
+from runner.plan.forecast.sources import parse_sources
 
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(([^()]*(?:\([^()]*\))?)\))?(?: \{([^}]*)\})?")
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
-def span(found: RawCollective, num_partitions: int, mesh_shape: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+def find_group_axes(
+    found: RawCollective, num_partitions: int, mesh_shape: Mapping[str, int]
+) -> tuple[tuple[str, ...], int]:
     """The mesh axes that the groups of a collective span, and the size of a group."""
     num_devices = math.prod(mesh_shape.values())
     rest = found.instruction.rest
@@ -147,18 +156,18 @@ class Collective:
         return self.rounds * self.bytes * (self.group_size - 1) // self.group_size
 
 
-def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
+def find_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
     """All collectives of a module, in the order of the text; `mesh_shape` is axis -> size, in mesh order.
 
     Raises `ValueError` if a group names devices that the mesh does not have.
     """
-    return [collective for _, collective in located_collectives(text, mesh_shape)]
+    return [collective for _, collective in locate_collectives(text, mesh_shape)]
 
 
-def located_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[RawCollective, Collective]]:
-    """`collectives`, each with the place in the text that it was read from."""
-    program, sources = read(text), sources_in(text)
-    counts = counts_of(program)
+def locate_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[RawCollective, Collective]]:
+    """`find_collectives`, each with the place in the text that it was read from."""
+    program, sources = parse_program(text), parse_sources(text)
+    counts = count_runs(program)
     op_names = {call.callee: call.op_name for call in program.calls}
     fused = {call.callee for call in program.calls if call.opcode == "fusion"}
     leaders: dict[tuple[str, ...], str] = {}
@@ -172,23 +181,23 @@ def located_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[
         count, is_at_least = counts[computation]
         if not count or leaders.get(found.chain, name) != name:
             continue
-        axes, size = span(found, program.num_partitions, mesh_shape)
+        axes, size = find_group_axes(found, program.num_partitions, mesh_shape)
         kind, bytes_ = found.kind, found.bytes
         if computation in fused and kind == "all-reduce" and program.slices.get(name, 0) * size == bytes_:
             kind = "reduce-scatter"
         elif kind == "reduce-scatter" or (kind == "all-gather" and found.is_between_slices):
             bytes_ *= size
         rest = found.instruction.rest
-        op_name, source = op_name_of(rest) or op_names.get(computation, ""), sources.of(rest)
-        shapes, between = sizes_in(output_of(found.instruction)), found.is_between_slices
+        op_name, source = parse_op_name(rest) or op_names.get(computation, ""), sources.of(rest)
+        shapes, between = parse_shape_sizes(get_output_shape(found.instruction)), found.is_between_slices
         places.append(found)
         result.append(Collective(kind, axes, size, bytes_, count, op_name, is_at_least, between, shapes, source))
     return list(zip(places, result, strict=True))
 
 
-def sent_bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
+def sum_sent_bytes_by_axes(find_collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
     """Bytes that one device sends in one run of the module, by kind and axes; the largest first."""
     sums: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
-    for collective in collectives:
+    for collective in find_collectives:
         sums[collective.kind, collective.axes] += collective.count * collective.sent_bytes_per_device
     return dict(sorted(sums.items(), key=lambda item: -item[1]))

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runner.plan.forecast.collectives import Collective
-from runner.plan.forecast.hlo import KINDS
-from runner.plan.forecast.module import ArrayShape, HloModule, Op, arrays_in
+from runner.plan.forecast.hlo import COLLECTIVE_KINDS
+from runner.plan.forecast.module import ArrayShape, HloModule, Op, parse_arrays
 
 _DIMS = re.compile(r"\b(lhs|rhs)_(contracting|batch)_dims=\{([\d,]*)\}")
 _LIBRARY_DIMS = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([\d",]*)\]')
@@ -67,7 +67,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def matmuls_in(module: HloModule, op: Op) -> list[Matmul]:
+def find_matmuls(module: HloModule, op: Op) -> list[Matmul]:
     """Those of an op, and of all that it calls in one run; a loop's are not its own."""
     if op.opcode == "dot":
         return [_dot(module, op, _DIMS)]
@@ -76,13 +76,13 @@ def matmuls_in(module: HloModule, op: Op) -> list[Matmul]:
     if op.opcode == "custom-call" and _LIBRARY_MATMUL.search(op.rest):
         return [_dot(module, op, _LIBRARY_DIMS)]
     if op.opcode in ("fusion", "call", "async-start") and (inner := module.fused(op)):
-        return [one for part in module.computations.get(inner, {}).values() for one in matmuls_in(module, part)]
+        return [one for part in module.computations.get(inner, {}).values() for one in find_matmuls(module, part)]
     return []
 
 
 def _dims(module: HloModule, op: Op, index: int) -> tuple[int, ...]:
     operand = module.operand(op, index)
-    arrays = arrays_in(operand.shape) if operand else ()
+    arrays = parse_arrays(operand.shape) if operand else ()
     return arrays[0].dims if arrays else ()
 
 
@@ -96,7 +96,7 @@ def _dot(module: HloModule, op: Op, form: re.Pattern[str]) -> Matmul:
 
 
 def _convolution(module: HloModule, op: Op) -> Matmul:
-    lhs, rhs, out = _dims(module, op, 0), _dims(module, op, 1), arrays_in(op.shape)[0].dims
+    lhs, rhs, out = _dims(module, op, 0), _dims(module, op, 1), parse_arrays(op.shape)[0].dims
     labels = _LABELS.search(op.rest)
     if labels is None or not lhs or not rhs:
         return Matmul(1, math.prod(out), 1, 1)
@@ -158,7 +158,7 @@ _FORWARD, _OF_QUERIES, _OF_KEYS, _FUSED_BACKWARD = 2, 3, 4, 5
 
 @dataclass(frozen=True)
 class KernelCost:
-    """FLOPs of a kernel, and as they fill matrix units; `moved_bytes` is None where its arrays tell."""
+    """FLOPs of a kernel, and as they fill matrix units; `count_moved_bytes` is None where its arrays tell."""
 
     flops: int
     filled_flops: int
@@ -177,7 +177,7 @@ def is_attention_kernel(op: Op) -> bool:
     return is_kernel(op) and bool(_ATTENTION.search(f"{op.name} {name[1] if name else ''} {op.rest[:300]}"))
 
 
-def kernel_cost(module: HloModule, op: Op, width: int) -> KernelCost | None:
+def compute_kernel_cost(module: HloModule, op: Op, width: int) -> KernelCost | None:
     """What one run of a kernel costs, None if nothing is known of it."""
     by_shapes = _attention(module, op, width) if is_attention_kernel(op) else None
     if stated := _COST.search(op.rest):
@@ -188,7 +188,7 @@ def kernel_cost(module: HloModule, op: Op, width: int) -> KernelCost | None:
 
 
 def _attention(module: HloModule, op: Op, width: int) -> KernelCost | None:
-    arrays = [array for operand in module.operands(op) if operand for array in arrays_in(operand.shape)]
+    arrays = [array for operand in module.operands(op) if operand for array in parse_arrays(operand.shape)]
     inputs = [array for array in arrays if len(array.dims) >= 3 and array.dtype in ("bf16", "f16", "f32")]
     if len(inputs) < 2:
         return None
@@ -196,7 +196,7 @@ def _attention(module: HloModule, op: Op, width: int) -> KernelCost | None:
     length, head, keys = query.dims[-2], query.dims[-1], key.dims[-2]
     blocks = {match[1]: int(match[2]) for match in _BLOCK.finditer(op.rest)}
     products, phase = _products(op)
-    share = causal_share(length, keys, *_sizes(blocks, phase, length, keys), _blocks_in_a_row(arrays))
+    share = compute_causal_share(length, keys, *_sizes(blocks, phase, length, keys), _blocks_in_a_row(arrays))
     rows = math.prod(query.dims[:-2])
     scores, values = Matmul(rows, length, keys, head), Matmul(rows, length, head, keys)
     # Half of the products, or one more, make scores, whose inner size is the head; the others have it outside.
@@ -209,7 +209,7 @@ def _products(op: Op) -> tuple[int, str]:
     """How many products a kernel computes, and the name of its phase, which its block sizes have."""
     if "dkv" in op.name:
         # Of keys and values it makes the gradients, and an array for the sum of each; a fused one that of queries too.
-        return (_FUSED_BACKWARD if len(arrays_in(op.shape)) > 4 else _OF_KEYS), "_dkv"
+        return (_FUSED_BACKWARD if len(parse_arrays(op.shape)) > 4 else _OF_KEYS), "_dkv"
     return (_OF_QUERIES, "_dq") if "dq" in op.name else (_FORWARD, "")
 
 
@@ -223,7 +223,9 @@ def _blocks_in_a_row(arrays: list[ArrayShape]) -> int | None:
     return tables[0] if tables else None
 
 
-def causal_share(length: int, keys: int, block_q: int, block_kv: int, blocks_in_a_row: int | None = None) -> float:
+def compute_causal_share(
+    length: int, keys: int, block_q: int, block_kv: int, blocks_in_a_row: int | None = None
+) -> float:
     """The part of all blocks that causal attention computes."""
     rows, columns = -(-length // block_q), -(-keys // block_kv)
     most = min(columns, blocks_in_a_row or columns)
@@ -251,15 +253,15 @@ _CUTS = {"dynamic-slice", "slice", "gather"}
 _SAME = {"bitcast", "reshape", "get-tuple-element"}
 
 
-def moved_bytes(module: HloModule, op: Op) -> int:
+def count_moved_bytes(module: HloModule, op: Op) -> int:
     """Bytes read from and written to main memory by one run of an op."""
-    results = arrays_in(op.shape)
+    results = parse_arrays(op.shape)
     written = sum(_in_main(size, array) for size, array in zip(_written(module, op), results, strict=True))
     read: dict[str, int] = {}
     for index, name in enumerate(op.operands):
         operand = module.operand(op, index)
         if operand is not None:
-            arrays = arrays_in(operand.shape)
+            arrays = parse_arrays(operand.shape)
             size = _read(module, op, index, sum(array.bytes for array in arrays))
             read[name] = max(read.get(name, 0), min(size, sum(array.main_bytes for array in arrays)))
     return sum(read.values()) + written
@@ -272,7 +274,7 @@ def _in_main(size: int, array: ArrayShape) -> int:
 def _read(module: HloModule, op: Op, index: int, whole: int) -> int:
     """Bytes that an op reads of its operand of `whole` bytes."""
     if op.opcode in _CUTS and index == 0:
-        return sum(array.bytes for array in arrays_in(op.shape))
+        return sum(array.bytes for array in parse_arrays(op.shape))
     if op.opcode in ("dynamic-update-slice", "scatter") and index == 0:
         return 0
     inner = module.fused(op) if op.opcode in ("fusion", "call") else ""
@@ -294,7 +296,7 @@ def _read_inside(module: HloModule, value: Op, whole: int) -> int:
     total = 0
     for user in module.computations[value.computation].values():
         for index, name in enumerate(user.operands):
-            if name == value.name and user.opcode != "tuple" and not user.opcode.startswith(KINDS):
+            if name == value.name and user.opcode != "tuple" and not user.opcode.startswith(COLLECTIVE_KINDS):
                 is_same = user.opcode in _SAME
                 total += _read_inside(module, user, whole) if is_same else _read(module, user, index, whole)
     return total
@@ -302,10 +304,10 @@ def _read_inside(module: HloModule, value: Op, whole: int) -> int:
 
 def _written(module: HloModule, op: Op) -> list[int]:
     """Bytes that an op writes of each of its results."""
-    sizes = [array.bytes for array in arrays_in(op.shape)]
+    sizes = [array.bytes for array in parse_arrays(op.shape)]
     if op.opcode in ("dynamic-update-slice", "scatter"):
         update = module.operand(op, 1 if op.opcode == "dynamic-update-slice" else 2)
-        return [sum(array.bytes for array in arrays_in(update.shape))] if update and len(sizes) == 1 else sizes
+        return [sum(array.bytes for array in parse_arrays(update.shape))] if update and len(sizes) == 1 else sizes
     inner = module.fused(op) if op.opcode in ("fusion", "call") else ""
     if not inner:
         return sizes
@@ -320,9 +322,9 @@ def _made_inside(module: HloModule, value: Op) -> list[int]:
         return [size for part in parts for size in _made_inside(module, part)]
     if value.opcode in ("bitcast", "reshape") and (source := module.operand(value, 0)) is not None:
         found = _made_inside(module, source)
-        return found if len(found) == 1 else [sum(array.bytes for array in arrays_in(value.shape))]
-    if value.opcode == "parameter" or value.opcode.startswith(KINDS):
-        return [0] * len(arrays_in(value.shape))
+        return found if len(found) == 1 else [sum(array.bytes for array in parse_arrays(value.shape))]
+    if value.opcode == "parameter" or value.opcode.startswith(COLLECTIVE_KINDS):
+        return [0] * len(parse_arrays(value.shape))
     return _written(module, value)
 
 
@@ -350,7 +352,7 @@ class DeviceRates:
 
 
 @dataclass(frozen=True)
-class Cost:
+class OpCost:
     """Seconds of one run, `low` at the roofline and `high` as estimated.
 
     Attributes:
@@ -366,28 +368,28 @@ class Cost:
     moved_bytes: int
 
 
-def cost_of(module: HloModule, op: Op, rates: DeviceRates) -> Cost | None:
+def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None:
     """What one run of an op costs by itself; None for what costs nothing."""
     target = _TARGET.search(op.rest) if op.opcode == "custom-call" else None
     if op.opcode in FREE or op.opcode.endswith(("-done", "-update")) or (target and target[1] in NO_WORK):
         return None
-    moved = moved_bytes(module, op)
+    moved = count_moved_bytes(module, op)
     if is_kernel(op):
-        kernel = kernel_cost(module, op, rates.matrix_unit_width)
+        kernel = compute_kernel_cost(module, op, rates.matrix_unit_width)
         if kernel is None:
             seconds = moved / rates.hbm_bytes_per_second
-            return Cost(seconds, seconds, "unknown", 0, moved)
+            return OpCost(seconds, seconds, "unknown", 0, moved)
         moved = moved if kernel.moved_bytes is None else min(moved, kernel.moved_bytes)
         seconds = max(kernel.filled_flops / rates.flops_per_second, moved / rates.hbm_bytes_per_second)
-        return Cost(seconds, seconds, "shapes" if kernel.moved_bytes is None else "stated", kernel.flops, moved)
-    matmuls = matmuls_in(module, op)
+        return OpCost(seconds, seconds, "shapes" if kernel.moved_bytes is None else "stated", kernel.flops, moved)
+    matmuls = find_matmuls(module, op)
     filled = sum(matmul.filled_flops(rates.matrix_unit_width) for matmul in matmuls)
     low = max(filled / rates.flops_per_second, moved / rates.hbm_bytes_per_second)
     flops = sum(matmul.flops for matmul in matmuls)
     cycles = _CYCLES.search(op.rest)
     if cycles is None or rates.clock_hertz is None:
-        return Cost(low, low, "roofline", flops, moved)
-    return Cost(low, int(cycles[1]) / rates.clock_hertz, "estimate", flops, moved)
+        return OpCost(low, low, "roofline", flops, moved)
+    return OpCost(low, int(cycles[1]) / rates.clock_hertz, "estimate", flops, moved)
 
 
 def has_estimates(module: HloModule) -> bool:

@@ -16,29 +16,29 @@ from typing import TypedDict
 
 from runner.plan.forecast.cost import (
     FREE,
-    Cost,
     DeviceRates,
-    cost_of,
+    OpCost,
+    compute_cost,
+    find_matmuls,
     has_estimates,
     is_attention_kernel,
     is_kernel,
-    matmuls_in,
 )
-from runner.plan.forecast.hlo import op_name_of
-from runner.plan.forecast.memory import LiveMemory, alive_in
-from runner.plan.forecast.module import HloModule, Op, load
+from runner.plan.forecast.hlo import parse_op_name
+from runner.plan.forecast.memory import LiveMemory, compute_live_memory
+from runner.plan.forecast.module import HloModule, Op, load_module
 from runner.plan.forecast.schedule import (
     COPIES,
-    Key,
+    OpKey,
     ScheduledOp,
     Timing,
     Transfer,
     Transfers,
-    schedule,
-    time_of,
-    transfers_in,
+    build_schedule,
+    find_transfers,
+    simulate_schedule,
 )
-from runner.plan.forecast.sources import StackFrame, line_of, sources_in
+from runner.plan.forecast.sources import StackFrame, find_source_line, parse_sources
 
 MATMULS, ATTENTION, ELEMENTWISE = "matmuls", "attention", "elementwise and reductions"
 ACTIVATIONS, LAYOUT, GATHERS = "saving and reading slices", "layout changes", "gathers and scatters"
@@ -56,7 +56,7 @@ _ATTENTION = re.compile(r"attention|attend", re.IGNORECASE)
 _MATMUL_KERNEL = re.compile(r"ragged|gmm|matmul|gemm|grouped", re.IGNORECASE)
 
 
-def part_of(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str:
+def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str:
     """The part of a step that an op's time belongs to. `calls` led to it, innermost first."""
     if any(_OF_OPTIMIZER.search(frame.file) for frame in calls):
         return OPTIMIZER
@@ -66,7 +66,7 @@ def part_of(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str:
         return MATMULS if _MATMUL_KERNEL.search(op.name) else KERNELS
     opcodes = set(_opcodes(module, op))
     own = [frame for frame in calls if not frame.is_installed]
-    matmuls = matmuls_in(module, op)
+    matmuls = find_matmuls(module, op)
     if not matmuls and opcodes & _SLICES and opcodes <= _MOVES | _SLICES:
         return ACTIVATIONS
     if not matmuls and "dynamic-update-slice" in _results(module, op):
@@ -207,21 +207,21 @@ class Forecast:
         return {name: (low, high) for name, (low, high) in sorted(sums.items(), key=lambda item: -item[1][1])}
 
 
-def forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRates) -> Forecast:
+def compute_forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRates) -> Forecast:
     """The forecast of a compiled program, from its scheduled text. `mesh_sizes` is axis -> size, in mesh order.
 
     Raises `ValueError` for replica groups of an unknown form, or of devices that the mesh does not have.
     """
-    module = load(text)
-    transfers = transfers_in(module, mesh_sizes, rates.hbm_bytes_per_second, rates.collective_seconds)
-    costs: dict[Key, Cost | None] = {}
+    module = load_module(text)
+    transfers = find_transfers(module, mesh_sizes, rates.hbm_bytes_per_second, rates.collective_seconds)
+    costs: dict[OpKey, OpCost | None] = {}
 
-    def cost(op: Op) -> Cost | None:
-        found = costs[op.computation, op.name] = cost_of(module, op, rates)
+    def cost(op: Op) -> OpCost | None:
+        found = costs[op.computation, op.name] = compute_cost(module, op, rates)
         return found
 
-    steps = schedule(module, transfers, cost)
-    low, high = time_of(steps, "low"), time_of(steps, "high", is_drawn=True)
+    steps = build_schedule(module, transfers, cost)
+    low, high = simulate_schedule(steps, "low"), simulate_schedule(steps, "high", is_drawn=True)
     ops = _op_times(module, transfers, costs, low, high)
     bases = Counter(op.basis for op in ops)
     return Forecast(
@@ -229,7 +229,7 @@ def forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRates) -> Fo
         high.seconds,
         ops,
         high,
-        alive_in(module),
+        compute_live_memory(module),
         has_estimates(module) and rates.clock_hertz is not None,
         bases["unknown"],
         _num_endless(module, steps),
@@ -246,9 +246,9 @@ def _num_endless(module: HloModule, steps: tuple[ScheduledOp, ...]) -> int:
 
 
 def _op_times(
-    module: HloModule, transfers: Transfers, costs: Mapping[Key, Cost | None], low: Timing, high: Timing
+    module: HloModule, transfers: Transfers, costs: Mapping[OpKey, OpCost | None], low: Timing, high: Timing
 ) -> tuple[OpTime, ...]:
-    sources = sources_in(module.text)
+    sources = parse_sources(module.text)
     found = []
     for key in low.spent.keys() | high.spent.keys():
         op = module.computations[key[0]][key[1]]
@@ -264,9 +264,9 @@ def _op_times(
                 op.name,
                 op.opcode,
                 op.shape,
-                op_name_of(named.rest),
+                parse_op_name(named.rest),
                 _part(module, op, transfer, calls),
-                line_of(calls, _LIBRARY),
+                find_source_line(calls, _LIBRARY),
                 one.runs,
                 first.busy + first.exposed if first else 0.0,
                 second.busy + second.exposed if second else 0.0,
@@ -284,20 +284,20 @@ def _dearest(op: OpTime) -> tuple[float, float, str]:
 def _named(module: HloModule, op: Op) -> Op:
     """The op itself, or of a fusion whose origin the compiler has lost the op inside that tells it best."""
     inner = module.fused(op)
-    if not inner or op_name_of(op.rest):
+    if not inner or parse_op_name(op.rest):
         return op
     parts = [_named(module, part) for part in module.computations[inner].values()]
-    parts = [part for part in parts if op_name_of(part.rest)]
-    return next((part for part in parts if matmuls_in(module, part)), parts[-1] if parts else op)
+    parts = [part for part in parts if parse_op_name(part.rest)]
+    return next((part for part in parts if find_matmuls(module, part)), parts[-1] if parts else op)
 
 
 def _part(module: HloModule, op: Op, transfer: Transfer | None, calls: tuple[StackFrame, ...]) -> str:
     if transfer is None:
-        return part_of(module, op, calls)
+        return classify_op(module, op, calls)
     return WAITING if transfer.lane == COPIES else transfer.kind
 
 
-def _basis(transfer: Transfer | None, cost: Cost | None) -> str:
+def _basis(transfer: Transfer | None, cost: OpCost | None) -> str:
     if transfer is not None:
         return "copy" if transfer.lane == COPIES else "links"
     return cost.basis if cost is not None else "roofline"
@@ -319,7 +319,7 @@ class TraceEvent(TypedDict, total=False):
     args: dict[str, str | float]
 
 
-def trace_of(found: Forecast, name: str) -> dict[str, list[TraceEvent] | str]:
+def build_trace(found: Forecast, name: str) -> dict[str, list[TraceEvent] | str]:
     """The step by the compiler's estimates, as the content of a JSON file. Memory is a counter, in bytes."""
     ops = {op.name: op for op in found.ops}
     lanes = ["compute", "waiting", *sorted({one.lane for one in found.timing.drawn} - {"compute", "waiting"})]
@@ -347,7 +347,7 @@ def trace_of(found: Forecast, name: str) -> dict[str, list[TraceEvent] | str]:
             "args": args,
         }
         events.append(event)
-        held = memory_at(found, one.stack, one.turns)
+        held = get_live_bytes(found, one.stack, one.turns)
         if one.lane == "compute" and held != memory:
             memory = held
             events.append(
@@ -362,7 +362,7 @@ def trace_of(found: Forecast, name: str) -> dict[str, list[TraceEvent] | str]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def memory_at(found: Forecast, stack: tuple[tuple[str, str], ...], turns: int) -> int:
+def get_live_bytes(found: Forecast, stack: tuple[tuple[str, str], ...], turns: int) -> int:
     """Bytes of temporaries alive while these ops run; of several turns of a loop, the most."""
     more = found.alive.inside.get(stack[-1], 0) if turns > 1 and stack else 0
     return found.alive.bytes_at(stack) + more

@@ -36,10 +36,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # Their results hold the values of their first operand.
-SAME_VALUE = {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"}
+VALUE_PRESERVING_OPCODES = {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"}
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}  # the others say it in their name
 
-ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")  # type, sizes, layout
+ARRAY_PATTERN = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")  # type, sizes, layout
 
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)(\(.*)")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+)")
@@ -57,7 +57,7 @@ class Instruction(NamedTuple):
     rest: str  # operands and attributes
 
 
-def instructions(text: str) -> Iterator[Instruction]:
+def iter_instructions(text: str) -> Iterator[Instruction]:
     """Every instruction, with the computation that it stands in."""
     computation, start = "", 0
     while start < len(text):
@@ -72,7 +72,7 @@ def instructions(text: str) -> Iterator[Instruction]:
             yield Instruction(computation, bool(match[1]), match[2], match[3], match[4], match[5])
 
 
-def operands_of(rest: str) -> tuple[str, ...]:
+def parse_operands(rest: str) -> tuple[str, ...]:
     """Names of the operands, whether or not their types are printed before them."""
     inside = rest[1 : _closing(rest)]
     if "%" in inside:
@@ -90,13 +90,13 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def op_name_of(rest: str) -> str:
+def parse_op_name(rest: str) -> str:
     """The traced operation that an instruction comes from, or the name of an argument; "" if the compiler lost it."""
     match = _OP_NAME.search(rest)
     return match[1].replace('\\"', '"').replace("\\'", "'") if match else ""
 
 
-def output_of(instruction: Instruction) -> str:
+def get_output_shape(instruction: Instruction) -> str:
     """The shape of what an instruction makes, without what the start of an asynchronous one carries along."""
     opcode, shape = instruction.opcode, instruction.shape
     if not shape.startswith("(") or not (opcode.endswith("-start") or opcode in ("send", "recv")):
@@ -120,24 +120,24 @@ def _elements(shape: str) -> list[str]:
     return elements
 
 
-def bytes_of(shape: str) -> int:
+def count_shape_bytes(shape: str) -> int:
     """Bytes of an array or of all arrays in a tuple."""
-    return sum(array_bytes(match) for match in ARRAY.finditer(shape))
+    return sum(count_array_bytes(match) for match in ARRAY_PATTERN.finditer(shape))
 
 
-def sizes_in(shape: str) -> tuple[tuple[int, ...], ...]:
+def parse_shape_sizes(shape: str) -> tuple[tuple[int, ...], ...]:
     """The sizes of an array, or of each array in a tuple."""
-    return tuple(sizes_of(match) for match in ARRAY.finditer(shape))
+    return tuple(parse_sizes(match) for match in ARRAY_PATTERN.finditer(shape))
 
 
-def sizes_of(match: re.Match[str]) -> tuple[int, ...]:
-    """The sizes of an array that `ARRAY` matched."""
+def parse_sizes(match: re.Match[str]) -> tuple[int, ...]:
+    """The sizes of an array that `ARRAY_PATTERN` matched."""
     return tuple(int(size.lstrip("<=")) for size in match[2].split(",") if size)
 
 
-def array_bytes(match: re.Match[str], is_padded: bool = False) -> int:
-    """Bytes of an array that `ARRAY` matched, as packed values; or as they lie in memory, in whole tiles."""
-    dims = list(sizes_of(match))
+def count_array_bytes(match: re.Match[str], is_padded: bool = False) -> int:
+    """Bytes of an array that `ARRAY_PATTERN` matched, as packed values; or as they lie in memory, in whole tiles."""
+    dims = list(parse_sizes(match))
     layout = match[3] or ""
     if is_padded and (tile := _TILE.search(layout)):
         tile_sizes = [int(size) for size in tile[1].split(",")]
@@ -158,7 +158,7 @@ def _bits(dtype: str) -> int:
     return int(match[1])
 
 
-KINDS = (
+COLLECTIVE_KINDS = (
     "all-gather",
     "all-reduce",
     "reduce-scatter",
@@ -182,10 +182,10 @@ _GROUPS = re.compile(
     r"|mesh\[[^\]]*\](?:, device_ids=\([^()]*(?:\([^()]*\))?\))?(?: \{[^}]*\})?)"
 )
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
-_ARITHMETIC = {"constant", "add", "subtract", "compare", "get-tuple-element", *SAME_VALUE}
+_ARITHMETIC = {"constant", "add", "subtract", "compare", "get-tuple-element", *VALUE_PRESERVING_OPCODES}
 
 
-class Call(NamedTuple):
+class ComputationCall(NamedTuple):
     """One computation names another."""
 
     caller: str
@@ -206,7 +206,7 @@ class RawCollective(NamedTuple):
     is_between_slices: bool = False
 
 
-class Scalar(NamedTuple):
+class ScalarInstruction(NamedTuple):
     """An instruction on which the trips of a loop may depend."""
 
     opcode: str
@@ -216,15 +216,15 @@ class Scalar(NamedTuple):
 
 @dataclass
 class HloProgram:
-    """What `read` keeps of a module."""
+    """What `parse_program` keeps of a module."""
 
     entry: str = ""
     num_partitions: int = 0
     found: list[RawCollective] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ComputationCall] = field(default_factory=list)
     trips: dict[str, int] = field(default_factory=dict)  # of the loops that state them
     loops: dict[str, tuple[str, str, str]] = field(default_factory=dict)  # state, condition and body of the others
-    scalars: dict[str, Scalar] = field(default_factory=dict)
+    scalars: dict[str, ScalarInstruction] = field(default_factory=dict)
     tuples: dict[str, tuple[str, ...]] = field(default_factory=dict)
     roots: dict[str, str] = field(default_factory=dict)
     states: set[str] = field(default_factory=set)  # parameters that are tuples
@@ -232,7 +232,7 @@ class HloProgram:
     started: set[str] = field(default_factory=set)  # what AsyncCollectiveStart takes
 
 
-def read(text: str) -> HloProgram:
+def parse_program(text: str) -> HloProgram:
     """Read a module in one pass over its instructions. Raises `ValueError` for replica groups of an unknown form."""
     program = HloProgram()
     if partitions := _PARTITIONS.search(text[: text.find("\n")]):
@@ -240,23 +240,23 @@ def read(text: str) -> HloProgram:
     if entry := _ENTRY.search(text):
         program.entry = entry[1]
     reduced: set[str] = set()
-    for instruction in instructions(text):
+    for instruction in iter_instructions(text):
         opcode, rest = instruction.opcode, instruction.rest
         if instruction.is_root:
             program.roots[instruction.computation] = instruction.name
         if found := _found(instruction):
             program.found.append(found)
             reduced.add(instruction.name)
-        elif opcode == "dynamic-slice" and (name := operands_of(rest)[0]) in reduced:
-            program.slices[name] = bytes_of(instruction.shape)
+        elif opcode == "dynamic-slice" and (name := parse_operands(rest)[0]) in reduced:
+            program.slices[name] = count_shape_bytes(instruction.shape)
         elif opcode == "parameter" and instruction.shape.startswith("("):
             program.states.add(instruction.name)
         elif opcode == "tuple":
-            program.tuples[instruction.name] = operands_of(rest)
+            program.tuples[instruction.name] = parse_operands(rest)
         elif opcode == "custom-call" and 'custom_call_target="AsyncCollectiveStart"' in rest:
-            program.started.update(operands_of(rest))
+            program.started.update(parse_operands(rest))
         elif opcode in _ARITHMETIC and _SCALAR.match(instruction.shape):
-            program.scalars[instruction.name] = Scalar(opcode, operands_of(rest), rest[:200])
+            program.scalars[instruction.name] = ScalarInstruction(opcode, parse_operands(rest), rest[:200])
         if not found and "=" in rest and not opcode.endswith(("-done", "-update")):
             _read_calls(program, instruction)
     return program
@@ -266,12 +266,12 @@ def _found(instruction: Instruction) -> RawCollective | None:
     """The collective that an instruction is or starts."""
     opcode, rest = instruction.opcode, instruction.rest
     kind = opcode.removesuffix("-start")
-    if kind in KINDS:
+    if kind in COLLECTIVE_KINDS:
         groups = (_PAIRS if kind == "collective-permute" else _GROUPS).search(rest)
         if groups is None and "replica_groups=" in rest:
             raise ValueError(f"{instruction.name}: replica groups of a form that is not known here: {rest[:400]}")
         chain = _CHAIN.search(rest)
-        size = bytes_of(output_of(instruction))
+        size = count_shape_bytes(get_output_shape(instruction))
         return RawCollective(kind, groups[0] if groups else "", size, instruction, chain.groups() if chain else ())
     if opcode == "send" and (between := _BETWEEN_SLICES.search(rest)):
         slices = _SLICES.search(rest)
@@ -279,7 +279,11 @@ def _found(instruction: Instruction) -> RawCollective | None:
             raise ValueError(f"{instruction.name}: slices of a form that is not known here: {rest[:400]}")
         kind = between[1].lower().replace("_", "-").replace("one-to-one", "collective-permute")
         return RawCollective(
-            kind, slices[1] or slices[2], bytes_of(output_of(instruction)), instruction, is_between_slices=True
+            kind,
+            slices[1] or slices[2],
+            count_shape_bytes(get_output_shape(instruction)),
+            instruction,
+            is_between_slices=True,
         )
     return None
 
@@ -292,12 +296,12 @@ def _read_calls(program: HloProgram, instruction: Instruction) -> None:
     names = [*called.values(), *([name.strip(" %") for name in listed[1].split(",")] if listed else [])]
     for name in names:
         loop = instruction.name if name == called.get("body") else ""
-        program.calls.append(Call(instruction.computation, name, opcode, op_name_of(rest), loop))
+        program.calls.append(ComputationCall(instruction.computation, name, opcode, parse_op_name(rest), loop))
     if opcode == "while":
         if trips := _TRIPS.search(rest):
             program.trips[instruction.name] = int(trips[1])
         else:
-            program.loops[instruction.name] = (operands_of(rest)[0], called["condition"], called["body"])
+            program.loops[instruction.name] = (parse_operands(rest)[0], called["condition"], called["body"])
 
 
 _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
@@ -310,13 +314,13 @@ class _Value(NamedTuple):
     number: int
 
 
-def counts_of(program: HloProgram) -> dict[str, tuple[int, bool]]:
+def count_runs(program: HloProgram) -> dict[str, tuple[int, bool]]:
     """How often each computation runs in one run of the entry, and whether that is a lower bound."""
-    callers: dict[str, list[Call]] = defaultdict(list)
+    callers: dict[str, list[ComputationCall]] = defaultdict(list)
     for call in program.calls:
         callers[call.callee].append(call)
     graph = {callee: {call.caller for call in calls} for callee, calls in callers.items()}
-    trips = trips_of(program)
+    trips = count_trips(program)
     counts: dict[str, tuple[int, bool]] = defaultdict(lambda: (0, False))
     for name in graphlib.TopologicalSorter(graph).static_order():
         runs, is_at_least = int(name == program.entry), False
@@ -329,7 +333,7 @@ def counts_of(program: HloProgram) -> dict[str, tuple[int, bool]]:
     return counts
 
 
-def trips_of(program: HloProgram) -> dict[str, int | None]:
+def count_trips(program: HloProgram) -> dict[str, int | None]:
     """Trips of each `while`, None where they are not known."""
     return {loop: _trips(program, *parts) for loop, parts in program.loops.items()} | program.trips
 
@@ -375,7 +379,7 @@ def _value(program: HloProgram, name: str) -> _Value | None:
         index = re.search(r"index=(\d+)", scalar.rest)
         return _Value(int(index[1]), 0) if index and scalar.operands[0] in program.states else None
     values = [_value(program, operand) for operand in scalar.operands]
-    if scalar.opcode in SAME_VALUE:
+    if scalar.opcode in VALUE_PRESERVING_OPCODES:
         return values[0]
     if scalar.opcode not in ("add", "subtract"):
         return None

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from runner.plan.forecast.hlo import Instruction, output_of
-from runner.plan.forecast.module import ArrayShape, HloModule, Op, arrays_in
-from runner.plan.forecast.schedule import Key
+from runner.plan.forecast.hlo import Instruction, get_output_shape
+from runner.plan.forecast.module import ArrayShape, HloModule, Op, parse_arrays
+from runner.plan.forecast.schedule import OpKey
 
 _SAME = {"bitcast", "opt-barrier", "add-dependency", "domain", "after-all"}
 _BY_VALUE = {"add", "subtract", "multiply", "divide", "select", "maximum", "minimum", "negate", "exponential", "tanh"}
@@ -46,13 +46,13 @@ class LiveMemory:
         peak_stack: the ops that run at the peak, outermost first.
     """
 
-    at: dict[Key, int]
-    inside: dict[Key, int]
-    held: dict[Key, tuple[LiveBuffer, ...]] = field(repr=False, default_factory=dict)
+    at: dict[OpKey, int]
+    inside: dict[OpKey, int]
+    held: dict[OpKey, tuple[LiveBuffer, ...]] = field(repr=False, default_factory=dict)
     peak: int = 0
-    peak_stack: tuple[Key, ...] = ()
+    peak_stack: tuple[OpKey, ...] = ()
 
-    def bytes_at(self, stack: tuple[Key, ...]) -> int:
+    def bytes_at(self, stack: tuple[OpKey, ...]) -> int:
         """Bytes alive while these ops run, one within the other."""
         return sum(self.at.get(key, 0) for key in stack)
 
@@ -62,17 +62,17 @@ class LiveMemory:
         return sorted((one for key in self.peak_stack for one in self.held.get(key, ())), key=lambda one: -one.bytes)
 
 
-def alive_in(module: HloModule) -> LiveMemory:
+def compute_live_memory(module: HloModule) -> LiveMemory:
     """What is alive at each op of a module."""
-    at: dict[Key, int] = {}
-    inside: dict[Key, int] = {}
-    held: dict[Key, tuple[LiveBuffer, ...]] = {}
-    peaks: dict[str, tuple[int, tuple[Key, ...]]] = {}
+    at: dict[OpKey, int] = {}
+    inside: dict[OpKey, int] = {}
+    held: dict[OpKey, tuple[LiveBuffer, ...]] = {}
+    peaks: dict[str, tuple[int, tuple[OpKey, ...]]] = {}
 
-    def peak_of(computation: str) -> tuple[int, tuple[Key, ...]]:
+    def peak_of(computation: str) -> tuple[int, tuple[OpKey, ...]]:
         if computation in peaks:
             return peaks[computation]
-        best: tuple[int, tuple[Key, ...]] = (0, ())
+        best: tuple[int, tuple[OpKey, ...]] = (0, ())
         peaks[computation] = best
         ops = list(module.computations.get(computation, {}).values())
         for op, buffers in zip(ops, _Frame(module, computation).alive(), strict=True):
@@ -149,7 +149,7 @@ class _Frame:
             return operand
         is_start = op.opcode.endswith("-start")
         made = Instruction(op.computation, False, op.name, op.shape, op.opcode, op.rest)
-        arrays = arrays_in(output_of(made)) if is_start else arrays_in(op.shape)
+        arrays = parse_arrays(get_output_shape(made)) if is_start else parse_arrays(op.shape)
         leaves = tuple(self._leaf(op, number, array, index, len(arrays)) for number, array in enumerate(arrays))
         return leaves if len(leaves) != 1 or (op.shape.startswith("(") and not is_start) else leaves[0]
 

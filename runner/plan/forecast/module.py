@@ -8,7 +8,16 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from runner.plan.forecast.hlo import ARRAY, HloProgram, array_bytes, instructions, operands_of, read, sizes_of, trips_of
+from runner.plan.forecast.hlo import (
+    ARRAY_PATTERN,
+    HloProgram,
+    count_array_bytes,
+    count_trips,
+    iter_instructions,
+    parse_operands,
+    parse_program,
+    parse_sizes,
+)
 
 _SPACE = re.compile(r"S\((\d+)\)")
 _HOST = 5  # XLA's number for the memory of the host
@@ -40,13 +49,15 @@ class ArrayShape:
 
 
 @functools.lru_cache(maxsize=65536)
-def arrays_in(shape: str) -> tuple[ArrayShape, ...]:
+def parse_arrays(shape: str) -> tuple[ArrayShape, ...]:
     """The array of a shape, or those of a tuple, in order."""
     found = []
-    for match in ARRAY.finditer(shape):
+    for match in ARRAY_PATTERN.finditer(shape):
         space = _SPACE.search(match[3] or "")
         found.append(
-            ArrayShape(match[1], sizes_of(match), array_bytes(match, is_padded=True), int(space[1]) if space else 0)
+            ArrayShape(
+                match[1], parse_sizes(match), count_array_bytes(match, is_padded=True), int(space[1]) if space else 0
+            )
         )
     return tuple(found)
 
@@ -121,14 +132,14 @@ class HloModule:
         return op.callees.get("calls", "") or (op.callees.get("to_apply", "") if op.opcode == "call" else "")
 
 
-def load(text: str) -> HloModule:
+def load_module(text: str) -> HloModule:
     """Read a module. Raises `ValueError` for replica groups of an unknown form."""
     text = _NOTES.sub(lambda match: "kernel_metadata={" + match[1].replace("\n", " ") + "}", text)
     text = _CODE.sub('"body":""', text)
-    program = read(text)
-    module = HloModule(text, program, trips=trips_of(program), donated=_donated(text))
-    for one in instructions(text):
-        operands = () if one.opcode in _NO_OPERANDS else tuple(name for name in operands_of(one.rest) if name)
+    program = parse_program(text)
+    module = HloModule(text, program, trips=count_trips(program), donated=_donated(text))
+    for one in iter_instructions(text):
+        operands = () if one.opcode in _NO_OPERANDS else tuple(name for name in parse_operands(one.rest) if name)
         op = Op(one.computation, one.name, one.opcode, one.shape, operands, one.rest, _called(one.rest))
         module.computations.setdefault(one.computation, {})[one.name] = op
         if one.is_root:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from runner.plan.forecast.collectives import Collective, located_collectives
-from runner.plan.forecast.cost import Cost, matmuls_in
-from runner.plan.forecast.hlo import Instruction, output_of
-from runner.plan.forecast.module import HloModule, Op, arrays_in
+from runner.plan.forecast.collectives import Collective, locate_collectives
+from runner.plan.forecast.cost import OpCost, find_matmuls
+from runner.plan.forecast.hlo import Instruction, get_output_shape
+from runner.plan.forecast.module import HloModule, Op, parse_arrays
 
 COPIES, LINKS, NETWORK = "copies", "links", "network"
 _UPDATE = "dynamic-update-slice-start"
@@ -51,7 +51,7 @@ class Transfers:
     waits: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
-def transfers_in(
+def find_transfers(
     module: HloModule,
     mesh_sizes: Mapping[str, int],
     copy_bytes_per_second: float,
@@ -60,7 +60,7 @@ def transfers_in(
     """All transfers of a module. `seconds_of` is the time of one run of a collective."""
     found = Transfers()
     holders: dict[str, tuple[str, str]] = {}  # a computation -> the collective in it, and its chain
-    for place, collective in located_collectives(module.text, mesh_sizes):
+    for place, collective in locate_collectives(module.text, mesh_sizes):
         axes = " x ".join(collective.axes) or "none"
         lane = NETWORK if collective.is_between_slices else LINKS
         sent = collective.sent_bytes_per_device
@@ -130,7 +130,7 @@ def _place(module: HloModule, found: Transfers, op: Op, collective: Op) -> None:
     transfer = found.at_once[inside]
     if op.opcode.endswith("-start"):
         found.starts[key] = transfer
-    elif matmuls_in(module, op):
+    elif find_matmuls(module, op):
         found.beside[key], found.starts[inside] = collective, transfer
     else:
         found.at_once[key] = transfer
@@ -148,9 +148,9 @@ def _copy(op: Op, found: Transfers, bytes_per_second: float) -> None:
     key = op.computation, op.name
     if not op.opcode.endswith("-start") or key in found.starts:
         return
-    made = output_of(Instruction(op.computation, False, op.name, op.shape, op.opcode, op.rest))
-    arrays = arrays_in(op.shape)
-    target = arrays_in(made)
+    made = get_output_shape(Instruction(op.computation, False, op.name, op.shape, op.opcode, op.rest))
+    arrays = parse_arrays(op.shape)
+    target = parse_arrays(made)
     size = sum(array.bytes for array in target)
     source = arrays[1] if op.opcode in ("copy-start", _UPDATE) and len(arrays) > 1 else arrays[0]
     if op.opcode == _UPDATE:  # in place: what moves is the new part
@@ -172,10 +172,10 @@ def _origin(ops: Mapping[str, Op], op: Op, found: Transfers) -> str:
 
 
 End = Literal["low", "high"]
-Key = tuple[str, str]  # computation, op
+OpKey = tuple[str, str]  # computation, op
 
 # A loop is drawn turn by turn up to so many ops in all; of longer ones the first turn is.
-MOST_DRAWN = 60_000
+MAX_TRACE_SPANS = 60_000
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class ScheduledOp:
     """
 
     op: Op
-    cost: Cost | None = None
+    cost: OpCost | None = None
     begins: Transfer | None = None
     awaits: str | None = None
     at_once: Transfer | None = None
@@ -196,7 +196,7 @@ class ScheduledOp:
     trips: int = 1
 
     @property
-    def key(self) -> Key:
+    def key(self) -> OpKey:
         """Which op it is."""
         return self.op.computation, self.op.name
 
@@ -225,7 +225,7 @@ class TraceSpan(NamedTuple):
     name: str
     start: float
     seconds: float
-    stack: tuple[Key, ...]
+    stack: tuple[OpKey, ...]
     turns: int = 1  # how many turns of a loop it stands for
 
 
@@ -234,11 +234,13 @@ class Timing:
     """The time of a whole schedule."""
 
     seconds: float = 0.0
-    spent: dict[Key, OpSeconds] = field(default_factory=dict)
+    spent: dict[OpKey, OpSeconds] = field(default_factory=dict)
     drawn: list[TraceSpan] = field(default_factory=list)
 
 
-def schedule(module: HloModule, transfers: Transfers, cost: Callable[[Op], Cost | None]) -> tuple[ScheduledOp, ...]:
+def build_schedule(
+    module: HloModule, transfers: Transfers, cost: Callable[[Op], OpCost | None]
+) -> tuple[ScheduledOp, ...]:
     """The steps of a run of a module, in order."""
     known: dict[str, tuple[ScheduledOp, ...]] = {}
 
@@ -278,9 +280,9 @@ def schedule(module: HloModule, transfers: Transfers, cost: Callable[[Op], Cost 
     return steps_of(module.entry)
 
 
-def time_of(steps: Sequence[ScheduledOp], end: End, *, is_drawn: bool = False) -> Timing:
+def simulate_schedule(steps: Sequence[ScheduledOp], end: End, *, is_drawn: bool = False) -> Timing:
     """The time of a schedule by one end of the range of its ops."""
-    clock = _Clock(end, MOST_DRAWN if is_drawn else 0)
+    clock = _Clock(end, MAX_TRACE_SPANS if is_drawn else 0)
     timing = Timing(spent=clock.spent, drawn=clock.drawn)
     clock.run(steps, ())
     timing.seconds = clock.now
@@ -295,10 +297,10 @@ class _Clock:
         self.now = 0.0
         self.free: dict[str, float] = {}  # lane -> when its last transfer ends
         self.pending: dict[str, tuple[ScheduledOp, float]] = {}
-        self.spent: dict[Key, OpSeconds] = defaultdict(OpSeconds)
+        self.spent: dict[OpKey, OpSeconds] = defaultdict(OpSeconds)
         self.drawn: list[TraceSpan] = []
 
-    def run(self, steps: Sequence[ScheduledOp], stack: tuple[Key, ...]) -> None:
+    def run(self, steps: Sequence[ScheduledOp], stack: tuple[OpKey, ...]) -> None:
         """All steps in order."""
         for step in steps:
             if step.kind == "loop":
@@ -310,7 +312,7 @@ class _Clock:
             else:
                 self._op(step, stack)
 
-    def _op(self, step: ScheduledOp, stack: tuple[Key, ...]) -> None:
+    def _op(self, step: ScheduledOp, stack: tuple[OpKey, ...]) -> None:
         if step.begins is not None:
             self._begin(step, step.begins, stack)
         elif step.awaits is not None:
@@ -331,7 +333,7 @@ class _Clock:
             spent.busy += seconds
             self.now += seconds
 
-    def _begin(self, step: ScheduledOp, transfer: Transfer, stack: tuple[Key, ...]) -> None:
+    def _begin(self, step: ScheduledOp, transfer: Transfer, stack: tuple[OpKey, ...]) -> None:
         begun = max(self.now, self.free.get(transfer.lane, 0.0))
         self.free[transfer.lane] = begun + transfer.seconds
         self.pending[step.op.name] = step, begun + transfer.seconds
@@ -340,7 +342,7 @@ class _Clock:
         spent.transfer += transfer.seconds
         self._draw(transfer.kind, step.op.name, begun, transfer.seconds, stack)
 
-    def _await(self, step: ScheduledOp, stack: tuple[Key, ...]) -> None:
+    def _await(self, step: ScheduledOp, stack: tuple[OpKey, ...]) -> None:
         assert step.awaits is not None
         name = step.awaits
         if not name:
@@ -356,7 +358,7 @@ class _Clock:
             self._draw("waiting", name, self.now, wait, stack)
         self.now += wait
 
-    def _loop(self, step: ScheduledOp, stack: tuple[Key, ...]) -> None:
+    def _loop(self, step: ScheduledOp, stack: tuple[OpKey, ...]) -> None:
         """Turn by turn, until one begins as the one before it did: from there all are equal."""
         outer, inner = self.spent, (*stack, step.key)
         before: tuple[tuple[str, float], ...] | None = None
@@ -378,9 +380,9 @@ class _Clock:
         step: ScheduledOp,
         times: int,
         seconds: float,
-        spent: dict[Key, OpSeconds],
-        outer: dict[Key, OpSeconds],
-        stack: tuple[Key, ...],
+        spent: dict[OpKey, OpSeconds],
+        outer: dict[OpKey, OpSeconds],
+        stack: tuple[OpKey, ...],
     ) -> None:
         for key, one in spent.items():
             outer[key].add(one, times)
@@ -396,8 +398,10 @@ class _Clock:
 
     def _alone(self, steps: Sequence[ScheduledOp]) -> float:
         """How long a branch takes by itself, its longest end."""
-        return time_of(steps, "high").seconds
+        return simulate_schedule(steps, "high").seconds
 
-    def _draw(self, lane: str, name: str, start: float, seconds: float, stack: tuple[Key, ...], turns: int = 1) -> None:
+    def _draw(
+        self, lane: str, name: str, start: float, seconds: float, stack: tuple[OpKey, ...], turns: int = 1
+    ) -> None:
         if self.most_drawn and seconds:
             self.drawn.append(TraceSpan(lane, name, start, seconds, stack, turns))

@@ -9,14 +9,14 @@ import sys
 from dataclasses import dataclass, field
 
 from runner.plan.forecast.hlo import (
-    ARRAY,
-    SAME_VALUE,
-    array_bytes,
-    instructions,
-    op_name_of,
-    operands_of,
-    output_of,
-    read,
+    ARRAY_PATTERN,
+    VALUE_PRESERVING_OPCODES,
+    count_array_bytes,
+    get_output_shape,
+    iter_instructions,
+    parse_op_name,
+    parse_operands,
+    parse_program,
 )
 
 _ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$', re.MULTILINE)
@@ -75,7 +75,7 @@ class SourceTable:
         return tuple(found)
 
 
-def sources_in(text: str) -> SourceTable:
+def parse_sources(text: str) -> SourceTable:
     """The tables in front of the first computation."""
     first = re.search(r"^(?:%|ENTRY )", text, re.MULTILINE)
     head = text[: first.start()] if first else text
@@ -103,7 +103,7 @@ def _numbers(row: str) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
 
 
-def line_of(calls: tuple[StackFrame, ...], library: str) -> str:
+def find_source_line(calls: tuple[StackFrame, ...], library: str) -> str:
     """`file:line` of the innermost call in source that is neither installed nor below `library`, the runner's own.
 
     Where there is none, of the innermost that is not installed; else of the outermost call that is known; else "".
@@ -129,32 +129,32 @@ class Buffer:
     op_name: str  # the traced operation that made it, or the name of an argument
 
 
-def largest_arrays(text: str, number: int) -> list[Buffer]:
+def find_largest_arrays(text: str, number: int) -> list[Buffer]:
     """The `number` largest results of a module, largest first, each operation and shape once.
 
     Named are results in a device's main memory, and the arguments of the module; not what lives only within a fusion.
     How many of them are alive at a time, and which share one buffer, the text does not say.
     """
-    program = read(text)
+    program = parse_program(text)
     outer = {program.entry} | {call.callee for call in program.calls if call.opcode in _CONTROL}
     sizes: dict[tuple[str, str], int] = {}
     op_names: dict[str, str] = {}
-    for instruction in instructions(text):
+    for instruction in iter_instructions(text):
         opcode, computation = instruction.opcode, instruction.computation
         if computation not in outer:
             continue
-        op_name = op_name_of(instruction.rest)
-        if not op_name and opcode in SAME_VALUE | {"get-tuple-element"}:
-            op_name = op_names.get(operands_of(instruction.rest)[0], "")
+        op_name = parse_op_name(instruction.rest)
+        if not op_name and opcode in VALUE_PRESERVING_OPCODES | {"get-tuple-element"}:
+            op_name = op_names.get(parse_operands(instruction.rest)[0], "")
         op_names[instruction.name] = sys.intern(op_name)
         if opcode in _NO_BUFFER or opcode.endswith(("-done", "-update")):
             continue
         if opcode == "parameter" and computation != program.entry:
             continue
         name = op_name or instruction.name
-        for match in ARRAY.finditer(output_of(instruction)):
+        for match in ARRAY_PATTERN.finditer(get_output_shape(instruction)):
             if not _MEMORY_SPACE.search(match[3] or ""):
                 key = name, f"{match[1]}[{match[2]}]"
-                sizes[key] = max(sizes.get(key, 0), array_bytes(match, is_padded=True))
+                sizes[key] = max(sizes.get(key, 0), count_array_bytes(match, is_padded=True))
     largest = heapq.nlargest(number, sizes.items(), key=lambda item: item[1])
     return [Buffer(size, shape, name) for (name, shape), size in largest]

@@ -4,7 +4,7 @@ import argparse
 import time
 from pathlib import Path
 
-from runner.plan.figures import amount
+from runner.plan.figures import format_amount
 from tests.benchmarks.accelerator.result import Figure, Part, Results, read_results
 
 _HEAD = "| section | figure | seen | note |\n|---|---|---|---|"
@@ -24,7 +24,7 @@ def _where(results: Results) -> str:
         return f"No device: {_cell(results.problem)} ({about})"
     machine = results.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    memory = "" if machine.memory_bytes is None else f" ({amount(machine.memory_bytes, 'bytes')} for jax)"
+    memory = "" if machine.memory_bytes is None else f" ({format_amount(machine.memory_bytes, 'bytes')} for jax)"
     what = f"**{machine.num_devices} x {machine.device}**{memory}, {machine.num_cpus} CPUs"
     return f"{what}; {about}; Python {machine.python}, {versions}."
 
@@ -47,7 +47,7 @@ def shown(figure: Figure) -> str:
         return "yes" if value else "**no**"
     if isinstance(value, str):
         return _cell(value)
-    return f"{value:.2f} times" if figure.unit == "times" else amount(value, figure.unit)
+    return f"{value:.2f} times" if figure.unit == "times" else format_amount(value, figure.unit)
 
 
 def _cell(text: str) -> str:

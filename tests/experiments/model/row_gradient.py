@@ -14,7 +14,7 @@ from experiments.model.context_layout import SequenceLayout
 from experiments.model.ring_attention import scattered
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import make_mesh
-from runner.plan.forecast.collectives import collectives
+from runner.plan.forecast.collectives import find_collectives
 from runner.plan.machine import open_machine
 
 SIZES = {"data": 8, "fsdp": 2, "sequence": 16}
@@ -32,7 +32,7 @@ def main() -> None:
     run = functools.partial(jax.shard_map, in_specs=PartitionSpec(), out_specs=PartitionSpec(None, "sequence"))
     with jax.set_mesh(mesh):
         text = jax.jit(run(on_device, check_vma=False)).lower(whole).compile().as_text() or ""
-    found = collectives(text, {axis: int(size) for axis, size in mesh.shape.items()})
+    found = find_collectives(text, {axis: int(size) for axis, size in mesh.shape.items()})
     print(json.dumps([one.kind for one in found]))
 
 

@@ -19,7 +19,7 @@ from experiments.model.decoder import PretrainDecoder
 from experiments.model.moe import MixtureOfExperts, MoeConfig
 from runner.errors import InvalidError
 from runner.parallel.mesh import BATCH_AXES, make_mesh, sharding_rules
-from runner.plan.forecast.collectives import collectives
+from runner.plan.forecast.collectives import find_collectives
 from runner.train.state import variable_shardings
 from tests.support.harness import command, environment
 from tests.support.tiny import AXIS_MESHES, gpt, mesh_id, mesh_over
@@ -204,7 +204,7 @@ def sent(sizes, room):
     arrays = lying(mesh, model, variables)
     with sharding_rules(mesh):
         text = jax.jit(gradients_of(model)).lower(*arrays).compile().as_text()
-    return [found for found in collectives(text, dict(mesh.shape)) if found.group_size > 1]
+    return [found for found in find_collectives(text, dict(mesh.shape)) if found.group_size > 1]
 
 
 @pytest.fixture(scope="module")

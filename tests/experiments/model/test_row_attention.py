@@ -28,8 +28,8 @@ from runner.accelerator import CHIPS
 from runner.config import MemoryConfig, TrainerConfig
 from runner.parallel.context import AttentionShape, faster_way, row_seconds, speeds_between
 from runner.parallel.mesh import batch_sharding, make_mesh, sharding_rules
-from runner.plan.forecast.collectives import collectives
-from runner.plan.forecast.hlo import ARRAY
+from runner.plan.forecast.collectives import find_collectives
+from runner.plan.forecast.hlo import ARRAY_PATTERN
 from runner.train.state import abstract_state, shardings_of, variable_shardings
 from tests.experiments.model.test_attention import Case, value_and_gradients
 from tests.experiments.model.test_decoder import EVERYTHING, LATENT
@@ -300,11 +300,11 @@ STEPS = [
 
 def check_program(text, model, mesh):
     """Nothing of T x T or of all logits exists on a device, and attention speaks along its own axis alone."""
-    shapes = {tuple(map(int, found[2].split(","))) for found in ARRAY.finditer(text) if found[2]}
+    shapes = {tuple(map(int, found[2].split(","))) for found in ARRAY_PATTERN.finditer(text) if found[2]}
     assert not [shape for shape in shapes if shape.count(T) > 1 or np.prod(shape) >= T * T * model.config.heads]
     assert not [shape for shape in shapes if VOCABULARY in shape and np.prod(shape) >= len(LENGTHS) * T * VOCABULARY]
     sizes = {axis: int(size) for axis, size in mesh.shape.items()}
-    found = [one for one in collectives(text, sizes) if re.search("blocks/.*shard_map/", one.op_name)]
+    found = [one for one in find_collectives(text, sizes) if re.search("blocks/.*shard_map/", one.op_name)]
     assert {one.axes for one in found} == {("sequence",)}
     assert {one.kind for one in found} <= {"all-gather", "collective-permute", "reduce-scatter", "all-reduce"}
 

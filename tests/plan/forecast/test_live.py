@@ -2,10 +2,10 @@
 
 import pytest
 
-from runner.plan.forecast import forecast
-from runner.plan.forecast.memory import alive_in
-from runner.plan.forecast.module import load
-from runner.plan.profile import memory_in_time
+from runner.plan.forecast import compute_forecast
+from runner.plan.forecast.memory import compute_live_memory
+from runner.plan.forecast.module import load_module
+from runner.plan.profile import compute_memory_timeline
 from tests.plan.forecast.test_schedule import loop
 from tests.plan.forecast.text import MESH, computation, module, negate, rates
 
@@ -127,7 +127,7 @@ ALIVE = {
 @pytest.mark.parametrize("name", ALIVE)
 def test_the_peak_is_the_one_counted_by_hand(name: str) -> None:
     lines, before, peak = ALIVE[name]
-    assert alive_in(load(module(*lines, before=before))).peak == peak
+    assert compute_live_memory(load_module(module(*lines, before=before))).peak == peak
 
 
 def test_what_is_alive_at_the_peak_is_told_the_largest_first() -> None:
@@ -136,7 +136,7 @@ def test_what_is_alive_at_the_peak_is_told_the_largest_first() -> None:
         "%b = bf16[1000]{0} convert(%a)",
         "ROOT %c = f32[250]{0} dot(%a, %b)",
     )
-    found = alive_in(load(text))
+    found = compute_live_memory(load_module(text))
     assert [(one.shape, one.bytes, one.op.name) for one in found.at_peak] == [
         ("bf16[1000]", 2000, "b"),
         ("f32[250]", 1000, "a"),
@@ -148,5 +148,5 @@ def test_memory_over_time_has_the_peak_where_it_is() -> None:
         return negate(name, of, 1000).replace("negate", "reverse")
 
     text = module(lasting("a", "x"), lasting("b", "a"), lasting("c", "x"), "ROOT " + lasting("d", "x"))
-    found = forecast(text, MESH, rates())
-    assert memory_in_time(found, 4) == [1000, 2000, 1000, 0]
+    found = compute_forecast(text, MESH, rates())
+    assert compute_memory_timeline(found, 4) == [1000, 2000, 1000, 0]

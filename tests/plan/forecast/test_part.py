@@ -2,8 +2,8 @@
 
 import pytest
 
-from runner.plan.forecast import OpTime, forecast
-from runner.plan.forecast.sources import line_of, sources_in
+from runner.plan.forecast import OpTime, compute_forecast
+from runner.plan.forecast.sources import find_source_line, parse_sources
 from tests.plan.forecast.text import MESH, computation, module, rates
 
 FILES = (
@@ -90,7 +90,7 @@ PARTS = {
 def only(line: str, frame: int) -> OpTime:
     arguments = ("%a = f32[20,20] parameter(1)", "%c = f32[2,20,20] parameter(2)", "%z = s32[] parameter(3)")
     text = with_sources(module(*arguments, f"%y = f32[20,20] {line}, {at(frame)}", before=INSIDE))
-    (op,) = forecast(text, MESH, rates()).ops
+    (op,) = compute_forecast(text, MESH, rates()).ops
     return op
 
 
@@ -117,7 +117,7 @@ def test_an_op_is_told_by_the_innermost_line_of_the_users_own_source(frame: int,
 
 
 def test_who_traced_a_step_is_no_part_of_it() -> None:
-    sources = sources_in(with_sources(module()))
+    sources = parse_sources(with_sources(module()))
     assert [frame.function for frame in sources.calls(at(BLOCK))] == [
         "Block.__call__",
         "train_step",
@@ -126,9 +126,12 @@ def test_who_traced_a_step_is_no_part_of_it() -> None:
 
 
 def test_a_text_that_states_file_and_line_is_read_too() -> None:
-    sources = sources_in(module())
-    assert line_of(sources.calls('metadata={op_name="a" source_file="/u/b.py" source_line=7}'), "runner") == "/u/b.py:7"
-    assert line_of(sources.calls('metadata={op_name="a"}'), "runner") == ""
+    sources = parse_sources(module())
+    assert (
+        find_source_line(sources.calls('metadata={op_name="a" source_file="/u/b.py" source_line=7}'), "runner")
+        == "/u/b.py:7"
+    )
+    assert find_source_line(sources.calls('metadata={op_name="a"}'), "runner") == ""
 
 
 def test_a_fusion_that_has_lost_its_origin_is_told_by_what_is_inside() -> None:
@@ -138,5 +141,5 @@ def test_a_fusion_that_has_lost_its_origin_is_told_by_what_is_inside() -> None:
         f"ROOT %m = f32[20,20] {DOT.replace('%a', '%p')}, {at(BLOCK, 'jit(step)/dot')}",
     )
     text = with_sources(module("%a = f32[20,20] parameter(1)", f"%y = f32[20,20] {fusion('multiplies')}", before=inner))
-    (op,) = forecast(text, MESH, rates()).ops
+    (op,) = compute_forecast(text, MESH, rates()).ops
     assert (op.op_name, op.line) == ("jit(step)/dot", "/home/u/experiments/gpt.py:10")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from runner.plan.forecast import forecast, trace_of
+from runner.plan.forecast import build_trace, compute_forecast
 from tests.plan.forecast.text import MESH, computation, cycles, module, nanoseconds, negate, rates, seen
 
 
@@ -186,7 +186,7 @@ def test_ops_that_do_the_same_to_arrays_of_one_size_are_alike_wherever_those_lie
 def test_a_trace_has_the_whole_time_on_its_lane_of_ops(name: str) -> None:
     lines, before, *_ = SCHEDULES[name]
     found = seen(*lines, before=before)
-    content = json.loads(json.dumps(trace_of(found, "name")))
+    content = json.loads(json.dumps(build_trace(found, "name")))
     threads = {
         event["tid"]: event["args"]["name"] for event in content["traceEvents"] if event["name"] == "thread_name"
     }
@@ -310,14 +310,14 @@ def test_what_goes_to_other_slices_is_there_when_it_has_been_received() -> None:
         negate(estimated=300),
         "%rd = (f32[250]{0}, token[]) recv-done(%r)",
     )
-    found = forecast(text.replace("num_partitions=4", "num_partitions=2"), MESH, rates())
+    found = compute_forecast(text.replace("num_partitions=4", "num_partitions=2"), MESH, rates())
     assert round(found.high * 1e9) == 1000
     assert [op.part for op in found.ops if op.basis == "links"] == ["all-reduce over data"]
 
 
 def test_a_long_schedule_is_drawn_by_the_first_turns_and_the_rest_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.plan.forecast.schedule.MOST_DRAWN", 2)
+    monkeypatch.setattr("runner.plan.forecast.schedule.MAX_TRACE_SPANS", 2)
     lines, before = loop("L", 50, IN_LOOP)
-    found = forecast(module(*lines, before=before), MESH, rates())
+    found = compute_forecast(module(*lines, before=before), MESH, rates())
     assert nanoseconds(found) == (50 * 2000, 50 * 5000)
     assert [(one.name, one.turns) for one in found.timing.drawn][-1] == ("L: 48 more", 48)

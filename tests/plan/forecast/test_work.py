@@ -2,20 +2,20 @@
 
 import pytest
 
-from runner.plan.forecast.cost import Matmul, causal_share, matmuls_in, moved_bytes
-from runner.plan.forecast.module import HloModule, Op, arrays_in, load
+from runner.plan.forecast.cost import Matmul, compute_causal_share, count_moved_bytes, find_matmuls
+from runner.plan.forecast.module import HloModule, Op, load_module, parse_arrays
 from tests.plan.forecast.text import computation, cycles, module, nanoseconds, seen
 
 
 def last(text: str) -> tuple[HloModule, Op]:
     """The module, and the last op of its entry."""
-    found = load(text)
+    found = load_module(text)
     return found, list(found.computations[found.entry].values())[-1]
 
 
 def of(lhs: str, rhs: str, line: str) -> list[Matmul]:
     """The matmuls of an op on two arguments."""
-    return matmuls_in(*last(module(f"%a = {lhs} parameter(1)", f"%b = {rhs} parameter(2)", f"%y = {line}")))
+    return find_matmuls(*last(module(f"%a = {lhs} parameter(1)", f"%b = {rhs} parameter(2)", f"%y = {line}")))
 
 
 # As libtpu 0.0.42 writes them, but for the last ones.
@@ -100,9 +100,9 @@ def test_the_matmuls_of_a_fusion_are_those_inside_and_a_loop_has_none_of_its_own
         "outer", "%o = f32[8,8] parameter(0)", "ROOT %n = f32[8,8] fusion(%o), kind=kOutput, calls=%inner"
     )
     entry = "%z = f32[8,8] fusion(%x), kind=kOutput, calls=%outer"
-    assert matmuls_in(*last(module(entry, before=inner + outer))) == [Matmul(1, 8, 8, 8)]
+    assert find_matmuls(*last(module(entry, before=inner + outer))) == [Matmul(1, 8, 8, 8)]
     loop = "%z = f32[8,8] while(%x), condition=%inner, body=%outer"
-    assert matmuls_in(*last(module(loop, before=inner + outer))) == []
+    assert find_matmuls(*last(module(loop, before=inner + outer))) == []
 
 
 @pytest.mark.parametrize(
@@ -198,11 +198,11 @@ MOVES = {
 @pytest.mark.parametrize("name", MOVES)
 def test_an_op_moves_the_bytes_that_it_needs(name: str) -> None:
     line, expected = MOVES[name]
-    assert moved_bytes(*last(module(*ARGUMENTS, line, before=UPDATE + CUT + NESTED + BESIDE))) == expected
+    assert count_moved_bytes(*last(module(*ARGUMENTS, line, before=UPDATE + CUT + NESTED + BESIDE))) == expected
 
 
 def test_arrays_have_their_memory() -> None:
-    found = arrays_in("(bf16[8,64]{1,0:T(8,128)(2,1)S(1)}, f32[2]{0}, s8[4]{0:S(5)})")
+    found = parse_arrays("(bf16[8,64]{1,0:T(8,128)(2,1)S(1)}, f32[2]{0}, s8[4]{0:S(5)})")
     assert [(one.dims, one.bytes, one.held_bytes, one.main_bytes) for one in found] == [
         ((8, 64), 2048, 0, 0),
         ((2,), 8, 8, 8),
@@ -226,7 +226,7 @@ def test_arrays_have_their_memory() -> None:
 def test_causal_attention_computes_the_blocks_on_and_below_the_diagonal(
     length: int, block: int, blocks_in_a_row: int | None, share: float
 ) -> None:
-    assert causal_share(length, length, block, block, blocks_in_a_row) == share
+    assert compute_causal_share(length, length, block, block, blocks_in_a_row) == share
 
 
 KERNEL = (

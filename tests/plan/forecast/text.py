@@ -1,6 +1,6 @@
 """Modules made by hand, on a device whose figures make an exact table: a byte, a FLOP and a cycle take a nanosecond."""
 
-from runner.plan.forecast import DeviceRates, Forecast, forecast
+from runner.plan.forecast import DeviceRates, Forecast, compute_forecast
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 1}
 NANO = 1e9
@@ -39,7 +39,7 @@ def nanoseconds(found: Forecast) -> tuple[float, float]:
 
 def seen(*lines: str, before: str = "", clock: float | None = NANO, width: int = 1) -> Forecast:
     """The forecast of such a module."""
-    return forecast(module(*lines, before=before), MESH, rates(clock=clock, width=width))
+    return compute_forecast(module(*lines, before=before), MESH, rates(clock=clock, width=width))
 
 
 def negate(name: str = "y", of: str = "x", estimated: int = 5000) -> str:

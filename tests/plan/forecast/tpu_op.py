@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from runner.accelerator import parse_accelerator
-from runner.plan.forecast import forecast
+from runner.plan.forecast import compute_forecast
 from runner.plan.machine import open_machine
-from runner.plan.profile import rates_of
+from runner.plan.profile import get_device_rates
 
 Shape = tuple[int, ...]
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -43,7 +43,7 @@ OPS: dict[str, tuple[Callable[..., jax.Array], tuple[Shape, ...], jnp.dtype]] = 
 def main() -> None:
     """Compile and print all."""
     machine = open_machine(parse_accelerator("v5e-4"))
-    rates = rates_of(machine, {"data": 1})
+    rates = get_device_rates(machine, {"data": 1})
     assert rates is not None
     result = {}
     for name, (do, shapes, dtype) in OPS.items():
@@ -51,7 +51,7 @@ def main() -> None:
         arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes]
         text = jax.jit(do).trace(*arrays).lower(lowering_platforms=("tpu",)).compile().as_text()
         assert text is not None
-        found = forecast(text, {"data": 1}, rates)
+        found = compute_forecast(text, {"data": 1}, rates)
         result[name] = {"ratio": found.high / found.low, "flops": found.flops, "low": found.low}
     print(json.dumps(result))
 

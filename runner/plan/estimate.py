@@ -13,11 +13,19 @@ import jax
 from runner.checkpoint.leaves import named
 from runner.parallel.mesh import STATE_AXES, mesh_sizes, mesh_text
 from runner.plan import mesh as mesh_check
-from runner.plan.figures import amount, telling
-from runner.plan.machine import TargetMachine, moves_whole
-from runner.plan.mesh import MeshWarning, ParameterPasses, Sizes, SmallShard, in_order, near_meshes, small_shards
+from runner.plan.figures import format_amount, report_progress
+from runner.plan.machine import TargetMachine, uses_all_reduce
+from runner.plan.mesh import (
+    MeshSizes,
+    MeshWarning,
+    ParameterPasses,
+    SmallShard,
+    find_small_shards,
+    list_near_meshes,
+    order_sizes,
+)
 from runner.plan.prediction import Prediction, Predictor, build_abstract
-from runner.plan.program import CompiledProgram, bytes_on_a_device
+from runner.plan.program import CompiledProgram, count_bytes_per_device
 from runner.train.compile import MEMORY_SHARE
 from runner.train.setup import TrainSetup
 from runner.trainer import BaseTrainer
@@ -36,11 +44,11 @@ class EarlyEstimate:
     train_setup: TrainSetup
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MeshSizes:
         """Of its mesh."""
-        return in_order(self.train_setup.mesh_sizes)
+        return order_sizes(self.train_setup.mesh_sizes)
 
-    def predictions(self, sizes: Sizes, abstract: Any) -> list[Prediction]:
+    def predictions(self, sizes: MeshSizes, abstract: Any) -> list[Prediction]:
         """Of every micro-batch that the spec allows, largest first, whether it fits or not."""
         state = self.predictor.size_of(abstract)
         allowed = self.predictor.job.config.train.micro_batch_examples
@@ -63,13 +71,13 @@ class EarlyEstimate:
         mesh = mesh_text(dict(self.sizes))
         if found is None:
             return f"first estimate: {mesh} cannot hold the batch"
-        there = amount(self.machine.hbm_bytes * MEMORY_SHARE, "bytes")
+        there = format_amount(self.machine.hbm_bytes * MEMORY_SHARE, "bytes")
         fits = "fits" if self._fits(found) else "does not fit"
-        step, needed = amount(found.times.step_seconds, "seconds"), amount(found.needed_bytes, "bytes")
+        step, needed = format_amount(found.times.step_seconds, "seconds"), format_amount(found.needed_bytes, "bytes")
         return (
             f"first estimate, by arithmetic: {mesh}, {found.micro_batch_examples} example(s) a device: state "
-            f"{amount(found.state_bytes, 'bytes')} and in all {needed} of {there} a device, {fits}; a step takes "
-            f"{step} at least, bound by {found.times.bound}"
+            f"{format_amount(found.state_bytes, 'bytes')} and in all {needed} of {there} a device, {fits}; a step "
+            f"takes {step} at least, bound by {found.times.bound}"
         )
 
     @property
@@ -79,12 +87,12 @@ class EarlyEstimate:
         if not found or first is None:
             return []
         dtype = self.predictor.job.config.precision.compute
-        return [mesh_check.below_tile(found, mesh_text(dict(self.sizes)), dtype, first.sent_bytes)]
+        return [mesh_check.make_small_shard_warning(found, mesh_text(dict(self.sizes)), dtype, first.sent_bytes)]
 
     def _small(self, abstract: Any) -> list[SmallShard]:
         if not self.predictor.accelerator.chip.is_tpu:
             return []
-        return small_shards(_parameters(abstract), self.predictor.sent_itemsize)
+        return find_small_shards(_parameters(abstract), self.predictor.sent_itemsize)
 
     def faults(self, program: CompiledProgram) -> list[MeshWarning]:
         """Those of a compiled step that cost more than a little. Only a TPU's own compiler shows them."""
@@ -95,12 +103,14 @@ class EarlyEstimate:
         of_logits = 3  # one of them of a table that is looked up too
         passes = ParameterPasses(program.step.layout.rounds, of_layers, of_logits)
         cut = {axis for axis, size in self.sizes if axis in STATE_AXES and size > 1}
-        found = mesh_check.faults(program.collectives, _parameters(self.train_setup.abstract_state), passes, cut)
+        found = mesh_check.find_mesh_warnings(
+            program.collectives, _parameters(self.train_setup.abstract_state), passes, cut
+        )
         share = 1 / self.predictor.accelerator.chip.devices_per_chip
         bytes_per_second = self.predictor.speeds.interconnect_bytes_per_second * share
         first = self.first
         seconds = 0.0 if first is None else first.times.compute
-        return [fault for fault in found if mesh_check.is_worth_a_word(fault, bytes_per_second, seconds)]
+        return [fault for fault in found if mesh_check.is_significant(fault, bytes_per_second, seconds)]
 
     def cure(self, fault: MeshWarning) -> str:
         """A mesh near this one without the fault, for a person: tried with the compiler where it is here."""
@@ -109,18 +119,18 @@ class EarlyEstimate:
         near = self._near()
         if self.machine.is_faked or not near:
             return f"; by arithmetic {_told(*near[0])} does not" if near else ""
-        with telling(f"trying meshes near {mesh_text(dict(self.sizes))}"):
+        with report_progress(f"trying meshes near {mesh_text(dict(self.sizes))}"):
             for sizes, prediction in near[:_NUM_PROBED]:
                 if not self._moves_whole(sizes, fault.names):
                     return f"; {_told(sizes, prediction)} gathers and scatters them, as one matmul shows"
         return ""
 
-    def _near(self) -> list[tuple[Sizes, Prediction]]:
+    def _near(self) -> list[tuple[MeshSizes, Prediction]]:
         """Meshes near this one that fit and cut nothing below the tile: those of whole columns of it first."""
         job = self.predictor.job
         experts = job.sizing(dict(self.sizes)).num_experts
         found = []
-        for sizes in near_meshes(dict(self.sizes), job.config.data.sequence_length, experts):
+        for sizes in list_near_meshes(dict(self.sizes), job.config.data.sequence_length, experts):
             if not self.predictor.micro_batches(dict(sizes)):
                 continue
             abstract = self.predictor.state_on(sizes)
@@ -130,13 +140,13 @@ class EarlyEstimate:
                 found.append(((is_narrow, *fitting[0].times.rank), sizes, fitting[0]))
         return [(sizes, prediction) for _, sizes, prediction in sorted(found, key=lambda each: each[0])]
 
-    def _moves_whole(self, sizes: Sizes, names: Sequence[str]) -> bool:
+    def _moves_whole(self, sizes: MeshSizes, names: Sequence[str]) -> bool:
         parameters = _parameters(self.predictor.state_on(sizes))
         dtype = self.predictor.job.config.precision.compute
         tried = {parameters[name].shape[-2:]: parameters[name] for name in reversed(names)}
         leaves = list(reversed(tried.values()))[:_NUM_PARAMETERS]
         try:
-            return any(moves_whole(self.machine.devices, sizes, leaf, dtype) for leaf in leaves)
+            return any(uses_all_reduce(self.machine.devices, sizes, leaf, dtype) for leaf in leaves)
         except jax.errors.JaxRuntimeError:  # what the compiler refuses is no cure
             return True
 
@@ -152,21 +162,21 @@ def estimate_early(job: BaseTrainer, train_setup: TrainSetup, machine: TargetMac
         return None
 
 
-def first_estimate(job: BaseTrainer, train_setup: TrainSetup, machine: TargetMachine) -> str:
+def format_first_estimate(job: BaseTrainer, train_setup: TrainSetup, machine: TargetMachine) -> str:
     """What arithmetic says of the job, for a person; of an unknown chip, what its state takes."""
     outlook = estimate_early(job, train_setup, machine)
     if outlook is not None:
         return outlook.line
-    state, there = bytes_on_a_device(train_setup.abstract_state), machine.hbm_bytes * MEMORY_SHARE
+    state, there = count_bytes_per_device(train_setup.abstract_state), machine.hbm_bytes * MEMORY_SHARE
     return (
-        f"first estimate, by arithmetic: {mesh_text(train_setup.mesh_sizes)}: state {amount(state, 'bytes')} of "
-        f"{amount(there, 'bytes')} a device; what a step takes is not known of this device"
+        f"first estimate, by arithmetic: {mesh_text(train_setup.mesh_sizes)}: state {format_amount(state, 'bytes')} of "
+        f"{format_amount(there, 'bytes')} a device; what a step takes is not known of this device"
     )
 
 
-def first_blueprint(job: BaseTrainer, machine: TargetMachine) -> TrainSetup:
+def build_first_setup(job: BaseTrainer, machine: TargetMachine) -> TrainSetup:
     """The job before anything is laid out, over no devices. Raises `InvalidError` if the mesh does not fit."""
-    return build_abstract(job.setup_builder, in_order(mesh_sizes(job.topology.mesh, len(machine.devices))))
+    return build_abstract(job.setup_builder, order_sizes(mesh_sizes(job.topology.mesh, len(machine.devices))))
 
 
 def _parameters(abstract: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -185,5 +195,5 @@ def _narrowest(abstract: Any) -> int:
     return min(widths, default=_WHOLE_LANES)
 
 
-def _told(sizes: Sizes, prediction: Prediction) -> str:
-    return f"{mesh_text(dict(sizes))} ({amount(prediction.sent_bytes, 'bytes')} by arithmetic)"
+def _told(sizes: MeshSizes, prediction: Prediction) -> str:
+    return f"{mesh_text(dict(sizes))} ({format_amount(prediction.sent_bytes, 'bytes')} by arithmetic)"
