@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES, STATE_AXES, mesh_sizes
+from runner.plan import estimate
 from runner.plan.checks import Findings, open_job
 from runner.plan.estimate import EarlyEstimate
 from runner.plan.forecast.collectives import find_collectives
