@@ -25,7 +25,7 @@ Modules, in the order in which they build on each other:
 - `cost`: The matrix multiplications in an op: `dot`, `convolution`, and those within fusions and library call
 - `schedule`: The schedule of a program as a tree of loops, calls and branches, and the time that it takes
 - `memory`: What is alive in a device's main memory at each op, by the scheduled order: the step's temporaries
-- `compute_forecast`: The forecast of a program: its time as a range, where it goes, and what is alive meanwhile
+- `forecast`: The forecast of a program: its time as a range, where it goes, and what is alive meanwhile
 """
 
 from runner.plan.forecast.cost import DeviceRates
