@@ -18,7 +18,7 @@ import optax
 
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
-from runner.data import Dataset, Prefetcher, batch_fields
+from runner.data import Dataset, Prefetcher, get_batch_fields
 from runner.distributed.agreement import Hosts
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookedJob
@@ -125,7 +125,7 @@ class BaseTrainer(HookedJob):
         Raises `ValueError` if `forward` calls kernels that cannot be counted.
         """
         return flops_of_forward(
-            self.forward, train_setup, batch_fields(self.config.data), self.config.data.sequence_length
+            self.forward, train_setup, get_batch_fields(self.config.data), self.config.data.sequence_length
         )
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:
@@ -151,7 +151,7 @@ class BaseTrainer(HookedJob):
         return pure.val_step(cls.forward, state, batch, groups_of(cls))
 
     def batch(self, slice: str = "train", step: int | None = None) -> pure.Batch:
-        """The global (S, B, T) batch after `step` completed steps, by default this job's: see `batch_fields`.
+        """The global (S, B, T) batch after `step` completed steps, by default this job's: see `get_batch_fields`.
 
         `slice` is `train` or the name of a validation set. Raises ValueError for any other.
         """

@@ -22,7 +22,7 @@ import numpy as np
 from experiments.tokenise import template_process
 from experiments.tokenise.config import ChatConfig, TokeniseConfig
 from experiments.tokenise.inputs import Form, read_file
-from runner.data.corpus_index import ANSWERS_DTYPE
+from runner.data.corpus_index import COMPLETION_DTYPE
 from runner.data.tokenizers import KINDS_WITH_SPANS
 from runner.errors import DataError
 from runner.spec import Document
@@ -114,7 +114,7 @@ def marks_of(spans: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarra
     `spans` are the characters of each token, (number of tokens, 2).
     """
     starts, stops = spans[:, 0], spans[:, 1]
-    marks = np.zeros(len(spans), ANSWERS_DTYPE)
+    marks = np.zeros(len(spans), COMPLETION_DTYPE)
     for begin, end in answers:
         marks |= (starts < end) & ((stops > begin) | ((starts == stops) & (starts >= begin)))
     return marks

@@ -20,13 +20,13 @@ from runner.data.source_files import (
     PYTHON_STDLIB,
     TEXT_SUFFIXES,
     SourceFiles,
-    cut_url,
-    files_named,
     find_source,
-    fixed_start,
+    get_glob_prefix,
+    match_files,
+    match_objects,
     matches_glob,
-    nearest_name,
-    objects_named,
+    split_url_glob,
+    suggest_path,
 )
 from runner.errors import DataError
 from runner.storage import ChangedError, FileInfo, ForbiddenError, Store, Version, check_url, local_directory, store_at
@@ -94,7 +94,7 @@ def find_files(source: str) -> tuple[InputFile, ...]:
     check_url(source)
     files = _in_bucket(source) if "://" in source else _on_disk(source)
     if not files:
-        raise DataError(f"no file matches {source}{'' if '://' in source else nearest_name(source)}")
+        raise DataError(f"no file matches {source}{'' if '://' in source else suggest_path(source)}")
     forms = sorted({file.form for file in files})
     if len(forms) > 1:
         first = [next(file.where for file in files if file.form == form) for form in forms]
@@ -120,7 +120,7 @@ def read_file(text: str) -> bytes:
     try:
         return open_place(place or "/").read(name)
     except FileNotFoundError as error:
-        near = "" if "://" in text else nearest_name(text)
+        near = "" if "://" in text else suggest_path(text)
         is_name = "://" not in text and not os.path.isabs(text)
         hint = "; needs a file: what a library or a hub knows by a name is saved as one first" if is_name else ""
         raise DataError(f"is not there{near}{hint}") from error
@@ -130,7 +130,7 @@ def _on_disk(source: str) -> tuple[InputFile, ...]:
     pattern = str(local_directory(source))
     if os.path.isdir(pattern):
         raise DataError(f"{source} is a directory; name its files, as {os.path.join(source, '*.jsonl')}")
-    names = [str(path) for path in files_named(pattern)]
+    names = [str(path) for path in match_files(pattern)]
     files = [(name, *_size_and_version(Path(name))) for name in names]
     for name in names:
         if not os.access(name, os.R_OK):
@@ -148,10 +148,10 @@ def _size_and_version(path: Path) -> tuple[int, str]:
 
 def _in_bucket(source: str) -> tuple[InputFile, ...]:
     """Of a glob, of a prefix, or of one object, whose own name may hold brackets. One listing."""
-    place, patterns = cut_url(source)
-    listing, exact = _listing(place, fixed_start(patterns)), "/".join(patterns)
+    place, patterns = split_url_glob(source)
+    listing, exact = _listing(place, get_glob_prefix(patterns)), "/".join(patterns)
     is_prefix = exact not in listing and not _WILD.search(exact)
-    names = objects_named([*patterns, "**"] if is_prefix else patterns, listing, [exact])
+    names = match_objects([*patterns, "**"] if is_prefix else patterns, listing, [exact])
     return tuple(
         InputFile(place, name, f"{place}/{name}", listing[name].size_bytes, listing[name].version, _form_of(name))
         for name in names

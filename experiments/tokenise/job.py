@@ -27,7 +27,7 @@ from experiments.tokenise.pipeline import EncodedBatch, encoded, too_many
 from experiments.tokenise.vocabulary import Vocabulary, read_vocabulary, sample_of, train, trained_vocabulary
 from runner import ExecutionSpec, RestoreableJob
 from runner.data.corpus_index import CorpusIndex
-from runner.data.tokenizers import FILES
+from runner.data.tokenizers import TOKENIZER_FILES
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Phase, TimeBucket
 from runner.errors import DataError, InvalidError
@@ -229,10 +229,10 @@ class Tokenise(RestoreableJob):
             except PermissionError as error:
                 raise InvalidError(f"{output.url} cannot be written: no permission ({error})") from error
         corpus.write_sources(output, self.files)
-        if isinstance(config.tokenizer, BpeConfig) and not output.exists(FILES["hf"]):
+        if isinstance(config.tokenizer, BpeConfig) and not output.exists(TOKENIZER_FILES["hf"]):
             attempt.say(f"{self.spec.name}: training a BPE of {config.tokenizer.vocabulary_size:,} tokens")
             sample = sample_of(self.pieces, config.tokenizer.sample_bytes, config.field, config.skip_bad)
-            output.write(FILES["hf"], train(config.tokenizer, config.separator, sample))
+            output.write(TOKENIZER_FILES["hf"], train(config.tokenizer, config.separator, sample))
         with self.document.blaming("config.tokenizer"):
             corpus.validate_same_tokenizer(output, self.maker)
         if self.vocabulary.content is not None:
@@ -308,7 +308,7 @@ class Tokenise(RestoreableJob):
             self.attempt.say(f"{self.spec.name}: left out {num_left_out} empty documents: there is no separator")
         if too_long := tell_too_long(done, self.chat):
             self.attempt.say(f"{self.spec.name}: {too_long}")
-        train_on = " and config.data.train_on: answers" if index.has_answers else ""
+        train_on = " and config.data.train_on: answers" if index.has_completion_mask else ""
         self.attempt.say(
             f"{self.spec.name}: {url} holds {index.num_tokens:,} tokens of {index.num_documents:,} documents, "
             f"vocabulary {index.vocabulary_size:,} ({dtype}); train on it with config.data.source: {url}{train_on}"

@@ -17,7 +17,7 @@ import numpy as np
 from experiments.tokenise.chat import ChatReader, Dialogue, Renderer, mark
 from experiments.tokenise.documents import BadRecord, Document, Piece, documents, fetch
 from runner.data.batches import Prefetcher
-from runner.data.corpus_index import ANSWERS_DTYPE
+from runner.data.corpus_index import COMPLETION_DTYPE
 from runner.data.tokenizers import BatchTokenizer
 from runner.errors import DataError
 
@@ -103,7 +103,7 @@ def encode_dialogues(
     kept = [one for one in marked if not one.is_cut or (chat.is_cut and one.marks.any())]
     held = [one for one in kept if len(one.ids)]
     ids = np.concatenate([np.empty(0, tokenizer.dtype), *(one.ids for one in held)])
-    answers = np.concatenate([np.empty(0, ANSWERS_DTYPE), *(one.marks for one in held)])
+    answers = np.concatenate([np.empty(0, COMPLETION_DTYPE), *(one.marks for one in held)])
     ends = np.cumsum(np.array([len(one.ids) for one in held], np.int64))
     num_cut = sum(one.is_cut for one in held)
     return EncodedBatch(batch, ids, ends, len(kept) - len(held), answers, len(marked) - len(kept), num_cut)

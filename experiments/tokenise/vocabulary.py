@@ -12,7 +12,7 @@ from experiments.tokenise.config import BpeConfig, BytesConfig, TiktokenConfig, 
 from experiments.tokenise.documents import BadRecord, Piece
 from experiments.tokenise.inputs import read_file
 from experiments.tokenise.pipeline import fetch_piece, piece_documents
-from runner.data.tokenizers import FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
+from runner.data.tokenizers import TOKENIZER_FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.storage import JsonObject, Store
 
@@ -71,7 +71,7 @@ def read_vocabulary(config: TokenizerConfig) -> Vocabulary:
 
 def trained_vocabulary(store: Store) -> Vocabulary:
     """The one that was trained for the corpus in `store`."""
-    name = FILES["hf"]
+    name = TOKENIZER_FILES["hf"]
     try:
         return _of_file("hf", store.read(name), {})
     except (FileNotFoundError, DataError) as error:
@@ -79,7 +79,7 @@ def trained_vocabulary(store: Store) -> Vocabulary:
 
 
 def _of_file(kind: str, content: bytes, more: JsonObject) -> Vocabulary:
-    record = {"kind": kind, "file": FILES[kind], "sha256": hashlib.sha256(content).hexdigest(), **more}
+    record = {"kind": kind, "file": TOKENIZER_FILES[kind], "sha256": hashlib.sha256(content).hexdigest(), **more}
     tokenizer = make_tokenizer(record, content)
     return Vocabulary(tokenizer, record | {"vocabulary_size": tokenizer.vocabulary_size}, content)
 

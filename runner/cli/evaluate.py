@@ -16,7 +16,7 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import end_process
 from runner.distributed.rendezvous import start
 from runner.errors import EXIT_DONE, EXIT_RETRYABLE, InvalidError, RunnerError
-from runner.inference.evaluate import EvaluationRequest, evaluate, follow, lines_of, parse_source
+from runner.inference.evaluate import EvaluationRequest, evaluate, follow, format_record, parse_source
 from runner.inference.open_run import NEWEST, ReadOnlyRun, open_run
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject, Store, encode_line, parse_lines
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         deadlines = run.job.spec.deadlines
         placement = placement_of(parsed, deadlines.start_seconds)
-        run.get_ready()
+        run.prepare_process()
         hosts = start(placement, deadlines)
         if hosts.num_processes == 1:
             _print(run, request, hosts, parsed)
@@ -109,7 +109,7 @@ def _print(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, parsed: a
     else:
         records = evaluate(run, request, hosts)
     for record in records:
-        for line in [json.dumps(record)] if parsed.json else lines_of(record):
+        for line in [json.dumps(record)] if parsed.json else format_record(record):
             say(line)
         if parsed.output is not None:
             append(parsed.output, record)
@@ -117,10 +117,10 @@ def _print(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, parsed: a
 
 def _print_harness(run: ReadOnlyRun, hosts: Hosts, parsed: argparse.Namespace) -> None:
     module = import_extra("runner.inference.harness", "lm-eval")
-    checkpoint = hosts.main_first(lambda: run.find(parsed.step))
-    record = module.evaluate(run, checkpoint, parsed.harness.split(","), parsed.include_path)
+    checkpoint = hosts.main_first(lambda: run.find_checkpoint(parsed.step))
+    record = module.evaluate_tasks(run, checkpoint, parsed.harness.split(","), parsed.include_path)
     if hosts.is_main:
-        for line in [json.dumps(record)] if parsed.json else module.lines_of(record):
+        for line in [json.dumps(record)] if parsed.json else module.format_record(record):
             say(line)
 
 

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     request = SampleRequest(parsed.prompt, parsed.step, parsed.tokens, sampling, parsed.weights)
     with looking(BrokenPipeError):
         run = open_run(directory_of(parsed.where))
-        run.get_ready()
+        run.prepare_process()
         for piece in sample(run, request):
             show(piece)
     return EXIT_DONE

@@ -26,9 +26,9 @@ Importing it imports jax and grain (half a second and more): do that when a job 
 - `batches`: What a generator yields, made ahead on a thread, such as batches. It holds no position that must sur
 """
 
-from runner.data.batches import Prefetcher, global_batch
-from runner.data.dataset import Dataset, batch_fields, load_dataset, load_set
-from runner.data.packing import Rows
+from runner.data.batches import Prefetcher, load_global_batch
+from runner.data.dataset import Dataset, get_batch_fields, load_dataset, load_validation_set
+from runner.data.packing import Sequences
 from runner.data.source import Source
 from runner.data.source_files import is_available
 from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer
@@ -39,13 +39,13 @@ __all__ = [
     "CharacterTokenizer",
     "Dataset",
     "Prefetcher",
-    "Rows",
+    "Sequences",
     "Source",
     "Tokenizer",
-    "batch_fields",
     "default_cache_directory",
-    "global_batch",
+    "get_batch_fields",
     "is_available",
     "load_dataset",
-    "load_set",
+    "load_global_batch",
+    "load_validation_set",
 ]

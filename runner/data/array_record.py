@@ -22,13 +22,13 @@ from runner.data.readers import (
     OPEN_FILES_MAX,
     Reader,
     cache_key,
-    changed,
+    make_changed_error,
     publish,
     read_record,
     warn_unwritable,
     write_record,
 )
-from runner.data.remote import in_parallel
+from runner.data.remote import run_in_parallel
 from runner.data.source_files import File, SourceFile, describe_file
 from runner.errors import DataError, reason_of
 
@@ -50,7 +50,7 @@ def open_array_record(
         return ArrayRecordFile(file, parsed, int(bounds[-1]), 0, reader, bounds, copy)
 
     acts = [partial(open_file, *pair) for pair in zip(files, reader.copies(files), strict=True)]
-    return DocumentFiles(in_parallel(acts), cache_directory, believed)
+    return DocumentFiles(run_in_parallel(acts), cache_directory, believed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class ArrayRecordFile(RecordFile):
         ids = np.frombuffer(b"".join(_open_reader(self.file, self.copy).read(first, last)), self.dtype)
         begin = int(self.bounds[first])
         if len(ids) != self.bounds[last] - begin:
-            raise changed(self.file)
+            raise make_changed_error(self.file)
         return ids[start - begin : stop - begin]
 
     @property
@@ -119,7 +119,7 @@ class _Reader:
 def _open_reader(file: File, copy: SourceFile) -> _Reader:
     """Open the file; keyed by its size and time too, so that a replaced file is never read as the one before."""
     if describe_file(copy.path) != copy:
-        raise changed(copy)
+        raise make_changed_error(copy)
     return _Reader(file, copy)
 
 

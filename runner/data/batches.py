@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import Sharding
 
 from runner.data.dataset import Dataset
-from runner.data.packing import Rows
+from runner.data.packing import Sequences
 
 
-def global_batch(
+def load_global_batch(
     dataset: Dataset, split: str, step: int, *, accumulate_steps: int, micro_batch: int, sharding: Sharding
 ) -> dict[str, jax.Array]:
     """Return the data set's fields, each (S, B, T), of the step that follows `step` completed ones.
@@ -53,13 +53,13 @@ def _examples_here(sharding: Sharding, shape: tuple[int, int, int]) -> np.ndarra
     return np.unique(np.concatenate([numbers[index[:2]].ravel() for index in held if index is not None]))
 
 
-def _read(dataset: Dataset, split: str, first: int, examples: np.ndarray) -> Rows:
+def _read(dataset: Dataset, split: str, first: int, examples: np.ndarray) -> Sequences:
     """The rows of these examples of the step that begins with example `first`: as few reads as there are stretches.
 
     A bucket answers a read of many rows about as soon as one of a single row.
     """
     stretches = np.split(examples, np.flatnonzero(np.diff(examples) > 1) + 1)
-    found = [dataset.rows(split, first + int(stretch[0]), len(stretch)) for stretch in stretches]
+    found = [dataset.read(split, first + int(stretch[0]), len(stretch)) for stretch in stretches]
     return (
         found[0] if len(found) == 1 else {field: np.concatenate([rows[field] for rows in found]) for field in found[0]}
     )

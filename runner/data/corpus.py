@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from runner.data.corpus_index import (
-    ANSWERS_DTYPE,
+    COMPLETION_DTYPE,
     ENDS_DTYPE,
     HEAD_BYTES,
     INDEX,
@@ -23,9 +23,9 @@ from runner.data.corpus_index import (
     read_tokenizer,
 )
 from runner.data.readers import ByteRange, DiskReader
-from runner.data.remote import BucketReader, CacheSettings, in_parallel
+from runner.data.remote import BucketReader, CacheSettings, run_in_parallel
 from runner.data.source import Source
-from runner.data.source_files import BucketFile, blaming, bucket_file, describe_file
+from runner.data.source_files import BucketFile, describe_file, make_bucket_file, wrap_source_errors
 from runner.data.token_files import TokenFile, TokenSequence
 from runner.errors import DataError
 from runner.storage import ChangedError, DeniedError, FileInfo, ForbiddenError, Store, digest_of, open_store
@@ -61,14 +61,14 @@ class CompletionMask:
         self._marks.check()
 
 
-def validate_train_on(train_on: TrainOn | None, has_answers: bool) -> None:
+def validate_train_on(train_on: TrainOn | None, has_completion_mask: bool) -> None:
     """Raise `DataError` where a corpus does not say which tokens are of answers and is asked, or it says and is not."""
-    if train_on is not None and not has_answers:
+    if train_on is not None and not has_completion_mask:
         raise DataError(
             f"data.train_on={train_on}: nothing reads it, the corpus does not say which tokens are of answers; leave "
             "it out, or tokenise dialogues with config.chat"
         )
-    if train_on is None and has_answers:
+    if train_on is None and has_completion_mask:
         raise DataError(
             "the corpus says which tokens are of answers; say data.train_on: answers, so that these alone count in the "
             "loss, or all"
@@ -172,11 +172,11 @@ class Corpus(TokenSequence, Source):
             f"corpus by its {INDEX}: the shard is not the one that this was written for"
         )
 
-    def ends_of(self, asked: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+    def read_many_part_ends(self, asked: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
         """See `TokenSequence`. Those of several shards are read at a time."""
-        return in_parallel([functools.partial(self.part_ends, *each) for each in asked])
+        return run_in_parallel([functools.partial(self.read_part_ends, *each) for each in asked])
 
-    def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
+    def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
         """See `TokenSequence`."""
         return self._keep_ends(part) if self._are_ends_kept else self._find_ends(part, start, stop)
 
@@ -237,11 +237,11 @@ def open_corpus(
     `train_on` says which tokens of dialogues count; `unsaid` is taken for it where a corpus has some and it is None.
     Raises DataError where a person must act, `OSError` if the bucket does not answer.
     """
-    with blaming(name):
+    with wrap_source_errors(name):
         store = open_store(directory)
         index = CorpusIndex.decode(store.read(INDEX), f"{directory}/{INDEX}")
-        train_on = unsaid if train_on is None and index.has_answers else train_on
-        validate_train_on(train_on, index.has_answers)
+        train_on = unsaid if train_on is None and index.has_completion_mask else train_on
+        validate_train_on(train_on, index.has_completion_mask)
         listing = store.listing("")
         if any(index.tokenizer.get("file") == present for present in listing):
             read_tokenizer(index.tokenizer, store)
@@ -301,7 +301,7 @@ def _open_objects(
     reader = BucketReader(name, store, ranges, dtype.itemsize)
 
     def file_of(shard: CorpusShard, suffix: str) -> BucketFile:
-        return bucket_file(store.url, f"{shard.name}.{suffix}", listing[f"{shard.name}.{suffix}"])
+        return make_bucket_file(store.url, f"{shard.name}.{suffix}", listing[f"{shard.name}.{suffix}"])
 
     looked_at = [shard for shard in index.shards if shard.num_tokens]
     looked_at = looked_at[:: max(1, -(-len(looked_at) // LOOKED_AT_MAX))]
@@ -319,12 +319,14 @@ def _open_answers(
 ) -> CompletionMask:
     """What says of each token whether it is of an answer. On a disk small ones are read."""
     if store.root is None:
-        remote = BucketReader(name, store, ranges, ANSWERS_DTYPE.itemsize)
+        remote = BucketReader(name, store, ranges, COMPLETION_DTYPE.itemsize)
         objects = [
-            (shard, bucket_file(store.url, f"{shard.name}.answers", listing[f"{shard.name}.answers"]))
+            (shard, make_bucket_file(store.url, f"{shard.name}.answers", listing[f"{shard.name}.answers"]))
             for shard in index.shards
         ]
-        return CompletionMask([TokenFile(file, ANSWERS_DTYPE, shard.num_tokens, 0, remote) for shard, file in objects])
+        return CompletionMask(
+            [TokenFile(file, COMPLETION_DTYPE, shard.num_tokens, 0, remote) for shard, file in objects]
+        )
     reader, is_small = DiskReader(ranges.directory), index.num_tokens <= VERIFIED_BYTES_MAX
     parts = []
     for shard in index.shards:
@@ -333,5 +335,5 @@ def _open_answers(
             raise DataError(f"{file.path} cannot be read: no permission")
         if is_small and shard.answers_crc32c is not None:
             _refuse_digest(str(file), store.digest(file.path.name), shard.answers_crc32c)
-        parts.append(TokenFile(file, ANSWERS_DTYPE, shard.num_tokens, 0, reader))
+        parts.append(TokenFile(file, COMPLETION_DTYPE, shard.num_tokens, 0, reader))
     return CompletionMask(parts)

@@ -25,7 +25,7 @@ INDEX = "index.json"
 FORMAT = 2  # of a corpus that says which tokens are of answers; others have 1, as ever
 DTYPES = ("uint16", "uint32")
 ENDS_DTYPE = np.dtype("<i8")
-ANSWERS_DTYPE = np.dtype("u1")
+COMPLETION_DTYPE = np.dtype("u1")
 HEAD_BYTES = 1 << 12
 VOCABULARY_MAX = 1 << 32
 
@@ -87,7 +87,7 @@ class CorpusShard:
         sizes = {f"{self.name}.bin": self.num_tokens * itemsize}
         sizes[f"{self.name}.ends"] = self.num_documents * ENDS_DTYPE.itemsize
         if self.answers_crc32c is not None:
-            sizes[f"{self.name}.answers"] = self.num_tokens * ANSWERS_DTYPE.itemsize
+            sizes[f"{self.name}.answers"] = self.num_tokens * COMPLETION_DTYPE.itemsize
         return sizes
 
 
@@ -116,7 +116,7 @@ class CorpusIndex(CorpusShards):
     shards: tuple[CorpusShard, ...]
 
     @property
-    def has_answers(self) -> bool:
+    def has_completion_mask(self) -> bool:
         """Whether it says which tokens are of answers."""
         return any(shard.answers_crc32c is not None for shard in self.shards)
 
@@ -158,7 +158,7 @@ class CorpusIndex(CorpusShards):
         return cls(record["dtype"], record["vocabulary_size"], record["tokenizer"], record["separator"], shards)
 
     def _content(self) -> JsonObject:
-        form = FORMAT if self.has_answers else 1
+        form = FORMAT if self.has_completion_mask else 1
         return {"format": form, **asdict(self), "shards": [shard.record() for shard in self.shards]}
 
 

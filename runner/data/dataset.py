@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runner.data.corpus import LOSS_WEIGHT
-from runner.data.open_source import load_own, open_source, validate_options_read
-from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, LocalShuffle, Rows
+from runner.data.open_source import load_source_class, open_source, validate_options_read
+from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, LocalShuffle, Sequences
 from runner.data.sampling import Mixture, TokenSplit, probe_order, split_tokens
 from runner.data.source import Source
-from runner.data.source_files import is_class
+from runner.data.source_files import is_class_path
 from runner.data.text import TextTokens
 from runner.data.token_files import IdRange, TokenFiles
 from runner.data.tokenizers import Tokenizer
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TRAIN, VALIDATION = "train", "validation"
 
 
-def batch_fields(config: "DataConfig") -> Fields:
+def get_batch_fields(config: "DataConfig") -> Fields:
     """The arrays of a batch by name, with their dtypes; each has one value a token. Reads no data.
 
     `x` is the input, `y` the token after it, `padding_mask` is True where the target is real. Where an example may hold
@@ -42,8 +42,8 @@ def batch_fields(config: "DataConfig") -> Fields:
     if any(named.train_on == "answers" for named in config.sources):
         fields[LOSS_WEIGHT] = np.float32
     for named in config.sources:
-        if is_class(named.source):
-            own = load_own(named).fields
+        if is_class_path(named.source):
+            own = load_source_class(named).fields
             if taken := sorted({*DOCUMENT_FIELDS} & {*own}):
                 raise DataError(f"data.source={named.source}: declares the field {taken[0]}, which is the batch's own")
             fields |= own
@@ -51,7 +51,7 @@ def batch_fields(config: "DataConfig") -> Fields:
 
 
 @dataclass(frozen=True, eq=False)
-class SourcePart:
+class TrainSource:
     """One source that training draws from: its examples, without what is kept out, and their order."""
 
     name: str
@@ -62,7 +62,7 @@ class SourcePart:
     order: Sequence[int]
     max_epochs: float | None
 
-    def read(self, numbers: np.ndarray) -> Rows:
+    def read(self, numbers: np.ndarray) -> Sequences:
         """The examples of its endless stream that have these numbers."""
         return self.examples.read(np.array([self.order[number] for number in numbers.tolist()], np.int64))
 
@@ -83,7 +83,7 @@ class Dataset:
 
     Attributes:
         source: what the spec names, for messages.
-        fields: see `batch_fields`.
+        fields: see `get_batch_fields`.
         tokenizer: of text; None for token ids, which came from elsewhere.
         parts: what training draws from, in the proportions of the mixture.
         validation: the examples kept out, and those of further sets, by name.
@@ -94,7 +94,7 @@ class Dataset:
     fields: Fields
     fingerprint: str
     tokenizer: Tokenizer | None
-    parts: Sequence[SourcePart]
+    parts: Sequence[TrainSource]
     validation: Mapping[str, Examples]
     _sources: Mapping[str, Source]  # all of them, by what the spec calls them
     _mixture: Mixture
@@ -138,24 +138,24 @@ class Dataset:
                 raise DataError(f"{label}: {error}") from error
 
     @property
-    def has_unread_ids(self) -> bool:
+    def needs_id_scan(self) -> bool:
         """Whether all ids of a token file are to be read, to know which they are."""
         return any(isinstance(source, TokenFiles) and source.id_limit is None for source in self._sources.values())
 
-    def find_ids(self, believed: int | None) -> dict[str, JsonObject]:
+    def find_id_ranges(self, believed: int | None) -> dict[str, JsonObject]:
         """Which ids the token files hold, by source. Reads all of them, unless this host has done so before.
 
         `believed` is a vocabulary that is known to hold the ids: then of many none is read before it is needed.
         """
-        self.take_ids(believed, {})
+        self.set_id_ranges(believed, {})
         sources = {label: source for label, source in self._sources.items() if isinstance(source, TokenFiles)}
         return {label: asdict(source.id_range) for label, source in sources.items() if source.id_limit is None}
 
-    def take_ids(self, believed: int | None, found: Mapping[str, JsonObject]) -> None:
-        """Believe what `find_ids` has given on another host; an id that is beyond it is named when it is read."""
+    def set_id_ranges(self, believed: int | None, found: Mapping[str, JsonObject]) -> None:
+        """Believe what `find_id_ranges` has given on another host; an id that is beyond it is named when it is read."""
         for label, source in self._sources.items():
             if isinstance(source, TokenFiles) and believed is not None:
-                source.believe(believed)
+                source.trust_vocabulary(believed)
             if isinstance(source, TokenFiles) and label in found:
                 source.take(IdRange(**found[label]))
 
@@ -189,7 +189,7 @@ class Dataset:
                     "fewer: give it less weight, or train for fewer steps"
                 )
 
-    def rows(self, split: str, first: int, count: int) -> Rows:
+    def read(self, split: str, first: int, count: int) -> Sequences:
         """Return examples `first .. first + count` of a split, each field (count, T).
 
         Train is an endless shuffled stream. A validation set is in order, and beyond its last example all is padding,
@@ -213,7 +213,7 @@ class Dataset:
         if name not in names:
             raise ValueError(f"got {name!r}, needs {' or '.join(map(repr, names))}")
 
-    def _train_rows(self, first: int, count: int) -> Rows:
+    def _train_rows(self, first: int, count: int) -> Sequences:
         if len(self.parts) == 1:
             return self.parts[0].read(np.arange(first, first + count))
         rows = {name: np.empty((count, self.sequence_length), dtype) for name, dtype in self.fields.items()}
@@ -224,7 +224,7 @@ class Dataset:
                 rows[name][mine] = found
         return rows
 
-    def _weighted(self, rows: Rows) -> Rows:
+    def _weighted(self, rows: Sequences) -> Sequences:
         """`rows`, each of whose real targets counts 1 if its source does not weigh them and another does."""
         if LOSS_WEIGHT in rows or LOSS_WEIGHT not in self.fields:
             return rows
@@ -247,7 +247,7 @@ def load_dataset(
     cache_directory = default_cache_directory() if cache_directory is None else cache_directory
 
     sources: dict[str, Source] = {}
-    parts: list[SourcePart] = []
+    parts: list[TrainSource] = []
     validation: dict[str, Examples] = {}
     mixture = Mixture([named.weight for named in config.sources])
     for named, share in zip(config.sources, mixture.shares, strict=True):
@@ -262,7 +262,7 @@ def load_dataset(
         source = sources[label] = _open(label, further, config, cache_directory, vocabulary_size)
         validation[name] = PACKINGS[config.packing](source, TokenSplit(0, len(source), config.sequence_length))
     validate_options_read(config, sources.values())
-    fields = batch_fields(config)
+    fields = get_batch_fields(config)
     _refuse_unusable(
         fields,
         {part.label: part.examples for part in parts}
@@ -292,7 +292,7 @@ def _open(
         raise error if key == "data.source" else DataError(f"{key}: {error}") from error
 
 
-def load_set(config: "DataConfig", name: str, named: "TokenSource", *, vocabulary_size: int) -> Dataset:
+def load_validation_set(config: "DataConfig", name: str, named: "TokenSource", *, vocabulary_size: int) -> Dataset:
     """All tokens of one source in order, as the validation set `name`; there is nothing to train on.
 
     `config` says how long rows are and what they hold. Called on every host. Raises DataError where the source cannot
@@ -302,7 +302,7 @@ def load_set(config: "DataConfig", name: str, named: "TokenSource", *, vocabular
     label = f"data.source={named.source}"
     source = open_source(named, config, default_cache_directory(), vocabulary_size, unsaid="answers")
     examples = PACKINGS[config.packing](source, TokenSplit(0, len(source), config.sequence_length))
-    fields = {**batch_fields(config), **source.fields}
+    fields = {**get_batch_fields(config), **source.fields}
     _refuse_unusable(fields, {label: examples})
     found = Dataset(
         named.source, config.sequence_length, fields, "", None, (), {name: examples}, {label: source}, Mixture(())
@@ -328,13 +328,13 @@ def _make_part(
     config: "DataConfig",
     seed: int,
     batch_examples: Fraction,
-) -> SourcePart:
+) -> TrainSource:
     examples = PACKINGS[config.packing](source, split)
     if not examples.num_examples:
         raise DataError(f"{label}: no document has two tokens; a document needs a token and the one after it")
     own_seed = zlib.crc32(f"{seed} {named.name}".encode()) if config.mixture else seed
     order = examples.make_order(own_seed, batch_examples)
-    return SourcePart(named.name, label, source, split.num_tokens, examples, order, named.max_epochs)
+    return TrainSource(named.name, label, source, split.num_tokens, examples, order, named.max_epochs)
 
 
 def _refuse_unusable(fields: Fields, sets: Mapping[str, Examples]) -> None:
@@ -347,7 +347,7 @@ def _refuse_unusable(fields: Fields, sets: Mapping[str, Examples]) -> None:
             raise DataError(f"{label}: holds less than one example")
 
 
-def _fingerprint(config: "DataConfig", parts: Sequence[SourcePart]) -> str:
+def _fingerprint(config: "DataConfig", parts: Sequence[TrainSource]) -> str:
     """Of all that the training examples depend on. What validates moves no weights, and is not in it."""
     content: JsonObject = {
         "sequence_length": config.sequence_length,
@@ -362,7 +362,7 @@ def _fingerprint(config: "DataConfig", parts: Sequence[SourcePart]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _content(part: SourcePart) -> JsonObject:
+def _content(part: TrainSource) -> JsonObject:
     tokenizer = part.source.tokenizer if isinstance(part.source, TextTokens) else None
     content = {
         "tokens": part.source.fingerprint,

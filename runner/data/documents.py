@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from runner.data.readers import ByteRange, Reader
-from runner.data.remote import in_parallel
+from runner.data.remote import run_in_parallel
 from runner.data.source_files import BucketFile, File
 from runner.data.token_files import TokenFile, TokenFiles
 from runner.errors import DataError
@@ -67,7 +67,7 @@ class DocumentFiles(TokenFiles):
         super().__init__(parts, cache_directory, believed)
         self._document_files = [part for part in parts if len(part)]
 
-    def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
+    def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
         """See `Tokens`."""
         return self._document_files[part].bounds[1:]
 
@@ -108,8 +108,8 @@ def open_megatron(
         if tokens is None:
             raise DataError(f"{place} is missing: its .idx needs it")
     acts = [partial(_parse_pair, index, tokens, reader) for index, tokens in zip(indexes, found, strict=True) if tokens]
-    pairs = in_parallel(acts)
-    reader = reader.for_ids_of(max(dtype.itemsize for _, dtype, _ in pairs))
+    pairs = run_in_parallel(acts)
+    reader = reader.for_id_width(max(dtype.itemsize for _, dtype, _ in pairs))
     parts = [DocumentFile(tokens, dtype, int(bounds[-1]), 0, reader, bounds) for tokens, dtype, bounds in pairs]
     return DocumentFiles(parts, cache_directory, believed)
 

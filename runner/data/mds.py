@@ -30,7 +30,7 @@ import zstandard
 
 from runner.data.documents import ID_DTYPES, DocumentFiles, RecordFile, parse_dtype
 from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key
-from runner.data.remote import in_parallel
+from runner.data.remote import run_in_parallel
 from runner.data.source_files import File
 from runner.errors import DataError
 from runner.records import Key, check
@@ -201,12 +201,12 @@ def open_mds(
     ]
     layouts = [_parse_layout(index, record, column, dtype) for index, record in records]
     files = _find_files(records, reader)
-    reader = reader.for_ids_of(max((layout.item_bytes for layout in layouts), default=1))
+    reader = reader.for_id_width(max((layout.item_bytes for layout in layouts), default=1))
     acts = [
         partial(_open_shard, file, record, layout, reader)
         for file, (_, record), layout in zip(files, records, layouts, strict=True)
     ]
-    return DocumentFiles(in_parallel(acts), cache_directory, believed)
+    return DocumentFiles(run_in_parallel(acts), cache_directory, believed)
 
 
 def _parse_layout(index: File, record: JsonObject, column: str, dtype: str | None) -> IdColumn:

@@ -14,7 +14,7 @@ from runner.data.documents import DocumentFiles, open_megatron
 from runner.data.mds import open_mds
 from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import CheckedSource, Source
-from runner.data.source_files import BucketFiles, SourceFiles, find_corpus, find_source, is_class
+from runner.data.source_files import BucketFiles, SourceFiles, find_corpus, find_source, is_class_path
 from runner.data.text import TextTokens, load_text
 from runner.data.token_files import open_token_files
 from runner.errors import DataError, InvalidError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from runner.config import DataConfig, TokenSource
 
 
-OPENERS: Mapping[str, Callable[..., DocumentFiles]] = {
+FORMAT_OPENERS: Mapping[str, Callable[..., DocumentFiles]] = {
     "megatron": open_megatron,
     "mds": open_mds,
     "array_record": open_array_record,
@@ -45,7 +45,7 @@ def open_format(
     """
     assert source.format is not None
     reader = open_reader(source, ranges or CacheSettings(cache_directory, 0, 1))
-    opener = OPENERS[source.format]
+    opener = FORMAT_OPENERS[source.format]
     try:
         bound = inspect.signature(opener).bind(source.files, reader, cache_directory, vocabulary_size, **options)
     except TypeError as error:
@@ -88,7 +88,7 @@ def _open(
     vocabulary_size: int | None,
     unsaid: TrainOn | None,
 ) -> Source:
-    if is_class(named.source):
+    if is_class_path(named.source):
         _refuse_unread(named, "is a class", "dtype", "train_on")
         return _make_own(named)
     ranges = CacheSettings(cache_directory, config.cache_bytes, config.sequence_length + 1)
@@ -132,7 +132,7 @@ def validate_options_read(config: "DataConfig", sources: Collection[Source]) -> 
 def _make_own(named: "TokenSource") -> Source:
     """The source that a class of somebody else's makes."""
     name = f"data.source={named.source}"
-    own = load_own(named)
+    own = load_source_class(named)
     if lacking := sorted(getattr(own, "__abstractmethods__", ())):
         raise DataError(f"{name}: lacks {', '.join(lacking)}")
     try:
@@ -142,7 +142,7 @@ def _make_own(named: "TokenSource") -> Source:
     return CheckedSource(own(**named.options), name)
 
 
-def load_own(named: "TokenSource") -> type[Source]:
+def load_source_class(named: "TokenSource") -> type[Source]:
     """The class that `module:Class` names. Raises DataError if it is none, or no `Source`."""
     try:
         found: type[Source] = load_class(named.source, Source)

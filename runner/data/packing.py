@@ -24,11 +24,11 @@ from typing import Protocol
 
 import numpy as np
 
-from runner.data.remote import in_parallel
+from runner.data.remote import run_in_parallel
 from runner.data.sampling import TokenSplit, make_order
 from runner.data.source import Source
 
-Rows = dict[str, np.ndarray]
+Sequences = dict[str, np.ndarray]
 Fields = Mapping[str, type[np.generic]]
 
 TOKEN_FIELDS: Fields = {"x": np.int32, "y": np.int32, "padding_mask": np.bool_}
@@ -56,7 +56,7 @@ class Examples(Protocol):
     def fingerprint(self) -> str:
         """Another one where the same tokens are cut in another way; empty for `TokenWindows`."""
 
-    def read(self, numbers: np.ndarray) -> Rows:
+    def read(self, numbers: np.ndarray) -> Sequences:
         """The examples of these numbers, each field (number of them, T)."""
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
@@ -76,7 +76,7 @@ class TokenWindows:
         self.fields: Fields = {**TOKEN_FIELDS, **source.fields}
         self.num_examples = split.num_windows
 
-    def read(self, numbers: np.ndarray) -> Rows:
+    def read(self, numbers: np.ndarray) -> Sequences:
         """See `Examples`."""
         T = self._split.sequence_length
         starts = self._split.start + np.asarray(numbers, np.int64) * T
@@ -120,11 +120,11 @@ class _Documents:
         held = [[*map(tuple, self.pieces(number).tolist())] for number in self._sample()]
         return hashlib.sha256(repr((type(self).__name__, self.num_examples, held)).encode()).hexdigest()
 
-    def read(self, numbers: np.ndarray) -> Rows:
+    def read(self, numbers: np.ndarray) -> Sequences:
         """See `Examples`. Padding is 0 in every field."""
         return self._fill([self.pieces(int(number)) for number in numbers])
 
-    def _fill(self, held: Sequence[np.ndarray]) -> Rows:
+    def _fill(self, held: Sequence[np.ndarray]) -> Sequences:
         """Rows of the pieces that each holds."""
         T = self._split.sequence_length
         rows = {name: np.zeros((len(held), T), dtype) for name, dtype in self.fields.items()}
@@ -217,13 +217,13 @@ class PackedDocuments(_Documents):
         if not any(len(self.pieces(number)) for number in self._sample()):
             self.num_examples = 0  # documents of one token alone: all would be padding
 
-    def read(self, numbers: np.ndarray) -> Rows:
+    def read(self, numbers: np.ndarray) -> Sequences:
         """See `Examples`. Of a bucket all blocks are asked for at a time where their documents end."""
         blocks, places = np.divmod(np.asarray(numbers, np.int64), self._block_examples)
         wanted = np.unique(blocks).tolist()
         acts = [functools.partial(self._plans.__getitem__, block) for block in wanted]
         is_waiting = self._source.bytes_fetched_per_token
-        plans = dict(zip(wanted, in_parallel(acts) if is_waiting else [act() for act in acts], strict=True))
+        plans = dict(zip(wanted, run_in_parallel(acts) if is_waiting else [act() for act in acts], strict=True))
         return self._fill([plans[block][place] for block, place in zip(blocks.tolist(), places.tolist(), strict=True)])
 
     def pieces(self, number: int) -> np.ndarray:
@@ -239,7 +239,7 @@ class PackedDocuments(_Documents):
         # The last input of a document that goes on in the next block has its target there, and is an input here.
         is_cut = stop < end and stop not in ends
         num_examples = self._block_examples if block < self._num_whole_blocks else self._rest_examples
-        return pack(runs_between(start, stop + is_cut, ends), num_examples, self._split.sequence_length)
+        return pack_spans(find_spans(start, stop + is_cut, ends), num_examples, self._split.sequence_length)
 
     def make_order(self, seed: int, batch_examples: Fraction) -> "LocalShuffle":
         """See `Examples`, and `LocalShuffle`: a host packs a block once in an epoch, and not once for each example."""
@@ -271,7 +271,7 @@ class LocalShuffle(Sequence[int]):
             lambda epoch, place: blocks[epoch * self._num_blocks + place]
         )
         # All of them together take 8 bytes for each example of a group.
-        self._shuffled = functools.lru_cache(maxsize=num_rows)(functools.partial(permutation, seed))
+        self._shuffled = functools.lru_cache(maxsize=num_rows)(functools.partial(make_permutation, seed))
 
     def __len__(self) -> int:
         return self._num_examples
@@ -313,7 +313,7 @@ def floor_sum(count: int, divisor: int, factor: int, offset: int) -> int:
     return total
 
 
-def permutation(seed: int, epoch: int, group: int, row: int, size: int) -> np.ndarray:
+def make_permutation(seed: int, epoch: int, group: int, row: int, size: int) -> np.ndarray:
     """The numbers below `size` in an order of their own for each row of each group, in every version of numpy."""
     key = hashlib.sha256(f"{seed} {epoch} {group} {row}".encode()).digest()
     return np.argsort(np.random.Philox(key=np.frombuffer(key[:16], "<u8")).random_raw(size), kind="stable")
@@ -325,7 +325,7 @@ class PaddedDocuments(_Documents):
     def __init__(self, source: Source, split: TokenSplit):
         super().__init__(source, split)
         T, stop = split.sequence_length, split.start + split.num_tokens
-        self._runs = runs_between(split.start, stop, source.document_ends(split.start, stop))
+        self._runs = find_spans(split.start, stop, source.document_ends(split.start, stop))
         self._ends = np.cumsum(-(-self._runs[:, 1] // T))  # of the examples of each run
         self.num_examples = int(self._ends[-1]) if len(self._ends) else 0
 
@@ -352,7 +352,7 @@ def _filled(num_positions: int) -> int:
     return int(num_positions * BLOCK_FILL_PERCENT / 100)
 
 
-def runs_between(start: int, stop: int, ends: np.ndarray) -> np.ndarray:
+def find_spans(start: int, stop: int, ends: np.ndarray) -> np.ndarray:
     """The documents of positions `start .. stop` as (first input, number of inputs), (n, 2); none has no input.
 
     `ends` are the positions at which documents end. What `start` and `stop` cut is a document here.
@@ -362,7 +362,7 @@ def runs_between(start: int, stop: int, ends: np.ndarray) -> np.ndarray:
     return np.stack([edges[:-1], lengths], axis=1)[lengths > 0]
 
 
-def pack(runs: np.ndarray, num_rows: int, capacity: int) -> PackingPlan:
+def pack_spans(runs: np.ndarray, num_rows: int, capacity: int) -> PackingPlan:
     """Put runs (first input, number of inputs) into rows of `capacity` inputs: what each row holds, in order.
 
     Runs that are longer than a row are cut into rows, and what is left of them goes on. The longest goes first, into

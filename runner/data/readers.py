@@ -171,7 +171,7 @@ class Reader(Protocol):
     def is_remote(self) -> bool:
         """Whether each read is a request."""
 
-    def for_ids_of(self, itemsize: int) -> "Reader":
+    def for_id_width(self, itemsize: int) -> "Reader":
         """The same files, kept in a cache that suits rows of ids of so many bytes."""
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes]:
@@ -197,7 +197,7 @@ class DiskReader:
     directory: Path
     is_remote = False
 
-    def for_ids_of(self, itemsize: int) -> "DiskReader":
+    def for_id_width(self, itemsize: int) -> "DiskReader":
         """See `Reader`."""
         return self
 
@@ -213,7 +213,7 @@ class DiskReader:
         """See `Reader`."""
         for file in files:
             if describe_file(on_disk(file).path) != file:
-                raise changed(file)
+                raise make_changed_error(file)
 
     def copies(self, files: Sequence[File]) -> list[SourceFile]:
         """See `Reader`."""
@@ -233,7 +233,7 @@ def on_disk(file: File) -> SourceFile:
     return file
 
 
-def changed(file: File) -> DataError:
+def make_changed_error(file: File) -> DataError:
     """The error of a file that is another one than when the job began, or gone."""
     return DataError(f"{file}: changed since the job started, or gone; a running job needs its token files unchanged")
 
@@ -249,7 +249,7 @@ def read_file(file: File, start: int, stop: int) -> bytes:
     except OSError as error:
         raise DataError(f"data.source: cannot read {file}: {error.strerror or error}") from error
     if len(content) < size:
-        raise changed(file)
+        raise make_changed_error(file)
     return content
 
 
@@ -270,7 +270,7 @@ def write_derived(derived: DerivedFile, path: Path, is_whole: Callable[[], bool]
 
     Raises DataError if the disk does not take it.
     """
-    with needing_room(str(derived.origin), path.parent):
+    with wrap_disk_errors(str(derived.origin), path.parent):
         publish_once(path, derived.make, is_whole)
 
 
@@ -279,7 +279,7 @@ def _has_size(path: Path, size_bytes: int) -> bool:
 
 
 @contextlib.contextmanager
-def needing_room(what: str, directory: Path) -> Iterator[None]:
+def wrap_disk_errors(what: str, directory: Path) -> Iterator[None]:
     """Inside, what the disk of `directory` refuses is a DataError; what a bucket does is not touched."""
     try:
         yield
@@ -296,7 +296,7 @@ def needing_room(what: str, directory: Path) -> Iterator[None]:
 def _open_file(file: SourceFile) -> FileIO:
     """Open the file; keyed by its size and time too, so that a replaced file is never read as the one before."""
     if describe_file(file.path) != file:
-        raise changed(file)
+        raise make_changed_error(file)
     try:
         return file.path.open("rb", buffering=0)
     except OSError as error:

@@ -47,10 +47,10 @@ from runner.data.readers import (
     DiskReader,
     Reader,
     cache_key,
-    changed,
-    needing_room,
+    make_changed_error,
     read_record,
     warn_unwritable,
+    wrap_disk_errors,
     write_derived,
     write_record,
 )
@@ -60,14 +60,14 @@ from runner.data.source_files import (
     File,
     SourceFile,
     SourceFiles,
-    blaming,
-    bucket_file,
     describe_file,
+    make_bucket_file,
+    wrap_source_errors,
 )
 from runner.errors import DataError, StorageError
 from runner.storage import ChangedError, DeniedError, Store, digest_of
 
-FILE = "ranges.cache"
+RANGES_FILE = "ranges.cache"
 FREE_SHARE = 4  # without a size in the spec: a quarter of the free disk
 SLOTS_OF_RANGE_MAX = 64
 _CHECKSUM, _HEAD = struct.Struct("<I"), struct.Struct("<I16s")
@@ -82,11 +82,11 @@ class CacheSettings:
 
     directory: Path
     max_bytes: int | None
-    row_tokens: int
+    sequence_tokens: int
 
     def open(self, itemsize: int) -> "RangeCache":
         """The cache for rows of ids of `itemsize` bytes."""
-        return RangeCache(self.directory, self.max_bytes, self.row_tokens * itemsize)
+        return RangeCache(self.directory, self.max_bytes, self.sequence_tokens * itemsize)
 
 
 class RangeCache:
@@ -103,7 +103,7 @@ class RangeCache:
         if max_bytes == 0:
             return
         try:
-            self._file = _open(directory / FILE)
+            self._file = _open(directory / RANGES_FILE)
             self._num_slots = _size_file(self._file, max_bytes) // (HEADER_BYTES + slot_bytes)
         except OSError as error:
             self._stop_writing(error)
@@ -185,7 +185,7 @@ def _size_file(file: FileIO, max_bytes: int | None) -> int:
     return size_bytes
 
 
-DIRECTORY = "copies"
+COPIES_DIRECTORY = "copies"
 VERIFIED_BYTES_MAX = 1 << 27  # files up to this size are read at each start (0.1 s); of larger ones the size tells
 
 
@@ -197,7 +197,7 @@ class FileCopies:
 
     def __init__(self, directory: Path, source: str, max_bytes: int | None) -> None:
         """`max_bytes` bounds the files of all sources together; None: a share of the free disk."""
-        self._root = directory / DIRECTORY
+        self._root = directory / COPIES_DIRECTORY
         self._directory = self._root / hashlib.sha256(source.encode()).hexdigest()[:32]
         self._what, self._max_bytes = f"data.source={source}", max_bytes
         self._holding = threading.Lock()
@@ -205,7 +205,7 @@ class FileCopies:
 
     def make_room(self, wanted: Sequence[DerivedFile]) -> None:
         """Hold the source's directory, and remove what must go. Raises `DataError` if there is no room."""
-        with needing_room(self._what, self._root), self._holding:
+        with wrap_disk_errors(self._what, self._root), self._holding:
             if self._held is None:
                 self._held = self._hold({derived.name for derived in wanted})
             os.utime(self._directory)
@@ -334,7 +334,7 @@ class BucketReader:
         self._disk = DiskReader(settings.directory)
         self._copies = FileCopies(settings.directory, source, settings.max_bytes)
 
-    def for_ids_of(self, itemsize: int) -> "BucketReader":
+    def for_id_width(self, itemsize: int) -> "BucketReader":
         """See `Reader`."""
         return BucketReader(self._source, self._store, self._settings, itemsize)
 
@@ -365,21 +365,21 @@ class BucketReader:
         """See `Reader`. One listing."""
         top = f"{self._store.url}/"
         names = [place.removeprefix(top) for place in places]
-        with blaming(self._source):
+        with wrap_source_errors(self._source):
             start = os.path.commonprefix(names)  # noqa: RUF071 - of characters: no part of a path
             listing = self._store.listing(start) if names else {}
-        return [bucket_file(self._store.url, name, listing[name]) if name in listing else None for name in names]
+        return [make_bucket_file(self._store.url, name, listing[name]) if name in listing else None for name in names]
 
     def check(self, files: Sequence[File]) -> None:
         """See `Reader`. One listing. What is kept on this host's disk is no longer fetched."""
         objects = [file for file in files if isinstance(file, BucketFile)]
         for present, file in zip(self.find([str(file) for file in objects]), objects, strict=True):
             if present != file:
-                raise changed(file)
+                raise make_changed_error(file)
 
     def fetch(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """The bytes of each range from the bucket itself, past the cache. Raises as `read` does."""
-        return in_parallel([partial(self._request, *range_) for range_ in ranges])
+        return run_in_parallel([partial(self._request, *range_) for range_ in ranges])
 
     def copies(self, files: Sequence[File]) -> list[SourceFile]:
         """See `Reader`."""
@@ -400,13 +400,13 @@ class BucketReader:
         """See `Reader`."""
         if wanted:
             self._copies.make_room(wanted)
-        return in_parallel([partial(self._copies.get, derived) for derived in wanted])
+        return run_in_parallel([partial(self._copies.get, derived) for derived in wanted])
 
     def _request(self, file: File, start: int, stop: int) -> bytes:
         try:
             return self._store.read_range(_in_bucket(file).name, start, stop, _in_bucket(file).version)
         except (ChangedError, FileNotFoundError) as error:
-            raise changed(file) from error
+            raise make_changed_error(file) from error
         except DeniedError as error:
             raise DataError(f"{file} cannot be read: no permission ({error})") from error
 
@@ -416,7 +416,7 @@ def _in_bucket(file: File) -> BucketFile:
     return file
 
 
-def in_parallel(acts: Sequence[Callable[[], Result]]) -> list[Result]:
+def run_in_parallel(acts: Sequence[Callable[[], Result]]) -> list[Result]:
     """The results of all `acts`, some at a time. Raises what the first that failed has raised.
 
     The threads are daemons: a read that hangs cannot keep a dying process alive.

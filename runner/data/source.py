@@ -88,7 +88,7 @@ class Source(ABC):
             )
 
 
-def first_bad(ids: np.ndarray, vocabulary_size: int) -> int | None:
+def find_invalid_id(ids: np.ndarray, vocabulary_size: int) -> int | None:
     """Where the first id stands that is negative or beyond a vocabulary; None if there is none."""
     is_bad = (ids < 0) | (ids >= vocabulary_size)
     return int(is_bad.argmax()) if is_bad.any() else None
@@ -132,7 +132,7 @@ class CheckedSource(Source):
         if not isinstance(found, np.ndarray) or found.shape != (stop - start,) or found.dtype.kind not in "iu":
             what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else type(found).__name__
             raise self._broken(f"read({start}, {stop}) gave {what}, needs an array of {stop - start} integers")
-        place = first_bad(found, self._vocabulary_size)
+        place = find_invalid_id(found, self._vocabulary_size)
         if place is not None:
             where = self._source.describe_position(start + place)
             raise self._broken(f"id {found[place]} at {where} is none of its {self._vocabulary_size:,} ids")

@@ -110,14 +110,14 @@ def find_source(name: str) -> SourceFiles | BucketFiles:
 
     Raises DataError if it names no readable file, `OSError` if the bucket does not answer.
     """
-    check_name(name)
+    validate_source_name(name)
     if "://" in name:
         return _find_in_bucket(name)
     paths = _stdlib_paths() if name == PYTHON_STDLIB else _matching_paths(name)
     if not paths and os.path.exists(os.path.expanduser(name)):
         raise DataError(f"data.source={name}: is a device, a pipe or a socket; needs a file")
     if not paths:
-        raise DataError(f"data.source={name}: no file matches{nearest_name(name)}")
+        raise DataError(f"data.source={name}: no file matches{suggest_path(name)}")
     format_name = _format_of(paths) or ("mds" if all(map(_is_mds_index, paths)) else None)
     holds_tokens = format_name is not None or _hold_tokens(name, paths)
     return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens, format_name)
@@ -128,7 +128,7 @@ def find_corpus(name: str) -> str | None:
 
     Raises DataError if it cannot be looked for, `OSError` if the bucket does not answer.
     """
-    check_name(name)
+    validate_source_name(name)
     directory, _, last = name.rstrip("/").rpartition("/")
     if "://" not in name:
         path = os.path.abspath(os.path.expanduser(name))
@@ -137,12 +137,12 @@ def find_corpus(name: str) -> str | None:
     directory = directory if last == INDEX else name.rstrip("/")
     if glob.has_magic(directory) or PurePath(directory).suffix in TOKEN_SUFFIXES:
         return None
-    with blaming(name):
+    with wrap_source_errors(name):
         store = open_store(directory)
         return directory if store.exists(INDEX) and not _is_of_mds(store.read(INDEX)) else None
 
 
-def check_name(name: str) -> None:
+def validate_source_name(name: str) -> None:
     """Raise `DataError` if no path or URL can be called so."""
     try:
         check_url(name)
@@ -151,7 +151,7 @@ def check_name(name: str) -> None:
 
 
 @contextlib.contextmanager
-def blaming(name: str) -> Iterator[None]:
+def wrap_source_errors(name: str) -> Iterator[None]:
     """Inside, whatever a person must mend is a `DataError` that names the source."""
     try:
         yield
@@ -183,14 +183,14 @@ def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
 
 def _find_in_bucket(name: str) -> BucketFiles:
     """One listing of what begins like the name's fixed part."""
-    url, patterns = cut_url(name)
+    url, patterns = split_url_glob(name)
     if not patterns:
         raise DataError(f"data.source={name}: names no object; needs {url}/NAME")
-    with blaming(name):
+    with wrap_source_errors(name):
         store = open_store(url)
-        listing = store.listing(fixed_start(patterns))
+        listing = store.listing(get_glob_prefix(patterns))
         exact = "/".join(patterns)
-        names = objects_named(patterns, listing, (exact, f"{exact}/{INDEX}"))
+        names = match_objects(patterns, listing, (exact, f"{exact}/{INDEX}"))
         if not names:
             raise DataError(f"data.source={name}: no object matches{_nearest_object(store, exact, listing)}")
         paths = [PurePath(found) for found in names]
@@ -198,16 +198,16 @@ def _find_in_bucket(name: str) -> BucketFiles:
         if {path.name for path in paths} == {INDEX} and _is_of_mds(store.read(names[0])):
             format_name = "mds"
     holds_tokens = format_name is not None or _hold_tokens(name, paths)
-    files = tuple(bucket_file(url, found, listing[found]) for found in names)
+    files = tuple(make_bucket_file(url, found, listing[found]) for found in names)
     return BucketFiles(name, files, store, holds_tokens, format_name)
 
 
-def bucket_file(url: str, name: str, listed: FileInfo) -> BucketFile:
+def make_bucket_file(url: str, name: str, listed: FileInfo) -> BucketFile:
     """The object that a listing has named."""
     return BucketFile(url, name, listed.size_bytes, listed.version, listed.crc32c)
 
 
-def cut_url(name: str) -> tuple[str, list[str]]:
+def split_url_glob(name: str) -> tuple[str, list[str]]:
     """The URL below which the objects of a URL or a glob lie, and the parts of their names there; none of a bucket.
 
     Raises DataError if the bucket's own name is a glob.
@@ -220,12 +220,12 @@ def cut_url(name: str) -> tuple[str, list[str]]:
     return f"{scheme}://{'/'.join(parts[:num_fixed])}", parts[num_fixed:]
 
 
-def fixed_start(patterns: Sequence[str]) -> str:
+def get_glob_prefix(patterns: Sequence[str]) -> str:
     """What the names of all objects begin with that the parts of a glob may match."""
     return re.split(r"[*?[]", "/".join(patterns))[0]
 
 
-def objects_named(patterns: Sequence[str], listing: Mapping[str, FileInfo], exact: Sequence[str]) -> list[str]:
+def match_objects(patterns: Sequence[str], listing: Mapping[str, FileInfo], exact: Sequence[str]) -> list[str]:
     """The first of the names `exact` that is listed, for a name may look like a glob; else what the glob matches."""
     found = next((name for name in exact if name in listing), None)
     return [found] if found else [name for name in listing if matches_glob(name.split("/"), patterns)]
@@ -254,17 +254,17 @@ def _nearest_object(store: Store, name: str, listing: dict[str, FileInfo]) -> st
     return f"; did you mean {store.url}/{near[0]}?" if near else ""
 
 
-def is_class(name: str) -> bool:
+def is_class_path(name: str) -> bool:
     """Whether `name` is `module:Class`, a source of the job's own, and no file."""
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None and not os.path.exists(name)
 
 
 def is_available(name: str) -> bool:
     """Whether `name` names a class, readable files on this machine, or a bucket, which is the same from everywhere."""
-    if is_class(name):
+    if is_class_path(name):
         return True
     try:
-        check_name(name)
+        validate_source_name(name)
         if "://" not in name and find_corpus(name) is None:
             find_source(name)
     except DataError:
@@ -321,10 +321,10 @@ def _matching_paths(name: str) -> list[Path]:
             return [Path(pattern) / INDEX]
         files = os.path.join(name, "**", "*.txt")
         raise DataError(f"data.source={name}: is a directory, and no corpus ({INDEX}); name its files, as {files}")
-    return files_named(pattern)
+    return match_files(pattern)
 
 
-def files_named(pattern: str) -> list[Path]:
+def match_files(pattern: str) -> list[Path]:
     """The file that is called so, else those on the disk that match it as a glob, in order."""
     if os.path.isfile(pattern):  # before globbing: a file's own name may hold brackets
         return [Path(pattern)]
@@ -352,7 +352,7 @@ def _is_of_mds(content: bytes) -> bool:
         return False
 
 
-def nearest_name(name: str) -> str:
+def suggest_path(name: str) -> str:
     """What to try instead of a path that matched nothing: '; did you mean ...?', or '' if nothing is near."""
     if any(character in name for character in "*?["):
         return ""

@@ -62,7 +62,7 @@ class TextTokens(TokenSequence, Source):
         """The tokenizer's."""
         return self.tokenizer.vocabulary_size
 
-    def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
+    def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
         """See `TokenSequence`."""
         return self.ends
 

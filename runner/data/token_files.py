@@ -17,8 +17,8 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 
 from runner.data.readers import ByteRange, Reader, cache_key, fill_from_file, read_record, warn_unwritable, write_record
-from runner.data.remote import CacheSettings, in_parallel, open_reader
-from runner.data.source import Source, first_bad
+from runner.data.remote import CacheSettings, open_reader, run_in_parallel
+from runner.data.source import Source, find_invalid_id
 from runner.data.source_files import BucketFile, BucketFiles, File, SourceFile, SourceFiles
 from runner.errors import DataError
 
@@ -26,7 +26,7 @@ NPY_HEADER_BYTES = 1 << 12
 ZIP_MAGIC = b"PK\x03\x04"  # of `np.savez`, under whatever name
 
 
-def num_ids(file: File, dtype: np.dtype) -> int:
+def count_ids(file: File, dtype: np.dtype) -> int:
     """How many ids a `.bin` holds. Raises DataError if its size is no whole number of them."""
     if file.size_bytes % dtype.itemsize:
         raise DataError(
@@ -116,7 +116,7 @@ class TokenFile:
         return self.file.size_bytes if self.reader.is_remote and isinstance(self.file, SourceFile) else 0
 
 
-Part = TokenFile | np.ndarray
+TokenPart = TokenFile | np.ndarray
 
 
 class IdSlice(NamedTuple):
@@ -149,7 +149,7 @@ class TokenSequence:
 
     id_limit: int | None = None
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[TokenPart]) -> None:
         self.parts = [part for part in parts if len(part)]
         self._ends = list(itertools.accumulate(map(len, self.parts)))
         self._bounds = np.array([0, *self._ends])
@@ -170,7 +170,7 @@ class TokenSequence:
         """
         starts = np.asarray(starts, np.int64)
         found = self._gather(starts, length)
-        if self.id_limit is not None and (place := first_bad(found.ravel(), self.id_limit)) is not None:
+        if self.id_limit is not None and (place := find_invalid_id(found.ravel(), self.id_limit)) is not None:
             row, column = divmod(place, length)
             raise self._bad_id(int(found[row, column]), int(starts[row]) + column, self.id_limit)
         return found
@@ -196,10 +196,10 @@ class TokenSequence:
         Raises DataError as `read_many` does.
         """
         found = self._stretches(ranges)
-        if self.id_limit is None or not found or first_bad(np.concatenate(found), self.id_limit) is None:
+        if self.id_limit is None or not found or find_invalid_id(np.concatenate(found), self.id_limit) is None:
             return found
         for (start, _), ids in zip(ranges, found, strict=True):
-            if (place := first_bad(ids, self.id_limit)) is not None:
+            if (place := find_invalid_id(ids, self.id_limit)) is not None:
                 raise self._bad_id(int(ids[place]), start + place, self.id_limit)
         raise AssertionError("a bad id is in one of the stretches")
 
@@ -247,7 +247,7 @@ class TokenSequence:
         first = bisect.bisect_right(self._ends, start)
         return range(first, bisect.bisect_left(self._ends, stop) + 1 if start < stop else first)
 
-    def part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
+    def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
         """Positions in a part at which its documents end, integers that never fall; of a source that has documents.
 
         All p with `start < p <= stop` are among them; the last of all is the part's end. An empty document repeats the
@@ -255,9 +255,9 @@ class TokenSequence:
         """
         raise NotImplementedError
 
-    def ends_of(self, asked: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-        """What `part_ends` gives for each (part, start, stop). Replace it where each waits."""
-        return [self.part_ends(*each) for each in asked]
+    def read_many_part_ends(self, asked: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """What `read_part_ends` gives for each (part, start, stop). Replace it where each waits."""
+        return [self.read_part_ends(*each) for each in asked]
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
         """The positions p, `start < p <= stop`, at which a document ends: int64, ascending."""
@@ -267,7 +267,7 @@ class TokenSequence:
             for before in [int(self._bounds[part])]
         ]
         found = [np.empty(0, np.int64)]
-        for (part, *here), ends in zip(asked, self.ends_of(asked), strict=True):
+        for (part, *here), ends in zip(asked, self.read_many_part_ends(asked), strict=True):
             low, high = np.searchsorted(ends, here, side="right")
             found.append(ends[low:high].astype(np.int64) + self._bounds[part])
         ascending = np.concatenate(found)
@@ -323,13 +323,13 @@ class TokenSequence:
             for part, begin in zip(self.parts, self._bounds, strict=False)
             for offset in range(0, len(part), SCAN_CHUNK_TOKENS)
         ]
-        found = in_parallel([functools.partial(_range_of, *chunk) for chunk in chunks])
+        found = run_in_parallel([functools.partial(_range_of, *chunk) for chunk in chunks])
         low = min(found, key=lambda each: each.smallest)
         high = max(found, key=lambda each: each.largest)
         return IdRange(low.smallest, low.smallest_position, high.largest, high.largest_position)
 
 
-def _range_of(part: Part, begin: int, offset: int) -> IdRange:
+def _range_of(part: TokenPart, begin: int, offset: int) -> IdRange:
     """The ids of one chunk of a part, which begins at the position `begin`."""
     chunk = part[offset : offset + SCAN_CHUNK_TOKENS]
     low, high = int(chunk.argmin()), int(chunk.argmax())
@@ -376,7 +376,7 @@ class TokenFiles(TokenSequence, Source):
             raise self._bad_id(found.smallest, found.smallest_position, 0)
         return found
 
-    def believe(self, vocabulary_size: int) -> None:
+    def trust_vocabulary(self, vocabulary_size: int) -> None:
         """Of many ids: do not read them to find the largest, but look at each when it is read."""
         if self.id_limit is None and len(self) > SCANNED_TOKENS_MAX:
             self.id_limit = vocabulary_size
@@ -449,6 +449,6 @@ def _open_token_files(files: Sequence[File], dtype: np.dtype, reader: Reader) ->
     arrays = [file for file in files if str(file).endswith(".npy")]
     heads = reader.read([ByteRange(file, 0, min(file.size_bytes, NPY_HEADER_BYTES)) for file in arrays])
     shapes = {file: parse_npy(file, head) for file, head in zip(arrays, heads, strict=True)}
-    found = [shapes.get(file) or (dtype, num_ids(file, dtype), 0) for file in files]
-    reader = reader.for_ids_of(max(dtype.itemsize for dtype, _, _ in found))
+    found = [shapes.get(file) or (dtype, count_ids(file, dtype), 0) for file in files]
+    reader = reader.for_id_width(max(dtype.itemsize for dtype, _, _ in found))
     return [TokenFile(file, *shape, reader) for file, shape in zip(files, found, strict=True)]

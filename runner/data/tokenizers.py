@@ -111,7 +111,7 @@ def _smallest_dtype(vocabulary_size: int) -> np.dtype:
 
 
 # Under which name the file of a kind stands beside the index of a corpus.
-FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.tiktoken"}
+TOKENIZER_FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.tiktoken"}
 
 
 class BatchTokenizer(ABC):
@@ -312,7 +312,7 @@ class TiktokenTokenizer(_TextTokenizer):
         return self._special_tokens
 
 
-_KINDS = (ByteBatchTokenizer.name, *FILES)
+_KINDS = (ByteBatchTokenizer.name, *TOKENIZER_FILES)
 KINDS_WITH_SPANS = (ByteBatchTokenizer.name, HuggingFaceTokenizer.name)  # which tell what characters a token is of
 
 

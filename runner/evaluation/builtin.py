@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from runner.config import DataConfig, TokenSource, TrainerConfig
 from runner.data import Dataset
-from runner.data.packing import Examples, Fields, Rows
+from runner.data.packing import Examples, Fields, Sequences
 from runner.distributed.preemption import StopNotice
 from runner.errors import DataError
 from runner.evaluation.generation import (
@@ -157,7 +157,7 @@ class LeadingExamples:
         """See `Examples`."""
         return self.examples.fields
 
-    def read(self, numbers: np.ndarray) -> Rows:
+    def read(self, numbers: np.ndarray) -> Sequences:
         """See `Examples`."""
         return self.examples.read(numbers)
 
@@ -189,7 +189,7 @@ class EvaluationData:
             max(1, _DECODED_TOKENS // self.dataset.sequence_length),
         )
         for first in range(0, num_examples, at_once):
-            rows = self.dataset.rows(name, first, min(at_once, num_examples - first))
+            rows = self.dataset.read(name, first, min(at_once, num_examples - first))
             ids = rows["y"][rows["padding_mask"]]
             num_targets += len(ids)
             num_bytes += _num_bytes(ids, language)

@@ -37,7 +37,7 @@ from runner.data import ByteTokenizer, Tokenizer
 from runner.data.corpus_index import INDEX, CorpusIndex
 from runner.data.open_source import SEPARATORS
 from runner.data.remote import CacheSettings
-from runner.data.source_files import blaming, find_corpus, find_source, is_class
+from runner.data.source_files import find_corpus, find_source, is_class_path, wrap_source_errors
 from runner.data.text import load_text
 from runner.data.tokenizers import BatchTokenizer, load_tokenizer
 from runner.distributed.agreement import Hosts
@@ -76,9 +76,9 @@ def find_language(named: TokenSource, data: DataConfig) -> TextCodec:
     Raises `DataError` if that is not known, or `OSError` if a bucket does not answer.
     """
     name = f"data.source={named.source}"
-    if is_class(named.source):
+    if is_class_path(named.source):
         raise DataError(f"{name}: is a class, which brings ids and no tokenizer")
-    with blaming(named.source):
+    with wrap_source_errors(named.source):
         if (corpus := find_corpus(named.source)) is not None:
             store = open_store(corpus)
             index = CorpusIndex.decode(store.read(INDEX), f"{corpus}/{INDEX}")

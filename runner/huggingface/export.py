@@ -37,9 +37,9 @@ from runner.console import warn
 from runner.data.corpus_index import INDEX as CORPUS_INDEX
 from runner.data.corpus_index import CorpusIndex, read_tokenizer
 from runner.data.open_source import open_source
-from runner.data.source_files import find_corpus, find_source, is_class
+from runner.data.source_files import find_corpus, find_source, is_class_path
 from runner.data.text import TextTokens
-from runner.data.tokenizers import FILES, parse_tokenizer
+from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.huggingface.mapping import Family, Shape, TensorPiece, table_problems, tensor_shapes
 from runner.huggingface.safetensors import CONFIG, DTYPES, INDEX, NAMES, SUFFIX, WHOLE, TensorLocation, encode_header
@@ -82,7 +82,7 @@ def tokenizer_files(config: DataConfig) -> TokenizerFiles:
 
 
 def _of_source(named: TokenSource, config: DataConfig) -> TokenizerFiles | None:
-    if is_class(named.source):
+    if is_class_path(named.source):
         return None
     corpus = find_corpus(named.source)
     if corpus is not None:
@@ -104,7 +104,7 @@ def _of_corpus(where: str, most_tokens: int) -> TokenizerFiles:
     kind, size = index.tokenizer.get("kind"), index.vocabulary_size
     if kind == "bytes":
         return _made(_bytes(), size, most_tokens, index.separator)
-    if kind not in FILES:
+    if kind not in TOKENIZER_FILES:
         return TokenizerFiles(told=f"{store.url}/{CORPUS_INDEX} names a tokenizer of kind {kind!r}, which is not known")
     content = read_tokenizer(index.tokenizer, store)
     if kind == "hf":
@@ -112,7 +112,7 @@ def _of_corpus(where: str, most_tokens: int) -> TokenizerFiles:
         end = index.separator
         return _files(content, size, most_tokens, end, None if end is None else words.get(end))
     told = f"the tokenizer is of {kind}: its file is copied, and {TOKENIZER} must be made of it with {kind}'s own tools"
-    return TokenizerFiles({FILES[kind]: content}, size, index.separator, told)
+    return TokenizerFiles({TOKENIZER_FILES[kind]: content}, size, index.separator, told)
 
 
 def _made(tokenizer: tokenizers.Tokenizer, size: int, most_tokens: int, end: int | None = None) -> TokenizerFiles:
@@ -273,7 +273,7 @@ def _upload(directory: Path, store: Store) -> None:
 
 
 GENERATION_CONFIG = "generation_config.json"
-_NAMES = {CONFIG, GENERATION_CONFIG, INDEX, WHOLE, TOKENIZER, TOKENIZER_CONFIG, *FILES.values()}
+_NAMES = {CONFIG, GENERATION_CONFIG, INDEX, WHOLE, TOKENIZER, TOKENIZER_CONFIG, *TOKENIZER_FILES.values()}
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 Dtype = Literal["float32", "bfloat16", "float16"]
 

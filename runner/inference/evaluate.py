@@ -21,13 +21,13 @@ from jax.sharding import Mesh
 from runner.checkpoint.manifest import committed
 from runner.config import TokenSource
 from runner.console import warn
-from runner.data import Dataset, batch_fields, load_set
+from runner.data import Dataset, get_batch_fields, load_validation_set
 from runner.data.packing import Fields
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
 from runner.evaluation.builtin import EvaluationContext, EvaluationData, language_or_reason, own_sets
 from runner.evaluation.generation import TextCodec, language_of
-from runner.inference.open_run import NEWEST, ReadOnlyRun, step_of
+from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
 from runner.parallel.mesh import AXES, does_mesh_fit, make_mesh, mesh_sizes, num_batch_shards
 from runner.records import PARAMS
 from runner.run.layout import read_result
@@ -38,10 +38,10 @@ from runner.train.batch_layout import BatchLayout
 from runner.train.evaluators import Validation, ValidationSet, ValidationSize
 from runner.trainer import BaseTrainer
 
-DATA = "data"  # the set that the command line names
+DATA_SET = "data"  # the set that the command line names
 
 
-def open_scored_data(run: ReadOnlyRun, named: TokenSource | None) -> EvaluationData:
+def load_evaluation_data(run: ReadOnlyRun, named: TokenSource | None) -> EvaluationData:
     """All of a source, or of the run's own validation sets as many examples as the run looks at. On every host.
 
     Raises `InvalidError` if there is nothing to score, or if the ids of the source mean something else to the run.
@@ -51,7 +51,9 @@ def open_scored_data(run: ReadOnlyRun, named: TokenSource | None) -> EvaluationD
     if named is not None:
         language = language_or_reason(named, data)
         _refuse_another(language, job, named)
-        return EvaluationData(load_set(data, DATA, named, vocabulary_size=job.vocabulary_size), {DATA: language})
+        return EvaluationData(
+            load_validation_set(data, DATA_SET, named, vocabulary_size=job.vocabulary_size), {DATA_SET: language}
+        )
     dataset = job.dataset
     dataset.validate_vocabulary(job.vocabulary_size)
     if not dataset.validation:
@@ -103,14 +105,14 @@ class Scorer:
             (),
             lambda: False,
         )
-        self._tasks = job.asked.multiple_choices(place_of(run)[0]) if asks else []
+        self._tasks = job.asked.multiple_choices(make_evaluation_context(run)[0]) if asks else []
 
     def score(self, checkpoint: str) -> Score:
         """The score of one checkpoint, by the name that `ReadOnlyRun.find` gives.
 
         Raises as `ReadOnlyRun.weights` does.
         """
-        step, weights = step_of(checkpoint), self._run.weights(checkpoint, self._abstract, self._weights)
+        step, weights = parse_step(checkpoint), self._run.load_weights(checkpoint, self._abstract, self._weights)
         state = self._validation.state_of(weights, step)
         found = {}
         for name in self._dataset.validation:
@@ -132,10 +134,10 @@ class Scorer:
         return self._layout.batch(self._dataset, name, first + index)
 
 
-def place_of(run: ReadOnlyRun) -> tuple[EvaluationContext, Any]:
+def make_evaluation_context(run: ReadOnlyRun) -> tuple[EvaluationContext, Any]:
     """Where the run's model is asked on the devices at hand, and the abstract weights that it needs there."""
     job, mesh = run.job, _mesh_here(run)
-    layout = _lay_out(run, mesh, batch_fields(job.config.data))
+    layout = _lay_out(run, mesh, get_batch_fields(job.config.data))
     abstract = job.weights(job.setup_builder.build_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
     size = layout.micro_batch_examples
     return EvaluationContext(job.model(), mesh, size, job.vocabulary_size, lambda: False), abstract
@@ -158,7 +160,7 @@ def _lay_out(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLayout:
     return BatchLayout(mesh, share * shards, micro, run.job.config.data.sequence_length, fields, is_ordered)
 
 
-def record_of(score: Score, sizes: Mapping[str, ValidationSize]) -> JsonObject:
+def make_record(score: Score, sizes: Mapping[str, ValidationSize]) -> JsonObject:
     """The figures of a step: those of all its tokens, whose loss is `val/loss` of a row, and those of each set."""
     sets = {name: _figures(*sums, _bytes_of(sizes[name], sums[1])) for name, sums in score.sums.items()}
     loss_sum, num_tokens = (sum(sums) for sums in zip(*score.sums.values(), strict=True))
@@ -182,7 +184,7 @@ def _figures(loss_sum: float, num_tokens: float, num_bytes: int | None) -> JsonO
     return finite | {"tokens": tokens, "bytes": num_bytes}
 
 
-def lines_of(record: JsonObject) -> list[str]:
+def format_record(record: JsonObject) -> list[str]:
     """For a person: a line for all sets, and before it one for each if there are several; then one for each task."""
     sets = record["sets"] if len(record["sets"]) > 1 else {}
     named = [*((name, figures) for name, figures in sets.items()), ("", record)]
@@ -234,7 +236,11 @@ def evaluate(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts) -> Iter
     Of all steps one that the run deletes meanwhile is left out, and told. Raises `InvalidError`.
     """
     checkpoints = hosts.main_first(
-        lambda: list(map(run.checkpoint, run.steps())) if request.step is None else [run.find(request.step)]
+        lambda: (
+            list(map(run.get_checkpoint, run.list_steps()))
+            if request.step is None
+            else [run.find_checkpoint(request.step)]
+        )
     )
     judge = _CheckpointEvaluator(run, request.data, hosts, request.weights)
     for checkpoint in checkpoints:
@@ -263,7 +269,7 @@ def follow(
         is_done, steps = hosts.main_first(look)
         for step in steps:
             seen.add(step)
-            yield from judge.record(run.checkpoint(step), may_be_gone=True)
+            yield from judge.record(run.get_checkpoint(step), may_be_gone=True)
         if not steps:
             if is_done:
                 return
@@ -274,7 +280,7 @@ class _CheckpointEvaluator:
     """Scores one checkpoint after the other. Made and called on every host."""
 
     def __init__(self, run: ReadOnlyRun, source: TokenSource | None, hosts: Hosts, weights: str):
-        data = open_scored_data(run, source)
+        data = load_evaluation_data(run, source)
         self._run, self._hosts, self._weights = run, hosts, weights
         self._scorer = Scorer(run, data.dataset, weights, asks=source is None)
         self._sizes = {name: data.size(name) for name in data.languages} if hosts.is_main else {}
@@ -284,10 +290,10 @@ class _CheckpointEvaluator:
 
     def record(self, checkpoint: str, may_be_gone: bool) -> Iterator[JsonObject]:
         """Its record on the main host; none on others, or if it may be gone and is."""
-        if may_be_gone and not self._hosts.main_first(functools.partial(self._run.is_there, checkpoint)):
+        if may_be_gone and not self._hosts.main_first(functools.partial(self._run.has_checkpoint, checkpoint)):
             warn(f"{checkpoint}: left out, the run has deleted it meanwhile")
             return
         score = self._scorer.score(checkpoint)
         if self._hosts.is_main:
             average = {} if self._weights == PARAMS else {"weights": self._weights}
-            yield record_of(score, self._sizes) | average
+            yield make_record(score, self._sizes) | average

@@ -26,8 +26,8 @@ from runner.evaluation.generation import (
     variables_of,
 )
 from runner.evaluation.likelihood import Likelihood, TextPair, encode_pair
-from runner.inference.evaluate import place_of
-from runner.inference.open_run import ReadOnlyRun, step_of
+from runner.inference.evaluate import make_evaluation_context
+from runner.inference.open_run import ReadOnlyRun, parse_step
 from runner.storage import JsonObject
 
 _MOST_TOKENS = 256  # of a text, where a task does not say
@@ -38,12 +38,12 @@ class HarnessModel(LM):
 
     def __init__(self, run: ReadOnlyRun, checkpoint: str):
         super().__init__()
-        job, (place, abstract) = run.job, place_of(run)
+        job, (place, abstract) = run.job, make_evaluation_context(run)
         self._language = language_of(job.config.data)
         self._first = first_token(self._language, job.config.data)
         self._encode = partial(encode_prompt, self._language)
         self._length = job.config.data.sequence_length
-        self._weights = run.weights(checkpoint, abstract)
+        self._weights = run.load_weights(checkpoint, abstract)
         self._likelihood = Likelihood(place.model, place.mesh, self._length, place.rows_per_device, place.is_stopping)
         dtype = job.config.precision.compute
         self._read = make_decoder(place.model, variables_of(self._weights), self._length, dtype, place.mesh)
@@ -86,7 +86,7 @@ class HarnessModel(LM):
         return text
 
 
-def evaluate(run: ReadOnlyRun, checkpoint: str, tasks: Sequence[str], include_path: str | None) -> JsonObject:
+def evaluate_tasks(run: ReadOnlyRun, checkpoint: str, tasks: Sequence[str], include_path: str | None) -> JsonObject:
     """The harness's figures of one checkpoint by task. Raises `InvalidError` for a task that it does not know."""
     manager = TaskManager(include_path=include_path)
     if unknown := sorted({*tasks} - {*manager.all_tasks}):
@@ -97,14 +97,14 @@ def evaluate(run: ReadOnlyRun, checkpoint: str, tasks: Sequence[str], include_pa
         )
     except (OSError, KeyError, TypeError) as error:  # of the data of a task, which it may want to download
         raise InvalidError(f"--harness {','.join(tasks)}: {first_line(error)}") from error
-    return {"step": step_of(checkpoint), "harness": jax.tree.map(_plain, found["results"])}
+    return {"step": parse_step(checkpoint), "harness": jax.tree.map(_plain, found["results"])}
 
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, str | bool | int | None) else float(value)
 
 
-def lines_of(record: JsonObject) -> list[str]:
+def format_record(record: JsonObject) -> list[str]:
     """For a person: a line for each task."""
     lines = []
     for task, figures in record["harness"].items():

@@ -34,40 +34,40 @@ class ReadOnlyRun:
     store: Store
     job: BaseTrainer
 
-    def get_ready(self) -> None:
+    def prepare_process(self) -> None:
         """Make programs be those of the run, and leave it the memory of its GPU. Before JAX is started."""
         if self.job.topology.deterministic:
             set_deterministic(os.environ)
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         self.job.compile_cache.open()
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """All committed steps, ascending. Raises `InvalidError` if there is none yet."""
         found = list(committed(self.store))
         if not found:
             raise InvalidError(f"{self.store.url}: no checkpoint is committed yet; run the job, or wait for its first")
         return found
 
-    def checkpoint(self, step: int) -> str:
+    def get_checkpoint(self, step: int) -> str:
         """The checkpoint of a step, to be given to `weights`."""
         return f"{self.store.url}/{CHECKPOINTS}/{step}"
 
-    def is_there(self, checkpoint: str) -> bool:
+    def has_checkpoint(self, checkpoint: str) -> bool:
         """Whether the run has not deleted a checkpoint that was there."""
-        return step_of(checkpoint) in committed(self.store)
+        return parse_step(checkpoint) in committed(self.store)
 
-    def find(self, step: str) -> str:
+    def find_checkpoint(self, step: str) -> str:
         """The checkpoint that `newest`, `best` or a step's number names, to be given to `weights`. On one host.
 
         Raises `InvalidError`, naming the steps that are there.
         """
-        steps = self.steps()
+        steps = self.list_steps()
         if step not in (NEWEST, BEST) and number_in(step) not in steps:
             known = ", ".join(map(str, steps))
             raise InvalidError(f"{self.store.url}: got step {step}, has {known}; needs one of them, {NEWEST} or {BEST}")
-        return find_checkpoint(self.directory, step)[0] if step in (NEWEST, BEST) else self.checkpoint(int(step))
+        return find_checkpoint(self.directory, step)[0] if step in (NEWEST, BEST) else self.get_checkpoint(int(step))
 
-    def weights(self, checkpoint: str, abstract: Any, weights: str = PARAMS) -> Any:
+    def load_weights(self, checkpoint: str, abstract: Any, weights: str = PARAMS) -> Any:
         """The weights of a checkpoint as `abstract` describes them: shape, dtype, sharding. Called on every host.
 
         `weights` are those that `open_checkpoint` takes; averages come in the types of the parameters. Raises
@@ -88,7 +88,7 @@ def _in_float32(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
 
 
-def step_of(checkpoint: str) -> int:
+def parse_step(checkpoint: str) -> int:
     """The step of a checkpoint that `find` has found."""
     return int(checkpoint.rpartition("/")[2])
 

@@ -22,7 +22,7 @@ from runner.evaluation.generation import (
     variables_of,
     vocabulary_size_of,
 )
-from runner.inference.open_run import NEWEST, ReadOnlyRun, step_of
+from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
 from runner.parallel.mesh import AXES, device_memory_bytes, make_mesh
 from runner.records import PARAMS
 from runner.trainer import BaseTrainer
@@ -55,7 +55,7 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     except DataError as error:
         warn(f"ids instead of text: {error}")
         language = None
-    checkpoint = run.find(request.step)
+    checkpoint = run.find_checkpoint(request.step)
     abstract, mesh = _draw(job)
     model = job.model()
     num_ids = vocabulary_size_of(model, variables_of(abstract), length)
@@ -69,8 +69,8 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     else:
         num_ids = language.tokenizer.vocabulary_size
         prompt = encode_prompt(language, request.prompt) or [first_token(language, data)]
-    variables = variables_of(run.weights(checkpoint, abstract, request.weights))
-    warn(f"{job.spec.name}: step {step_of(checkpoint)}{'' if request.weights == PARAMS else f', {request.weights}'}")
+    variables = variables_of(run.load_weights(checkpoint, abstract, request.weights))
+    warn(f"{job.spec.name}: step {parse_step(checkpoint)}{'' if request.weights == PARAMS else f', {request.weights}'}")
     read = make_decoder(model, variables, length, job.config.precision.compute, mesh)
     tokens = generate(read, request.sampling.make_choose(num_ids), prompt, request.num_tokens, length)
     return pieces(tokens, prompt, request.prompt, language)

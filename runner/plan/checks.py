@@ -149,7 +149,7 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
         return DataCheck(section, False, can_draw)
     batch, is_read = setup_builder.config.train.global_batch_examples, False
     with findings.collect():
-        found.rows("train", 0, -(-batch // num_hosts))
+        found.read("train", 0, -(-batch // num_hosts))
         is_read = True
     seconds = time.perf_counter() - began
     _describe(section, found, setup_builder.counted.total_steps * batch)

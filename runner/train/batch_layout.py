@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from runner.config import TrainerConfig
-from runner.data import Dataset, batch_fields, global_batch
+from runner.data import Dataset, get_batch_fields, load_global_batch
 from runner.errors import InvalidError
 from runner.parallel.mesh import (
     BATCH_AXES,
@@ -69,8 +69,8 @@ class BatchLayout:
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in self.fields.items()}
 
     def batch(self, dataset: Dataset, slice: str, step: int) -> dict[str, jax.Array]:
-        """The (S, B, T) batch of `slice` after `step` completed steps, see `global_batch`. Called on every host."""
-        return global_batch(
+        """The (S, B, T) batch of `slice` after `step` completed steps (`load_global_batch`). Called on every host."""
+        return load_global_batch(
             dataset,
             slice,
             step,
@@ -98,7 +98,7 @@ def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = N
     sizes = micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards, axes)
     if config.noise_scale is not None:
         sizes = _of_even_number(sizes, train.global_batch_examples, shards)
-    fields = batch_fields(data)
+    fields = get_batch_fields(data)
     sizes = [micro_batch] if micro_batch in sizes else sizes
     is_ordered = train.same_bits_devices is not None
     if train.same_bits_devices is not None:

@@ -71,15 +71,15 @@ def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:
     """
 
     def find() -> JsonObject:
-        manifest = newest_manifest(store) if dataset.has_unread_ids else None
+        manifest = newest_manifest(store) if dataset.needs_id_scan else None
         known = {} if manifest is None else manifest.identity
         is_same = known.get("config.data") == dataset.fingerprint
         believed = known.get("config.model.vocabulary_size") if is_same else None
-        return {"believed": believed, "found": dataset.find_ids(believed)}
+        return {"believed": believed, "found": dataset.find_id_ranges(believed)}
 
     ids = hosts.main_first(find)
     if not hosts.is_main:
-        dataset.take_ids(ids["believed"], ids["found"])
+        dataset.set_id_ranges(ids["believed"], ids["found"])
 
 
 def validate_same_data(dataset: Dataset, hosts: Hosts) -> None:

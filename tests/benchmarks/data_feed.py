@@ -93,7 +93,7 @@ def measure_local(directory: Path, seconds: float) -> None:
     for length, count in ROWS.items():
         whole = load(directory / "train.bin", cache=directory, sequence_length=length)
         figures = tokens_per_second(
-            lambda number, whole=whole, count=count: whole.rows("train", number * count, count), length * count, seconds
+            lambda number, whole=whole, count=count: whole.read("train", number * count, count), length * count, seconds
         )
         print(f"local .bin, {count} whole rows of {length:,}: {figures}", flush=True)
     feed(load(write_shards(directory / "shards", NUM_TOKENS), cache=directory).parts[0].source, "local corpus", seconds)
@@ -169,7 +169,7 @@ def measure_packing(directory: Path) -> None:
     cpu = time.process_time()
     dataset = load(directory / "packed", batch_examples=512, **settings)
     for step in range(5):
-        dataset.rows("train", step * 512, 512)
+        dataset.read("train", step * 512, 512)
         cpu, before = time.process_time(), cpu
         print(f"packed, 512 rows of a disk, batch {step}: {cpu - before:.2f} s of CPU", flush=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -179,7 +179,7 @@ def measure_packing(directory: Path) -> None:
             driver.ranges.clear()
             count, needed = BATCH_EXAMPLES // num_hosts, 0
             for step in range(dataset.num_train_examples // BATCH_EXAMPLES):
-                rows = dataset.rows("train", step * BATCH_EXAMPLES, count)
+                rows = dataset.read("train", step * BATCH_EXAMPLES, count)
                 needed += 2 * int(rows["padding_mask"].sum())
             of_ends = sum(stop - start for key, start, stop in driver.ranges if key.endswith(".ends"))
             print(

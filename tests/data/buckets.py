@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.data.corpus_index import ANSWERS_DTYPE, ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard
+from runner.data.corpus_index import COMPLETION_DTYPE, ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard
 from runner.storage import LocalStore, TransientError, Version
 from runner.storage.bucket import BucketStore
 from tests.support.memory_bucket import MemoryDriver
@@ -78,7 +78,7 @@ def write_corpus(
         ends = np.cumsum([len(document) for document in documents]).astype(ENDS_DTYPE)
         store.write(f"{number:05}.bin", ids.tobytes())
         store.write(f"{number:05}.ends", ends.tobytes())
-        answers = None if marks_of is None else marks_of(ids).astype(ANSWERS_DTYPE)
+        answers = None if marks_of is None else marks_of(ids).astype(COMPLETION_DTYPE)
         if answers is not None:
             store.write(f"{number:05}.answers", answers.tobytes())
         entries.append(CorpusShard.of(f"{number:05}", ids, ends, answers))

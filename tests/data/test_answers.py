@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from runner.config import DataConfig, TokenSource
-from runner.data import Dataset, batch_fields, load_set
+from runner.data import Dataset, get_batch_fields, load_validation_set
 from runner.data.corpus_index import CorpusIndex
 from runner.errors import DataError
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, write_corpus
@@ -37,8 +37,10 @@ def opened(where: str, corpus: Path, monkeypatch: pytest.MonkeyPatch, **changes:
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_target_counts_where_it_is_of_an_answer(corpus, monkeypatch, where, packing):
     data = opened(where, corpus, monkeypatch, packing=packing)
-    assert dict(data.fields) == dict(batch_fields(DataConfig(sequence_length=T, packing=packing, train_on="answers")))
-    rows = data.rows("train", 0, data.num_train_examples)
+    assert dict(data.fields) == dict(
+        get_batch_fields(DataConfig(sequence_length=T, packing=packing, train_on="answers"))
+    )
+    rows = data.read("train", 0, data.num_train_examples)
     np.testing.assert_array_equal(rows["loss_weight"], rows["padding_mask"] & (rows["y"] % 2 == 1))
     counted = rows["y"][rows["loss_weight"] > 0]
     told = [token for shard in SHARDS for document in shard for token in document if token % 2]
@@ -48,10 +50,10 @@ def test_a_target_counts_where_it_is_of_an_answer(corpus, monkeypatch, where, pa
 
 def test_all_count_where_that_is_said(corpus, monkeypatch):
     data = opened("disk", corpus, monkeypatch, train_on="all", packing="pad")
-    assert "loss_weight" not in data.rows("train", 0, 4)
+    assert "loss_weight" not in data.read("train", 0, 4)
     other = opened("disk", corpus, monkeypatch, packing="pad")
-    for name, array in data.rows("train", 0, 4).items():
-        np.testing.assert_array_equal(array, other.rows("train", 0, 4)[name])
+    for name, array in data.read("train", 0, 4).items():
+        np.testing.assert_array_equal(array, other.read("train", 0, 4)[name])
 
 
 def test_what_is_mixed_with_dialogues_counts_whole(tmp_path, corpus):
@@ -63,11 +65,11 @@ def test_what_is_mixed_with_dialogues_counts_whole(tmp_path, corpus):
     keys = {"sequence_length": T, "mixture": mixture, "validation_fraction": 0.0}
     keys["validation"] = {"held": str(plain), "asked": {"source": str(corpus), "train_on": "answers"}}
     data = load("python-stdlib", cache=tmp_path / "cache", **keys)
-    rows = data.rows("train", 0, 8)
+    rows = data.read("train", 0, 8)
     sums = rows["loss_weight"].sum(axis=1)
     assert ((sums == T) == (np.arange(8) % 2 == 1)).all()
-    assert (data.rows("held", 0, 2)["loss_weight"] == 1).all()
-    assert 0 < data.rows("asked", 0, 1)["loss_weight"].sum() < T
+    assert (data.read("held", 0, 2)["loss_weight"] == 1).all()
+    assert 0 < data.read("asked", 0, 1)["loss_weight"].sum() < T
 
 
 def test_other_marks_of_the_same_tokens_are_other_data(tmp_path, corpus, monkeypatch):
@@ -83,9 +85,9 @@ def test_other_marks_of_the_same_tokens_are_other_data(tmp_path, corpus, monkeyp
 
 def test_a_set_to_score_counts_answers_by_itself(corpus):
     keys = DataConfig(sequence_length=T, packing="pad")
-    data = load_set(keys, "data", TokenSource(source=str(corpus)), vocabulary_size=32)
+    data = load_validation_set(keys, "data", TokenSource(source=str(corpus)), vocabulary_size=32)
     assert "loss_weight" in data.fields
-    assert data.rows("data", 0, 6)["loss_weight"].sum() == sum(
+    assert data.read("data", 0, 6)["loss_weight"].sum() == sum(
         token % 2 for shard in SHARDS for document in shard for token in document
     )
 
@@ -116,7 +118,7 @@ def test_a_damaged_file_of_marks_is_named(corpus, monkeypatch, where, content, m
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        opened(where, corpus, monkeypatch).rows("train", 0, 3)
+        opened(where, corpus, monkeypatch).read("train", 0, 3)
     assert "\n" not in str(caught.value)
 
 
@@ -134,7 +136,7 @@ def test_an_index_without_marks_has_the_bytes_that_it_ever_had(tmp_path, corpus)
     assert b'"format": 1' in plain.read_bytes()
     content = (corpus / "index.json").read_bytes()
     assert b'"format": 2' in content
-    assert CorpusIndex.decode(content, "here").has_answers
+    assert CorpusIndex.decode(content, "here").has_completion_mask
 
 
 def test_an_index_of_which_some_shards_have_no_marks_is_told(tmp_path):

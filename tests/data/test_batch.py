@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runner.data import Dataset, global_batch
+from runner.data import Dataset, load_global_batch
 from tests.data.corpus import KINDS, load_kind
 from tests.support import faked
 
@@ -60,8 +60,10 @@ def test_a_step_holds_the_same_examples_on_every_mesh_and_split(
     dataset: Dataset, S: int, B: int, sharding: tuple
 ) -> None:
     for split in ("train", *dataset.validation):
-        batch = global_batch(dataset, split, 1, accumulate_steps=S, micro_batch=B, sharding=make_sharding(*sharding))
-        expected = dataset.rows(split, 16, 16)
+        batch = load_global_batch(
+            dataset, split, 1, accumulate_steps=S, micro_batch=B, sharding=make_sharding(*sharding)
+        )
+        expected = dataset.read(split, 16, 16)
         assert set(batch) == set(expected) == set(dataset.fields)
         for field, array in batch.items():
             assert (array.shape, array.dtype) == ((S, B, T), dataset.fields[field])
@@ -73,23 +75,23 @@ def test_every_row_is_read_once_however_often_it_is_replicated_and_all_at_a_time
 ) -> None:
     reads: Counter[int] = Counter()
     calls: list[int] = []
-    rows = Dataset.rows
+    read_dataset = Dataset.read
 
     def counted(self: Dataset, split: str, first: int, count: int) -> object:
         reads.update(range(first, first + count))
         calls.append(count)
-        return rows(self, split, first, count)
+        return read_dataset(self, split, first, count)
 
-    monkeypatch.setattr(Dataset, "rows", counted)
-    global_batch(dataset, "train", 3, accumulate_steps=2, micro_batch=8, sharding=make_sharding(2, 2, 2))
+    monkeypatch.setattr(Dataset, "read", counted)
+    load_global_batch(dataset, "train", 3, accumulate_steps=2, micro_batch=8, sharding=make_sharding(2, 2, 2))
     assert reads == Counter(range(48, 64))
     assert calls == [16]
 
 
 def test_any_step_is_reached_at_once(dataset: Dataset) -> None:
     sharding = make_sharding(1, 1, 1)
-    batch = global_batch(dataset, "train", 10**9, accumulate_steps=1, micro_batch=4, sharding=sharding)
-    np.testing.assert_array_equal(batch["x"][0], dataset.rows("train", 4 * 10**9, 4)["x"])
+    batch = load_global_batch(dataset, "train", 10**9, accumulate_steps=1, micro_batch=4, sharding=sharding)
+    np.testing.assert_array_equal(batch["x"][0], dataset.read("train", 4 * 10**9, 4)["x"])
 
 
 NUM_DEVICES = 4
@@ -101,21 +103,21 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runner.data import Dataset, global_batch
+from runner.data import Dataset, load_global_batch
 from tests.data.corpus import load_kind
 
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", int(sys.argv[2]), int(sys.argv[3]))
 dataset = load_kind(sys.argv[4], Path(sys.argv[5]))
 read = []
-rows = Dataset.rows
+read_dataset = Dataset.read
 
 def record(self, split, first, count):
     read.extend(range(first, first + count))
-    return rows(self, split, first, count)
+    return read_dataset(self, split, first, count)
 
-Dataset.rows = record
+Dataset.read = record
 sharding = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec(None, "data"))
-batch = global_batch(dataset, "train", 5, accumulate_steps=2, micro_batch=4, sharding=sharding)
+batch = load_global_batch(dataset, "train", 5, accumulate_steps=2, micro_batch=4, sharding=sharding)
 held = {name: [shard.data[:, 0].tolist() for shard in array.addressable_shards] for name, array in batch.items()}
 print(json.dumps([sorted(read), held]))
 """
@@ -141,7 +143,7 @@ def test_each_host_reads_the_rows_of_its_own_devices_and_no_others(
         for process_id in range(num_hosts)
     ]
     outputs = [json.loads(host.communicate(timeout=600)[0].splitlines()[-1]) for host in hosts]
-    expected = dataset.rows("train", 40, 8)
+    expected = dataset.read("train", 40, 8)
     for process_id, (read, held) in enumerate(outputs):
         own = [[device, NUM_DEVICES + device] for device in range(process_id * each, (process_id + 1) * each)]
         assert read == sorted(40 + row for rows in own for row in rows)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from runner.config import DataConfig
-from runner.data import global_batch, token_files
+from runner.data import load_global_batch, token_files
 from runner.data.token_files import TokenSequence
 from runner.errors import DataError
 from tests.data.corpus import READS, load, write_bin, write_npy
@@ -17,7 +17,7 @@ from tests.data.corpus import READS, load, write_bin, write_npy
 
 def test_y_is_the_token_after_x_and_all_of_train_is_real(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    x, y, padding_mask = dataset.rows("train", 0, 5).values()
+    x, y, padding_mask = dataset.read("train", 0, 5).values()
     assert x.shape == y.shape == padding_mask.shape == (5, 8)
     assert (x.dtype, y.dtype, padding_mask.dtype) == (np.int32, np.int32, np.bool_)
     assert (y == x + 1).all()
@@ -29,42 +29,42 @@ def test_an_epoch_trains_each_target_of_the_split_exactly_once(tmp_path: Path) -
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     assert (dataset.num_train_tokens, dataset.num_train_examples) == (800, 99)
     for epoch in range(2):
-        y = dataset.rows("train", epoch * 99, 99)["y"]
+        y = dataset.read("train", epoch * 99, 99)["y"]
         assert sorted(y.ravel()) == list(range(1, 793))
 
 
 def test_the_splits_share_no_token(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    train = dataset.rows("train", 0, dataset.num_train_examples)
-    validation = dataset.rows("validation", 0, dataset.num_validation_examples)
+    train = dataset.read("train", 0, dataset.num_train_examples)
+    validation = dataset.read("validation", 0, dataset.num_validation_examples)
     assert max(train["x"].max(), train["y"].max()) < 800 <= min(validation["x"].min(), validation["y"].min())
 
 
 def test_rows_are_a_function_of_their_number_alone_however_far(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     first = 10**9 * 512
-    together = dataset.rows("train", first, 6)
+    together = dataset.read("train", first, 6)
     again = load(tmp_path / "a.bin", cache=tmp_path)
     for row in range(6):
-        np.testing.assert_array_equal(again.rows("train", first + row, 1)["x"][0], together["x"][row])
+        np.testing.assert_array_equal(again.read("train", first + row, 1)["x"][0], together["x"][row])
 
 
 def test_validation_is_in_order_and_beyond_its_end_all_is_padding(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     assert dataset.num_validation_examples == 24
-    x, y, padding_mask = dataset.rows("validation", 20, 10).values()
+    x, y, padding_mask = dataset.read("validation", 20, 10).values()
     assert x[:4, 0].tolist() == [960, 968, 976, 984]
     assert padding_mask[:4].all()
     assert not padding_mask[4:].any()
     assert not x[4:].any()
     assert not y[4:].any()
-    assert not dataset.rows("validation", 1000, 2)["padding_mask"].any()
+    assert not dataset.read("validation", 1000, 2)["padding_mask"].any()
 
 
 def test_without_a_validation_fraction_there_is_no_validation(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(17)), cache=tmp_path, validation_fraction=0.0)
     assert (dataset.num_train_examples, dataset.num_validation_examples) == (2, 0)
-    assert not dataset.rows("validation", 0, 3)["padding_mask"].any()
+    assert not dataset.read("validation", 0, 3)["padding_mask"].any()
 
 
 def test_the_fingerprint_depends_on_content_and_never_on_place_or_time(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_without_a_separator_files_are_joined_as_ever_and_each_separator_is_othe
 def test_a_split_of_another_name_is_refused_and_never_validation(tmp_path: Path, name: Any) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(500)), cache=tmp_path)
     with pytest.raises(ValueError, match=f"got {name!r}, needs 'train' or 'validation'"):
-        dataset.rows(name, 0, 1)
+        dataset.read(name, 0, 1)
     with pytest.raises(ValueError, match=f"got {name!r}, needs 'train' or 'validation'"):
-        global_batch(
+        load_global_batch(
             dataset, name, 0, accumulate_steps=1, micro_batch=1, sharding=SingleDeviceSharding(jax.devices()[0])
         )
 
@@ -153,7 +153,7 @@ def test_the_standard_library_trains_with_no_file_of_one_s_own(tmp_path: Path) -
     dataset = load("python-stdlib", cache=tmp_path, sequence_length=256, validation_fraction=0.05)
     assert dataset.num_train_tokens > 5_000_000
     assert dataset.tokenizer is not None
-    text = dataset.tokenizer.decode(dataset.rows("train", 0, 64)["x"].ravel())
+    text = dataset.tokenizer.decode(dataset.read("train", 0, 64)["x"].ravel())
     assert "self" in text
 
 
@@ -215,7 +215,7 @@ def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_
         with pytest.raises(DataError, match=beyond):
             read(dataset.parts[0].source, 100, 120)
     with pytest.raises(DataError, match=r"token id -1 at position 41 of .*b\.npy is negative"):
-        dataset.rows("validation", 0, 3)
+        dataset.read("validation", 0, 3)
     few = load(tmp_path / "a.bin", cache=tmp_path / "few", vocabulary_size=80)
     with pytest.raises(DataError, match=r"token id 89 at position 89 of .*a\.bin is beyond"):
         few.validate_vocabulary(80)

@@ -68,7 +68,7 @@ def test_rows_of_two_steps_are_windows_of_the_ids(root: Path, name: str) -> None
     dataset.validate_vocabulary(100_000)
     windows = {tuple(case.ids[start : start + 9]) for start in range(0, len(case.ids), 8)}
     for step in range(2):
-        rows = dataset.rows("train", 4 * step, 4)
+        rows = dataset.read("train", 4 * step, 4)
         assert {(*x, y[-1]) for x, y in zip(rows["x"].tolist(), rows["y"].tolist(), strict=True)} <= windows
     with pytest.raises(DataError, match=rf"token id {max(case.ids):,} at position \d+ of .* is beyond the model's"):
         dataset.validate_vocabulary(max(case.ids))
@@ -80,7 +80,7 @@ def test_packed_rows_hold_stretches_of_one_document_a_segment(root: Path, name: 
     dataset = load(f"{root}/{case.source}", cache=root / "cache", options=dict(case.options), packing="documents")
     document_of = {token: number for number, ids in enumerate(case.documents) for token in ids}
     after = dict(zip(case.ids, case.ids[1:], strict=False))
-    rows = dataset.rows("train", 0, 80)
+    rows = dataset.read("train", 0, 80)
     is_real = rows["padding_mask"]
     assert [after[token] for token in rows["x"][is_real].tolist()] == rows["y"][is_real].tolist()
     for field in ("x", "y"):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.data.remote import DIRECTORY
+from runner.data.remote import COPIES_DIRECTORY
 from runner.errors import DataError, StorageError
 from runner.storage import DeniedError
 from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket
@@ -95,8 +95,8 @@ def test_rows_are_those_of_a_disk(golden: Golden, name: str, packing: str) -> No
     assert (source.bytes_copied > 0, source.bytes_fetched_per_token > 0) == (is_copied, not is_copied)
     assert not local.parts[0].source.bytes_copied
     for split in ("train", "validation"):
-        for field, values in local.rows(split, 0, 6).items():
-            np.testing.assert_array_equal(there.rows(split, 0, 6)[field], values)
+        for field, values in local.read(split, 0, 6).items():
+            np.testing.assert_array_equal(there.read(split, 0, 6)[field], values)
 
 
 @each_case
@@ -186,7 +186,9 @@ def test_no_permission_is_the_users_to_mend_and_an_outage_is_not(
 
 
 def kept_copies(golden: Golden) -> list[Path]:
-    return sorted(path for path in (golden.cache / DIRECTORY).rglob("*") if path.is_file() and path.suffix != ".json")
+    return sorted(
+        path for path in (golden.cache / COPIES_DIRECTORY).rglob("*") if path.is_file() and path.suffix != ".json"
+    )
 
 
 def cut(path: Path) -> None:
@@ -227,7 +229,7 @@ def test_what_does_not_fit_into_the_cache_is_refused_with_numbers(golden: Golden
 
 
 def test_copies_that_nobody_reads_make_room_and_those_in_use_stay(golden: Golden) -> None:
-    others = [golden.cache / DIRECTORY / name for name in ("oldest", "older", "held")]
+    others = [golden.cache / COPIES_DIRECTORY / name for name in ("oldest", "older", "held")]
     for age, other in enumerate(others):
         other.mkdir(parents=True)
         (other / "copy").write_bytes(bytes(40_000))
@@ -246,7 +248,7 @@ def test_a_directory_that_somebody_removes_when_it_is_looked_at_stops_nobody(
     golden: Golden, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
     golden.open("array_record")
-    (own,) = (golden.cache / DIRECTORY).iterdir()
+    (own,) = (golden.cache / COPIES_DIRECTORY).iterdir()
     (other := own.with_name("other")).mkdir()
     doomed, really, removed = own if look == "open" else other, getattr(os, look), []
 
@@ -263,7 +265,7 @@ def test_a_directory_that_somebody_removes_when_it_is_looked_at_stops_nobody(
 
 def test_what_a_killed_process_or_an_earlier_version_has_left_goes(golden: Golden) -> None:
     golden.open("mds_zstd")
-    (directory,) = (golden.cache / DIRECTORY).iterdir()
+    (directory,) = (golden.cache / COPIES_DIRECTORY).iterdir()
     copies = kept_copies(golden)
     shutil.copytree(directory.rename(golden.cache / "held"), directory)  # what this process holds is another one now
     (directory / ".half.tmp").write_bytes(b"half")

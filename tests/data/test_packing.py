@@ -19,10 +19,10 @@ from runner.data.packing import (
     PackingPlan,
     PackingPlanCache,
     PaddedDocuments,
-    Rows,
+    Sequences,
+    find_spans,
     floor_sum,
-    pack,
-    runs_between,
+    pack_spans,
 )
 from runner.data.sampling import Mixture, TokenSplit
 from runner.data.source import Source
@@ -162,7 +162,7 @@ def test_padding_is_known_beforehand_and_documents_that_fit_stay_whole(tmp_path:
     assert 1 - filled / (num_whole * 2048) < 0.01
     source = dataset.parts[0].source
     ends = source.document_ends(0, len(source))
-    fitting = [(int(start), int(length)) for start, length in runs_between(0, len(source), ends) if length <= 2048]
+    fitting = [(int(start), int(length)) for start, length in find_spans(0, len(source), ends) if length <= 2048]
     pieces = {*map(tuple, held.tolist())}
     inside = [run for run in fitting if sum(run) < num_whole * 2048 * 0.995]
     assert len(inside) > 100
@@ -175,7 +175,7 @@ def rows_of(plan: PackingPlan, num_rows: int) -> list[list[tuple[int, int]]]:
 
 def test_runs_are_packed_into_rows_that_hold_them() -> None:
     runs = np.array([[0, 35], [100, 9], [200, 7], [300, 16], [400, 1]])
-    rows = rows_of(pack(runs, 5, 16), 5)
+    rows = rows_of(pack_spans(runs, 5, 16), 5)
     held = Counter(token for row in rows for start, length in row for token in range(start, start + length))
     assert held == Counter(token for start, length in runs for token in range(start, start + length))
     assert all(sum(length for _, length in row) <= 16 for row in rows)
@@ -184,7 +184,7 @@ def test_runs_are_packed_into_rows_that_hold_them() -> None:
 
 
 def test_what_fits_nowhere_is_cut_into_what_is_left() -> None:
-    rows = rows_of(pack(np.array([[0, 10], [20, 10], [40, 10]]), 2, 15), 2)
+    rows = rows_of(pack_spans(np.array([[0, 10], [20, 10], [40, 10]]), 2, 15), 2)
     assert rows == [[(0, 10), (40, 5)], [(20, 10), (45, 5)]]
 
 
@@ -296,13 +296,13 @@ def test_a_host_fetches_little_more_than_its_rows_need_at_any_number_of_hosts(
         driver.ranges.clear()  # what a start takes is the same for any run
         first, count, needed = ROWS * host // num_hosts, ROWS // num_hosts, 0
         for step in range(num_steps):
-            needed += 2 * int(dataset.rows("train", step * ROWS + first, count)["padding_mask"].sum())
+            needed += 2 * int(dataset.read("train", step * ROWS + first, count)["padding_mask"].sum())
         assert driver.bytes_fetched <= 1.2 * needed
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 4, 64])
 def test_the_rows_of_a_step_are_the_same_on_any_number_of_hosts(source: Documents, num_hosts: int) -> None:
-    def rows_of_step(step: int, first: int, count: int) -> Rows:
+    def rows_of_step(step: int, first: int, count: int) -> Sequences:
         examples = PackedDocuments(source, cut(source, "all"))  # of a host that has read nothing yet
         order = examples.make_order(0, Fraction(64))
         return examples.read(np.array([order[step * 64 + first + row] for row in range(count)]))

@@ -15,9 +15,9 @@ from tests.data.corpus import load, write_bin
 
 def test_prefetched_batches_equal_direct_ones(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    with Prefetcher(dataset.rows("train", step * 4, 4) for step in count(17)) as batches:
+    with Prefetcher(dataset.read("train", step * 4, 4) for step in count(17)) as batches:
         for step, batch in enumerate(islice(batches, 50), start=17):
-            np.testing.assert_array_equal(batch["x"], dataset.rows("train", step * 4, 4)["x"])
+            np.testing.assert_array_equal(batch["x"], dataset.read("train", step * 4, 4)["x"])
 
 
 def test_it_works_two_batches_ahead_and_no_further() -> None:

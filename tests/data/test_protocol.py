@@ -95,7 +95,7 @@ def load(name: str, **changes: Any) -> Any:
 
 def test_the_rows_are_those_of_the_sequence() -> None:
     dataset = load("Squares")
-    found = dataset.rows("validation", 0, 2)
+    found = dataset.read("validation", 0, 2)
     np.testing.assert_array_equal(found["x"].ravel(), (3 + np.arange(900, 916)) ** 2 % 97)
     assert (found["y"][:, :-1] == found["x"][:, 1:]).all()
     assert dataset.vocabulary_size == 97
@@ -178,7 +178,7 @@ def test_options_are_refused_where_no_class_reads_them(tmp_path: Path) -> None:
 def test_a_source_that_changes_is_found_before_a_save() -> None:
     dataset = load("Drifting")
     dataset.check()
-    dataset.rows("train", 0, 1)
+    dataset.read("train", 0, 1)
     with pytest.raises(DataError, match="its fingerprint changed since the job started"):
         dataset.check()
 

@@ -12,7 +12,7 @@ import pytest
 
 from runner.data import Dataset
 from runner.data.corpus_index import HEAD_BYTES
-from runner.data.remote import FILE, in_parallel
+from runner.data.remote import RANGES_FILE, run_in_parallel
 from runner.errors import DataError, StorageError
 from runner.storage import ABSENT, DeniedError, LocalStore, read_json
 from runner.storage.store import TransientError
@@ -86,8 +86,8 @@ class Pair:
         assert dataset.fingerprint == self.local.fingerprint
         splits: list[str] = ["train", "validation"]
         for split in splits:
-            for field, values in self.local.rows(split, 0, 10).items():
-                np.testing.assert_array_equal(dataset.rows(split, 0, 10)[field], values)
+            for field, values in self.local.read(split, 0, 10).items():
+                np.testing.assert_array_equal(dataset.read(split, 0, 10)[field], values)
         expected = self.local.parts[0].source.read_many(self.starts, 9)
         for first in range(0, len(self.starts), 40):
             found = dataset.parts[0].source.read_many(self.starts[first : first + 40], 9)
@@ -216,7 +216,7 @@ def test_a_warm_cache_leaves_the_bucket_alone(pair: Pair) -> None:
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_cache_is_a_miss(bins: Pair, damage: Callable[[Path], None]) -> None:
     bins.refuse_difference(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
-    damage(bins.cache / FILE)
+    damage(bins.cache / RANGES_FILE)
     bins.refuse_difference(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
 
 
@@ -225,23 +225,23 @@ def test_a_cache_of_any_size_gives_the_same_rows_and_stays_within_it(bins: Pair,
     for sequence_length in (8, 5):
         local = load(bins.directory / bins.pattern, cache=bins.cache, sequence_length=sequence_length)
         dataset = bins.open(vocabulary_size=1000, cache_bytes=cache_bytes, sequence_length=sequence_length)
-        np.testing.assert_array_equal(dataset.rows("train", 0, 30)["x"], local.rows("train", 0, 30)["x"])
+        np.testing.assert_array_equal(dataset.read("train", 0, 30)["x"], local.read("train", 0, 30)["x"])
     if cache_bytes is not None:
-        assert not (bins.cache / FILE).exists() or (bins.cache / FILE).stat().st_size <= cache_bytes
+        assert not (bins.cache / RANGES_FILE).exists() or (bins.cache / RANGES_FILE).stat().st_size <= cache_bytes
 
 
 def test_the_cache_is_damaged_under_a_running_job(bins: Pair) -> None:
     dataset = bins.open(vocabulary_size=1000, cache_bytes=1 << 14)
     for damage in DAMAGES[:-1]:
         bins.refuse_difference(dataset)
-        damage(bins.cache / FILE)
+        damage(bins.cache / RANGES_FILE)
     bins.refuse_difference(dataset)
 
 
 def test_processes_of_a_host_share_the_cache(bins: Pair) -> None:
     """Several handles of one file, in threads, with slots that are raced for."""
     datasets = [bins.open(vocabulary_size=1000, cache_bytes=2000) for _ in range(4)]
-    in_parallel([lambda dataset=dataset: bins.refuse_difference(dataset) for dataset in datasets])
+    run_in_parallel([lambda dataset=dataset: bins.refuse_difference(dataset) for dataset in datasets])
 
 
 def test_a_cache_that_cannot_be_written_warns_once_and_stops_nothing(
@@ -333,7 +333,7 @@ def test_a_bucket_that_is_gone_is_infrastructure(pair: Pair, monkeypatch: pytest
     dataset = pair.open(vocabulary_size=100_000, cache_bytes=0)
     monkeypatch.setattr("runner.storage.bucket.CALL_SECONDS", 0.01)
     pair.driver.before = fail_some(1.0)
-    for act in (lambda: dataset.rows("train", 0, 4), dataset.check, pair.open):
+    for act in (lambda: dataset.read("train", 0, 4), dataset.check, pair.open):
         with pytest.raises(StorageError, match=r"s3://bkt/corpus.*not within 0 s and \d+ tries") as caught:
             act()
         assert caught.value.exit_code == 76
@@ -358,7 +358,7 @@ def test_an_object_that_changes_under_a_running_job_is_found(
     dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
     change(bins.driver, "corpus/3.bin")
     message = r"s3://bkt/corpus/3\.bin: changed since the job started, or gone"
-    for act in (dataset.check, lambda: dataset.rows("train", 0, 100)):
+    for act in (dataset.check, lambda: dataset.read("train", 0, 100)):
         with pytest.raises(DataError, match=message):
             act()
 
@@ -453,7 +453,7 @@ def test_a_run_is_stopped_and_resumed_to_the_same_bits_with_the_cache_torn_and_t
     job("whole", str(bins.directory / "*.bin"))()
     stopped = job("stopped", there, **small)
     stop_after(stopped, 1)
-    flip_bytes(bins.cache / FILE)
+    flip_bytes(bins.cache / RANGES_FILE)
     bins.driver.before = fail_some(0.3)
     job("stopped", there, **small)()
     results = [read_json(LocalStore(tmp_path / name), "result.json") for name in ("whole", "stopped")]

@@ -42,13 +42,13 @@ def sources_of(rows: dict[str, np.ndarray]) -> np.ndarray:
 def test_examples_come_from_the_sources_in_the_shares_of_their_weights(tmp_path: Path) -> None:
     dataset = load_three(tmp_path)
     for first in (0, 123_456):
-        shares = np.bincount(sources_of(dataset.rows("train", first, 1000)), minlength=3) / 1000
+        shares = np.bincount(sources_of(dataset.read("train", first, 1000)), minlength=3) / 1000
         np.testing.assert_allclose(shares, [0.5, 0.3, 0.2], atol=2e-3)
 
 
 def test_each_source_is_read_in_its_own_order_epoch_by_epoch(tmp_path: Path) -> None:
     dataset = load_three(tmp_path)
-    rows = dataset.rows("train", 0, 1000)
+    rows = dataset.read("train", 0, 1000)
     for index, part in enumerate(dataset.parts):
         own = rows["y"][sources_of(rows) == index]
         epoch = part.examples.num_examples
@@ -65,7 +65,7 @@ def test_a_mixture_of_one_source_trains_as_the_source_in_shares(tmp_path: Path) 
 def test_rows_say_what_each_source_gave(tmp_path: Path) -> None:
     dataset = load_three(tmp_path)
     figures = dataset.figures(1000)
-    counts = np.bincount(sources_of(dataset.rows("train", 0, 1000)), minlength=3)
+    counts = np.bincount(sources_of(dataset.read("train", 0, 1000)), minlength=3)
     for name, count, part in zip("abc", counts, dataset.parts, strict=True):
         assert figures[f"data/{name}/tokens"] == count * T
         assert figures[f"data/{name}/epochs"] == count / part.examples.num_examples
@@ -101,9 +101,9 @@ def test_another_mixture_is_other_data(tmp_path: Path, change: str) -> None:
 def test_each_source_keeps_a_part_of_itself_out_under_its_name(tmp_path: Path) -> None:
     dataset = load_three(tmp_path)
     assert list(dataset.validation) == ["a", "b", "c"]
-    seen = set(dataset.rows("train", 0, 2000)["y"].ravel().tolist())
+    seen = set(dataset.read("train", 0, 2000)["y"].ravel().tolist())
     for index, name in enumerate("abc"):
-        held_out = dataset.rows(name, 0, dataset.validation[name].num_examples)
+        held_out = dataset.read(name, 0, dataset.validation[name].num_examples)
         assert set(sources_of(held_out).tolist()) == {index}
         assert not seen & set(held_out["y"].ravel().tolist())
 
@@ -123,21 +123,21 @@ def test_further_sets_are_whole_and_in_order_and_move_no_batch(tmp_path: Path) -
     }
     for name, first, count in (("web", 0, 12), ("code", 200, 7)):
         np.testing.assert_array_equal(
-            dataset.rows(name, 0, 20)["y"][:count].ravel(), np.arange(first + 1, first + 1 + count * T)
+            dataset.read(name, 0, 20)["y"][:count].ravel(), np.arange(first + 1, first + 1 + count * T)
         )
-        assert not dataset.rows(name, 0, 20)["padding_mask"][count:].any()
+        assert not dataset.read(name, 0, 20)["padding_mask"][count:].any()
     alone = load(tmp_path / "train.bin", cache=tmp_path / "cache", validation=sets, validation_fraction=0)
     assert list(alone.validation) == ["web", "code"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_a_function_of_seed_and_number_for_every_kind(tmp_path: Path, kind: str) -> None:
-    together = load_kind(kind, tmp_path).rows("train", 10**9, 24)
+    together = load_kind(kind, tmp_path).read("train", 10**9, 24)
     again, other = load_kind(kind, tmp_path), load_kind(kind, tmp_path, seed=1)
     for row in (0, 7, 23):
-        for name, field in again.rows("train", 10**9 + row, 1).items():
+        for name, field in again.read("train", 10**9 + row, 1).items():
             np.testing.assert_array_equal(field[0], together[name][row])
-    assert any((other.rows("train", 10**9, 24)[name] != field).any() for name, field in together.items())
+    assert any((other.read("train", 10**9, 24)[name] != field).any() for name, field in together.items())
     assert again.fingerprint == load_kind(kind, tmp_path).fingerprint != other.fingerprint
 
 

@@ -9,7 +9,7 @@ import sentencepiece
 import tiktoken
 import tokenizers
 
-from runner.data.tokenizers import FILES, TiktokenTokenizer, load_tokenizer, make_tokenizer
+from runner.data.tokenizers import TOKENIZER_FILES, TiktokenTokenizer, load_tokenizer, make_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.spec.imports import import_extra
 from runner.storage import LocalStore
@@ -25,7 +25,12 @@ def record_of(kind: str) -> dict[str, Any]:
     content = CONTENTS[kind]
     if content is None:
         return {"kind": kind, "vocabulary_size": 256}
-    return {"kind": kind, "file": FILES[kind], "sha256": hashlib.sha256(content).hexdigest(), **MORE.get(kind, {})}
+    return {
+        "kind": kind,
+        "file": TOKENIZER_FILES[kind],
+        "sha256": hashlib.sha256(content).hexdigest(),
+        **MORE.get(kind, {}),
+    }
 
 
 def ids_of_library(kind: str, text: str) -> list[int]:
@@ -71,7 +76,7 @@ def test_it_is_loaded_by_the_record_of_an_index(tmp_path, kind):
     assert load_tokenizer(record, store).encode("the end").tolist() == ids_of_library(kind, "the end")
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("kind", TOKENIZER_FILES)
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"YQ== x", b"YQ== 1 2"])
 def test_a_file_of_another_kind_is_refused(kind, content):
     with pytest.raises(DataError, match=r"is no |holds no ranks|line 1"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runner.data import Dataset
-from runner.data.remote import DIRECTORY
+from runner.data.remote import COPIES_DIRECTORY
 from runner.errors import DataError, StorageError
 from runner.storage import DeniedError
 from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket
@@ -83,8 +83,8 @@ def refuse_difference(there: Dataset, local: Dataset) -> None:
     np.testing.assert_array_equal(tokens.read(0, len(tokens)), others.read(0, len(others)))
     np.testing.assert_array_equal(tokens.document_ends(0, len(tokens)), others.document_ends(0, len(others)))
     for split in ("train", "validation"):
-        for field, values in local.rows(split, 0, 6).items():
-            np.testing.assert_array_equal(there.rows(split, 0, 6)[field], values)
+        for field, values in local.read(split, 0, 6).items():
+            np.testing.assert_array_equal(there.read(split, 0, 6)[field], values)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -110,7 +110,7 @@ def test_text_that_was_replaced_is_read_as_it_is_now_and_a_run_that_has_read_it_
     before = here.there("docs/**/*.txt")
     here.driver.put("corpus/docs/a.txt", TEXTS["docs/a.txt"].upper().encode(), None)
     before.check()
-    assert before.rows("train", 0, 4)["x"].shape == (4, 8)
+    assert before.read("train", 0, 4)["x"].shape == (4, 8)
     after = here.there("docs/**/*.txt")
     assert after.fingerprint != before.fingerprint
     (here.root / "docs/a.txt").write_text(TEXTS["docs/a.txt"].upper())
@@ -182,7 +182,7 @@ def test_text_that_does_not_fit_is_refused_with_numbers_and_a_damaged_copy_is_no
     refuse_difference(here.there("docs/**/*.txt"), local)
     for path in here.cache.glob("*.npy"):  # the tokens are lost, and what they were made of is damaged
         path.unlink()
-    for path in (here.cache / DIRECTORY).rglob("copy-*"):
+    for path in (here.cache / COPIES_DIRECTORY).rglob("copy-*"):
         if path.suffix != ".json" and path.stat().st_size:
             path.write_bytes(path.read_bytes()[::-1])
     refuse_difference(here.there("docs/**/*.txt"), local)

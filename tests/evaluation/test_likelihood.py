@@ -69,7 +69,7 @@ def weights(run: Path) -> Any:
     opened = open_run(str(run))
     mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
     abstract = opened.job.weights(opened.job.setup_builder.build_on(mesh, jax.random.key(0)).abstract_state)
-    return opened.weights(opened.find("newest"), abstract)
+    return opened.load_weights(opened.find_checkpoint("newest"), abstract)
 
 
 def ids_of(text: str) -> list[int]:
@@ -191,13 +191,13 @@ def test_the_harness_itself_finds_the_same_accuracy(run: Path, tmp_path: Path, m
     task = TASK | {"dataset_kwargs": {"data_files": {"test": str(run.parent / "questions.jsonl")}}}
     (tmp_path / "made_up.yaml").write_text(yaml.safe_dump(task))
     opened = open_run(str(run))
-    record = harness.evaluate(opened, opened.find("newest"), ["made_up"], str(tmp_path))
+    record = harness.evaluate_tasks(opened, opened.find_checkpoint("newest"), ["made_up"], str(tmp_path))
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     figures = record["harness"]["made_up"]
     for name in ("acc", "acc_norm", "acc_bytes"):
         assert figures[f"{name},none"] == pytest.approx(row[f"val/made_up/{name}"], abs=1e-12)
-    assert harness.lines_of(record)[0].startswith("step 8 made_up: ")
-    model = harness.HarnessModel(opened, opened.find("newest"))
+    assert harness.format_record(record)[0].startswith("step 8 made_up: ")
+    model = harness.HarnessModel(opened, opened.find_checkpoint("newest"))
     check_texts(model, requests_of)
 
 

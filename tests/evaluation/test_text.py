@@ -8,7 +8,7 @@ import pytest
 
 from runner.config import DataConfig
 from runner.data import ByteTokenizer, CharacterTokenizer
-from runner.data.tokenizers import FILES, make_tokenizer
+from runner.data.tokenizers import TOKENIZER_FILES, make_tokenizer
 from runner.errors import DataError
 from runner.evaluation.generation import encode_prompt, find_language, first_token, language_of, parse_ids, stream_text
 from tests.data.buckets import write_corpus
@@ -23,7 +23,7 @@ FILE = {"hf": (make_hf(), {}), "sentencepiece": (make_sentencepiece(), {}), "tik
 def record_of(kind):
     """A tokenizer as the index of a corpus has it, and the content of its file."""
     content, more = FILE[kind]
-    return {"kind": kind, "file": FILES[kind], "sha256": hashlib.sha256(content).hexdigest(), **more}, content
+    return {"kind": kind, "file": TOKENIZER_FILES[kind], "sha256": hashlib.sha256(content).hexdigest(), **more}, content
 
 
 TOKENIZERS = {
@@ -77,7 +77,7 @@ def sources(tmp_path):
         made = lambda index, record=record: replace(index, tokenizer=record, separator=7)  # noqa: E731
         write_corpus(tmp_path / kind, [[[3, 7], [5, 7]]], vocabulary_size=400, change=made)
         if content is not None:
-            (tmp_path / kind / FILES[kind]).write_bytes(content)
+            (tmp_path / kind / TOKENIZER_FILES[kind]).write_bytes(content)
         found[kind] = tmp_path / kind
     return {name: str(path) for name, path in found.items()}
 
@@ -125,7 +125,7 @@ def test_text_is_read_by_bytes_or_by_its_characters_and_begins_after_what_stands
 )
 def test_why_there_is_no_tokenizer_is_one_line(sources, tmp_path, source, message):
     if source == "damaged":
-        (tmp_path / "hf" / FILES["hf"]).unlink()
+        (tmp_path / "hf" / TOKENIZER_FILES["hf"]).unlink()
     morse = lambda index: replace(index, tokenizer={"kind": "morse"})  # noqa: E731
     other = write_corpus(tmp_path / "other", [[[1]]], change=morse)
     names = sources | {"none": str(tmp_path / "none.txt"), "damaged": sources["hf"], "other": str(other)}

@@ -396,7 +396,7 @@ def test_the_loss_is_that_of_answers_alone_and_a_stop_changes_no_bit(tmp_path, p
         whole.setup_builder.build(jax.devices()).init_state().params["Embed_0"]["embedding"], np.float64
     )
     whole()
-    rows = whole.dataset.rows("train", 0, 8)
+    rows = whole.dataset.read("train", 0, 8)
     is_answer = answers_in(rows)
     assert 0 < is_answer.sum() < rows["padding_mask"].sum()
     logits = params_VxV[rows["x"]]

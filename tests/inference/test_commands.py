@@ -17,7 +17,7 @@ from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer
 from runner.__main__ import main
-from runner.data.tokenizers import FILES
+from runner.data.tokenizers import TOKENIZER_FILES
 from runner.process import make_placements
 from tests.data.buckets import write_corpus
 from tests.data.corpus import write_bin
@@ -271,10 +271,14 @@ def spoiled(run: Path, name: str) -> Path:
         return changed(run, name, source=str(write_bin(run.parent / "ids.bin", np.arange(200))))
     if name == "vocabulary":
         content = make_ranks()
-        record = {"kind": "tiktoken", "file": FILES["tiktoken"], "sha256": hashlib.sha256(content).hexdigest()}
+        record = {
+            "kind": "tiktoken",
+            "file": TOKENIZER_FILES["tiktoken"],
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
         record |= {"pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 299}}
         corpus = write_corpus(run.parent / "corpus", [[[1]]], change=lambda index: replace(index, tokenizer=record))
-        (corpus / FILES["tiktoken"]).write_bytes(content)
+        (corpus / TOKENIZER_FILES["tiktoken"]).write_bytes(content)
         return changed(run, name, source=str(corpus))
     if name == "characters":
         return changed(run, name, tokenizer="characters", validation={})

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from runner.config import DataConfig, TokenSource
-from runner.data import load_set
-from runner.data.tokenizers import FILES, make_tokenizer
+from runner.data import load_validation_set
+from runner.data.tokenizers import TOKENIZER_FILES, make_tokenizer
+from runner.evaluation.builtin import EvaluationData
 from runner.evaluation.generation import find_language
-from runner.inference.evaluate import DATA, ScoredData
+from runner.inference.evaluate import DATA_SET
 from tests.data.buckets import write_corpus
 from tests.data.corpus import write_bin
 from tests.support.inputs import DOCUMENTS, GPT2_PATTERN, SEPARATOR, make_hf, make_ranks
@@ -26,7 +27,9 @@ RECORDS = {
 def scored(source, **keys):
     data = DataConfig.model_validate({"source": str(source), "sequence_length": LENGTH, **keys})
     named = TokenSource(source=str(source))
-    return ScoredData(load_set(data, DATA, named, vocabulary_size=5000), {DATA: find_language(named, data)})
+    return EvaluationData(
+        load_validation_set(data, DATA_SET, named, vocabulary_size=5000), {DATA_SET: find_language(named, data)}
+    )
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "documents"])
@@ -34,16 +37,16 @@ def scored(source, **keys):
 def test_the_bytes_are_those_of_the_text_of_all_targets_and_a_separator_has_none(tmp_path, kind, packing):
     record, content = RECORDS[kind]
     if content is not None:
-        record = record | {"file": FILES[kind], "sha256": hashlib.sha256(content).hexdigest()}
+        record = record | {"file": TOKENIZER_FILES[kind], "sha256": hashlib.sha256(content).hexdigest()}
     tokenizer = make_tokenizer(record, content)
     separator = {"bytes": 0, "hf": tokenizer.vocabulary_size + 1, "tiktoken": 258}[kind]
     documents = [[*tokenizer.encode(text).tolist(), separator] for text in DOCUMENTS]
     told = lambda index: replace(index, tokenizer=record, separator=None if kind == "bytes" else separator)  # noqa: E731
     corpus = write_corpus(tmp_path / "corpus", [documents], vocabulary_size=5000, change=told)
     if content is not None:
-        (corpus / FILES[kind]).write_bytes(content)
+        (corpus / TOKENIZER_FILES[kind]).write_bytes(content)
 
-    size = scored(corpus, packing=packing).size(DATA)
+    size = scored(corpus, packing=packing).size(DATA_SET)
     if packing == "documents":
         targets = [document[1:] for document in documents]
     else:
@@ -63,12 +66,12 @@ def test_the_bytes_are_those_of_the_text_of_all_targets_and_a_separator_has_none
 
 def test_characters_count_by_their_bytes(tmp_path):
     (tmp_path / "a.txt").write_text("né" * 500)
-    size = scored(tmp_path / "a.txt", tokenizer="characters").size(DATA)
+    size = scored(tmp_path / "a.txt", tokenizer="characters").size(DATA_SET)
     assert (size.num_targets, size.num_bytes) == (960, 960 * 3 // 2)
 
 
 def test_why_the_bytes_are_not_known_is_told(tmp_path):
     ids = write_bin(tmp_path / "ids.bin", np.arange(100))
     data = DataConfig(source=str(ids), sequence_length=LENGTH)
-    found = load_set(data, DATA, TokenSource(source=str(ids)), vocabulary_size=100)
-    assert ScoredData(found, {DATA: "nobody knows"}).size(DATA).reason == "nobody knows"
+    found = load_validation_set(data, DATA_SET, TokenSource(source=str(ids)), vocabulary_size=100)
+    assert EvaluationData(found, {DATA_SET: "nobody knows"}).size(DATA_SET).reason == "nobody knows"

@@ -5,13 +5,13 @@ import math
 
 import pytest
 
-from runner.inference.evaluate import Score, lines_of, record_of
+from runner.inference.evaluate import Score, format_record, make_record
 from runner.train.evaluators import ValidationSize
 
 
 def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> None:
     score = Score(7, {"a": (30.0, 10.0), "b": (100.0, 90.0)})
-    record = record_of(score, {"a": ValidationSize(10, 40), "b": ValidationSize(90, 160)})
+    record = make_record(score, {"a": ValidationSize(10, 40), "b": ValidationSize(90, 160)})
     assert record["loss"] == 130 / 100
     assert record["perplexity"] == math.exp(1.3)
     assert (record["loss_per_byte"], record["bytes"], record["tokens"]) == (130 / 200, 200, 100)
@@ -22,7 +22,7 @@ def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> 
         "tokens": 10,
         "bytes": 40,
     }
-    assert lines_of(record) == [
+    assert format_record(record) == [
         "step 7 a: loss 3.000000 nats a token, perplexity 20.0855, 0.750000 nats a byte (10 tokens, 40 bytes)",
         "step 7 b: loss 1.111111 nats a token, perplexity 3.0377, 0.625000 nats a byte (90 tokens, 160 bytes)",
         "step 7: loss 1.300000 nats a token, perplexity 3.6693, 0.650000 nats a byte (100 tokens, 200 bytes)",
@@ -43,7 +43,7 @@ def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> 
 def test_what_is_not_known_or_not_finite_is_left_out(
     sums: tuple[float, float], size: ValidationSize, line: str
 ) -> None:
-    record = record_of(Score(1, {"data": sums}), {"data": size})
-    assert lines_of(record) == [f"step 1: {line}"]
+    record = make_record(Score(1, {"data": sums}), {"data": size})
+    assert format_record(record) == [f"step 1: {line}"]
     text = json.dumps(record, allow_nan=False)
     assert json.loads(text)["sets"]["data"]["loss_per_byte"] is None

@@ -20,8 +20,7 @@ from runner.errors import InvalidError
 from runner.huggingface.load import ADAPTER_BASE
 from runner.inference.evaluate import EvaluationRequest, evaluate
 from runner.inference.open_run import open_run
-from runner.inference.sample import EvaluationRequest as Text
-from runner.inference.sample import sample
+from runner.inference.sample import SampleRequest, sample
 from runner.parallel.mesh import STATE_AXES
 from runner.storage import parse_lines
 from runner.train.lora import model_state, model_weights, with_base
@@ -207,7 +206,7 @@ def test_who_looks_sees_the_sum(whole, weights):
     scored = next(iter(evaluate(open_run(str(whole.store.root)), EvaluationRequest(weights=weights), Hosts.alone())))
     key = "val/loss" if weights == "params" else f"val/{weights}/loss"
     assert scored["loss"] == pytest.approx(row[key], rel=1e-6)
-    pieces = sample(open_run(str(whole.store.root)), Text("1 ", num_tokens=3, weights=weights))
+    pieces = sample(open_run(str(whole.store.root)), SampleRequest("1 ", num_tokens=3, weights=weights))
     assert "".join(pieces).startswith("1 ")
 
 

@@ -68,10 +68,10 @@ def test_what_the_one_host_finds_wrong_ends_all_in_one_line(tmp_path: Path) -> N
 def test_an_id_that_a_hosts_own_copy_alone_holds_is_named_when_it_is_read(tmp_path: Path) -> None:
     ids = np.arange(2000) % 700
     path = write_bin(tmp_path / "a.bin", ids)
-    found = load(path, cache=tmp_path / "first").find_ids(None)
+    found = load(path, cache=tmp_path / "first").find_id_ranges(None)
     ids[1234] = 5000
     second = load(write_bin(path, ids), cache=tmp_path / "second")
-    second.take_ids(None, found)
+    second.set_id_ranges(None, found)
     with pytest.raises(DataError, match=rf"token id 5,000 at position 1234 of {path} is beyond .* 700 ids"):
         second.parts[0].source.read(1200, 1300)
 
