@@ -34,7 +34,7 @@ from runner.spec import (
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "specs" / "README.md"
-BEGIN = "<!-- From here on generated: python -m tests.repository.reference writes it anew. -->\n"
+BEGIN = "<!-- Generated from here on by python -m tests.repository.reference. -->\n"
 TRAINER = ROOT / "specs" / "gpt_nano.yaml"
 JOBS = (  # a shipped spec of each, and the section that is its own
     (TRAINER, "config.model"),
@@ -54,7 +54,7 @@ WORDS |= {"int": "whole number", "float": "number", "str": "text", "dict": "mapp
 WORDS |= {"boolean": "`true`, `false`", "bool": "`true`, `false`", "NoneType": "`null`"}
 SIGNS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 
-SPEC_HEADS = ("key", "type", "default", "meaning", "going on")
+SPEC_HEADS = ("key", "type", "default", "meaning", "on resume")
 
 Schema = dict[str, Any]
 

@@ -1,11 +1,20 @@
 """Every shipped spec loads, resolves its job class and validates."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from runner import BaseTrainer, RestoreableJob
-from runner.spec import document_of, dump_spec, load_document, load_job_class, parse_document, validate_spec
+from runner.spec import (
+    document_of,
+    dump_spec,
+    load_document,
+    load_job_class,
+    parse_document,
+    validate_config,
+    validate_spec,
+)
 
 ROOT = Path(__file__).parents[2]
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
@@ -61,3 +70,23 @@ def test_a_trainers_spec_has_whole_micro_batches_on_the_hardware_it_is_sized_for
     config = make_job(ROOT / "specs" / "gpt2_124m.yaml").config
     assert config.total_steps == 4769
     assert config.train.global_batch_examples % 16 == 0
+
+
+EXAMPLES = [
+    text
+    for text in re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "specs" / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    if "job:" in text
+]
+
+
+def test_the_page_shows_three_examples():
+    assert len(EXAMPLES) == 3
+
+
+@pytest.mark.parametrize("text", EXAMPLES, ids=["text", "llama", "tokenise"])
+def test_an_example_of_the_page_is_a_valid_spec(text):
+    document = parse_document(text, "specs/README.md")
+    spec = validate_spec(document)
+    config = validate_config(document, load_job_class(document, RestoreableJob).Config)
+    assert spec.name
+    assert config is not None
