@@ -1,9 +1,9 @@
-"""The reference in `specs/README.md`: every key of a spec and of the files of a run, generated from the code.
+"""Generator of the reference in `specs/README.md`: all keys of a spec and of the files of a run.
 
-    python -m tests.repository.reference     writes it anew
+    python -m tests.repository.reference     writes it
 
-Types, defaults and meanings come from the models' own JSON Schema. Whether a key may change when a run goes on is asked
-of `trajectory`, with a shipped spec as it stands and with every choice that its keys offer.
+Types, defaults and meanings come from the JSON Schema of the models. Whether a key may change when a run resumes is
+determined by calling `trajectory` with a shipped spec, as it is and with every choice that its keys offer.
 """
 
 import json
@@ -41,16 +41,16 @@ JOBS = (  # a shipped spec of each, and the section that is its own
     (ROOT / "specs" / "moe_nano.yaml", "config.model"),
     (ROOT / "specs" / "counter.yaml", "config"),
 )
-# What a section that is null needs so that it has keys.
+# Overrides that turn a section with the default null into one with keys.
 GIVEN = {"ema": "config.ema={decays: [0.5]}", "adapter": "config.adapter={targets: [blocks.query]}"}
-# Hooks that steer are in the trajectory by their counters, which no spec alone tells.
-STEERS = "trajectory; free of an `Observer`"
+# A hook is part of the trajectory through its counters, unless it is an `Observer`; a spec alone does not tell which.
+STEERS = "trajectory; free for an `Observer`"
 OF_HOOKS = {"hooks": "by key", "hooks.*.hook": STEERS, "hooks.*.name": STEERS, "hooks.*.config": "by key"}
-OWNER_KEY = "name"  # in no trajectory: job.json holds it, and another one is refused before any key is compared
+OWNER_KEY = "name"  # not in the trajectory: job.json holds it, and another name is refused before keys are compared
 
-WORDS = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping", "null": "`null`"}
+WORDS = {"integer": "integer", "number": "number", "string": "string", "object": "mapping", "null": "`null`"}
 WORDS |= {"array": "list"}
-WORDS |= {"int": "whole number", "float": "number", "str": "text", "dict": "mapping", "list": "list"}
+WORDS |= {"int": "integer", "float": "number", "str": "string", "dict": "mapping", "list": "list"}
 WORDS |= {"boolean": "`true`, `false`", "bool": "`true`, `false`", "NoneType": "`null`"}
 SIGNS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 
@@ -61,7 +61,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class SpecKey:
-    """One key of a spec. A section that may be null is a key too."""
+    """One key of a spec. A section that may be null counts as a key."""
 
     name: str
     type: str
@@ -72,7 +72,7 @@ class SpecKey:
 
 @dataclass(frozen=True)
 class Section:
-    """The keys that stand side by side in one mapping."""
+    """The keys of one mapping."""
 
     name: str
     meaning: str
@@ -83,7 +83,7 @@ class Section:
 
 
 def sections_of(schema: Schema, name: str = "", meaning: str = "", definitions: Schema | None = None) -> list[Section]:
-    """A model's mapping, and all the mappings inside it."""
+    """Return the section of a model and the sections of all models inside it."""
     definitions = schema.get("$defs", {}) if definitions is None else definitions
     keys: list[SpecKey] = []
     inner: list[Section] = []
@@ -97,26 +97,26 @@ def sections_of(schema: Schema, name: str = "", meaning: str = "", definitions: 
         for model in filter(None, map(model_inside, forms)):
             inner += sections_of(definitions[model], f"{dotted}.*", described, definitions)
         if not models or len(forms) > 1:
-            default = f"`{literal(given['default'])}`" if "default" in given else "needed"
+            default = f"`{literal(given['default'])}`" if "default" in given else "required"
             choices = tuple(literal(choice) for form in forms for choice in choices_of(form))
             keys.append(SpecKey(dotted, " or ".join(dict.fromkeys(map(type_of, forms))), default, described, choices))
     return [Section(name, meaning, keys), *inner]
 
 
 def model_inside(form: Schema) -> str | None:
-    """The model of which a form is a list or a mapping, by its definition's name."""
+    """Return the name of the model that the items of a list or mapping have, or None."""
     inside = form.get("items") or form.get("additionalProperties")
     choices = inside.get("anyOf", [inside]) if isinstance(inside, dict) else []
     return next((choice["$ref"].rpartition("/")[2] for choice in choices if "$ref" in choice), None)
 
 
 def choices_of(form: Schema) -> list[Any]:
-    """The values of a form that has few."""
+    """Return the values of an enumeration, or an empty list."""
     return list(form["enum"]) if "enum" in form else [form["const"]] if "const" in form else []
 
 
 def type_of(form: Schema) -> str:
-    """One form of a value, in words."""
+    """Return the type of one form of a value, in words."""
     if "$ref" in form:
         return "section"
     if choices_of(form):
@@ -129,12 +129,12 @@ def type_of(form: Schema) -> str:
 
 
 def literal(value: Any) -> str:
-    """A value as it stands in a spec."""
+    """Return a value as it is written in a spec."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-class Verdict:
-    """What becomes of a key that has changed when the job of a shipped spec goes on."""
+class ResumeRule:
+    """Rule for a key that has changed when the job of a shipped spec resumes."""
 
     def __init__(self, path: Path, config: type[JobConfig], keys: Sequence[SpecKey]):
         self._path, self._config = path, config
@@ -146,9 +146,9 @@ class Verdict:
         self._others = {choice: keys for choice, keys in tried.items() if keys is not None}
 
     def _trajectory(self, *overrides: str) -> set[str] | None:
-        """The keys of the trajectory; None where the choice does not fit the spec.
+        """Return the keys of the trajectory, or None if the overrides are not valid for the spec.
 
-        A mapping, whose keys are the user's own, is given one: an empty one has none in the trajectory, nor has a
+        Mappings with keys of the user's choice get one key: an empty mapping has none in the trajectory, nor has a
         section that is null.
         """
         document = load_document(
@@ -161,7 +161,7 @@ class Verdict:
         return {parent if (parent := key.rpartition(".")[0]) in self._mappings else key for key in found}
 
     def __call__(self, name: str) -> str:
-        """`free`, `trajectory`, or one of them but for some choices."""
+        """Return `free` or `trajectory`, with the choices of other keys that change the answer."""
         if name == OWNER_KEY:
             return "stays"
         if name in OF_HOOKS:
@@ -179,25 +179,30 @@ class Verdict:
 
 
 def spec_lines() -> Iterator[str]:
-    """The tables of all the spec's keys, those of the shipped jobs' `config` too."""
-    top = sections_of(ExecutionSpec.model_json_schema(), meaning="What every job has.")
+    """Yield the tables of all keys of a spec, including those of the shipped jobs' `config`."""
+    top = sections_of(ExecutionSpec.model_json_schema(), meaning="Keys of every job.")
     for path, own in JOBS:
         document = load_document(path)
         job, config = document.data["job"], load_job_class(document, RestoreableJob).Config  # type: ignore[attr-defined]
         schema = config.model_json_schema()
         sections = sections_of(schema, "config", schema.get("description", ""))
-        verdict = Verdict(path, config, [key for section in sections for key in section.keys])
+        rule = ResumeRule(path, config, [key for section in sections for key in section.keys])
         for section in (*top, *sections) if path == TRAINER else sections:
             if section.keys and (path == TRAINER or f"{section.name}.".startswith(f"{own}.")):
                 title = f"`{section.name}`" if section.name else "Top level"
                 of = f" of `{job}`" if section.name == own else ""
                 yield from (f"### {title}{of}", "", section.meaning, "")
-                yield from spec_table(section.keys, verdict)
+                yield from spec_table(section.keys, rule)
 
 
 def hook_lines() -> Iterator[str]:
-    """A table of the config of each shipped hook."""
-    yield from ("## Reference: hooks", "", "What ships. The config of each stands in its entry of `hooks`.", "")
+    """Yield a table of the config of each built-in hook."""
+    yield from (
+        "## Reference: hooks",
+        "",
+        "Built-in hooks. The keys belong under `config` of the entry in `hooks`.",
+        "",
+    )
     for hook in (each for each in vars(builtin).values() if isinstance(each, type) and issubclass(each, Hook)):
         if hook is Hook:
             continue
@@ -212,13 +217,13 @@ def hook_lines() -> Iterator[str]:
 
 
 def summary_of(hook: type[Hook]) -> str:
-    """The first paragraph of what a hook's class says of itself, in one line."""
+    """Return the first paragraph of the docstring of a hook, in one line."""
     return " ".join((hook.__doc__ or "").partition("\n\n")[0].split())
 
 
-def spec_table(keys: Sequence[SpecKey], verdict: Verdict) -> Iterator[str]:
-    """A table of spec keys."""
-    rows = [(f"`{key.name}`", key.type, key.default, key.meaning, verdict(key.name)) for key in keys]
+def spec_table(keys: Sequence[SpecKey], rule: ResumeRule) -> Iterator[str]:
+    """Yield a table of spec keys."""
+    rows = [(f"`{key.name}`", key.type, key.default, key.meaning, rule(key.name)) for key in keys]
     return table(SPEC_HEADS, rows)
 
 
@@ -226,16 +231,21 @@ def spec_table(keys: Sequence[SpecKey], verdict: Verdict) -> Iterator[str]:
 
 
 def recipe_lines() -> Iterator[str]:
-    """The tables of names: keys with the defaults that they have beside that name, and the source or the formula."""
-    yield from ("## Reference: optimizers", "", "Keys that a name does not read are refused.", "")
+    """Yield the tables of optimizers and schedules: their keys with defaults, and the source or the formula."""
+    yield from (
+        "## Reference: optimizers",
+        "",
+        "A key that the chosen optimizer does not read is refused unless it has its default value.",
+        "",
+    )
     yield from name_table(OPTIMIZERS, "source")
-    text = "`u` is the share of the steps after the warm-up that are done, `final` is `final_learning_rate`."
+    text = "`u` is the completed fraction of the steps after the warm-up, `final` is `final_learning_rate`."
     yield from ("## Reference: schedules", "", text, "")
     yield from name_table(SCHEDULES, "after the warm-up")
 
 
 def name_table(names: Mapping[str, LibraryEntry], source: str) -> Iterator[str]:
-    """A table of optimizers or schedules."""
+    """Yield a table of optimizers or schedules."""
     rows = [
         (f"`{name}`", ", ".join(f"`{key}: {literal(default)}`" for key, default in of.defaults.items()), of.source)
         for name, of in names.items()
@@ -247,26 +257,26 @@ def name_table(names: Mapping[str, LibraryEntry], source: str) -> Iterator[str]:
 
 
 def key_table(keys: Sequence[Key]) -> Iterator[str]:
-    """A table of the keys of a file."""
+    """Yield a table of the keys of a file."""
     rows = [(f"`{key.name}`", kind_of(key), key.unit, key.meaning) for key in keys]
     return table(("key", "type", "unit", "meaning"), rows)
 
 
 def kind_of(key: Key) -> str:
-    """The type of a value, in words."""
+    """Return the type of a value, in words."""
     kinds = get_args(key.type) if isinstance(key.type, UnionType) else (key.type,)
     return " or ".join(WORDS[kind.__name__] for kind in kinds)
 
 
 def event_row(event: EventType) -> tuple[str, str, str, str]:
-    """One event, its details in one cell."""
+    """Return the table row of one event, with its details in one cell."""
     types = [", ".join(filter(None, (kind_of(key), key.unit))) for key in event.details]
     details = [f"`{key.name}` ({kind}): {key.meaning}" for key, kind in zip(event.details, types, strict=True)]
     return f"`{event.name}`", event.writer, event.meaning, " ".join(details)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A Markdown table, and an empty line."""
+    """Yield the lines of a Markdown table and an empty line."""
     for row in (heads, ["---"] * len(heads), *rows):
         assert not any("|" in cell for cell in row), row
         yield f"| {' | '.join(row)} |"
@@ -274,10 +284,16 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def reference() -> str:
-    """All of it."""
+    """Return the whole reference."""
     lines = ["## Reference: the keys of a spec", "", *spec_lines(), *recipe_lines(), *hook_lines()]
-    lines += ["## Reference: `metrics.jsonl`", "", "One object a row.", "", *key_table(ROW_KEYS)]
-    lines += ["## Reference: `events.jsonl`", "", "One object an event. Each has:", "", *key_table(EVENT_KEYS)]
+    lines += ["## Reference: `metrics.jsonl`", "", "One JSON object per logged step.", "", *key_table(ROW_KEYS)]
+    lines += [
+        "## Reference: `events.jsonl`",
+        "",
+        "One JSON object per event. Every event has these keys:",
+        "",
+        *key_table(EVENT_KEYS),
+    ]
     lines += [*table(("event", "written by", "meaning", "details"), [event_row(event) for event in EVENTS])]
     lines += ["## Reference: `checkpoints/<step>/manifest.json`", "", *key_table(MANIFEST_KEYS)]
     lines += ["## Reference: `result.json`", "", *key_table(RESULT_KEYS)]

@@ -1,4 +1,4 @@
-"""The reference in `specs/README.md` is the one that the code generates, and is right about what may change."""
+"""Tests that the reference in `specs/README.md` is up to date and right about which keys may change."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_every_key_has_a_line_of_its_own() -> None:
 
 
 def test_the_name_is_in_no_trajectory_and_stays(tmp_path: Path) -> None:
-    (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith("| `name` | text | needed")]
+    (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith("| `name` | string | required")]
     assert line.endswith("| stays |")
     counter(tmp_path / "run", **{"config.total_steps": 2})()
     with pytest.raises(InvalidError, match="belongs to the job 'count'"):

@@ -74,7 +74,9 @@ def test_a_trainers_spec_has_whole_micro_batches_on_the_hardware_it_is_sized_for
 
 EXAMPLES = [
     text
-    for text in re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "specs" / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    for text in re.findall(
+        r"^```yaml\n(.*?)^```$", (ROOT / "specs" / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     if "job:" in text
 ]
 
