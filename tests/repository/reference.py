@@ -200,7 +200,7 @@ def hook_lines() -> Iterator[str]:
     yield from (
         "## Reference: hooks",
         "",
-        "Built-in hooks. The keys belong under `config` of the entry in `hooks`.",
+        "The keys belong under `config` of the entry in `hooks`.",
         "",
     )
     for hook in (each for each in vars(builtin).values() if isinstance(each, type) and issubclass(each, Hook)):
