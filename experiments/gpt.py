@@ -43,11 +43,11 @@ from experiments.model.layers import (
 from experiments.model.platform import kept
 from experiments.model.vocabulary import EmbeddingNoise, loss_sum_of, rows_at, unembed
 from runner import BaseTrainer
-from runner.config import MemoryConfig, ModelConfig, RowAttention, TrainerConfig
+from runner.config import ContextParallelMethod, MemoryConfig, ModelConfig, TrainerConfig
 from runner.huggingface.mapping import Family, TensorPiece
 from runner.spec import Auto
 from runner.storage import JsonObject
-from runner.train.flops import Flops, Sizing, memory_choices, transformer_flops, transformer_sizing
+from runner.train.flops import Flops, Sizing, compute_transformer_flops, compute_transformer_sizing, list_memory_choices
 from runner.train.loss import document_arguments, target_weights
 from runner.train.setup import TrainSetup
 from runner.train.step import Batch
@@ -187,7 +187,7 @@ class Block(nn.Module):
     deterministic: bool
     param_dtype: DTypeLike
     compute_dtype: DTypeLike
-    row_attention: RowAttention = "auto"
+    row_attention: ContextParallelMethod = "auto"
 
     @nn.compact
     def __call__(
@@ -358,7 +358,7 @@ class PretrainGPT(BaseTrainer):
         Of rows that hold several documents that is an upper bound: within a row no form leaves out other documents.
         """
         model, memory = self.config.model, self.config.memory
-        return transformer_flops(
+        return compute_transformer_flops(
             layers=model.layers,
             layer_parameters=12 * model.width**2,
             output_parameters=self.vocabulary_size * model.width,
@@ -374,7 +374,7 @@ class PretrainGPT(BaseTrainer):
         cut by heads or columns.
         """
         model, tensor = self.config.model, sizes["tensor"]
-        return transformer_sizing(
+        return compute_transformer_sizing(
             layers=model.layers,
             width=model.width,
             output_width=self.vocabulary_size,
@@ -389,7 +389,7 @@ class PretrainGPT(BaseTrainer):
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
         """What is kept, and whether the loss is computed in chunks."""
-        return memory_choices(self.config.data.sequence_length)
+        return list_memory_choices(self.config.data.sequence_length)
 
     @classmethod
     def forward(

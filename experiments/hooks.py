@@ -5,7 +5,14 @@ from typing import Any, ClassVar
 import jax
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from runner.evaluation.generation import SampleEvaluator, Sampler, encode_prompt, first_token, language_of, make_decoder
+from runner.evaluation.generation import (
+    SampleEvaluator,
+    Sampler,
+    encode_prompt,
+    find_start_token,
+    load_data_codec,
+    make_decoder,
+)
 from runner.hook import HookConfig, Moment, Observer, SeenJob
 
 
@@ -45,10 +52,10 @@ class SampleText(Observer):
         """What writes the texts, with a program that is compiled once."""
         config, told = self.job.config, self.config
         data, length, dtype = config.data, config.data.sequence_length, config.precision.compute
-        language = language_of(data)
-        prompts = [(text, encode_prompt(language, text) or [first_token(language, data)]) for text in told.prompts]
+        language = load_data_codec(data)
+        prompts = [(text, encode_prompt(language, text) or [find_start_token(language, data)]) for text in told.prompts]
         mesh = jax.tree.leaves(weights["params"])[0].sharding.mesh
-        choose = Sampler(told.temperature).make_choose(language.tokenizer.vocabulary_size)
+        choose = Sampler(told.temperature).make_chooser(language.tokenizer.vocabulary_size)
 
         def reader(variables: Any) -> Any:
             return make_decoder(self.job.model(), variables, length, dtype, mesh)

@@ -331,7 +331,7 @@ class AdapterConfig(FrozenModel):
     )
 
 
-RowAttention = Literal["auto", "ring", "gather"]
+ContextParallelMethod = Literal["auto", "ring", "gather"]
 
 
 class MemoryConfig(FrozenModel):
@@ -346,7 +346,7 @@ class MemoryConfig(FrozenModel):
         default=None,
         description="Positions of the sequence whose logits exist at once; divides sequence_length; null: all.",
     )
-    row_attention: RowAttention = Field(
+    row_attention: ContextParallelMethod = Field(
         default="auto",
         description="Where topology.mesh.sequence cuts rows, a device collects all keys and values that its queries "
         "see (gather), or they go round from device to device (ring); auto: what is predicted to be faster.",
@@ -406,7 +406,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             "one, such as a schedule of one's own, needs total_steps or total_tokens"
         )
 
-    def counted(self, num_examples: int) -> "TrainerConfig[ModelConfigType]":
+    def resolve_epochs(self, num_examples: int) -> "TrainerConfig[ModelConfigType]":
         """The same with its epochs of so many training examples as `total_steps`.
 
         The steps are the fewest that take each example as often as the spec says: epochs x examples / global batch,

@@ -29,9 +29,9 @@ from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.train import state as other_variables
 from runner.train import state as train_state
 from runner.train import step as pure
-from runner.train.auxiliary import groups_of, make_auxiliary_states, options_of
+from runner.train.auxiliary import groups_of, make_auxiliary_states, make_step_options
 from runner.train.checks import (
-    known_micro_batch,
+    find_known_micro_batch,
     record_of,
     share_ids,
     validate_data_unchanged,
@@ -40,9 +40,9 @@ from runner.train.checks import (
     validate_same_questions,
 )
 from runner.train.compile import MEMORY_SHARE, CompiledStep
-from runner.train.evaluators import Evaluator, Validation, ema_evaluators
-from runner.train.flops import Flops, Sizing, flops_of_forward, mfu_of_a_token_per_second
-from runner.train.lora import model_weights, with_base
+from runner.train.evaluators import Evaluator, Validation, make_ema_evaluators
+from runner.train.flops import Flops, Sizing, compute_mfu_per_token_rate, count_forward_flops
+from runner.train.lora import get_model_weights, replace_base
 from runner.train.loss import cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
 from runner.train.report import Report
@@ -62,10 +62,10 @@ class BaseTrainer(HookedJob):
     # Logical axis names of the job's own model, and what of a mesh they mean, before the runner's: see `train.mesh`.
     logical_axis_rules: ClassVar[Sequence[Rule]] = ()
     sharded_init = staticmethod(train_state.sharded_init)
-    update_variables = staticmethod(other_variables.unchanged)
-    weights = staticmethod(model_weights)
-    rate_of = staticmethod(one_rate)
-    riders = classmethod(make_auxiliary_states)
+    update_variables = staticmethod(other_variables.keep_variables)
+    weights = staticmethod(get_model_weights)
+    learning_rate_multiplier = staticmethod(one_rate)
+    auxiliary_states = classmethod(make_auxiliary_states)
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
@@ -73,7 +73,9 @@ class BaseTrainer(HookedJob):
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
         base = functools.partial(name_base, self.document, spec, self.config, self.store)
-        self.setup_builder = make_setup_builder(self, lambda: (*self.riders(), *self.hooks.riders()), base)
+        self.setup_builder = make_setup_builder(
+            self, lambda: (*self.auxiliary_states(), *self.hooks.auxiliary_states()), base
+        )
 
     # What an experiment says.
 
@@ -116,15 +118,15 @@ class BaseTrainer(HookedJob):
         return SPEC
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
-        """What evaluates the weights: by default `shipped.evaluators`. Called once, on every host."""
-        return self.shipped.evaluators
+        """What evaluates the weights: by default `builtin_evaluators`. Called once, on every host."""
+        return [*self.builtin_evaluators]
 
     def flops_per_token(self, train_setup: TrainSetup) -> Flops:
         """FLOPs of a train step for one token, counted in the traced `forward`; replace it where there is a formula.
 
         Raises `ValueError` if `forward` calls kernels that cannot be counted.
         """
-        return flops_of_forward(
+        return count_forward_flops(
             self.forward, train_setup, get_batch_fields(self.config.data), self.config.data.sequence_length
         )
 
@@ -143,7 +145,7 @@ class BaseTrainer(HookedJob):
         cls, state: TrainState, batch: pure.Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
         """One optimizer step over (S, B, T): (state, loss, meta). Pure."""
-        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, *options_of(cls))
+        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, make_step_options(cls))
 
     @classmethod
     def val_step(cls, state: TrainState, batch: pure.Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -168,7 +170,7 @@ class BaseTrainer(HookedJob):
                     self.step += 1
                     report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
-                        report.add_row(self.evaluated_weights(self.state), self.step)
+                        report.add_row(self.get_evaluated_weights(self.state), self.step)
                         self.steer()
                     self.save_or_stop()
 
@@ -187,32 +189,37 @@ class BaseTrainer(HookedJob):
     @functools.cached_property
     def report(self) -> Report:
         """The rows of this attempt."""
-        evaluators = self.shipped.check(self.evaluator(), self.document)
+        evaluators = self.builtin_evaluators.check(self.evaluator(), self.document)
         return Report(
             self.attempt,
             self.resolved_spec(),
-            self.setup_builder.counted,
-            [*evaluators, *ema_evaluators(self.config, self.validation)],
-            mfu_of_a_token_per_second(self.flops_per_token, self.train_setup),
+            self.setup_builder.config_in_steps,
+            [*evaluators, *make_ema_evaluators(self.config, self.validation)],
+            compute_mfu_per_token_rate(self.flops_per_token, self.train_setup),
             lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),
-            lambda: self.shipped.begin_to_compile(evaluators),
+            lambda: self.builtin_evaluators.start_compiling(evaluators),
         )
 
     @property
     def validation(self) -> Validation:
         """The loss on each validation set: on `eval.batches` batches, or fewer if they hold all of it."""
-        return self.shipped.validation
+        return self.builtin_evaluators.validation
 
     @functools.cached_property
-    def asked(self) -> EvaluationTasks:
+    def evaluation_tasks(self) -> EvaluationTasks:
         """What `config.eval` asks for besides the loss. Reads the files that it names on this host."""
         return read_evaluation_tasks(self.document, self.config, self.vocabulary_size)
 
     @functools.cached_property
-    def shipped(self) -> BuiltinEvaluators:
+    def builtin_evaluators(self) -> BuiltinEvaluators:
         """Its `evaluators` are the loss on the validation sets, and what `config.eval` asks for besides."""
         return BuiltinEvaluators(
-            self.setup_builder, self.train_setup, self.compiled.layout, self.asked, self.batch, self.attempt.stop
+            self.setup_builder,
+            self.train_setup,
+            self.compiled.layout,
+            self.evaluation_tasks,
+            self.batch,
+            self.attempt.stop,
         )
 
     # Set-up: the design on the devices at hand, then the compiler.
@@ -224,15 +231,17 @@ class BaseTrainer(HookedJob):
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.validate_vocabulary(self.vocabulary_size)
         validate_same_data(self.dataset, hosts)
-        validate_same_questions(self.asked.digest, hosts)
+        validate_same_questions(self.evaluation_tasks.digest, hosts)
         hosts.main_first(lambda: self.setup_builder.base)  # what is wrong with it the main host finds first
-        self.setup_builder.check(self.train_setup, known_micro_batch(self.train_setup, self.store, hosts))
+        self.setup_builder.check(self.train_setup, find_known_micro_batch(self.train_setup, self.store, hosts))
 
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""
         hosts = self.attempt.hosts
         limit_bytes = hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
-        known = known_micro_batch(self.train_setup, self.store, hosts)  # again: until the claim another might commit
+        known = find_known_micro_batch(
+            self.train_setup, self.store, hosts
+        )  # again: until the claim another might commit
         self.compiled = self.setup_builder.compile(self.train_setup, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
         given = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
@@ -250,12 +259,12 @@ class BaseTrainer(HookedJob):
 
     def with_weights(self, state: TrainState, weights: Any) -> TrainState:
         """The state at step 0, begun with other weights, and with it averages and what rides along."""
-        return self.train_setup.begun_at_params(with_base(state, weights))
+        return self.train_setup.restart_averages(replace_base(state, weights))
 
     @property
     def unread_keys(self) -> frozenset[str]:
         """Those of other optimizers and schedules than the chosen ones."""
-        return frozenset(f"config.{key}" for key in self.setup_builder.optimizer_choice.unread())
+        return frozenset(f"config.{key}" for key in self.setup_builder.optimizer_choice.find_unread_keys())
 
     def identity(self) -> Trajectory:
         """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
@@ -264,7 +273,7 @@ class BaseTrainer(HookedJob):
 
     def resolved_spec(self) -> ExecutionSpec:
         """The spec with mesh, vocabulary and micro-batch filled in."""
-        return self.setup_builder.resolved(super().resolved_spec(), self.train_setup, self.compiled.layout)
+        return self.setup_builder.resolve_spec(super().resolved_spec(), self.train_setup, self.compiled.layout)
 
     def payload(self) -> SaveContents:
         """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
@@ -277,7 +286,7 @@ class BaseTrainer(HookedJob):
             self.report.window.carry,
             self.report.attachments,
             self.report.sync,
-            lambda: self.steering.checkpoint(self.state, self.step),
+            lambda: self.hook_dispatcher.checkpoint(self.state, self.step),
         )
 
 

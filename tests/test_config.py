@@ -101,14 +101,14 @@ def test_epochs_are_rounded_up_to_whole_steps(epochs: float, examples: int, step
     config = read("config.train.total_steps=null", f"config.train.total_epochs={epochs}", "config.schedule={}")
     with pytest.raises(InvalidError, match="before the data are read"):
         _ = config.total_steps
-    assert config.counted(examples).total_steps == steps
+    assert config.resolve_epochs(examples).total_steps == steps
 
 
 def test_epochs_into_which_the_schedule_does_not_fit_are_refused() -> None:
     config = read("config.train.total_steps=null", "config.train.total_epochs=1")
-    assert config.counted(16 * 101).total_steps == 101
+    assert config.resolve_epochs(16 * 101).total_steps == 101
     with pytest.raises(InvalidError, match=r"^1,600 examples an epoch: schedule\.warmup_steps=100 is not below"):
-        config.counted(1600)
+        config.resolve_epochs(1600)
 
 
 @pytest.mark.parametrize(

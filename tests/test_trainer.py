@@ -31,7 +31,7 @@ from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
 from runner.spec import hash_of, parse_document, read_spec, validate_config, validate_spec
 from runner.storage import LocalStore, read_json, read_log
-from runner.train.checks import options_for_here
+from runner.train.checks import list_local_options
 from tests.support.tiny import (
     RecordingGPT,
     finish,
@@ -191,7 +191,7 @@ def test_a_batch_is_x_y_and_mask_of_micro_batches_sharded_over_the_mesh(undistur
 def test_the_validation_loss_is_the_mean_over_the_tokens_of_its_batches(undisturbed):
     loss_sum = tokens = 0.0
     validation = undisturbed.validation
-    state = validation.state_of(undisturbed.weights(undisturbed.state), STEPS)
+    state = validation.make_val_state(undisturbed.weights(undisturbed.state), STEPS)
     for index in range(2):
         loss, count, _ = validation.compiled(state, undisturbed.batch("validation", index))
         loss_sum, tokens = loss_sum + float(loss), tokens + float(count)
@@ -379,8 +379,8 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
     assert len(kernels) == moments
     params = {"w": jnp.ones(3)}
     known = {"w": Parameter("w", (3,), (None,))}
-    tx = job.setup_builder.optimizer_choice.optimizer_of(
-        job.config, job.setup_builder.optimizer_choice.schedule_of(job.config), known
+    tx = job.setup_builder.optimizer_choice.build_optimizer(
+        job.config, job.setup_builder.optimizer_choice.build_schedule(job.config), known
     )
     state, sizes = tx.init(params), []
     for _ in range(STEPS):
@@ -689,7 +689,7 @@ def test_what_cannot_work_is_refused_with_its_key(tmp_path, changes, message):
 def test_a_shorter_sequence_is_offered_with_chunks_of_the_loss_that_divide_it(tmp_path, chunk, is_dropped):
     changes = {"config.data.sequence_length": 192, "config.memory.loss_chunk_positions": chunk}
     job = gpt(tmp_path / "run", **changes)
-    options = options_for_here(job.spec, job.topology, job.config, 8)
+    options = list_local_options(job.spec, job.topology, job.config, 8)
     assert "config.data.sequence_length=128" in options
     assert ("config.memory.loss_chunk_positions=null" in options) == is_dropped
 
@@ -706,7 +706,7 @@ def test_a_shorter_sequence_is_offered_with_chunks_of_the_loss_that_divide_it(tm
 )
 def test_where_the_data_is_missing_what_is_offered_trains_on_what_is_here(tmp_path, data):
     job = gpt(tmp_path / "run", **{"config.data": {"sequence_length": 16, **data}})
-    options = [shlex.split(option)[0] for option in options_for_here(job.spec, job.topology, job.config, 8)]
+    options = [shlex.split(option)[0] for option in list_local_options(job.spec, job.topology, job.config, 8)]
     text = yaml.safe_dump(job.spec.model_dump(mode="json"))
     offered = validate_config(parse_document(text, "spec.yaml", options), PretrainGPT.Config).data
     assert all(is_available(named.source) for named in (*offered.sources, *offered.validation.values()))

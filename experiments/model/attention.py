@@ -45,7 +45,7 @@ from experiments.model.platform import (
 from experiments.model.ring_attention import attend_to_rows
 from experiments.model.rotary import Pairs, Rotation, rotate
 from experiments.model.tpu_attention import LANES, LONG_STEP
-from runner.config import RowAttention
+from runner.config import ContextParallelMethod
 from runner.errors import InvalidError
 
 AXES = ("batch", "sequence", "heads", "head_dim")
@@ -81,7 +81,7 @@ def causal_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    row_attention: RowAttention = "auto",
+    row_attention: ContextParallelMethod = "auto",
 ) -> jax.Array:
     """Attend from every position to itself and the past of its segment; returns (B, T, N, W) in the dtype of `v`.
 

@@ -37,7 +37,7 @@ from experiments.model.layers import (
     with_axes,
 )
 from experiments.model.rotary import Rotation, rotate
-from runner.config import RowAttention
+from runner.config import ContextParallelMethod
 from runner.errors import InvalidError
 
 LATENT_NORM_EPSILON = 1e-6  # in every published model, whatever its other norms have
@@ -89,7 +89,7 @@ class Attention(nn.Module):
     config: DecoderConfig
     kind: LayerKind
     precision: ComputePrecision
-    row_attention: RowAttention = "auto"
+    row_attention: ContextParallelMethod = "auto"
 
     @nn.compact
     def __call__(
@@ -138,7 +138,7 @@ class LatentAttention(nn.Module):
     config: DecoderConfig
     kind: LayerKind
     precision: ComputePrecision
-    row_attention: RowAttention = "auto"
+    row_attention: ContextParallelMethod = "auto"
 
     @nn.compact
     def __call__(

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from experiments.model.layers import cuts_of, num_devices, row_parts
 from experiments.model.platform import platform
-from runner.config import RowAttention
+from runner.config import ContextParallelMethod
 from runner.parallel.context import AttentionShape, Way, faster_way, is_dealt, shards_before, speeds_between
 
 MAX_BLOCK_TOKENS = 512
@@ -92,7 +92,7 @@ def rows_on_devices(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    row_attention: RowAttention,
+    row_attention: ContextParallelMethod,
     *,
     window: int | None,
     softcap: float | None,
@@ -130,7 +130,7 @@ def _block_tokens(half_tokens: int) -> int:
 
 
 def _way(
-    wanted: RowAttention,
+    wanted: ContextParallelMethod,
     spec: PartitionSpec,
     q: jax.Array,
     k: jax.Array,

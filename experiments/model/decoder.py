@@ -33,16 +33,16 @@ from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, next_bi
 from experiments.model.rotary import Rotation, rotation_at
 from experiments.model.vocabulary import EmbeddingNoise, embed, loss_sum_of, unembed
 from runner import BaseTrainer
-from runner.config import MemoryConfig, RowAttention
+from runner.config import ContextParallelMethod, MemoryConfig
 from runner.optim.groups import Parameter
 from runner.train.flops import (
     NO_EXPERTS,
     ExpertSizing,
     Flops,
     Sizing,
-    memory_choices,
-    transformer_flops,
-    transformer_sizing,
+    compute_transformer_flops,
+    compute_transformer_sizing,
+    list_memory_choices,
 )
 from runner.train.loss import document_arguments, target_weights
 from runner.train.setup import TrainSetup
@@ -57,7 +57,7 @@ class Block(nn.Module):
     kind: LayerKind
     precision: ComputePrecision
     is_sparse: bool = False
-    row_attention: RowAttention = "auto"
+    row_attention: ContextParallelMethod = "auto"
 
     @nn.compact
     def __call__(
@@ -300,7 +300,7 @@ class PretrainDecoder(BaseTrainer):
         return Decoder(config.model, self.vocabulary_size, precision.params, precision.compute, config.memory)
 
     @classmethod
-    def rate_of(cls, parameter: Parameter) -> float:
+    def learning_rate_multiplier(cls, parameter: Parameter) -> float:
         """As mu-P has it, if the model has a base width."""
         return rate_of(cls.config.model, cls.config.optimizer.name, parameter)
 
@@ -317,7 +317,7 @@ class PretrainDecoder(BaseTrainer):
         windows = [min(config.window_of(kind) or length, length) for kind in config.kinds]
         keys = [window - window**2 / (2 * length) for window in windows]
         has_post_norm = config.norm != "pre"  # its gradient needs the result of the layer's last matmul
-        flops = transformer_flops(
+        flops = compute_transformer_flops(
             layers=config.layers,
             layer_parameters=config.layer_matmul_parameters,
             output_parameters=self.vocabulary_size * config.width,
@@ -357,7 +357,7 @@ class PretrainDecoder(BaseTrainer):
         latents = 0 if latent is None else (latent.query_rank or 0) + latent.cached_width
         norms = {"pre": 2, "post": 2, "both": 4}[config.norm]
         hidden = _mean_hidden_width(config)
-        return transformer_sizing(
+        return compute_transformer_sizing(
             layers=config.layers,
             width=config.width,
             output_width=self.vocabulary_size,
@@ -386,7 +386,7 @@ class PretrainDecoder(BaseTrainer):
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
         """What is kept, and whether the loss is computed in chunks."""
-        return memory_choices(self.config.data.sequence_length)
+        return list_memory_choices(self.config.data.sequence_length)
 
     @classmethod
     def forward(

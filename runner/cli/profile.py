@@ -6,7 +6,7 @@ from runner.cli.arguments import Parser, looking, store_of
 from runner.console import say
 from runner.errors import EXIT_DONE, InvalidError
 from runner.spec import STEPS_OF_A_PROFILE_MAX
-from runner.train.profiler import FOLDER, POLL_BUCKET_SECONDS, request
+from runner.train.profiler import FOLDER, POLL_BUCKET_SECONDS, request_profile
 
 _STEPS = 5
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
         raise InvalidError(f"--steps is {parsed.steps}; needs 1 to {STEPS_OF_A_PROFILE_MAX}")
     with looking():
         store = store_of(parsed.where)
-        request(store, parsed.steps)
+        request_profile(store, parsed.steps)
     say(
         f"asked for {parsed.steps} steps: the job looks within {POLL_BUCKET_SECONDS:g} s, if it runs, else when it "
         f"runs again; they will be below {store.url}/{FOLDER}"

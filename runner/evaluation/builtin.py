@@ -6,7 +6,7 @@ The evaluators that come with a trainer: the loss on its validation sets, and wh
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -26,23 +26,29 @@ from runner.evaluation.generation import (
     Sampler,
     TextCodec,
     encode_prompt,
-    find_language,
-    first_token,
-    language_of,
+    find_start_token,
+    load_data_codec,
+    load_source_codec,
     make_decoder,
     parse_ids,
 )
-from runner.evaluation.likelihood import Likelihood, MultipleChoice, Question, digest_of_questions, read_questions
+from runner.evaluation.likelihood import (
+    LikelihoodScorer,
+    MultipleChoice,
+    Question,
+    compute_questions_digest,
+    read_questions,
+)
 from runner.spec import Document
 from runner.train.batch_layout import BatchLayout
-from runner.train.evaluators import Evaluator, Validation, ValidationSize, validation_sets
-from runner.train.lora import model_state
+from runner.train.evaluators import Evaluator, Validation, ValidationSize, make_validation_sets
+from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.step import Batch
 
 
 @dataclass(frozen=True)
-class Task:
+class MultipleChoiceTask:
     """Questions by the name of their figures."""
 
     name: str
@@ -56,7 +62,7 @@ class EvaluationContext:
 
     model: nn.Module
     mesh: Mesh
-    rows_per_device: int
+    sequences_per_device: int
     vocabulary_size: int
     is_stopping: Callable[[], bool]
 
@@ -70,7 +76,7 @@ class EvaluationTasks:
 
     config: TrainerConfig[Any]
     language: TextCodec | None
-    tasks: Sequence[Task]
+    tasks: Sequence[MultipleChoiceTask]
     prompts: Sequence[tuple[str, list[int]]]
 
     @property
@@ -78,29 +84,29 @@ class EvaluationTasks:
         """The same on every host, if all have read the same; empty if nothing is asked."""
         if not self.tasks:
             return ""
-        return digest_of_questions([question for task in self.tasks for question in task.questions])
+        return compute_questions_digest([question for task in self.tasks for question in task.questions])
 
-    def multiple_choices(self, place: EvaluationContext) -> list[MultipleChoice]:
+    def make_multiple_choices(self, place: EvaluationContext) -> list[MultipleChoice]:
         """Who asks the questions of each task."""
         if not self.tasks:
             return []
         assert self.language is not None, "read_asked refuses questions without a tokenizer"
         length = self.config.data.sequence_length
-        likelihood = Likelihood(place.model, place.mesh, length, place.rows_per_device, place.is_stopping)
-        first, encode = first_token(self.language, self.config.data), partial(encode_prompt, self.language)
+        likelihood = LikelihoodScorer(place.model, place.mesh, length, place.sequences_per_device, place.is_stopping)
+        first, encode = find_start_token(self.language, self.config.data), partial(encode_prompt, self.language)
         return [
             MultipleChoice(task.name, task.questions, encode, first, likelihood, task.every_steps)
             for task in self.tasks
         ]
 
-    def samples(self, place: EvaluationContext) -> list[SampleEvaluator]:
+    def make_samples(self, place: EvaluationContext) -> list[SampleEvaluator]:
         """Who writes the texts, if any are asked for."""
         rule = self.config.eval.samples
         if rule is None:
             return []
         length, dtype = self.config.data.sequence_length, self.config.precision.compute
         num_ids = place.vocabulary_size if self.language is None else self.language.tokenizer.vocabulary_size
-        choose = Sampler(rule.temperature, rule.top_p).make_choose(num_ids)
+        choose = Sampler(rule.temperature, rule.top_p).make_chooser(num_ids)
 
         def reader(variables: Any) -> Any:
             return make_decoder(place.model, variables, length, dtype, place.mesh)
@@ -124,11 +130,14 @@ def _read(config: TrainerConfig[Any], vocabulary_size: int) -> EvaluationTasks:
         return EvaluationTasks(config, None, (), ())
     language: TextCodec | None = None
     try:
-        language = language_of(config.data)
+        language = load_data_codec(config.data)
     except DataError as error:
         if rule.multiple_choice:
             raise DataError(f"eval.multiple_choice needs the tokenizer of the data: {error}") from error
-    tasks = [Task(each.name, read_questions(each.path, each.limit), each.every_steps) for each in rule.multiple_choice]
+    tasks = [
+        MultipleChoiceTask(each.name, read_questions(each.path, each.limit), each.every_steps)
+        for each in rule.multiple_choice
+    ]
     prompts = [] if rule.samples is None else rule.samples.prompts
     return EvaluationTasks(
         config, language, tasks, [(text, _ids_of(text, language, config, vocabulary_size)) for text in prompts]
@@ -138,7 +147,7 @@ def _read(config: TrainerConfig[Any], vocabulary_size: int) -> EvaluationTasks:
 def _ids_of(text: str, language: TextCodec | None, config: TrainerConfig[Any], vocabulary_size: int) -> list[int]:
     if language is None:
         return parse_ids(text, vocabulary_size, "samples.prompts") or [0]
-    return encode_prompt(language, text) or [first_token(language, config.data)]
+    return encode_prompt(language, text) or [find_start_token(language, config.data)]
 
 
 _DECODED_TOKENS = 1 << 20  # at a time
@@ -171,14 +180,14 @@ class EvaluationData:
     """The sets, as validation sets of a data set, and by name what their tokens mean, or why that is not known."""
 
     dataset: Dataset
-    languages: Mapping[str, TextCodec | str]
+    codecs: Mapping[str, TextCodec | str]
 
-    def size(self, name: str) -> ValidationSize:
+    def measure(self, name: str) -> ValidationSize:
         """Read a set once more, and count: of bytes each token is one; separators of other tokenizers are none.
 
         A character that the end of a row cuts may count as it is shown, by three bytes for each part.
         """
-        language, fields = self.languages[name], self.dataset.fields
+        language, fields = self.codecs[name], self.dataset.fields
         if isinstance(language, str):
             return ValidationSize(0, None, language)
         if "padding_mask" not in fields or "loss_weight" in fields:
@@ -204,20 +213,20 @@ def _num_bytes(ids: np.ndarray, language: TextCodec) -> int:
     )
 
 
-def own_sets(dataset: Dataset, config: TrainerConfig[Any]) -> EvaluationData:
+def select_run_data(dataset: Dataset, config: TrainerConfig[Any]) -> EvaluationData:
     """Of a run's own validation sets as many examples as the run looks at."""
     data = config.data
     most = config.eval.batches * config.train.global_batch_examples
     sets = {name: LeadingExamples(held, min(most, held.num_examples)) for name, held in dataset.validation.items()}
     sources: dict[str, TokenSource] = {source.name: source for source in data.sources} | dict(data.validation)
-    languages = {name: language_or_reason(sources.get(name, data.sources[0]), data) for name in sets}
+    languages = {name: load_codec_or_reason(sources.get(name, data.sources[0]), data) for name in sets}
     return EvaluationData(replace(dataset, validation=sets), languages)
 
 
-def language_or_reason(named: TokenSource, data: DataConfig) -> TextCodec | str:
+def load_codec_or_reason(named: TokenSource, data: DataConfig) -> TextCodec | str:
     """What the tokens of a source mean, or why that is not known."""
     try:
-        return find_language(named, data)
+        return load_source_codec(named, data)
     except DataError as error:
         return str(error)
 
@@ -248,26 +257,27 @@ class BuiltinEvaluators:
         )
         self._has_sets = bool(dataset.validation)
         self.validation = Validation(
-            model_state(train_setup.abstract_state),
+            merge_adapter(train_setup.abstract_state),
             lambda abstract: train_setup.compile_val(setup_builder.val_step, abstract, layout),
-            validation_sets(dataset, config, batch),
+            make_validation_sets(dataset, config, batch),
             stop.poll,
-            own_sets(dataset, config).size if config.eval.bits_per_byte else None,
+            select_run_data(dataset, config).measure if config.eval.bits_per_byte else None,
         )
 
     @functools.cached_property
     def _of_keys(self) -> dict[str, Sequence[Evaluator]]:
         """Those that a key of `config.eval` asks for."""
         return {
-            "multiple_choice": self._asked.multiple_choices(self._place),
-            "samples": self._asked.samples(self._place),
+            "multiple_choice": self._asked.make_multiple_choices(self._place),
+            "samples": self._asked.make_samples(self._place),
         }
 
-    @property
-    def evaluators(self) -> list[Evaluator]:
-        """All of them, the same objects each time."""
-        loss = [self.validation] if self._has_sets else []
-        return [*loss, *(each for found in self._of_keys.values() for each in found)]
+    def __iter__(self) -> Iterator[Evaluator]:
+        """Iterate over all of them, the same objects each time."""
+        if self._has_sets:
+            yield self.validation
+        for evaluators in self._of_keys.values():
+            yield from evaluators
 
     def check(self, returned: Any, document: Document) -> list[Evaluator]:
         """What a job's `evaluator` has returned, as a list.
@@ -277,11 +287,11 @@ class BuiltinEvaluators:
         chosen = [] if returned is None else list(returned) if isinstance(returned, list | tuple) else [returned]
         for key, asked in self._of_keys.items():
             if any(each not in chosen for each in asked):
-                reason = "nothing reads it, evaluator() returns others; return [*self.shipped.evaluators, ...]"
+                reason = "nothing reads it, evaluator() returns others; return [*self.builtin_evaluators, ...]"
                 raise document.error(f"config.eval.{key}", reason)
         return chosen
 
-    def begin_to_compile(self, chosen: Sequence[Evaluator]) -> None:
+    def start_compiling(self, chosen: Sequence[Evaluator]) -> None:
         """What takes time and is not needed for the first steps."""
         if self.validation in chosen:
-            self.validation.begin_to_compile()
+            self.validation.start_compiling()

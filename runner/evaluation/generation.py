@@ -44,7 +44,7 @@ from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
 from runner.parallel.mesh import num_batch_shards, sharding_rules
 from runner.storage import JsonObject, default_cache_directory, open_store
-from runner.train.evaluators import TEXT_CHARACTERS_MAX, Figures
+from runner.train.evaluators import TEXT_CHARACTERS_MAX, EvaluationMetrics
 
 _CONTEXT_TOKENS = 5  # that are decoded again with what is new: a tokenizer may write a token by the one before it
 _REPLACEMENT = "\ufffd"
@@ -70,7 +70,7 @@ class TextCodec:
         return bool(self.kind.get("kind") == "bytes")
 
 
-def find_language(named: TokenSource, data: DataConfig) -> TextCodec:
+def load_source_codec(named: TokenSource, data: DataConfig) -> TextCodec:
     """What the tokens of one source of `data` mean. Reads of a corpus its index, and text for its characters alone.
 
     Raises `DataError` if that is not known, or `OSError` if a bucket does not answer.
@@ -105,16 +105,16 @@ def _id_of(separator: bytes, tokenizer: Tokenizer) -> int | None:
         return None
 
 
-def language_of(data: DataConfig) -> TextCodec:
-    """What the tokens that a run trains on mean. Raises as `find_language` does, and if its sources differ in that."""
-    found = [find_language(named, data) for named in data.sources]
+def load_data_codec(data: DataConfig) -> TextCodec:
+    """Return the codec of the training data. Raises `DataError` as `load_source_codec`, or if sources differ."""
+    found = [load_source_codec(named, data) for named in data.sources]
     if other := next((index for index, one in enumerate(found) if one.kind != found[0].kind), None):
         names = data.sources[0].name, data.sources[other].name
         raise DataError(f"data.mixture: {names[0]} and {names[1]} have different tokenizers")
     return found[0]
 
 
-def first_token(language: TextCodec, data: DataConfig) -> int:
+def find_start_token(language: TextCodec, data: DataConfig) -> int:
     """What a text without a prompt begins after: the separator of documents, or else a line's end, or else id 0.
 
     Where an example holds whole documents no separator is ever an input, so none is taken.
@@ -159,7 +159,7 @@ def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[
     yield decode(ids)[len(decode(ids[:read])) :]
 
 
-def pieces(tokens: Iterable[int], prompt: Sequence[int], text: str, language: TextCodec | None) -> Iterator[str]:
+def stream_output(tokens: Iterable[int], prompt: Sequence[int], text: str, language: TextCodec | None) -> Iterator[str]:
     """The prompt, whose text is `text`, and what follows it, up to a line's end; ids where no language is known."""
     yield text + (" " if text and language is None else "")
     if language is None:
@@ -169,7 +169,7 @@ def pieces(tokens: Iterable[int], prompt: Sequence[int], text: str, language: Te
     yield "\n"
 
 
-Choose = Callable[[jax.Array, int], jax.Array]
+TokenChooser = Callable[[jax.Array, int], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Sampler:
         if not 0 <= self.seed < 1 << 32:
             raise InvalidError(f"--seed {self.seed}: needs a whole number of 0 to {(1 << 32) - 1}")
 
-    def make_choose(self, num_ids: int) -> Choose:
+    def make_chooser(self, num_ids: int) -> TokenChooser:
         """`(logits_V, index of the token) -> id`, one of the first `num_ids`."""
 
         @jax.jit
@@ -203,12 +203,12 @@ class Sampler:
             if self.temperature == 0:
                 return jnp.argmax(logits_V)
             key = jax.random.fold_in(jax.random.key(self.seed), index)
-            return jax.random.categorical(key, keep_top(logits_V / self.temperature, self.top_p))
+            return jax.random.categorical(key, filter_top_p(logits_V / self.temperature, self.top_p))
 
         return choose
 
 
-def keep_top(logits_V: jax.Array, top_p: float) -> jax.Array:
+def filter_top_p(logits_V: jax.Array, top_p: float) -> jax.Array:
     """`logits_V`, and -inf for all but the fewest most probable tokens whose probabilities add up to `top_p`."""
     if top_p == 1:
         return logits_V
@@ -222,10 +222,12 @@ def keep_top(logits_V: jax.Array, top_p: float) -> jax.Array:
 CHUNK_TOKENS = 256  # of a prompt that are read at a time, so that their logits stay few
 
 # (window, how many of its last tokens are new) -> logits_V of the token after it, in float32
-Reader = Callable[[Sequence[int], int], jax.Array]
+NextTokenLogits = Callable[[Sequence[int], int], jax.Array]
 
 
-def generate(read: Reader, choose: Choose, prompt: Sequence[int], num_tokens: int, length: int) -> Iterator[int]:
+def generate(
+    read: NextTokenLogits, choose: TokenChooser, prompt: Sequence[int], num_tokens: int, length: int
+) -> Iterator[int]:
     """The `num_tokens` ids after `prompt`, which has at least one; see the top of this file for `length`."""
     window = list(prompt[-length:])
     num_new = len(window)
@@ -259,17 +261,17 @@ class CachedDecoder:
 
         def step(weights: Any, cache: Any, tokens_BxT: jax.Array, start: jax.Array, last: jax.Array) -> Any:
             logits_BxTxV, cache = model.apply(weights, tokens_BxT, cache=cache, start=start, deterministic=True)
-            return whole(logits_BxTxV[0, last].astype(jnp.float32), mesh), cache
+            return replicate(logits_BxTxV[0, last].astype(jnp.float32), mesh), cache
 
         self._step = jax.jit(step, donate_argnums=1)
 
-    def use(self, weights: Any) -> None:
+    def set_weights(self, weights: Any) -> None:
         """Read with other weights from now on; with None, hold none, and no memory, until the next."""
         self._weights = weights
         self._cache = None if weights is None else self._make_cache()
 
     def __call__(self, window: Sequence[int], num_new: int) -> jax.Array:
-        """See `Reader`."""
+        """See `NextTokenLogits`."""
         T = 1 if num_new == 1 else self._chunk
         logits_V = None
         for start in range(len(window) - num_new, len(window), T):
@@ -290,16 +292,16 @@ class RecomputingDecoder:
         @jax.jit
         def step(weights: Any, tokens_BxT: jax.Array, last: jax.Array) -> jax.Array:
             logits_BxTxV: Any = model.apply(weights, tokens_BxT, deterministic=True)
-            return whole(logits_BxTxV[0, last].astype(jnp.float32), mesh)
+            return replicate(logits_BxTxV[0, last].astype(jnp.float32), mesh)
 
         self._step = step
 
-    def use(self, weights: Any) -> None:
+    def set_weights(self, weights: Any) -> None:
         """Read with other weights from now on; with None, hold none until the next."""
         self._weights = weights
 
     def __call__(self, window: Sequence[int], num_new: int) -> jax.Array:
-        """See `Reader`."""
+        """See `NextTokenLogits`."""
         with sharding_rules(self._mesh):
             return self._step(self._weights, _rows(window, self._length, self._mesh), np.int32(len(window) - 1))
 
@@ -314,17 +316,17 @@ def _rows(tokens: Sequence[int], length: int, mesh: Mesh) -> np.ndarray:
     return np.tile(row, (num_batch_shards(mesh), 1))
 
 
-def whole(array: jax.Array, mesh: Mesh) -> jax.Array:
+def replicate(array: jax.Array, mesh: Mesh) -> jax.Array:
     """A copy on every device, so that every process can look at it. For traced code."""
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec()))
 
 
-def variables_of(weights: Any) -> Any:
+def make_variables(weights: Any) -> Any:
     """What a model is applied to: the parameters, and by collection what else it has."""
     return {"params": weights["params"], **weights.get("variables", {})}
 
 
-def vocabulary_size_of(model: nn.Module, weights: Any, length: int) -> int:
+def infer_vocabulary_size(model: nn.Module, weights: Any, length: int) -> int:
     """V, by the logits of one row; `weights` may be abstract. Raises `InvalidError` if the model returns no logits."""
     tokens_BxT = jax.ShapeDtypeStruct((1, length), jnp.int32)
     found: Any = jax.eval_shape(
@@ -355,7 +357,7 @@ class SampleEvaluator:
         prompts: Sequence[tuple[str, list[int]]],
         language: TextCodec | None,
         make_decoder: Callable[[Any], CachedDecoder | RecomputingDecoder],
-        choose: Choose,
+        choose: TokenChooser,
         num_tokens: int,
         length: int,
         is_stopping: Callable[[], bool],
@@ -366,7 +368,7 @@ class SampleEvaluator:
         self._num_tokens, self._length, self._is_stopping = num_tokens, length, is_stopping
         self._reader: CachedDecoder | RecomputingDecoder | None = None
 
-    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
         """See `Evaluator`."""
         texts = self.write(weights)
         if texts is None:
@@ -376,13 +378,13 @@ class SampleEvaluator:
     def write(self, weights: Any) -> list[str] | None:
         """A text for each prompt, which it begins with; None if the job was asked to stop. Called on every host."""
         if self._reader is None:
-            self._reader = self._make_reader(variables_of(weights))
+            self._reader = self._make_reader(make_variables(weights))
         texts = []
         for text, ids in self._prompts:
             if self._is_stopping():
                 return None
-            self._reader.use(variables_of(weights))
+            self._reader.set_weights(make_variables(weights))
             tokens = generate(self._reader, self._choose, ids, self._num_tokens, self._length)
-            texts.append("".join(pieces(tokens, ids, text, self._language))[:-1])
-        self._reader.use(None)
+            texts.append("".join(stream_output(tokens, ids, text, self._language))[:-1])
+        self._reader.set_weights(None)
         return texts

@@ -36,17 +36,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError
-from runner.evaluation.generation import variables_of, whole
+from runner.evaluation.generation import make_variables, replicate
 from runner.parallel.mesh import BATCH_AXES, num_batch_shards, sharding_rules
 from runner.storage import JsonObject, open_store
-from runner.train.evaluators import Figures
+from runner.train.evaluators import EvaluationMetrics
 
 
 class TextPair(NamedTuple):
     """The ids of a text, and of what may follow it; neither is empty."""
 
     context: Sequence[int]
-    following: Sequence[int]
+    continuation: Sequence[int]
 
 
 class LikelihoodResult(NamedTuple):
@@ -56,29 +56,29 @@ class LikelihoodResult(NamedTuple):
     is_greedy: bool
 
 
-def encode_pair(encode: Callable[[str], Sequence[int]], first: int, context: str, following: str) -> TextPair:
+def encode_pair(encode: Callable[[str], Sequence[int]], first: int, context: str, continuation: str) -> TextPair:
     """The ids of both. `first` is the token that a text begins after."""
     num_spaces = len(context) - len(context.rstrip())
     if num_spaces:
-        context, following = context[:-num_spaces], context[-num_spaces:] + following
+        context, continuation = context[:-num_spaces], context[-num_spaces:] + continuation
     if not context:
-        ids = list(encode(following))
+        ids = list(encode(continuation))
         return TextPair(ids[:1], ids[1:]) if ids[0] == first else TextPair([first], ids)
     before = list(encode(context))
-    return TextPair(before, list(encode(context + following))[len(before) :])
+    return TextPair(before, list(encode(context + continuation))[len(before) :])
 
 
-class Likelihood:
+class LikelihoodScorer:
     """Of the model's weights on `mesh`, by one program. Made and called on every host, with the same pairs.
 
-    `rows_per_device` are read at once. `is_stopping` says between batches whether the job was asked to stop.
+    `sequences_per_device` are read at once. `is_stopping` says between batches whether the job was asked to stop.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, length: int, rows_per_device: int, is_stopping: Callable[[], bool]
+        self, model: nn.Module, mesh: Mesh, length: int, sequences_per_device: int, is_stopping: Callable[[], bool]
     ):
         self._mesh, self._length, self._is_stopping = mesh, length, is_stopping
-        self._num_rows = rows_per_device * num_batch_shards(mesh)
+        self._num_rows = sequences_per_device * num_batch_shards(mesh)
 
         @jax.jit
         def score(variables: Any, x_BxT: Any, y_BxT: Any, mask_BxT: Any) -> tuple[jax.Array, jax.Array]:
@@ -89,13 +89,13 @@ class Likelihood:
             log_p_BxT = label_BxT - jax.nn.logsumexp(logits_BxTxV, axis=-1)
             is_best_BxT = jnp.argmax(logits_BxTxV, axis=-1) == y_BxT
             sum_B = jnp.sum(jnp.where(mask_BxT, log_p_BxT, 0), axis=-1)
-            return whole(sum_B, mesh), whole(jnp.all(is_best_BxT | ~mask_BxT, axis=-1), mesh)
+            return replicate(sum_B, mesh), replicate(jnp.all(is_best_BxT | ~mask_BxT, axis=-1), mesh)
 
         self._score = score
 
-    def of(self, weights: Any, pairs: Sequence[TextPair]) -> list[LikelihoodResult] | None:
+    def score(self, weights: Any, pairs: Sequence[TextPair]) -> list[LikelihoodResult] | None:
         """The likelihood of each pair; None if the job was asked to stop. `weights` are those of a checkpoint."""
-        variables, found = variables_of(weights), []
+        variables, found = make_variables(weights), []
         for first in range(0, len(pairs), self._num_rows):
             if self._is_stopping():
                 return None
@@ -110,10 +110,10 @@ class Likelihood:
         shape = self._num_rows, self._length
         x, y, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
         for row, pair in enumerate(pairs):
-            ids = [*pair.context, *pair.following][-(self._length + 1) :]
+            ids = [*pair.context, *pair.continuation][-(self._length + 1) :]
             end = len(ids) - 1
             x[row, :end], y[row, :end] = ids[:-1], ids[1:]
-            mask[row, max(0, end - len(pair.following)) : end] = True
+            mask[row, max(0, end - len(pair.continuation)) : end] = True
         sharding = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES))
         for array in (x, y, mask):
             yield jax.make_array_from_callback(shape, sharding, array.__getitem__)
@@ -191,7 +191,7 @@ def _place(answer: Any, labels: Sequence[Any], number: int) -> int:
     return place
 
 
-def digest_of_questions(questions: Sequence[Question]) -> str:
+def compute_questions_digest(questions: Sequence[Question]) -> str:
     """Tells lists of questions apart."""
     return hashlib.sha256(repr(list(questions)).encode()).hexdigest()
 
@@ -208,25 +208,25 @@ class MultipleChoice:
         questions: Sequence[Question],
         encode: Callable[[str], Sequence[int]],
         first: int,
-        likelihood: Likelihood,
+        likelihood: LikelihoodScorer,
         every_steps: int | None = None,
     ):
         self.name, self.every_steps = name, every_steps
         self._questions, self._likelihood = questions, likelihood
-        self._pairs = pairs_of(questions, encode, first)
+        self._pairs = make_pairs(questions, encode, first)
 
-    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
         """See `Evaluator`."""
-        found = self.ask(weights)
+        found = self.score(weights)
         return None if found is None else {f"val/{self.name}/{key}": value for key, value in found.items()}
 
-    def ask(self, weights: Any) -> dict[str, float] | None:
+    def score(self, weights: Any) -> dict[str, float] | None:
         """The figures by their own names; None if the job was asked to stop. Called on every host."""
-        likely = self._likelihood.of(weights, self._pairs)
-        return None if likely is None else accuracies(self._questions, likely)
+        likely = self._likelihood.score(weights, self._pairs)
+        return None if likely is None else compute_accuracies(self._questions, likely)
 
 
-def pairs_of(questions: Sequence[Question], encode: Callable[[str], Sequence[int]], first: int) -> list[TextPair]:
+def make_pairs(questions: Sequence[Question], encode: Callable[[str], Sequence[int]], first: int) -> list[TextPair]:
     """A pair for each choice of each question, in order."""
     return [
         encode_pair(encode, first, question.context, DELIMITER + choice)
@@ -235,7 +235,7 @@ def pairs_of(questions: Sequence[Question], encode: Callable[[str], Sequence[int
     ]
 
 
-def accuracies(questions: Sequence[Question], likely: Sequence[LikelihoodResult]) -> dict[str, float]:
+def compute_accuracies(questions: Sequence[Question], likely: Sequence[LikelihoodResult]) -> dict[str, float]:
     """The shares of right answers, from the likelihood of each choice of each question, in order."""
     right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
     first = 0

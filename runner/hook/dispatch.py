@@ -34,7 +34,7 @@ from runner.console import warn
 from runner.distributed.clock import LocalFailure, Phase, TimeBucket
 from runner.errors import FencedError, HookError, InvalidError, RetryableError, first_line
 from runner.hook.counters import FiredCalls, HookState, decode, encode
-from runner.hook.listing import RIDER, Hooks, ListedHook, load_hooks
+from runner.hook.listing import STATE_NAME, HookList, ListedHook, load_hooks
 from runner.hook.protocol import Act, Moment, Verdict
 from runner.job import RestoreableJob
 from runner.metrics.rows import Row
@@ -42,7 +42,7 @@ from runner.run.attempt import Attempt
 from runner.run.layout import read_owner, read_result
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import JsonObject, read_log
-from runner.train.evaluators import with_averages
+from runner.train.evaluators import add_averages
 from runner.train.setup import TrainSetupBuilder
 from runner.train.state import TrainState
 
@@ -162,7 +162,7 @@ class RowSource(Protocol):
     def newest_row(self) -> Row:
         """The newest row; empty if there is none, and on other hosts than the main one."""
 
-    def lacks_evaluation(self, row: Row, step: int) -> bool:
+    def is_evaluation_missing(self, row: Row, step: int) -> bool:
         """Whether the row of `step` was to be evaluated, and a stop came before."""
 
     def is_evaluated(self, row: Row) -> bool:
@@ -196,7 +196,7 @@ class HookDispatcher:
         save_step: the last step that a hook wanted to be saved.
     """
 
-    def __init__(self, hooks: Hooks, attempt: Attempt, rows: RowSource, weights_of: Callable[[TrainState], Any]):
+    def __init__(self, hooks: HookList, attempt: Attempt, rows: RowSource, weights_of: Callable[[TrainState], Any]):
         self._hooks, self._attempt, self._rows, self._weights_of = hooks, attempt, rows, weights_of
         self._caller = HookCaller(attempt)
         self._seen = FiredCalls()  # by observers
@@ -212,22 +212,22 @@ class HookDispatcher:
         """
         if not self._hooks.listed:
             return state
-        waiting = self._hooks.listening_to("on_evaluation")
+        waiting = self._hooks.list_implementing("on_evaluation")
         if waiting and not self._rows.has_evaluators:
             raise InvalidError(f"hooks: {waiting[0].name} waits for evaluations, and nothing evaluates this job")
         hosts, row = self._attempt.hosts, self._newest_row()
         owner = read_owner(self._attempt.store) if hosts.is_main else None
         self._run_began = hosts.agree(0.0 if owner is None else owner.time)
-        is_open = row.get("step") == step and self._rows.lacks_evaluation(row, step)
+        is_open = row.get("step") == step and self._rows.is_evaluation_missing(row, step)
         is_evaluated = row.get("step") == step and self._rows.is_evaluated(row)
         self._seen = FiredCalls(row=0 if is_open else step, evaluation=step if is_evaluated else 0)
         branch = self._read(state)
         if branch.fired.stopped:
-            stopper = self._hooks.of_rule(branch.fired.stopped)
+            stopper = self._hooks.find_by_digest(branch.fired.stopped)
             self.stop = None if stopper is None else HookStop(stopper, step, hosts.agree(self._reason_of_stop(step)))
         if branch.fired.stopped and self.stop is None:  # the spec tells this hook otherwise now
             state = self._write(state, branch, replace(branch, fired=replace(branch.fired, stopped=0)))
-        for each in self._hooks.listening_to("on_start"):
+        for each in self._hooks.list_implementing("on_start"):
             self._caller.tell(each, "on_start", self._moment(each, state, step, row))
         return state
 
@@ -237,7 +237,7 @@ class HookDispatcher:
 
     def fire(self, state: TrainState, step: int, row: Row) -> TrainState:
         """Likewise for the row of this step, which is the same on every host."""
-        if row.get("step") != step or self._rows.lacks_evaluation(row, step) or not self._hooks.listed:
+        if row.get("step") != step or self._rows.is_evaluation_missing(row, step) or not self._hooks.listed:
             return state
         before = branch = self._read(state)
         branch = self._ask("on_row", "row", branch, state, step, row)
@@ -270,7 +270,7 @@ class HookDispatcher:
 
     def _tell(self, method: str, state: TrainState, step: int) -> dict[str, JsonObject]:
         """Call a method that steers nothing: what each hook has returned, by its name."""
-        listening = self._hooks.listening_to(method)
+        listening = self._hooks.list_implementing(method)
         if not listening:
             return {}
         row = self._newest_row()
@@ -279,7 +279,7 @@ class HookDispatcher:
     def _ask(self, method: str, mark: str, branch: HookState, state: TrainState, step: int, row: Row) -> HookState:
         """Call a method of all hooks that have not been called so for `step`; the branch with what they have said."""
         fired, counters, is_marked = branch.fired, dict(branch.counters), False
-        for each in self._hooks.listening_to(method):
+        for each in self._hooks.list_implementing(method):
             is_observer = each.counters is None
             if getattr(self._seen if is_observer else branch.fired, mark) >= step:
                 continue
@@ -314,10 +314,10 @@ class HookDispatcher:
         return dict(self._attempt.hosts.agree(self._rows.newest_row()))
 
     def _read(self, state: TrainState) -> HookState:
-        return HookState.read(state.riders[RIDER]) if self._hooks.steering else HookState(FiredCalls(), {})
+        return HookState.read(state.riders[STATE_NAME]) if self._hooks.stateful else HookState(FiredCalls(), {})
 
     def _write(self, state: TrainState, before: HookState, branch: HookState) -> TrainState:
-        return state if not self._hooks.steering or branch is before else branch.placed(state, RIDER)
+        return state if not self._hooks.stateful or branch is before else branch.placed(state, STATE_NAME)
 
     def _reason_of_stop(self, step: int) -> str:
         """What the hook has said when it stopped the run at `step`, in an earlier attempt. Main host only."""
@@ -336,41 +336,41 @@ class HookedJob(RestoreableJob):
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         super().__init__(spec, document)
         seen: Any = self
-        self.hooks: Hooks = load_hooks(self.document, spec.hook_entries, seen)
+        self.hooks: HookList = load_hooks(self.document, spec.hook_entries, seen)
 
     @functools.cached_property
-    def steering(self) -> HookDispatcher:
+    def hook_dispatcher(self) -> HookDispatcher:
         """The hooks at work in this attempt."""
         report: Any = self.report
-        return HookDispatcher(self.hooks, self.attempt, report, self.evaluated_weights)
+        return HookDispatcher(self.hooks, self.attempt, report, self.get_evaluated_weights)
 
-    def evaluated_weights(self, state: Any) -> Any:
+    def get_evaluated_weights(self, state: Any) -> Any:
         """What evaluators and hooks are shown of a state: its weights, and by `ema` their averages that ride along."""
-        return with_averages(self.weights, state)
+        return add_averages(self.weights, state)
 
     def begin_steering(self) -> None:
         """Make up for what a stop has kept from the step that is resumed: its evaluation, and the calls of hooks."""
         report: Any = self.report
-        self.state = self.steering.start(self.state, self.step)
+        self.state = self.hook_dispatcher.start(self.state, self.step)
 
         def fire(row: Row) -> None:
-            self.state = self.steering.fire(self.state, self.step, row)
+            self.state = self.hook_dispatcher.fire(self.state, self.step, row)
 
-        if not report.complete_row(self.evaluated_weights(self.state), self.step, fire):
+        if not report.complete_row(self.get_evaluated_weights(self.state), self.step, fire):
             self.save_or_stop()
         self.steer()
 
     def steer(self) -> None:
         """Let hooks see the row of this step, if it has one; they may have it saved, or make it the last."""
-        self.state = self.steering.after_row(self.state, self.step)
-        if self.steering.save_step == self.step:
+        self.state = self.hook_dispatcher.after_row(self.state, self.step)
+        if self.hook_dispatcher.save_step == self.step:
             self.checkpointer.ask_for(self.step)
 
     @property
     def total_steps(self) -> int:
         """The config's, or where a hook has ended the run. Of epochs the data are read on this host."""
-        stop = self.steering.stop if "steering" in vars(self) else None
-        return self.setup_builder.counted.total_steps if stop is None else stop.step
+        stop = self.hook_dispatcher.stop if "hook_dispatcher" in vars(self) else None
+        return self.setup_builder.config_in_steps.total_steps if stop is None else stop.step
 
     @property
     def done(self) -> bool:
@@ -387,5 +387,5 @@ class HookedJob(RestoreableJob):
 
     def result(self) -> JsonObject:
         """The base's, and what hooks add: it is their last call, and the state is saved."""
-        self.steering.end(self.state, self.step)
-        return super().result() | self.steering.result()
+        self.hook_dispatcher.end(self.state, self.step)
+        return super().result() | self.hook_dispatcher.result()

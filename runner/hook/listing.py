@@ -13,7 +13,7 @@ from runner.run.layout import Result
 from runner.spec import Document, HookEntry, Trajectory, hash_of, load_class, validate_config
 from runner.train.state import AuxiliaryState
 
-RIDER = "hooks"
+STATE_NAME = "hooks"
 
 
 @dataclass(frozen=True)
@@ -45,62 +45,66 @@ class ListedHook:
 
 
 @dataclass(frozen=True)
-class Hooks:
+class HookList:
     """The hooks of a job, in the order of its spec."""
 
     listed: Sequence[ListedHook] = ()
 
     @functools.cached_property
-    def steering(self) -> list[ListedHook]:
+    def stateful(self) -> list[ListedHook]:
         """Those that may steer the run, and so have a part in its state."""
         return [each for each in self.listed if each.counters is not None]
 
-    def listening_to(self, method: str) -> list[ListedHook]:
+    def list_implementing(self, method: str) -> list[ListedHook]:
         """Those that want to be called so."""
         return [each for each in self.listed if each.listens_to(method)]
 
     def branch(self) -> HookState:
         """What the state holds of them before the first step."""
-        return HookState.first({each.name: each.counters for each in self.steering})
+        return HookState.first({each.name: each.counters for each in self.stateful})
 
-    def riders(self) -> tuple[AuxiliaryState, ...]:
+    def auxiliary_states(self) -> tuple[AuxiliaryState, ...]:
         """What rides along for them in the train state: nothing, where all of them only look."""
-        return (AuxiliaryState(RIDER, lambda params: self.branch().arrays()),) if self.steering else ()
+        return (AuxiliaryState(STATE_NAME, lambda params: self.branch().arrays()),) if self.stateful else ()
 
     def identity(self) -> Trajectory:
         """The part of the trajectory on which the counters depend, by dotted key."""
         known: Trajectory = {}
-        for each in self.steering:
-            prefix = f"{RIDER}.{each.name}"
+        for each in self.stateful:
+            prefix = f"{STATE_NAME}.{each.name}"
             config = each.hook.config.model_dump(mode="json", exclude=set(each.hook.config.free_keys))
             known[f"{prefix}.hook"] = each.entry.hook
             known |= {f"{prefix}.config.{key}": value for key, value in config.items()}
         return known
 
-    def of_rule(self, rule: int) -> ListedHook | None:
+    def find_by_digest(self, rule: int) -> ListedHook | None:
         """The hook with this `rule`, as it stands in the spec now."""
-        return next((each for each in self.steering if each.rule == rule), None)
+        return next((each for each in self.stateful if each.rule == rule), None)
 
     def has_stopped(self, result: Result | None) -> bool:
         """Whether one of them, as it is told now, has ended the run that left this result."""
-        return result is not None and result.stopped_rule is not None and self.of_rule(result.stopped_rule) is not None
+        return (
+            result is not None
+            and result.stopped_rule is not None
+            and self.find_by_digest(result.stopped_rule) is not None
+        )
 
     def entries(self) -> list[HookEntry]:
         """What the resolved spec has."""
         return [each.entry for each in self.listed]
 
 
-def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -> Hooks:
+def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -> HookList:
     """Import, check and make the hooks of a spec. Raises `InvalidError` with the place of what is wrong."""
     listed: list[ListedHook] = []
     for place, entry in enumerate(entries):
-        with document.blaming(f"{RIDER}.{place}"):
+        with document.blaming(f"{STATE_NAME}.{place}"):
             if entry.called in (FIRED, *(each.name for each in listed)):
                 raise InvalidError(f"a hook is called {entry.called} already; give this one a name of its own")
             found: type[Hook] = load_class(entry.hook, Hook)
             config = validate_config(document, found.Config, place)
             listed.append(_listed(found(config, job), entry))
-    return Hooks(tuple(listed))
+    return HookList(tuple(listed))
 
 
 def _listed(hook: Hook, entry: HookEntry) -> ListedHook:

@@ -25,8 +25,8 @@ from runner.data import Dataset, get_batch_fields, load_validation_set
 from runner.data.packing import Fields
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
-from runner.evaluation.builtin import EvaluationContext, EvaluationData, language_or_reason, own_sets
-from runner.evaluation.generation import TextCodec, language_of
+from runner.evaluation.builtin import EvaluationContext, EvaluationData, load_codec_or_reason, select_run_data
+from runner.evaluation.generation import TextCodec, load_data_codec
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
 from runner.parallel.mesh import AXES, does_mesh_fit, make_mesh, mesh_sizes, num_batch_shards
 from runner.records import PARAMS
@@ -49,7 +49,7 @@ def load_evaluation_data(run: ReadOnlyRun, named: TokenSource | None) -> Evaluat
     job = run.job
     data = job.config.data
     if named is not None:
-        language = language_or_reason(named, data)
+        language = load_codec_or_reason(named, data)
         _refuse_another(language, job, named)
         return EvaluationData(
             load_validation_set(data, DATA_SET, named, vocabulary_size=job.vocabulary_size), {DATA_SET: language}
@@ -58,13 +58,13 @@ def load_evaluation_data(run: ReadOnlyRun, named: TokenSource | None) -> Evaluat
     dataset.validate_vocabulary(job.vocabulary_size)
     if not dataset.validation:
         raise InvalidError(f"{run.store.url}: its spec keeps no validation set; name a source with --data")
-    return own_sets(dataset, job.config)
+    return select_run_data(dataset, job.config)
 
 
 def _refuse_another(found: TextCodec | str, job: BaseTrainer, named: TokenSource) -> None:
     """Raise `DataError` if the ids of a source are known to mean something else than those that the run trains on."""
     try:
-        own = language_of(job.config.data)
+        own = load_data_codec(job.config.data)
     except DataError:
         return
     if isinstance(found, TextCodec) and found.kind != own.kind:
@@ -97,7 +97,7 @@ class Scorer:
         self._run, self._dataset, self._weights, job = run, dataset, weights, run.job
         mesh = _mesh_here(run)
         self._layout = _lay_out(run, mesh, dataset.fields)
-        train_setup = job.setup_builder.build_on(mesh, jax.random.key(job.spec.seed))
+        train_setup = job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed))
         self._abstract = job.weights(train_setup.abstract_state)
         self._validation = Validation(
             train_setup.abstract_state,
@@ -105,7 +105,7 @@ class Scorer:
             (),
             lambda: False,
         )
-        self._tasks = job.asked.multiple_choices(make_evaluation_context(run)[0]) if asks else []
+        self._tasks = job.evaluation_tasks.make_multiple_choices(make_evaluation_context(run)[0]) if asks else []
 
     def score(self, checkpoint: str) -> Score:
         """The score of one checkpoint, by the name that `ReadOnlyRun.find` gives.
@@ -113,7 +113,7 @@ class Scorer:
         Raises as `ReadOnlyRun.weights` does.
         """
         step, weights = parse_step(checkpoint), self._run.load_weights(checkpoint, self._abstract, self._weights)
-        state = self._validation.state_of(weights, step)
+        state = self._validation.make_val_state(weights, step)
         found = {}
         for name in self._dataset.validation:
             loss_sum = num_tokens = 0.0
@@ -122,7 +122,7 @@ class Scorer:
                 assert sums is not None, "nobody asks it to stop"
                 loss_sum, num_tokens = loss_sum + sums.loss, num_tokens + sums.num_tokens
             found[name] = loss_sum, num_tokens
-        return Score(step, found, {task.name: task.ask(weights) or {} for task in self._tasks})
+        return Score(step, found, {task.name: task.score(weights) or {} for task in self._tasks})
 
     def _stretches(self, name: str) -> Iterator[ValidationSet]:
         num_batches = -(-self._dataset.validation[name].num_examples // self._layout.global_batch_examples)
@@ -138,7 +138,7 @@ def make_evaluation_context(run: ReadOnlyRun) -> tuple[EvaluationContext, Any]:
     """Where the run's model is asked on the devices at hand, and the abstract weights that it needs there."""
     job, mesh = run.job, _mesh_here(run)
     layout = _lay_out(run, mesh, get_batch_fields(job.config.data))
-    abstract = job.weights(job.setup_builder.build_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
+    abstract = job.weights(job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed)).abstract_state)
     size = layout.micro_batch_examples
     return EvaluationContext(job.model(), mesh, size, job.vocabulary_size, lambda: False), abstract
 
@@ -283,7 +283,7 @@ class _CheckpointEvaluator:
         data = load_evaluation_data(run, source)
         self._run, self._hosts, self._weights = run, hosts, weights
         self._scorer = Scorer(run, data.dataset, weights, asks=source is None)
-        self._sizes = {name: data.size(name) for name in data.languages} if hosts.is_main else {}
+        self._sizes = {name: data.measure(name) for name in data.codecs} if hosts.is_main else {}
         for name, size in self._sizes.items():
             if size.num_bytes is None:
                 warn(f"{name}: loss per byte is not known: {size.reason}")

@@ -18,14 +18,14 @@ from runner.errors import InvalidError, first_line
 from runner.evaluation.generation import (
     Sampler,
     encode_prompt,
-    first_token,
+    find_start_token,
     generate,
-    language_of,
+    load_data_codec,
     make_decoder,
+    make_variables,
     stream_text,
-    variables_of,
 )
-from runner.evaluation.likelihood import Likelihood, TextPair, encode_pair
+from runner.evaluation.likelihood import LikelihoodScorer, TextPair, encode_pair
 from runner.inference.evaluate import make_evaluation_context
 from runner.inference.open_run import ReadOnlyRun, parse_step
 from runner.storage import JsonObject
@@ -39,15 +39,17 @@ class HarnessModel(LM):
     def __init__(self, run: ReadOnlyRun, checkpoint: str):
         super().__init__()
         job, (place, abstract) = run.job, make_evaluation_context(run)
-        self._language = language_of(job.config.data)
-        self._first = first_token(self._language, job.config.data)
+        self._language = load_data_codec(job.config.data)
+        self._first = find_start_token(self._language, job.config.data)
         self._encode = partial(encode_prompt, self._language)
         self._length = job.config.data.sequence_length
         self._weights = run.load_weights(checkpoint, abstract)
-        self._likelihood = Likelihood(place.model, place.mesh, self._length, place.rows_per_device, place.is_stopping)
+        self._likelihood = LikelihoodScorer(
+            place.model, place.mesh, self._length, place.sequences_per_device, place.is_stopping
+        )
         dtype = job.config.precision.compute
-        self._read = make_decoder(place.model, variables_of(self._weights), self._length, dtype, place.mesh)
-        self._choose = Sampler(temperature=0.0).make_choose(self._language.tokenizer.vocabulary_size)
+        self._read = make_decoder(place.model, make_variables(self._weights), self._length, dtype, place.mesh)
+        self._choose = Sampler(temperature=0.0).make_chooser(self._language.tokenizer.vocabulary_size)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """See `LM`."""
@@ -64,7 +66,7 @@ class HarnessModel(LM):
         return found
 
     def _of(self, pairs: Sequence[TextPair]) -> list[tuple[float, bool]]:
-        likely = self._likelihood.of(self._weights, pairs)
+        likely = self._likelihood.score(self._weights, pairs)
         assert likely is not None, "nobody asks it to stop"
         return [(each.log_likelihood, each.is_greedy) for each in likely]
 
@@ -76,7 +78,7 @@ class HarnessModel(LM):
         ends = options.get("until") or []
         ends = [ends] if isinstance(ends, str) else ends
         ids = self._encode(context) or [self._first]
-        self._read.use(variables_of(self._weights))
+        self._read.set_weights(make_variables(self._weights))
         tokens = generate(self._read, self._choose, ids, int(options.get("max_gen_toks", _MOST_TOKENS)), self._length)
         text = ""
         for piece in stream_text(tokens, ids, self._language.tokenizer.decode):

@@ -20,7 +20,7 @@ from runner.job import RestoreableJob
 from runner.records import PARAMS
 from runner.spec import load_job_class, validate_spec
 from runner.storage import Store, number_in, open_store
-from runner.train.evaluators import as_params
+from runner.train.evaluators import cast_like
 from runner.trainer import BaseTrainer
 
 NEWEST, BEST = "newest", "best"
@@ -78,7 +78,7 @@ class ReadOnlyRun:
                 return open_checkpoint(checkpoint, like=abstract)[0]
             like = abstract | {PARAMS: jax.tree.map(_in_float32, abstract[PARAMS])}
             found = open_checkpoint(checkpoint, like=like, weights=weights)[0]
-            return found | {PARAMS: as_params(found[PARAMS], abstract[PARAMS])}
+            return found | {PARAMS: cast_like(found[PARAMS], abstract[PARAMS])}
         except ResumeError as error:
             one_line = "; ".join(line.strip() for line in str(error).splitlines())
             raise InvalidError(f"{self.store.url}: {one_line}") from error

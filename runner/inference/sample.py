@@ -13,14 +13,14 @@ from runner.evaluation.generation import (
     Sampler,
     TextCodec,
     encode_prompt,
-    first_token,
+    find_start_token,
     generate,
-    language_of,
+    infer_vocabulary_size,
+    load_data_codec,
     make_decoder,
+    make_variables,
     parse_ids,
-    pieces,
-    variables_of,
-    vocabulary_size_of,
+    stream_output,
 )
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
 from runner.parallel.mesh import AXES, device_memory_bytes, make_mesh
@@ -51,14 +51,14 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     job = run.job
     data, length = job.config.data, job.config.data.sequence_length
     try:
-        language: TextCodec | None = language_of(data)
+        language: TextCodec | None = load_data_codec(data)
     except DataError as error:
         warn(f"ids instead of text: {error}")
         language = None
     checkpoint = run.find_checkpoint(request.step)
     abstract, mesh = _draw(job)
     model = job.model()
-    num_ids = vocabulary_size_of(model, variables_of(abstract), length)
+    num_ids = infer_vocabulary_size(model, make_variables(abstract), length)
     if language is not None and language.tokenizer.vocabulary_size > num_ids:
         size = language.tokenizer.vocabulary_size
         raise InvalidError(
@@ -68,19 +68,19 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
         prompt = parse_ids(request.prompt, num_ids) or [0]
     else:
         num_ids = language.tokenizer.vocabulary_size
-        prompt = encode_prompt(language, request.prompt) or [first_token(language, data)]
-    variables = variables_of(run.load_weights(checkpoint, abstract, request.weights))
+        prompt = encode_prompt(language, request.prompt) or [find_start_token(language, data)]
+    variables = make_variables(run.load_weights(checkpoint, abstract, request.weights))
     warn(f"{job.spec.name}: step {parse_step(checkpoint)}{'' if request.weights == PARAMS else f', {request.weights}'}")
     read = make_decoder(model, variables, length, job.config.precision.compute, mesh)
-    tokens = generate(read, request.sampling.make_choose(num_ids), prompt, request.num_tokens, length)
-    return pieces(tokens, prompt, request.prompt, language)
+    tokens = generate(read, request.sampling.make_chooser(num_ids), prompt, request.num_tokens, length)
+    return stream_output(tokens, prompt, request.prompt, language)
 
 
 def _draw(job: BaseTrainer) -> tuple[Any, Mesh]:
     """The abstract weights, and where they go: the first device of this process, or all, if they fill half of it."""
     for devices in (jax.local_devices()[:1], jax.local_devices()):
         mesh = make_mesh(dict.fromkeys(AXES, 1) | {"fsdp": len(devices)}, devices)
-        abstract = job.weights(job.setup_builder.build_on(mesh, jax.random.key(job.spec.seed)).abstract_state)
+        abstract = job.weights(job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed)).abstract_state)
         if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) < device_memory_bytes() / 2:
             break
     return abstract, mesh

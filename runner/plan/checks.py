@@ -132,7 +132,7 @@ def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dat
     Where the total is in epochs, they are counted: data that do not serve that cannot be used either.
     """
     with findings.collect():
-        found, _ = setup_builder.dataset, setup_builder.counted
+        found, _ = setup_builder.dataset, setup_builder.config_in_steps
         with findings.collect():
             found.validate_vocabulary(setup_builder.vocabulary_size)
             return found, True
@@ -152,7 +152,7 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
         found.read("train", 0, -(-batch // num_hosts))
         is_read = True
     seconds = time.perf_counter() - began
-    _describe(section, found, setup_builder.counted.total_steps * batch)
+    _describe(section, found, setup_builder.config_in_steps.total_steps * batch)
     if is_read:
         section.add("first batch", seconds, "seconds", "measured", "the data opened and a host's part read, from here")
     return DataCheck(section, is_read, can_draw)

@@ -101,7 +101,7 @@ class EarlyEstimate:
         memory = self.predictor.job.config.memory
         of_layers = 3 if memory.remat == "layers" else 2
         of_logits = 3  # one of them of a table that is looked up too
-        passes = ParameterPasses(program.step.layout.rounds, of_layers, of_logits)
+        passes = ParameterPasses(program.step.layout.micro_batches_per_device, of_layers, of_logits)
         cut = {axis for axis, size in self.sizes if axis in STATE_AXES and size > 1}
         found = mesh_check.find_mesh_warnings(
             program.collectives, _parameters(self.train_setup.abstract_state), passes, cut

@@ -42,7 +42,7 @@ from runner.plan.mesh import MeshSizes, compute_small_share, find_small_shards, 
 from runner.plan.program import Roofline, StepWork, count_bytes_per_device, count_elements, split_over_domains
 from runner.train.flops import Flops, Sizing
 from runner.train.setup import TrainSetup, TrainSetupBuilder
-from runner.train.state import relaid
+from runner.train.state import reshard_abstract_state
 from runner.trainer import BaseTrainer
 
 _REDUCED_ITEMSIZE = 4  # of gradients over `data`, which are float32
@@ -187,7 +187,7 @@ class Predictor:
 
     def state_on(self, sizes: MeshSizes) -> Any:
         """The abstract state over a mesh of no devices: shapes and shardings."""
-        return relaid(self.whole, abstract_mesh(sizes))
+        return reshard_abstract_state(self.whole, abstract_mesh(sizes))
 
     def size_of(self, abstract: Any) -> StateSize:
         """Of an abstract state with shardings."""
@@ -268,7 +268,7 @@ def build_abstract(setup_builder: TrainSetupBuilder, sizes: MeshSizes) -> TrainS
     """The job over a mesh of no devices; its shapes are found by a shorter row where its own takes long to trace."""
     length = setup_builder.config.data.sequence_length
     row_length = math.gcd(length, _LONG_ROW) if length > _LONG_ROW else length
-    return setup_builder.build_on(
+    return setup_builder.build_on_mesh(
         abstract_mesh(sizes), jax.eval_shape(lambda: jax.random.key(setup_builder.seed)), row_length
     )
 

@@ -111,7 +111,7 @@ def _sections(
         mesh: Mesh | None = None
         if machine is not None:
             with findings.collect():
-                mesh = job.setup_builder.lay_out(machine.devices)
+                mesh = job.setup_builder.make_mesh(machine.devices)
         if machine is None or mesh is None or not data.can_draw:
             return sections
         return sections + _trainer_sections(job, mesh, machine, findings, request)
@@ -128,7 +128,7 @@ def _sections(
 def _trainer_sections(
     job: BaseTrainer, mesh: Mesh, machine: TargetMachine, findings: Findings, request: PlanRequest
 ) -> list[Section]:
-    train_setup = job.setup_builder.build_on(mesh, jax.random.key(job.spec.seed))
+    train_setup = job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed))
     abstract = train_setup.abstract_state
     checks.check_weights(job, abstract, findings)
     outlook = estimate_early(job, train_setup, machine)
@@ -143,7 +143,7 @@ def _trainer_sections(
     if outlook is not None:
         _warn_of(job, outlook, outlook.faults(program), findings)
     sections = [
-        report.make_batch_section(job.setup_builder.counted, program),
+        report.make_batch_section(job.setup_builder.config_in_steps, program),
         report.make_state_section(abstract),
         report.make_memory_section(program, machine),
         report.make_collectives_section(program),
@@ -154,7 +154,7 @@ def _trainer_sections(
     except ValueError as error:
         findings.warnings.append(f"{job.spec.job}: no FLOPs and no roofline: {error}")
     else:
-        roofline, times = report.make_roofline_section(job.setup_builder.counted, flops, program, machine)
+        roofline, times = report.make_roofline_section(job.setup_builder.config_in_steps, flops, program, machine)
         sections += [report.make_flops_section(job.config, flops), roofline]
         step_seconds = None if times is None else times.step_seconds
         model_flops = flops.per_token * job.config.tokens_per_step
@@ -165,7 +165,7 @@ def _trainer_sections(
 
 def _needs_no_data(job: BaseTrainer) -> bool:
     """Whether a job can be drawn before its data are read."""
-    return job.setup_builder.names_vocabulary and job.config.train.total_epochs is None
+    return job.setup_builder.has_vocabulary_size and job.config.train.total_epochs is None
 
 
 def _tell_first(job: BaseTrainer, machine: TargetMachine) -> None:

@@ -131,7 +131,7 @@ def compile_program(
     Both steps side by side, as a compiler has few threads of its own: the validation step for the micro-batch that the
     train step tries first, and again if that does not fit. Raises `InvalidError` with the numbers if it does not fit.
     """
-    first = setup_builder.first_layout(train_setup)
+    first = setup_builder.largest_layout(train_setup)
     with ThreadPoolExecutor(1) as beside:
         val = beside.submit(_seconds_of_val, setup_builder, train_setup, first) if with_val else None
         started = time.monotonic()

@@ -61,7 +61,7 @@ def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Secti
     shards = num_batch_shards(layout.mesh)
     section.add("mesh", mesh_text(program.train_setup.mesh_sizes), "text", "counted")
     axes = batch_axes_text(layout.mesh)
-    product = f"{layout.micro_batch_examples} examples x {shards} devices ({axes}) x {layout.rounds}"
+    product = f"{layout.micro_batch_examples} examples x {shards} devices ({axes}) x {layout.micro_batches_per_device}"
     section.add("micro-batch x devices x accumulation", f"{product} = {train.global_batch_examples}", "text", "counted")
     section.add("tokens in a step", config.tokens_per_step, "", "counted")
     section.add("steps", config.total_steps, "", "counted")
@@ -117,7 +117,7 @@ def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProg
     whole = count_elements(abstract.params) / sizes["tensor"]
     passes = 3 if config.memory.remat == "layers" else 2
     compute_bytes = 2 if config.precision.compute == "bfloat16" else 4
-    accumulate_steps = program.step.layout.rounds
+    accumulate_steps = program.step.layout.micro_batches_per_device
     traffic = estimate.compute_hbm_traffic(
         count_bytes_per_device(abstract), whole * compute_bytes, passes, accumulate_steps
     )

@@ -176,7 +176,7 @@ class Search:
         train_setup = job.setup_builder.build(machine.devices)
         program = compile_program(job.setup_builder, train_setup, machine, with_val=False)
         _, times = report.make_roofline_section(
-            job.setup_builder.counted, job.flops_per_token(train_setup), program, machine
+            job.setup_builder.config_in_steps, job.flops_per_token(train_setup), program, machine
         )
         return CompiledCandidate(
             candidate, program, times or candidate.prediction.times, forecast_step_seconds(program, machine)

@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runner.train.state import AuxiliaryState, HalfBatchGradients, Meta, StepObservation, UpdateVariables
-from runner.train.step import NEAREST, Norms, norms_of_job
+from runner.train.state import AuxiliaryState, HalfBatchGradients, Meta, StepObservation
+from runner.train.step import NEAREST, StepOptions, norms_of_job
 
 EMA = "ema"
 
@@ -74,7 +74,7 @@ def make_noise_scale(decay: float) -> AuxiliaryState:
         scale = after["trace"] / after["square"]
         return after, {NOISE_SCALE: jnp.where((after["square"] > 0) & (scale > 0), scale, jnp.nan)}
 
-    return AuxiliaryState(NOISE_SCALE, init, update, sees_halves=True)
+    return AuxiliaryState(NOISE_SCALE, init, update, needs_halves=True)
 
 
 def estimates(halves: HalfBatchGradients) -> Any:
@@ -86,7 +86,8 @@ def estimates(halves: HalfBatchGradients) -> Any:
 def make_auxiliary_states(job_class: Any) -> tuple[AuxiliaryState, ...]:
     """What rides along in the state of a trainer, whose class it is given: by default what `config` asks for.
 
-    An experiment that has riders of its own adds them to these: `return *super().riders(), Rider(...)`.
+    An experiment with auxiliary states of its own adds them to these:
+    `return *super().auxiliary_states(), AuxiliaryState(...)`.
     """
     config = getattr(job_class, "config", None)  # a class alone, of which no job is made, has none
     if config is None:
@@ -96,15 +97,16 @@ def make_auxiliary_states(job_class: Any) -> tuple[AuxiliaryState, ...]:
     return tuple(found)
 
 
-def options_of(job_class: Any) -> tuple[UpdateVariables, tuple[AuxiliaryState, ...], str, Norms, int | None]:
-    """What a trainer, whose class it is given, hands to `train_step`.
-
-    How variables change, riders, rounding, norms, and the number of groups whose sums have a fixed order.
-    """
+def make_step_options(job_class: Any) -> StepOptions:
+    """Return the step options of a trainer, given its class."""
     config = getattr(job_class, "config", None)
-    rounding = NEAREST if config is None else str(config.precision.rounding)
-    norms, groups = norms_of_job(job_class), groups_of(job_class)
-    return job_class.update_variables, job_class.riders(), rounding, norms, groups
+    return StepOptions(
+        update_variables=job_class.update_variables,
+        auxiliary_states=tuple(job_class.auxiliary_states()),
+        rounding=NEAREST if config is None else config.precision.rounding,
+        norms=norms_of_job(job_class),
+        num_groups=groups_of(job_class),
+    )
 
 
 def groups_of(job_class: Any) -> int | None:

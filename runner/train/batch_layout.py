@@ -58,7 +58,7 @@ class BatchLayout:
         return self.global_batch_examples // self.micro_batch
 
     @property
-    def rounds(self) -> int:
+    def micro_batches_per_device(self) -> int:
         """How many micro-batches a device computes in a step, one after another."""
         return self.global_batch_examples // (self.micro_batch_examples * num_batch_shards(self.mesh))
 
@@ -86,7 +86,7 @@ class BatchLayout:
         return jnp.sum(target_weights(batch), dtype=jnp.float32)
 
 
-def batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = None) -> list[BatchLayout]:
+def list_batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = None) -> list[BatchLayout]:
     """Every split of the global batch over `mesh` that the config allows, the largest micro-batch first.
 
     With `micro_batch` the one of so many examples a device alone, if the config allows it. Raises `InvalidError` with

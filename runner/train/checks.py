@@ -24,7 +24,7 @@ from runner.train.batch_layout import BatchLayout
 from runner.train.setup import TrainSetup
 
 
-def options_for_here(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
+def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
     """The `--set` options that make a trainer's spec run on the devices at hand."""
     length = min(config.data.sequence_length, 128)
     total = f"total_tokens={100 * num_devices * length}" if config.train.total_tokens else "total_steps=100"
@@ -57,7 +57,7 @@ def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerCo
     wanted = parse_accelerator(topology.accelerator)
     device, number = jax.devices()[0], jax.device_count()
     if wanted is not None and not wanted.matches(device.device_kind, number):
-        options = options_for_here(spec, topology, config, number)
+        options = list_local_options(spec, topology, config, number)
         raise InvalidError(
             f"sized for {topology.accelerator}, here: {number} x {device.device_kind}; "
             f"to run it here: {' '.join(f'--set {option}' for option in options)}"
@@ -125,7 +125,7 @@ def record_of(train_setup: TrainSetup, layout: BatchLayout, hosts: Hosts) -> Jso
     return train_setup.hardware(hosts.num_processes) | {"micro_batch_examples": layout.micro_batch_examples}
 
 
-def known_micro_batch(train_setup: TrainSetup, store: Store, hosts: Hosts) -> int | None:
+def find_known_micro_batch(train_setup: TrainSetup, store: Store, hosts: Hosts) -> int | None:
     """The size that an earlier attempt chose on the same hardware, else None. Called on every host.
 
     Until this attempt has claimed the directory an earlier one may still commit: the answer then is the one to go by.

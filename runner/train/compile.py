@@ -24,7 +24,7 @@ from runner.optim.library import injected_rate
 from runner.parallel.canonical import canonicalise
 from runner.parallel.mesh import sharding_rules
 from runner.train.batch_layout import BatchLayout
-from runner.train.state import AuxiliaryState, TrainState, shardings_of, validate_auxiliary
+from runner.train.state import AuxiliaryState, TrainState, get_shardings, validate_auxiliary
 from runner.train.step import Batch
 
 MEMORY_SHARE = 0.9  # of a device's memory, the part that a step may be planned to use
@@ -68,7 +68,7 @@ def trace_train_step(
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     program = canonicalise(step) if layout.is_ordered else step
-    jitted = jax.jit(program, donate_argnums=0, out_shardings=(shardings_of(abstract), replicated, replicated))
+    jitted = jax.jit(program, donate_argnums=0, out_shardings=(get_shardings(abstract), replicated, replicated))
     with sharding_rules(layout.mesh):
         return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
 
@@ -119,7 +119,7 @@ def compile_lowered(lowered: jax.stages.Lowered, layout: BatchLayout) -> tuple[j
     return lowered.compile(compiler_options=given or None), options
 
 
-def program_digest(lowered: jax.stages.Lowered) -> str:
+def compute_program_digest(lowered: jax.stages.Lowered) -> str:
     """What tells programs apart: a digest of the StableHLO that the compiler is given."""
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
@@ -140,7 +140,7 @@ class ProgramMemory:
         return self.arguments + self.outputs + self.temporaries
 
 
-def memory_of(compiled: Any) -> ProgramMemory:
+def get_program_memory(compiled: Any) -> ProgramMemory:
     """The figures of a compiled program."""
     found = compiled.memory_analysis()
     return ProgramMemory(

@@ -34,12 +34,12 @@ from runner.periodic import is_due
 from runner.run.attempt import Attempt
 from runner.spec import hash_of
 from runner.train.auxiliary import EMA
-from runner.train.lora import shown_weights
-from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, merge_of
+from runner.train.lora import make_lazy_weights
+from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge
 from runner.train.step import Batch
 
 TEXT_CHARACTERS_MAX = 1 << 14
-Figures = Row
+EvaluationMetrics = Row
 _KEY = re.compile(r"[\w.-]+(/[\w.-]+)+")
 _OF_OTHERS = ("train/", "perf/", "data/")
 
@@ -51,7 +51,7 @@ class Evaluator(Protocol):
     one that has `name` is called so in messages, else by its class.
     """
 
-    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
         """Figures by their key in a row (`val/...`); None if it ended early because the job was asked to stop.
 
         A figure is a number, a text, a list of at most 64 numbers, a histogram as rows have it, or None; the same on
@@ -99,7 +99,7 @@ class EvaluatorSchedule:
         self._attempt.record("evaluate", step, figures=told)
         return found
 
-    def _ask(self, evaluator: Evaluator, weights: Any, step: int, before: Row) -> Figures | None:
+    def _ask(self, evaluator: Evaluator, weights: Any, step: int, before: Row) -> EvaluationMetrics | None:
         """Host 0's figures, if every host has some; None if the job was asked to stop."""
         hosts, name = self._attempt.hosts, name_of(evaluator)
         figures, problem = _outcome(lambda: evaluator.evaluate(weights, step, hosts))
@@ -138,7 +138,7 @@ def name_of(evaluator: Evaluator) -> str:
     return str(getattr(evaluator, "name", None) or type(evaluator).__name__)
 
 
-def _outcome(evaluate: Callable[[], Figures | None]) -> tuple[Figures | None, str | None]:
+def _outcome(evaluate: Callable[[], EvaluationMetrics | None]) -> tuple[EvaluationMetrics | None, str | None]:
     """Its figures, or what it has raised; whatever the runner itself raises is no fault of the evaluator."""
     try:
         return evaluate(), None
@@ -194,7 +194,7 @@ def _is_broken(value: Any) -> bool:
     return not math.isfinite(value)
 
 
-def _plain(figures: Figures) -> Figures:
+def _plain(figures: EvaluationMetrics) -> EvaluationMetrics:
     """As JSON has them; what is not finite is null."""
 
     def plain(value: Any) -> Any:
@@ -236,7 +236,7 @@ class ValidationSums:
     meta: dict[str, Shown]
 
 
-def validation_sets(
+def make_validation_sets(
     dataset: Dataset, config: TrainerConfig[Any], batch: Callable[[str, int], Batch]
 ) -> list[ValidationSet]:
     """Of each set `eval.batches` batches, or fewer if they hold all of it; `batch` makes one by set and number."""
@@ -269,7 +269,7 @@ class Validation:
         self._compile_val, self._sets, self._is_stopping = compile_val, sets, is_stopping
         self._step: Future[jax.stages.Compiled] | None = None
 
-    def begin_to_compile(self) -> None:
+    def start_compiling(self) -> None:
         """In the background, and not before a first row is out: tracing would slow down what the first steps need."""
         if self._step is None:
             compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
@@ -279,23 +279,23 @@ class Validation:
     @property
     def compiled(self) -> jax.stages.Compiled:
         """`(state, batch) -> (loss_sum, token_count, last_meta)`. May wait for the compiler."""
-        self.begin_to_compile()
+        self.start_compiling()
         assert self._step is not None
         return self._step.result()
 
-    def state_of(self, weights: Any, step: int) -> TrainState:
+    def make_val_state(self, weights: Any, step: int) -> TrainState:
         """What `val_step` is shown: the weights of `step`, and no optimizer state."""
         variables = weights.get(VARIABLES, {})
         return self._abstract.replace(params=weights[PARAMS], variables=variables, step=np.int32(step))
 
-    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
         """The mean loss over all tokens of all batches, by its key in a row; None if the job was asked to stop.
 
         Of several sets that of each by its name, too. Beside it what `val_step` returns as meta, of the last batch of
         each, and the means of its `sums` over all of them; and bits per byte where sizes are asked for.
         """
-        state = self.state_of(weights, step)
-        figures: Figures = {}
+        state = self.make_val_state(weights, step)
+        figures: EvaluationMetrics = {}
         total = ValidationSums(0.0, 0.0, {})
         num_bytes: int | None = 0
         for held in self._sets:
@@ -310,8 +310,8 @@ class Validation:
             num_bytes = None if num_bytes is None or own_bytes is None else num_bytes + own_bytes
         return figures | self._figures("val", total, num_bytes)
 
-    def _figures(self, prefix: str, sums: ValidationSums, num_bytes: int | None) -> Figures:
-        found: Figures = {f"{prefix}/loss": sums.loss / (sums.num_tokens or 1.0)}
+    def _figures(self, prefix: str, sums: ValidationSums, num_bytes: int | None) -> EvaluationMetrics:
+        found: EvaluationMetrics = {f"{prefix}/loss": sums.loss / (sums.num_tokens or 1.0)}
         if self._size_of is not None:
             found[f"{prefix}/bits_per_byte"] = sums.loss / math.log(2) / num_bytes if num_bytes else None
         return found
@@ -353,37 +353,37 @@ class Validation:
 
 
 class EmaValidation:
-    """`Validation` of the average with one decay. The weights that it is shown hold all averages: `with_averages`."""
+    """`Validation` of the average with one decay. The weights that it is shown hold all averages: `add_averages`."""
 
     def __init__(self, validation: Validation, decay: float):
         self._validation, self._decay = validation, str(decay)
 
-    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Figures | None:
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
         """What `Validation` says, by keys of this average: `val/ema_0.999/loss`."""
-        averages = as_params(weights[EMA][self._decay], weights[PARAMS])
+        averages = cast_like(weights[EMA][self._decay], weights[PARAMS])
         figures = self._validation.evaluate({**weights, PARAMS: averages}, step, hosts)
         if figures is None:
             return None
         return {f"val/{EMA}_{self._decay}/{key.removeprefix('val/')}": value for key, value in figures.items()}
 
 
-def ema_evaluators(config: Any, validation: Validation) -> Sequence[EmaValidation]:
+def make_ema_evaluators(config: Any, validation: Validation) -> Sequence[EmaValidation]:
     """One for each average, if the config wants them evaluated."""
     rule = config.ema
     return [] if rule is None or not rule.evaluate else [EmaValidation(validation, decay) for decay in rule.decays]
 
 
-def with_averages(weights: Callable[[Any], Any], state: Any) -> Any:
+def add_averages(weights: Callable[[Any], Any], state: Any) -> Any:
     """`weights(state)`, and by `ema` the averages that ride along in it, by decay, if there are any.
 
     Those of an adapter are merged, when they are first asked for.
     """
-    if merge_of(state) is not None:
-        return shown_weights(state)
+    if get_merge(state) is not None:
+        return make_lazy_weights(state)
     riders = getattr(state, RIDERS, {})
     return weights(state) | ({EMA: riders[EMA]} if EMA in riders else {})
 
 
-def as_params(averages: Any, params: Any) -> Any:
+def cast_like(averages: Any, params: Any) -> Any:
     """Averages in the types of the parameters, of which shape and dtype are enough, so that they take their place."""
     return jax.tree.map(lambda average, param: average.astype(param.dtype), averages, params)

@@ -17,9 +17,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from runner.accelerator import chip_of
 from runner.config import MemoryConfig
-from runner.train.lora import model_state
+from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup
-from runner.train.state import variables_of, with_variables
+from runner.train.state import bind_variables, get_variables
 
 CALLS = (
     "jit",
@@ -45,7 +45,7 @@ class Flops:
     formula: str  # how `per_token` comes about, with its terms and their values
 
 
-def transformer_flops(
+def compute_transformer_flops(
     *,
     layers: int,
     layer_parameters: float,
@@ -90,21 +90,21 @@ def transformer_flops(
     return Flops(per_token, recomputed, formula)
 
 
-def counted_flops(loss: Callable[..., jax.Array], params: Any, *args: Any, num_tokens: int, platform: str) -> Flops:
+def count_train_flops(loss: Callable[..., jax.Array], params: Any, *args: Any, num_tokens: int, platform: str) -> Flops:
     """Return the FLOPs of a train step whose forward pass is `loss(params, *args)`, by counting in its traced program.
 
     Arguments may be abstract. The model's FLOPs are three times the forward pass's; what the gradient's program does
     beyond that is computed again.
     """
-    forward = matmul_flops(jax.make_jaxpr(loss)(params, *args), platform=platform)
-    executed = matmul_flops(jax.make_jaxpr(jax.value_and_grad(loss))(params, *args), platform=platform)
+    forward = count_matmul_flops(jax.make_jaxpr(loss)(params, *args), platform=platform)
+    executed = count_matmul_flops(jax.make_jaxpr(jax.value_and_grad(loss))(params, *args), platform=platform)
     formula = (
         f"3 x {forward / num_tokens:,.0f} of the forward pass's matmuls, counted in the program traced for {platform}"
     )
     return Flops(3 * forward / num_tokens, max(executed - 3 * forward, 0) / num_tokens, formula)
 
 
-def matmul_flops(jaxpr: Jaxpr | ClosedJaxpr, *, platform: str) -> int:
+def count_matmul_flops(jaxpr: Jaxpr | ClosedJaxpr, *, platform: str) -> int:
     """Count the FLOPs of every matmul and convolution in a (closed) jaxpr, over all devices.
 
     Loops count as often as they run, of branches the most expensive, and of the forms that a program has for several
@@ -131,7 +131,7 @@ def _flops_of(equation: Any, platform: str) -> int:
         return int(estimate.flops)
     if name == "cond":
         return _flops_of_branches(params, platform)
-    flops = sum(matmul_flops(inner, platform=platform) for inner in _programs_in(params))
+    flops = sum(count_matmul_flops(inner, platform=platform) for inner in _programs_in(params))
     return flops * _rounds(name, params) if flops else 0
 
 
@@ -140,7 +140,7 @@ def _flops_of_branches(params: dict[str, Any], platform: str) -> int:
     if platforms is not None:
         chosen = [index for index, names in enumerate(platforms) if names is None or platform in names]
         branches = [branches[chosen[0]]]
-    return max(matmul_flops(branch, platform=platform) for branch in branches)
+    return max(count_matmul_flops(branch, platform=platform) for branch in branches)
 
 
 def _programs_in(params: dict[str, Any]) -> Iterator[Jaxpr | ClosedJaxpr]:
@@ -161,7 +161,7 @@ def _rounds(name: str, params: dict[str, Any]) -> int:
     raise ValueError(f"cannot tell how often {name} runs the matmuls inside it; use a formula")
 
 
-def flops_of_forward(
+def count_forward_flops(
     forward: Callable[..., Any], train_setup: TrainSetup, fields: Mapping[str, Any], length: int
 ) -> Flops:
     """FLOPs of a train step for one token of rows of `length` tokens, counted in the traced `forward`.
@@ -169,18 +169,18 @@ def flops_of_forward(
     `fields` are the arrays of a batch with their dtypes. Raises `ValueError` for kernels that cannot be counted.
     """
     abstract = train_setup.abstract_state
-    state = model_state(abstract).params, variables_of(abstract)
+    state = merge_adapter(abstract).params, get_variables(abstract)
     params, variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     batch = {name: jax.ShapeDtypeStruct((1, length), dtype) for name, dtype in fields.items()}
     batch["example"] = jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def loss(params: Any, variables: Any, batch: Any) -> jax.Array:
-        return forward(with_variables(abstract.apply_fn, variables), params, batch, None)[0]
+        return forward(bind_variables(abstract.apply_fn, variables), params, batch, None)[0]
 
-    return counted_flops(loss, params, variables, batch, num_tokens=length, platform="cpu")
+    return count_train_flops(loss, params, variables, batch, num_tokens=length, platform="cpu")
 
 
-def mfu_of_a_token_per_second(flops_per_token: Callable[[TrainSetup], Flops], train_setup: TrainSetup) -> float:
+def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], train_setup: TrainSetup) -> float:
     """What each token a second adds to MFU, the model's FLOPs over the devices' peak; 0 if that is not known."""
     mesh = train_setup.mesh
     chip = chip_of(mesh.devices.flat[0].device_kind)
@@ -236,7 +236,7 @@ class ExpertSizing:
 NO_EXPERTS = ExpertSizing(1, 0, 0, 0, 0)
 
 
-def transformer_sizing(
+def compute_transformer_sizing(
     *,
     layers: int,
     width: int,
@@ -281,7 +281,7 @@ def transformer_sizing(
     )
 
 
-def memory_choices(sequence_length: int) -> dict[str, tuple[Any, ...]]:
+def list_memory_choices(sequence_length: int) -> dict[str, tuple[Any, ...]]:
     """What a search may vary of a decoder's memory: what is kept, and whether the loss is computed in chunks."""
     chunk = max(size for size in range(1, 513) if sequence_length % size == 0)
     return {

@@ -21,7 +21,7 @@ from runner.config import AdapterConfig
 from runner.errors import InvalidError
 from runner.optim.groups import Parameter, nearest_names, parameters_of
 from runner.train.auxiliary import EMA
-from runner.train.state import PARAMS, VARIABLES, TrainState, merge_of, others, variables_of, weights_of
+from runner.train.state import PARAMS, VARIABLES, TrainState, drop_params, get_merge, get_variables, get_weights
 
 _KEY = 2**32 - 1  # folded into the run's key for A: no step has this number
 _NUM_NAMED = 3
@@ -36,7 +36,7 @@ def make_merge(rule: AdapterConfig, compute: str) -> AdapterMerge:
     return AdapterMerge(rule.alpha / rule.rank, compute)
 
 
-def boxed_adapter(boxed: Any, rule: AdapterConfig) -> Any:
+def make_abstract_adapter(boxed: Any, rule: AdapterConfig) -> Any:
     """Abstract A and B with their logical axis names, from those of the model's parameters.
 
     Raises `InvalidError` for a target that fits nothing, or no matrix.
@@ -84,7 +84,7 @@ def _targets(leaves: Sequence[Parameter], patterns: Sequence[str]) -> list[str]:
     return [leaf.name for leaf in leaves if leaf.name in found]
 
 
-def begin_adapter(boxed: Any, key: jax.Array) -> Any:
+def init_adapter(boxed: Any, key: jax.Array) -> Any:
     """A and B at step 0: A uniform within 1 / sqrt(in), as PEFT's (Kaiming's with a = sqrt(5)), B zero. Pure."""
     own = jax.random.fold_in(key, _KEY)
     paths, structure = jax.tree_util.tree_flatten_with_path(nn.unbox(boxed))
@@ -96,39 +96,39 @@ def begin_adapter(boxed: Any, key: jax.Array) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def beside_base(variables: Mapping[str, Any], adapter: Any) -> Any:
+def combine_with_base(variables: Mapping[str, Any], adapter: Any) -> Any:
     """A model's variables, or what is known of them, with the adapter as its parameters, and its own as the base.
 
     Raises `InvalidError` if the model has a collection of that name itself.
     """
     if BASE in variables:
         raise InvalidError(f"config.adapter: the model has variables called {BASE!r} itself; give them another name")
-    return {**others(variables), BASE: variables[PARAMS], PARAMS: adapter}
+    return {**drop_params(variables), BASE: variables[PARAMS], PARAMS: adapter}
 
 
 # What looks at weights.
 
 
-def model_state(state: TrainState) -> TrainState:
+def merge_adapter(state: TrainState) -> TrainState:
     """A state, which may be abstract, whose parameters are the model's own; averages and moments are left out."""
-    if merge_of(state) is None:
+    if get_merge(state) is None:
         return state
     return state.replace(
-        params=_merged(state, state.params), variables=variables_of(state), merge=None, riders={}, opt_state=()
+        params=_merged(state, state.params), variables=get_variables(state), merge=None, riders={}, opt_state=()
     )
 
 
-def model_weights(state: TrainState) -> Any:
+def get_model_weights(state: TrainState) -> Any:
     """The model's parameters, merged where an adapter is trained, and its other variables. The state may be abstract.
 
     The sum is in the types of the base. Called on every host.
     """
-    return weights_of(model_state(state))
+    return get_weights(merge_adapter(state))
 
 
-def with_base(state: TrainState, weights: Mapping[str, Any]) -> TrainState:
-    """A state at step 0 begun with a model's weights, as `model_weights` gives them: an adapter's base."""
-    if merge_of(state) is None:
+def replace_base(state: TrainState, weights: Mapping[str, Any]) -> TrainState:
+    """A state at step 0 begun with a model's weights, as `get_model_weights` gives them: an adapter's base."""
+    if get_merge(state) is None:
         return state.replace(**weights)
     return state.replace(variables={**weights.get(VARIABLES, {}), BASE: weights[PARAMS]})
 
@@ -149,9 +149,9 @@ class LazyMergedWeights(Mapping[str, Any]):
         return len(self._made)
 
 
-def shown_weights(state: TrainState) -> Mapping[str, Any]:
-    """`model_weights` of a state with an adapter, and below `ema` each average, all made when they are asked for."""
-    variables, averages = variables_of(state), state.riders.get(EMA, {})
+def make_lazy_weights(state: TrainState) -> Mapping[str, Any]:
+    """Return the model weights of a state with an adapter, and its averages below `ema`, merged on first access."""
+    variables, averages = get_variables(state), state.riders.get(EMA, {})
     made: dict[str, Callable[[], Any]] = {PARAMS: lambda: _merged(state, state.params)}
     made |= {VARIABLES: lambda: variables} if variables else {}
     merged_averages = {decay: functools.partial(_merged, state, params) for decay, params in averages.items()}

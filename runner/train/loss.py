@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from runner.errors import InvalidError
-from runner.train.state import model_of
+from runner.train.state import get_bound_module
 
 _DOCUMENT_FIELDS = {"segments": "segment", "positions": "position"}  # by the name of a model's argument
 # A loss may do without the target, and attention whose positions are relative without these: it has the segments.
@@ -39,12 +39,12 @@ def target_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
     Of any leading shape. Raises `InvalidError` if the batch has no `padding_mask`.
     """
     if "padding_mask" not in batch:
-        raise uncounted(batch)
+        raise make_uncounted_error(batch)
     mask = batch["padding_mask"]
     return jnp.where(mask, batch["loss_weight"], 0.0) if "loss_weight" in batch else mask
 
 
-def uncounted(batch: Mapping[str, jax.Array]) -> InvalidError:
+def make_uncounted_error(batch: Mapping[str, jax.Array]) -> InvalidError:
     """The error of a batch without `padding_mask` whose `forward` does not say how many targets it has counted."""
     fields = ", ".join(sorted(set(batch) - {"example"}))
     return InvalidError(
@@ -60,7 +60,7 @@ def document_arguments(apply_fn: Callable[..., Any], batch: Mapping[str, jax.Arr
     attend across documents.
     """
     found = {argument: batch[field] for argument, field in _DOCUMENT_FIELDS.items() if field in batch}
-    model = model_of(apply_fn)
+    model = get_bound_module(apply_fn)
     if found and isinstance(model, nn.Module):
         taken = inspect.signature(type(model).__call__).parameters.values()
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken)

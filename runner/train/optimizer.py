@@ -26,7 +26,7 @@ class OptimizerChoice:
     schedule: str | optax.Schedule
     own_names: tuple[str, ...]  # `optimizer`, `schedule`: where the job says the library's name, and not the spec
 
-    def schedule_of(
+    def build_schedule(
         self, config: TrainerConfig, counted: Callable[[], TrainerConfig] | None = None
     ) -> optax.Schedule | None:
         """The learning rate by completed steps; None where an optimizer of the job's own keeps it to itself.
@@ -39,13 +39,13 @@ class OptimizerChoice:
         if not isinstance(self.optimizer, str):
             return None
         peak = config.optimizer.learning_rate
-        assert peak is not None, "`problems` says that it is missing"
+        assert peak is not None, "`find_problems` says that it is missing"
         name, rule = self.schedule, config.schedule
         if config.train.total_epochs is not None and counted is not None:
             return lambda step: make_schedule(name, rule, peak, counted().total_steps)(step)
         return make_schedule(name, rule, peak, config.total_steps)
 
-    def optimizer_of(self, config: TrainerConfig, schedule: optax.Schedule | None, parameters: Any) -> Any:
+    def build_optimizer(self, config: TrainerConfig, schedule: optax.Schedule | None, parameters: Any) -> Any:
         """The whole transformation: the library's, by the groups of the spec, or the job's own and nothing else.
 
         `parameters` is a tree of `Parameter`. Raises `InvalidError` where groups do not fit it.
@@ -57,7 +57,7 @@ class OptimizerChoice:
         assert schedule is not None, "the library's optimizers have a schedule"
         return make_optimizer(self.optimizer, config.optimizer, schedule, parameters)
 
-    def unread(self) -> dict[str, str]:
+    def find_unread_keys(self) -> dict[str, str]:
         """Why nothing reads a key below `config`, by key. An object of the job's own may read any, through `config`."""
         found = {f"{section}.name": f"{section}() of the job names its own" for section in self.own_names}
         for key, readers in READERS.items():
@@ -66,9 +66,9 @@ class OptimizerChoice:
                 found[key] = f"{name} does not read it, {' or '.join(readers)} would"
         return found
 
-    def problems(self, config: TrainerConfig) -> dict[str, str]:
+    def find_problems(self, config: TrainerConfig) -> dict[str, str]:
         """What is wrong with a key below `config`, by key: what nothing reads may stand at its default only."""
-        found = {key: why for key, why in self.unread().items() if not config.is_default(key)}
+        found = {key: why for key, why in self.find_unread_keys().items() if not config.is_default(key)}
         is_rate_read = isinstance(self.optimizer, str) and isinstance(self.schedule, str)
         if is_rate_read and config.optimizer.learning_rate is None:
             found["optimizer"] = "missing key learning_rate"

@@ -32,12 +32,12 @@ _UPLOAD_SECONDS = 60.0  # for each file
 _ERRORS = (RuntimeError, OSError, ValueError)
 
 
-def request(store: Store, num_steps: int) -> None:
+def request_profile(store: Store, num_steps: int) -> None:
     """Ask the job of this directory, which may run anywhere, to record its next steps."""
     store.write(REQUEST, encode_json({_STEPS: num_steps}))
 
 
-def take_request(store: Store) -> int | None:
+def take_profile_request(store: Store) -> int | None:
     """How many steps are asked for, once; None if none are. Raises `OSError`."""
     if not store.exists(REQUEST):
         return None
@@ -93,7 +93,7 @@ class Profiler:
         store = self._attempt.store
         while not self._closed.wait(POLL_SECONDS if store.root is not None else POLL_BUCKET_SECONDS):
             with contextlib.suppress(OSError):
-                self._asked_steps = take_request(store) or self._asked_steps
+                self._asked_steps = take_profile_request(store) or self._asked_steps
 
     def _begin(self, step: int, loss: Any) -> None:
         store, attempt = self._attempt.store, self._attempt

@@ -143,7 +143,7 @@ class Report(JobReport):
         """
         row = self._attempt.hosts.agree(self._resumed_row)
         if row is not None:
-            return not self.lacks_evaluation(row, step) or self.evaluate_row(weights, row, before_it_is_kept)
+            return not self.is_evaluation_missing(row, step) or self.evaluate_row(weights, row, before_it_is_kept)
         if step > 0 or not self._evaluations.due(step):
             return True
         figures = self._evaluations.evaluate(weights, step)
@@ -152,7 +152,7 @@ class Report(JobReport):
             self._append({"step": 0, "train/tokens": 0, **figures})
         return figures is not None
 
-    def lacks_evaluation(self, row: Row, step: int) -> bool:
+    def is_evaluation_missing(self, row: Row, step: int) -> bool:
         """Whether the row of `step` was to be evaluated, and a stop came before."""
         return bool(self._evaluations.due(step)) and not self.is_evaluated(row)
 

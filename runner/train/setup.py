@@ -31,21 +31,21 @@ from runner.parallel.mesh import LOGICAL_AXIS_RULES, Rule, logical_rules, make_m
 from runner.spec import Document, ExecutionSpec, Topology, Trajectory
 from runner.storage import JsonObject
 from runner.train import state as train_state
-from runner.train.batch_layout import BatchLayout, batch_layouts
+from runner.train.batch_layout import BatchLayout, list_batch_layouts
 from runner.train.compile import (
     CompiledStep,
     compile_lowered,
     compile_to_fit,
+    compute_program_digest,
+    get_program_memory,
     lower_train_step,
     lower_val_step,
-    memory_of,
-    program_digest,
     trace_train_step,
     trace_val_step,
 )
-from runner.train.lora import begin_adapter, beside_base, boxed_adapter, make_merge, model_state
+from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, make_merge, merge_adapter
 from runner.train.optimizer import OptimizerChoice, choose_optimizer
-from runner.train.state import PARAMS, AuxiliaryState, TrainState, init_auxiliary, others
+from runner.train.state import PARAMS, AuxiliaryState, TrainState, drop_params, init_auxiliary
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ class TrainSetup:
         """Inside, logical axis names in the model mean axes of the mesh by the job's rules."""
         return mesh_rules.sharding_rules(self.mesh, self.rules)
 
-    def begun_at_params(self, state: TrainState) -> TrainState:
+    def restart_averages(self, state: TrainState) -> TrainState:
         """`state` with other parameters, means and all that rides along begun at these. Called on every host."""
-        state = train_state.begun_at_params(state)
+        state = train_state.restart_averages(state)
         if not self.riders:
             return state
         begin = jax.jit(
             lambda params: strong(init_auxiliary(self.riders, params)),
-            out_shardings=train_state.shardings_of(self.abstract_state.riders),
+            out_shardings=train_state.get_shardings(self.abstract_state.riders),
         )
         with self.sharding_rules():
             return state.replace(riders=begin(state.params))
@@ -119,7 +119,9 @@ class TrainSetup:
         with self.sharding_rules():
             lowered = lower_train_step(self.traced.pop(layout.micro_batch_examples), layout)
         executable, options = compile_lowered(lowered, layout)
-        return CompiledStep(layout, executable, program_digest(lowered), memory_of(executable), options)
+        return CompiledStep(
+            layout, executable, compute_program_digest(lowered), get_program_memory(executable), options
+        )
 
     def compile_to_fit(
         self, train_step: Callable[..., Any], layouts: Sequence[BatchLayout], limit_bytes: int
@@ -168,26 +170,26 @@ def build_train_setup(
 
     born = functools.partial(variables, init=functools.partial(sharded_init, model), mesh=mesh)
     boxed = jax.eval_shape(functools.partial(variables, init=model.init), key)
-    trained = boxed[PARAMS] if adapter is None else boxed_adapter(boxed[PARAMS], adapter[0])
+    trained = boxed[PARAMS] if adapter is None else make_abstract_adapter(boxed[PARAMS], adapter[0])
     merge = None if adapter is None else make_merge(*adapter)
     optimizer = in_float32(make_optimizer(parameters_of(trained)))
-    shapes, shardings = nn.unbox(boxed), train_state.variable_shardings(boxed, mesh, rules)
+    shapes, shardings = nn.unbox(boxed), train_state.compute_variable_shardings(boxed, mesh, rules)
     if sharded_init is not train_state.sharded_init:  # whose variables are known without tracing it
         shapes, shardings = _variables_of(born, key, mesh, rules)
         if _names(shapes) != _names(nn.unbox(boxed)):
             raise InvalidError("sharded_init returns other parameters or variables than the model's, by their names")
 
     def make_state(variables: Any) -> TrainState:
-        return train_state.state_of(model, variables, optimizer, riders, merge)
+        return train_state.make_state_from_variables(model, variables, optimizer, riders, merge)
 
     def begin(key: jax.Array) -> Any:
         own = born(key)[0]
-        return own if adapter is None else beside_base(own, begin_adapter(trained, key))
+        return own if adapter is None else combine_with_base(own, init_adapter(trained, key))
 
     if adapter is not None:
-        shapes = beside_base(shapes, nn.unbox(trained))
-        shardings = beside_base(shardings, train_state.variable_shardings(trained, mesh, rules))
-    abstract = train_state.abstract_state(make_state, shapes, shardings[PARAMS], mesh, others(shardings))
+        shapes = combine_with_base(shapes, nn.unbox(trained))
+        shardings = combine_with_base(shardings, train_state.compute_variable_shardings(trained, mesh, rules))
+    abstract = train_state.make_abstract_state(make_state, shapes, shardings[PARAMS], mesh, drop_params(shardings))
     return TrainSetup(mesh, key, schedule, optimizer, abstract, lambda key: make_state(begin(key)), riders, rules=rules)
 
 
@@ -232,7 +234,7 @@ class TrainSetupBuilder:
     riders: Callable[[], Sequence[AuxiliaryState]] = tuple
     rules: Sequence[Rule] = LOGICAL_AXIS_RULES
     name_base: Callable[[], Trajectory] = dict
-    rate_of: Callable[[Parameter], float] = one_rate
+    learning_rate_multiplier: Callable[[Parameter], float] = one_rate
 
     @functools.cached_property
     def optimizer_choice(self) -> OptimizerChoice:
@@ -249,7 +251,7 @@ class TrainSetupBuilder:
         """The tokens that the spec names. Reads the data on this host."""
         is_one = not self.config.data.mixture and not self.config.data.validation
         with self.document.blaming("config.data.source" if is_one else "config.data"):
-            named = self.vocabulary_size if self.names_vocabulary else None
+            named = self.vocabulary_size if self.has_vocabulary_size else None
             batch = self.config.train.global_batch_examples
             dataset = load_dataset(self.config.data, seed=self.seed, batch_examples=batch, vocabulary_size=named)
         if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
@@ -260,45 +262,45 @@ class TrainSetupBuilder:
         return dataset
 
     @functools.cached_property
-    def counted(self) -> TrainerConfig[Any]:
+    def config_in_steps(self) -> TrainerConfig[Any]:
         """The config with its total in steps, the same on every host. Of epochs it reads the data on this host."""
         if self.config.train.total_epochs is None:
             return self.config
         examples = self.dataset.num_train_examples
         with self.document.blaming("config.train.total_epochs"):
-            return self.config.counted(examples)
+            return self.config.resolve_epochs(examples)
 
     @functools.cached_property
     def vocabulary_size(self) -> int:
         """The spec's, or the data's if that says `auto`."""
-        return int(self.config.model.vocabulary_size) if self.names_vocabulary else self.dataset.vocabulary_size
+        return int(self.config.model.vocabulary_size) if self.has_vocabulary_size else self.dataset.vocabulary_size
 
     @property
-    def names_vocabulary(self) -> bool:
+    def has_vocabulary_size(self) -> bool:
         """Whether the spec itself gives the vocabulary's size: then it is known without the data."""
         return getattr(self.config.model, "vocabulary_size", "auto") != "auto"
 
     @property
     def needs_data(self) -> bool:
         """Whether the data alone tell what the train step is: the vocabulary's size, or the total."""
-        return not self.names_vocabulary or self.config.train.total_epochs is not None
+        return not self.has_vocabulary_size or self.config.train.total_epochs is not None
 
     def validate_keys_read(self) -> None:
         """Raise `InvalidError` with a line for each key that optimizer and schedule leave unread, or lack.
 
         Also if an adapter has nothing to be trained beside.
         """
-        self.document.refuse(self.optimizer_choice.problems(self.config), "config.")
+        self.document.refuse(self.optimizer_choice.find_problems(self.config), "config.")
         if self.config.adapter is not None and not (self.document.data.get("checkpoint") or {}).get("init_from"):
             needs = "an adapter is trained beside weights that stand still; set checkpoint.init_from to them"
             raise self.document.error("config.adapter", needs)
 
-    def lay_out(self, devices: Sequence[jax.Device]) -> Mesh:
+    def make_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
         """The mesh over these devices, over which the batch must divide. Reads no data."""
         with self.document.blaming("topology.mesh"):
             mesh = make_mesh(mesh_sizes(self.topology.mesh, len(devices)), devices)
         with self.document.blaming("config.train"):
-            batch_layouts(self.config, mesh)
+            list_batch_layouts(self.config, mesh)
         return mesh
 
     def build(self, devices: Sequence[jax.Device], share_ids: Callable[[Dataset], None] | None = None) -> TrainSetup:
@@ -307,25 +309,27 @@ class TrainSetupBuilder:
         `share_ids` is called with the data when the spec has been checked, before the vocabulary is asked for.
         """
         self.validate_keys_read()
-        mesh = self.lay_out(devices)
+        mesh = self.make_mesh(devices)
         if share_ids is not None:
             share_ids(self.dataset)
-        return self.build_on(mesh, jax.random.key(self.seed))
+        return self.build_on_mesh(mesh, jax.random.key(self.seed))
 
-    def build_on(self, mesh: Mesh, key: jax.Array, row_length: int | None = None) -> TrainSetup:
+    def build_on_mesh(self, mesh: Mesh, key: jax.Array, row_length: int | None = None) -> TrainSetup:
         """The job on a mesh, which may be abstract, with a key, which may be too: then no backend is started.
 
         `row_length` is that of the row which the model is shown to find its shapes, by default as the data have it: the
         kernels of long rows take long to trace.
         """
         self.validate_keys_read()
-        schedule = self.optimizer_choice.schedule_of(self.config, lambda: self.counted)
+        schedule = self.optimizer_choice.build_schedule(self.config, lambda: self.config_in_steps)
         example = jax.ShapeDtypeStruct((1, row_length or self.config.data.sequence_length), jnp.int32)
 
         def make_optimizer(parameters: Any) -> optax.GradientTransformation:
             with self.document.blaming("config.optimizer"):
-                rated = jax.tree.map(lambda parameter: replace(parameter, rate=self.rate_of(parameter)), parameters)
-                return self.optimizer_choice.optimizer_of(self.config, schedule, rated)
+                rated = jax.tree.map(
+                    lambda parameter: replace(parameter, rate=self.learning_rate_multiplier(parameter)), parameters
+                )
+                return self.optimizer_choice.build_optimizer(self.config, schedule, rated)
 
         riders = tuple(self.riders())
         rule, compute = self.config.adapter, self.config.precision.compute
@@ -337,11 +341,11 @@ class TrainSetupBuilder:
 
     def trace(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step with the micro-batch that `compile` tries first: errors in it show, cheaply."""
-        train_setup.trace_train(self.train_step, self.first_layout(train_setup, micro_batch))
+        train_setup.trace_train(self.train_step, self.largest_layout(train_setup, micro_batch))
 
-    def first_layout(self, train_setup: TrainSetup, micro_batch: int | None = None) -> BatchLayout:
+    def largest_layout(self, train_setup: TrainSetup, micro_batch: int | None = None) -> BatchLayout:
         """The split of the batch that `compile` tries first: with the largest micro-batch that the spec allows."""
-        return batch_layouts(self.config, train_setup.mesh, micro_batch)[0]
+        return list_batch_layouts(self.config, train_setup.mesh, micro_batch)[0]
 
     def check(self, train_setup: TrainSetup, micro_batch: int | None) -> None:
         """Trace the train step, and the validation step of a run that has no micro-batch yet: errors in them show.
@@ -350,8 +354,8 @@ class TrainSetupBuilder:
         """
         self.trace(train_setup, micro_batch)
         if micro_batch is None and self.dataset.validation:
-            abstract = model_state(train_setup.abstract_state).replace(opt_state=(), riders={})
-            train_setup.trace_val(self.val_step, abstract, self.first_layout(train_setup))
+            abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
+            train_setup.trace_val(self.val_step, abstract, self.largest_layout(train_setup))
 
     def compile(self, train_setup: TrainSetup, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """The train step with the largest micro-batch that fits into `limit_bytes` of each device.
@@ -359,11 +363,11 @@ class TrainSetupBuilder:
         With `micro_batch` only that size is tried, if the spec allows it.
         """
         self.trace(train_setup, micro_batch)  # what is wrong with the step is not the topology's fault
-        layouts = batch_layouts(self.config, train_setup.mesh, micro_batch)
+        layouts = list_batch_layouts(self.config, train_setup.mesh, micro_batch)
         with self.document.blaming("topology"):
             return train_setup.compile_to_fit(self.train_step, layouts, limit_bytes)
 
-    def resolved(self, spec: ExecutionSpec, train_setup: TrainSetup, layout: BatchLayout) -> ExecutionSpec:
+    def resolve_spec(self, spec: ExecutionSpec, train_setup: TrainSetup, layout: BatchLayout) -> ExecutionSpec:
         """`spec` with mesh, vocabulary and micro-batch filled in."""
         config = dict(spec.config)
         config["train"] = config["train"] | {"micro_batch_examples": layout.micro_batch_examples}
@@ -375,7 +379,7 @@ class TrainSetupBuilder:
 
     def compile_smallest(self, train_setup: TrainSetup) -> CompiledStep:
         """The train step with the smallest micro-batch, whether it fits or not."""
-        return train_setup.compile_train(self.train_step, batch_layouts(self.config, train_setup.mesh)[-1])
+        return train_setup.compile_train(self.train_step, list_batch_layouts(self.config, train_setup.mesh)[-1])
 
 
 def make_setup_builder(
@@ -396,5 +400,5 @@ def make_setup_builder(
         riders=riders,
         rules=logical_rules(job.logical_axis_rules, type(job).__name__),
         name_base=name_base,
-        rate_of=job.rate_of,
+        learning_rate_multiplier=job.learning_rate_multiplier,
     )

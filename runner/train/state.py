@@ -64,36 +64,36 @@ class TrainState(train_state.TrainState):
     merge: AdapterMerge | None = struct.field(pytree_node=False, default=None)
 
 
-def others(variables: Mapping[str, Any]) -> Any:
+def drop_params(variables: Mapping[str, Any]) -> Any:
     """What `init` of a model returns, without its parameters."""
     return {name: collection for name, collection in variables.items() if name != PARAMS}
 
 
-def variables_of(state: Any) -> Any:
+def get_variables(state: Any) -> Any:
     """The model's variables of a train state, which a caller may have made as flax's own: that has none."""
     found = getattr(state, VARIABLES, {})
-    return found if merge_of(state) is None else {name: own for name, own in found.items() if name != BASE}
+    return found if get_merge(state) is None else {name: own for name, own in found.items() if name != BASE}
 
 
-def merge_of(state: Any) -> AdapterMerge | None:
+def get_merge(state: Any) -> AdapterMerge | None:
     """How the adapter that a train state trains is merged; None: it trains the model's own parameters."""
     return getattr(state, "merge", None)
 
 
-def with_other_variables(state: TrainState, variables: Any) -> TrainState:
+def replace_variables(state: TrainState, variables: Any) -> TrainState:
     """`state` with other variables of its model."""
     return state.replace(variables=variables if state.merge is None else {**variables, BASE: state.variables[BASE]})
 
 
-def model_params(state: Any) -> Callable[[Any], Any]:
+def make_params_merger(state: Any) -> Callable[[Any], Any]:
     """From what is trained of a state to the parameters that the model is applied to: the same, or merged. Pure."""
-    merge = merge_of(state)
+    merge = get_merge(state)
     if merge is None:
         return lambda params: params
     return lambda params: merged(state.variables[BASE], params, merge)
 
 
-def with_variables(apply_fn: Callable[..., Any], variables: Any) -> Callable[..., Any]:
+def bind_variables(apply_fn: Callable[..., Any], variables: Any) -> Callable[..., Any]:
     """`apply_fn` of a model, which sees `variables` beside what it is given; the same function if there are none."""
     if not variables:
         return apply_fn
@@ -105,8 +105,8 @@ def with_variables(apply_fn: Callable[..., Any], variables: Any) -> Callable[...
     return apply
 
 
-def model_of(apply_fn: Callable[..., Any]) -> Any:
-    """The object whose method `apply_fn` is, or was before `with_variables`; None for a plain function."""
+def get_bound_module(apply_fn: Callable[..., Any]) -> Any:
+    """The object whose method `apply_fn` is, or was before `bind_variables`; None for a plain function."""
     method = inspect.unwrap(apply_fn, stop=lambda function: hasattr(function, "__self__"))
     return getattr(method, "__self__", None)
 
@@ -121,7 +121,7 @@ def validate_no_gradient(variables: Mapping[str, Any]) -> None:
         )
 
 
-def total(meta: Mapping[str, Any], num_steps: int) -> Meta:
+def sum_statistics(meta: Mapping[str, Any], num_steps: int) -> Meta:
     """The statistics of all micro-batches, if `meta` has any; of several they are the first axis of each leaf."""
     if STATISTICS not in meta:
         return {}
@@ -133,7 +133,7 @@ def total(meta: Mapping[str, Any], num_steps: int) -> Meta:
     return {STATISTICS: jax.tree.map(added, meta[STATISTICS])}
 
 
-def unchanged(variables: Any, statistics: Any) -> tuple[Any, Meta]:
+def keep_variables(variables: Any, statistics: Any) -> tuple[Any, Meta]:
     """(variables of the next step, scalars for the step's row) from the sums of the step's statistics; none here.
 
     Pure. An experiment replaces it where its `forward` returns `statistics`.
@@ -141,13 +141,13 @@ def unchanged(variables: Any, statistics: Any) -> tuple[Any, Meta]:
     return variables, {}
 
 
-def weights_of(state: Any) -> Any:
+def get_weights(state: Any) -> Any:
     """What is trained of a state, which must not be an adapter, and the model's other variables where it has any."""
-    variables = variables_of(state)
+    variables = get_variables(state)
     return {PARAMS: state.params} | ({VARIABLES: variables} if variables else {})
 
 
-def without_statistics(meta: Mapping[str, Any]) -> Meta:
+def drop_statistics(meta: Mapping[str, Any]) -> Meta:
     """What a row may hold of a forward's meta."""
     return {name: value for name, value in meta.items() if name != STATISTICS}
 
@@ -179,7 +179,7 @@ class StepObservation:
         step: completed steps, with this one; int32.
         params: those of the next step, in the type in which they are stored.
         grads: of the mean loss over the whole batch, float32, before any clipping.
-        halves: only where a rider `sees_halves`.
+        halves: only where a rider `needs_halves`.
     """
 
     step: jax.Array
@@ -205,10 +205,10 @@ class AuxiliaryState:
     name: str
     init: Callable[[Any], Any]
     update: Callable[[Any, StepObservation], tuple[Any, Meta]] | None = None
-    sees_halves: bool = False
+    needs_halves: bool = False
 
 
-def compared(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None) -> HalfBatchGradients:
+def compare_halves(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None) -> HalfBatchGradients:
     """What two halves of a batch have in common, from the gradients of the first and of both, added up.
 
     Gradients are of sums that were divided by `divisor`, if any; `counts` is of each half.
@@ -268,7 +268,7 @@ def _fit(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedShardi
     return NamedSharding(mesh, PartitionSpec(*cuts))
 
 
-def variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[Rule] | None = None) -> Any:
+def compute_variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[Rule] | None = None) -> Any:
     """Shardings of a model's variables, from `boxed` abstract ones with logical axis names (or without).
 
     By `rules`, or else by those that are in force.
@@ -288,7 +288,7 @@ def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwa
     Returns (variables, shardings), without logical axis boxes. Called on every host; it may be traced, as it is for the
     state at step 0, of which parameters and moments come from one program.
     """
-    shardings = variable_shardings(jax.eval_shape(lambda key: model.init(key, *args, **kwargs), key), mesh)
+    shardings = compute_variable_shardings(jax.eval_shape(lambda key: model.init(key, *args, **kwargs), key), mesh)
     with sharding_rules(mesh):
         init = jax.jit(lambda key: nn.unbox(model.init(key, *args, **kwargs)), out_shardings=shardings)
         return init(key), shardings
@@ -296,10 +296,10 @@ def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwa
 
 def make_state(model: nn.Module, key: jax.Array, tx: Any, *args: Any, **kwargs: Any) -> TrainState:
     """The state at step 0."""
-    return state_of(model, nn.unbox(model.init(key, *args, **kwargs)), tx)
+    return make_state_from_variables(model, nn.unbox(model.init(key, *args, **kwargs)), tx)
 
 
-def state_of(
+def make_state_from_variables(
     model: nn.Module, variables: Any, tx: Any, riders: Sequence[AuxiliaryState] = (), merge: AdapterMerge | None = None
 ) -> TrainState:
     """The state at step 0 with these variables, as `init` of the model makes them, and what rides along.
@@ -313,13 +313,13 @@ def state_of(
         params=params,
         tx=tx,
         opt_state=tx.init(params),
-        variables=others(variables),
+        variables=drop_params(variables),
         riders=init_auxiliary(riders, params),
         merge=merge,
     )
 
 
-def begun_at_params(state: TrainState) -> TrainState:
+def restart_averages(state: TrainState) -> TrainState:
     """The state at step 0, whose parameters may have been replaced: an optimizer that averages begins at them too."""
     if not has_average(state.opt_state):
         return state
@@ -328,7 +328,7 @@ def begun_at_params(state: TrainState) -> TrainState:
     return state.replace(opt_state=begin(state.params, state.opt_state))
 
 
-def abstract_state(
+def make_abstract_state(
     make: Any, argument: Any, param_shardings: Any, mesh: Mesh, shardings_of_others: Any = None
 ) -> TrainState:
     """Shape, dtype and sharding of every leaf of `make(argument)`: moments lie like their parameter, by name and shape.
@@ -356,7 +356,7 @@ def abstract_state(
     return abstract.replace(variables=jax.tree.map(_lying, shapes.variables, shardings_of_others))
 
 
-def relaid(abstract: Any, mesh: Mesh) -> Any:
+def reshard_abstract_state(abstract: Any, mesh: Mesh) -> Any:
     """`abstract`, drawn on a mesh whose axes are all 1, as it would lie on another: every axis that may cut is named.
 
     Takes milliseconds, where a state is drawn in tenths of a second.
@@ -378,7 +378,7 @@ def _keys(path: Any) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
-def shardings_of(abstract: Any) -> Any:
+def get_shardings(abstract: Any) -> Any:
     """The sharding of every leaf."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
@@ -386,4 +386,4 @@ def shardings_of(abstract: Any) -> Any:
 def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> TrainState:
     """The state at step 0, every leaf born as `abstract` says. Called on every host."""
     with sharding_rules(mesh):
-        return jax.jit(lambda key: strong(make(key)), out_shardings=shardings_of(abstract))(key)
+        return jax.jit(lambda key: strong(make(key)), out_shardings=get_shardings(abstract))(key)

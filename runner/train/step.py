@@ -21,6 +21,7 @@ How a new parameter becomes one of a narrow type, where the sum with its update 
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -33,7 +34,7 @@ from runner.metrics.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, total_of_sum
 from runner.optim.groups import split, with_zeros
 from runner.optim.transforms import gradient_point
 from runner.parallel import reduction
-from runner.train.loss import target_weights, uncounted, validate_fields_read
+from runner.train.loss import make_uncounted_error, target_weights, validate_fields_read
 from runner.train.state import (
     STATISTICS,
     VARIABLES,
@@ -41,18 +42,20 @@ from runner.train.state import (
     StepObservation,
     TrainState,
     UpdateVariables,
-    compared,
-    model_params,
-    total,
+    bind_variables,
+    compare_halves,
+    drop_statistics,
+    get_variables,
+    keep_variables,
+    make_params_merger,
+    replace_variables,
+    sum_statistics,
     update_auxiliary,
     validate_no_gradient,
-    variables_of,
-    with_other_variables,
-    with_variables,
-    without_statistics,
 )
 
 Norms = Literal["none", "groups", "parameters"]
+Rounding = Literal["nearest", "stochastic"]
 
 
 def norms_of_job(job_class: Any) -> Norms:
@@ -61,7 +64,7 @@ def norms_of_job(job_class: Any) -> Norms:
     return "none" if config is None else config.metrics.norms
 
 
-def norms_of(grads: Any, params: Any, norms: Norms) -> dict[str, jax.Array]:
+def compute_norms(grads: Any, params: Any, norms: Norms) -> dict[str, jax.Array]:
     """`param_norm`, and `grad_norm/<group>` and `param_norm/<group>` of each; nothing if `norms` is `none`."""
     if norms == "none":
         return {}
@@ -84,11 +87,11 @@ def _in_float32(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
-NEAREST = "nearest"
+NEAREST: Rounding = "nearest"
 _ROUNDING = 0x726F756E  # folded into the key of the step: numbers of examples and of leaves are far below
 
 
-def apply_stochastically(state: Any, grads: Any, key: jax.Array) -> Any:
+def apply_gradients_stochastically(state: Any, grads: Any, key: jax.Array) -> Any:
     """`state.apply_gradients`, but that parameters of bfloat16 are rounded stochastically.
 
     `key` is that of the step. A leaf draws from its own, by its place among the parameters, one number for each of its
@@ -151,7 +154,7 @@ def _gradient_of(
     forward: Forward, state: TrainState, params: Any, batch: Batch, key: jax.Array, num_tokens: jax.Array | None
 ) -> tuple[Callable[[Any, Batch], Any], Any]:
     """What computes ((loss, meta), float32 gradients) of a micro-batch of `batch` at `params`, and what is trained."""
-    apply_fn, of_model = with_variables(state.apply_fn, variables_of(state)), model_params(state)
+    apply_fn, of_model = bind_variables(state.apply_fn, get_variables(state)), make_params_merger(state)
     trained, whole = split(params, state.opt_state)
 
     def share_of_loss(trained: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -159,7 +162,7 @@ def _gradient_of(
         if TOKEN_COUNT in meta:
             return loss_sum, meta
         if num_tokens is None:
-            raise uncounted(batch)
+            raise make_uncounted_error(batch)
         return loss_sum / num_tokens, meta
 
     def value_and_grad(trained: Any, micro: Batch) -> Any:
@@ -174,12 +177,12 @@ def _zeros_of(trained: Any) -> Any:
 
 
 def _gradients(
-    forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int, sees_halves: bool
+    forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int, needs_halves: bool
 ) -> tuple[Any, ...]:
     """Loss, float32 gradients, the last micro-batch's meta, over a batch of (S, B, T), and what its halves have shown.
 
     Of the meta, `token_count`, `statistics` and the means of `sums` are of all micro-batches. Halves are None unless
-    `sees_halves`. Of the parts of micro-batches that lie along `data` all sums are taken once, see `data_sum`.
+    `needs_halves`. Of the parts of micro-batches that lie along `data` all sums are taken once, see `data_sum`.
     """
     num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
     params = gradient_point(state.params, state.opt_state)
@@ -188,19 +191,19 @@ def _gradients(
         params, variables, key, num_tokens = whole
         here = _at(state, params, variables)
         value_and_grad, trained = _gradient_of(forward, here, params, batch, key, num_tokens)
-        (loss, grads), metas, before = _added_up(value_and_grad, trained, batch, num_steps, sees_halves)
+        (loss, grads), metas, before = _added_up(value_and_grad, trained, batch, num_steps, needs_halves)
         last_meta = metas if num_steps == 1 else jax.tree.map(lambda leaf: leaf[-1], metas)
-        halves = (before, _counts_of_halves(batch, metas)) if sees_halves else None
+        halves = (before, _counts_of_halves(batch, metas)) if needs_halves else None
         return (loss, grads, _totals(metas, num_steps), halves), _of_one(last_meta)
 
     whole = params, getattr(state, VARIABLES, {}), key, num_tokens
     (loss, grads, totals, halves), last_meta = reduction.on_parts(on_part, whole, _numbered(batch))
     if halves is not None:
-        halves = compared(halves[0], grads, halves[1], None if TOKEN_COUNT in totals else num_tokens)
+        halves = compare_halves(halves[0], grads, halves[1], None if TOKEN_COUNT in totals else num_tokens)
     return *_divided(batch, loss, with_zeros(grads, params), {**last_meta, **totals}, num_tokens), halves
 
 
-def _added_up(value_and_grad: Any, trained: Any, batch: Batch, num_steps: int, sees_halves: bool) -> tuple[Any, ...]:
+def _added_up(value_and_grad: Any, trained: Any, batch: Batch, num_steps: int, needs_halves: bool) -> tuple[Any, ...]:
     """Loss and gradients of all micro-batches, the meta of each (of one alone no axis), half of the gradients."""
     if num_steps == 1:
         (loss, meta), grads = value_and_grad(trained, jax.tree.map(lambda leaf: leaf[0], batch))
@@ -211,7 +214,7 @@ def _added_up(value_and_grad: Any, trained: Any, batch: Batch, num_steps: int, s
         return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], grads)), meta
 
     zeros = jnp.float32(0), _zeros_of(trained)
-    sums, metas, before = _accumulated(accumulate, zeros, batch, num_steps // 2 if sees_halves else 0)
+    sums, metas, before = _accumulated(accumulate, zeros, batch, num_steps // 2 if needs_halves else 0)
     return sums, metas, before[1]
 
 
@@ -265,7 +268,7 @@ def _counts_of_halves(batch: Batch, metas: Any) -> jax.Array:
 def _totals(metas: Any, num_steps: int) -> Meta:
     """What of the meta is added up over the micro-batches; of one alone they are no axis of their own."""
     counts = {TOKEN_COUNT: jnp.sum(metas[TOKEN_COUNT], dtype=jnp.float32)} if TOKEN_COUNT in metas else {}
-    return {**counts, **total(metas, num_steps), **total_of_sums(metas, is_stacked=num_steps != 1)}
+    return {**counts, **sum_statistics(metas, num_steps), **total_of_sums(metas, is_stacked=num_steps != 1)}
 
 
 def _of_one(meta: Meta) -> Meta:
@@ -288,17 +291,32 @@ def _at(state: TrainState, params: Any, variables: Any) -> TrainState:
     return state.replace(params=params, **({VARIABLES: variables} if hasattr(state, VARIABLES) else {}))
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """Settings of a train step besides its gradients.
+
+    Attributes:
+        update_variables: function from (variables, summed statistics) to (next variables, scalars for the row).
+        auxiliary_states: auxiliary states that the step updates after the optimizer.
+        rounding: rounding of bfloat16 parameters after their update in float32.
+        norms: norms of gradients and parameters in the meta of the step.
+        num_groups: number of micro-batch groups of a deterministic reduction; None: the usual reduction.
+    """
+
+    update_variables: UpdateVariables = keep_variables
+    auxiliary_states: Sequence[AuxiliaryState] = ()
+    rounding: Rounding = NEAREST
+    norms: Norms = "none"
+    num_groups: int | None = None
+
+
 def train_step(
     forward: Forward,
     state: TrainState,
     batch: Batch,
     key: jax.Array,
     accumulate_steps: int,
-    update_variables: UpdateVariables,
-    riders: Sequence[AuxiliaryState] = (),
-    rounding: str = NEAREST,
-    norms: Norms = "none",
-    num_groups: int | None = None,
+    options: StepOptions | None = None,
 ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
     """One optimizer step over a global batch of (S, B, T) arrays: (state, loss, meta).
 
@@ -310,30 +328,32 @@ def train_step(
     `num_groups` all sums are in the order of `fixed_order`. Raises `InvalidError` if `forward` does not read a field
     that the data declares, or if nothing says how many targets are real.
     """
+    options = StepOptions() if options is None else options
+    riders, norms, num_groups = options.auxiliary_states, options.norms, options.num_groups
     S, _ = _leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
-    variables = variables_of(state)
+    variables = get_variables(state)
     validate_no_gradient(variables)
-    params = model_params(state)(state.params)
-    validate_fields_read(forward, with_variables(state.apply_fn, variables), params, batch, key)
-    sees_halves = any(rider.sees_halves for rider in riders)
-    if sees_halves and S % 2:
+    params = make_params_merger(state)(state.params)
+    validate_fields_read(forward, bind_variables(state.apply_fn, variables), params, batch, key)
+    needs_halves = any(rider.needs_halves for rider in riders)
+    if needs_halves and S % 2:
         raise InvalidError(f"a rider sees both halves of a batch, and its micro-batches are {S}; needs an even number")
     if num_groups is None:
-        loss, grads, meta, halves = _gradients(forward, state, batch, key, accumulate_steps, sees_halves)
+        loss, grads, meta, halves = _gradients(forward, state, batch, key, accumulate_steps, needs_halves)
     else:
         (loss, grads, meta), halves = _gradients_in_order(forward, num_groups, state, batch, key), None
         grads = reduction.kept_whole(grads)
     if STATISTICS in meta:
-        changed, scalars = update_variables(variables, meta[STATISTICS])
-        meta = without_statistics(meta) | scalars
-        state = with_other_variables(state, changed) if variables else state
+        changed, scalars = options.update_variables(variables, meta[STATISTICS])
+        meta = drop_statistics(meta) | scalars
+        state = replace_variables(state, changed) if variables else state
     seen = state.params if num_groups is None or norms == "none" else reduction.as_rows(state.params)
-    own = {GRAD_NORM: optax.tree.norm(grads)} | norms_of(grads, seen, norms)
+    own = {GRAD_NORM: optax.tree.norm(grads)} | compute_norms(grads, seen, norms)
     if taken := sorted({*own} & {*meta}):
         raise InvalidError(f"forward returns {taken[0]!r} as meta, a name of the runner's own; use another")
-    is_nearest = rounding == NEAREST
-    state = state.apply_gradients(grads=grads) if is_nearest else apply_stochastically(state, grads, key)
+    is_nearest = options.rounding == NEAREST
+    state = state.apply_gradients(grads=grads) if is_nearest else apply_gradients_stochastically(state, grads, key)
     if riders:
         after, scalars = update_auxiliary(
             riders, state.riders, StepObservation(jnp.asarray(state.step), state.params, grads, halves)
@@ -354,13 +374,13 @@ def val_step(
     """
     if num_groups is not None:
         return _val_step_in_order(forward, state, batch)
-    apply_fn = with_variables(state.apply_fn, variables_of(state))
-    params = model_params(state)(state.params)
+    apply_fn = bind_variables(state.apply_fn, get_variables(state))
+    params = make_params_merger(state)(state.params)
 
     def add(carry: tuple[jax.Array, jax.Array], micro: Batch) -> tuple[tuple[jax.Array, jax.Array], Any]:
         loss_sum, meta = forward(apply_fn, params, micro, None)
         count = meta[TOKEN_COUNT] if TOKEN_COUNT in meta else _count(micro)
-        return (carry[0] + loss_sum, carry[1] + count), without_statistics(meta)
+        return (carry[0] + loss_sum, carry[1] + count), drop_statistics(meta)
 
     (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), _numbered(batch))
     last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
@@ -374,13 +394,13 @@ def _val_step_in_order(
 
     def on_device(whole: tuple[Any, Any], batch: Batch) -> tuple[jax.Array, jax.Array, Meta]:
         here = _at(state, *whole)
-        apply_fn, params = with_variables(here.apply_fn, variables_of(here)), model_params(here)(here.params)
+        apply_fn, params = bind_variables(here.apply_fn, get_variables(here)), make_params_merger(here)(here.params)
 
         def one(_: None, micro: Batch) -> tuple[None, Any]:
             params_here, micro = lax.optimization_barrier((params, micro))
             loss_sum, meta = lax.optimization_barrier(forward(apply_fn, params_here, micro, None))
             count = meta[TOKEN_COUNT] if TOKEN_COUNT in meta else _count(micro)
-            return None, (loss_sum, count, without_statistics(meta))
+            return None, (loss_sum, count, drop_statistics(meta))
 
         _, found = lax.scan(one, None, batch)
         losses_S, counts_S, metas = reduction.gathered(found, num_devices)

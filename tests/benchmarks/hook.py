@@ -61,7 +61,7 @@ class Judged(PretrainGPT):
 
     def evaluator(self) -> Any:
         found = [
-            *self.shipped.evaluators,
+            *self.builtin_evaluators,
             Sized("squares", lambda leaves: sum(jnp.vdot(leaf, leaf) for leaf in leaves)),
             Sized("largest", lambda leaves: jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]).max()),
         ]
@@ -89,7 +89,7 @@ def slices(job: Any, steps: int) -> Iterator[float]:
     train_step, key, report = job.compiled.executable, job.train_setup.key, job.report
     timed = getattr(job, "timed", [])
     with report.showing(0):
-        job.state = job.steering.start(job.state, 0)
+        job.state = job.hook_dispatcher.start(job.state, 0)
         while True:
             began, evaluating = time.perf_counter(), sum(each.seconds for each in timed)
             for _ in range(steps):
@@ -97,8 +97,8 @@ def slices(job: Any, steps: int) -> Iterator[float]:
                 job.step += 1
                 report.add_step(job.step, loss, meta)
                 if report.is_row_due(job.step):
-                    report.add_row(job.evaluated_weights(job.state), job.step)
-                    job.state = job.steering.after_row(job.state, job.step)
+                    report.add_row(job.get_evaluated_weights(job.state), job.step)
+                    job.state = job.hook_dispatcher.after_row(job.state, job.step)
                 job.save_or_stop()
             jax.block_until_ready(job.state)
             yield time.perf_counter() - began - (sum(each.seconds for each in timed) - evaluating)

@@ -18,7 +18,7 @@ from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
 from runner.plan.machine import open_machine
-from runner.train.batch_layout import batch_layouts
+from runner.train.batch_layout import list_batch_layouts
 from runner.train.compile import ProgramMemory
 from tests.support.tiny import gpt
 
@@ -46,8 +46,8 @@ def memory_of(tokens: int, parts: int, devices: Sequence[jax.Device], directory:
         "topology.mesh": dict.fromkeys(AXES, 1) | {"fsdp": groups, "sequence": parts},
     }
     job = gpt(directory / "run", PretrainDecoder, **changes)
-    train_setup = job.setup_builder.build_on(job.setup_builder.lay_out(devices), jax.random.key(0), row_length=8)
-    return train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0]).memory
+    train_setup = job.setup_builder.build_on_mesh(job.setup_builder.make_mesh(devices), jax.random.key(0), row_length=8)
+    return train_setup.compile_train(job.train_step, list_batch_layouts(job.config, train_setup.mesh)[0]).memory
 
 
 def main(lengths: Sequence[int], all_parts: Sequence[int]) -> None:

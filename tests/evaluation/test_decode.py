@@ -21,10 +21,10 @@ from runner.evaluation.generation import (
     CachedDecoder,
     RecomputingDecoder,
     Sampler,
+    filter_top_p,
     generate,
-    keep_top,
+    infer_vocabulary_size,
     make_decoder,
-    vocabulary_size_of,
 )
 from runner.parallel.mesh import AXES, make_mesh
 
@@ -108,7 +108,7 @@ def test_a_cached_decode_gives_the_logits_of_the_forward_pass_at_every_position(
 
 @pytest.mark.parametrize("sampling", [Sampler(temperature=0), Sampler(1.0, top_p=0.7, seed=5)], ids=str)
 def test_a_text_is_the_same_by_cache_and_by_whole_rows_also_beyond_the_sequence_length(readers, sampling):
-    choose = sampling.make_choose(VOCABULARY)
+    choose = sampling.make_chooser(VOCABULARY)
     for prompt in ([3], list(range(SEQUENCE - 1)), list(range(40))):
         texts = [list(generate(read, choose, prompt, 40, SEQUENCE)) for read in readers]
         assert texts[0] == texts[1]
@@ -132,7 +132,7 @@ def test_the_window_is_the_last_tokens_and_when_it_is_full_its_last_half():
 
 def test_a_token_depends_on_the_seed_and_its_place_and_on_no_other_draw(readers):
     def text(num_tokens, seed):
-        choose = Sampler(1.0, seed=seed).make_choose(VOCABULARY)
+        choose = Sampler(1.0, seed=seed).make_chooser(VOCABULARY)
         return list(generate(readers[0], choose, [3], num_tokens, SEQUENCE))
 
     assert text(20, 0) == text(33, 0)[:20]
@@ -148,7 +148,7 @@ def test_a_model_without_a_cache_is_read_in_one_program():
     model = Bigram()
     weights = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32), deterministic=True)
     read = make_decoder(model, weights, 4, jnp.float32, ONE)
-    choose = Sampler(temperature=0).make_choose(5)
+    choose = Sampler(temperature=0).make_chooser(5)
     following = np.argmax(weights["params"]["Embed_0"]["embedding"], axis=1)
     tokens = list(generate(read, choose, [2], 9, 4))
     assert tokens == [following[token] for token in [2, *tokens[:-1]]]
@@ -164,7 +164,7 @@ def test_what_returns_no_logits_is_no_model_of_tokens():
     model = Classifier()
     weights = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32), deterministic=True)
     with pytest.raises(InvalidError, match=r"Classifier returns an array of \(1, 3\) for tokens \(1, 4\); a model of"):
-        vocabulary_size_of(model, weights, 4)
+        infer_vocabulary_size(model, weights, 4)
 
 
 # The choice of a token.
@@ -178,7 +178,7 @@ PROBABILITIES = np.array([0.15, 0.5, 0.1, 0.25])
 )
 def test_top_p_keeps_the_fewest_tokens_whose_probabilities_add_up_to_it(top_p, kept):
     logits_V = jnp.log(PROBABILITIES)
-    found = keep_top(logits_V, top_p)
+    found = filter_top_p(logits_V, top_p)
     assert np.flatnonzero(np.isfinite(found)).tolist() == kept
     assert (found[np.array(kept)] == logits_V[np.array(kept)]).all()
 
@@ -191,7 +191,7 @@ def test_tokens_come_as_often_as_temperature_and_top_p_say(temperature, top_p):
     dropped = order[np.cumsum(expected[order]) - expected[order] >= top_p]
     expected[dropped] = 0
     expected /= expected.sum()
-    choose = Sampler(temperature, top_p).make_choose(4)
+    choose = Sampler(temperature, top_p).make_chooser(4)
     drawn = jax.vmap(choose, (None, 0))(jnp.log(jnp.append(PROBABILITIES, 9.0)), jnp.arange(4000))
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, expected, atol=0.03)
 

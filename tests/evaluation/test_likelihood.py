@@ -14,14 +14,14 @@ import yaml
 
 from runner.data import ByteTokenizer
 from runner.distributed.agreement import Hosts
-from runner.evaluation.generation import variables_of
+from runner.evaluation.generation import make_variables
 from runner.evaluation.likelihood import (
-    Likelihood,
+    LikelihoodScorer,
     MultipleChoice,
     Question,
     TextPair,
     encode_pair,
-    pairs_of,
+    make_pairs,
     read_questions,
 )
 from runner.inference.open_run import open_run
@@ -68,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights(run: Path) -> Any:
     opened = open_run(str(run))
     mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
-    abstract = opened.job.weights(opened.job.setup_builder.build_on(mesh, jax.random.key(0)).abstract_state)
+    abstract = opened.job.weights(opened.job.setup_builder.build_on_mesh(mesh, jax.random.key(0)).abstract_state)
     return opened.load_weights(opened.find_checkpoint("newest"), abstract)
 
 
@@ -85,7 +85,7 @@ def reference(model: Any, weights: Any, texts: Sequence[tuple[str, str]]) -> lis
         wholes += [whole[-(LENGTH + 1) :]]
         row[: len(wholes[-1]) - 1] = wholes[-1][:-1]
     totals = []
-    logits_BxTxV = np.asarray(jitted(model)(variables_of(weights), rows))
+    logits_BxTxV = np.asarray(jitted(model)(make_variables(weights), rows))
     for whole, num_following, logits_TxV in zip(wholes, counts, logits_BxTxV, strict=True):
         total = 0.0
         for place in range(max(0, len(whole) - 1 - num_following), len(whole) - 1):
@@ -108,7 +108,7 @@ def test_answers_to_200_questions_are_those_of_the_formula_by_hand(run: Path, we
     job = open_run(str(run)).job
     model = job.model()
     mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
-    likelihood = Likelihood(model, mesh, LENGTH, 4, lambda: False)
+    likelihood = LikelihoodScorer(model, mesh, LENGTH, 4, lambda: False)
     questions = read_questions(str(run.parent / "questions.jsonl"))
     evaluator = MultipleChoice("made_up", questions, ids_of, FIRST, likelihood)
     figures = evaluator.evaluate(weights, 8, Hosts.alone())
@@ -124,7 +124,7 @@ def test_answers_to_200_questions_are_those_of_the_formula_by_hand(run: Path, we
             right[key] += values.index(max(values)) == question.answer
     assert figures == {f"val/made_up/{key}": number / NUM_QUESTIONS for key, number in right.items()}
     assert len({*right.values()}) > 1
-    likely = likelihood.of(weights, pairs_of(questions, ids_of, FIRST))
+    likely = likelihood.score(weights, make_pairs(questions, ids_of, FIRST))
     assert likely is not None
     np.testing.assert_allclose([each.log_likelihood for each in likely], expected, rtol=1e-4, atol=1e-4)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -134,12 +134,12 @@ def test_answers_to_200_questions_are_those_of_the_formula_by_hand(run: Path, we
 def test_what_is_greedy_is_what_the_most_probable_tokens_make(run: Path, weights: Any) -> None:
     job = open_run(str(run)).job
     model = job.model()
-    likelihood = Likelihood(model, make_mesh({"data": 8, "fsdp": 1, "tensor": 1}), LENGTH, 1, lambda: False)
+    likelihood = LikelihoodScorer(model, make_mesh({"data": 8, "fsdp": 1, "tensor": 1}), LENGTH, 1, lambda: False)
     ids = ids_of("7 squared")
     row = np.zeros((1, LENGTH), np.int32)
     row[0, : len(ids)] = ids
-    best = int(np.argmax(jitted(model)(variables_of(weights), row)[0, len(ids) - 1]))
-    found = likelihood.of(weights, [TextPair(ids, [best]), TextPair(ids, [(best + 1) % 256])])
+    best = int(np.argmax(jitted(model)(make_variables(weights), row)[0, len(ids) - 1]))
+    found = likelihood.score(weights, [TextPair(ids, [best]), TextPair(ids, [(best + 1) % 256])])
     assert found is not None
     assert [each.is_greedy for each in found] == [True, False]
 
@@ -147,7 +147,7 @@ def test_what_is_greedy_is_what_the_most_probable_tokens_make(run: Path, weights
 def test_whoever_was_asked_to_stop_asks_no_more(run: Path, weights: Any) -> None:
     model = open_run(str(run)).job.model()
     mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
-    stopping = Likelihood(model, mesh, LENGTH, 1, lambda: True)
+    stopping = LikelihoodScorer(model, mesh, LENGTH, 1, lambda: True)
     evaluator = MultipleChoice("some", [Question("a", ("b", "c"), 0)], ids_of, FIRST, stopping)
     assert evaluator.evaluate(weights, 1, Hosts.alone()) is None
 

@@ -10,7 +10,14 @@ from runner.config import DataConfig
 from runner.data import ByteTokenizer, CharacterTokenizer
 from runner.data.tokenizers import TOKENIZER_FILES, make_tokenizer
 from runner.errors import DataError
-from runner.evaluation.generation import encode_prompt, find_language, first_token, language_of, parse_ids, stream_text
+from runner.evaluation.generation import (
+    encode_prompt,
+    find_start_token,
+    load_data_codec,
+    load_source_codec,
+    parse_ids,
+    stream_text,
+)
 from tests.data.buckets import write_corpus
 from tests.data.corpus import write_bin
 from tests.support.inputs import GPT2_PATTERN, SEPARATOR, make_hf, make_ranks, make_sentencepiece
@@ -89,11 +96,11 @@ def data_of(source, **keys):
 @pytest.mark.parametrize("kind", ["bytes", *FILE])
 def test_a_corpus_is_read_with_the_tokenizer_that_it_names_and_begins_after_its_separator(sources, kind):
     data = data_of(sources[kind])
-    language = language_of(data)
+    language = load_data_codec(data)
     assert encode_prompt(language, "the number") == TOKENIZERS[kind].encode("the number").tolist()
     assert language.tokenizer.decode(encode_prompt(language, "the number")) == "the number"
-    assert (first_token(language, data), language.is_of_bytes) == (7, kind == "bytes")
-    assert first_token(language, data_of(sources[kind], packing="documents")) != 7
+    assert (find_start_token(language, data), language.is_of_bytes) == (7, kind == "bytes")
+    assert find_start_token(language, data_of(sources[kind], packing="documents")) != 7
 
 
 def test_text_is_read_by_bytes_or_by_its_characters_and_begins_after_what_stands_between_files(sources):
@@ -103,14 +110,14 @@ def test_text_is_read_by_bytes_or_by_its_characters_and_begins_after_what_stands
         ({"tokenizer": "characters"}, 0),
     ):
         data = data_of(sources["text"], **keys)
-        language = language_of(data)
+        language = load_data_codec(data)
         name = keys.get("tokenizer", "bytes")
         assert encode_prompt(language, TEXT) == TOKENIZERS[name].encode(TEXT).tolist()
-        assert first_token(language, data) == first
-    assert language_of(data_of(sources["text"], tokenizer="characters", document_separator="nul")).separator is None
+        assert find_start_token(language, data) == first
+    assert load_data_codec(data_of(sources["text"], tokenizer="characters", document_separator="nul")).separator is None
     with pytest.raises(DataError, match="character 'Q'"):
         encode_prompt(language, "Q")
-    assert encode_prompt(language_of(data_of(sources["text"])), "a\udcff") == [97, 255]
+    assert encode_prompt(load_data_codec(data_of(sources["text"])), "a\udcff") == [97, 255]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +137,7 @@ def test_why_there_is_no_tokenizer_is_one_line(sources, tmp_path, source, messag
     other = write_corpus(tmp_path / "other", [[[1]]], change=morse)
     names = sources | {"none": str(tmp_path / "none.txt"), "damaged": sources["hf"], "other": str(other)}
     with pytest.raises(DataError, match=message) as caught:
-        language_of(data_of(names[source]))
+        load_data_codec(data_of(names[source]))
     assert "\n" not in str(caught.value)
 
 
@@ -138,10 +145,10 @@ def test_the_sources_of_a_mixture_must_agree(sources):
     def mixture(*kinds):
         return DataConfig(sequence_length=8, mixture=[{"name": kind, "source": sources[kind]} for kind in kinds])
 
-    assert language_of(mixture("bytes", "text")).is_of_bytes
-    assert not language_of(mixture("hf")).is_of_bytes
+    assert load_data_codec(mixture("bytes", "text")).is_of_bytes
+    assert not load_data_codec(mixture("hf")).is_of_bytes
     with pytest.raises(DataError, match="text and tiktoken have different tokenizers"):
-        language_of(mixture("text", "bytes", "tiktoken"))
+        load_data_codec(mixture("text", "bytes", "tiktoken"))
 
 
 def test_ids_are_read_from_a_prompt_where_no_tokenizer_is_known():
@@ -155,4 +162,4 @@ def test_ids_are_read_from_a_prompt_where_no_tokenizer_is_known():
 def test_a_source_is_asked_for_alone(sources):
     data = data_of(sources["ids"])
     named = data.model_copy(update={"source": sources["hf"]})
-    assert find_language(named, data).kind["kind"] == "hf"
+    assert load_source_codec(named, data).kind["kind"] == "hf"

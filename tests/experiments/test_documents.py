@@ -20,7 +20,7 @@ from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from experiments.model.attention import blocked_attention, fused_attention, xla_attention
 from runner.config import MemoryConfig
 from runner.parallel.mesh import batch_sharding, sharding_rules
-from runner.train.state import abstract_state, shardings_of, variable_shardings
+from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state
 from tests.support.tiny import leaves_equal, mesh_of
 
 VOCABULARY, T = 31, 128
@@ -151,8 +151,8 @@ def step(rows, S, mesh):
     state, key = make_state(initial_params()), jax.random.key(0)
     init = functools.partial(make_model().init, deterministic=True)
     boxed = jax.eval_shape(init, key, jnp.zeros((1, T), jnp.int32))
-    abstract = abstract_state(make_state, state.params, variable_shardings(boxed["params"], mesh), mesh)
-    state, batch = jax.device_put((state, batch), (shardings_of(abstract), batch_sharding(mesh)))
+    abstract = make_abstract_state(make_state, state.params, compute_variable_shardings(boxed["params"], mesh), mesh)
+    state, batch = jax.device_put((state, batch), (get_shardings(abstract), batch_sharding(mesh)))
     with sharding_rules(mesh):
         new, loss, meta = jax.jit(PretrainGPT.train_step, static_argnums=3)(state, batch, key, S)
     return jax.device_get((loss, meta["grad_norm"], new.params))

@@ -20,7 +20,7 @@ from runner import BaseTrainer, ExecutionSpec
 from runner.config import MemoryConfig
 from runner.parallel.mesh import STATE_AXES
 from runner.storage import read_json, read_log
-from runner.train.flops import counted_flops, transformer_flops
+from runner.train.flops import compute_transformer_flops, count_train_flops
 from tests.experiments.test_documents import LENGTHS, VOCABULARY, T, alone, assert_same, documents, pack
 from tests.support.tiny import FACTORISATIONS, ROOT, TEXT, merge, set_mesh, trajectory
 
@@ -162,7 +162,7 @@ def test_its_flops_are_counted_and_are_those_of_the_formula(make_job):
     job = make_job("flops")
     model, length = job.config.model, job.config.data.sequence_length
     width, keys = model.width, model.width * model.key_value_heads // model.heads
-    expected = transformer_flops(
+    expected = compute_transformer_flops(
         layers=model.layers,
         layer_parameters=2 * width**2 + 2 * width * keys + 3 * width * model.mlp_width,
         output_parameters=job.vocabulary_size * width,
@@ -220,7 +220,7 @@ def test_whatever_is_kept_and_however_rows_are_packed_loss_and_gradients_are_the
 def test_less_kept_is_more_computed_again(page, params):
     batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in pack(documents(LENGTHS)).items()}
     again = [
-        counted_flops(
+        count_train_flops(
             summed_loss(page.PretrainParallel.forward, make_model(page, *kept)),
             params,
             batch,

@@ -10,7 +10,7 @@ from runner.config import DataConfig, TokenSource
 from runner.data import load_validation_set
 from runner.data.tokenizers import TOKENIZER_FILES, make_tokenizer
 from runner.evaluation.builtin import EvaluationData
-from runner.evaluation.generation import find_language
+from runner.evaluation.generation import load_source_codec
 from runner.inference.evaluate import DATA_SET
 from tests.data.buckets import write_corpus
 from tests.data.corpus import write_bin
@@ -28,7 +28,7 @@ def scored(source, **keys):
     data = DataConfig.model_validate({"source": str(source), "sequence_length": LENGTH, **keys})
     named = TokenSource(source=str(source))
     return EvaluationData(
-        load_validation_set(data, DATA_SET, named, vocabulary_size=5000), {DATA_SET: find_language(named, data)}
+        load_validation_set(data, DATA_SET, named, vocabulary_size=5000), {DATA_SET: load_source_codec(named, data)}
     )
 
 

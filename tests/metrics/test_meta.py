@@ -11,7 +11,7 @@ import pytest
 from runner import BaseTrainer
 from runner.errors import InvalidError, SpecError
 from runner.metrics.meta import LIST_MAX, Histogram, histogram, shown, validate_meta, with_means
-from runner.train.step import Norms, norms_of
+from runner.train.step import Norms, compute_norms
 from tests.support.judged import TINY, Judged, rows_of
 from tests.support.tiny import gpt
 
@@ -162,7 +162,7 @@ def test_meta_that_no_row_can_hold_is_refused_before_anything_is_written(
 def test_norms_of_groups_make_up_that_of_all(norms: Norms, num_groups: int) -> None:
     grads = {"block": {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}, "head": jnp.full(4, 2.0)}
     params = jax.tree.map(lambda leaf: (leaf + 1).astype(jnp.bfloat16), grads)
-    found = norms_of(grads, params, norms)
+    found = compute_norms(grads, params, norms)
     assert len(found) == (2 * num_groups + 1 if num_groups else 0)
     for kind, tree in {"grad_norm": grads, "param_norm": params}.items():
         groups = [value for key, value in found.items() if key.startswith(f"{kind}/")]

@@ -13,7 +13,7 @@ from runner.optim.config import OPTIMIZERS, ParameterGroup
 from runner.optim.groups import FrozenParametersState, Parameter, parameters_of
 from runner.optim.library import in_float32, make_optimizer
 from runner.train import step as pure
-from runner.train.state import state_of
+from runner.train.state import make_state_from_variables
 from tests.optim.test_formula import MATRICES, PARAMETERS, PARAMS, config_of, rate_of, trained
 from tests.support.tiny import gpt, leaves_equal
 
@@ -140,7 +140,7 @@ def test_no_gradient_is_taken_of_what_is_frozen(num_micro):
         config = config_of("adamw", groups=groups)
         abstract = jax.eval_shape(lambda: variables["params"])
         tx = make_optimizer("adamw", config, optax.constant_schedule(0.1), parameters_of(abstract))
-        state = state_of(model, variables, in_float32(tx))
+        state = make_state_from_variables(model, variables, in_float32(tx))
 
         def forward(apply_fn, params, micro, key):
             logits = apply_fn({"params": params}, micro["x"], deterministic=True)
@@ -148,7 +148,7 @@ def test_no_gradient_is_taken_of_what_is_frozen(num_micro):
             return jnp.sum(losses * micro["padding_mask"]), {}
 
         def step(state, forward=forward):
-            return pure.train_step(forward, state, batch, jax.random.key(1), num_micro, lambda old, _: (old, {}))
+            return pure.train_step(forward, state, batch, jax.random.key(1), num_micro)
 
         found, _, meta = jax.jit(step)(state)
         norms.append((float(meta["grad_norm"]), str(jax.make_jaxpr(step)(state)).count("dot_general")))

@@ -239,9 +239,9 @@ def recipe_of(config):
 
 def program(config):
     """The learning rates of a run, and what its step computes, as JAX writes it down, with every number in it."""
-    schedule = recipe_of(config).schedule_of(config)
+    schedule = recipe_of(config).build_schedule(config)
     both = {name: replace(PARAMETERS["kernel"], name=name) for name in ("kernel", "other")}
-    tx = recipe_of(config).optimizer_of(config, schedule, both | {"bias": PARAMETERS["bias"]})
+    tx = recipe_of(config).build_optimizer(config, schedule, both | {"bias": PARAMETERS["bias"]})
 
     def step(params, state):
         point = gradient_point(params, state)
@@ -265,7 +265,7 @@ def test_every_key_changes_the_program_of_those_that_read_it_and_is_refused_for_
             continue
         config = config_with(section, name, **{key: OTHER[key]})
         is_read = name in READERS.get(key, (name,))
-        assert list(recipe_of(config).problems(config)) == ([] if is_read else [key])
+        assert list(recipe_of(config).find_problems(config)) == ([] if is_read else [key])
         if is_read:
             assert program(config) != usual, key
         else:
@@ -297,26 +297,26 @@ def test_the_reference_names_the_readers_of_a_key():
 
 def test_defaults_and_what_an_object_of_the_jobs_own_may_read_are_not_refused():
     config = config_with("optimizer", "sgd", **{"optimizer.b1": 0.9})
-    assert recipe_of(config).problems(config) == {}
+    assert recipe_of(config).find_problems(config) == {}
     config = config_with("optimizer", "sgd", **{"optimizer.b1": 0.5, "optimizer.learning_rate": None})
-    assert choose_optimizer(optax.sgd(0.1), SPEC, config).problems(config) == {}
-    assert set(choose_optimizer("lion", SPEC, config).problems(config)) == {"optimizer", "optimizer.name"}
-    assert set(recipe_of(config).problems(config)) == {"optimizer", "optimizer.b1"}
+    assert choose_optimizer(optax.sgd(0.1), SPEC, config).find_problems(config) == {}
+    assert set(choose_optimizer("lion", SPEC, config).find_problems(config)) == {"optimizer", "optimizer.name"}
+    assert set(recipe_of(config).find_problems(config)) == {"optimizer", "optimizer.b1"}
 
 
 def test_no_schedule_is_a_constant_and_the_default_is_the_one_of_the_spec():
     config = config_with("schedule", "cosine", **{"schedule.warmup_steps": 1})
     constant = choose_optimizer(SPEC, None, config_with("schedule", "constant"))
-    rates = [float(constant.schedule_of(config)(step)) for step in (1, 50, 99)]
+    rates = [float(constant.build_schedule(config)(step)) for step in (1, 50, 99)]
     assert rates == pytest.approx([0.1] * 3)
-    assert float(recipe_of(config).schedule_of(config)(99)) < 0.001
+    assert float(recipe_of(config).build_schedule(config)(99)) < 0.001
 
 
 def test_an_object_of_the_jobs_own_is_taken_as_it_stands():
     config, own, rate = config_with("optimizer", "sgd"), optax.sgd(0.1), optax.constant_schedule(0.5)
-    assert choose_optimizer(own, SPEC, config).optimizer_of(config, None, PARAMETERS) is own
-    assert choose_optimizer(own, SPEC, config).schedule_of(config) is None
-    assert choose_optimizer(own, rate, config).schedule_of(config) is rate
+    assert choose_optimizer(own, SPEC, config).build_optimizer(config, None, PARAMETERS) is own
+    assert choose_optimizer(own, SPEC, config).build_schedule(config) is None
+    assert choose_optimizer(own, rate, config).build_schedule(config) is rate
 
 
 @pytest.mark.parametrize(("optimizer", "schedule"), [("adamm", SPEC), (SPEC, "cosin"), (None, SPEC)])

@@ -17,7 +17,7 @@ from runner.optim.library import make_optimizer
 from runner.optim.transforms import gradient_point
 from runner.parallel.mesh import make_mesh, sharding_rules
 from runner.train.setup import build_train_setup
-from runner.train.state import begun_at_params, sharded_init, shardings_of
+from runner.train.state import get_shardings, restart_averages, sharded_init
 from tests.support.tiny import gpt, leaves_equal
 
 SHAPES = {
@@ -54,7 +54,7 @@ def trained(train_setup, steps=4):
         return state.apply_gradients(grads=jax.tree.map(jnp.add, point, noise))
 
     with sharding_rules(train_setup.mesh):
-        step = jax.jit(step, out_shardings=shardings_of(train_setup.abstract_state))
+        step = jax.jit(step, out_shardings=get_shardings(train_setup.abstract_state))
         for number in range(steps):
             random = np.random.default_rng(number)
             noise = {name: random.normal(size=shape).astype(np.float32) for name, (shape, _) in SHAPES.items()}
@@ -95,7 +95,7 @@ def test_a_warm_start_averages_from_the_weights_that_it_begins_with(tmp_path):
     job.train_setup = job.setup_builder.build(jax.devices())
     state = job.init_state()
     weights = jax.tree.map(lambda leaf: leaf + 1, job.weights(state))
-    begun = begun_at_params(state.replace(params=weights["params"]))
+    begun = restart_averages(state.replace(params=weights["params"]))
     assert leaves_equal(begun.opt_state[1].fast, weights["params"])
     assert leaves_equal(begun.params, weights["params"])
     assert all(

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.parallel.mesh import AXES, BATCH_AXES, sharding_rules
 from runner.parallel.reduction import on_parts, waits
-from runner.train.batch_layout import batch_layouts
-from runner.train.step import train_step
+from runner.train.batch_layout import list_batch_layouts
+from runner.train.step import StepOptions, train_step
 from tests.support.llama import PretrainLlama
 from tests.support.tiny import gpt, mesh_id, mesh_over
 
@@ -100,7 +100,7 @@ def test_a_model_that_says_nothing_of_its_activations_is_compiled(sizes, tmp_pat
     changes = {"topology.mesh": sizes, "config.data.sequence_length": 64, "config.train.global_batch_examples": 16}
     job = gpt(tmp_path / "run", PretrainLlama, **changes, **{"config.model": {}})
     train_setup = job.setup_builder.build(jax.devices())
-    step = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0])
+    step = train_setup.compile_train(job.train_step, list_batch_layouts(job.config, train_setup.mesh)[0])
     assert step.executable is not None
 
 
@@ -130,7 +130,9 @@ def stepped(sizes):
     state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
 
     def step(state, batch):
-        return train_step(forward, state, batch, KEY, S, lambda variables, found: (variables, found))
+        return train_step(
+            forward, state, batch, KEY, S, StepOptions(update_variables=lambda variables, sums: (variables, sums))
+        )
 
     if sizes is None:
         return jax.device_get(jax.jit(step)(state, batch))

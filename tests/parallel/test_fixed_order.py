@@ -14,8 +14,13 @@ from runner.errors import InvalidError
 from runner.parallel import reduction
 from runner.parallel.canonical import canonicalise
 from runner.parallel.mesh import BATCH_AXES, sharding_rules, validate_axis_order
-from runner.train.state import abstract_state, make_state, shardings_of, unchanged, variable_shardings
-from runner.train.step import train_step, val_step
+from runner.train.state import (
+    compute_variable_shardings,
+    get_shardings,
+    make_abstract_state,
+    make_state,
+)
+from runner.train.step import StepOptions, train_step, val_step
 from tests.support.faked import AS_USERS
 from tests.support.tiny import gpt, leaves_equal, mesh_id, mesh_over
 
@@ -86,13 +91,13 @@ def steps_on(sizes, num_groups, m, options=()):
     """State, losses, norms and validation after three steps, compiled with these options."""
     mesh = mesh_over(dict(sizes))
     boxed = jax.eval_shape(lambda key: MODEL.init(key, jnp.zeros((1, T), jnp.int32), deterministic=True), KEY)
-    abstract = abstract_state(make, KEY, variable_shardings(boxed["params"], mesh), mesh)
-    shardings = shardings_of(abstract)
+    abstract = make_abstract_state(make, KEY, compute_variable_shardings(boxed["params"], mesh), mesh)
+    shardings = get_shardings(abstract)
 
     def step(state, batch):
         key = jax.random.fold_in(KEY, state.step)
-        forward, options = PretrainGPT.forward, {"norms": "groups", "num_groups": num_groups}
-        return train_step(forward, state, batch, key, M, unchanged, **options)
+        step_options = StepOptions(norms="groups", num_groups=num_groups)
+        return train_step(PretrainGPT.forward, state, batch, key, M, step_options)
 
     with sharding_rules(mesh):
         state = jax.jit(make, out_shardings=shardings)(KEY)

@@ -28,7 +28,7 @@ from runner.plan.forecast.sources import find_largest_arrays
 from runner.plan.machine import TargetMachine, open_machine
 from runner.plan.prediction import ParameterPayload, predict_collectives, predict_ordered_collectives, sum_sent_bytes
 from runner.plan.program import compute_sent_bytes
-from runner.train.batch_layout import batch_layouts
+from runner.train.batch_layout import list_batch_layouts
 from runner.trainer import BaseTrainer
 from tests.plan.tpu_program import shapes_in
 from tests.support.libtpu import printed_by
@@ -83,7 +83,7 @@ def decoder(axis: str, directory: Path, shapes: Shapes, **changes: Any) -> BaseT
 def compiled(job: BaseTrainer) -> tuple[str, list[Collective]]:
     """The text of its train step for the devices here, and the collectives in it."""
     train_setup = job.setup_builder.build(jax.devices()[:N])
-    text = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0]).text
+    text = train_setup.compile_train(job.train_step, list_batch_layouts(job.config, train_setup.mesh)[0]).text
     return text, find_collectives(text, train_setup.mesh_sizes)
 
 
@@ -330,7 +330,7 @@ def print_tpu_program(name: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         job = decoder(axis, Path(directory) / "run", LARGE, **{"config.precision.compute": "bfloat16"}, **changes)
         train_setup = job.setup_builder.build(machine.devices)
-        text = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0]).text
+        text = train_setup.compile_train(job.train_step, list_batch_layouts(job.config, train_setup.mesh)[0]).text
     sizes = {shape for one in iter_instructions(text) for shape in parse_shape_sizes(get_output_shape(one))}
     found = payload(find_collectives(text, train_setup.mesh_sizes), axis)
     print(json.dumps({"payload": found, "shapes": sorted(sizes), "examples": job.config.train.global_batch_examples}))
@@ -485,7 +485,7 @@ def test_same_bits_send_the_subtrees_of_each_device_and_gather_the_sum(
     examples = {"config.train.global_batch_examples": B * groups}
     job = gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes, **examples)
     train_setup = job.setup_builder.build(jax.devices()[:number])
-    text = train_setup.compile_train(job.train_step, batch_layouts(job.config, train_setup.mesh)[0]).text
+    text = train_setup.compile_train(job.train_step, list_batch_layouts(job.config, train_setup.mesh)[0]).text
     assert sums_of(find_collectives(text, train_setup.mesh_sizes), itemsize=4) == {
         ("all-to-all", axes): subtrees * GPT_PARAMETERS,
         ("all-gather", axes): GPT_PARAMETERS + groups * (LOSS + TOKENS),

@@ -36,7 +36,9 @@ def compiled(spec: str, topology: str, overrides: Sequence[str]) -> tuple[BaseTr
     machine = open_machine(parse_accelerator(topology))
     assert isinstance(job, BaseTrainer), findings.problems
     assert machine is not None
-    train_setup = job.setup_builder.build_on(job.setup_builder.lay_out(machine.devices), jax.random.key(job.spec.seed))
+    train_setup = job.setup_builder.build_on_mesh(
+        job.setup_builder.make_mesh(machine.devices), jax.random.key(job.spec.seed)
+    )
     return job, compile_program(job.setup_builder, train_setup, machine, with_val=False)
 
 

@@ -44,7 +44,7 @@ def test_a_spec_makes_its_job(path):
 
 def test_a_trainers_spec_has_no_key_that_nothing_reads(path):
     job = make_job(path)
-    assert not isinstance(job, BaseTrainer) or job.setup_builder.optimizer_choice.problems(job.config) == {}
+    assert not isinstance(job, BaseTrainer) or job.setup_builder.optimizer_choice.find_problems(job.config) == {}
 
 
 def test_a_spec_is_named_like_its_file_and_writes_into_a_directory_of_that_name(path):

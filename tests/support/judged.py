@@ -86,7 +86,7 @@ class JudgedByAll(Judged):
     """Judged by what the spec asks for, and by two evaluators of its own."""
 
     def evaluator(self) -> Any:
-        return [*self.shipped.evaluators, Own(3)]
+        return [*self.builtin_evaluators, Own(3)]
 
 
 class RaisesAlone:

@@ -8,7 +8,7 @@ import pytest
 
 from runner.parallel.mesh import AXES
 from runner.train import compile
-from runner.train.batch_layout import batch_layouts
+from runner.train.batch_layout import list_batch_layouts
 from runner.trainer import BaseTrainer
 from tests.support.faked import AS_USERS
 
@@ -30,7 +30,7 @@ def compile_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def bits_on(job: BaseTrainer, devices: int) -> dict[str, bytes]:
     """By name the state after some steps, what these told, and what the validation step finds then."""
     train_setup = job.setup_builder.build(jax.devices()[:devices])
-    layout = batch_layouts(job.config, train_setup.mesh)[0]
+    layout = list_batch_layouts(job.config, train_setup.mesh)[0]
     train_step = train_setup.compile_train(job.train_step, layout).executable
     val_step = train_setup.compile_val(job.val_step, train_setup.abstract_state, layout)
     state, told = train_setup.init_state(), []

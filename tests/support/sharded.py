@@ -22,8 +22,8 @@ import optax
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner.parallel.mesh import AXES, STATE_AXES
-from runner.train.batch_layout import batch_layouts
-from runner.train.state import shardings_of
+from runner.train.batch_layout import list_batch_layouts
+from runner.train.state import get_shardings
 from runner.train.step import Batch
 from runner.trainer import BaseTrainer
 from tests.support.tiny import gpt, mesh_id
@@ -144,7 +144,7 @@ def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = No
     """One step from the state with these leaves, or else from that of the seed; and the leaves it began with."""
     job = make_job(name, mesh)
     train_setup = job.setup_builder.build(jax.devices()[:devices])
-    layout = batch_layouts(job.config, train_setup.mesh)[0]
+    layout = list_batch_layouts(job.config, train_setup.mesh)[0]
     step = train_setup.compile_train(job.train_step, layout).executable
     if leaves is None:
         begun = jax.device_get(train_setup.init_state())
@@ -153,7 +153,7 @@ def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = No
     abstract = train_setup.abstract_state
     state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     batch: Batch = layout.batch(job.setup_builder.dataset, "train", 0)
-    after, loss, _ = step(jax.device_put(state, shardings_of(abstract)), batch, train_setup.key)
+    after, loss, _ = step(jax.device_put(state, get_shardings(abstract)), batch, train_setup.key)
     return Step(*jax.device_get((loss, after.opt_state.trace, after.variables))), leaves
 
 

@@ -35,8 +35,8 @@ class Riding(TrainLookup):
     """A table, how far each of its numbers has gone, where it began, and what the host counts."""
 
     @classmethod
-    def riders(cls):
-        return *super().riders(), WALK, START, COUNTS
+    def auxiliary_states(cls):
+        return *super().auxiliary_states(), WALK, START, COUNTS
 
     def save_or_stop(self):
         if self.step % 2 == 1:  # as a hook does: between two steps
@@ -116,8 +116,8 @@ def test_weights_of_another_run_are_what_they_begin_from(directory, whole):
 def test_a_rider_that_the_checkpoints_lack_is_refused_by_its_leaves(directory):
     class More(Riding):
         @classmethod
-        def riders(cls):
-            return *super().riders(), AuxiliaryState("more", lambda params: jnp.zeros(()))
+        def auxiliary_states(cls):
+            return *super().auxiliary_states(), AuxiliaryState("more", lambda params: jnp.zeros(()))
 
     first = job(directory / "fewer")
     stop_after(first, 1)

@@ -10,7 +10,7 @@ import pytest
 from runner.accelerator import CHIPS
 from runner.errors import InvalidError
 from runner.train.batch_layout import BatchLayout
-from runner.train.compile import StepTooLargeError, compile_lowered, compile_to_fit, memory_of
+from runner.train.compile import StepTooLargeError, compile_lowered, compile_to_fit, get_program_memory
 from tests.support.tiny import mesh_of
 
 GIB = 2**30
@@ -34,7 +34,7 @@ class Compiler:
             peak_memory_in_bytes=0,
         )
         program = SimpleNamespace(memory_analysis=lambda: figures)
-        return SimpleNamespace(size=size, memory=memory_of(program))
+        return SimpleNamespace(size=size, memory=get_program_memory(program))
 
 
 @pytest.mark.parametrize(

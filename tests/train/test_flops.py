@@ -17,7 +17,7 @@ from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner import BaseTrainer
 from runner.config import MemoryConfig
 from runner.distributed.agreement import Hosts
-from runner.train.flops import counted_flops, matmul_flops, transformer_flops
+from runner.train.flops import compute_transformer_flops, count_matmul_flops, count_train_flops
 from tests.support.tiny import gpt, mesh_of
 
 LAYERS, D, V, T, B = 3, 32, 61, 128, 4
@@ -27,7 +27,7 @@ PRODUCT = 2 * 10 * 20 * 30
 
 
 def count(function, *args, platform="cpu"):
-    return matmul_flops(jax.make_jaxpr(function)(*args), platform=platform)
+    return count_matmul_flops(jax.make_jaxpr(function)(*args), platform=platform)
 
 
 def multiply(a, b):
@@ -62,7 +62,7 @@ def flops_of_train_step(model, num_steps, platform):
 def test_the_formula_is_what_a_train_step_computes(layer_loop, remat, chunk, platform, num_steps, heads):
     config = GPTConfig(layers=LAYERS, heads=heads, width=D, dropout=0.1, layer_loop=layer_loop)
     model = GPT(config, V, T, memory=MemoryConfig(remat=remat, loss_chunk_positions=chunk))
-    flops = transformer_flops(
+    flops = compute_transformer_flops(
         layers=LAYERS,
         layer_parameters=12 * D**2,
         output_parameters=V * D,
@@ -88,7 +88,7 @@ def test_the_formula_holds_where_query_heads_share_keys_and_values():
 
     args = {name: jnp.zeros(shape) for name, shape in shapes.items()}, jnp.zeros((B, T, D))
     executed = count(jax.grad(loss, argnums=(0, 1)), *args) / (B * T)
-    flops = transformer_flops(
+    flops = compute_transformer_flops(
         layers=1,
         layer_parameters=2 * D * N * H + 2 * D * K * H,
         output_parameters=V * D,
@@ -101,7 +101,7 @@ def test_the_formula_holds_where_query_heads_share_keys_and_values():
 
 
 def test_gpt2_small_takes_what_its_published_sizes_say():
-    flops = transformer_flops(
+    flops = compute_transformer_flops(
         layers=12,
         layer_parameters=12 * 768**2,
         output_parameters=50257 * 768,
@@ -130,7 +130,7 @@ def test_a_job_has_a_number_without_a_formula_and_gpts_formula_halves_attention(
 
 
 def test_what_is_counted_and_not_computed_twice_is_not_recomputed():
-    flops = counted_flops(lambda b, a: (a @ b).sum(), B_20x30, A_10x20, num_tokens=10, platform="cpu")
+    flops = count_train_flops(lambda b, a: (a @ b).sum(), B_20x30, A_10x20, num_tokens=10, platform="cpu")
     assert (flops.per_token, flops.recomputed_per_token) == (3 * PRODUCT / 10, 0)
 
 

@@ -23,7 +23,7 @@ from runner.inference.open_run import open_run
 from runner.inference.sample import SampleRequest, sample
 from runner.parallel.mesh import STATE_AXES
 from runner.storage import parse_lines
-from runner.train.lora import model_state, model_weights, with_base
+from runner.train.lora import get_model_weights, merge_adapter, replace_base
 from tests.support.tiny import gpt, gpt_document, leaves_equal, name_of, set_mesh, stop_after
 from tests.test_values import TrainLookup
 
@@ -93,7 +93,7 @@ def tokens(job: BaseTrainer, num_steps: int = 1) -> dict[str, jax.Array]:
 def begun(job: BaseTrainer, base: BaseTrainer) -> Any:
     """The state at step 0 beside the base."""
     job.setup(Hosts.alone())
-    return with_base(job.train_setup.init_state(), model_weights(base.state))
+    return replace_base(job.train_setup.init_state(), get_model_weights(base.state))
 
 
 def shaken(state: Any) -> Any:
@@ -115,7 +115,7 @@ def test_each_matrix_of_each_layer_has_its_own_and_nothing_is_seen_of_them_at_th
         assert bool(jnp.any(matrix)) == (which == "lora_a")
         if which == "lora_a":
             assert float(jnp.abs(matrix).max()) <= rows**-0.5
-    assert leaves_equal(model_weights(state), model_weights(base.state))
+    assert leaves_equal(get_model_weights(state), get_model_weights(base.state))
     batch = tokens(job)
     ours, theirs = jax.jit(job.val_step)(state, batch), jax.jit(base.val_step)(base.state, batch)
     assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=1e-6)
@@ -124,7 +124,7 @@ def test_each_matrix_of_each_layer_has_its_own_and_nothing_is_seen_of_them_at_th
 def test_merged_equals_unmerged(name, base, place):
     state = shaken(begun(adapted(name, place / f"{name}_start", base.store.root), base))
     val_step, batch = jax.jit(base.val_step), tokens(base)
-    unmerged, merged, untouched = (val_step(each, batch)[0] for each in (state, model_state(state), base.state))
+    unmerged, merged, untouched = (val_step(each, batch)[0] for each in (state, merge_adapter(state), base.state))
     assert float(unmerged) == pytest.approx(float(merged), rel=1e-5)
     assert abs(float(unmerged) - float(untouched)) > 1e-2
 
@@ -185,18 +185,18 @@ def test_cut_over_devices_it_is_the_same(name, whole, base, place):
     assert all("fsdp" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(cut.state.params))
     for leaf, matrix in named(cut.state.params).items():
         np.testing.assert_allclose(matrix, named(whole.state.params)[leaf], rtol=1e-3, atol=1e-4)
-    like = model_weights(cut.train_setup.abstract_state)
+    like = get_model_weights(cut.train_setup.abstract_state)
     opened, _ = open_checkpoint(whole.store.root / "checkpoints" / str(STEPS), like=like)
     for leaf, found in named(opened).items():
         assert found.sharding == named(like)[leaf].sharding
-        np.testing.assert_allclose(found, named(model_weights(whole.state))[leaf], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(found, named(get_model_weights(whole.state))[leaf], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("weights", ["params", "ema_0.5"])
 def test_who_looks_sees_the_sum(whole, weights):
-    seen = model_weights(whole.state)["params"]
+    seen = get_model_weights(whole.state)["params"]
     if weights != "params":
-        seen = model_weights(whole.state.replace(params=whole.state.riders["ema"]["0.5"]))["params"]
+        seen = get_model_weights(whole.state.replace(params=whole.state.riders["ema"]["0.5"]))["params"]
     opened, _ = open_checkpoint(whole.store.root, weights=weights)
     assert "variables" not in opened
     assert named(opened["params"]).keys() == named(seen).keys()

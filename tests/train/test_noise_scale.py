@@ -11,7 +11,7 @@ from runner.parallel.mesh import batch_sharding, sharding_rules
 from runner.storage import parse_lines
 from runner.train import step as pure
 from runner.train.auxiliary import make_noise_scale
-from runner.train.state import HalfBatchGradients, StepObservation, TrainState, unchanged
+from runner.train.state import HalfBatchGradients, StepObservation, TrainState
 from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
 from tests.test_values import TrainLookup
 
@@ -80,7 +80,7 @@ def test_a_step_has_the_estimates_of_its_halves_whatever_the_split(S, sizes, run
     rider = make_noise_scale(DECAY)
 
     def step(state, batch):
-        return pure.train_step(run, state, batch, KEY, S, unchanged, [rider])
+        return pure.train_step(run, state, batch, KEY, S, pure.StepOptions(auxiliary_states=[rider]))
 
     if sizes is None:
         after, _, meta = jax.jit(step)(state(), batch)
@@ -199,4 +199,4 @@ def test_a_batch_that_has_no_halves_is_refused(tmp_path, changes, line):
 def test_a_rider_that_sees_halves_needs_an_even_number_of_micro_batches():
     batch = {name: jnp.asarray(leaf)[None] for name, leaf in rows().items()}
     with pytest.raises(InvalidError, match="its micro-batches are 1; needs an even number"):
-        pure.train_step(forward, state(), batch, KEY, 1, unchanged, [make_noise_scale(DECAY)])
+        pure.train_step(forward, state(), batch, KEY, 1, pure.StepOptions(auxiliary_states=[make_noise_scale(DECAY)]))

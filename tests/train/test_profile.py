@@ -14,7 +14,7 @@ from runner.errors import InvalidError, SpecError
 from runner.spec import STEPS_OF_A_PROFILE_MAX, parse_document, validate_spec
 from runner.storage import JsonObject, LocalStore, Store, encode_json, read_json, read_log
 from runner.train import profiler as profile
-from runner.train.profiler import REQUEST, Profiler, request, take_request
+from runner.train.profiler import REQUEST, Profiler, request_profile, take_profile_request
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import memory_bucket
 from tests.support.tiny import gpt, gpt_document, stop_after
@@ -145,12 +145,12 @@ def test_a_profile_that_fails_costs_a_warning(
 @pytest.mark.parametrize("store", [memory_bucket(), None], ids=["bucket", "disk"])
 def test_a_request_is_taken_once_and_one_that_is_none_is_left_out(store: Store | None, tmp_path: Path) -> None:
     store = store or LocalStore(tmp_path)
-    assert take_request(store) is None
-    request(store, 7)
-    assert [take_request(store), take_request(store)] == [7, None]
+    assert take_profile_request(store) is None
+    request_profile(store, 7)
+    assert [take_profile_request(store), take_profile_request(store)] == [7, None]
     for other in (b"", b"[]", b"{}", encode_json({"steps": -1}), encode_json({"steps": 10**9}), b'{"steps": "3"}'):
         store.write(REQUEST, other)
-        assert [take_request(store), store.exists(REQUEST)] == [None, False]
+        assert [take_profile_request(store), store.exists(REQUEST)] == [None, False]
 
 
 @pytest.mark.parametrize("value", ["5:5", "5:3", f"0:{STEPS_OF_A_PROFILE_MAX + 1}", "5", "a:b", ""])

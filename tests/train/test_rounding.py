@@ -108,9 +108,8 @@ def mean_of_last_losses(dtype, rounding):
 
     def step(state, batch):
         key = jax.random.fold_in(KEY, state.step)
-        after, loss, _ = pure.train_step(
-            TrainNarrow.forward, state, batch, key, 1, TrainNarrow.update_variables, (), rounding
-        )
+        options = pure.StepOptions(update_variables=TrainNarrow.update_variables, rounding=rounding)
+        after, loss, _ = pure.train_step(TrainNarrow.forward, state, batch, key, 1, options)
         return after, loss
 
     _, losses = jax.jit(lambda state: jax.lax.scan(step, state, batches))(state)

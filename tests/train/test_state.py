@@ -206,5 +206,5 @@ def test_other_parameters_than_the_models_are_refused(tmp_path):
 def test_sharded_init_may_be_replaced_where_the_mesh_is_abstract(tmp_path):
     job = gpt(tmp_path / "run", Halved)
     mesh = AbstractMesh(tuple(8 if axis == "fsdp" else 1 for axis in AXES), AXES)
-    train_setup = job.setup_builder.build_on(mesh, jax.eval_shape(lambda: KEY))
+    train_setup = job.setup_builder.build_on_mesh(mesh, jax.eval_shape(lambda: KEY))
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(train_setup.abstract_state)} == {mesh}

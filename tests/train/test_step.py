@@ -18,7 +18,7 @@ from runner import BaseTrainer
 from runner.config import MemoryConfig
 from runner.parallel.mesh import batch_sharding, sharding_rules
 from runner.train.loss import cross_entropy_sum
-from runner.train.state import abstract_state, make_state, shardings_of, variable_shardings
+from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state, make_state
 from tests.support.tiny import mesh_of
 
 VOCABULARY, T, R = 32, 12, 16
@@ -134,9 +134,9 @@ def test_loss_and_gradients_do_not_depend_on_the_devices(state, whole, sizes, S)
 def run_on(mesh, state, S):
     """`run` over the ragged rows, with state and batch cut over `mesh`."""
     boxed = jax.eval_shape(lambda key: MODEL.init(key, jnp.zeros((1, T), jnp.int32), deterministic=True), KEY)
-    shardings = variable_shardings(boxed["params"], mesh)
-    abstract = abstract_state(make, KEY, shardings, mesh).replace(apply_fn=state.apply_fn)
-    sharded = jax.device_put(state, shardings_of(abstract))
+    shardings = compute_variable_shardings(boxed["params"], mesh)
+    abstract = make_abstract_state(make, KEY, shardings, mesh).replace(apply_fn=state.apply_fn)
+    sharded = jax.device_put(state, get_shardings(abstract))
     batch = jax.device_put(split(rows(ragged_lengths()), S), batch_sharding(mesh))
     with sharding_rules(mesh):
         return run(jax.jit(PretrainGPT.train_step, static_argnums=3), sharded, batch, S)

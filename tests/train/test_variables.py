@@ -17,7 +17,7 @@ from runner.errors import InvalidError, StateError
 from runner.parallel.mesh import batch_sharding, sharding_rules
 from runner.storage import read_json
 from runner.train.loss import cross_entropy_sum, document_arguments
-from runner.train.state import make_state, with_variables
+from runner.train.state import bind_variables, make_state
 from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
 
 V, T, R = 256, 16, 16
@@ -123,7 +123,7 @@ def test_variables_have_names_of_their_own_and_count_in_the_fingerprint():
 
 def test_what_a_model_takes_is_known_behind_its_variables():
     state = make(KEY)
-    apply_fn = with_variables(state.apply_fn, state.variables)
+    apply_fn = bind_variables(state.apply_fn, state.variables)
     with pytest.raises(InvalidError, match="Biased takes no segments"):
         document_arguments(apply_fn, {"segment": jnp.ones((1, T))})
 
@@ -178,7 +178,7 @@ def test_an_open_checkpoint_has_them(whole):
     tokens = jnp.zeros((1, T), jnp.int32)
     assert leaves_equal(
         apply_fn(variables, tokens, deterministic=True),
-        with_variables(apply_fn, whole.state.variables)({"params": whole.state.params}, tokens, deterministic=True),
+        bind_variables(apply_fn, whole.state.variables)({"params": whole.state.params}, tokens, deterministic=True),
     )
 
 

@@ -23,7 +23,7 @@ from experiments.model.presets import PRESETS
 from runner.config import MemoryConfig
 from runner.errors import InvalidError
 from runner.parallel.mesh import BATCH_AXES, sharding_rules
-from runner.train.state import variable_shardings
+from runner.train.state import compute_variable_shardings
 from tests.experiments.test_documents import LENGTHS, NUM_DOCUMENTS, alone, documents, pack
 from tests.support.tiny import mesh_of
 
@@ -260,7 +260,7 @@ def loss_and_gradients(model, params, batch, mesh=None):
     key = jax.random.key(0)
     if mesh is None:
         return jax.device_get(jax.jit(grad)(params, batch))
-    shardings = variable_shardings(boxed_params(model)["params"], mesh)
+    shardings = compute_variable_shardings(boxed_params(model)["params"], mesh)
     rows = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
     with sharding_rules(mesh):
         jitted = jax.jit(grad, in_shardings=(shardings, None), out_shardings=(None, shardings))

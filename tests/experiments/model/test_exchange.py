@@ -20,7 +20,7 @@ from experiments.model.moe import MixtureOfExperts, MoeConfig
 from runner.errors import InvalidError
 from runner.parallel.mesh import BATCH_AXES, make_mesh, sharding_rules
 from runner.plan.forecast.collectives import find_collectives
-from runner.train.state import variable_shardings
+from runner.train.state import compute_variable_shardings
 from tests.support.harness import command, environment
 from tests.support.tiny import AXIS_MESHES, gpt, mesh_id, mesh_over
 
@@ -80,7 +80,7 @@ def expected(*names):
 def lying(mesh, model, variables):
     """Variables, tokens and what is real, as they lie in a job."""
     boxed = jax.eval_shape(model.init, KEY, *inputs())
-    variables = jax.device_put(variables, variable_shardings(boxed, mesh))
+    variables = jax.device_put(variables, compute_variable_shardings(boxed, mesh))
     stream = NamedSharding(mesh, PartitionSpec(BATCH_AXES, ("sequence", "tensor")))
     rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
     return variables, jax.device_put(inputs()[0], stream), jax.device_put(inputs()[1], rows)

@@ -30,7 +30,7 @@ from runner.parallel.context import AttentionShape, faster_way, row_seconds, spe
 from runner.parallel.mesh import batch_sharding, make_mesh, sharding_rules
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.forecast.hlo import ARRAY_PATTERN
-from runner.train.state import abstract_state, shardings_of, variable_shardings
+from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state
 from tests.experiments.model.test_attention import Case, value_and_gradients
 from tests.experiments.model.test_decoder import EVERYTHING, LATENT
 from tests.experiments.test_documents import LENGTHS, T, documents, pack
@@ -277,8 +277,8 @@ def compile_step(name, model, mesh, S):
         return TrainState.create(apply_fn=model.apply, params=params, tx=GRADIENTS)
 
     state = make_state(params)
-    abstract = abstract_state(make_state, state.params, variable_shardings(boxed["params"], mesh), mesh)
-    arguments = jax.device_put((state, make_batch(name, S)), (shardings_of(abstract), batch_sharding(mesh)))
+    abstract = make_abstract_state(make_state, state.params, compute_variable_shardings(boxed["params"], mesh), mesh)
+    arguments = jax.device_put((state, make_batch(name, S)), (get_shardings(abstract), batch_sharding(mesh)))
     arguments = (*arguments, jax.random.key(1))
     with sharding_rules(mesh):
         return jax.jit(job.train_step, static_argnums=3).lower(*arguments, S).compile(), arguments

@@ -18,8 +18,8 @@ from experiments.model.decoder import Decoder, PretrainDecoder
 from runner.config import MemoryConfig
 from runner.parallel.mesh import batch_sharding, make_mesh, sharding_rules
 from runner.storage import parse_lines, read_json
-from runner.train.flops import matmul_flops
-from runner.train.state import abstract_state, make_state, shardings_of, variable_shardings
+from runner.train.flops import count_matmul_flops
+from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state, make_state
 from tests.experiments.test_documents import LENGTHS, documents, pack
 from tests.support.tiny import gpt, leaves_equal, mesh_id, set_mesh, stop_after
 
@@ -87,13 +87,13 @@ def step(name, S, mesh=None, tokens_of_padding=0, **memory):
         after, loss, meta = jax.jit(train_step)(state, batch, KEY)
     else:
         boxed = jax.eval_shape(functools.partial(model.init, deterministic=True), KEY, jnp.zeros((1, T), jnp.int32))
-        shardings = variable_shardings(boxed, mesh)
+        shardings = compute_variable_shardings(boxed, mesh)
         others = {name: shardings[name] for name in shardings if name != "params"}
-        abstract = abstract_state(functools.partial(make, model), KEY, shardings["params"], mesh, others)
-        state = jax.device_put(state.replace(tx=abstract.tx), shardings_of(abstract).replace(apply_fn=model.apply))
+        abstract = make_abstract_state(functools.partial(make, model), KEY, shardings["params"], mesh, others)
+        state = jax.device_put(state.replace(tx=abstract.tx), get_shardings(abstract).replace(apply_fn=model.apply))
         with sharding_rules(mesh):
             rows = jax.device_put(batch, batch_sharding(mesh))
-            jitted = jax.jit(train_step, out_shardings=(shardings_of(abstract), None, None))
+            jitted = jax.jit(train_step, out_shardings=(get_shardings(abstract), None, None))
             after, loss, meta = jitted(state, rows, KEY)
     return jax.device_get((after.params, after.variables, loss, meta))
 
@@ -218,7 +218,7 @@ def test_the_formula_counts_heads_of_any_form_and_the_experts_that_compute(atten
     def loss(params):
         return model.apply({"params": params}, tokens_BxT, targets=(tokens_BxT, weight_BxT), deterministic=False)
 
-    executed = matmul_flops(jax.make_jaxpr(jax.grad(loss))(variables["params"]), platform="cpu") / 16
+    executed = count_matmul_flops(jax.make_jaxpr(jax.grad(loss))(variables["params"]), platform="cpu") / 16
     flops = job.flops_per_token(job.setup_builder.build(jax.devices()))
     config = job.config.model
     score, value = (2 * config.heads * width for width in (config.head_size, config.value_size))
