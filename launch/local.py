@@ -20,7 +20,7 @@ from launch.options import add_grace_seconds, grace_seconds, natural, positive, 
 from launch.supervisor import Supervisor, history_of, job_code, newest_step
 from runner.console import say
 from runner.errors import EXIT_DONE, RunnerError
-from runner.process import make_environment, start_processes, stop_signals
+from runner.process import list_stop_signals, make_environment, start_processes
 from runner.spec import CheckpointConfig, load_document, validate_spec
 
 HELP = "run the job as several processes on this machine"
@@ -103,7 +103,7 @@ def run(parsed: argparse.Namespace) -> int:
     except RunnerError:  # the job says what is wrong with it
         checkpoint = CheckpointConfig()
     processes = LocalProcesses(command, parsed.processes, environment, grace_seconds(parsed, checkpoint))
-    for number in stop_signals():
+    for number in list_stop_signals():
         signal.signal(number, processes.forward)
     signal.signal(signal.SIGQUIT, processes.show_stacks)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from launch.options import natural, runner_arguments
 from launch.supervisor import Supervisor, job_code, newest_step
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
-from runner.process import bind_to_parent, stop_signals
+from runner.process import bind_to_parent, list_stop_signals
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     command = [sys.executable, *runner_arguments(parsed.spec, parsed.set)]
     signals: list[int] = []
-    for number in stop_signals():
+    for number in list_stop_signals():
         signal.signal(number, lambda number, frame: signals.append(number))
 
     def start() -> int:

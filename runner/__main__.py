@@ -20,7 +20,7 @@ from runner.cli.arguments import Helped, Parser, check_placement
 from runner.console import warn
 from runner.distributed.clock import Clock
 from runner.distributed.preemption import StopNotice
-from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, of_exit
+from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, error_from_exit
 from runner.spec import load_document, validate_spec
 
 # Imported when they are asked for: most of them bring jax, which checking a spec must not wait for.
@@ -56,9 +56,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    clock = Clock.of_this_process()
+    clock = Clock.since_process_start()
     stop = StopNotice(clock)
-    stop.listen()
+    stop.install_signal_handlers()
     with contextlib.suppress(ValueError):
         sys.path.remove("")
     sys.path.insert(0, os.getcwd())
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     except Helped:
         return EXIT_DONE
     except SystemExit as error:
-        warn(str(of_exit(error)))
+        warn(str(error_from_exit(error)))
         return EXIT_FAILED
     return EXIT_DONE
 

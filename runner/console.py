@@ -1,9 +1,9 @@
 """Lines for a person, and for what collects logs. A closed terminal or a broken pipe never stops a run.
 
 `say` and `warn` are records of the standard logger `runner`. What is below a warning goes to standard output, the rest
-to standard error. They are shown as they are, until a job is about to run and calls `set_up`: from then on a job's own
-loggers end in the same places, and what is no plain character in a record stands there as its escape, wherever the text
-came from. A secret that was named to `hide` stands as `***`, before and after.
+to standard error. They are shown as they are, until a job is about to run and calls `configure_console`: from then on a
+job's own loggers end in the same places, and what is no plain character in a record stands there as its escape,
+wherever the text came from. A secret that was named to `hide_secret` stands as `***`, before and after.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ _LEAST_SECRET_CHARACTERS = 8
 _secrets: set[str] = set()
 
 
-def one_line(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """`text` as one line that does nothing to a terminal: what is no plain character stands as its escape."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
-def hide(secret: str) -> None:
+def hide_secret(secret: str) -> None:
     """From now on `secret` stands in no record."""
     if len(secret) >= _LEAST_SECRET_CHARACTERS:
         _secrets.add(secret)
@@ -42,7 +42,7 @@ def say(line: str) -> None:
     LOGGER.info("%s", line)
 
 
-def show(text: str) -> None:
+def write_text(text: str) -> None:
     """Print a piece of a line on standard output, as UTF-8 whatever the locale. Raises `BrokenPipeError`."""
     sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
@@ -86,10 +86,10 @@ class LineFormatter(logging.Formatter):
             message = f"{message}\n{self.formatException(record.exc_info)}"
         message = _hidden(message)
         if self._form == "text":
-            return "\n".join(f"{self._prefix}{one_line(line)}" for line in message.expandtabs().split("\n"))
+            return "\n".join(f"{self._prefix}{escape_unprintable(line)}" for line in message.expandtabs().split("\n"))
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z"
         if self._form == "dated":
-            return f"{moment} {record.levelname} {self._prefix}{one_line(message)}"
+            return f"{moment} {record.levelname} {self._prefix}{escape_unprintable(message)}"
         process = {} if self._process is None else {"process": self._process}
         return json.dumps({"severity": record.levelname, "time": moment, **process, "message": message})
 
@@ -119,14 +119,14 @@ LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False  # what a library does to the root logger is not done to these lines
 
 
-def set_up(job_module: str, form: Form, level: str, process: int | None = None) -> None:
+def configure_console(job_module: str, form: Form, level: str, process: int | None = None) -> None:
     """Show records from `level` on in this form; `process` is this one's number, None where there is one alone.
 
     The loggers of the job's own package are shown from there on too, those of libraries from a warning on. Secrets in
     the environment are hidden. May be called again.
     """
     for secret in _secrets_of(os.environ):
-        hide(secret)
+        hide_secret(secret)
     for stream in _streams:
         stream.setLevel(level.upper())
         stream.setFormatter(LineFormatter(form, process))

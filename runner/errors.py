@@ -89,18 +89,18 @@ class StorageError(RetryableError, OSError):
     """The directory could not be read or written."""
 
 
-def of_exit(error: SystemExit) -> FailedError:
+def error_from_exit(error: SystemExit) -> FailedError:
     """What a `sys.exit` in a job's own code is, whatever code it names: a scheduler must not take it for the end."""
     return FailedError(
         f"the job called sys.exit({error.code!r}), which is no end: run returns at the last step, or raises an error"
     )
 
 
-def first_line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """The kind of an error and its first line."""
     return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:300]}"
 
 
-def reason_of(error: BaseException) -> str:
+def format_reason(error: BaseException) -> str:
     """What a library's error says, in one line; its kind if it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

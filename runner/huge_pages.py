@@ -25,12 +25,12 @@ def restart_with_huge_pages() -> None:
     """
     if not _MODES.exists():
         return
-    variables = asking_variables(os.environ, " ".join(platform.libc_ver()), _MODES.read_text())
+    variables = add_huge_page_tunable(os.environ, " ".join(platform.libc_ver()), _MODES.read_text())
     if variables is not None and sys.executable:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
 
 
-def asking_variables(variables: Mapping[str, str], c_library: str, modes: str) -> dict[str, str] | None:
+def add_huge_page_tunable(variables: Mapping[str, str], c_library: str, modes: str) -> dict[str, str] | None:
     """The variables with the request for huge pages; None if they have it, or if it would change nothing.
 
     `c_library` is such as `glibc 2.36`, and `modes` what the kernel says, the present one in brackets.

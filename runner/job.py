@@ -25,9 +25,17 @@ from runner.distributed.watchdog import Watchdog
 from runner.errors import DivergedError, HookError, MiscountError, PreemptedError, StateError
 from runner.huggingface.load import check_source, load_source
 from runner.huggingface.mapping import Family
-from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, JobReport, check_end, check_step, claim
+from runner.run.attempt import (
+    DRAIN_SECONDS,
+    Attempt,
+    IncidentRecorder,
+    JobReport,
+    claim_attempt,
+    validate_end,
+    validate_step,
+)
 from runner.run.compile_cache import CompileCache
-from runner.run.fence import RunIdentity, check_directory, is_done
+from runner.run.fence import RunIdentity, is_done, validate_directory
 from runner.run.layout import open_directory
 from runner.spec import (
     Document,
@@ -144,20 +152,21 @@ class RestoreableJob:
 
     def __call__(self, hosts: Hosts | None = None, stop: StopNotice | None = None, clock: Clock | None = None) -> None:
         """Done? Then nothing. Else: barrier, restore or init, `run`, final save, `result.json`, barrier."""
-        hosts, stop, clock, found = hosts or Hosts.alone(), stop or StopNotice(), clock or Clock(), IncidentRecorder()
+        hosts, stop, clock = hosts or Hosts.single_process(), stop or StopNotice(), clock or Clock()
+        found = IncidentRecorder()
         watch = Watchdog(hosts, self.spec.deadlines, clock, found.on_verdict, found.on_straggler, found.on_progress)
         with watch as progress:
-            if hosts.main_first(self.check_directory_and_ask_if_done):
+            if hosts.run_on_main(self.check_directory_and_ask_if_done):
                 if hosts.is_main:
                     say(f"{self.spec.name}: done, nothing to do")
                 return
-            with progress.during(SET_UP):
+            with progress.report_phase(SET_UP):
                 found.attempt = self.claim(hosts, stop, progress)
-            with self.attempt.until_its_end():
+            with self.attempt.record_outcome():
                 try:
                     self.begin()
                     self.run()
-                    with progress.during(END):
+                    with progress.report_phase(END):
                         self._finish()
                 except (DivergedError, HookError, MiscountError, StateError):
                     self.checkpointer.settle()  # what was good may still be on its way to the disk
@@ -170,9 +179,9 @@ class RestoreableJob:
         """Check all that can be checked, and take the next attempt: from here on every earlier one is fenced."""
         self.setup(hosts)
         identity, abstract = trajectory(self.spec, self.config), self.abstract_state()
-        hosts.main_first(lambda: self.validate_checkpoints(abstract))
+        hosts.run_on_main(lambda: self.validate_checkpoints(abstract))
         validate_leaves(abstract)
-        attempt = claim(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
+        attempt = claim_attempt(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
         self.attempt = attempt
         stop.on_idle_exit = lambda: attempt.record_idle_exit(self.step)
         with self.document.blaming("checkpoint.local_directory"):
@@ -185,18 +194,20 @@ class RestoreableJob:
     def begin(self) -> None:
         """Compile, then restore or init: after it `run` may make its first step."""
         attempt, started = self.attempt, time.monotonic()
-        with attempt.progress.during(COMPILE):
+        with attempt.progress.report_phase(COMPILE):
             self.prepare()
         seconds = round(time.monotonic() - started, 4)
-        attempt.record("prepare", None, seconds=seconds, **self.compile_cache.counts())
-        with attempt.progress.during(RESTORE):
+        attempt.record("prepare", None, seconds=seconds, **self.compile_cache.get_counts())
+        with attempt.progress.report_phase(RESTORE):
             self._restore_or_init()
-        attempt.progress.arrive(self.step)
+        attempt.progress.report_step(self.step)
 
     def check_directory_and_ask_if_done(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
         identity = trajectory(self.spec, self.config)
-        check_directory(self.store, self.spec.name, RunIdentity(self.document, self.config, identity, self.unread_keys))
+        validate_directory(
+            self.store, self.spec.name, RunIdentity(self.document, self.config, identity, self.unread_keys)
+        )
         return self.done
 
     def validate_checkpoints(self, abstract: Any = None) -> None:
@@ -208,7 +219,7 @@ class RestoreableJob:
     def _restore_or_init(self) -> None:
         """Take up the newest good checkpoint, or begin at step 0, and save the resolved spec."""
         attempt, started = self.attempt, time.monotonic()
-        found = self.checkpointer.restore(lambda attachments: self.report.problem_with(attachments))
+        found = self.checkpointer.restore(lambda attachments: self.report.find_problem(attachments))
         if found is None:
             self.state, rule = self.init_state(), self.spec.checkpoint.weights
             if rule is not None:
@@ -227,20 +238,20 @@ class RestoreableJob:
         self.report.resume(self.step, *((found.attachments, found.manifest.carry) if found is not None else ({}, None)))
 
     def _finish(self) -> None:
-        check_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
+        validate_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         self.save()
         self.checkpointer.wait(self.step)
         result = self.result()
         self.attempt.finish(self.step, result)
         self.checkpointer.close()
-        self.attempt.say_end(self.spec.name, self.step, result["fingerprint"], self.report.next_lines())
+        self.attempt.print_end(self.spec.name, self.step, result["fingerprint"], self.report.format_next_steps())
 
     # What a job calls.
 
     def save_or_stop(self) -> None:
         """After a step: save if it is time, and if the job was asked to stop, save and raise `PreemptedError`."""
-        check_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
-        self.attempt.progress.arrive(self.step)
+        validate_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
+        self.attempt.progress.report_step(self.step)
         is_stopping = self.attempt.stop.poll()
         self.checkpointer.raise_if_hopeless()
         if is_stopping:
@@ -259,7 +270,7 @@ class RestoreableJob:
         Only steps are resumed from and retained by count; a checkpoint of another name is kept until deleted by hand.
         Raises `InvalidError` if `suffix` cannot be the name of a checkpoint.
         """
-        check_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
+        validate_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         name = None if suffix is None else os.fspath(suffix)
         self.state = self.checkpointer.save(self.state, self.step, self.payload(), SaveKind.REQUIRED, name)
 
@@ -267,4 +278,4 @@ class RestoreableJob:
         """Replace the state and the step by those of `checkpoints/<suffix>`. Raises `ResumeError` if it is not good."""
         found = self.checkpointer.load(os.fspath(suffix))
         self.state, self.step = found.state, found.manifest.step
-        self.attempt.progress.arrive(self.step)
+        self.attempt.progress.report_step(self.step)

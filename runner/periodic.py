@@ -18,6 +18,6 @@ def is_overdue(now_seconds: float, since_seconds: float, every_minutes: float | 
     return every_minutes is not None and now_seconds - since_seconds >= every_minutes * 60
 
 
-def tokens_at(step: int, tokens_per_step: int) -> int:
+def count_tokens(step: int, tokens_per_step: int) -> int:
     """Tokens that training has consumed after `step` steps."""
     return step * tokens_per_step

@@ -29,7 +29,7 @@ _THREADS_PER_FAKED_DEVICE = 4
 _PORTS = range(20_000, 30_000)  # below those that systems give to connections
 
 
-def stop_signals() -> tuple[signal.Signals, ...]:
+def list_stop_signals() -> tuple[signal.Signals, ...]:
     """The signals by which this process can be asked to stop: what `nohup` has set to be ignored stays ignored.
 
     SIGTERM and SIGINT never are: a shell that starts a command in the background has it ignore SIGINT.
@@ -49,7 +49,7 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
     flags = _NUM_FAKED.sub("", variables.get("XLA_FLAGS", "")).split()
     variables["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={num_devices}"])
     variables["JAX_PLATFORMS"] = "cpu"
-    if num_devices > num_cpus():
+    if num_devices > count_cpus():
         # XLA makes as many threads as there are CPUs or devices. In a collective each device waits on a thread of its
         # own, and if that takes all of them, none is left for the work that they wait for: the step hangs. Not set
         # otherwise, because XLA splits its sums by the number of threads, so that other threads are other bits.
@@ -57,20 +57,20 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
     return variables
 
 
-def num_cpus() -> int:
+def count_cpus() -> int:
     """The CPUs that this process may run on, as XLA counts them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def age_seconds() -> float:
+def read_age_seconds() -> float:
     """Since this process was created, to a hundredth; 0 where the system does not tell (it does on Linux)."""
-    created = created_ticks(os.getpid())
+    created = read_creation_ticks(os.getpid())
     if created is None:
         return 0.0
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - created / os.sysconf("SC_CLK_TCK"), 0.0)
 
 
-def created_ticks(process_id: int) -> int | None:
+def read_creation_ticks(process_id: int) -> int | None:
     """When a process of this machine was created, in ticks since its boot; None if none of this number lives."""
     try:
         with open(f"/proc/{process_id}/stat", "rb") as file:
@@ -80,7 +80,7 @@ def created_ticks(process_id: int) -> int | None:
         return None
 
 
-def machine_id() -> str:
+def read_machine_id() -> str:
     """Tells this boot of this machine, and its processes' numbering, from any other; empty where nothing does."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -89,7 +89,7 @@ def machine_id() -> str:
         return ""
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A TCP port that is free now, and that the system gives nobody who asks for any port before it is taken."""
     while True:
         port = _PORTS[int.from_bytes(os.urandom(4), "little") % len(_PORTS)]
@@ -102,7 +102,7 @@ def make_placements(num_processes: int) -> list[list[str]]:
     """By process, the words that tell the runner its place in a job of this machine; a single one needs none."""
     if num_processes == 1:
         return [[]]
-    job = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(num_processes)]
+    job = ["--coordinator", f"127.0.0.1:{find_free_port()}", "--num-processes", str(num_processes)]
     return [[*job, "--process-id", str(process_id)] for process_id in range(num_processes)]
 
 

@@ -27,7 +27,7 @@ class Key:
     unit: str = ""
 
 
-def check(record: Mapping[str, Any], keys: Iterable[Key], needs: Iterable[str] = ()) -> None:
+def validate_record(record: Mapping[str, Any], keys: Iterable[Key], needs: Iterable[str] = ()) -> None:
     """Raise `ValueError` if a key of `needs` is missing from a JSON object, or one of `keys` has another type.
 
     What stands below a `*` in the name of a key is needed in each object there.

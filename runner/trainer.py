@@ -166,7 +166,7 @@ class BaseTrainer(HookedJob):
             self.begin_steering()
             with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
                 while self.step < self.total_steps:
-                    self.state, loss, meta = train_step(self.state, self.attempt.progress.take(batches), key)
+                    self.state, loss, meta = train_step(self.state, self.attempt.progress.take_batch(batches), key)
                     self.step += 1
                     report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
@@ -232,7 +232,7 @@ class BaseTrainer(HookedJob):
         self.dataset.validate_vocabulary(self.vocabulary_size)
         validate_same_data(self.dataset, hosts)
         validate_same_questions(self.evaluation_tasks.digest, hosts)
-        hosts.main_first(lambda: self.setup_builder.base)  # what is wrong with it the main host finds first
+        hosts.run_on_main(lambda: self.setup_builder.base)  # what is wrong with it the main host finds first
         self.setup_builder.check(self.train_setup, find_known_micro_batch(self.train_setup, self.store, hosts))
 
     def prepare(self) -> None:

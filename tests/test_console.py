@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from runner.console import LineFormatter, say, set_up, warn
+from runner.console import LineFormatter, configure_console, say, warn
 
 HOSTILE = {
     "a terminal's escapes": "\x1b[2J\x1b]0;owned\x07",
@@ -58,7 +58,7 @@ def test_a_jobs_own_logger_is_shown_from_the_level_on_and_a_librarys_from_a_warn
 ) -> None:
     loggers = [logging.getLogger(name) for name in ("runner", "experiments.gpt", "jax._src.xla_bridge")]
     for level, shown in {"info": "iwiww", "warning": "www", "error": ""}.items():
-        set_up("experiments.gpt:PretrainGPT", "text", level, 1)
+        configure_console("experiments.gpt:PretrainGPT", "text", level, 1)
         for logger in loggers:
             logger.info("i")
             logger.warning("w")
@@ -67,7 +67,7 @@ def test_a_jobs_own_logger_is_shown_from_the_level_on_and_a_librarys_from_a_warn
 
 
 def test_in_json_a_record_has_the_keys_of_cloud_logging(capsys: pytest.CaptureFixture[str]) -> None:
-    set_up("experiments.gpt:PretrainGPT", "json", "info", 2)
+    configure_console("experiments.gpt:PretrainGPT", "json", "info", 2)
     warn("x is off")
     (line,) = capsys.readouterr().err.splitlines()
     found = json.loads(line)
@@ -78,6 +78,6 @@ def test_in_json_a_record_has_the_keys_of_cloud_logging(capsys: pytest.CaptureFi
 def test_a_secret_stands_in_no_record(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "AZURE_STORAGE_CONNECTION_STRING"):
         monkeypatch.setenv(name, f"value-of-{name}")
-    set_up("experiments.gpt:PretrainGPT", "text", "info")
+    configure_console("experiments.gpt:PretrainGPT", "text", "info")
     warn("refused: value-of-HF_TOKEN, value-of-AZURE_STORAGE_CONNECTION_STRING")
     assert capsys.readouterr().err == "refused: ***, ***\n"

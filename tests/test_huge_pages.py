@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.huge_pages import asking_variables
+from runner.huge_pages import add_huge_page_tunable
 
 MADVISE = "always [madvise] never\n"
 ASKED = {"HOME": "/root", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -15,7 +15,7 @@ ASKED = {"HOME": "/root", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 @pytest.mark.parametrize("c_library", ["glibc 2.35", "glibc 2.36", "glibc 3.0", "glibc 2.36.9000"])
 def test_pages_are_asked_for_where_the_kernel_gives_them_to_who_asks(c_library):
-    assert asking_variables({"HOME": "/root"}, c_library, MADVISE) == ASKED
+    assert add_huge_page_tunable({"HOME": "/root"}, c_library, MADVISE) == ASKED
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def test_pages_are_asked_for_where_the_kernel_gives_them_to_who_asks(c_library):
     ],
 )
 def test_nothing_is_asked_for_where_it_would_say_nothing(variables, c_library, modes):
-    assert asking_variables(variables, c_library, modes) is None
+    assert add_huge_page_tunable(variables, c_library, modes) is None
 
 
 def test_other_tunables_stay():
     given = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
     expected = "glibc.malloc.perturb=0:glibc.malloc.hugetlb=1"
-    assert asking_variables(given, "glibc 2.36", MADVISE) == {"GLIBC_TUNABLES": expected}
+    assert add_huge_page_tunable(given, "glibc 2.36", MADVISE) == {"GLIBC_TUNABLES": expected}
 
 
 def test_the_command_becomes_itself_with_its_arguments_and_has_the_pages_that_this_machine_gives(tmp_path):
@@ -75,7 +75,7 @@ class Job(RestoreableJob):
     output, _ = process.communicate(timeout=120)
     modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     kernel = modes.read_text() if modes.exists() else ""
-    asks = asking_variables({}, os.confstr("CS_GNU_LIBC_VERSION") or "", kernel) is not None
+    asks = add_huge_page_tunable({}, os.confstr("CS_GNU_LIBC_VERSION") or "", kernel) is not None
     has_pages = asks or "[always]" in kernel
     tunables = "glibc.malloc.hugetlb=1" if asks else None
     assert output == f"{process.pid};{tunables};{has_pages};directory={tmp_path}/run with a space\n"

@@ -340,7 +340,7 @@ def test_a_job_needs_neither_topology_nor_net(tmp_path):
         name="x", job="experiments.counter:Counter", directory=str(tmp_path), config={"total_steps": 3}
     )
     job = Counter(spec)
-    job(Hosts.alone())
+    job(Hosts.single_process())
     assert job.done
 
 

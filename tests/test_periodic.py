@@ -1,6 +1,6 @@
 """Is it time? Pure questions about steps."""
 
-from runner.periodic import is_due, is_overdue, tokens_at
+from runner.periodic import count_tokens, is_due, is_overdue
 
 
 def due(every_steps, last_step, steps=10):
@@ -25,5 +25,5 @@ def test_overdue_once_the_minutes_have_passed():
 
 
 def test_tokens_are_steps_times_tokens_of_a_step():
-    assert tokens_at(0, 512 * 1024) == 0
-    assert tokens_at(4768, 512 * 1024) == 2_499_805_184
+    assert count_tokens(0, 512 * 1024) == 0
+    assert count_tokens(4768, 512 * 1024) == 2_499_805_184

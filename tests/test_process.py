@@ -13,7 +13,7 @@ from runner.process import (
     INSISTENT_SIGNALS,
     STOP_SIGNALS,
     bind_to_parent,
-    free_port,
+    find_free_port,
     make_environment,
     make_placements,
     start_processes,
@@ -25,7 +25,7 @@ PRINT = "import os, sys; print(sys.argv[1:], os.getsid(0) == os.getpid(), os.env
 @pytest.fixture
 def variables(monkeypatch):
     """What this process has: flags of the user's, and two CPUs."""
-    monkeypatch.setattr(process, "num_cpus", lambda: 2)
+    monkeypatch.setattr(process, "count_cpus", lambda: 2)
     for name in ("JAX_PLATFORMS", "NPROC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
@@ -61,7 +61,7 @@ def test_more_devices_than_cpus_get_threads_to_work_while_all_of_them_wait(varia
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 def test_a_free_port_is_none_that_the_kernel_gives_to_a_connection_before_it_is_taken():
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    ports = [free_port() for _ in range(100)]
+    ports = [find_free_port() for _ in range(100)]
     assert not [port for port in ports if first <= port <= last]
 
 

@@ -373,7 +373,7 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
             return "linear"
 
     job = gpt(tmp_path / "run", Named)
-    job.setup(Hosts.alone())
+    job.setup(Hosts.single_process())
     abstract = job.abstract_state()
     kernels = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (256, 32)]
     assert len(kernels) == moments

@@ -19,7 +19,7 @@ from experiments.tokenise.inputs import InputFile
 from experiments.tokenise.pipeline import EncodedBatch
 from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard, CorpusShards, parse_shard
 from runner.errors import DataError, InvalidError
-from runner.records import Key, check
+from runner.records import Key, validate_record
 from runner.storage import JsonObject, Store, create, encode_json, read_json
 
 OWNER, SOURCES = "owner.json", "sources.json"
@@ -61,7 +61,7 @@ class FinishedPiece(CorpusShards):
     @classmethod
     def parse(cls, record: JsonObject) -> Self:
         """Raises `ValueError` or `TypeError` if it is damaged."""
-        check(record, (*_OF_DONE, *_OF_DIALOGUES), [key.name for key in _OF_DONE])
+        validate_record(record, (*_OF_DONE, *_OF_DIALOGUES), [key.name for key in _OF_DONE])
         return cls(**record | {"shards": tuple(map(parse_shard, record["shards"]))})
 
 

@@ -17,7 +17,7 @@ import zstandard
 
 from experiments.tokenise.chat import DIALOGUE_KEYS, FORMS, Dialogue, Renderer, parse_dialogue
 from experiments.tokenise.inputs import BLOCK_BYTES, InputFile, ObjectFile, read_object
-from runner.errors import DataError, RetryableError, reason_of
+from runner.errors import DataError, RetryableError, format_reason
 from runner.spec.imports import import_extra
 
 _CHUNK_BYTES = 1 << 20
@@ -208,7 +208,7 @@ def _of_table(part: InputPart, file: BinaryIO, field: str, renderer: Renderer | 
     except (DataError, RetryableError):
         raise
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{part.file.where} is no whole {part.file.form} file: {reason_of(error)}") from error
+        raise DataError(f"{part.file.where} is no whole {part.file.form} file: {format_reason(error)}") from error
 
 
 def _texts(part: InputPart, file: BinaryIO, field: str) -> Iterator[bytes | BadRecord]:
@@ -299,7 +299,7 @@ def row_groups(file: InputFile) -> list[int]:
     try:
         table = parquet.read_metadata(Path(file.name))
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{file.where} is no whole parquet file: {reason_of(error)}") from error
+        raise DataError(f"{file.where} is no whole parquet file: {format_reason(error)}") from error
     return [table.row_group(i).total_byte_size for i in range(table.num_row_groups)]
 
 

@@ -156,11 +156,11 @@ class Tokenise(RestoreableJob):
         different = [process for process, other in enumerate(others) if other != others[0]]
         if different:
             raise DataError(f"processes {different} see other input files or another tokenizer than process 0")
-        hosts.main_first(self._check_output)
+        hosts.run_on_main(self._check_output)
 
     def prepare(self) -> None:
         """Take the output, and put the tokenizer there, trained if need be. Others wait for the main host."""
-        self.attempt.hosts.main_first(self._begin_output)
+        self.attempt.hosts.run_on_main(self._begin_output)
         _ = self.separator
 
     def init(self) -> Any:
@@ -187,7 +187,7 @@ class Tokenise(RestoreableJob):
     def run(self) -> None:
         """Make the pieces of each round, then the index."""
         hosts, tally = self.attempt.hosts, Tally(len(self.pieces))
-        lacking = _read_bits(hosts.main_first(self._lacking))
+        lacking = _read_bits(hosts.run_on_main(self._lacking))
         own = lacking[hosts.process_id :: hosts.num_processes]
         tally.begin(len(self.pieces) - len(lacking))
         with contextlib.closing(self._encode(own)) as stream:
@@ -199,8 +199,8 @@ class Tokenise(RestoreableJob):
                     lacking = [piece for piece in lacking if piece >= end]
                     self._meet(tally)
                 if self.step + 1 == ROUNDS:
-                    with self.attempt.progress.during(_INDEX):
-                        self.state = self._state_of(hosts.main_first(self._end))
+                    with self.attempt.progress.report_phase(_INDEX):
+                        self.state = self._state_of(hosts.run_on_main(self._end))
                 self.step += 1
                 self.save_or_stop()
 
@@ -253,9 +253,9 @@ class Tokenise(RestoreableJob):
     def _make(self, piece: int, stream: Iterator[EncodedBatch]) -> corpus.FinishedPiece:
         """Write the next piece of the stream."""
         if self.attempt.hosts.is_main:
-            self.attempt.fence.glance()
+            self.attempt.fence.check_locally()
         try:
-            with self.attempt.progress.during(_TOKENISE):
+            with self.attempt.progress.report_phase(_TOKENISE):
                 return corpus.write_piece(self.output, piece, self.maker, self._reported(stream))
         except FileNotFoundError:
             if self.attempt.hosts.is_main:
@@ -265,13 +265,13 @@ class Tokenise(RestoreableJob):
     def _reported(self, stream: Iterator[EncodedBatch]) -> Iterator[EncodedBatch]:
         """The same, each batch with a deadline of its own: a piece may be large."""
         while True:
-            with self.attempt.progress.during(_TOKENISE):
+            with self.attempt.progress.report_phase(_TOKENISE):
                 batch = next(stream)
             yield batch
 
     def _meet(self, tally: Tally) -> None:
         """At the end of a round with work: hosts stay together, so that a stop finds them near one step."""
-        with self.attempt.progress.during(_TOKENISE):
+        with self.attempt.progress.report_phase(_TOKENISE):
             parts = self.attempt.hosts.gather(tally.own())
         num_bad = sum(part[-1] for part in parts)
         if num_bad > self.config.skip_bad:

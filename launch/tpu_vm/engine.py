@@ -27,7 +27,7 @@ from launch.tpu_vm.job import TpuVmJob
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.console import say, warn
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError
-from runner.process import stop_signals
+from runner.process import list_stop_signals
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
 from runner.storage import extra_of
 
@@ -153,7 +153,7 @@ def run(parsed: argparse.Namespace) -> int:
         return EXIT_DONE
     if shutil.which("gcloud") is None:
         raise InvalidError("gcloud is not on the PATH; install the Google Cloud CLI and run gcloud auth login")
-    for number in stop_signals():  # a terminal that closes is one
+    for number in list_stop_signals():  # a terminal that closes is one
         signal.signal(number, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="launch-tpu-vm-") as scratch:

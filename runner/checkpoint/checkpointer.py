@@ -60,7 +60,7 @@ class Checkpointer:
             step = found.manifest.step
             self._warn_of_grace(found.manifest.seconds, step)
             self._attempt.say(f"restored step {step} from the {found.tier} tier")
-            self._attempt.say_what_has_changed(found.manifest.environment, step)
+            self._attempt.report_environment_changes(found.manifest.environment, step)
             if found.tier == "durable":
                 self._saved_step = found.manifest.step
         return found
@@ -119,7 +119,7 @@ class Checkpointer:
         here = self._attempt.environment or None
         job, identity = self._attempt.run_id, self._identity
         draft = Manifest(name=name or str(step), step=step, job=job, identity=identity, environment=here)
-        with self._attempt.progress.during(SAVE):
+        with self._attempt.progress.report_phase(SAVE):
             is_durable, state = self._saver.save(draft, state, payload, kind)
         self._warn_of_grace(self._saver.durable_seconds, step)
         if is_durable:
@@ -130,14 +130,14 @@ class Checkpointer:
 
     def wait(self, step: int) -> None:
         """Block until what was saved last is committed. Raises `StorageError` if it could not be."""
-        with self._attempt.progress.during(SAVE):
+        with self._attempt.progress.report_phase(SAVE):
             is_committed = self._saver.wait()
         if not is_committed:
             raise StorageError(f"the state of step {step} could not be saved; run the same command again")
 
     def settle(self) -> None:
         """Block until the save on its way, if there is one, is committed or given up."""
-        with self._attempt.progress.during(SAVE):
+        with self._attempt.progress.report_phase(SAVE):
             self._saver.wait()
 
     def raise_if_hopeless(self) -> None:

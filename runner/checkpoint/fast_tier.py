@@ -17,7 +17,7 @@ import jax
 
 from runner.checkpoint import blocks as pieces
 from runner.checkpoint.manifest import Manifest
-from runner.records import Key, check
+from runner.records import Key, validate_record
 from runner.spec import Trajectory
 from runner.storage import JsonObject, LocalStore, digest_of, encode_json, number_in, read_json
 
@@ -50,7 +50,7 @@ class FastTier:
     def _part(self, step: int) -> tuple[Manifest, JsonObject]:
         """What a part says of itself. Raises `ValueError` if it is damaged, or `OSError`."""
         record = read_json(self._store, f"{step}/{PART}")
-        check(record, _PART_KEYS, [_ATTACHMENTS])
+        validate_record(record, _PART_KEYS, [_ATTACHMENTS])
         part = Manifest.from_json(record)
         if part.step != step or part.shards is None:
             raise ValueError(f"{PART} is of step {part.step} and stands in {step}, or names no shards")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypedDict
 
 from runner.errors import NewerFormatError
-from runner.records import Key, check
+from runner.records import Key, validate_record
 from runner.run.environment import ENVIRONMENT_KEYS
 from runner.spec import Trajectory, hash_of
 from runner.storage import (
@@ -160,7 +160,7 @@ class Manifest:
     @classmethod
     def from_json(cls, record: JsonObject) -> Self:
         """The inverse of `to_json`; keys that are not known are passed over. Raises `ValueError` for other types."""
-        check(record, MANIFEST_KEYS, _NEEDED)
+        validate_record(record, MANIFEST_KEYS, _NEEDED)
         manifest = cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
         manifest.check_parts()
         return manifest

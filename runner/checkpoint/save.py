@@ -55,7 +55,7 @@ from runner.checkpoint.manifest import CHECKPOINTS, Manifest, commit
 from runner.checkpoint.readers import BlockReader
 from runner.checkpoint.writers import ArrayWriter, WriteResult
 from runner.console import warn
-from runner.errors import FencedError, RemovedError, StorageError, first_line
+from runner.errors import FencedError, RemovedError, StorageError, format_error
 from runner.run.attempt import Attempt
 from runner.storage import JsonObject, Store
 
@@ -226,14 +226,14 @@ class Saver:
             self.wait()
         self._wait_for_fast()
         if self._attempt.hosts.is_main:
-            self._attempt.fence.glance()
+            self._attempt.fence.check_locally()
         started_seconds = time.monotonic()
         if is_durable and self._unsaved_since_seconds is None:
             self._unsaved_since_seconds = started_seconds
         reader = self._begin(self._prepare(draft, state, payload, is_fast, started_seconds), state, is_durable, is_fast)
         self.stall_seconds = stall_seconds = time.monotonic() - started_seconds
         tier = {} if is_durable else {"tier": "fast"}
-        clock = self._attempt.progress.clock.at_step()
+        clock = self._attempt.progress.clock.read_step_seconds()
         self._attempt.record("save", draft.step, blocked_seconds=round(stall_seconds, 4), clock=clock, **tier)
         return is_durable, self._buffer.swap(state, reader)
 
@@ -326,8 +326,8 @@ class Saver:
         try:
             self._fast.write(manifest, blocks, save.attachments)
         except WRITE_ERRORS as failure:
-            warn(f"step {manifest.step} is not in the fast tier: {first_line(failure)}")
-            self._attempt.events.append("save_failed", manifest.step, tier="fast", reason=first_line(failure))
+            warn(f"step {manifest.step} is not in the fast tier: {format_error(failure)}")
+            self._attempt.events.append("save_failed", manifest.step, tier="fast", reason=format_error(failure))
             return
         self._attempt.record("commit", manifest.step, tier="fast", seconds_to_durable=save.seconds)
 
@@ -359,7 +359,7 @@ class Saver:
         self._writer.discard(save.target)
         if not attempt.hosts.is_main:
             return
-        reason, step = first_line(failure), save.draft.step
+        reason, step = format_error(failure), save.draft.step
         warn(f"SAVE FAILED at step {step}: {reason}; the last commit is intact")
         attempt.events.append("save_failed", step, reason=reason)
 

@@ -127,7 +127,7 @@ class BlockWriter:
         """See `ArrayWriter`."""
         blocks = pieces.copy_to_host(leaves)
         self._num_saves += 1
-        key = key_value.pieces(self._num_saves)
+        key = key_value.save_folder(self._num_saves)
         return lambda deadline_seconds: self._finish(target, blocks, key, deadline_seconds)
 
     def _finish(self, target: str, blocks: pieces.Blocks, key: str, deadline_seconds: float) -> WriteResult:

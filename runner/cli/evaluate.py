@@ -14,7 +14,7 @@ from runner.cli.run import placement_of
 from runner.console import say, warn
 from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import end_process
-from runner.distributed.rendezvous import start
+from runner.distributed.rendezvous import join_job
 from runner.errors import EXIT_DONE, EXIT_RETRYABLE, InvalidError, RunnerError
 from runner.inference.evaluate import EvaluationRequest, evaluate, follow, format_record, parse_source
 from runner.inference.open_run import NEWEST, ReadOnlyRun, open_run
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         deadlines = run.job.spec.deadlines
         placement = placement_of(parsed, deadlines.start_seconds)
         run.prepare_process()
-        hosts = start(placement, deadlines)
+        hosts = join_job(placement, deadlines)
         if hosts.num_processes == 1:
             _print(run, request, hosts, parsed)
             return EXIT_DONE
@@ -103,7 +103,7 @@ def _print(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, parsed: a
     if parsed.harness is not None:
         _print_harness(run, hosts, parsed)
         return
-    known: list[int] = hosts.main_first(lambda: [] if parsed.output is None else steps_in(parsed.output))
+    known: list[int] = hosts.run_on_main(lambda: [] if parsed.output is None else steps_in(parsed.output))
     if parsed.follow:
         records = follow(run, request.data, hosts, known.__contains__, weights=request.weights)
     else:
@@ -117,7 +117,7 @@ def _print(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, parsed: a
 
 def _print_harness(run: ReadOnlyRun, hosts: Hosts, parsed: argparse.Namespace) -> None:
     module = import_extra("runner.inference.harness", "lm-eval")
-    checkpoint = hosts.main_first(lambda: run.find_checkpoint(parsed.step))
+    checkpoint = hosts.run_on_main(lambda: run.find_checkpoint(parsed.step))
     record = module.evaluate_tasks(run, checkpoint, parsed.harness.split(","), parsed.include_path)
     if hosts.is_main:
         for line in [json.dumps(record)] if parsed.json else module.format_record(record):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from runner.cli.arguments import Parser, looking, store_of
-from runner.console import show
+from runner.console import write_text
 from runner.errors import EXIT_DONE
 from runner.metrics.file import read_lines
 from runner.metrics.rows import csv_lines
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
         texts = csv_lines(lines) if parsed.csv else (line.text.decode() for line in lines)
         if parsed.output is None:
             for text in texts:
-                show(text)
+                write_text(text)
         else:
             path = local_directory(parsed.output)
             LocalStore(path.parent).write_chunks(path.name, (text.encode() for text in texts))

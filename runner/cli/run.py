@@ -11,14 +11,14 @@ import traceback
 from types import TracebackType
 
 from runner.accelerator import set_deterministic
-from runner.console import set_up, warn
+from runner.console import configure_console, warn
 from runner.distributed import preemption
 from runner.distributed.clock import Clock, TimeBucket
 from runner.distributed.preemption import StopNotice, end_process
-from runner.distributed.rendezvous import Placement, detect, start
-from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, of_exit
+from runner.distributed.rendezvous import Placement, detect_placement, join_job
+from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, error_from_exit
 from runner.job import RestoreableJob
-from runner.run.logs import finish_log_file, keep_log_file
+from runner.run.logs import drain_log_file, install_log_file
 from runner.spec import Document, ExecutionSpec, load_job_class
 
 _CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")  # what they would print is told in one line
@@ -42,14 +42,14 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     _log(spec)
     is_elastic = spec.topology is not None and spec.topology.elastic
     clock.enter(TimeBucket.DISTRIBUTED_INIT)
-    hosts = start(placement, spec.deadlines, is_elastic)
+    hosts = join_job(placement, spec.deadlines, is_elastic)
     clock.enter(TimeBucket.SET_UP)
     if hosts.num_processes > 1:
         level = spec.logging.level if hosts.is_main else spec.logging.level_other_hosts
-        set_up(spec.job, spec.logging.format, level, hosts.process_id)
+        configure_console(spec.job, spec.logging.format, level, hosts.process_id)
     sys.excepthook, sys.unraisablehook = _end_on_bug, _leave_out_late_writes
-    stop.join(hosts if hosts.num_processes > 1 else None)
-    preemption.watch(stop.ask)
+    stop.join_peers(hosts if hosts.num_processes > 1 else None)
+    preemption.watch_gcp_preemption(stop.request_stop)
     code = EXIT_DONE
     try:
         job(hosts, stop, clock)
@@ -57,11 +57,11 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
         warn(str(error))
         code = error.exit_code
         if isinstance(error, PeerLostError):
-            finish_log_file()
+            drain_log_file()
             end_process(code)
     except SystemExit as error:
-        end_process(EXIT_FAILED, str(of_exit(error)))
-    finish_log_file()
+        end_process(EXIT_FAILED, str(error_from_exit(error)))
+    drain_log_file()
     hosts.leave(code)
     clock.end(code)
     end_process(code)
@@ -71,14 +71,14 @@ def _log(spec: ExecutionSpec) -> None:
     """Show and keep what is said from now on."""
     for library in _CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    set_up(spec.job, spec.logging.format, spec.logging.level)
-    keep_log_file()
+    configure_console(spec.job, spec.logging.format, spec.logging.level)
+    install_log_file()
 
 
 def placement_of(parsed: argparse.Namespace, deadline_seconds: float) -> Placement | None:
     """Where this process stands, as the command line or else the engine says; None if it is alone."""
     if parsed.coordinator is None:
-        return detect(deadline_seconds)
+        return detect_placement(deadline_seconds)
     if parsed.num_processes == 1:
         return None
     return Placement(parsed.coordinator, parsed.num_processes, parsed.process_id)
@@ -96,5 +96,5 @@ def _leave_out_late_writes(found: "sys.UnraisableHookArgs") -> None:
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End with 1 after the traceback."""
     warn("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
-    finish_log_file()
+    drain_log_file()
     end_process(EXIT_FAILED)

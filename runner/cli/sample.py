@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from runner.cli.arguments import Parser, directory_of, looking
-from runner.console import show
+from runner.console import write_text
 from runner.errors import EXIT_DONE
 from runner.evaluation.generation import Sampler
 from runner.inference.open_run import open_run
@@ -29,5 +29,5 @@ def main(arguments: Sequence[str]) -> int:
         run = open_run(directory_of(parsed.where))
         run.prepare_process()
         for piece in sample(run, request):
-            show(piece)
+            write_text(piece)
     return EXIT_DONE

@@ -20,9 +20,9 @@ from rich.text import Text
 from runner.cli.arguments import Parser, directory_of, looking
 from runner.distributed.clock import TimeBucket
 from runner.errors import EXIT_DONE
-from runner.history.ledger import number, text
+from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
-from runner.history.records import AttemptRecord, History, RunState, Verification, as_json
+from runner.history.records import AttemptRecord, History, RunState, Verification, to_json
 from runner.process import STOP_SIGNALS
 from runner.storage import JsonObject, Store, open_store
 
@@ -99,7 +99,7 @@ def _head(history: History) -> Text:
     line.append_text(Text(history.state.value, _COLOURS.get(history.state, "red")))
     if history.state not in (RunState.RUNNING, RunState.DONE):
         line.append(f" since {moment(history.since)}, {lasting(history.now - history.since)} ago")
-    line.append(f"  {text(history.url)}\n")
+    line.append(f"  {to_single_line(history.url)}\n")
     if history.reason and history.state is not RunState.RUNNING:
         line.append_text(Text(f"{history.reason}\n", "red"))
     line.append(_progress(history))
@@ -119,7 +119,7 @@ def _progress(history: History) -> str:
 
 def _quality(history: History) -> str:
     row, words = history.row, []
-    tokens, loss = number(row, "train/tokens"), number(row, "train/loss")
+    tokens, loss = get_float(row, "train/tokens"), get_float(row, "train/loss")
     words += [] if tokens is None else [f"{amount(tokens)} tokens"]
     words += [] if loss is None else [f"loss {loss:.4f}"]
     if history.validation:
@@ -141,7 +141,7 @@ def _pace(history: History) -> str:
 
 def _plot(rows: Sequence[JsonObject]) -> Iterator[RenderableType]:
     """The training loss by step. What is higher than nearly all is drawn at the top."""
-    points = [(row["step"], loss) for row in rows if (loss := number(row, "train/loss")) is not None]
+    points = [(row["step"], loss) for row in rows if (loss := get_float(row, "train/loss")) is not None]
     if len(points) < 2 or points[0][0] == points[-1][0]:
         return
     losses = sorted(loss for _, loss in points)
@@ -193,8 +193,8 @@ def _checkpoints(history: History) -> Iterator[RenderableType]:
         age = "" if each.time is None else f"{lasting(history.now - each.time)} ago"
         trust = Text(each.trust.value, _TRUSTED.get(each.trust, "red"))
         is_damaged = each.problem is not None and each.trust is Verification.DAMAGED
-        trust.append_text(Text(f": {text(each.problem)}" if is_damaged else "", "default"))
-        table.add_row(text(each.name), size, age, trust)
+        trust.append_text(Text(f": {to_single_line(each.problem)}" if is_damaged else "", "default"))
+        table.add_row(to_single_line(each.name), size, age, trust)
     yield table
 
 
@@ -261,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _show(history: History, is_json: bool, console: Console) -> None:
     if is_json:
-        print(json.dumps(as_json(history)), flush=True)
+        print(json.dumps(to_json(history)), flush=True)
     else:
         console.print(draw(history))
 

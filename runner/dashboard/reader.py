@@ -18,7 +18,7 @@ from runner.history.reader import HistoryReader
 from runner.history.records import History
 from runner.metrics.file import NAME, decode_parts, read_content
 from runner.metrics.rows import Row, surviving
-from runner.run.logs import FOLDER
+from runner.run.logs import LOG_FOLDER
 from runner.storage import FileInfo, FileTail, Store
 
 
@@ -164,7 +164,7 @@ class RunReader:
 
     def _read_log(self) -> LogExcerpt | None:
         """The end of `logs/<attempt>.<process>.log`, of the newest attempt and its lowest process."""
-        found = {_number_of(name): (name, file) for name, file in self._store.listing(f"{FOLDER}/").items()}
+        found = {_number_of(name): (name, file) for name, file in self._store.listing(f"{LOG_FOLDER}/").items()}
         numbers = [each for each in found if each is not None]
         if not numbers:
             return None
@@ -184,7 +184,7 @@ class RunReader:
 
 def _number_of(name: str) -> tuple[int, int] | None:
     """Attempt, and process counted down, of a log's name; None of what is no log."""
-    parts = name.removeprefix(f"{FOLDER}/").split(".")
+    parts = name.removeprefix(f"{LOG_FOLDER}/").split(".")
     if len(parts) != 3 or parts[2] != "log" or not all(part.isascii() and part.isdecimal() for part in parts[:2]):
         return None
     return int(parts[0]), -int(parts[1])

@@ -30,7 +30,7 @@ from runner.data.readers import (
 )
 from runner.data.remote import run_in_parallel
 from runner.data.source_files import File, SourceFile, describe_file
-from runner.errors import DataError, reason_of
+from runner.errors import DataError, format_reason
 
 SCAN_RECORDS = 256
 READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # what the package advises for random access
@@ -112,7 +112,7 @@ class _Reader:
         return records
 
     def _damaged(self, error: Exception) -> DataError:
-        return DataError(f"{self._file}: is no whole ArrayRecord file ({reason_of(error)})")
+        return DataError(f"{self._file}: is no whole ArrayRecord file ({format_reason(error)})")
 
 
 @functools.lru_cache(maxsize=OPEN_FILES_MAX)

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from runner.errors import DataError
-from runner.records import Key, check
+from runner.records import Key, validate_record
 from runner.storage import JsonObject, Store, digest_of, encode_json, parse_json
 
 INDEX = "index.json"
@@ -136,7 +136,7 @@ class CorpusIndex(CorpusShards):
             record = parse_json(content)
             if isinstance(record.get("format"), int) and record["format"] > FORMAT:
                 raise DataError(f"{where} has format {record['format']}, needs {FORMAT}: written by a newer runner")
-            check(record, _OF_INDEX, [key.name for key in _OF_INDEX])
+            validate_record(record, _OF_INDEX, [key.name for key in _OF_INDEX])
             if record.pop("digest") != _digest(record):
                 raise ValueError("it does not match its own digest")
             if record["format"] not in range(1, FORMAT + 1):
@@ -180,7 +180,7 @@ def parse_shard(record: JsonObject) -> CorpusShard:
     """What the index says of a shard. Raises `ValueError` if it is damaged."""
     if not isinstance(record, dict):
         raise ValueError(f"{str(record)[:20]!r} is no shard")
-    check(record, (*_OF_SHARD, _ANSWERS), [key.name for key in _OF_SHARD])
+    validate_record(record, (*_OF_SHARD, _ANSWERS), [key.name for key in _OF_SHARD])
     shard = CorpusShard(**record)
     if not re.fullmatch(r"\w[\w.-]*", shard.name):
         raise ValueError(f"{shard.name[:60]!r} is no name of a shard")

@@ -33,7 +33,7 @@ from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key
 from runner.data.remote import run_in_parallel
 from runner.data.source_files import File
 from runner.errors import DataError
-from runner.records import Key, check
+from runner.records import Key, validate_record
 from runner.storage import JsonObject, parse_json
 
 # Of an array of one dimension: its first byte, the bytes of its dimension, the smallest and largest that takes so many.
@@ -279,7 +279,7 @@ def _parse_index(index: File, raw: bytes) -> list[JsonObject]:
     """The records of the shards. Raises DataError."""
     try:
         content = parse_json(raw)
-        check(content, (Key("version", int, ""), Key("shards", list, "")), ("version", "shards"))
+        validate_record(content, (Key("version", int, ""), Key("shards", list, "")), ("version", "shards"))
         for number in {content["version"], *(shard.get("version", VERSION) for shard in content["shards"])}:
             if number != VERSION:
                 raise ValueError(f"has version {number!r}, needs {VERSION}")
@@ -295,11 +295,11 @@ def _check_record(record: JsonObject) -> None:
     """Raise ValueError if a shard of the index is not as it should be."""
     if record.get("format") != "mds":
         raise ValueError(f"has a shard of format {str(record.get('format'))[:20]!r}, needs mds")
-    check(record, _OF_SHARD, [key.name for key in _OF_SHARD])
+    validate_record(record, _OF_SHARD, [key.name for key in _OF_SHARD])
     for file in (record["raw_data"], record["zip_data"]):
         if file is None:
             continue
-        check(file, _OF_FILE, [key.name for key in _OF_FILE])
+        validate_record(file, _OF_FILE, [key.name for key in _OF_FILE])
         path = PurePosixPath(file["basename"])
         if path.is_absolute() or ".." in path.parts or not path.name:
             raise ValueError(f"{file['basename'][:60]!r} is no file below it")

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 
 from runner.data.corpus_index import read_tokenizer
-from runner.errors import DataError, reason_of
+from runner.errors import DataError, format_reason
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject, Store
 
@@ -218,7 +218,7 @@ class HuggingFaceTokenizer(_TextTokenizer):
         except UnicodeDecodeError as error:
             raise DataError(f"is no tokenizer.json: {error}") from error
         except Exception as error:  # the library raises nothing more special
-            raise DataError(f"is no tokenizer.json: {reason_of(error)}") from error
+            raise DataError(f"is no tokenizer.json: {format_reason(error)}") from error
         self._library.no_padding()
         self._library.no_truncation()
         self.vocabulary_size = max(self.tokens().values(), default=-1) + 1
@@ -229,7 +229,7 @@ class HuggingFaceTokenizer(_TextTokenizer):
         try:
             found = self._library.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises nothing more special
-            raise DataError(f"the tokenizer cannot encode a document: {reason_of(error)}") from error
+            raise DataError(f"the tokenizer cannot encode a document: {format_reason(error)}") from error
         return (encoding.ids for encoding in found)
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -237,7 +237,7 @@ class HuggingFaceTokenizer(_TextTokenizer):
         try:
             found = self._library.encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises nothing more special
-            raise DataError(f"the tokenizer cannot encode a document: {reason_of(error)}") from error
+            raise DataError(f"the tokenizer cannot encode a document: {format_reason(error)}") from error
         return [
             (np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
             for encoding in found
@@ -261,7 +261,7 @@ class SentencePieceTokenizer(_TextTokenizer):
         try:
             self._library = library.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
-            raise DataError(f"is no model of sentencepiece: {reason_of(error)}") from error
+            raise DataError(f"is no model of sentencepiece: {format_reason(error)}") from error
         self.vocabulary_size = int(self._library.get_piece_size())
         if not self.vocabulary_size:
             raise DataError("is no model of sentencepiece: it has no pieces")
@@ -296,7 +296,7 @@ class TiktokenTokenizer(_TextTokenizer):
                 "file", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
             )
         except ValueError as error:
-            raise DataError(f"does not fit its pattern: {reason_of(error)}") from error
+            raise DataError(f"does not fit its pattern: {format_reason(error)}") from error
         self._special_tokens = special_tokens
         self.vocabulary_size = max(taken) + 1
 

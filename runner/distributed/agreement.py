@@ -49,7 +49,7 @@ class Liveness:
         self._store, self._peer_sockets = store, peer_sockets
         self._process_id, self._num_processes = process_id, num_processes
 
-    def disconnected(self) -> list[int]:
+    def find_disconnected(self) -> list[int]:
         """Processes that have ended, of those that this one has a socket to. Never waits. Any thread."""
         poll = select.poll()  # `select` refuses the descriptors of a pod of a thousand hosts
         for connection in self._peer_sockets.values():
@@ -57,19 +57,19 @@ class Liveness:
         ended = {descriptor for descriptor, _ in poll.poll(0)}
         return [process for process, connection in self._peer_sockets.items() if connection.fileno() in ended]
 
-    def crashed(self) -> list[int]:
+    def find_crashed(self) -> list[int]:
         """Those that are disconnected and have not left in order. Never waits for a host. Any thread.
 
         Raises `PeerLostError` if the coordinator cannot be reached.
         """
-        return [process for process in self.disconnected() if self._store.peek(_departure(process)) is None]
+        return [process for process in self.find_disconnected() if self._store.try_get(_departure(process)) is None]
 
-    def left(self) -> dict[int, int]:
+    def read_departures(self) -> dict[int, int]:
         """Those that have left in order, and with which code. Never waits for a host. Any thread.
 
         Raises `PeerLostError` if the coordinator cannot be reached.
         """
-        return self._store.peek_all(key_value.DEPARTURES)
+        return self._store.list_values(key_value.DEPARTURES)
 
     def leave(self, code: int) -> None:
         """Say that this process is about to end in order, with `code`. Called on every host.
@@ -86,13 +86,13 @@ class Liveness:
                     self._store.get(_departure(process), _LEAVE_SECONDS, f"process {process}")
                 time.sleep(_DEPARTURE_SECONDS)
 
-    def call_before_abort(self, act: Callable[[], None] | None) -> None:
+    def set_abort_callback(self, act: Callable[[], None] | None) -> None:
         """Let `act`, which knows more of the lost peer, end this process when JAX is about to; None = nobody does."""
         _abort.act = act
 
 
 def _departure(process: int) -> str:
-    return key_value.of_process(key_value.DEPARTURES, process)
+    return key_value.process_key(key_value.DEPARTURES, process)
 
 
 class _Abort:
@@ -122,7 +122,7 @@ class _Abort:
 _abort = _Abort()  # a process has one handler of a signal, and C may call it for as long as the process lives
 
 
-def exit_on_abort() -> None:
+def install_abort_handler() -> None:
     """From now on SIGABRT ends this process with an exit code. Called before this process joins the others."""
     _abort.install()
 
@@ -155,7 +155,7 @@ class Hosts:
         self._abandoned: list[str] = []
 
     @classmethod
-    def alone(cls) -> "Hosts":
+    def single_process(cls) -> "Hosts":
         """A job of one process, which needs no coordinator and never waits."""
         store = KeyValueStore(None)
         return cls(0, 1, store, Liveness(store, 0, 1, {}))
@@ -177,7 +177,7 @@ class Hosts:
             self.barrier()
         self._num_calls += 1
         self._num_decisions += 1
-        key = key_value.decision(self._num_calls)
+        key = key_value.decision_key(self._num_calls)
         if self.is_main:
             self.store.set(key, value)
             return value
@@ -191,23 +191,23 @@ class Hosts:
         if self.num_processes == 1:
             return [value]
         self._num_calls += 1
-        folder = key_value.gathered(self._num_calls)
-        self.store.set(key_value.of_process(folder, self.process_id), value)
+        folder = key_value.gather_folder(self._num_calls)
+        self.store.set(key_value.process_key(folder, self.process_id), value)
         self._meet(folder, self._deadline_seconds if deadline_seconds is None else deadline_seconds)
         if self.is_main:
             self.store.delete(key_value.DECISIONS)
             if self._last_gather is not None:
                 self.store.delete(self._last_gather)
         self._last_gather, self._num_decisions = folder, 0
-        values = self.store.peek_all(folder)
+        values = self.store.list_values(folder)
         return [values[process] for process in range(self.num_processes)]
 
     def _meet(self, folder: str, deadline_seconds: float) -> None:
         """Wait until every host is here, each with its key in `folder`, by which the late ones are known."""
         try:
-            self.store.meet(deadline_seconds)
+            self.store.barrier(deadline_seconds)
         except PeerLostError as error:
-            came = self.store.peek_all(folder)
+            came = self.store.list_values(folder)
             late = [str(process) for process in range(self.num_processes) if process not in came]
             who = f"process{'es' * (len(late) > 1)} {', '.join(late) or '(all came)'} of {self.num_processes}"
             raise PeerLostError(f"{who} did not come within {deadline_seconds:.0f} s ({error})") from error
@@ -216,7 +216,7 @@ class Hosts:
         """Wait until every host is here. Called on every host, by the training thread. Raises as `gather` does."""
         self.gather(None)
 
-    def main_first(self, act: Callable[[], Any]) -> Any:
+    def run_on_main(self, act: Callable[[], Any]) -> Any:
         """Run `act` on host 0 and return its JSON result on every host; its `InvalidError` is raised on every host.
 
         For what may fail on the main host while the others wait. Called on every host, by the training thread.
@@ -240,13 +240,13 @@ class Hosts:
         late after the deadline.
         """
         if not self.is_main:
-            self.store.set(key_value.of_process(folder, self.process_id), value)
+            self.store.set(key_value.process_key(folder, self.process_id), value)
         if self.num_processes == 1 or not self.is_main:
             return [value]
         try:
             others = [
                 self.store.get(
-                    key_value.of_process(folder, process), deadline_seconds, f"the part of process {process}"
+                    key_value.process_key(folder, process), deadline_seconds, f"the part of process {process}"
                 )
                 for process in range(1, self.num_processes)
             ]
@@ -272,8 +272,8 @@ class Hosts:
 
         Blocks until all have answered. Raises `PeerLostError` naming who has not, after the deadline.
         """
-        self.store.set(key_value.of_process(key_value.STOP_TICKS, self.process_id), tick)
-        keys = [key_value.of_process(key_value.STOP_TICKS, process) for process in range(self.num_processes)]
+        self.store.set(key_value.process_key(key_value.STOP_TICKS, self.process_id), tick)
+        keys = [key_value.process_key(key_value.STOP_TICKS, process) for process in range(self.num_processes)]
         return [
             self.store.get(key, self._deadline_seconds, f"the answer of process {process} to a stop")
             for process, key in enumerate(keys)

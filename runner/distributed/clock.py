@@ -1,8 +1,7 @@
 """Where the time of a process goes: each second of it in one bucket. Does no I/O.
 
-`TimeBucket` is the table of all buckets and what each means; a process's clock counts those of `COUNTED`, the others
-appear
-when a run is looked at over all its attempts (`runner.history`).
+`TimeBucket` is the table of all buckets and what each means; a process's clock counts those of `COUNTED_BUCKETS`, the
+others appear when a run is looked at over all its attempts (`runner.history`).
 
 The phase and the last completed step of the training thread, which alone writes them. Any thread reads them.
 """
@@ -15,14 +14,14 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
-from runner.process import age_seconds
+from runner.process import read_age_seconds
 from runner.spec import Deadlines
 
 
 class TimeBucket(enum.Enum):
     """What a second of wall time went into; exactly one each. In the order of an attempt's life.
 
-    The value is the name in files, `meaning` what counts, `index` the place in `COUNTED`, -1 for those that are not.
+    The value is the name in files, `meaning` what counts, `index` the place in `COUNTED_BUCKETS`, else -1.
     """
 
     meaning: str
@@ -50,8 +49,8 @@ class TimeBucket(enum.Enum):
 
 
 _OF_ALL_ATTEMPTS = (TimeBucket.GAP, TimeBucket.LOST_STEPS, TimeBucket.UNATTRIBUTED)
-COUNTED: tuple[TimeBucket, ...] = tuple(bucket for bucket in TimeBucket if bucket not in _OF_ALL_ATTEMPTS)
-for _index, _bucket in enumerate(COUNTED):
+COUNTED_BUCKETS: tuple[TimeBucket, ...] = tuple(bucket for bucket in TimeBucket if bucket not in _OF_ALL_ATTEMPTS)
+for _index, _bucket in enumerate(COUNTED_BUCKETS):
     _bucket.index = _index
 
 
@@ -63,7 +62,7 @@ class ClockReading(NamedTuple):
         step: the last one completed.
         since: when the present phase began or the last step was completed, likewise.
         bucket: of the present moment.
-        seconds: by bucket, in the order of `COUNTED`; they sum to `time` less when the process began.
+        seconds: by bucket, in the order of `COUNTED_BUCKETS`; they sum to `time` less when the process began.
         code: the exit code that the job has come to, None while it lives.
     """
 
@@ -92,7 +91,7 @@ class Clock:
         now = time.monotonic()
         self.began = time.time() - age
         self._origin_seconds = self.began - (now - age)  # from the steady clock to Unix time
-        self._seconds = [0.0] * len(COUNTED)
+        self._seconds = [0.0] * len(COUNTED_BUCKETS)
         self._bucket, self._since_seconds = bucket, now - age
         self._step, self._moved_seconds = 0, now - age
         self._code: int | None = None
@@ -101,9 +100,9 @@ class Clock:
         self._keeper: ClockStore | None = None
 
     @classmethod
-    def of_this_process(cls) -> "Clock":
+    def since_process_start(cls) -> "Clock":
         """A clock that has run since the process was created."""
-        return cls(age_seconds(), TimeBucket.PROCESS_START)
+        return cls(read_age_seconds(), TimeBucket.PROCESS_START)
 
     def keep(self, keeper: ClockStore | None) -> None:
         """From now on give each reading to `keeper`; None: to nobody."""
@@ -117,7 +116,7 @@ class Clock:
             reading = self._reading(now) if is_kept and self._keeper is not None else None
         self._put(reading)
 
-    def arrive(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """`step` is completed, or the one that the loop begins after. Training thread only."""
         with self._lock:
             now = self._count(TimeBucket.STEPS)
@@ -169,9 +168,9 @@ class Clock:
             self._since_seconds = now
             return self._reading(now)
 
-    def at_step(self) -> dict[str, float]:
+    def read_step_seconds(self) -> dict[str, float]:
         """Seconds by bucket's name when the last step was completed, for the ledger; those that are not 0."""
-        counted = zip(COUNTED, self._at_step, strict=True)
+        counted = zip(COUNTED_BUCKETS, self._at_step, strict=True)
         return {bucket.value: round(seconds, 4) for bucket, seconds in counted if seconds >= 0.0001}
 
 
@@ -234,19 +233,19 @@ class Progress:
         self.has_arrived = threading.Event()
         self.failure: LocalFailure | None = None
 
-    def arrive(self, step: int) -> None:
+    def report_step(self, step: int) -> None:
         """Report `step` as the last completed, or the one that the loop begins after. Training thread only."""
         now = time.monotonic()
         if self.phase == STEP:
             self._gaps_seconds.append(now - self.since_seconds)
         self.since_seconds, self.phase, self.step = now, STEP, step
-        self.clock.arrive(step)
+        self.clock.record_step(step)
         if self.awaited_step is not None and step >= self.awaited_step:
             self.awaited_step = None
             self.has_arrived.set()
 
     @contextlib.contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def report_phase(self, phase: Phase) -> Iterator[None]:
         """Report a phase other than a step, with its own deadline, then again the one before. Training thread only."""
         before = self.phase
         self._enter(phase, time.monotonic())
@@ -258,7 +257,7 @@ class Progress:
             self.clock.enter(before.bucket)
 
     @contextlib.contextmanager
-    def awaiting(self, phase: Phase, failure: LocalFailure | None) -> Iterator[None]:
+    def report_wait(self, phase: Phase, failure: LocalFailure | None) -> Iterator[None]:
         """Report the wait for the others after what every host has tried alone, and how it has failed here, if it has.
 
         Training thread only.
@@ -266,14 +265,14 @@ class Progress:
         if failure is None:
             yield
             return
-        with self.during(phase):
+        with self.report_phase(phase):
             self.failure = failure
             try:
                 yield
             finally:
                 self.failure = None
 
-    def take(self, batches: Iterator[Batch]) -> Batch:
+    def take_batch(self, batches: Iterator[Batch]) -> Batch:
         """The next of `batches`. Reports that this host waits for it, which is no part of a step's time.
 
         A bucket may be down for minutes: what reads it has deadlines of its own. Training thread only.
@@ -291,7 +290,7 @@ class Progress:
         """The time first: another thread must not see a step that is as old as the phase before it."""
         self.since_seconds, self.phase = since_seconds, phase
 
-    def gaps(self) -> list[float]:
+    def get_step_seconds(self) -> list[float]:
         """Seconds that each of the last steps took. Any thread."""
         return list(self._gaps_seconds)
 
@@ -301,7 +300,7 @@ class Progress:
 
     def step_deadline_seconds(self, deadlines: Deadlines) -> float:
         """How long a step may take. Any thread."""
-        gaps_seconds = self.gaps()
+        gaps_seconds = self.get_step_seconds()
         if not gaps_seconds:
             return deadlines.phase_seconds
         if deadlines.step_seconds is not None:

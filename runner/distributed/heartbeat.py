@@ -76,7 +76,7 @@ def find_failure(beats: Mapping[int, Heartbeat]) -> HealthVerdict | None:
     return HealthVerdict(f"{first.failure}; it waits for {waited} to come out of it", None)
 
 
-def is_overdue(beats: Collection[Heartbeat], seconds_since_data: float, step_deadline_seconds: float) -> bool:
+def has_overdue(beats: Collection[Heartbeat], seconds_since_data: float, step_deadline_seconds: float) -> bool:
     """Whether one of them is overdue for no reason that is known.
 
     A step lasts on every host while one of them waits for its data, and for a step's time after that:
@@ -86,12 +86,12 @@ def is_overdue(beats: Collection[Heartbeat], seconds_since_data: float, step_dea
     return any(beat.is_overdue and (is_fed or beat.phase != STEP.name) for beat in beats)
 
 
-def waits_for_data(beats: Collection[Heartbeat]) -> bool:
+def has_data_wait(beats: Collection[Heartbeat]) -> bool:
     """Whether one of them does."""
     return any(beat.phase == DATA.name for beat in beats)
 
 
-def find_silent(
+def find_unresponsive(
     quiet_seconds: Mapping[int, float], limit_seconds: float, left: Mapping[int, int], crashed: Collection[int]
 ) -> dict[int, str]:
     """Who is not there, and how. `quiet_seconds` is how long each process has published nothing new.
@@ -104,7 +104,7 @@ def find_silent(
     return found | dict.fromkeys(crashed, "has died")
 
 
-def describe(beats: dict[int, Heartbeat], silent: dict[int, str]) -> str:
+def format_diagnosis(beats: dict[int, Heartbeat], silent: dict[int, str]) -> str:
     """One line: who is silent and how, who is overdue in which phase, and in which phases the others are."""
     parts = []
     for process, how in sorted(silent.items()):
@@ -152,7 +152,7 @@ class StragglerReport:
     after_seconds: list[float]
 
 
-class ArrivalRounds:
+class StragglerDetector:
     """The rounds in which every process reports its arrival at one step. Used by the watchdog's thread, on every host.
 
     Never waits for a host. Each call may raise `PeerLostError`.
@@ -176,11 +176,11 @@ class ArrivalRounds:
     def begin_or_join(self) -> None:
         """Begin a round if it is time (process 0), or take the step of one that has begun."""
         if not self._hosts.is_main:
-            number, step = self._hosts.store.peek(key_value.ROUND) or [0, 0]
+            number, step = self._hosts.store.try_get(key_value.ROUND) or [0, 0]
             if number > self._number:
                 self._await(number, step)
             return
-        gaps_seconds = self._progress.gaps()
+        gaps_seconds = self._progress.get_step_seconds()
         if self.is_open or time.monotonic() < self._next_seconds or not gaps_seconds:
             return
         self._next_seconds = time.monotonic() + _ROUND_SECONDS
@@ -197,11 +197,11 @@ class ArrivalRounds:
         """Report the arrival here; on process 0 note the others', and return who is late if others are than before."""
         if not self._has_reported and self._progress.step >= self._step:
             self._has_reported = True
-            self._hosts.store.set(key_value.of_process(key_value.ARRIVALS, self._hosts.process_id), self._number)
+            self._hosts.store.set(key_value.process_key(key_value.ARRIVALS, self._hosts.process_id), self._number)
         if self._arrivals_seconds is None:
             return None
         now, arrivals_seconds = time.monotonic(), self._arrivals_seconds
-        for process, number in self._hosts.store.peek_all(key_value.ARRIVALS).items():
+        for process, number in self._hosts.store.list_values(key_value.ARRIVALS).items():
             if number == self._number:  # else what it reported in an earlier round
                 arrivals_seconds.setdefault(process, now)
         first_seconds = min(arrivals_seconds.values(), default=now)
@@ -212,7 +212,7 @@ class ArrivalRounds:
         after_seconds = [
             round(arrivals_seconds.get(process, now) - first_seconds, 3) for process in range(num_processes)
         ]
-        late = late_processes(after_seconds, statistics.median(self._progress.gaps() or [0.0]))
+        late = find_stragglers(after_seconds, statistics.median(self._progress.get_step_seconds() or [0.0]))
         again, self._last_late = [process for process in late if process in self._last_late], set(late)
         if again == self._named:
             return None
@@ -220,7 +220,7 @@ class ArrivalRounds:
         return StragglerReport(self._step, again, after_seconds)
 
 
-def late_processes(after_seconds: Sequence[float], step_seconds: float) -> list[int]:
+def find_stragglers(after_seconds: Sequence[float], step_seconds: float) -> list[int]:
     """Which arrivals (seconds after the first) are later than the median by what matters in such a step."""
     limit_seconds = statistics.median_low(after_seconds) + max(_LATE_SECONDS, _LATE_SHARE_OF_A_STEP * step_seconds)
     return [process for process, seconds in enumerate(after_seconds) if seconds > limit_seconds]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
-from runner.errors import PeerLostError, first_line
+from runner.errors import PeerLostError, format_error
 
 # `agree` on process 0 writes a key a call. Process 0 deletes them all at the next gather, which `agree` itself makes
 # after MAX_DECISIONS without one: at most MAX_DECISIONS.
@@ -30,7 +30,7 @@ ROUND = "runner/round"
 # Folders of one key a process, which that process overwrites: its last beat (watchdog), the last round in which it told
 # of its arrival (straggler), its tick when the stop was asked for (preemption), that it left in order (liveness).
 # Never deleted: P each.
-BEATS = "runner/beat"
+HEARTBEATS = "runner/beat"
 ARRIVALS = "runner/arrival"
 STOP_TICKS = "runner/stop/tick"
 DEPARTURES = "runner/departure"
@@ -39,17 +39,17 @@ DEPARTURES = "runner/departure"
 _BARRIER = "runner/all"
 
 
-def of_process(folder: str, process: int) -> str:
+def process_key(folder: str, process: int) -> str:
     """The key of one process in `folder`."""
     return f"{folder}/{process}"
 
 
-def decision(call: int) -> str:
+def decision_key(call: int) -> str:
     """What process 0 has decided in one call of `agree`. See `DECISIONS`."""
     return f"{DECISIONS}/{call}"
 
 
-def gathered(call: int) -> str:
+def gather_folder(call: int) -> str:
     """Folder of every process's value in one gather, written by each.
 
     Process 0 deletes it in the next, when others may have begun the one after: at most 3 P.
@@ -57,7 +57,7 @@ def gathered(call: int) -> str:
     return f"runner/gathered/{call}"
 
 
-def pieces(save: int) -> str:
+def save_folder(save: int) -> str:
     """Folder of what each process has written of one save (checkpoint/writer, by `collect`), from all but process 0.
 
     Process 0 deletes it when it has read all. If it gave up, late parts stay until the next save that it has read
@@ -66,7 +66,7 @@ def pieces(save: int) -> str:
     return f"runner/pieces/{save}"
 
 
-class Client(Protocol):
+class CoordinatorClient(Protocol):
     """What is used of the client of JAX's coordination service. Each call may raise `JaxRuntimeError`."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None: ...
@@ -89,11 +89,11 @@ class KeyValueStore:
     makes no call.
     """
 
-    def __init__(self, client: Client | None):
+    def __init__(self, client: CoordinatorClient | None):
         self._client = client
 
     @property
-    def _service(self) -> Client:
+    def _service(self) -> CoordinatorClient:
         assert self._client is not None, "a process that is alone has no peers to tell"
         return self._client
 
@@ -109,9 +109,11 @@ class KeyValueStore:
         try:
             return json.loads(self._service.blocking_key_value_get(key, int(deadline_seconds * 1000)))
         except jax.errors.JaxRuntimeError as error:
-            raise PeerLostError(f"{what} did not come within {deadline_seconds:.0f} s ({first_line(error)})") from error
+            raise PeerLostError(
+                f"{what} did not come within {deadline_seconds:.0f} s ({format_error(error)})"
+            ) from error
 
-    def peek(self, key: str) -> Any:
+    def try_get(self, key: str) -> Any:
         """The value of `key`, None if it has none yet. Never waits for a host."""
         try:
             return json.loads(self._service.key_value_try_get(key))
@@ -120,7 +122,7 @@ class KeyValueStore:
                 return None
             raise _unreachable(error) from error
 
-    def peek_all(self, folder: str) -> dict[int, Any]:
+    def list_values(self, folder: str) -> dict[int, Any]:
         """The values in `folder` by process. Never waits for a host."""
         try:
             rows = self._service.key_value_dir_get(folder)
@@ -135,7 +137,7 @@ class KeyValueStore:
         except jax.errors.JaxRuntimeError as error:
             raise _unreachable(error) from error
 
-    def meet(self, deadline_seconds: float) -> None:
+    def barrier(self, deadline_seconds: float) -> None:
         """Block until every process is here: one call to the coordinator, however many there are.
 
         Called on every host, from one thread. Raises `PeerLostError` after the deadline.
@@ -143,8 +145,8 @@ class KeyValueStore:
         try:
             self._service.wait_at_barrier(_BARRIER, int(deadline_seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
-            raise PeerLostError(first_line(error)) from error
+            raise PeerLostError(format_error(error)) from error
 
 
 def _unreachable(error: jax.errors.JaxRuntimeError) -> PeerLostError:
-    return PeerLostError(f"the coordinator cannot be reached ({first_line(error)})")
+    return PeerLostError(f"the coordinator cannot be reached ({format_error(error)})")

@@ -39,7 +39,7 @@ from typing import Protocol
 from runner.console import LOGGER, warn
 from runner.distributed.clock import Clock
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
-from runner.process import INSISTENT_SIGNALS, STOP_SIGNALS, stop_signals
+from runner.process import INSISTENT_SIGNALS, STOP_SIGNALS, list_stop_signals
 
 _STANDARD_ERROR = 2
 _JOIN_SECONDS = 15
@@ -92,12 +92,12 @@ class StopNotice:
         self._joined.set()
         self.on_idle_exit: Callable[[], None] | None = None
 
-    def listen(self) -> None:
+    def install_signal_handlers(self) -> None:
         """Take over the signals that ask for a stop, and SIGQUIT. Main thread only, as early as possible."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in stop_signals():
+        for number in list_stop_signals():
             signal.signal(number, _leave_to_the_listener)
         faulthandler.register(signal.SIGQUIT, file=_STANDARD_ERROR)
         threading.Thread(target=self._await_signals, args=(reader, writer), name="signals", daemon=True).start()
@@ -106,7 +106,7 @@ class StopNotice:
         """Until `join`, hold a stop back for a while, so that the peers can be told of it. Main thread only."""
         self._joined.clear()
 
-    def join(self, peers: StopPeers | None) -> None:
+    def join_peers(self, peers: StopPeers | None) -> None:
         """From now on agree on a stop with the other processes of the job; None = there are none. On every host."""
         self._peers = peers
         self._joined.set()
@@ -133,9 +133,9 @@ class StopNotice:
         self._num_insistent += number in INSISTENT_SIGNALS
         if self._num_insistent > 1:
             self._end(EXIT_PREEMPTED, f"{number.name} again: leaving at once; the last commit is intact")
-        self.ask(number.name)
+        self.request_stop(number.name)
 
-    def ask(self, reason: str) -> None:
+    def request_stop(self, reason: str) -> None:
         """Ask the job to stop, as a first signal does. Any host, any thread; asking again changes nothing."""
         warn(f"{reason}: stopping at the next step")
         threading.Thread(target=self._ask_to_stop, name="ask to stop", daemon=True).start()
@@ -190,7 +190,7 @@ _HOLD_SECONDS = 300
 _RETRY_SECONDS = 10.0
 
 
-def watch(ask_to_stop: Callable[[str], None]) -> None:
+def watch_gcp_preemption(ask_to_stop: Callable[[str], None]) -> None:
     """Call `ask_to_stop` with the reason once this VM is to be preempted. Called on every host; returns at once.
 
     It is called at most once, from a thread of its own. On other machines nothing happens.
@@ -219,7 +219,7 @@ def _watch(server: str, ask_to_stop: Callable[[str], None]) -> None:
         try:
             with urllib.request.urlopen(request, timeout=_HOLD_SECONDS + 30) as answer:
                 etag = answer.headers.get("ETag", "0")
-                reason = preemption_of(json.load(answer))
+                reason = parse_preemption_reason(json.load(answer))
         except (OSError, ValueError):  # metadata that cannot be read are no reason to end a job
             time.sleep(_RETRY_SECONDS)
             continue
@@ -228,7 +228,7 @@ def _watch(server: str, ask_to_stop: Callable[[str], None]) -> None:
             return
 
 
-def preemption_of(instance: object) -> str | None:
+def parse_preemption_reason(instance: object) -> str | None:
     """Why the VM that these metadata describe is to be preempted; None if it is not."""
     if not isinstance(instance, dict):
         return None

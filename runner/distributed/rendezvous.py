@@ -31,9 +31,9 @@ from typing import Any
 import jax
 from jax._src import clusters, distributed
 
-from runner.distributed.agreement import Hosts, Liveness, exit_on_abort
+from runner.distributed.agreement import Hosts, Liveness, install_abort_handler
 from runner.distributed.key_value import KeyValueStore
-from runner.errors import InvalidError, RetryableError, first_line
+from runner.errors import InvalidError, RetryableError, format_error
 from runner.spec import Deadlines
 
 _JAX_CLUSTERS = ("GkeTpuCluster", "GceTpuCluster", "SlurmCluster", "OmpiCluster")
@@ -59,7 +59,7 @@ class Placement:
     local_devices: tuple[int, ...] | None = None
 
 
-def detect(deadline_seconds: float) -> Placement | None:
+def detect_placement(deadline_seconds: float) -> Placement | None:
     """Where this process stands; None if it is alone. Called on every host, before any other use of JAX.
 
     Raises `InvalidError` if the environment names peers but not their place, `RetryableError` if the name of process 0
@@ -144,7 +144,7 @@ class RendezvousResult:
     peer_sockets: dict[int, socket.socket]
 
 
-def meet(placement: Placement, deadline_seconds: float, is_elastic: bool) -> RendezvousResult:
+def wait_for_peers(placement: Placement, deadline_seconds: float, is_elastic: bool) -> RendezvousResult:
     """Wait for the other processes. Called on every host, before JAX's own start.
 
     Blocks until all have come. Raises `RetryableError` naming who has not after the deadline.
@@ -158,7 +158,7 @@ def meet(placement: Placement, deadline_seconds: float, is_elastic: bool) -> Ren
     return RendezvousResult(mine, {present.index(process): connection for process, connection in connections.items()})
 
 
-def listening_address(placement: Placement) -> str:
+def get_bind_address(placement: Placement) -> str:
     """HOST:PORT that process 0 listens on: the address itself, or every interface for a name.
 
     On its own host a name may stand for a loopback address that no other host reaches.
@@ -176,7 +176,7 @@ def _receive(
 ) -> tuple[list[int], Connections]:
     """Process 0's part: the processes that are there, in order."""
     guests: Connections = {}
-    with _listen(listening_address(placement)) as listener:
+    with _listen(get_bind_address(placement)) as listener:
         while len(guests) < placement.num_processes - 1 and (left_seconds := ends - time.monotonic()) > 0:
             listener.settimeout(left_seconds)
             with contextlib.suppress(TimeoutError):
@@ -271,19 +271,19 @@ def _receive_line(connection: socket.socket) -> dict[str, Any]:
 HEARTBEAT_SECONDS = 60  # of JAX; the watchdog notices sooner, and says more
 
 
-def start(placement: Placement | None, deadlines: Deadlines, is_elastic: bool = False) -> Hosts:
+def join_job(placement: Placement | None, deadlines: Deadlines, is_elastic: bool = False) -> Hosts:
     """Join the job's other processes; None = this one is alone.
 
     Called on every host, before any other use of JAX. Blocks until all are there, at most `deadlines.start_seconds`.
     Raises `RetryableError` naming who did not come; an elastic job begins with those that came.
     """
     if placement is None:
-        return Hosts.alone()
-    meeting = meet(placement, deadlines.start_seconds, is_elastic)
+        return Hosts.single_process()
+    meeting = wait_for_peers(placement, deadlines.start_seconds, is_elastic)
     placement = meeting.placement
     if placement.num_processes == 1:
-        return Hosts.alone()
-    exit_on_abort()
+        return Hosts.single_process()
+    install_abort_handler()
     _join_coordinator(placement, deadlines)
     process_id, num_processes = placement.process_id, placement.num_processes
     store = KeyValueStore(distributed.global_state.client)
@@ -300,11 +300,11 @@ def _join_coordinator(placement: Placement, deadlines: Deadlines) -> None:
             num_processes=placement.num_processes,
             process_id=placement.process_id,
             local_device_ids=placement.local_devices,
-            coordinator_bind_address=listening_address(placement),
+            coordinator_bind_address=get_bind_address(placement),
             cluster_detection_method="deactivate",
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             initialization_timeout=int(deadlines.start_seconds),
             shutdown_timeout_seconds=60,
         )
     except (RuntimeError, ValueError) as error:
-        raise RetryableError(f"cannot join the other processes of the job: {first_line(error)}") from error
+        raise RetryableError(f"cannot join the other processes of the job: {format_error(error)}") from error

@@ -31,18 +31,18 @@ from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Clock, Progress
 from runner.distributed.heartbeat import (
-    ArrivalRounds,
     HealthVerdict,
     Heartbeat,
+    StragglerDetector,
     StragglerReport,
-    describe,
     find_failure,
-    find_silent,
-    is_overdue,
-    waits_for_data,
+    find_unresponsive,
+    format_diagnosis,
+    has_data_wait,
+    has_overdue,
 )
 from runner.distributed.preemption import end_process
-from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, first_line
+from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, format_error
 from runner.spec import Deadlines
 
 LOST_SECONDS = 30.0
@@ -86,10 +86,10 @@ class Watchdog:
         self._seen: dict[int, tuple[int, float]] = {}  # process -> (number of its last beat, when it came)
         self._reached_seconds = self._looked_seconds = time.monotonic()
         self._data_seconds = -math.inf  # when a process was last seen to wait for its data
-        self._rounds = ArrivalRounds(hosts, self.progress)
+        self._rounds = StragglerDetector(hosts, self.progress)
 
     def __enter__(self) -> Progress:
-        self._hosts.liveness.call_before_abort(self._judge_alone)
+        self._hosts.liveness.set_abort_callback(self._judge_alone)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self.progress
 
@@ -98,7 +98,7 @@ class Watchdog:
             self._await_verdict(error)
         self._is_over.set()
         self.progress.has_arrived.set()
-        self._hosts.liveness.call_before_abort(None)
+        self._hosts.liveness.set_abort_callback(None)
 
     def _await_verdict(self, error: BaseException) -> None:
         """Wait: if the error comes from a peer's death, the watchdog's thread ends this process and names the peer.
@@ -107,7 +107,7 @@ class Watchdog:
         """
         is_suspect = isinstance(error, (jax.errors.JaxRuntimeError, PeerLostError)) or "Gloo" in str(error)
         if is_suspect or not isinstance(error, RunnerError):
-            warn(f"{first_line(error)}; waiting for word of a lost peer")
+            warn(f"{format_error(error)}; waiting for word of a lost peer")
             self._suspects_peer = is_suspect
             time.sleep(_VERDICT_SECONDS if is_suspect else 3 * _POLL_SECONDS)
 
@@ -135,7 +135,7 @@ class Watchdog:
                 self._exchange(beat)
                 self._rounds.begin_or_join()
             elif beat.is_overdue:
-                self._end(describe({0: beat}, {}), EXIT_RETRYABLE)
+                self._end(format_diagnosis({0: beat}, {}), EXIT_RETRYABLE)
         if self._hosts.num_processes > 1:
             straggling = self._rounds.advance()
             if straggling is not None:
@@ -174,16 +174,18 @@ class Watchdog:
     def _exchange(self, beat: Heartbeat) -> None:
         """Publish the beat, and hear the verdict, if there is one. Process 0 gives it."""
         hosts, store = self._hosts, self._hosts.store
-        store.set(key_value.of_process(key_value.BEATS, hosts.process_id), asdict(beat))
-        told = store.peek(key_value.VERDICT)
+        store.set(key_value.process_key(key_value.HEARTBEATS, hosts.process_id), asdict(beat))
+        told = store.try_get(key_value.VERDICT)
         verdict = None if told is None else HealthVerdict(*told)
-        crashed = hosts.liveness.crashed()
+        crashed = hosts.liveness.find_crashed()
         self._reached_seconds = time.monotonic()
         is_open = verdict is None or verdict.code is None
         if is_open and 0 in crashed:
             self._judge_alone()
         if is_open and hosts.is_main:
-            beats = {process: Heartbeat(**fields) for process, fields in store.peek_all(key_value.BEATS).items()}
+            beats = {
+                process: Heartbeat(**fields) for process, fields in store.list_values(key_value.HEARTBEATS).items()
+            }
             found = self._verdict(beats, crashed)
             if found is not None and found != verdict:
                 store.set(key_value.VERDICT, found)
@@ -208,20 +210,24 @@ class Watchdog:
         is_suspected = any(beat.suspects_peer for beat in beats.values())
         limit_seconds = SUSPECTED_LOST_SECONDS if is_suspected else LOST_SECONDS
         quiet_seconds = {process: now - since_seconds for process, (_, since_seconds) in self._seen.items()}
-        silent = find_silent(quiet_seconds, limit_seconds, self._hosts.liveness.left(), crashed)
-        if waits_for_data(beats.values()):
+        silent = find_unresponsive(quiet_seconds, limit_seconds, self._hosts.liveness.read_departures(), crashed)
+        if has_data_wait(beats.values()):
             self._data_seconds = now
         step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)
-        if silent or is_overdue(beats.values(), now - self._data_seconds, step_deadline_seconds):
-            return HealthVerdict(describe(beats, silent), EXIT_RETRYABLE)
+        if silent or has_overdue(beats.values(), now - self._data_seconds, step_deadline_seconds):
+            return HealthVerdict(format_diagnosis(beats, silent), EXIT_RETRYABLE)
         return find_failure(beats)
 
     def _judge_alone(self) -> None:
         """Process 0 cannot be reached: end by what is known here."""
         silent_seconds = time.monotonic() - self._reached_seconds
-        how = "has died" if 0 in self._hosts.liveness.disconnected() else f"does not answer for {silent_seconds:.0f} s"
+        how = (
+            "has died"
+            if 0 in self._hosts.liveness.find_disconnected()
+            else f"does not answer for {silent_seconds:.0f} s"
+        )
         silent = {} if self._hosts.is_main else {0: how}
-        self._end(describe({self._hosts.process_id: self._beat()}, silent), EXIT_RETRYABLE)
+        self._end(format_diagnosis({self._hosts.process_id: self._beat()}, silent), EXIT_RETRYABLE)
 
     def _end(self, verdict: str, code: int) -> None:
         words = threading.Thread(target=self._on_verdict, args=(verdict, code), daemon=True)
@@ -232,7 +238,7 @@ class Watchdog:
         end_process(code, verdict if code == EXIT_FAILED else f"{verdict}; run the same command again")
 
 
-def stacks_of_all_threads() -> str:
+def format_thread_stacks() -> str:
     """The Python stacks of this process, as text."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)

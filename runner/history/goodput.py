@@ -22,15 +22,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from runner.distributed.clock import COUNTED, TimeBucket
+from runner.distributed.clock import COUNTED_BUCKETS, TimeBucket
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE
-from runner.history.ledger import AttemptEvents, number
+from runner.history.ledger import AttemptEvents, get_float
 from runner.history.records import RunState
 from runner.run.clock_file import ClockRecord
 
 Seconds = dict[TimeBucket, float]
-_EARLY = (TimeBucket.UNATTRIBUTED, *COUNTED)  # what goes first where the begin of a window is cut off
-_LATE = (TimeBucket.UNATTRIBUTED, TimeBucket.STEPS, *reversed(COUNTED))  # and its end
+_EARLY = (TimeBucket.UNATTRIBUTED, *COUNTED_BUCKETS)  # what goes first where the begin of a window is cut off
+_LATE = (TimeBucket.UNATTRIBUTED, TimeBucket.STEPS, *reversed(COUNTED_BUCKETS))  # and its end
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class AttemptTimeline:
     @property
     def submitted(self) -> float:
         """When the engine was asked for it; infinity if nobody has said."""
-        found = number(self.told.start, "submitted")
+        found = get_float(self.told.start, "submitted")
         return math.inf if found is None else found
 
     @property
@@ -84,7 +84,7 @@ class AttemptGoodput:
     lost_steps: int
 
 
-def share_out(lives: Sequence[AttemptTimeline], now: float | None) -> list[AttemptGoodput]:
+def compute_goodput(lives: Sequence[AttemptTimeline], now: float | None) -> list[AttemptGoodput]:
     """The share of each attempt, in order; `now` ends the newest if that lives, else None."""
     floors = _floors(lives)
     shares: list[AttemptGoodput] = []
@@ -130,7 +130,7 @@ def _alone(life: AttemptTimeline, floor: int | None, now: float | None) -> Attem
 
 def _counted(life: AttemptTimeline) -> Seconds:
     assert life.kept is not None
-    return dict.fromkeys(TimeBucket, 0.0) | dict(zip(COUNTED, life.kept.reading.seconds, strict=True))
+    return dict.fromkeys(TimeBucket, 0.0) | dict(zip(COUNTED_BUCKETS, life.kept.reading.seconds, strict=True))
 
 
 def _told(told: AttemptEvents) -> Seconds:
@@ -204,7 +204,7 @@ class AttemptOutcome(NamedTuple):
     reason: str | None = None
 
 
-def ending_of(life: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> AttemptOutcome:
+def infer_outcome(life: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> AttemptOutcome:
     """How `life` has ended at `now`, where `newer` is the attempt after it."""
     told, kept = life.told, life.kept
     code = told.code if kept is None or kept.reading.code is None else kept.reading.code
@@ -214,7 +214,7 @@ def ending_of(life: AttemptTimeline, newer: AttemptTimeline | None, now: float) 
     if newer is not None:
         is_fenced = newer.claimed is not None and life.ended > newer.claimed
         return AttemptOutcome(RunState.FENCED if is_fenced else RunState.KILLED, life.ended)
-    if kept is not None and kept.is_process_there is False:
+    if kept is not None and kept.is_process_alive is False:
         return AttemptOutcome(RunState.KILLED, life.ended)
     if now - life.ended > (SILENT_WITHOUT_CLOCK_SECONDS if kept is None else SILENT_SECONDS):
         return AttemptOutcome(RunState.STALLED, life.ended)

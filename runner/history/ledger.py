@@ -84,13 +84,13 @@ class LedgerSummary:
     events: "collections.deque[JsonObject]" = field(default_factory=lambda: collections.deque(maxlen=EVENTS_MAX))
 
 
-def whole_number(row: JsonObject, key: str) -> int | None:
+def get_int(row: JsonObject, key: str) -> int | None:
     """The value of a key if it is one."""
     value = row.get(key)
     return value if type(value) is int and abs(value) < 1 << 62 else None
 
 
-def number(row: JsonObject, key: str) -> float | None:
+def get_float(row: JsonObject, key: str) -> float | None:
     """The value of a key if it is a finite number."""
     value = row.get(key)
     if type(value) is int:
@@ -98,7 +98,7 @@ def number(row: JsonObject, key: str) -> float | None:
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
-def text(value: Any) -> str:
+def to_single_line(value: Any) -> str:
     """A value in one line of bounded length; what a terminal would obey is left out."""
     shown = value if isinstance(value, str) else repr(value)
     return "".join(each if each.isprintable() else " " for each in shown[: 4 * _TEXT_MAX]).strip()[:_TEXT_MAX]
@@ -133,26 +133,26 @@ class LedgerReader:
             self._ledger = LedgerSummary(checkpoints)
         appeared = checkpoints - self._ledger.checkpoints
         self._ledger.checkpoints = checkpoints
-        take_in(self._ledger, rows)
+        apply_events(self._ledger, rows)
         return appeared
 
 
-def take_in(ledger: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSummary:
+def apply_events(ledger: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSummary:
     """Take in events that follow those that it has."""
     for row in rows:
-        attempt, moment, event = whole_number(row, "attempt"), number(row, "time"), row.get("event")
+        attempt, moment, event = get_int(row, "attempt"), get_float(row, "time"), row.get("event")
         if attempt is None or attempt < 1 or moment is None or not isinstance(event, str):
             continue
         ledger.events.append(row)
         told = ledger.attempts.setdefault(attempt, AttemptEvents(attempt))
         told.first, told.last = min(told.first, moment), max(told.last, moment)
-        step = whole_number(row, "step")
+        step = get_int(row, "step")
         if step is not None and event in _OF_A_STEP:
             told.step = step if told.step is None else max(told.step, step)
         if event in _TAKE:
             _TAKE[event](ledger, told, row, step, moment)
         if event in NOTICES:
-            ledger.notices.append(Notice(moment, attempt, event, step, text(NOTICES[event](row))))
+            ledger.notices.append(Notice(moment, attempt, event, step, to_single_line(NOTICES[event](row))))
     return ledger
 
 
@@ -161,12 +161,12 @@ def _start(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: in
 
 
 def _prepare(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    told.compile_seconds = number(row, "seconds") or 0.0
+    told.compile_seconds = get_float(row, "seconds") or 0.0
 
 
 def _begin(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     """`init` and `restore`: what lies beyond this step is done again."""
-    told.restore_seconds, told.ready = number(row, "seconds") or 0.0, moment
+    told.restore_seconds, told.ready = get_float(row, "seconds") or 0.0, moment
     told.resumed_step = step
     if step is None:
         return
@@ -180,8 +180,8 @@ def _begin(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: in
 
 
 def _save(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    blocked_seconds, clock = number(row, "blocked_seconds") or 0.0, row.get("clock")
-    counted = number(clock, TimeBucket.STEPS.value) or 0.0 if isinstance(clock, dict) else None
+    blocked_seconds, clock = get_float(row, "blocked_seconds") or 0.0, row.get("clock")
+    counted = get_float(clock, TimeBucket.STEPS.value) or 0.0 if isinstance(clock, dict) else None
     if counted is None and told.ready is not None:  # of a runner that kept no clock
         counted = max(moment - blocked_seconds - told.ready - told.stall_seconds, 0.0)
     if step is not None and counted is not None:
@@ -191,9 +191,9 @@ def _save(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int
 
 
 def _commit(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    size = whole_number(row, "bytes")
+    size = get_int(row, "bytes")
     if step is not None and row.get("tier") != "fast":
-        ledger.saves.append(SaveRecord(moment, told.number, step, size, number(row, "seconds_to_durable")))
+        ledger.saves.append(SaveRecord(moment, told.number, step, size, get_float(row, "seconds_to_durable")))
         if len(ledger.saves) > _POINTS_MAX:
             ledger.saves = ledger.saves[1::2]
     if step is not None and row.get("tier") != "fast" and size is not None:
@@ -216,7 +216,7 @@ def _forget(ledger: LedgerSummary) -> None:
 
 def _evaluate(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     figures = row.get("figures")
-    loss = number(figures, "val/loss") if isinstance(figures, dict) else None
+    loss = get_float(figures, "val/loss") if isinstance(figures, dict) else None
     if step is None or loss is None or (ledger.validation and step <= ledger.validation[-1][0]):
         return
     ledger.validation.append((step, loss))
@@ -229,11 +229,11 @@ def _evaluate(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step:
 def _failed(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
     """The first that is told, the main host's before others': what comes after it is often its consequence."""
     if told.end is None or (row.get("process") == 0 and told.end == "failed"):
-        told.end, told.code, told.reason = "failed", whole_number(row, "code"), text(row.get("reason"))
+        told.end, told.code, told.reason = "failed", get_int(row, "code"), to_single_line(row.get("reason"))
 
 
 def _stuck(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    told.end, told.reason = "stuck", text(row.get("reason"))
+    told.end, told.reason = "stuck", to_single_line(row.get("reason"))
 
 
 def _end(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:

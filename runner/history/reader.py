@@ -23,8 +23,8 @@ import yaml
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, NotCommittedError, read_manifest
 from runner.distributed.clock import TimeBucket
 from runner.errors import InvalidError, StorageError
-from runner.history.goodput import AttemptGoodput, AttemptOutcome, AttemptTimeline, ending_of, share_out
-from runner.history.ledger import AttemptEvents, LedgerReader, LedgerSummary, number, text, whole_number
+from runner.history.goodput import AttemptGoodput, AttemptOutcome, AttemptTimeline, compute_goodput, infer_outcome
+from runner.history.ledger import AttemptEvents, LedgerReader, LedgerSummary, get_float, get_int, to_single_line
 from runner.history.records import (
     AttemptRecord,
     CheckpointRecord,
@@ -36,9 +36,9 @@ from runner.history.records import (
 )
 from runner.metrics.file import NAME, read_content
 from runner.metrics.rows import surviving
-from runner.run.clock_file import ClockRecord, decode, name_of
+from runner.run.clock_file import ClockRecord, decode_clock_file, get_clock_file_name
 from runner.run.environment import ENVIRONMENT_KEYS
-from runner.run.layout import Result, read_owner, read_result
+from runner.run.layout import RunResult, read_owner, read_result
 from runner.storage import DiskError, JsonObject, Store, number_in, read_json
 from runner.storage.store import open_file, translating
 
@@ -196,8 +196,8 @@ def _history(reader: "_Reader", now: float) -> History:
     sample, spec, result = reader.sample(), reader.spec(), reader.result()
     owner = reader.try_to(lambda: read_owner(store), None)
     total_steps = _total_steps(lives, spec)
-    endings = [ending_of(life, newer, now) for life, newer in zip(lives, [*lives[1:], None], strict=True)]
-    shares = share_out(lives, now if endings[-1].is_alive else None)
+    endings = [infer_outcome(life, newer, now) for life, newer in zip(lives, [*lives[1:], None], strict=True)]
+    shares = compute_goodput(lives, now if endings[-1].is_alive else None)
     attempts = tuple(map(_attempt, lives, shares, endings))
     seconds, wall_seconds = _sum(shares), shares[-1].ended - shares[0].began + shares[0].gap_seconds
     last, validation = attempts[-1], _validation(ledger, sample)
@@ -205,7 +205,7 @@ def _history(reader: "_Reader", now: float) -> History:
     return History(
         url=store.url,
         id=None if owner is None else owner.id,
-        name=None if owner is None else text(owner.name),
+        name=None if owner is None else to_single_line(owner.name),
         now=now,
         state=RunState.DONE if is_done else last.state,
         since=last.since,
@@ -246,11 +246,11 @@ class _Reader:
         except FileNotFoundError:
             return otherwise
         except DiskError as error:
-            self.unread.append(text(str(error)))
+            self.unread.append(to_single_line(str(error)))
         except StorageError:
             raise
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            self.unread.append(text(str(error)))
+            self.unread.append(to_single_line(str(error)))
         return otherwise
 
     def steps_and_names(self) -> tuple[list[int], list[str]]:
@@ -272,7 +272,7 @@ class _Reader:
         """Rows of metrics, the newest last."""
         return self.try_to(lambda: read_sample(self.store), ())
 
-    def result(self) -> Result | None:
+    def result(self) -> RunResult | None:
         """`result.json`."""
         return self.try_to(lambda: read_result(self.store), None)
 
@@ -296,11 +296,11 @@ class _Reader:
         return [life for life in found if life.kept or life.claimed is not None or math.isfinite(life.told.last)]
 
     def _clock(self, attempt: int) -> ClockRecord | None:
-        return self.try_to(lambda: decode(self.store.read(name_of(attempt))), None)
+        return self.try_to(lambda: decode_clock_file(self.store.read(get_clock_file_name(attempt))), None)
 
     def _claim(self, attempt: int) -> float | None:
         found: JsonObject = self.try_to(lambda: read_json(self.store, f"attempts/{attempt}"), {})
-        return number(found, "time")
+        return get_float(found, "time")
 
 
 def _attempt(life: AttemptTimeline, share: AttemptGoodput, ending: AttemptOutcome) -> AttemptRecord:
@@ -319,10 +319,10 @@ def _attempt(life: AttemptTimeline, share: AttemptGoodput, ending: AttemptOutcom
         lost_steps=share.lost_steps,
         gap_seconds=share.gap_seconds,
         seconds=share.seconds,
-        hosts=tuple(map(text, hosts)) if isinstance(hosts, list) else (),
-        num_processes=whole_number(start, "processes"),
-        num_devices=whole_number(start, "devices"),
-        device_kind=text(start["device_kind"]) if "device_kind" in start else None,
+        hosts=tuple(map(to_single_line, hosts)) if isinstance(hosts, list) else (),
+        num_processes=get_int(start, "processes"),
+        num_devices=get_int(start, "devices"),
+        device_kind=to_single_line(start["device_kind"]) if "device_kind" in start else None,
         num_saves=life.told.num_saves,
         environment={key.name: start[key.name] for key in ENVIRONMENT_KEYS if key.name in start},
     )
@@ -337,23 +337,23 @@ def _sum(shares: Sequence[AttemptGoodput]) -> dict[TimeBucket, float]:
 def _total_steps(lives: Sequence[AttemptTimeline], spec: JsonObject) -> int | None:
     """As the newest attempt that says has it; of a run by a runner that did not, from its spec."""
     for life in reversed(lives):
-        found = whole_number(life.told.start, "total_steps")
+        found = get_int(life.told.start, "total_steps")
         if found is not None:
             return found
     config = spec.get("config")
     sections = [config, config.get("train")] if isinstance(config, dict) else []
-    known = [whole_number(section, "total_steps") for section in sections if isinstance(section, dict)]
+    known = [get_int(section, "total_steps") for section in sections if isinstance(section, dict)]
     return next((found for found in known if found is not None), None)
 
 
-def _is_done(result: Result | None, total_steps: int | None, newest: AttemptRecord) -> bool:
+def _is_done(result: RunResult | None, total_steps: int | None, newest: AttemptRecord) -> bool:
     """Whether a run is where its result says: at its last step, or where a hook has ended it and nobody went on."""
     if result is None or result.stopped_by is None:
         return result is not None and result.step >= (total_steps or 0)
     return newest.reached_step is None or newest.reached_step <= result.step
 
 
-def _step(attempts: Sequence[AttemptRecord], result: Result | None) -> int:
+def _step(attempts: Sequence[AttemptRecord], result: RunResult | None) -> int:
     """Where the run stands: where its result, or else the newest attempt that came to a state, is."""
     if result is not None:
         return result.step
@@ -366,7 +366,7 @@ def _validation(ledger: LedgerSummary, sample: Sequence[JsonObject]) -> list[tup
     if ledger.best_validation is not None:
         points.setdefault(*ledger.best_validation)
     for row in sample:
-        loss = number(row, "val/loss")
+        loss = get_float(row, "val/loss")
         if loss is not None:
             points.setdefault(row["step"], loss)
     return sorted(points.items())
@@ -377,7 +377,7 @@ def _speed(sample: Sequence[JsonObject], attempt: AttemptRecord, total_steps: in
     row = sample[-1] if sample else {}
     newest = [each for each in sample[-_SPEED_ROWS:] if each.get("perf/attempt") == attempt.number]
     seconds, tokens = (_between(newest, key) for key in ("perf/time", "train/tokens"))
-    told, mfu = number(row, "perf/tokens_per_second"), number(row, "perf/mfu")
+    told, mfu = get_float(row, "perf/tokens_per_second"), get_float(row, "perf/mfu")
     step_seconds, per_second = None, told
     if seconds:
         step_seconds = seconds / (newest[-1]["step"] - newest[0]["step"])
@@ -398,7 +398,7 @@ def _between(rows: Sequence[JsonObject], key: str) -> float | None:
     """By how much a figure has grown from the first row to the last; None if that is not known, or it has not."""
     if len(rows) < 2:
         return None
-    first, last = number(rows[0], key), number(rows[-1], key)
+    first, last = get_float(rows[0], key), get_float(rows[-1], key)
     return None if first is None or last is None or last <= first else last - first
 
 
@@ -412,6 +412,6 @@ def _straggling(told: AttemptEvents) -> StragglerRecord | None:
     for process in late:
         if type(process) is int and 0 <= process < len(after) and isinstance(after[process], int | float):
             is_named = isinstance(hosts, list) and process < len(hosts)
-            host = f" ({text(hosts[process])})" if isinstance(hosts, list) and is_named else ""
+            host = f" ({to_single_line(hosts[process])})" if isinstance(hosts, list) and is_named else ""
             found[f"process {process}{host}"] = float(after[process])
-    return StragglerRecord(whole_number(told.straggler, "step") or 0, found)
+    return StragglerRecord(get_int(told.straggler, "step") or 0, found)

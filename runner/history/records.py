@@ -186,16 +186,16 @@ class History:
     unread: tuple[str, ...] = ()
 
 
-def as_json(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """A record, or a part of one, as plain JSON: enums by their value, what is no finite number as null."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: as_json(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(as_json(key)): as_json(each) for key, each in value.items()}
+        return {str(to_json(key)): to_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(each) for each in value]
+        return [to_json(each) for each in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else str(value)

@@ -32,7 +32,7 @@ import numpy as np
 
 from runner.console import warn
 from runner.distributed.clock import LocalFailure, Phase, TimeBucket
-from runner.errors import FencedError, HookError, InvalidError, RetryableError, first_line
+from runner.errors import FencedError, HookError, InvalidError, RetryableError, format_error
 from runner.hook.counters import FiredCalls, HookState, decode, encode
 from runner.hook.listing import STATE_NAME, HookList, ListedHook, load_hooks
 from runner.hook.protocol import Act, Moment, Verdict
@@ -79,7 +79,7 @@ class HookCaller:
         """Whether this is host 0, and what every host was told."""
         hosts, progress = self.attempt.hosts, self.attempt.progress
         began_seconds = time.monotonic()
-        with progress.during(Phase(f"hook {listed.name}.{method}", TimeBucket.EVALUATION)):
+        with progress.report_phase(Phase(f"hook {listed.name}.{method}", TimeBucket.EVALUATION)):
             told, problem = _outcome(listed, method, moment)
         self._note_time(listed, method, moment.step, time.monotonic() - began_seconds)
         words = f"hook {listed.name} in {method} at step {moment.step}"
@@ -87,7 +87,7 @@ class HookCaller:
             None if problem is None else LocalFailure(f"{words} on process {hosts.process_id}: {problem}", is_end=True)
         )
         wait = Phase(f"the wait for hook {listed.name}.{method} of the others", TimeBucket.EVALUATION)
-        with progress.during(wait), progress.awaiting(wait, failure):
+        with progress.report_phase(wait), progress.report_wait(wait, failure):
             found = hosts.gather([told if hosts.is_main or method in _STEERING else {}, problem])
         for process, (_, other) in enumerate(found):
             if other is not None:
@@ -96,7 +96,7 @@ class HookCaller:
         return hosts.is_main, [each for each, _ in found]
 
     def _note_time(self, listed: ListedHook, method: str, step: int, seconds: float) -> None:
-        usual_seconds = statistics.median(self.attempt.progress.gaps() or [0.0])
+        usual_seconds = statistics.median(self.attempt.progress.get_step_seconds() or [0.0])
         if seconds < max(_SLOW_SECONDS, _SLOW_STEPS * usual_seconds) or not self._is_new(listed, method):
             return
         steps = f", as long as {seconds / usual_seconds:.0f} steps" if usual_seconds > 0 else ""
@@ -146,7 +146,7 @@ def _told(listed: ListedHook, method: str, returned: Any) -> JsonObject:
 def _reason(error: BaseException) -> str:
     """What was raised, and where."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{first_line(error)} (at {frames[-1].filename}:{frames[-1].lineno})"
+    return f"{format_error(error)} (at {frames[-1].filename}:{frames[-1].lineno})"
 
 
 _TAKEN = ("step", "tokens", "train_loss", "val_loss", "fingerprint", "stopped_by", "stopped_because", "stopped_rule")

@@ -9,7 +9,7 @@ from typing import Any
 from runner.errors import InvalidError
 from runner.hook.counters import FIRED, HookState, first_counters
 from runner.hook.protocol import Hook, Observer, SeenJob
-from runner.run.layout import Result
+from runner.run.layout import RunResult
 from runner.spec import Document, HookEntry, Trajectory, hash_of, load_class, validate_config
 from runner.train.state import AuxiliaryState
 
@@ -81,7 +81,7 @@ class HookList:
         """The hook with this `rule`, as it stands in the spec now."""
         return next((each for each in self.stateful if each.rule == rule), None)
 
-    def has_stopped(self, result: Result | None) -> bool:
+    def has_stopped(self, result: RunResult | None) -> bool:
         """Whether one of them, as it is told now, has ended the run that left this result."""
         return (
             result is not None

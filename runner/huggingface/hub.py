@@ -32,8 +32,8 @@ import yaml
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.weights import weight_names
 from runner.config import SOURCE_NAME, DataConfig
-from runner.console import hide
-from runner.errors import InvalidError, RetryableError, RunnerError, reason_of
+from runner.console import hide_secret
+from runner.errors import InvalidError, RetryableError, RunnerError, format_reason
 from runner.history.records import History, RunState
 from runner.huggingface.export import TOKENIZER, may_be_written
 from runner.metrics.rows import Row
@@ -268,7 +268,7 @@ class Repository:
             raise InvalidError(f"--push {name}: no token: set HF_TOKEN, or log in with `hf auth login`")
         if not (token.isascii() and token.isprintable()):
             raise InvalidError(f"--push {name}: the token holds a character that none has; copy it again")
-        hide(token)
+        hide_secret(token)
         self._api = self._hub.HfApi(token=token)
         if not self._api.endpoint.startswith(("http://", "https://")):
             raise InvalidError(f"HF_ENDPOINT={self._api.endpoint}: needs a URL that begins with http:// or https://")
@@ -348,12 +348,12 @@ class Repository:
         if isinstance(found, ValueError):
             return InvalidError(f"--push {self._name}: {' '.join(str(found).split())[:300]}")
         host = getattr(getattr(self, "_api", None), "endpoint", "the Hub")
-        return RetryableError(f"{host} does not answer: {reason_of(found)}; run the same again, it goes on")
+        return RetryableError(f"{host} does not answer: {format_reason(found)}; run the same again, it goes on")
 
     def _refusal(self, error: Any) -> RunnerError:
         """What an answer of the Hub means."""
         status = error.response.status_code
-        reason = " ".join((error.server_message or reason_of(error)).split())[:300]
+        reason = " ".join((error.server_message or format_reason(error)).split())[:300]
         if status == 401:
             return InvalidError(f"{self._api.endpoint} does not take the token of HF_TOKEN, or of the login: {reason}")
         if status == 403:

@@ -276,7 +276,7 @@ def load_source(
     with document.blaming("checkpoint.init_from"):
         store = _published_store(rule)
         if store is None:
-            path = attempt.hosts.main_first(lambda: _named(rule.path))
+            path = attempt.hosts.run_on_main(lambda: _named(rule.path))
             return checkpointer.load_weights(path, weights, rule.weights)
         loaded, problem = None, None
         told: tuple[str, ...] = ()

@@ -235,7 +235,7 @@ def evaluate(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts) -> Iter
 
     Of all steps one that the run deletes meanwhile is left out, and told. Raises `InvalidError`.
     """
-    checkpoints = hosts.main_first(
+    checkpoints = hosts.run_on_main(
         lambda: (
             list(map(run.get_checkpoint, run.list_steps()))
             if request.step is None
@@ -266,7 +266,7 @@ def follow(
         return is_done, [step for step in committed(run.store) if step not in seen and not is_known(step)]
 
     while True:
-        is_done, steps = hosts.main_first(look)
+        is_done, steps = hosts.run_on_main(look)
         for step in steps:
             seen.add(step)
             yield from judge.record(run.get_checkpoint(step), may_be_gone=True)
@@ -290,7 +290,7 @@ class _CheckpointEvaluator:
 
     def record(self, checkpoint: str, may_be_gone: bool) -> Iterator[JsonObject]:
         """Its record on the main host; none on others, or if it may be gone and is."""
-        if may_be_gone and not self._hosts.main_first(functools.partial(self._run.has_checkpoint, checkpoint)):
+        if may_be_gone and not self._hosts.run_on_main(functools.partial(self._run.has_checkpoint, checkpoint)):
             warn(f"{checkpoint}: left out, the run has deleted it meanwhile")
             return
         score = self._scorer.score(checkpoint)

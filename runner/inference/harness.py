@@ -14,7 +14,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from runner.errors import InvalidError, first_line
+from runner.errors import InvalidError, format_error
 from runner.evaluation.generation import (
     Sampler,
     encode_prompt,
@@ -98,7 +98,7 @@ def evaluate_tasks(run: ReadOnlyRun, checkpoint: str, tasks: Sequence[str], incl
             HarnessModel(run, checkpoint), tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=False
         )
     except (OSError, KeyError, TypeError) as error:  # of the data of a task, which it may want to download
-        raise InvalidError(f"--harness {','.join(tasks)}: {first_line(error)}") from error
+        raise InvalidError(f"--harness {','.join(tasks)}: {format_error(error)}") from error
     return {"step": parse_step(checkpoint), "harness": jax.tree.map(_plain, found["results"])}
 
 

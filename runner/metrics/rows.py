@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
-from runner.console import one_line
+from runner.console import escape_unprintable
 from runner.records import Key
 from runner.storage import encode_line
 
@@ -205,7 +205,7 @@ def csv_lines(lines: Sequence[EncodedRow]) -> Iterator[str]:
     """The header and a line a row, each with its newline; nothing if there are no rows."""
     columns = list(dict.fromkeys(key for line in lines for key in line.row))
     if columns:
-        yield _csv_line(map(one_line, columns))
+        yield _csv_line(map(escape_unprintable, columns))
     for line in lines:
         row = line.row
         yield _csv_line(row.get(column) for column in columns)

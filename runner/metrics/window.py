@@ -20,7 +20,7 @@ import jax
 from runner.errors import DivergedError
 from runner.metrics.meta import GRAD_NORM, TOKEN_COUNT, Meta, Shown, shown
 from runner.metrics.rows import Row
-from runner.periodic import tokens_at
+from runner.periodic import count_tokens
 from runner.storage import JsonObject
 
 STEPS_MAX = 10_000
@@ -132,7 +132,7 @@ class MetricsWindow:
         assert self._last is not None, "a row needs a step"
         step, loss, figures = self._last
         seconds = time.monotonic() - self._since_seconds
-        tokens = tokens_at(step - self._since_step, tokens_per_step)
+        tokens = count_tokens(step - self._since_step, tokens_per_step)
         mean = {"train/loss_mean": self._loss_sum / self._weight} if self._is_whole and self._weight else {}
         self._since_step, self._last = step, None
         self._loss_sum = self._weight = 0.0
@@ -145,7 +145,7 @@ class MetricsWindow:
             "train/loss": loss,
             **mean,
             **first,
-            "train/tokens": tokens_at(step, tokens_per_step),
+            "train/tokens": count_tokens(step, tokens_per_step),
             "perf/tokens_per_second": tokens / max(seconds, 1e-9),
             **{f"train/{name}": value for name, value in figures.items()},
         }

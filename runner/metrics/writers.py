@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from runner.config import TrainerConfig
 from runner.console import say, warn
-from runner.errors import first_line
+from runner.errors import format_error
 from runner.metrics.file import read_lines
 from runner.metrics.rows import Row
 from runner.metrics.tensorboard import TensorBoardWriter
@@ -105,7 +105,7 @@ class AsyncMetricWriter:
     def _on_exit(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
         """Whatever a place raises ends here: a library for looking at rows is no reason to end a run."""
         if error is not None:
-            self._leave_off(first_line(error))
+            self._leave_off(format_error(error))
         return isinstance(error, Exception)
 
     def _leave_off(self, reason: str) -> None:

@@ -116,7 +116,7 @@ def _sections(
             return sections
         return sections + _trainer_sections(job, mesh, machine, findings, request)
     with findings.collect():
-        job.setup(Hosts.alone())
+        job.setup(Hosts.single_process())
     sections.append(checks.check_directory(job, True, findings))
     if machine is None:
         return sections

@@ -7,7 +7,7 @@ import jax
 from runner.checkpoint.policy import best_interval_seconds
 from runner.config import TrainerConfig
 from runner.parallel.mesh import batch_axes_text, mesh_text, num_batch_shards
-from runner.periodic import tokens_at
+from runner.periodic import count_tokens
 from runner.plan import program as estimate
 from runner.plan.figures import Section, format_amount
 from runner.plan.machine import TargetMachine
@@ -65,7 +65,7 @@ def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Secti
     section.add("micro-batch x devices x accumulation", f"{product} = {train.global_batch_examples}", "text", "counted")
     section.add("tokens in a step", config.tokens_per_step, "", "counted")
     section.add("steps", config.total_steps, "", "counted")
-    section.add("tokens of the run", tokens_at(config.total_steps, config.tokens_per_step), "", "counted")
+    section.add("tokens of the run", count_tokens(config.total_steps, config.tokens_per_step), "", "counted")
     return section
 
 

@@ -20,7 +20,7 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.distributed.heartbeat import StragglerReport
 from runner.distributed.preemption import StopNotice
-from runner.distributed.watchdog import stacks_of_all_threads
+from runner.distributed.watchdog import format_thread_stacks
 from runner.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
@@ -31,14 +31,14 @@ from runner.errors import (
     PreemptedError,
     RunnerError,
     StorageError,
-    first_line,
+    format_error,
 )
 from runner.run import clock_file
-from runner.run.environment import changes, describe, submitted
+from runner.run.environment import collect_environment, compare_environments, read_submit_time
 from runner.run.events import EventLog
 from runner.run.fence import Fence
 from runner.run.layout import RESULT, Owner, read_owner, write_owner
-from runner.run.logs import begin_log_file
+from runner.run.logs import open_log_file
 from runner.run.notifications import Notifier
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
@@ -46,7 +46,7 @@ from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, ope
 _LONGEST_VALUE = 60  # characters of what stands in a step's place
 
 
-def check_step(job: str, step: Any, last_step: int, total_steps: int) -> None:
+def validate_step(job: str, step: Any, last_step: int, total_steps: int) -> None:
     """Raise `MiscountError` unless `step` may stand where `last_step` was completed before.
 
     It may stay where it is, also beyond the total: where a checkpoint is that was made for a larger one.
@@ -63,9 +63,9 @@ def check_step(job: str, step: Any, last_step: int, total_steps: int) -> None:
     raise MiscountError(f"{job}: step {problem} (last step {last_step}, total_steps {total_steps}); it is not saved")
 
 
-def check_end(job: str, step: Any, last_step: int, total_steps: int) -> None:
-    """As `check_step`, and raise it unless the job has come to its end, now that `run` has returned."""
-    check_step(job, step, last_step, total_steps)
+def validate_end(job: str, step: Any, last_step: int, total_steps: int) -> None:
+    """As `validate_step`, and raise it unless the job has come to its end, now that `run` has returned."""
+    validate_step(job, step, last_step, total_steps)
     if step < total_steps:
         raise MiscountError(
             f"{job}: run returned at step {step} of {total_steps}: the job is not done; run must go on to total_steps"
@@ -75,7 +75,7 @@ def check_end(job: str, step: Any, last_step: int, total_steps: int) -> None:
 class JobReport:
     """Nothing is kept. A trainer's `Report` has its rows."""
 
-    def problem_with(self, attachments: dict[str, bytes]) -> str | None:
+    def find_problem(self, attachments: dict[str, bytes]) -> str | None:
         """Why the job cannot go on from a state of the fast tier that has these beside it; None if it can.
 
         Called on the main host only, while an older state can still be taken.
@@ -94,12 +94,12 @@ class JobReport:
         """What `result.json` says besides step and fingerprint. Called at the end, on every host."""
         return {}
 
-    def next_lines(self) -> Sequence[str]:
+    def format_next_steps(self) -> Sequence[str]:
         """What one may want of the run now that it has ended: lines for a person, printed last."""
         return ()
 
 
-def lines_at_the_end(directory: str, step: int) -> list[str]:
+def format_end_lines(directory: str, step: int) -> list[str]:
     """Where the files are, what a kill does, what the fingerprint is for. To be printed after `done at step ...`."""
     return [
         f"files: {directory} (result.json, spec.yaml, checkpoints/{step} ...)",
@@ -113,7 +113,7 @@ DRAIN_SECONDS = 10.0  # for what grows in a bucket, when the process ends
 
 @dataclass(frozen=True)
 class Attempt:
-    """What every part of a running job needs of its attempt. Made by `claim`, on every host.
+    """What every part of a running job needs of its attempt. Made by `claim_attempt`, on every host.
 
     Attributes:
         number: counted from 1; the newest alone may write.
@@ -121,7 +121,7 @@ class Attempt:
         store: the run's directory.
         stop: whether the job was asked to stop.
         progress: of the training thread, for the watchdog.
-        background: sends what grows in a bucket.
+        background_writer: sends what grows in a bucket.
         environment: versions, commit and hosts, see `environment`; empty on other hosts than the main one.
         alerts: calls who wants to hear of the run; nobody on other hosts than the main one.
     """
@@ -134,7 +134,7 @@ class Attempt:
     progress: Progress
     fence: Fence
     events: EventLog
-    background: BackgroundWriter
+    background_writer: BackgroundWriter
     environment: JsonObject = field(default_factory=dict)
     alerts: Notifier = field(default_factory=lambda: Notifier(None, {}))
 
@@ -150,14 +150,14 @@ class Attempt:
     def start(self, name: str, **devices: Any) -> None:
         """Tell, in the ledger and a line, that the job `name` begins on these devices."""
         began = self.progress.clock.began
-        known = devices | submitted() | self.environment
+        known = devices | read_submit_time() | self.environment
         self.record("start", None, began=began, processes=self.hosts.num_processes, **known)
         self.say(f"{name}: attempt {self.number} in {self.store.url}")
 
     def owns_directory(self) -> bool:
         """Whether this attempt may still write, as far as can be told without waiting for a network. Any thread."""
         try:
-            self.fence.glance()
+            self.fence.check_locally()
         except (FencedError, OSError):
             return False
         return True
@@ -170,11 +170,11 @@ class Attempt:
     def end(self, code: int) -> None:
         """Keep the exit code that this process has come to, and give what is on its way some seconds. Any thread."""
         self.progress.clock.end(code)
-        self.background.drain(DRAIN_SECONDS)
+        self.background_writer.drain(DRAIN_SECONDS)
         self.alerts.drain(DRAIN_SECONDS)
 
     @contextlib.contextmanager
-    def until_its_end(self) -> Iterator[None]:
+    def record_outcome(self) -> Iterator[None]:
         """Around all that the job does: however it ends is kept, and why, if it has failed. Called on every host."""
         code = EXIT_DONE
         try:
@@ -199,18 +199,18 @@ class Attempt:
         self.record("done", step, fingerprint=result["fingerprint"])
         self.hosts.barrier()
 
-    def say_end(self, name: str, step: int, fingerprint: str, next_lines: Sequence[str]) -> None:
-        """Print what a person wants to know when the job `name` has ended; `next_lines` are those of its account."""
+    def print_end(self, name: str, step: int, fingerprint: str, next_steps: Sequence[str]) -> None:
+        """Print what a person wants to know when the job `name` has ended; `next_steps` are those of its account."""
         self.say(f"{name}: done at step {step}, fingerprint {fingerprint}")
-        for line in (*lines_at_the_end(self.store.url, step), *next_lines):
+        for line in (*format_end_lines(self.store.url, step), *next_steps):
             self.say(line)
 
-    def say_what_has_changed(self, saved_with: JsonObject | None, step: int) -> None:
+    def report_environment_changes(self, saved_with: JsonObject | None, step: int) -> None:
         """Tell, in a line and the ledger, what is not as it was when `step` was saved.
 
         Only the same versions promise the same bits.
         """
-        found = changes(saved_with, self.environment) if saved_with and self.environment else []
+        found = compare_environments(saved_with, self.environment) if saved_with and self.environment else []
         if found:
             self.say(f"changed since step {step} was saved: {'; '.join(found)}")
             self.record("changed", step, changes=found)
@@ -218,10 +218,10 @@ class Attempt:
 
 def _reason(error: BaseException) -> str:
     """One line; a message of the runner's own is one for people."""
-    return str(error).split("\n", 1)[0][:500] if isinstance(error, RunnerError) else first_line(error)
+    return str(error).split("\n", 1)[0][:500] if isinstance(error, RunnerError) else format_error(error)
 
 
-def claim(
+def claim_attempt(
     store: Store,
     document: Document,
     spec: ExecutionSpec,
@@ -253,16 +253,16 @@ def claim(
         except OSError as error:
             raise StorageError(f"{store.url} cannot be written: {error}") from error
 
-    run_id, number = hosts.main_first(take)
+    run_id, number = hosts.run_on_main(take)
     fence.attempt = number
-    begin_log_file(store, run_id, number, hosts.process_id, background)
+    open_log_file(store, run_id, number, hosts.process_id, background)
     if hosts.is_main:
-        clock_file.keep(progress.clock, store, number, background)
+        clock_file.start_clock_file(progress.clock, store, number, background)
     log = open_log(store, "events", f"{number:06}.{hosts.process_id}", background)
     alerts = _alerts(spec, store, number, hosts)
-    events = EventLog(log, number, hosts.process_id, alerts.hear)
+    events = EventLog(log, number, hosts.process_id, alerts.on_event)
     names = hosts.gather(socket.gethostname())
-    environment = describe(job_class, names) if hosts.is_main else {}
+    environment = collect_environment(job_class, names) if hosts.is_main else {}
     return Attempt(number, run_id, store, hosts, stop, progress, fence, events, background, environment, alerts)
 
 
@@ -270,7 +270,7 @@ def _alerts(spec: ExecutionSpec, store: Store, attempt: int, hosts: Hosts) -> No
     """Those of this attempt."""
     notify = spec.logging.notify if hosts.is_main else None
     alerts = Notifier(notify, {"run": spec.name, "directory": store.url, "attempt": attempt})
-    alerts.look_back(lambda: read_log(store, "events"))
+    alerts.report_frequent_preemption(lambda: read_log(store, "events"))
     return alerts
 
 
@@ -286,7 +286,7 @@ class IncidentRecorder:
 
     def on_verdict(self, verdict: str, code: int) -> None:
         """Keep what helps to understand why the job does not go on. Any host, right before the process ends."""
-        stacks = f"{verdict}\n\n{stacks_of_all_threads()}"
+        stacks = f"{verdict}\n\n{format_thread_stacks()}"
         attempt = self._owner()
         if attempt is None:
             console.warn(stacks)

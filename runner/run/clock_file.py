@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.console import warn
-from runner.distributed.clock import COUNTED, Clock, ClockReading, ClockStore, TimeBucket
-from runner.process import created_ticks, machine_id
-from runner.records import Key, check
+from runner.distributed.clock import COUNTED_BUCKETS, Clock, ClockReading, ClockStore, TimeBucket
+from runner.process import read_creation_ticks, read_machine_id
+from runner.records import Key, validate_record
 from runner.storage import BackgroundWriter, Store, parse_json
 
 FORMAT = 1
@@ -62,14 +62,14 @@ class ClockRecord:
     reading: ClockReading
 
     @property
-    def is_process_there(self) -> bool | None:
+    def is_process_alive(self) -> bool | None:
         """Whether that process lives, None where that cannot be told from this machine."""
-        if not self.machine or self.machine != machine_id() or self.created is None:
+        if not self.machine or self.machine != read_machine_id() or self.created is None:
             return None
-        return created_ticks(self.pid) == self.created
+        return read_creation_ticks(self.pid) == self.created
 
 
-def name_of(attempt: int) -> str:
+def get_clock_file_name(attempt: int) -> str:
     """The file of an attempt, beside its claim."""
     return f"attempts/{attempt}.clock"
 
@@ -79,34 +79,34 @@ def _slot(num_buckets: int) -> struct.Struct:
     return struct.Struct(f"<QdqdHh{num_buckets}d")
 
 
-_OWN_SLOT = _slot(len(COUNTED))
+_OWN_SLOT = _slot(len(COUNTED_BUCKETS))
 
 
-def encode_head(clock: Clock) -> bytes:
+def encode_header(clock: Clock) -> bytes:
     """The line that begins a file."""
     head = {
         "format": FORMAT,
         "began": clock.began,
         "host": socket.gethostname(),
-        "machine": machine_id(),
+        "machine": read_machine_id(),
         "pid": os.getpid(),
-        "created": created_ticks(os.getpid()),
-        "buckets": [bucket.value for bucket in COUNTED],
+        "created": read_creation_ticks(os.getpid()),
+        "buckets": [bucket.value for bucket in COUNTED_BUCKETS],
     }
     return json.dumps(head).encode().ljust(HEAD_BYTES - 1) + b"\n"
 
 
-def encode(number: int, reading: ClockReading) -> bytes:
+def encode_slot(number: int, reading: ClockReading) -> bytes:
     """A slot."""
     moment, step, since, bucket, seconds, code = reading
     content = _OWN_SLOT.pack(number, moment, step, since, bucket.index, -1 if code is None else code, *seconds)
     return _CHECKSUM.pack(zlib.crc32(content)) + content
 
 
-def decode(content: bytes) -> ClockRecord:
+def decode_clock_file(content: bytes) -> ClockRecord:
     """The newest reading of a file. Raises `ValueError` if none is whole, or a newer runner has written it."""
     head = parse_json(content[:HEAD_BYTES])
-    check(head, _KEYS, [key.name for key in _KEYS])
+    validate_record(head, _KEYS, [key.name for key in _KEYS])
     names: list[object] = head["buckets"]
     if head["format"] != FORMAT or len(names) > HEAD_BYTES:
         raise ValueError(f"format {head['format']}, this runner reads {FORMAT}")
@@ -122,8 +122,10 @@ def decode(content: bytes) -> ClockRecord:
         raise ValueError("no reading in it is whole")
     _, moment, step, since, index, code, *seconds = max(whole, key=_rank)
     found = dict(zip(names, seconds, strict=True))
-    known = tuple(found.get(bucket.value, 0.0) for bucket in COUNTED)
-    bucket = next((each for each in COUNTED if index < len(names) and each.value == names[index]), TimeBucket.SHUTDOWN)
+    known = tuple(found.get(bucket.value, 0.0) for bucket in COUNTED_BUCKETS)
+    bucket = next(
+        (each for each in COUNTED_BUCKETS if index < len(names) and each.value == names[index]), TimeBucket.SHUTDOWN
+    )
     reading = ClockReading(moment, step, since, bucket, known, None if code < 0 else code)
     return ClockRecord(head["began"], head["host"], head["machine"], head["pid"], head["created"], reading)
 
@@ -160,7 +162,7 @@ class _LocalClockFile:
             self.put(reading)  # and such a beat over the exit code
 
     def _write(self, reading: ClockReading, place: int) -> None:
-        slot = encode(next(self._numbers), reading)
+        slot = encode_slot(next(self._numbers), reading)
         try:
             os.pwrite(self._file, slot, HEAD_BYTES + place * len(slot))
         except OSError as error:
@@ -187,13 +189,13 @@ class _BucketClockFile:
             if reading.time - sent.time < (PERIOD_SECONDS if has_moved else IDLE_SECONDS):
                 return
         self._sent = reading
-        content = self._head + encode(next(self._numbers), reading)
+        content = self._head + encode_slot(next(self._numbers), reading)
         self._background.mark(self._name, lambda: self._store.write(self._name, content))
 
 
-def keep(clock: Clock, store: Store, attempt: int, background: BackgroundWriter) -> None:
+def start_clock_file(clock: Clock, store: Store, attempt: int, background: BackgroundWriter) -> None:
     """From now on keep what `clock` says in the file of this attempt. Main host only; never raises."""
-    name, head = name_of(attempt), encode_head(clock)
+    name, head = get_clock_file_name(attempt), encode_header(clock)
     keeper: ClockStore
     try:
         keeper = (

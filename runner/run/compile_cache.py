@@ -96,7 +96,7 @@ class CompileCache:
 
     # What the job calls.
 
-    def counts(self) -> dict[str, int]:
+    def get_counts(self) -> dict[str, int]:
         """Programs compiled so far, of those worth keeping, and programs found; nothing where JAX is in charge."""
         return {"compiled": self._num_compiled, "from_cache": self._num_found} if self._is_open else {}
 

@@ -12,7 +12,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-from runner.process import num_cpus
+from runner.process import count_cpus
 from runner.records import Key
 from runner.storage import JsonObject
 
@@ -33,12 +33,12 @@ _DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu")
 _NAMED_HOSTS_MAX = 4
 
 
-def describe(job_class: type, hosts: list[str]) -> JsonObject:
+def collect_environment(job_class: type, hosts: list[str]) -> JsonObject:
     """The values of `ENVIRONMENT_KEYS`; `hosts` has a name for each process."""
-    return {"versions": versions(), "hosts": hosts, "cpus": num_threads()} | commit_of(job_class)
+    return {"versions": collect_versions(), "hosts": hosts, "cpus": count_xla_threads()} | find_commit(job_class)
 
 
-def submitted() -> JsonObject:
+def read_submit_time() -> JsonObject:
     """When the engine was asked for the job, under the key of the event `start`; empty if nobody says."""
     try:
         seconds = float(os.environ.get(SUBMITTED, ""))
@@ -47,13 +47,13 @@ def submitted() -> JsonObject:
     return {"submitted": seconds} if 0 < seconds < math.inf else {}
 
 
-def num_threads() -> int:
+def count_xla_threads() -> int:
     """The threads that XLA makes on a CPU."""
     given = os.environ.get("NPROC", "")
-    return int(given) if given.isdecimal() and int(given) > 0 else num_cpus()
+    return int(given) if given.isdecimal() and int(given) > 0 else count_cpus()
 
 
-def versions() -> dict[str, str]:
+def collect_versions() -> dict[str, str]:
     """Version by name, of Python and of what is installed."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit_of(job_class: type) -> JsonObject:
+def find_commit(job_class: type) -> JsonObject:
     """The commit of the git checkout that holds the code of a class, and whether tracked files differ from it.
 
     Empty where there is no such checkout, no git, or no answer in time.
@@ -96,7 +96,7 @@ def _git(directory: Path, *question: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def changes(before: JsonObject, now: JsonObject) -> list[str]:
+def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:
     """What is another since `before`, a few words each; what one of the two does not know is no change."""
 
     def has_changed(key: str) -> bool:

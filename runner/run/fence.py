@@ -59,7 +59,7 @@ class Fence:
         if self._id is not None and not self._is_claim_there():
             raise self._removed()
 
-    def glance(self) -> None:
+    def check_locally(self) -> None:
         """Like `check`, but never waits for a network: in a bucket, what the last `check` has seen."""
         if self._store.root is not None:
             self.newest()
@@ -127,7 +127,7 @@ def _value(identity: Trajectory, key: str) -> str:
     return repr(identity[key]) if key in identity else "nothing"
 
 
-def check_directory(store: Store, name: str, claimant: RunIdentity) -> None:
+def validate_directory(store: Store, name: str, claimant: RunIdentity) -> None:
     """Refuse a directory that cannot be written, or is another job's. Main host only; claims and changes nothing.
 
     Raises `InvalidError`, or `StorageError` if it cannot be reached.

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from runner.errors import InvalidError, NewerFormatError, ResumeError
-from runner.records import Key, check
+from runner.records import Key, validate_record
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import (
     JsonObject,
@@ -45,7 +45,7 @@ LAYOUT = {
     "wandb": "a directory",
     "result.json": "a file",
 }
-EXPENDABLE = ("compiled",)  # where something else stands under these names the run does without them, and says so
+OPTIONAL_ENTRIES = ("compiled",)  # where something else stands under these names the run does without them, and says so
 
 FORMAT = 1  # of a record that does not say
 
@@ -63,7 +63,7 @@ def read_record(store: Store, name: str, keys: Sequence[Key], needs: Sequence[st
         record = read_json(store, name)
         if record.get("format", FORMAT) != FORMAT:
             raise NewerFormatError(f"{store.url}/{name}: written by a newer runner, in format {record['format']}")
-        check(record, keys, needs)
+        validate_record(record, keys, needs)
     except FileNotFoundError:
         return None
     except (NewerFormatError, WrongKindError):
@@ -170,7 +170,7 @@ RESULT_KEYS = (
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """What every job's result has, and of one that a hook has ended, which hook and why."""
 
     step: int
@@ -185,7 +185,7 @@ class Result:
         return None if self.stopped_by is None else f"stopped by {self.stopped_by}: {self.stopped_because}"
 
 
-def read_result(store: Store) -> Result | None:
+def read_result(store: Store) -> RunResult | None:
     """The result of a run, None if there is no whole one. Raises `NewerFormatError`, else as the store does."""
     try:
         record = read_record(store, RESULT, RESULT_KEYS, ["step", "fingerprint"])
@@ -194,4 +194,4 @@ def read_result(store: Store) -> Result | None:
     if record is None:
         return None
     stopped = {key: record.get(key) for key in ("stopped_by", "stopped_because", "stopped_rule")}
-    return Result(record["step"], record["fingerprint"], **stopped)
+    return RunResult(record["step"], record["fingerprint"], **stopped)

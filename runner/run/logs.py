@@ -19,7 +19,7 @@ from pathlib import Path
 from runner.console import LOGGER, LineFormatter
 from runner.storage import BackgroundWriter, Store, default_cache_directory
 
-FOLDER = "logs"
+LOG_FOLDER = "logs"
 LOG_BYTES = 8 << 20
 QUEUE_LINES = 10_000
 FLUSH_SECONDS = 1.0
@@ -64,7 +64,7 @@ class LogFile(logging.Handler):
 
     def begin(self, store: Store, run_id: str, attempt: int, process: int, background: BackgroundWriter) -> None:
         """The directory is this attempt's. Called once."""
-        folder = default_cache_directory() / FOLDER / run_id if store.root is None else store.root / FOLDER
+        folder = default_cache_directory() / LOG_FOLDER / run_id if store.root is None else store.root / LOG_FOLDER
         path = folder / f"{attempt:06}.{process}.log"
         if store.root is None:
             self._background, self._send = background, lambda: self._send_to(store, path)
@@ -97,25 +97,25 @@ class LogFile(logging.Handler):
             wait_seconds = UPLOAD_SECONDS if record.levelno < logging.WARNING else _UPLOAD_AFTER_A_WARNING_SECONDS
             if self._background is not None and time.monotonic() - self._mark_seconds >= wait_seconds:
                 self._mark_seconds = time.monotonic()
-                self._background.mark(FOLDER, self._send)
+                self._background.mark(LOG_FOLDER, self._send)
 
     def _send_to(self, store: Store, path: Path) -> None:
         """Write what has changed into the bucket: the file, and the one before it if there is one."""
         for each in (path, path.with_name(f"{path.name}.1")):
             if each.exists() and self._sent.get(each) != each.stat().st_mtime_ns:
                 changed = each.stat().st_mtime_ns
-                store.write(f"{FOLDER}/{each.name}", each.read_bytes())
+                store.write(f"{LOG_FOLDER}/{each.name}", each.read_bytes())
                 self._sent[each] = changed
 
     def finish(self) -> None:
         """Before the end of the process: give what was said some seconds to arrive in the bucket. Never raises."""
         self.flush()
         if self._background is not None:
-            self._background.mark(FOLDER, self._send)
+            self._background.mark(LOG_FOLDER, self._send)
             self._background.drain(DRAIN_SECONDS)
 
 
-def keep_log_file() -> None:
+def install_log_file() -> None:
     """Keep what is said from now on. The command alone calls it: who calls a job from a program has its own log."""
     for before in _log_files():
         logging.getLogger().removeHandler(before)
@@ -125,13 +125,13 @@ def keep_log_file() -> None:
     LOGGER.addHandler(handler)
 
 
-def finish_log_file() -> None:
+def drain_log_file() -> None:
     """See `LogFile.finish`."""
     for handler in _log_files():
         handler.finish()
 
 
-def begin_log_file(store: Store, run_id: str, attempt: int, process: int, background: BackgroundWriter) -> None:
+def open_log_file(store: Store, run_id: str, attempt: int, process: int, background: BackgroundWriter) -> None:
     """Give the log file of this process its place, if there is one."""
     for handler in _log_files():
         handler.begin(store, run_id, attempt, process, background)

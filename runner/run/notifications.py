@@ -15,15 +15,15 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from runner.console import hide, warn
-from runner.errors import EXIT_RETRYABLE, first_line
+from runner.console import hide_secret, warn
+from runner.errors import EXIT_RETRYABLE, format_error
 from runner.spec import NotifyConfig
 from runner.storage import JsonObject
 
 DEADLINE_SECONDS = 30.0
 HOUR_SECONDS = 3600.0
 # Of the events in the ledger, those that are told, and the word for them.
-TOLD = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
+NOTIFIED_EVENTS = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
 
 
 class Notifier:
@@ -34,12 +34,12 @@ class Notifier:
         self._calls: list[threading.Thread] = []
         self._url = None if notify is None else _url(notify)
 
-    def hear(self, event: str, step: int | None, details: JsonObject) -> None:
+    def on_event(self, event: str, step: int | None, details: JsonObject) -> None:
         """An event has gone into the ledger. What is to be tried again is no failure. Any thread."""
-        if event in TOLD and details.get("code") != EXIT_RETRYABLE:
-            self.tell(TOLD[event], step, details.get("reason"))
+        if event in NOTIFIED_EVENTS and details.get("code") != EXIT_RETRYABLE:
+            self.notify(NOTIFIED_EVENTS[event], step, details.get("reason"))
 
-    def look_back(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
+    def report_frequent_preemption(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
         """At the start of an attempt: tell if the attempt before was preempted, as the first too many in an hour.
 
         The ledger may be long, and in a bucket: it is read on a thread, and only where somebody wants to hear of it.
@@ -53,15 +53,15 @@ class Notifier:
         try:
             events = [event for event in read_ledger() if event.get("event") == "preempt"]
         except OSError as error:
-            warn(f"notify: the preemptions of the last hour cannot be counted: {first_line(error)}")
+            warn(f"notify: the preemptions of the last hour cannot be counted: {format_error(error)}")
             return
         times = sorted(event["time"] for event in events if isinstance(event.get("time"), float))
         if len(times) > limit and any(event.get("attempt") == attempt - 1 for event in events):
             now, before = (sum(end - HOUR_SECONDS < time <= end for time in times) for end in (times[-1], times[-2]))
             if now > limit >= before:
-                self.tell("preempted", None, f"{now} times within an hour")
+                self.notify("preempted", None, f"{now} times within an hour")
 
-    def tell(self, event: str, step: int | None, reason: str | None) -> None:
+    def notify(self, event: str, step: int | None, reason: str | None) -> None:
         """Begin to call whoever the spec names."""
         if self._notify is None:
             return
@@ -86,12 +86,12 @@ class Notifier:
             try:
                 _run(self._notify.command, content)
             except (OSError, ValueError, subprocess.SubprocessError) as error:
-                warn(f"notify: the command failed: {first_line(error)}")
+                warn(f"notify: the command failed: {format_error(error)}")
         if self._url is not None:
             try:
                 _post(self._url, content)
             except (OSError, ValueError) as error:  # what is wrong with a URL may quote it
-                warn(f"notify: the webhook failed: {first_line(error).replace(self._url, '***')}")
+                warn(f"notify: the webhook failed: {format_error(error).replace(self._url, '***')}")
 
 
 def _url(notify: NotifyConfig) -> str | None:
@@ -102,7 +102,7 @@ def _url(notify: NotifyConfig) -> str | None:
         if url is None:
             warn(f"notify: there is no {name} in the environment; nothing will be posted")
     if url is not None:
-        hide(url)
+        hide_secret(url)
     return url
 
 

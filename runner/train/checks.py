@@ -77,7 +77,7 @@ def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:
         believed = known.get("config.model.vocabulary_size") if is_same else None
         return {"believed": believed, "found": dataset.find_id_ranges(believed)}
 
-    ids = hosts.main_first(find)
+    ids = hosts.run_on_main(find)
     if not hosts.is_main:
         dataset.set_id_ranges(ids["believed"], ids["found"])
 
@@ -110,7 +110,7 @@ def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
     alone sees a change, in a copy of its own, ends so alone; the others then lose a peer.
     """
     problem = None
-    with attempt.progress.during(SAVE):
+    with attempt.progress.report_phase(SAVE):
         try:
             dataset.check()
         except DataError as error:

@@ -27,7 +27,7 @@ from runner.console import warn
 from runner.data import Dataset
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import EVALUATION, LocalFailure, Phase
-from runner.errors import RunnerError, first_line
+from runner.errors import RunnerError, format_error
 from runner.metrics.meta import LIST_MAX, SUMS, Shown, bins_of, finite, means_of, shown
 from runner.metrics.rows import Row
 from runner.periodic import is_due
@@ -89,7 +89,7 @@ class EvaluatorSchedule:
         """
         found: Row = {}
         asked = self.due(step) or (self._evaluators if is_asked_for else [])
-        with self._attempt.progress.during(EVALUATION):
+        with self._attempt.progress.report_phase(EVALUATION):
             for evaluator in asked:
                 figures = self._ask(evaluator, weights, step, found)
                 if figures is None:
@@ -109,7 +109,7 @@ class EvaluatorSchedule:
         words = f"evaluator {name} at step {step}: {problem} on process {hosts.process_id}"
         failure = None if problem is None else LocalFailure(words, is_end=False)
         wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.bucket)
-        with self._attempt.progress.awaiting(wait, failure):
+        with self._attempt.progress.report_wait(wait, failure):
             told = hosts.gather([problem, digest, is_stopping])
         if any(is_stopping for _, _, is_stopping in told):
             return None
@@ -145,7 +145,7 @@ def _outcome(evaluate: Callable[[], EvaluationMetrics | None]) -> tuple[Evaluati
     except RunnerError:
         raise
     except Exception as error:  # noqa: BLE001 - somebody else's code, of which training needs nothing
-        return {}, first_line(error)
+        return {}, format_error(error)
 
 
 def _problem_with(figures: Any, before: Row) -> str | None:

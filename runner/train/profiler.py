@@ -19,7 +19,7 @@ import jax
 
 from runner.console import say, warn
 from runner.distributed.clock import PROFILE
-from runner.errors import first_line
+from runner.errors import format_error
 from runner.run.attempt import DRAIN_SECONDS, Attempt
 from runner.spec import STEPS_OF_A_PROFILE_MAX
 from runner.storage import Store, default_cache_directory, encode_json, read_json
@@ -44,7 +44,7 @@ def take_profile_request(store: Store) -> int | None:
     try:
         num_steps = read_json(store, REQUEST).get(_STEPS)
     except (FileNotFoundError, ValueError) as error:
-        warn(f"{store.url}/{REQUEST} is left out: {first_line(error)}")
+        warn(f"{store.url}/{REQUEST} is left out: {format_error(error)}")
         num_steps = None
     store.remove(REQUEST)
     return num_steps if type(num_steps) is int and 0 < num_steps <= STEPS_OF_A_PROFILE_MAX else None
@@ -107,18 +107,18 @@ class Profiler:
             self._folder = folder
         except _ERRORS as error:
             self._stop = 0
-            warn(f"no profile of steps {self._name}: {first_line(error)}")
+            warn(f"no profile of steps {self._name}: {format_error(error)}")
 
     def _end(self, step: int, loss: Any) -> None:
         folder, self._folder, self._stop = self._folder, None, 0
         assert folder is not None, "a trace has begun"
         try:
-            with self._attempt.progress.during(PROFILE):
+            with self._attempt.progress.report_phase(PROFILE):
                 jax.block_until_ready(loss)
                 jax.profiler.stop_trace()
                 (folder / MEMORY).write_bytes(jax.profiler.device_memory_profile())
         except _ERRORS as error:
-            warn(f"no profile of steps {self._name}: {first_line(error)}")
+            warn(f"no profile of steps {self._name}: {format_error(error)}")
             return
         if self._attempt.store.root is not None:
             self._tell(step)
@@ -133,7 +133,7 @@ class Profiler:
             for path in sorted(path for path in folder.rglob("*") if path.is_file()):
                 store.upload(path, f"{FOLDER}/{folder.name}/{path.relative_to(folder).as_posix()}", _UPLOAD_SECONDS)
         except OSError as error:
-            warn(f"the profile {folder} could not be copied into the bucket: {first_line(error)}")
+            warn(f"the profile {folder} could not be copied into the bucket: {format_error(error)}")
             return
         self._tell(step)
 

@@ -15,7 +15,7 @@ from runner.metrics.rows import Row, RowTail
 from runner.metrics.window import MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_sinks
 from runner.parallel.mesh import device_peak_bytes
-from runner.periodic import is_due, tokens_at
+from runner.periodic import count_tokens, is_due
 from runner.run.attempt import Attempt, JobReport
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
@@ -45,14 +45,14 @@ class Report(JobReport):
         self._evaluations = EvaluatorSchedule(attempt, config, evaluators)
         self._mfu_of_a_token_per_second, self._after_row = mfu_of_a_token_per_second, after_row
         self._data_figures = data_figures
-        self._metrics = open_metrics(attempt.store, attempt.background, attempt.fence)
+        self._metrics = open_metrics(attempt.store, attempt.background_writer, attempt.fence)
         self._sinks: list[RowDisplay] = []
         self._profiler = Profiler(attempt, spec.logging.profile)
         self._resumed_row: Row | None = None  # of the step that was resumed from
         self._pace: StepTimer | None = None  # while rows are shown, on the main host
         self.window = MetricsWindow(0)
 
-    def problem_with(self, attachments: dict[str, bytes]) -> str | None:
+    def find_problem(self, attachments: dict[str, bytes]) -> str | None:
         """Why the rows that were kept beside a state cannot follow those of the file; None if they can.
 
         They cannot where a later attempt, on other machines, went back behind them. Main host only.
@@ -129,7 +129,7 @@ class Report(JobReport):
     def _append(self, row: Row) -> None:
         row |= {"perf/time": time.time(), "perf/attempt": self._attempt.number}
         if self._attempt.hosts.is_main:
-            self._attempt.fence.glance()
+            self._attempt.fence.check_locally()
             self._metrics.append(row)
             self._show(row)
 
@@ -192,10 +192,10 @@ class Report(JobReport):
     def result(self, step: int) -> JsonObject:
         """Tokens, and the losses of the newest row."""
         row: Row = self._attempt.hosts.agree(self.newest_row())
-        tokens = tokens_at(step, self._config.tokens_per_step)
+        tokens = count_tokens(step, self._config.tokens_per_step)
         return {"tokens": tokens, "train_loss": row.get("train/loss"), "val_loss": row.get("val/loss")}
 
-    def next_lines(self) -> Sequence[str]:
+    def format_next_steps(self) -> Sequence[str]:
         """The command that shows what the model has learned."""
         return [f"text from the model: python -m runner sample {shlex.quote(self._attempt.store.url)}"]
 

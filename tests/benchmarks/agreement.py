@@ -11,16 +11,15 @@ import os
 import subprocess
 import sys
 
-from runner.process import free_port
+from runner.process import find_free_port
 
 PROGRAM = """
 import json, sys, time
-from runner.hosts.placement import Placement
-from runner.hosts.join import start
+from runner.distributed.rendezvous import Placement, join_job
 from runner.spec import Deadlines
 
 coordinator, num_processes, process, calls = sys.argv[1], *map(int, sys.argv[2:])
-hosts = start(Placement(coordinator, num_processes, process), Deadlines(start_seconds=600))
+hosts = join_job(Placement(coordinator, num_processes, process), Deadlines(start_seconds=600))
 took = {}
 for name, call in (("barrier", hosts.barrier), ("agree", lambda: hosts.agree(1))):
     call()
@@ -38,7 +37,7 @@ hosts.leave(0)
 
 def measure(num_processes: int, calls: int) -> dict[str, float]:
     """Milliseconds of a call, seen on process 0."""
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{find_free_port()}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(

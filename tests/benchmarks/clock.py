@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.console import say
 from runner.distributed.clock import Progress
-from runner.run.clock_file import keep
+from runner.run.clock_file import start_clock_file
 from runner.storage import BackgroundWriter, LocalStore
 
 STEPS = 100_000
@@ -22,13 +22,13 @@ def microseconds_a_step(directory: Path | None) -> float:
     progress, batches = Progress(), iter(lambda: 0, 1)
     if directory is not None:
         (directory / "attempts").mkdir(exist_ok=True)
-        keep(progress.clock, LocalStore(directory), 1, BackgroundWriter())
+        start_clock_file(progress.clock, LocalStore(directory), 1, BackgroundWriter())
     found = []
     for _ in range(ROUNDS):
         began = time.thread_time()
         for step in range(STEPS):
-            progress.take(batches)
-            progress.arrive(step)
+            progress.take_batch(batches)
+            progress.report_step(step)
         found.append((time.thread_time() - began) / STEPS * 1e6)
     return min(found)
 

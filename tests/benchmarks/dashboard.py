@@ -22,7 +22,7 @@ from pathlib import Path
 
 from runner.dashboard.reader import open_feed
 from runner.metrics.rows import Row
-from runner.process import free_port
+from runner.process import find_free_port
 from runner.storage import LocalStore
 from tests.support.harness import ROOT
 
@@ -115,7 +115,7 @@ def step_seconds(rows: list[Row], began: float, ended: float) -> list[float]:
 
 def measure(root: Path, num_clients: int, seconds: float, rounds: int) -> tuple[list[float], list[Crowd]]:
     """Median step time with clients over that without, for each round of twice `seconds`; and all the clients."""
-    directory, port = root / "run", free_port()
+    directory, port = root / "run", find_free_port()
     words = [word for key, value in CHANGES.items() for word in ("--set", f"{key}={value}")]
     ratios, crowds = [], []
     with (

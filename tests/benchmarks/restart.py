@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.process import free_port, make_placements
+from runner.process import find_free_port, make_placements
 from runner.storage import LocalStore, parse_lines, read_log
 
 PHASES = {
@@ -96,7 +96,7 @@ def measure(spec: str, scratch: Path, num_processes: int, cold: bool) -> dict[st
 def run_floor(directory: Path, num_processes: int, *options: str) -> float:
     """Seconds of the hand-written program, on every host."""
     command = [sys.executable, "-m", "tests.benchmarks.restart_floor", str(directory), *options]
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{find_free_port()}"
     started = time.monotonic()
     commands = [command]
     if num_processes > 1:

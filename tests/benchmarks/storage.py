@@ -128,7 +128,7 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        piece_writer = writers.BlockWriter(store, Hosts.alone(), directory / "staging")
+        piece_writer = writers.BlockWriter(store, Hosts.single_process(), directory / "staging")
         files = []
         for name, leaf in leaves.items():
             files.append(directory / name)
@@ -169,7 +169,9 @@ def tiers(backend: Backend, rounds: int) -> None:
         fast = FastTier(directory / "fast")
         fast.write({"step": 1, "identity": {}}, blocks.copy_to_host(leaves, "all"), {})
         store = open_store(backend.url("tiers"))
-        written = writers.BlockWriter(store, Hosts.alone(), directory / "staging").start("c/1/arrays", leaves)(600.0)
+        written = writers.BlockWriter(store, Hosts.single_process(), directory / "staging").start("c/1/arrays", leaves)(
+            600.0
+        )
         backend.proxy.faults.latency_seconds = LATENCY_SECONDS
         ratios = [
             seconds_of(lambda: fast.read(1, abstract)[0])

@@ -76,7 +76,7 @@ class Attempt:
         return self.restorer.restore(abstract(make_state()), {})
 
     def events(self, kind):
-        self.attempt.background.flush()
+        self.attempt.background_writer.flush()
         return [event for event in read_log(self.store, "events") if event["event"] == kind]
 
     # What stands there, and damage to it.
@@ -119,7 +119,7 @@ def test_who_has_lost_all_that_was_durable_is_refused_and_who_had_nothing_durabl
     first, details, is_refused
 ):
     first.attempt.events.append("commit", 3, seconds_to_durable=0.1, **details)
-    first.attempt.background.flush()
+    first.attempt.background_writer.flush()
     if is_refused:
         with pytest.raises(ResumeError, match="none can be restored"):
             first.restore()
@@ -225,7 +225,7 @@ def test_what_a_newer_attempt_has_retired_can_never_be_committed(first):
 def test_a_zombie_that_was_first_has_a_checkpoint_that_counts(first):
     first.save_all(1)
     newer = first.again()
-    first.fence.check = first.fence.glance = lambda: None
+    first.fence.check = first.fence.check_locally = lambda: None
     first.save_all(2)
     assert newer.restore().manifest.step == 2
 

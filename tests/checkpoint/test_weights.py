@@ -70,7 +70,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     for step in (1, 2):
         attempt.save(str(step), values(step))
         assert attempt.saver.wait()
-    attempt.attempt.background.flush()
+    attempt.attempt.background_writer.flush()
     store.write("spec.yaml", dump_spec(counter(tmp_path / "other").resolved_spec()).encode())
     return attempt
 

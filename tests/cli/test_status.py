@@ -16,7 +16,7 @@ from runner.cli import status
 from runner.cli.status import amount, draw, lasting
 from runner.distributed.clock import TimeBucket
 from runner.history.reader import HistoryReader, read_history
-from runner.history.records import RunState, as_json
+from runner.history.records import RunState, to_json
 from runner.storage import LocalStore, encode_line
 from tests.support import life
 from tests.support.memory_bucket import memory_bucket
@@ -88,7 +88,7 @@ def test_the_json_holds_the_same_records_and_only_what_json_has(run: Path, capsy
     (run / "metrics.jsonl").write_text('{"step": 41, "train/loss": 1.0, "train/x": NaN}\n')
     assert status.main([str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
-    expected = as_json(read_history(LocalStore(run)))
+    expected = to_json(read_history(LocalStore(run)))
     assert found.keys() == expected.keys()
     assert found["attempts"] == expected["attempts"]
     assert found["row"]["train/x"] is None
@@ -130,7 +130,7 @@ def test_asking_changes_nothing_and_claims_nothing(run: Path) -> None:
 def test_where_there_is_no_run_the_command_ends_with_2_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.distributed.preemption.StopNotice.listen", lambda self: None)
+    monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert command.main(["status", str(tmp_path / "none")]) == 2
     captured = capsys.readouterr()
@@ -171,7 +171,7 @@ def test_a_run_in_a_bucket_is_told_as_one_on_a_disk(run: Path) -> None:
     for name, content in files_of(run).items():
         bucket.write("events/000001.0.0000.jsonl" if name == "events.jsonl" else name, content)
     now = read_history(LocalStore(run)).now
-    found, expected = (as_json(read_history(store, now)) for store in (bucket, LocalStore(run)))
+    found, expected = (to_json(read_history(store, now)) for store in (bucket, LocalStore(run)))
     assert found | {"url": expected["url"]} == expected
 
 

@@ -227,7 +227,7 @@ def test_what_nobody_has_asked_for_is_forgotten(monkeypatch):
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr("runner.distributed.preemption.StopNotice.listen", lambda self: None)
+    monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
     assert main(["dashboard", *(word.format(tmp_path) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
 

@@ -240,14 +240,14 @@ def test_a_directory_that_was_half_written_or_damaged_is_shown_as_far_as_it_goes
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_file(tmp_path, capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr("runner.distributed.preemption.StopNotice.listen", lambda self: None)
+    monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
     assert main(["report", *(word.format(tmp_path) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_writes_the_page_and_nothing_else(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("runner.distributed.preemption.StopNotice.listen", lambda self: None)
+    monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
     make_run(LocalStore(tmp_path / "life"))
     before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
     assert main(["report", str(tmp_path / "life"), "-o", str(tmp_path / "page.html")]) == 0

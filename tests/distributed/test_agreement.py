@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.distributed.key_value import MAX_DECISIONS
-from runner.distributed.rendezvous import start
+from runner.distributed.rendezvous import join_job
 from runner.errors import InvalidError
 from runner.spec import Deadlines
 
@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def alone():
-    return start(None, Deadlines())
+    return join_job(None, Deadlines())
 
 
 def test_a_single_process_is_the_main_host_and_agrees_with_itself(alone):
     assert (alone.process_id, alone.num_processes, alone.is_main) == (0, 1, True)
     assert alone.agree({"step": 3}) == {"step": 3}
     assert alone.gather("x") == ["x"]
-    assert alone.main_first(lambda: 7) == 7
+    assert alone.run_on_main(lambda: 7) == 7
     alone.barrier()
     alone.leave(0)
 
@@ -36,33 +36,32 @@ def test_a_single_process_raises_what_the_main_host_refuses(alone):
         raise InvalidError("no")
 
     with pytest.raises(InvalidError, match="no"):
-        alone.main_first(refuse)
+        alone.run_on_main(refuse)
 
 
 def test_other_errors_of_the_main_host_are_not_swallowed(alone):
     with pytest.raises(ZeroDivisionError):
-        alone.main_first(lambda: 1 / 0)
+        alone.run_on_main(lambda: 1 / 0)
 
 
 PROGRAM = """
 import json, sys, time
 from runner.errors import InvalidError, PeerLostError
-from runner.hosts.placement import Placement
-from runner.hosts.join import start
+from runner.distributed.rendezvous import Placement, join_job
 from runner.spec import Deadlines
 
-hosts = start(Placement(sys.argv[1], 2, int(sys.argv[2])), Deadlines())
+hosts = join_job(Placement(sys.argv[1], 2, int(sys.argv[2])), Deadlines())
 me = hosts.process_id
 result = {"me": [me, hosts.num_processes, hosts.is_main]}
 result["agree"] = [hosts.agree({"step": 3 + me}), hosts.agree(f"second {me}")]
 result["gather"] = hosts.gather([me, None])
-result["main_first"] = hosts.main_first(lambda: f"done by {me}")
+result["main_first"] = hosts.run_on_main(lambda: f"done by {me}")
 
 def refuse():
     raise InvalidError(f"refused by {me}")
 
 try:
-    hosts.main_first(refuse)
+    hosts.run_on_main(refuse)
 except InvalidError as error:
     result["refused"] = str(error)
 hosts.barrier()

@@ -6,11 +6,11 @@ from runner.distributed.clock import DATA, STEP
 from runner.distributed.heartbeat import (
     ALONE_SECONDS,
     Heartbeat,
-    describe,
     find_failure,
-    find_silent,
-    is_overdue,
-    waits_for_data,
+    find_unresponsive,
+    format_diagnosis,
+    has_data_wait,
+    has_overdue,
 )
 
 
@@ -20,11 +20,11 @@ def beat(step, phase="step", seconds=3.0, is_overdue=False):
 
 def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
     beats = {0: beat(41), 1: beat(40), 2: beat(41), 3: beat(41, "evaluation", 90.0, is_overdue=True)}
-    assert describe(beats, {1: "does not answer for 16 s"}) == (
+    assert format_diagnosis(beats, {1: "does not answer for 16 s"}) == (
         "the job does not go on: process 1 (n7) does not answer for 16 s, last seen in step 41; "
         "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
     )
-    assert describe({}, {5: "has died"}) == "the job does not go on: process 5 has died"
+    assert format_diagnosis({}, {5: "has died"}) == "the job does not go on: process 5 has died"
 
 
 HOOK, EVALUATOR = "hook A in on_row at step 3 on process 1: E", "evaluator B at step 3: E on process 1"
@@ -50,7 +50,7 @@ def test_what_has_failed_on_one_host_alone_is_told_at_once(line, seconds, is_end
     beats = {0: beat(3), 1: failed(line, seconds, is_end=is_end), 2: beat(3)}
     assert find_failure(beats) == found
     assert find_failure({1: beats[1]}) is None, "nobody is waited for"
-    assert describe(beats, {}).endswith(f"; {line}")
+    assert format_diagnosis(beats, {}).endswith(f"; {line}")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_has_failed_on_one_host_alone_is_told_at_once(line, seconds, is_end
 def test_who_has_ended_alone_is_not_said_to_hang(
     quiet_seconds: dict[int, float], left: dict[int, int], crashed: list[int], found: dict[int, str]
 ) -> None:
-    assert find_silent(quiet_seconds, 30.0, left, crashed) == found
+    assert find_unresponsive(quiet_seconds, 30.0, left, crashed) == found
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_a_step_is_not_overdue_where_one_host_waits_for_its_data_nor_for_a_steps
     phases: tuple[str, str], seconds_since_data: float, found: bool
 ) -> None:
     beats = [beat(41, phase, 90.0, is_overdue=phase != DATA.name) for phase in phases]
-    assert waits_for_data(beats) == (DATA.name in phases)
-    assert is_overdue(beats, seconds_since_data, 60.0) == found
+    assert has_data_wait(beats) == (DATA.name in phases)
+    assert has_overdue(beats, seconds_since_data, 60.0) == found

@@ -5,7 +5,17 @@ import random
 import pytest
 
 from runner.distributed import clock as phases
-from runner.distributed.clock import COUNTED, DATA, EVALUATION, SAVE, Clock, ClockReading, Phase, Progress, TimeBucket
+from runner.distributed.clock import (
+    COUNTED_BUCKETS,
+    DATA,
+    EVALUATION,
+    SAVE,
+    Clock,
+    ClockReading,
+    Phase,
+    Progress,
+    TimeBucket,
+)
 
 PHASES = [value for value in vars(phases).values() if isinstance(value, Phase)]
 
@@ -32,12 +42,12 @@ class Kept:
 
 
 def seconds_of(reading: ClockReading) -> dict[TimeBucket, float]:
-    return {bucket: value for bucket, value in zip(COUNTED, reading.seconds, strict=True) if value}
+    return {bucket: value for bucket, value in zip(COUNTED_BUCKETS, reading.seconds, strict=True) if value}
 
 
 def test_each_phase_has_a_name_of_its_own_and_a_bucket_that_a_clock_counts():
     assert len({phase.name for phase in PHASES}) == len(PHASES) > 5
-    assert {phase.bucket for phase in PHASES} <= set(COUNTED)
+    assert {phase.bucket for phase in PHASES} <= set(COUNTED_BUCKETS)
     assert all(bucket.meaning.endswith(".") for bucket in TimeBucket)
 
 
@@ -45,19 +55,19 @@ def test_the_time_of_each_phase_goes_into_its_bucket(now):
     clock = Clock(age=3.0, bucket=TimeBucket.PROCESS_START)
     progress = Progress(clock)
     now[0] += 2.0
-    progress.arrive(7)
+    progress.report_step(7)
     now[0] += 5.0
-    progress.arrive(8)
+    progress.report_step(8)
 
     def batches():
         now[0] += 0.25
         yield "batch"
 
-    progress.take(batches())
+    progress.take_batch(batches())
     now[0] += 1.0
-    with progress.during(EVALUATION):
+    with progress.report_phase(EVALUATION):
         now[0] += 10.0
-        with progress.during(SAVE):
+        with progress.report_phase(SAVE):
             now[0] += 4.0
         now[0] += 20.0
     assert seconds_of(clock.read()) == {
@@ -68,7 +78,7 @@ def test_the_time_of_each_phase_goes_into_its_bucket(now):
         TimeBucket.EVALUATION: 30.0,
         TimeBucket.SAVE_STALL: 4.0,
     }
-    assert clock.at_step() == {"process_start": 3.0, "set_up": 2.0, "steps": 5.0}
+    assert clock.read_step_seconds() == {"process_start": 3.0, "set_up": 2.0, "steps": 5.0}
     now[0] += 1.0
     clock.end(75)
     now[0] += 0.5
@@ -84,9 +94,9 @@ def test_the_seconds_sum_to_what_has_passed_whatever_comes_after_what(now):
     for step in range(200):
         act = chance.choice(["arrive", *PHASES])
         if act == "arrive":
-            progress.arrive(step)
+            progress.report_step(step)
         else:
-            with progress.during(act):
+            with progress.report_phase(act):
                 now[0] += chance.random()
         now[0] += chance.random()
         reading = clock.read()
@@ -97,13 +107,13 @@ def test_the_seconds_sum_to_what_has_passed_whatever_comes_after_what(now):
 def test_a_keeper_hears_of_each_step_and_phase_and_of_beats_and_not_of_each_batch(now):
     clock, kept = Clock(), Kept()
     progress = Progress(clock)
-    progress.arrive(3)
+    progress.report_step(3)
     clock.keep(kept)
     assert [reading.step for reading in kept.put_readings] == [3]
-    progress.take(iter("b"))
+    progress.take_batch(iter("b"))
     assert len(kept.put_readings) == 1
-    progress.arrive(4)
-    with progress.during(SAVE):
+    progress.report_step(4)
+    with progress.report_phase(SAVE):
         assert (kept.put_readings[-1].step, kept.put_readings[-1].bucket) == (4, TimeBucket.SAVE_STALL)
     assert kept.put_readings[-1].bucket is TimeBucket.STEPS
     assert not kept.beats

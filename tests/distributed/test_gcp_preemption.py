@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from runner.distributed.preemption import preemption_of
+from runner.distributed.preemption import parse_preemption_reason
 from tests.support.harness import Job, undisturbed
 
 SPEC = "specs/counter.yaml"
@@ -25,7 +25,7 @@ SPEC = "specs/counter.yaml"
     ],
 )
 def test_maintenance_that_terminates_is_a_preemption_too(instance, is_preempted):
-    assert (preemption_of(instance) is not None) == is_preempted
+    assert (parse_preemption_reason(instance) is not None) == is_preempted
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from runner.distributed import key_value
 from runner.distributed.clock import Progress
-from runner.distributed.heartbeat import ArrivalRounds
+from runner.distributed.heartbeat import StragglerDetector
 from runner.distributed.key_value import MAX_DECISIONS, KeyValueStore
 from runner.errors import PeerLostError
 from tests.support.coordinator import MemoryCoordinator, play
@@ -54,7 +54,7 @@ def test_any_order_of_calls_brings_the_same_answers_to_every_host(seed):
         act = {
             "agree": lambda number: hosts.agree([number, hosts.process_id]),
             "gather": lambda number: hosts.gather([number, hosts.process_id]),
-            "main_first": lambda number: hosts.main_first(lambda: [number, hosts.process_id]),
+            "main_first": lambda number: hosts.run_on_main(lambda: [number, hosts.process_id]),
         }
         return [act[name](number) for number, name in enumerate(calls)]
 
@@ -90,7 +90,7 @@ def test_parts_of_saves_are_deleted_when_read_and_late_ones_with_the_next_save()
     coordinator = MemoryCoordinator(3)
     main, *others = coordinator.hosts()
     for save in range(1, 20):
-        folder = key_value.pieces(save)
+        folder = key_value.save_folder(save)
         is_one_late = save % 3 == 0
         for hosts in others[is_one_late:]:
             assert hosts.collect(folder, f"part {hosts.process_id}", 30) == [f"part {hosts.process_id}"]
@@ -108,14 +108,16 @@ def test_rounds_of_stragglers_leave_one_key_a_process_and_one_for_the_round(monk
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     coordinator = MemoryCoordinator(4)
-    rounds = [(ArrivalRounds(hosts, progress), progress) for hosts in coordinator.hosts() for progress in [Progress()]]
+    rounds = [
+        (StragglerDetector(hosts, progress), progress) for hosts in coordinator.hosts() for progress in [Progress()]
+    ]
     for step in range(3000):
         now[0] += 0.5
         for every, progress in rounds:
-            progress.arrive(step)
+            progress.report_step(step)
             every.begin_or_join()
             every.advance()
-    number, _ = KeyValueStore(coordinator).peek(key_value.ROUND)
+    number, _ = KeyValueStore(coordinator).try_get(key_value.ROUND)
     assert number > 100
     assert coordinator.most_keys == 4 + 1
 
@@ -132,10 +134,10 @@ def test_a_coordinator_that_is_gone_is_a_lost_peer_in_every_call():
     calls = [
         lambda: store.set("a", 1),
         lambda: store.get("a", 1.0, "a"),
-        lambda: store.peek("a"),
-        lambda: store.peek_all("a"),
+        lambda: store.try_get("a"),
+        lambda: store.list_values("a"),
         lambda: store.delete("a"),
-        lambda: store.meet(1.0),
+        lambda: store.barrier(1.0),
     ]
     for call in calls:
         with pytest.raises(PeerLostError, match="JaxRuntimeError: UNAVAILABLE: failed to connect"):

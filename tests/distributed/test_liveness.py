@@ -30,13 +30,13 @@ def three():
 
 def test_who_ends_is_disconnected_at_once_and_has_crashed_unless_it_left_in_order(three):
     coordinator, main, ends = three
-    assert (main.disconnected(), main.crashed()) == ([], [])
+    assert (main.find_disconnected(), main.find_crashed()) == ([], [])
     ends[2].close()
-    assert (main.disconnected(), main.crashed()) == ([2], [2])
+    assert (main.find_disconnected(), main.find_crashed()) == ([2], [2])
     Liveness(KeyValueStore(coordinator), 1, 3, {}).leave(2)
-    assert (main.disconnected(), main.crashed()) == ([2], [2])
+    assert (main.find_disconnected(), main.find_crashed()) == ([2], [2])
     ends[1].close()
-    assert (main.disconnected(), main.crashed(), main.left()) == ([1, 2], [2], {1: 2})
+    assert (main.find_disconnected(), main.find_crashed(), main.read_departures()) == ([1, 2], [2], {1: 2})
 
 
 def test_host_0_leaves_last(three):
@@ -57,14 +57,14 @@ def test_who_is_alone_leaves_at_once():
 
 ABORT = """
 import os, sys
-from runner.hosts.key_value import KeyValueStore
-from runner.hosts.liveness import Liveness, exit_on_abort
+from runner.distributed.key_value import KeyValueStore
+from runner.distributed.agreement import Liveness, install_abort_handler
 from tests.support.coordinator import MemoryCoordinator
 
-exit_on_abort()
+install_abort_handler()
 liveness = Liveness(KeyValueStore(MemoryCoordinator(2)), 1, 2, {})
 if "judge" in sys.argv:
-    liveness.call_before_abort(lambda: print("judged", flush=True))
+    liveness.set_abort_callback(lambda: print("judged", flush=True))
 if "leave" in sys.argv:
     liveness.leave(75)
 os.abort()

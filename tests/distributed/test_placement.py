@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.distributed.rendezvous import Placement, detect
+from runner.distributed.rendezvous import Placement, detect_placement
 from runner.errors import InvalidError
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def engine(monkeypatch):
 )
 def test_the_place_is_what_the_engine_says(engine, variables, place):
     engine(variables)
-    assert detect(5) == place
+    assert detect_placement(5) == place
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_place_is_what_the_engine_says(engine, variables, place):
 def test_one_of_several_that_does_not_know_the_others_never_runs_alone(engine, claim):
     engine(claim)
     with pytest.raises(InvalidError, match=r"says that this is one of several .* give --coordinator HOST:PORT"):
-        detect(5)
+        detect_placement(5)
 
 
 METADATA = {
@@ -93,8 +93,8 @@ ON_A_TPU_VM = """
 import json, os
 import jax  # where there are no chips it says that there is no metadata server
 os.environ.pop("TPU_SKIP_MDS_QUERY", None)
-from runner.hosts.placement import detect
-place = detect(5)
+from runner.distributed.rendezvous import detect_placement
+place = detect_placement(5)
 print(json.dumps([place.coordinator, place.num_processes, place.process_id]))
 """
 

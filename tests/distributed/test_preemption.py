@@ -50,7 +50,7 @@ def stop_ticks(ticks):
     for notice, tick in zip(notices, ticks, strict=True):
         assert not any(notice.poll() for _ in range(tick))
     for process, notice in enumerate(notices):
-        notice.join(FakePeers(board, process))
+        notice.join_peers(FakePeers(board, process))
     notices[-1]._ask_to_stop()
     for thread in threading.enumerate():
         if thread.name == "stop":
@@ -82,13 +82,13 @@ ASKS_NOBODY = {"SIGALRM", "SIGPOLL", "SIGPROF", "SIGPWR", "SIGVTALRM", "SIGXCPU"
 
 PHASES = """
 import json, os, signal, sys, time
-from runner.hosts.preemption import StopNotice
+from runner.distributed.preemption import StopNotice
 
 def start(ignored):
     for name in ignored:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     notice = StopNotice()
-    notice.listen()
+    notice.install_signal_handlers()
     notice.on_idle_exit = lambda: print("recorded", flush=True)
     return notice
 

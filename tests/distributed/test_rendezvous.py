@@ -7,18 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from runner.distributed.rendezvous import Placement, listening_address, meet
+from runner.distributed.rendezvous import Placement, get_bind_address, wait_for_peers
 from runner.errors import RetryableError
-from runner.process import free_port
+from runner.process import find_free_port
 
 
 def meet_all(present, num_processes, deadline_seconds, is_elastic=False, port=None):
     """What each of the processes that are there finds: its place, or the error's message."""
-    coordinator = f"127.0.0.1:{port or free_port()}"
+    coordinator = f"127.0.0.1:{port or find_free_port()}"
 
     def one(process):
         try:
-            meeting = meet(Placement(coordinator, num_processes, process), deadline_seconds, is_elastic)
+            meeting = wait_for_peers(Placement(coordinator, num_processes, process), deadline_seconds, is_elastic)
             place = meeting.placement
             assert sorted(meeting.peer_sockets) == ([0] if place.process_id else list(range(1, place.num_processes)))
         except RetryableError as error:
@@ -51,7 +51,7 @@ def test_an_elastic_job_begins_with_those_that_came_numbered_anew():
 
 
 def test_a_stranger_at_the_port_is_no_process():
-    port = free_port()
+    port = find_free_port()
 
     def knock(words):
         for _ in range(100):
@@ -69,12 +69,12 @@ def test_a_stranger_at_the_port_is_no_process():
 
 
 def test_a_name_is_listened_for_on_every_interface():
-    assert listening_address(Placement("10.0.0.1:80", 2, 0)) == "10.0.0.1:80"
-    assert listening_address(Placement("[fe80::1]:80", 2, 0)) == "[fe80::1]:80"
-    assert listening_address(Placement("node-3.cluster:80", 2, 0)) == "[::]:80"
+    assert get_bind_address(Placement("10.0.0.1:80", 2, 0)) == "10.0.0.1:80"
+    assert get_bind_address(Placement("[fe80::1]:80", 2, 0)) == "[fe80::1]:80"
+    assert get_bind_address(Placement("node-3.cluster:80", 2, 0)) == "[::]:80"
     assert meet_all([0, 1], 2, 20) == [(0, 2), (1, 2)]
 
 
 def test_a_port_that_is_taken_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RetryableError, match="cannot listen on"):
-        meet(Placement(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0), 1, is_elastic=False)
+        wait_for_peers(Placement(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0), 1, is_elastic=False)

@@ -3,7 +3,7 @@
 import pytest
 
 from runner.distributed.clock import Progress
-from runner.distributed.heartbeat import ArrivalRounds, late_processes
+from runner.distributed.heartbeat import StragglerDetector, find_stragglers
 from tests.support.coordinator import MemoryCoordinator
 
 
@@ -21,23 +21,23 @@ from tests.support.coordinator import MemoryCoordinator
     ],
 )
 def test_late_is_later_than_the_median_by_what_matters(after_seconds, step_seconds, late):
-    assert late_processes(after_seconds, step_seconds) == late
+    assert find_stragglers(after_seconds, step_seconds) == late
 
 
 def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seconds=0.5):
     """Steps at which every process arrives with a delay of its own; what process 0 finds."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    rounds = [ArrivalRounds(host, Progress()) for host in MemoryCoordinator(len(delays_seconds)).hosts()]
+    rounds = [StragglerDetector(host, Progress()) for host in MemoryCoordinator(len(delays_seconds)).hosts()]
     for every in rounds:
-        every._progress.arrive(0)
+        every._progress.report_step(0)
     found = []
     for tick in range(1, int(seconds / tick_seconds)):
         now[0] = tick * tick_seconds
         for every, delay_seconds in zip(rounds, delays_seconds, strict=True):
             step = int(max(now[0] - delay_seconds, 0.0) / step_seconds)
             if step > every._progress.step:
-                every._progress.arrive(step)
+                every._progress.report_step(step)
             if tick % 100 == 0:
                 every.begin_or_join()
             straggling = every.advance()

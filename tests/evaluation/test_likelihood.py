@@ -111,7 +111,7 @@ def test_answers_to_200_questions_are_those_of_the_formula_by_hand(run: Path, we
     likelihood = LikelihoodScorer(model, mesh, LENGTH, 4, lambda: False)
     questions = read_questions(str(run.parent / "questions.jsonl"))
     evaluator = MultipleChoice("made_up", questions, ids_of, FIRST, likelihood)
-    figures = evaluator.evaluate(weights, 8, Hosts.alone())
+    figures = evaluator.evaluate(weights, 8, Hosts.single_process())
     right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
     texts = [(question.context, " " + choice) for question in questions for choice in question.choices]
     expected = reference(model, weights, texts)
@@ -149,7 +149,7 @@ def test_whoever_was_asked_to_stop_asks_no_more(run: Path, weights: Any) -> None
     mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
     stopping = LikelihoodScorer(model, mesh, LENGTH, 1, lambda: True)
     evaluator = MultipleChoice("some", [Question("a", ("b", "c"), 0)], ids_of, FIRST, stopping)
-    assert evaluator.evaluate(weights, 1, Hosts.alone()) is None
+    assert evaluator.evaluate(weights, 1, Hosts.single_process()) is None
 
 
 @pytest.mark.parametrize(

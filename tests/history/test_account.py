@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.distributed.clock import COUNTED, ClockReading, TimeBucket
-from runner.history.goodput import AttemptGoodput, AttemptTimeline, share_out
+from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
+from runner.history.goodput import AttemptGoodput, AttemptTimeline, compute_goodput
 from runner.history.ledger import AttemptEvents
 from runner.run.clock_file import ClockRecord
 
@@ -14,7 +14,7 @@ SECONDS = st.floats(0.0, 1000.0)
 
 def life(number=1, began=0.0, claimed=None, resumed=None, step=0, marks=(), **seconds: float) -> AttemptTimeline:
     """An attempt whose clock has counted these seconds."""
-    counted = tuple(seconds.get(bucket.value, 0.0) for bucket in COUNTED)
+    counted = tuple(seconds.get(bucket.value, 0.0) for bucket in COUNTED_BUCKETS)
     told = AttemptEvents(number, resumed_step=resumed, step=step, ready=None if resumed is None else began)
     told.marks.extend(marks)
     reading = ClockReading(began + sum(counted), step, 0.0, TimeBucket.STEPS, counted, 0)
@@ -47,9 +47,9 @@ def any_life(draw: st.DrawFn) -> AttemptTimeline:
     told.marks.extend(sorted(marks))
     told.first, told.last = draw(SECONDS), draw(SECONDS)
     told.start = draw(st.just({}) | st.fixed_dictionaries({"submitted": SECONDS | st.just("soon")}))
-    counted = tuple(draw(SECONDS) for _ in COUNTED)
+    counted = tuple(draw(SECONDS) for _ in COUNTED_BUCKETS)
     reading = ClockReading(
-        draw(SECONDS), step or 0, 0.0, draw(st.sampled_from(COUNTED)), counted, draw(st.none() | st.just(0))
+        draw(SECONDS), step or 0, 0.0, draw(st.sampled_from(COUNTED_BUCKETS)), counted, draw(st.none() | st.just(0))
     )
     kept = draw(st.none() | st.just(ClockRecord(began, "host", "", 1, None, reading)))
     return AttemptTimeline(told, kept, draw(st.none() | SECONDS))
@@ -58,13 +58,13 @@ def any_life(draw: st.DrawFn) -> AttemptTimeline:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(any_life(), min_size=1, max_size=6), st.none() | SECONDS)
 def test_the_buckets_sum_to_the_wall_time_whatever_is_told(lives: list[AttemptTimeline], now: float | None) -> None:
-    check(lives, share_out(lives, now), now)
+    check(lives, compute_goodput(lives, now), now)
 
 
 def test_what_two_attempts_share_belongs_to_the_older_until_the_newer_has_claimed() -> None:
     older = life(1, began=0.0, resumed=0, step=100, process_start=10.0, steps=80.0, shutdown=10.0)
     newer = life(2, began=70.0, claimed=90.0, resumed=60, process_start=15.0, set_up=5.0, steps=30.0, step=90)
-    shares = share_out([older, newer], None)
+    shares = compute_goodput([older, newer], None)
     check([older, newer], shares, None)
     assert [(share.began, share.ended) for share in shares] == [(0.0, 90.0), (90.0, 120.0)]
     assert shares[0].seconds[TimeBucket.SHUTDOWN] + shares[0].seconds[TimeBucket.PROCESS_START] == 20.0
@@ -75,7 +75,7 @@ def test_what_two_attempts_share_belongs_to_the_older_until_the_newer_has_claime
 def test_the_time_before_the_first_attempt_is_a_gap_from_the_first_submit_on() -> None:
     first, second = life(1, began=100.0, steps=10.0), life(2, began=150.0, steps=10.0)
     first.told.start, second.told.start = {"submitted": 40.0}, {"submitted": 120.0}
-    shares = share_out([first, second], None)
+    shares = compute_goodput([first, second], None)
     check([first, second], shares, None)
     assert [(share.began, share.gap_seconds) for share in shares] == [(100.0, 60.0), (150.0, 40.0)]
 
@@ -87,7 +87,7 @@ def test_the_time_before_the_first_attempt_is_a_gap_from_the_first_submit_on() -
 )
 def test_lost_steps_take_what_the_clock_says_or_their_share(marks, lost_seconds: float) -> None:
     older = life(1, began=0.0, resumed=20, step=100, steps=50.0 if marks else 60.0, marks=marks)
-    shares = share_out([older, life(2, began=70.0, resumed=60, step=60)], None)
+    shares = compute_goodput([older, life(2, began=70.0, resumed=60, step=60)], None)
     assert shares[0].lost_steps == 40
     assert shares[0].seconds[TimeBucket.LOST_STEPS] == pytest.approx(lost_seconds)
 
@@ -97,4 +97,4 @@ def test_of_an_attempt_that_lives_time_goes_on_in_its_bucket() -> None:
     running = AttemptTimeline(
         running.told, ClockRecord(0.0, "", "", 1, None, running.kept.reading._replace(code=None)), None
     )
-    assert share_out([running], 9.0)[0].seconds[TimeBucket.STEPS] == 9.0
+    assert compute_goodput([running], 9.0)[0].seconds[TimeBucket.STEPS] == 9.0

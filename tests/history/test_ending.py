@@ -56,7 +56,7 @@ def test_an_end_is_told_once_another_attempt_has_come(name: str, tmp_path: Path)
 
 
 def test_an_end_is_told_as_soon_as_it_has_come(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_file, "created_ticks", lambda process: None)  # no process here lives
+    monkeypatch.setattr(clock_file, "read_creation_ticks", lambda process: None)  # no process here lives
     directory, (_, state, _, reason) = template(name), ENDS[name]
     found = look(directory)
     assert found.attempts[0].state is state
@@ -77,7 +77,7 @@ def test_a_run_that_was_not_seen_to_end_lives_stalls_or_is_killed(monkeypatch: p
     last = look(directory, now=0.0).attempts[0].ended
     assert look(directory, now=last + 20).state is RunState.RUNNING
     assert look(directory, now=last + 40).state is RunState.STALLED
-    monkeypatch.setattr(clock_file, "machine_id", lambda: "another machine")
+    monkeypatch.setattr(clock_file, "read_machine_id", lambda: "another machine")
     assert look(directory, now=last + 20).state is RunState.RUNNING
     found = look(directory, now=last + 40)
     assert (found.state, found.since) == (RunState.STALLED, last)
@@ -86,10 +86,10 @@ def test_a_run_that_was_not_seen_to_end_lives_stalls_or_is_killed(monkeypatch: p
 def test_a_run_that_beats_and_makes_no_step_has_stalled_since_its_last(tmp_path: Path) -> None:
     directory = shutil.copytree(template("killed"), tmp_path / "run")
     path = directory / "attempts/1.clock"
-    kept = clock_file.decode(path.read_bytes())
+    kept = clock_file.decode_clock_file(path.read_bytes())
     later = kept.reading._replace(time=kept.reading.time + 500.0)
     head = path.read_bytes()[: clock_file.HEAD_BYTES]
-    path.write_bytes(head + clock_file.encode(99, later))
+    path.write_bytes(head + clock_file.encode_slot(99, later))
     found = look(directory, now=later.time + 1.0)
     assert (found.state, found.since) == (RunState.STALLED, kept.reading.since)
 
@@ -99,7 +99,7 @@ def test_a_run_that_lives_goes_on_until_now_and_one_that_does_not_has_ended(monk
     last = look(directory, now=0.0).attempts[0].ended
     assert look(directory, now=last + 7.0).attempts[0].ended == last + 7.0
     assert look(directory, now=last + 700.0).attempts[0].ended == last
-    monkeypatch.setattr(clock_file, "created_ticks", lambda process: None)
+    monkeypatch.setattr(clock_file, "read_creation_ticks", lambda process: None)
     assert look(directory, now=last + 7.0).attempts[0].ended == last
 
 

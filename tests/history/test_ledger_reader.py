@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.history import ledger as ledgers
-from runner.history.ledger import LedgerReader, LedgerSummary, take_in
+from runner.history.ledger import LedgerReader, LedgerSummary, apply_events
 from runner.storage import LocalStore, Store, encode_line, iterate_log, jsonl
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
@@ -67,7 +67,7 @@ def told(ledger: LedgerSummary, checkpoints: set[int]) -> dict[str, object]:
 
 
 def in_one_go(store: Store, checkpoints: set[int]) -> LedgerSummary:
-    return take_in(LedgerSummary(checkpoints), iterate_log(store, "events"))
+    return apply_events(LedgerSummary(checkpoints), iterate_log(store, "events"))
 
 
 ACTIONS = st.lists(

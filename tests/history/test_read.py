@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runner.distributed.clock import TimeBucket
-from runner.history.ledger import NOTICES, LedgerSummary, take_in
+from runner.history.ledger import NOTICES, LedgerSummary, apply_events
 from runner.history.reader import read_history
 from runner.history.records import RunState
 from runner.storage import LocalStore, encode_line
@@ -121,10 +121,10 @@ def test_a_copy_of_a_directory_is_told_as_the_directory(tmp_path: Path) -> None:
 )
 def test_what_a_person_should_know_is_a_notice(event, details, told):
     row = {"time": 1.0, "attempt": 1, "process": 0, "event": event, "step": 20}
-    assert [notice.text for notice in take_in(LedgerSummary(), [row | details]).notices] == [told]
+    assert [notice.text for notice in apply_events(LedgerSummary(), [row | details]).notices] == [told]
 
 
 @pytest.mark.parametrize("event", sorted(NOTICES))
 def test_an_event_that_lacks_its_details_is_a_notice_all_the_same(event):
-    (notice,) = take_in(LedgerSummary(), [{"time": 1.0, "attempt": 1, "event": event}]).notices
+    (notice,) = apply_events(LedgerSummary(), [{"time": 1.0, "attempt": 1, "event": event}]).notices
     assert (notice.event, notice.step) == (event, None)

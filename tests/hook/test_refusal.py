@@ -117,7 +117,7 @@ def test_a_hook_that_waits_for_evaluations_is_refused_where_nothing_is_evaluated
 
 def outcome(listed: ListedHook, method: str, step: int = 4) -> str | None:
     """Why the run cannot go on after this call; None if it can."""
-    hosts = Hosts.alone()
+    hosts = Hosts.single_process()
     return _outcome(listed, method, Moment(step, {"step": step}, {}, listed.counters, hosts, 0.0))[1]
 
 
@@ -188,7 +188,7 @@ def test_a_row_without_the_metric_is_passed_over_and_the_first_is_told_with_the_
 
 def test_a_call_is_a_phase_of_its_own_and_told_of_once_if_it_takes_long(tmp_path, monkeypatch, capsys) -> None:
     names: list[str] = []
-    monkeypatch.setattr(Progress, "during", spying(Progress.during, names))
+    monkeypatch.setattr(Progress, "report_phase", spying(Progress.report_phase, names))
     monkeypatch.setattr("runner.hook.dispatch._SLOW_SECONDS", 0.0)
     monkeypatch.setattr("runner.hook.dispatch._SLOW_STEPS", 0.0)
     found = job(tmp_path / "run", f"{HERE}:Watcher")
@@ -199,9 +199,9 @@ def test_a_call_is_a_phase_of_its_own_and_told_of_once_if_it_takes_long(tmp_path
     assert {"hook Watcher.on_start", "hook Watcher.on_row", "hook Watcher.on_end"} <= {*names}
 
 
-def spying(during: Any, names: list[str]) -> Any:
+def spying(report_phase: Any, names: list[str]) -> Any:
     def spy(progress: Progress, phase: Any) -> Any:
         names.append(phase.name)
-        return during(progress, phase)
+        return report_phase(progress, phase)
 
     return spy

@@ -16,7 +16,7 @@ from runner.errors import InvalidError
 from runner.history.reader import read_history
 from runner.hook.protocol import Act, Moment
 from runner.metrics.file import read_rows
-from runner.records import check
+from runner.records import validate_record
 from runner.run.layout import RESULT_KEYS
 from runner.storage import LocalStore, parse_lines
 from tests.hook.small import job
@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_early_is_done_until_its_rule_changes(tmp_path) -
     assert (found["step"], found["stopped_by"]) == (6, "EarlyStopping")
     assert "is not better than" in found["stopped_because"]
     assert found["val_loss"] is not None
-    check(found, RESULT_KEYS, ["stopped_by", "stopped_because", "stopped_rule"])
+    validate_record(found, RESULT_KEYS, ["stopped_by", "stopped_because", "stopped_rule"])
     history = read_history(LocalStore(directory))
     assert (history.state.value, history.step, history.total_steps) == ("done", 6, 8)
     assert str(history.reason).startswith("stopped by EarlyStopping: val/loss is not better")
@@ -144,7 +144,7 @@ def test_a_stop_between_evaluations_is_evaluated_as_a_last_step_is(tmp_path) -> 
 
 def say(hook: Any, **row: Any) -> Any:
     """What a hook says of a row."""
-    return hook.on_row(Moment(4, {"step": 4, **row}, {}, {}, Hosts.alone(), 1000.0))
+    return hook.on_row(Moment(4, {"step": 4, **row}, {}, {}, Hosts.single_process(), 1000.0))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_best_step_is_saved_kept_and_named_for_whoever_asks(tmp_path, capsys
     found = result(tmp_path / "run")
     rows = {row["step"]: row["val/loss"] for row in read_rows(LocalStore(tmp_path / "run")) if "val/loss" in row}
     best = max(rows, key=lambda step: rows[step])
-    check(found, RESULT_KEYS, ["best_step", "best_value"])
+    validate_record(found, RESULT_KEYS, ["best_step", "best_value"])
     assert (found["best_step"], found["best_value"]) == (best, float(np.float32(rows[best])))
     assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [best, 8]
     capsys.readouterr()
@@ -209,7 +209,7 @@ def test_hooks_count_in_no_speed_and_in_the_time_of_evaluation(tmp_path) -> None
     seconds = read_history(LocalStore(tmp_path / "run")).seconds
     spent = {bucket.value: each for bucket, each in seconds.items()}
     assert spent["evaluation"] >= 0.8
-    assert sum(found.attempt.progress.gaps()) <= spent["steps"] + 1e-6
+    assert sum(found.attempt.progress.get_step_seconds()) <= spent["steps"] + 1e-6
 
 
 def test_a_sample_of_text_is_written_at_evaluations(tmp_path) -> None:

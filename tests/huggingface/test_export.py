@@ -40,7 +40,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         state = {"step": jnp.int32(step), **tree({name: jnp.asarray(leaf) for name, leaf in leaves(step).items()})}
         attempt.save(str(step), state)
         assert attempt.saver.wait()
-    attempt.attempt.background.flush()
+    attempt.attempt.background_writer.flush()
     store.write("spec.yaml", dump_spec(counter(tmp_path / "other").resolved_spec()).encode())
     return attempt
 

@@ -168,7 +168,7 @@ def test_looking_while_a_run_trains_changes_neither_its_files_nor_its_bits(run: 
             super().save_or_stop()
             if self.step == 3:
                 self.checkpointer.settle()
-                self.attempt.background.flush()
+                self.attempt.background_writer.flush()
                 before = without_ledger(directory)
                 program = f"sys.exit(main(['sample', {str(directory)!r}]) or main(['evaluate', {str(directory)!r}]))"
                 program = f"import sys\nfrom runner.__main__ import main\n{program}"

@@ -44,7 +44,7 @@ def test_each_step_of_a_live_run_is_scored_once_until_it_is_done(tmp_path: Path)
             gpt(run, Judged, **changes(tmp_path))()
 
     found: list[dict[str, Any]] = []
-    for record in follow(open_run(str(run)), None, Hosts.alone(), wait=go_on):
+    for record in follow(open_run(str(run)), None, Hosts.single_process(), wait=go_on):
         found.append(record)
     assert waited == [2, 2]
     assert [record["step"] for record in found] == [2, 3, 4, 6]

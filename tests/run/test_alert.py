@@ -13,7 +13,7 @@ from experiments.counter import Counter
 from runner.errors import DivergedError
 from runner.run import notifications
 from runner.run.events import EVENTS
-from runner.run.notifications import HOUR_SECONDS, TOLD, Notifier
+from runner.run.notifications import HOUR_SECONDS, NOTIFIED_EVENTS, Notifier
 from runner.spec import NotifyConfig, read_spec
 from runner.storage import LocalStore, read_json
 from tests.support.tiny import counter, stop_after
@@ -58,13 +58,13 @@ def what_is_told(path: Path) -> list[tuple[str, int | None, str | None]]:
 
 
 def test_the_events_that_are_told_are_in_the_ledger() -> None:
-    assert TOLD.keys() <= {event.name for event in EVENTS}
+    assert NOTIFIED_EVENTS.keys() <= {event.name for event in EVENTS}
 
 
 def test_a_command_gets_all_that_it_needs_to_know(tmp_path: Path) -> None:
     alerts = Notifier(NotifyConfig(**appending(tmp_path / "told")), RUN)
-    alerts.hear("commit", 10, {})
-    alerts.hear("fallback", 20, {"rejected": 30, "reason": "flipped"})
+    alerts.on_event("commit", 10, {})
+    alerts.on_event("fallback", 20, {"rejected": 30, "reason": "flipped"})
     alerts.drain(600)
     (found,) = told(tmp_path / "told")
     assert found.pop("host")
@@ -81,7 +81,7 @@ def test_a_url_and_the_name_of_a_variable_that_holds_one_are_posted_to(
         (f"{base}/good", "$SOME_HOOK", f"{base}/bad", "$NO_SUCH_HOOK", "http://127.0.0.1:9/x")
     ):
         alerts = Notifier(NotifyConfig(webhook=url), RUN)
-        alerts.tell("done", number, None)
+        alerts.notify("done", number, None)
         alerts.drain(600)
     assert [each["step"] for each in server.told] == [0, 1, 2]  # type: ignore[attr-defined]
     lines = capsys.readouterr().err.splitlines()
@@ -107,7 +107,7 @@ def test_a_command_that_fails_or_hangs_costs_a_warning(
 ) -> None:
     monkeypatch.setattr(notifications, "DEADLINE_SECONDS", 0.1)
     alerts = Notifier(NotifyConfig(command=command), RUN)
-    alerts.tell("done", 1, None)
+    alerts.notify("done", 1, None)
     alerts.drain(600)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"notify: the command failed: {reason}")
@@ -130,7 +130,9 @@ def test_one_preemption_too_many_in_an_hour_is_told_and_the_next_is_not(
 ) -> None:
     events = [{"event": "preempt", "time": 2 * HOUR_SECONDS - 60 * each, "attempt": attempt} for each in minutes_ago]
     alerts = Notifier(NotifyConfig(preemptions_per_hour=2, **appending(tmp_path / "told")), RUN)
-    alerts.look_back(lambda: [{"event": "start", "time": 1.0, "attempt": 2}, {"event": "preempt"}, *events])
+    alerts.report_frequent_preemption(
+        lambda: [{"event": "start", "time": 1.0, "attempt": 2}, {"event": "preempt"}, *events]
+    )
     alerts.drain(600)
     assert what_is_told(tmp_path / "told") == [("preempted", None, "3 times within an hour")] * is_told
 
@@ -140,7 +142,7 @@ def test_a_ledger_that_cannot_be_read_costs_a_warning(capsys: pytest.CaptureFixt
         raise TimeoutError("the bucket is down")
 
     alerts = Notifier(NotifyConfig(command=["false"]), RUN)
-    alerts.look_back(fail)
+    alerts.report_frequent_preemption(fail)
     alerts.drain(600)
     assert capsys.readouterr().err.endswith("cannot be counted: TimeoutError: the bucket is down\n")
 
@@ -155,7 +157,7 @@ class Diverging(Counter):
 @pytest.mark.parametrize("code", [1, 2, 76])
 def test_an_end_that_is_tried_again_is_no_failure(code: int, tmp_path: Path) -> None:
     alerts = Notifier(NotifyConfig(**appending(tmp_path / "told")), RUN)
-    alerts.hear("failed", 5, {"code": code, "reason": "so"})
+    alerts.on_event("failed", 5, {"code": code, "reason": "so"})
     alerts.drain(600)
     assert what_is_told(tmp_path / "told") == [("failed", 5, "so")] * (code != 76)
 

@@ -6,42 +6,52 @@ import time
 
 import pytest
 
-from runner.distributed.clock import COUNTED, Clock, ClockReading, TimeBucket
+from runner.distributed.clock import COUNTED_BUCKETS, Clock, ClockReading, TimeBucket
 from runner.run import clock_file
-from runner.run.clock_file import HEAD_BYTES, NUM_SLOTS, decode, encode, encode_head, keep, name_of
+from runner.run.clock_file import (
+    HEAD_BYTES,
+    NUM_SLOTS,
+    decode_clock_file,
+    encode_header,
+    encode_slot,
+    get_clock_file_name,
+    start_clock_file,
+)
 from runner.storage import BackgroundWriter, LocalStore
 from tests.support.memory_bucket import memory_bucket
 
-SLOT_BYTES = len(encode(0, ClockReading(0.0, 0, 0.0, TimeBucket.STEPS, (0.0,) * len(COUNTED), None)))
+SLOT_BYTES = len(encode_slot(0, ClockReading(0.0, 0, 0.0, TimeBucket.STEPS, (0.0,) * len(COUNTED_BUCKETS), None)))
 
 
 def reading(step: int, code: int | None = None) -> ClockReading:
-    return ClockReading(1000.0 + step, step, 999.5, TimeBucket.EVALUATION, tuple(step + 0.5 for _ in COUNTED), code)
+    return ClockReading(
+        1000.0 + step, step, 999.5, TimeBucket.EVALUATION, tuple(step + 0.5 for _ in COUNTED_BUCKETS), code
+    )
 
 
 def content_of(*readings: ClockReading) -> bytes:
     """A file in which these stand one after the other."""
-    content = bytearray(encode_head(Clock()).ljust(HEAD_BYTES + NUM_SLOTS * SLOT_BYTES, b"\0"))
+    content = bytearray(encode_header(Clock()).ljust(HEAD_BYTES + NUM_SLOTS * SLOT_BYTES, b"\0"))
     for number, each in enumerate(readings):
         start = HEAD_BYTES + number % NUM_SLOTS * SLOT_BYTES
-        content[start : start + SLOT_BYTES] = encode(number, each)
+        content[start : start + SLOT_BYTES] = encode_slot(number, each)
     return bytes(content)
 
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_the_newest_reading_is_found(count):
     readings = [reading(step, code=0 if step == 8 else None) for step in range(count)]
-    assert decode(content_of(*readings)).reading == readings[-1]
+    assert decode_clock_file(content_of(*readings)).reading == readings[-1]
 
 
 def test_an_exit_code_is_the_last_word_though_a_beat_comes_after_it():
-    assert decode(content_of(reading(5), reading(6, code=75), reading(6))).reading.code == 75
+    assert decode_clock_file(content_of(reading(5), reading(6, code=75), reading(6))).reading.code == 75
 
 
 @pytest.mark.parametrize("between", range(4))
 def test_a_beat_that_is_written_after_later_steps_does_not_hide_them(between):
     steps = [reading(step) for step in range(3, 4 + between)]
-    assert decode(content_of(*steps, reading(2))).reading == steps[-1]
+    assert decode_clock_file(content_of(*steps, reading(2))).reading == steps[-1]
 
 
 def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_none():
@@ -51,11 +61,11 @@ def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_
     for place in range(HEAD_BYTES, len(whole)):
         flipped = bytearray(whole)
         flipped[place] ^= 0x41
-        found.add(decode(bytes(flipped)).reading)
+        found.add(decode_clock_file(bytes(flipped)).reading)
     assert found <= set(readings)
     for size in range(len(whole)):
         try:
-            assert decode(whole[:size]).reading in readings
+            assert decode_clock_file(whole[:size]).reading in readings
         except ValueError:
             assert size < HEAD_BYTES + SLOT_BYTES
 
@@ -67,14 +77,14 @@ def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_
 )
 def test_a_head_that_is_none_is_refused(head):
     with pytest.raises(ValueError, match=r"."):
-        decode(head.ljust(HEAD_BYTES) + content_of(reading(1))[HEAD_BYTES:])
+        decode_clock_file(head.ljust(HEAD_BYTES) + content_of(reading(1))[HEAD_BYTES:])
 
 
 def test_buckets_that_another_version_counts_are_told_by_name(monkeypatch):
-    fewer = COUNTED[1:]
+    fewer = COUNTED_BUCKETS[1:]
     content = content_of(reading(3))
     monkeypatch.setattr(clock_file, "COUNTED", fewer)
-    found = decode(content).reading
+    found = decode_clock_file(content).reading
     assert found.seconds == (3.5,) * len(fewer)
     assert found.bucket is TimeBucket.EVALUATION
 
@@ -83,16 +93,16 @@ def test_on_a_disk_each_step_stands_there_at_once_and_the_process_is_known(tmp_p
     (tmp_path / "attempts").mkdir()
     monkeypatch.setattr(clock_file, "_beat", lambda clock: None)
     store, clock = LocalStore(tmp_path), Clock()
-    keep(clock, store, 4, BackgroundWriter())
+    start_clock_file(clock, store, 4, BackgroundWriter())
     for step in range(1, 20):
-        clock.arrive(step)
-        kept = decode(store.read(name_of(4)))
+        clock.record_step(step)
+        kept = decode_clock_file(store.read(get_clock_file_name(4)))
         assert kept.reading.step == step
-    assert kept.is_process_there
+    assert kept.is_process_alive
     assert (kept.began, kept.pid) == (clock.began, os.getpid())
-    size = len(store.read(name_of(4)))
+    size = len(store.read(get_clock_file_name(4)))
     clock.end(76)
-    assert decode(store.read(name_of(4))).reading.code == 76
+    assert decode_clock_file(store.read(get_clock_file_name(4))).reading.code == 76
     assert size == HEAD_BYTES + NUM_SLOTS * SLOT_BYTES
 
 
@@ -109,36 +119,36 @@ def test_a_beat_that_the_disk_holds_up_comes_over_no_later_step(steps, tmp_path,
 
     monkeypatch.setattr(clock_file.os, "pwrite", hold)
     store, clock = LocalStore(tmp_path), Clock()
-    keep(clock, store, 1, BackgroundWriter())
+    start_clock_file(clock, store, 1, BackgroundWriter())
     while not held:
         time.sleep(0.001)
     for step in range(1, steps + 1):
-        clock.arrive(step)
+        clock.record_step(step)
     write(*held[0])
-    assert decode(store.read(name_of(1))).reading.step == steps
+    assert decode_clock_file(store.read(get_clock_file_name(1))).reading.step == steps
     clock.end(75)
     write(*held[0])
-    assert decode(store.read(name_of(1))).reading.code == 75
+    assert decode_clock_file(store.read(get_clock_file_name(1))).reading.code == 75
 
 
 @pytest.mark.parametrize("stands", ["nothing", "directory", "pipe", "link", "link to a file"])
 def test_what_stands_in_its_place_costs_the_record_at_most(stands, tmp_path, capsys):
     other = tmp_path / "other"
     other.write_bytes(b"mine")
-    path = tmp_path / name_of(1)
+    path = tmp_path / get_clock_file_name(1)
     if stands != "nothing":
         path.parent.mkdir()
     act = {"directory": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("nowhere")}
     act |= {"link to a file": lambda: path.symlink_to(other), "nothing": lambda: None}
     act[stands]()
     clock = Clock()
-    keep(clock, LocalStore(tmp_path), 1, BackgroundWriter())
-    clock.arrive(1)
+    start_clock_file(clock, LocalStore(tmp_path), 1, BackgroundWriter())
+    clock.record_step(1)
     clock.end(0)
     assert other.read_bytes() == b"mine"
     is_kept = stands not in ("nothing", "directory")
     assert ("cannot be written" in capsys.readouterr().err) is not is_kept
-    assert not is_kept or decode(path.read_bytes()).reading.step == 1
+    assert not is_kept or decode_clock_file(path.read_bytes()).reading.step == 1
 
 
 def test_in_a_bucket_it_is_put_again_and_again_and_at_the_end(monkeypatch):
@@ -150,14 +160,14 @@ def test_in_a_bucket_it_is_put_again_and_again_and_at_the_end(monkeypatch):
     write = store.write
 
     def count(name, content):
-        written.append(decode(content).reading.step)
+        written.append(decode_clock_file(content).reading.step)
         write(name, content)
 
     monkeypatch.setattr(store, "write", count)
-    keep(clock, store, 2, background)
+    start_clock_file(clock, store, 2, background)
     for step in range(1, 101):  # 10 s of steps, a beat each second
         now[0] += 0.1
-        clock.arrive(step)
+        clock.record_step(step)
         if step % 10 == 0:
             clock.beat()
     assert 4 <= len(written) <= 6
@@ -167,4 +177,4 @@ def test_in_a_bucket_it_is_put_again_and_again_and_at_the_end(monkeypatch):
         clock.beat()
     assert 5 <= len(written) - before <= 8
     clock.end(75)
-    assert decode(store.read(name_of(2))).reading.code == 75
+    assert decode_clock_file(store.read(get_clock_file_name(2))).reading.code == 75

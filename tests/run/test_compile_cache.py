@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.errors import FencedError
-from runner.process import free_port
+from runner.process import find_free_port
 from runner.run import compile_cache
 from runner.run.compile_cache import CompileCache
 from runner.storage import Store
@@ -35,7 +35,7 @@ from tests.support.servers import start_backend
 
 COMPILE = """
 import os, resource, signal, sys
-from runner.attempt.compile_cache import CompileCache
+from runner.run.compile_cache import CompileCache
 CompileCache().open()
 import jax
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -406,7 +406,7 @@ def test_two_processes_compile_nothing_again_on_fresh_machines_and_a_bucket(tmp_
         place = ["--coordinator", "127.0.0.1:{}", "--num-processes", "2", "--process-id"]
 
         def start(job: CloudJob, name: str) -> list[Attempt]:
-            words = [word.format(free_port()) for word in place]
+            words = [word.format(find_free_port()) for word in place]
             return [replace(job, cache=tmp_path / f"{name} {k}").start(*words, str(k)) for k in range(2)]
 
         def names() -> list[str]:
@@ -430,7 +430,7 @@ def test_two_processes_that_share_every_matrix_compile_nothing_again_on_fresh_ma
     place = ["--coordinator", "127.0.0.1:{}", "--num-processes", "2", "--process-id"]
 
     def start(name: str) -> list[Attempt]:
-        words = [word.format(free_port()) for word in place]
+        words = [word.format(find_free_port()) for word in place]
         arguments = ["runner", *job.arguments, *words]
         return [Attempt(replace(job, cache=tmp_path / f"{name} {k}"), [*arguments, str(k)], 2) for k in range(2)]
 

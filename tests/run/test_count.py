@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from runner.errors import MiscountError
-from runner.run.attempt import check_end, check_step
+from runner.run.attempt import validate_end, validate_step
 
 
 @pytest.mark.parametrize(("step", "last_step"), [(0, 0), (1, 0), (13, 12), (12, 12), (40, 12), (40, 40), (50, 50)])
 def test_a_step_may_stand_still_or_go_on_up_to_the_end(step, last_step):
-    check_step("a:Job", step, last_step, total_steps=40)
+    validate_step("a:Job", step, last_step, total_steps=40)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_step_may_stand_still_or_go_on_up_to_the_end(step, last_step):
 )
 def test_what_is_no_count_is_refused_in_one_line_with_job_step_and_total(step, words):
     with pytest.raises(MiscountError) as caught:
-        check_step("a:Job", step, last_step=12, total_steps=40)
+        validate_step("a:Job", step, last_step=12, total_steps=40)
     (line,) = str(caught.value).splitlines()
     assert line.startswith("a:Job: step ")
     assert words in line
@@ -44,11 +44,11 @@ def test_what_is_no_count_is_refused_in_one_line_with_job_step_and_total(step, w
 
 def test_a_step_beyond_a_lowered_end_may_go_no_further():
     with pytest.raises(MiscountError, match="is 51, beyond the end"):
-        check_step("a:Job", 51, last_step=50, total_steps=40)
+        validate_step("a:Job", 51, last_step=50, total_steps=40)
 
 
 def test_the_end_is_the_last_step_and_not_before():
-    check_end("a:Job", 40, last_step=40, total_steps=40)
-    check_end("a:Job", 50, last_step=50, total_steps=40)
+    validate_end("a:Job", 40, last_step=40, total_steps=40)
+    validate_end("a:Job", 50, last_step=50, total_steps=40)
     with pytest.raises(MiscountError, match=r"^a:Job: run returned at step 39 of 40: the job is not done"):
-        check_end("a:Job", 39, last_step=39, total_steps=40)
+        validate_end("a:Job", 39, last_step=39, total_steps=40)

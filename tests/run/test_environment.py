@@ -57,7 +57,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_versions_are_those_that_are_installed() -> None:
-    found = environment.versions()
+    found = environment.collect_versions()
     assert {"python", "jax", "jaxlib"} <= set(found) <= {"python", "jax", "jaxlib", "runner", "libtpu"}
     assert all(isinstance(version, str) and version for version in found.values())
 
@@ -65,13 +65,13 @@ def test_versions_are_those_that_are_installed() -> None:
 def test_the_commit_is_that_of_the_checkout_that_holds_the_job(checkout: Path) -> None:
     job_class = job_class_in(checkout / "inner" / "job.py")
     commit = git(checkout, "rev-parse", "HEAD")
-    assert environment.commit_of(job_class) == {"commit": commit, "dirty": False}
+    assert environment.find_commit(job_class) == {"commit": commit, "dirty": False}
     (checkout / "file").write_text("changed")
-    assert environment.commit_of(job_class) == {"commit": commit, "dirty": True}
+    assert environment.find_commit(job_class) == {"commit": commit, "dirty": True}
 
 
 def test_what_is_installed_below_a_checkout_is_not_of_its_commit(checkout: Path) -> None:
-    assert environment.commit_of(job_class_in(checkout / "installed" / "job.py")) == {}
+    assert environment.find_commit(job_class_in(checkout / "installed" / "job.py")) == {}
 
 
 def no_repository(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +95,11 @@ def test_without_an_answer_of_git_there_is_no_commit_and_no_error(
 ) -> None:
     job_class = job_class_in(tmp_path / "job.py")
     lack(tmp_path, monkeypatch)
-    assert environment.commit_of(job_class) == {}
+    assert environment.find_commit(job_class) == {}
 
 
 def test_a_class_without_a_file_has_no_commit() -> None:
-    assert environment.commit_of(int) == {}
+    assert environment.find_commit(int) == {}
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def test_a_class_without_a_file_has_no_commit() -> None:
     ],
 )
 def test_a_change_is_told_in_a_few_words(change: dict[str, Any], words: list[str]) -> None:
-    assert environment.changes(BEFORE, BEFORE | change) == words
-    assert bool(environment.changes(BEFORE | change, BEFORE)) == bool(words)
+    assert environment.compare_environments(BEFORE, BEFORE | change) == words
+    assert bool(environment.compare_environments(BEFORE | change, BEFORE)) == bool(words)
 
 
 def test_what_one_of_the_two_does_not_know_is_no_change() -> None:
     for key in BEFORE:
         some = {other: value for other, value in BEFORE.items() if other != key}
-        assert environment.changes(some, BEFORE) == []
-        assert environment.changes(BEFORE, some) == []
+        assert environment.compare_environments(some, BEFORE) == []
+        assert environment.compare_environments(BEFORE, some) == []
 
 
 def test_start_and_manifest_hold_it_and_a_resume_says_what_has_changed(
@@ -141,8 +141,8 @@ def test_start_and_manifest_hold_it_and_a_resume_says_what_has_changed(
     stop_at(3)
     manifest = json.loads((tmp_path / "run/checkpoints/3/manifest.json").read_text())
     (start,) = events("start")
-    assert start["versions"] == manifest["environment"]["versions"] == environment.versions()
-    assert start["cpus"] == manifest["environment"]["cpus"] == environment.num_threads()
+    assert start["versions"] == manifest["environment"]["versions"] == environment.collect_versions()
+    assert start["cpus"] == manifest["environment"]["cpus"] == environment.count_xla_threads()
     assert start["hosts"] == manifest["environment"]["hosts"] == [socket.gethostname()]
     stop_at(6)
     assert events("changed") == []

@@ -32,14 +32,14 @@ def test_a_newer_attempt_fences_the_older_one(store):
     older, newer = Fence(store), Fence(store)
     older.claim()
     older.check()
-    older.glance()
+    older.check_locally()
     newer.claim()
     with pytest.raises(FencedError, match=r"attempt 2 has taken over .*; attempt 1 stops"):
         older.check()
     with pytest.raises(FencedError, match=r"attempt 2 has taken over .*; attempt 1 stops"):
-        older.glance()
+        older.check_locally()
     newer.check()
-    newer.glance()
+    newer.check_locally()
 
 
 def test_a_glance_on_a_disk_sees_a_newer_attempt_by_itself(tmp_path):
@@ -47,7 +47,7 @@ def test_a_glance_on_a_disk_sees_a_newer_attempt_by_itself(tmp_path):
     older.claim()
     Fence(LocalStore(tmp_path)).claim()
     with pytest.raises(FencedError):
-        older.glance()
+        older.check_locally()
 
 
 def test_a_glance_in_a_bucket_asks_nobody(tmp_path):
@@ -57,7 +57,7 @@ def test_a_glance_in_a_bucket_asks_nobody(tmp_path):
     Fence(memory_bucket(driver)).claim()
     asked = []
     driver.before = lambda verb, key: asked.append(verb)
-    older.glance()
+    older.check_locally()
     assert not asked
     with pytest.raises(FencedError):
         older.check()

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from runner.run.attempt import lines_at_the_end
+from runner.run.attempt import format_end_lines
 from tests.support.tiny import counter, gpt
 
 
 def test_the_lines_are_few_and_none_looks_like_the_one_that_scripts_read() -> None:
-    lines = lines_at_the_end("runs/x", 7)
+    lines = format_end_lines("runs/x", 7)
     assert len(lines) == 3
     assert all(line == line.strip() and "\n" not in line and len(line) <= 120 for line in lines)
     assert not any(re.search(r"done at step|attempt \d+ in", line) for line in lines)
@@ -22,7 +22,7 @@ def test_the_files_that_are_named_are_there_and_of_a_model_the_last_line_shows_i
     make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "run", **{"config.train.total_steps" if make is gpt else "config.total_steps": 3})()
-    found = re.fullmatch(r"files: (\S+) \((.*) \.\.\.\)", lines_at_the_end(str(tmp_path / "run"), 3)[0])
+    found = re.fullmatch(r"files: (\S+) \((.*) \.\.\.\)", format_end_lines(str(tmp_path / "run"), 3)[0])
     assert found is not None
     for name in found[2].split(", "):
         assert (Path(found[1]) / name).exists()

@@ -9,7 +9,7 @@ import pytest
 
 from runner.console import LOGGER, say, warn
 from runner.run import logs
-from runner.run.logs import begin_log_file, finish_log_file, keep_log_file
+from runner.run.logs import drain_log_file, install_log_file, open_log_file
 from runner.storage import BackgroundWriter, LocalStore, Store
 from tests.support.memory_bucket import memory_bucket
 
@@ -19,7 +19,7 @@ def _kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
     root = logging.getLogger()
     handlers = list(root.handlers), list(LOGGER.handlers)
-    keep_log_file()
+    install_log_file()
     yield
     root.handlers[:], LOGGER.handlers[:] = handlers
 
@@ -30,7 +30,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def begin(store: Store) -> None:
-    begin_log_file(store, "job1234", 7, 1, BackgroundWriter())
+    open_log_file(store, "job1234", 7, 1, BackgroundWriter())
 
 
 def messages(store: Store, name: str = "000007.1.log") -> list[str]:
@@ -43,7 +43,7 @@ def test_all_that_is_said_ends_in_the_directory_also_what_came_before_it_was_cla
     begin(store)
     warn("straggler\n\x1b[2J")
     logging.getLogger("some.library").warning("of a library")
-    finish_log_file()
+    drain_log_file()
     assert messages(store) == ["INFO [1] early", r"WARNING [1] straggler\n\x1b[2J", "WARNING [1] of a library"]
 
 
@@ -52,7 +52,7 @@ def test_a_long_log_keeps_its_newest_lines_and_says_so(store: Store, monkeypatch
     begin(store)
     for number in range(200):
         say(f"line {number}")
-    finish_log_file()
+    drain_log_file()
     first, *kept = messages(store)
     assert first.endswith("are in 000007.1.log.1; those before that, if there were any, are gone")
     numbers = [int(line.split()[-1]) for line in messages(store, "000007.1.log.1")[1:] + kept]
@@ -69,16 +69,16 @@ def test_a_disk_that_is_full_or_refuses_costs_the_log_and_one_line(
     begin(LocalStore(tmp_path))
     for _ in range(3):
         say("on")
-    finish_log_file()
+    drain_log_file()
     shown, warned = capsys.readouterr()
     assert (shown, len(warned.splitlines())) == ("on\n" * 3, 1)
 
 
 def test_who_keeps_a_log_twice_has_one_file(tmp_path: Path) -> None:
-    keep_log_file()
+    install_log_file()
     begin(LocalStore(tmp_path))
     say("once")
-    finish_log_file()
+    drain_log_file()
     assert messages(LocalStore(tmp_path)) == ["INFO [1] once"]
 
 
@@ -89,10 +89,10 @@ def test_a_disk_that_hangs_holds_up_neither_who_speaks_nor_the_end(
     monkeypatch.setattr(logs._Appender, "emit", lambda *_: free.wait())
     monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.01)
     monkeypatch.setattr(logs, "QUEUE_LINES", 2)
-    keep_log_file()
+    install_log_file()
     begin(LocalStore(tmp_path))
     for _ in range(5):
         say("on")
-    finish_log_file()
+    drain_log_file()
     free.set()
     assert capsys.readouterr().out == "on\n" * 5

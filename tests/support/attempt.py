@@ -19,12 +19,12 @@ def make_attempt(store: Store, log: JsonlLog | None = None) -> Attempt:
     fence, background = Fence(store), BackgroundWriter()
     number = fence.claim()
     events = EventLog(log or open_log(store, "events", f"{number:06}.0", background), number, 0)
-    hosts = Hosts.alone()
+    hosts = Hosts.single_process()
     return Attempt(number, "run", store, hosts, StopNotice(), Progress(), fence, events, background)
 
 
 def start(job: JobType) -> JobType:
     """Take `job` to the point where a run would make its first step, without a watchdog."""
-    job.claim(Hosts.alone(), StopNotice(), Progress())
+    job.claim(Hosts.single_process(), StopNotice(), Progress())
     job.begin()
     return job

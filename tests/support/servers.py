@@ -46,7 +46,7 @@ from google.api_core.exceptions import NotFound
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
-from runner.process import free_port
+from runner.process import find_free_port
 from tests.support.leftover import outliving
 from tests.support.local_server import LocalServer, QuietHandler
 
@@ -113,7 +113,7 @@ class Server(ABC):
     name: str
 
     def __init__(self) -> None:
-        self.port = free_port()
+        self.port = find_free_port()
         self._locks: dict[str, threading.Lock] = {}
         self._room = threading.BoundedSemaphore(UPSTREAM_CONNECTIONS)
         self._process, self._log = _start_kept(self._command(self.port))

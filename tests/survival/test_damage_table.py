@@ -20,7 +20,7 @@ from runner.checkpoint.inspect import VerifyDepth, report
 from runner.checkpoint.manifest import committed
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, RunnerError
 from runner.run.attempt import IncidentRecorder
-from runner.run.layout import EXPENDABLE, LAYOUT
+from runner.run.layout import LAYOUT, OPTIONAL_ENTRIES
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.attempt import start
 from tests.support.damage import ERRORS, damages_of, give_errors
@@ -91,7 +91,7 @@ def template(kind: str) -> Path:
     base = Path(os.environ["RUNNER_TESTS_SESSION"]) / "damage" / f"{kind}.{os.getpid()}"
     (base / BESIDE).mkdir(parents=True)
     RUNS[kind](base)
-    for name in (*LAYOUT, *EXPENDABLE):  # what only other jobs have
+    for name in (*LAYOUT, *OPTIONAL_ENTRIES):  # what only other jobs have
         path = base / "run" / name
         if not path.exists() and name != "result.json":
             path.touch() if LAYOUT.get(name) == "a file" else path.mkdir()
@@ -225,7 +225,7 @@ def test_a_damage_ends_in_the_same_bits_or_is_refused(
 
 def test_every_name_in_a_directory_has_its_kind() -> None:
     names = {path.name for kind in RUNS for path in (template(kind) / "run").iterdir()}
-    assert names == {*LAYOUT, *EXPENDABLE}
+    assert names == {*LAYOUT, *OPTIONAL_ENTRIES}
 
 
 # Names that no run gives.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.process import free_port
+from runner.process import find_free_port
 from tests.support.harness import Attempt, Job, undisturbed
 
 pytestmark = pytest.mark.soak
@@ -129,7 +129,7 @@ class HostAttempt(Attempt):
 
 
 def start(job: Job) -> list[HostAttempt]:
-    port = free_port()
+    port = find_free_port()
     return [HostAttempt(job, host, port) for host in range(3)]
 
 

@@ -98,7 +98,7 @@ def test_stopped_and_resumed_they_have_the_bits_of_the_whole_run(directory, whol
 
 def test_what_is_shaped_like_a_parameter_lies_as_that_and_all_else_is_everywhere(directory, whole):
     sharded = job(directory / "sharded", **set_mesh(2, 2, 2))
-    sharded.setup(Hosts.alone())
+    sharded.setup(Hosts.single_process())
     for state in (sharded.abstract_state(), sharded.init_state()):
         table = state.params["Embed_0"]["embedding"].sharding
         assert not table.is_fully_replicated

@@ -123,11 +123,9 @@ def test_evaluation_sees_them(whole):
     rows = parse_lines(whole.store.read("metrics.jsonl"))
     state, loss = whole.state, rows[-1]["val/loss"]
     fresh = whole.train_setup.init_state().variables
-    assert whole.validation.evaluate(whole.weights(state), STEPS, Hosts.alone())["val/loss"] == loss
-    assert (
-        whole.validation.evaluate(whole.weights(state.replace(variables=fresh)), STEPS, Hosts.alone())["val/loss"]
-        != loss
-    )
+    hosts = Hosts.single_process()
+    assert whole.validation.evaluate(whole.weights(state), STEPS, hosts)["val/loss"] == loss
+    assert whole.validation.evaluate(whole.weights(state.replace(variables=fresh)), STEPS, hosts)["val/loss"] != loss
 
 
 class OfFlax(nn.Module):

@@ -45,7 +45,7 @@ def test_epochs_are_the_run_of_so_many_steps_and_resume_to_its_bits(
     job(tmp_path, "steps", **steps)()
     stopped = job(tmp_path, "run")
     with pytest.raises(PreemptedError):
-        stopped(Hosts.alone(), StopAfter(stopped, 3))
+        stopped(Hosts.single_process(), StopAfter(stopped, 3))
     job(tmp_path, "run")()
     assert (tmp_path / "run" / "result.json").read_bytes() == (tmp_path / "steps" / "result.json").read_bytes()
     assert job(tmp_path, "run").done

@@ -118,7 +118,7 @@ def test_gpt2_small_takes_what_its_published_sizes_say():
 
 def test_a_job_has_a_number_without_a_formula_and_gpts_formula_halves_attention(tmp_path):
     job = gpt(tmp_path / "run", **{"config.memory.remat": "layers", "config.memory.loss_chunk_positions": 4})
-    job.setup(Hosts.alone())
+    job.setup(Hosts.single_process())
     width, length, layers = 32, 16, 2
     counted, by_formula = BaseTrainer.flops_per_token(job, job.train_setup), job.flops_per_token(job.train_setup)
     matmuls = 6 * (layers * 12 * width**2 + 256 * width)

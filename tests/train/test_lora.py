@@ -92,7 +92,7 @@ def tokens(job: BaseTrainer, num_steps: int = 1) -> dict[str, jax.Array]:
 
 def begun(job: BaseTrainer, base: BaseTrainer) -> Any:
     """The state at step 0 beside the base."""
-    job.setup(Hosts.alone())
+    job.setup(Hosts.single_process())
     return replace_base(job.train_setup.init_state(), get_model_weights(base.state))
 
 
@@ -203,7 +203,9 @@ def test_who_looks_sees_the_sum(whole, weights):
     for leaf, found in named(opened["params"]).items():
         np.testing.assert_allclose(found, named(seen)[leaf], rtol=1e-6, atol=1e-7)
     row = parse_lines(whole.store.read("metrics.jsonl"))[-1]
-    scored = next(iter(evaluate(open_run(str(whole.store.root)), EvaluationRequest(weights=weights), Hosts.alone())))
+    scored = next(
+        iter(evaluate(open_run(str(whole.store.root)), EvaluationRequest(weights=weights), Hosts.single_process()))
+    )
     key = "val/loss" if weights == "params" else f"val/{weights}/loss"
     assert scored["loss"] == pytest.approx(row[key], rel=1e-6)
     pieces = sample(open_run(str(whole.store.root)), SampleRequest("1 ", num_tokens=3, weights=weights))
@@ -241,7 +243,7 @@ def test_what_cannot_be_is_refused_in_a_line(case, tmp_path):
     document = gpt_document(tmp_path / "run", **COMMON | {"config.model": SIZES} | beside | changes)
 
     def begin() -> None:
-        PretrainGPT(ExecutionSpec.model_validate(document)).setup(Hosts.alone())
+        PretrainGPT(ExecutionSpec.model_validate(document)).setup(Hosts.single_process())
 
     with pytest.raises(InvalidError, match=message) as error:  # exit code 2
         begin()

@@ -115,7 +115,7 @@ def test_in_a_bucket_a_profile_is_copied_there(
     for step in range(4):
         profiler.at(step)
     profiler.close(3)
-    attempt.background.flush()
+    attempt.background_writer.flush()
     (event,) = events(store)
     assert sorted(store.sizes(event["path"])) == ["memory.prof", "trace"]
 

@@ -42,7 +42,7 @@ def test_rows_that_were_kept_beside_a_state_are_gone_on_from_unless_a_later_atte
     kept = first.attachments()
 
     crashed = next_report(store, tmp_path)
-    assert crashed.problem_with(kept) is None
+    assert crashed.find_problem(kept) is None
     crashed.resume(4, kept)
     assert [row["step"] for row in read_rows(store)] == [1, 2, 3, 4]
     tokens = 4 * gpt(tmp_path / "job").config.tokens_per_step
@@ -52,7 +52,7 @@ def test_rows_that_were_kept_beside_a_state_are_gone_on_from_unless_a_later_atte
 
     elsewhere = next_report(store, tmp_path)
     elsewhere.resume(2, {})
-    problem = next_report(store, tmp_path).problem_with(kept)
+    problem = next_report(store, tmp_path).find_problem(kept)
     assert problem in [f"a later attempt went back behind step {step}, which its rows follow" for step in (3, 4)]
 
 
@@ -61,7 +61,7 @@ def test_rows_that_were_kept_torn_are_a_problem_and_none_are_not(store: Store, t
     report.resume(0, {})
     add(report, 1, 2)
     kept = report.attachments()[METRICS]
-    assert next_report(store, tmp_path).problem_with({METRICS: kept[:-9]}) == (
+    assert next_report(store, tmp_path).find_problem({METRICS: kept[:-9]}) == (
         "the rows that were kept beside it are not whole"
     )
-    assert next_report(store, tmp_path).problem_with({}) is None
+    assert next_report(store, tmp_path).find_problem({}) is None

@@ -88,5 +88,5 @@ def test_an_attempt_that_goes_on_on_the_same_data_reads_none_of_many_ids_again(
     store = LocalStore(tmp_path / "run")
     store.write("checkpoints/4/manifest.json", Manifest(name="4", step=4, identity=identity).encode())
     scanned = count_scans(monkeypatch)
-    share_ids(dataset, store, Hosts.alone())
+    share_ids(dataset, store, Hosts.single_process())
     assert (scanned, dataset.vocabulary_size) == (([4000], 200) if has_other_data else ([], 300))

@@ -200,7 +200,7 @@ def test_other_parameters_than_the_models_are_refused(tmp_path):
             return {"params": {"all": variables["params"]}}, {"params": {"all": shardings["params"]}}
 
     with pytest.raises(InvalidError, match="sharded_init returns other parameters"):
-        gpt(tmp_path / "run", Others).setup(Hosts.alone())
+        gpt(tmp_path / "run", Others).setup(Hosts.single_process())
 
 
 def test_sharded_init_may_be_replaced_where_the_mesh_is_abstract(tmp_path):

@@ -149,7 +149,7 @@ def whole(directory):
 
 def test_they_lie_on_the_mesh_as_their_names_say(directory):
     sharded = job(directory / "sharded", **set_mesh(2, 2, 2))
-    sharded.setup(Hosts.alone())
+    sharded.setup(Hosts.single_process())
     for state in (sharded.abstract_state(), sharded.init_state()):
         leaf = state.variables["balance"]["bias"]
         assert math.prod(leaf.sharding.shard_shape(leaf.shape)) == V // 4
