@@ -83,7 +83,7 @@ def test_a_head_that_is_none_is_refused(head):
 def test_buckets_that_another_version_counts_are_told_by_name(monkeypatch):
     fewer = COUNTED_BUCKETS[1:]
     content = content_of(reading(3))
-    monkeypatch.setattr(clock_file, "COUNTED", fewer)
+    monkeypatch.setattr(clock_file, "COUNTED_BUCKETS", fewer)
     found = decode_clock_file(content).reading
     assert found.seconds == (3.5,) * len(fewer)
     assert found.bucket is TimeBucket.EVALUATION

@@ -147,7 +147,7 @@ def test_start_and_manifest_hold_it_and_a_resume_says_what_has_changed(
     stop_at(6)
     assert events("changed") == []
     assert "changed since" not in capsys.readouterr().out
-    monkeypatch.setattr(environment, "versions", lambda: {"jax": "99"})
+    monkeypatch.setattr(environment, "collect_versions", lambda: {"jax": "99"})
     stop_at(9)
     (changed,) = events("changed")
     assert changed["step"] == 6
