@@ -55,7 +55,7 @@ me = hosts.process_id
 result = {"me": [me, hosts.num_processes, hosts.is_main]}
 result["agree"] = [hosts.agree({"step": 3 + me}), hosts.agree(f"second {me}")]
 result["gather"] = hosts.gather([me, None])
-result["main_first"] = hosts.run_on_main(lambda: f"done by {me}")
+result["run_on_main"] = hosts.run_on_main(lambda: f"done by {me}")
 
 def refuse():
     raise InvalidError(f"refused by {me}")
@@ -102,7 +102,7 @@ def test_host_0_decides_and_every_host_hears(two):
     assert [host["me"] for host in two] == [[0, 2, True], [1, 2, False]]
     for host in two:
         assert host["agree"] == [{"step": 3}, "second 0"]
-        assert host["main_first"] == "done by 0"
+        assert host["run_on_main"] == "done by 0"
         assert host["after"] == "still in step"
 
 

@@ -48,13 +48,13 @@ def test_gathers_leave_the_keys_of_the_last_two_and_the_next():
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_calls_brings_the_same_answers_to_every_host(seed):
     coordinator = MemoryCoordinator(5)
-    calls = random.Random(seed).choices(["agree", "gather", "main_first"], weights=[30, 1, 3], k=1000)
+    calls = random.Random(seed).choices(["agree", "gather", "run_on_main"], weights=[30, 1, 3], k=1000)
 
     def call_all(hosts):
         act = {
             "agree": lambda number: hosts.agree([number, hosts.process_id]),
             "gather": lambda number: hosts.gather([number, hosts.process_id]),
-            "main_first": lambda number: hosts.run_on_main(lambda: [number, hosts.process_id]),
+            "run_on_main": lambda number: hosts.run_on_main(lambda: [number, hosts.process_id]),
         }
         return [act[name](number) for number, name in enumerate(calls)]
 
