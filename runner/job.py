@@ -42,11 +42,11 @@ from runner.spec import (
     ExecutionSpec,
     JobConfig,
     Trajectory,
-    document_of,
+    compute_trajectory,
     dump_spec,
-    spec_without_unread_hooks,
-    trajectory,
+    make_document,
     validate_config,
+    validate_hooks,
 )
 from runner.storage import JsonObject
 
@@ -62,8 +62,8 @@ class RestoreableJob:
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         """Check `spec.config` against `Config`. `document` is where the spec came from, for errors with a line."""
-        self.document = document_of(spec) if document is None else document
-        self.spec = spec_without_unread_hooks(self.document, spec, type(self))
+        self.document = make_document(spec) if document is None else document
+        self.spec = validate_hooks(self.document, spec, type(self))
         self.config: Any = validate_config(self.document, self.Config)
         self.store = open_directory(self.document, spec)
         self.compile_cache = CompileCache(self.store if spec.shares_compiled_programs else None)
@@ -116,7 +116,7 @@ class RestoreableJob:
 
     def identity(self) -> Trajectory:
         """What defines the trajectory, by dotted key: a resumed job must have the same. Needs `setup`."""
-        return trajectory(self.spec, self.config)
+        return compute_trajectory(self.spec, self.config)
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -178,13 +178,13 @@ class RestoreableJob:
     def claim(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
         """Check all that can be checked, and take the next attempt: from here on every earlier one is fenced."""
         self.setup(hosts)
-        identity, abstract = trajectory(self.spec, self.config), self.abstract_state()
+        identity, abstract = compute_trajectory(self.spec, self.config), self.abstract_state()
         hosts.run_on_main(lambda: self.validate_checkpoints(abstract))
         validate_leaves(abstract)
         attempt = claim_attempt(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
         self.attempt = attempt
         stop.on_idle_exit = lambda: attempt.record_idle_exit(self.step)
-        with self.document.blaming("checkpoint.local_directory"):
+        with self.document.errors_at("checkpoint.local_directory"):
             self.checkpointer = Checkpointer(attempt, self.spec, self.identity(), abstract)
         devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
         attempt.start(self.spec.name, total_steps=self.total_steps, **devices)
@@ -204,7 +204,7 @@ class RestoreableJob:
 
     def check_directory_and_ask_if_done(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
-        identity = trajectory(self.spec, self.config)
+        identity = compute_trajectory(self.spec, self.config)
         validate_directory(
             self.store, self.spec.name, RunIdentity(self.document, self.config, identity, self.unread_keys)
         )
@@ -214,14 +214,16 @@ class RestoreableJob:
         """Those of the directory; where it has none, weights that do not fit `abstract`. Main host, after `setup`."""
         claimant = RunIdentity(self.document, self.config, self.identity(), self.unread_keys)
         if not validate_checkpoints(self.store, claimant):
-            check_source(self.document, self.spec.checkpoint.weights, self.family, lambda: self.weights(abstract))
+            check_source(
+                self.document, self.spec.checkpoint.initial_weights, self.family, lambda: self.weights(abstract)
+            )
 
     def _restore_or_init(self) -> None:
         """Take up the newest good checkpoint, or begin at step 0, and save the resolved spec."""
         attempt, started = self.attempt, time.monotonic()
         found = self.checkpointer.restore(lambda attachments: self.report.find_problem(attachments))
         if found is None:
-            self.state, rule = self.init_state(), self.spec.checkpoint.weights
+            self.state, rule = self.init_state(), self.spec.checkpoint.initial_weights
             if rule is not None:
                 whole = self.weights(self.state)
                 weights = load_source(self.document, rule, self.family, whole, self.checkpointer, attempt)

@@ -226,7 +226,7 @@ class BaseTrainer(HookedJob):
 
     def setup(self, hosts: Hosts) -> None:
         """Check the devices, the mesh, the batch and the data against the spec."""
-        with self.document.blaming("topology.accelerator"):
+        with self.document.errors_at("topology.accelerator"):
             validate_hardware(self.spec, self.topology, self.config)
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.validate_vocabulary(self.vocabulary_size)

@@ -6,10 +6,10 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError, SpecError
 from runner.spec import (
     ExecutionSpec,
+    compute_trajectory,
     dump_spec,
     json_schema,
     parse_document,
-    trajectory,
     validate_config,
     validate_spec,
 )
@@ -208,7 +208,7 @@ def changed(override: str, *base: str) -> set[str]:
 
     def keys(*overrides: str) -> dict[str, object]:
         document = parse_document(CONTRACT, "x", overrides)
-        return trajectory(validate_spec(document), validate_config(document, Config))
+        return compute_trajectory(validate_spec(document), validate_config(document, Config))
 
     before, after = keys(*base), keys(*base, override)
     return {key for key in before | after if before.get(key) != after.get(key)}

@@ -29,7 +29,7 @@ from runner.errors import DataError, DivergedError, InvalidError, PreemptedError
 from runner.optim.groups import Parameter
 from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
-from runner.spec import hash_of, parse_document, read_spec, validate_config, validate_spec
+from runner.spec import hash_record, parse_document, read_spec, validate_config, validate_spec
 from runner.storage import LocalStore, read_json, read_log
 from runner.train.checks import list_local_options
 from tests.support.tiny import (
@@ -486,7 +486,7 @@ def test_a_run_that_was_begun_with_keys_that_nothing_reads_goes_on_without_them(
         assert content["identity"]["config.optimizer.momentum"] == 0.9
         content["identity"]["config.optimizer.momentum"] = 0.5
         if content.pop("digest", None) is not None:
-            content["digest"] = hash_of(content)
+            content["digest"] = hash_record(content)
         path.write_text(json.dumps(content))
     with pytest.raises(InvalidError, match=r"config\.optimizer\.b1"):
         gpt(again, RecordingGPT, **JOB, **{"config.optimizer.b1": 0.5})()

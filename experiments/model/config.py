@@ -31,7 +31,7 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError
 from runner.optim.groups import Parameter
 from runner.spec import Auto, FrozenModel
-from runner.spec.document import nearest_or_all
+from runner.spec.document import suggest_choices
 from runner.storage import JsonObject
 
 _OPTIMIZER = "adamw"  # to which the column applies
@@ -213,7 +213,7 @@ class DecoderConfig(WidthScaledConfig):
             return data
         name = data["preset"]
         if name not in PRESETS:
-            raise ValueError(f"unknown preset {name[:60]!r}{nearest_or_all(name, sorted(PRESETS))}")
+            raise ValueError(f"unknown preset {name[:60]!r}{suggest_choices(name, sorted(PRESETS))}")
         preset = PRESETS[name]
         sections = {
             key: preset[key] | data[key]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from experiments.model.config import DecoderConfig, LayerKind
 from experiments.model.rotary import LinearScaling, Llama3Scaling, Rope
 from runner.errors import InvalidError
-from runner.spec.document import nearest_or_all
+from runner.spec.document import suggest_choices
 from runner.storage import JsonObject
 
 Json = JsonObject
@@ -22,7 +22,7 @@ def decoder_of(config: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises `InvalidError`, one line, if it describes none that is known."""
     name = config.get("model_type")
     if name not in FAMILIES:
-        raise InvalidError(f"model_type: got {str(name)[:60]!r}{nearest_or_all(str(name), list(FAMILIES))}")
+        raise InvalidError(f"model_type: got {str(name)[:60]!r}{suggest_choices(str(name), list(FAMILIES))}")
     return _read(FAMILIES[name], config)
 
 

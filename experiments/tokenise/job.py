@@ -102,25 +102,25 @@ class Tokenise(RestoreableJob):
     @functools.cached_property
     def output(self) -> Store:
         """Where the corpus goes."""
-        with self.document.blaming("config.output"):
+        with self.document.errors_at("config.output"):
             return open_store(self.config.output or f"{self.store.url}/corpus")
 
     @functools.cached_property
     def files(self) -> tuple[InputFile, ...]:
         """What is read, as it was found at the start."""
-        with self.document.blaming("config.source"):
+        with self.document.errors_at("config.source"):
             return find_files(self.config.source)
 
     @functools.cached_property
     def pieces(self) -> list[Piece]:
         """The work."""
-        with self.document.blaming("config.source"):
+        with self.document.errors_at("config.source"):
             return cut_into_pieces(self.files, self.config.shard_bytes)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokenizer; one that is trained is there from `prepare` on."""
-        with self.document.blaming("config.tokenizer"):
+        with self.document.errors_at("config.tokenizer"):
             if isinstance(self.config.tokenizer, BpeConfig):
                 return trained_vocabulary(self.output)
             return read_vocabulary(self.config.tokenizer)
@@ -128,13 +128,13 @@ class Tokenise(RestoreableJob):
     @functools.cached_property
     def separator(self) -> int | None:
         """The id that ends every document."""
-        with self.document.blaming("config.separator"):
+        with self.document.errors_at("config.separator"):
             return self.vocabulary.separator(self.config.separator)
 
     @functools.cached_property
     def chat(self) -> ChatReader | None:
         """How lines become dialogues."""
-        with self.document.blaming("config.chat.template"):
+        with self.document.errors_at("config.chat.template"):
             return None if self.config.chat is None else load_chat(self.config.chat)
 
     @property
@@ -213,15 +213,15 @@ class Tokenise(RestoreableJob):
 
     def _check_output(self) -> None:
         """Refuse an output that is another run's or was begun from other files. Main host only; changes nothing."""
-        with self.document.blaming("config.output"):
+        with self.document.errors_at("config.output"):
             corpus.validate_owner(self.output, self.store.url)
-        with self.document.blaming("config.source"):
+        with self.document.errors_at("config.source"):
             corpus.validate_sources_unchanged(self.output, self.files)
 
     def _begin_output(self) -> None:
         """Main host only."""
         output, attempt, config = self.output, self.attempt, self.config
-        with self.document.blaming("config.output"):
+        with self.document.errors_at("config.output"):
             try:
                 if output.root is None:
                     probe(output)
@@ -233,7 +233,7 @@ class Tokenise(RestoreableJob):
             attempt.say(f"{self.spec.name}: training a BPE of {config.tokenizer.vocabulary_size:,} tokens")
             sample = sample_of(self.pieces, config.tokenizer.sample_bytes, config.field, config.skip_bad)
             output.write(TOKENIZER_FILES["hf"], train(config.tokenizer, config.separator, sample))
-        with self.document.blaming("config.tokenizer"):
+        with self.document.errors_at("config.tokenizer"):
             corpus.validate_same_tokenizer(output, self.maker)
         if self.vocabulary.content is not None:
             corpus.write_once(output, self.vocabulary.record["file"], self.vocabulary.content)

@@ -19,7 +19,7 @@ from typing import Any, Self, TypedDict
 from runner.errors import NewerFormatError
 from runner.records import Key, validate_record
 from runner.run.environment import ENVIRONMENT_KEYS
-from runner.spec import Trajectory, hash_of
+from runner.spec import Trajectory, hash_record
 from runner.storage import (
     ABSENT,
     DiskError,
@@ -181,7 +181,7 @@ class Manifest:
 
 def seal(record: JsonObject) -> bytes:
     """`record` with its own digest, as the content of a file."""
-    return encode_json(record | {"digest": hash_of(record)})
+    return encode_json(record | {"digest": hash_record(record)})
 
 
 def parse_manifest(content: bytes) -> JsonObject:
@@ -194,7 +194,7 @@ def parse_manifest(content: bytes) -> JsonObject:
     if isinstance(written, int) and written > FORMAT:
         raise NewerFormatError(f"written by a newer runner, in format {written}; this one reads {FORMAT}")
     digest, tombstone = record.pop("digest", None), record.get(TOMBSTONE, 0)
-    if digest != hash_of(record) or written != FORMAT or not isinstance(tombstone, int):
+    if digest != hash_record(record) or written != FORMAT or not isinstance(tombstone, int):
         raise ValueError("damaged: it does not match its own digest")
     return record
 

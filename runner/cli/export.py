@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         raise InvalidError(f"{spec.job} does not say how its weights are called elsewhere: see `family` of BaseTrainer")
     data = job.config.data if isinstance(job.config, TrainerConfig) else None
     if parsed.adapter:
-        base = "" if spec.checkpoint.weights is None else spec.checkpoint.weights.path
+        base = "" if spec.checkpoint.initial_weights is None else spec.checkpoint.initial_weights.path
         step = export_adapter(where, parsed.step, family, parsed.out, base, parsed.dtype, parsed.weights)
         say(f"exported the adapter of step {step} of {directory} to {parsed.out}")
         return EXIT_DONE

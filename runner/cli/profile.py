@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from runner.cli.arguments import Parser, looking, store_of
 from runner.console import say
 from runner.errors import EXIT_DONE, InvalidError
-from runner.spec import STEPS_OF_A_PROFILE_MAX
+from runner.spec import MAX_PROFILE_STEPS
 from runner.train.profiler import FOLDER, POLL_BUCKET_SECONDS, request_profile
 
 _STEPS = 5
@@ -17,8 +17,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("where", metavar="SPEC_OR_DIRECTORY")
     parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help=f"default {_STEPS}")
     parsed = parser.parse_args(arguments)
-    if not 0 < parsed.steps <= STEPS_OF_A_PROFILE_MAX:
-        raise InvalidError(f"--steps is {parsed.steps}; needs 1 to {STEPS_OF_A_PROFILE_MAX}")
+    if not 0 < parsed.steps <= MAX_PROFILE_STEPS:
+        raise InvalidError(f"--steps is {parsed.steps}; needs 1 to {MAX_PROFILE_STEPS}")
     with looking():
         store = store_of(parsed.where)
         request_profile(store, parsed.steps)

@@ -294,11 +294,11 @@ class Progress:
         """Seconds that each of the last steps took. Any thread."""
         return list(self._gaps_seconds)
 
-    def deadline_seconds(self, deadlines: Deadlines) -> float:
+    def deadline_seconds(self, deadlines: "Deadlines") -> float:
         """How long the present phase, or step, may take. Any thread."""
         return self.step_deadline_seconds(deadlines) if self.phase == STEP else deadlines.phase_seconds
 
-    def step_deadline_seconds(self, deadlines: Deadlines) -> float:
+    def step_deadline_seconds(self, deadlines: "Deadlines") -> float:
         """How long a step may take. Any thread."""
         gaps_seconds = self.get_step_seconds()
         if not gaps_seconds:

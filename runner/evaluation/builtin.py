@@ -120,7 +120,7 @@ class EvaluationTasks:
 
 def read_evaluation_tasks(document: Document, config: TrainerConfig[Any], vocabulary_size: int) -> EvaluationTasks:
     """Read what `config.eval` names. Raises `SpecError`: a file that is none, or no tokenizer for questions."""
-    with document.blaming("config.eval"):
+    with document.errors_at("config.eval"):
         return _read(config, vocabulary_size)
 
 

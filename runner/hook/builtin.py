@@ -13,7 +13,7 @@ from runner.console import warn
 from runner.errors import InvalidError
 from runner.hook.protocol import Act, Hook, HookConfig, Moment, SeenJob, Verdict
 from runner.metrics.rows import Row
-from runner.spec import nearest_or_all
+from runner.spec import suggest_choices
 
 Mode = Literal["min", "max"]
 
@@ -31,7 +31,7 @@ class Metric:
             return math.nan if row[self.name] is None else float(np.float32(row[self.name]))
         if not self._has_told:
             self._has_told = True
-            near = nearest_or_all(self.name, list(row))
+            near = suggest_choices(self.name, list(row))
             warn(f"hooks wait for {self.name}, which the row of step {row.get('step')} lacks{near}")
         return None
 

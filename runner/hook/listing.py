@@ -10,7 +10,7 @@ from runner.errors import InvalidError
 from runner.hook.counters import FIRED, HookState, first_counters
 from runner.hook.protocol import Hook, Observer, SeenJob
 from runner.run.layout import RunResult
-from runner.spec import Document, HookEntry, Trajectory, hash_of, load_class, validate_config
+from runner.spec import Document, HookEntry, Trajectory, hash_record, load_class, validate_config
 from runner.train.state import AuxiliaryState
 
 STATE_NAME = "hooks"
@@ -32,12 +32,12 @@ class ListedHook:
     @property
     def name(self) -> str:
         """What it is called."""
-        return self.entry.called
+        return self.entry.effective_name
 
     @property
     def rule(self) -> int:
         """32 bits that tell this hook, its class and its config from others: by whom a run was stopped."""
-        return zlib.crc32(hash_of(self.entry.model_dump(mode="json")).encode())
+        return zlib.crc32(hash_record(self.entry.model_dump(mode="json")).encode())
 
     def listens_to(self, method: str) -> bool:
         """Whether its class has replaced a method."""
@@ -98,9 +98,9 @@ def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -
     """Import, check and make the hooks of a spec. Raises `InvalidError` with the place of what is wrong."""
     listed: list[ListedHook] = []
     for place, entry in enumerate(entries):
-        with document.blaming(f"{STATE_NAME}.{place}"):
-            if entry.called in (FIRED, *(each.name for each in listed)):
-                raise InvalidError(f"a hook is called {entry.called} already; give this one a name of its own")
+        with document.errors_at(f"{STATE_NAME}.{place}"):
+            if entry.effective_name in (FIRED, *(each.name for each in listed)):
+                raise InvalidError(f"a hook is called {entry.effective_name} already; give this one a name of its own")
             found: type[Hook] = load_class(entry.hook, Hook)
             config = validate_config(document, found.Config, place)
             listed.append(_listed(found(config, job), entry))

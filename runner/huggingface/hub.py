@@ -126,7 +126,7 @@ def _generates_text(config: JsonObject) -> bool:
 
 def _base_model(spec: ExecutionSpec) -> str | None:
     """OWNER/NAME where `init_from` is a download as the Hub's library keeps it; of another path nobody knows."""
-    found = None if spec.checkpoint.weights is None else _HUB_CACHE.search(spec.checkpoint.weights.path)
+    found = None if spec.checkpoint.initial_weights is None else _HUB_CACHE.search(spec.checkpoint.initial_weights.path)
     return None if found is None else "/".join(found.groups())
 
 
@@ -152,8 +152,8 @@ def _facts(evidence: CheckpointFigures) -> Iterable[tuple[str, str]]:
         yield "tokens of an example", f"{data.sequence_length:,}"
         has_tokenizer = TOKENIZER in evidence.files
         yield "tokenizer", f"`{TOKENIZER}`" if has_tokenizer else f"not here as `{TOKENIZER}`"
-    if spec.checkpoint.weights is not None:
-        yield "began with", f"`{_code(_public(spec.checkpoint.weights.path))}`"
+    if spec.checkpoint.initial_weights is not None:
+        yield "began with", f"`{_code(_public(spec.checkpoint.initial_weights.path))}`"
     yield "seed", str(spec.seed)
     yield from _hardware(manifest)
     if evidence.history.state is RunState.DONE:

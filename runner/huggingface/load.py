@@ -34,7 +34,7 @@ from runner.huggingface.mapping import Family, TensorMatch, TensorPiece, match
 from runner.huggingface.safetensors import DTYPES, PublishedWeights, TensorLocation, is_published, open_published
 from runner.records import PARAMS
 from runner.run.attempt import Attempt
-from runner.spec import Document, ExecutionSpec, InitFromConfig, Trajectory, hash_of
+from runner.spec import Document, ExecutionSpec, InitFromConfig, Trajectory, hash_record
 from runner.storage import Store, Version, open_store, split_checkpoint
 
 GAP_BYTES = 64 << 10
@@ -197,14 +197,14 @@ def name_base(document: Document, spec: ExecutionSpec, config: Any, store: Store
 
 
 def _fingerprint(document: Document, spec: ExecutionSpec, store: Store) -> str:
-    assert spec.checkpoint.weights is not None, "the job's design refuses that"
-    chosen = spec.checkpoint.weights.weights
+    assert spec.checkpoint.initial_weights is not None, "the job's design refuses that"
+    chosen = spec.checkpoint.initial_weights.weights
     which = "" if chosen == PARAMS else f" {chosen}"
     own = newest_manifest(store)
     saved = None if own is None else own.identity.get(ADAPTER_BASE)
-    with document.blaming("checkpoint.init_from"):
+    with document.errors_at("checkpoint.init_from"):
         try:
-            return base_fingerprint(spec.checkpoint.weights.path) + which
+            return base_fingerprint(spec.checkpoint.initial_weights.path) + which
         except (InvalidError, StorageError, FileNotFoundError) as error:
             if saved is None:
                 raise error if isinstance(error, InvalidError | StorageError) else ResumeError(str(error)) from error
@@ -224,7 +224,7 @@ def base_fingerprint(path: str) -> str:
     if name is None:
         return f"run {manifest.job}"
     digests = {leaf: record["digest"] for leaf, record in manifest.leaves.items() if leaf.startswith(_WEIGHTS)}
-    return f"run {manifest.job} {hash_of(digests)[:16]}"
+    return f"run {manifest.job} {hash_record(digests)[:16]}"
 
 
 def _digest_of_files(store: Store) -> str:
@@ -240,7 +240,7 @@ def _digest_of_files(store: Store) -> str:
 
     names = sorted(published.tensors)
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="base") as pool:
-        return hash_of(dict(zip(names, pool.map(sample, names), strict=True)))[:16]
+        return hash_record(dict(zip(names, pool.map(sample, names), strict=True)))[:16]
 
 
 FamilyOf = Callable[[], Family | None]
@@ -253,7 +253,7 @@ def check_source(document: Document, rule: InitFromConfig | None, family: Family
     """
     if rule is None:
         return
-    with document.blaming("checkpoint.init_from"):
+    with document.errors_at("checkpoint.init_from"):
         store = _published_store(rule)
         if store is None:
             check_run(_named(rule.path), rule.weights)
@@ -273,7 +273,7 @@ def load_source(
 
     Raises `InvalidError` or `StorageError` on every host if one cannot read them.
     """
-    with document.blaming("checkpoint.init_from"):
+    with document.errors_at("checkpoint.init_from"):
         store = _published_store(rule)
         if store is None:
             path = attempt.hosts.run_on_main(lambda: _named(rule.path))

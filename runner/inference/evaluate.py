@@ -32,7 +32,7 @@ from runner.parallel.mesh import AXES, does_mesh_fit, make_mesh, mesh_sizes, num
 from runner.records import PARAMS
 from runner.run.layout import read_result
 from runner.spec import Document, SpecLocation, validate_config
-from runner.spec.document import parse
+from runner.spec.document import parse_yaml
 from runner.storage import JsonObject
 from runner.train.batch_layout import BatchLayout
 from runner.train.evaluators import Validation, ValidationSet, ValidationSize
@@ -226,7 +226,7 @@ class EvaluationRequest:
 def parse_source(text: str) -> TokenSource:
     """A source as `config.data.validation` takes it: its name, or a mapping. Raises `SpecError`."""
     place = SpecLocation("--data")
-    given = parse(text, lambda line: place)[0] if text.startswith("{") else {"source": text}
+    given = parse_yaml(text, lambda line: place)[0] if text.startswith("{") else {"source": text}
     return validate_config(Document({"config": given}, {(): place, ("config",): place}), TokenSource)
 
 

@@ -51,7 +51,9 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
         with findings.collect():
             config = validate_config(document, job_class.Config)
         if job_class.needs_topology and "topology" not in document.data:
-            findings.problems.append(document.line((), f"missing key topology: {job_class.__name__} needs one"))
+            findings.problems.append(
+                document.format_problem((), f"missing key topology: {job_class.__name__} needs one")
+            )
     if spec is None or job_class is None or config is None or findings.problems:
         return None
     with findings.collect():
@@ -95,7 +97,7 @@ def check_weights(job: RestoreableJob, abstract: Any, findings: Findings) -> Non
     """The weights that the run would begin with, against its state `abstract`, where it has no checkpoint yet."""
     with findings.collect():
         if newest_manifest(job.store) is None:
-            check_source(job.document, job.spec.checkpoint.weights, job.family, lambda: job.weights(abstract))
+            check_source(job.document, job.spec.checkpoint.initial_weights, job.family, lambda: job.weights(abstract))
 
 
 def _check_writable(job: RestoreableJob, directory: Path) -> None:
@@ -109,7 +111,7 @@ def check_grace(job: RestoreableJob, save_seconds: float, basis: str, findings: 
     grace_seconds = job.spec.checkpoint.grace_seconds
     if grace_seconds is not None and save_seconds > grace_seconds:
         findings.warnings.append(
-            job.document.line(
+            job.document.format_problem(
                 ("checkpoint", "grace_seconds"),
                 f"a save takes {save_seconds:.1f} s ({basis}), more than {grace_seconds:g}: a preemption may cost up "
                 "to a save interval; give more grace, or add a fast tier (checkpoint.local_directory)",

@@ -177,7 +177,7 @@ def _tell_first(job: BaseTrainer, machine: TargetMachine) -> None:
 def _warn_of(job: BaseTrainer, outlook: EarlyEstimate, faults: list[MeshWarning], findings: Findings) -> None:
     """A warning for each fault of the mesh, with a mesh that cures it if one is near."""
     for fault in faults:
-        findings.warnings.append(job.document.line(("topology", "mesh"), fault.text + outlook.cure(fault)))
+        findings.warnings.append(job.document.format_problem(("topology", "mesh"), fault.text + outlook.cure(fault)))
 
 
 def _profile(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from runner.errors import FencedError, InvalidError, RemovedError, ResumeError, StorageError
 from runner.run.layout import read_owner, read_result, validate_entry_kinds
-from runner.spec import Document, JobConfig, Trajectory, filled_in
+from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults
 from runner.storage import Store, create, encode_json, number_in, probe, read_json
 
 _ATTEMPTS = "attempts"
@@ -109,9 +109,9 @@ class RunIdentity:
 
         What is `auto` on one side is not known there yet. A checkpoint's identity has what it led to.
         """
-        saved, present = filled_in(saved, self.identity, self.config), self.identity
+        saved, present = fill_in_defaults(saved, self.identity, self.config), self.identity
         lines = [
-            self.document.line(
+            self.document.format_problem(
                 tuple(key.split(".")), f"{owner} has {_value(saved, key)}, the spec {_value(present, key)}"
             )
             for key in saved | present

@@ -79,14 +79,14 @@ def open_directory(document: Document, spec: ExecutionSpec) -> Store:
     Raises `InvalidError` naming the line if this path or another in the spec can be none. Whether another run is at
     `init_from` matters only where it is read.
     """
-    with document.blaming("directory"):
+    with document.errors_at("directory"):
         store = store_at(spec.directory)
-    with document.blaming("checkpoint.local_directory"):
+    with document.errors_at("checkpoint.local_directory"):
         if spec.checkpoint.local_directory is not None:
             check_way(local_directory(spec.checkpoint.local_directory))
-    with document.blaming("checkpoint.init_from"):
-        if spec.checkpoint.weights is not None:
-            check_url(spec.checkpoint.weights.path)
+    with document.errors_at("checkpoint.init_from"):
+        if spec.checkpoint.initial_weights is not None:
+            check_url(spec.checkpoint.initial_weights.path)
     return store
 
 

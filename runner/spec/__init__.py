@@ -25,16 +25,16 @@ from runner.spec.document import (
     Document,
     KeyPath,
     SpecLocation,
-    document_of,
     load_document,
-    nearest_or_all,
+    make_document,
     parse_document,
+    suggest_choices,
 )
 from runner.spec.imports import load_class, load_job_class
 from runner.spec.model import (
     JOB_PATTERN,
+    MAX_PROFILE_STEPS,
     NAME_PATTERN,
-    STEPS_OF_A_PROFILE_MAX,
     Auto,
     CheckpointConfig,
     Deadlines,
@@ -48,21 +48,21 @@ from runner.spec.model import (
     NotifyConfig,
     Topology,
 )
-from runner.spec.trajectory import Trajectory, filled_in, hash_of, trajectory
+from runner.spec.trajectory import Trajectory, compute_trajectory, fill_in_defaults, hash_record
 from runner.spec.validation import (
     SpecModel,
     dump_spec,
     json_schema,
     read_spec,
-    spec_without_unread_hooks,
     validate_config,
+    validate_hooks,
     validate_spec,
 )
 
 __all__ = [
     "JOB_PATTERN",
+    "MAX_PROFILE_STEPS",
     "NAME_PATTERN",
-    "STEPS_OF_A_PROFILE_MAX",
     "Auto",
     "CheckpointConfig",
     "Deadlines",
@@ -80,19 +80,19 @@ __all__ = [
     "SpecModel",
     "Topology",
     "Trajectory",
-    "document_of",
+    "compute_trajectory",
     "dump_spec",
-    "filled_in",
-    "hash_of",
+    "fill_in_defaults",
+    "hash_record",
     "json_schema",
     "load_class",
     "load_document",
     "load_job_class",
-    "nearest_or_all",
+    "make_document",
     "parse_document",
     "read_spec",
-    "spec_without_unread_hooks",
-    "trajectory",
+    "suggest_choices",
     "validate_config",
+    "validate_hooks",
     "validate_spec",
 ]

@@ -40,7 +40,7 @@ class SpecLocation:
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
-def got(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value of a document, short enough for a message."""
     if isinstance(value, str):
         return f"{value[:60]!r} (text)"
@@ -49,18 +49,18 @@ def got(value: Any) -> str:
     return json.dumps(value)[:60]
 
 
-def did_you_mean(word: str, choices: Sequence[str], prefix: str = "") -> str:
+def suggest_nearest(word: str, choices: Sequence[str], prefix: str = "") -> str:
     """`; did you mean ...?`, or nothing where no choice is near."""
     near = difflib.get_close_matches(word, choices, n=1)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
-def nearest_or_all(word: str, choices: Sequence[str], prefix: str = "") -> str:
+def suggest_choices(word: str, choices: Sequence[str], prefix: str = "") -> str:
     """`; did you mean ...?`, or all the choices where none is near."""
-    return did_you_mean(word, choices, prefix) or (f"; choose from {', '.join(choices)}" if choices else "")
+    return suggest_nearest(word, choices, prefix) or (f"; choose from {', '.join(choices)}" if choices else "")
 
 
-def parse(text: str, at: Callable[[int], SpecLocation]) -> tuple[Any, dict[KeyPath, SpecLocation]]:
+def parse_yaml(text: str, at: Callable[[int], SpecLocation]) -> tuple[Any, dict[KeyPath, SpecLocation]]:
     """Plain data of one YAML document and the place of every key in it; `at` makes a place of a line."""
     try:
         loader = _Loader(text, at)
@@ -145,7 +145,7 @@ for _tag, _pattern, _first in (
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what `parse` reads back as the same value."""
+    """Writes what `parse_yaml` reads back as the same value."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
@@ -164,21 +164,21 @@ class Document:
         """The place of `path`, or of the nearest mapping around it that was written at all."""
         return next(self.places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.places)
 
-    def line(self, path: KeyPath, message: str) -> str:
+    def format_problem(self, path: KeyPath, message: str) -> str:
         """One line that blames `path` at its place."""
         return self.place(path).blame(path, message)
 
     def error(self, key: str, message: str) -> SpecError:
         """The error that blames a dotted key, for checks that the models cannot make."""
-        return SpecError(self.line(tuple(key.split(".")) if key else (), message))
+        return SpecError(self.format_problem(tuple(key.split(".")) if key else (), message))
 
-    def refuse(self, problems: Mapping[str, str], prefix: str = "") -> None:
+    def raise_problems(self, problems: Mapping[str, str], prefix: str = "") -> None:
         """Raise one error with a line for each problem, by dotted key below `prefix`; nothing if there is none."""
         if problems:
             raise SpecError("\n".join(str(self.error(prefix + key, message)) for key, message in problems.items()))
 
     @contextlib.contextmanager
-    def blaming(self, key: str) -> Iterator[None]:
+    def errors_at(self, key: str) -> Iterator[None]:
         """Inside, what is invalid is the fault of a dotted key, unless it has been blamed on one already."""
         try:
             yield
@@ -203,10 +203,10 @@ def load_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 
 def parse_document(text: str, path: str, overrides: Sequence[str] = ()) -> Document:
     """Read YAML text; `path` is what errors call it."""
-    data, places = parse(text, lambda line: SpecLocation(f"{path}:{line}", line))
+    data, places = parse_yaml(text, lambda line: SpecLocation(f"{path}:{line}", line))
     document = Document(data, places)
     if not isinstance(data, dict):
-        found = "nothing" if data is None else got(data)
+        found = "nothing" if data is None else describe_value(data)
         raise document.error("", f"got {found}, needs a mapping with name, job and directory")
     problems = []
     for override in overrides:
@@ -219,7 +219,7 @@ def parse_document(text: str, path: str, overrides: Sequence[str] = ()) -> Docum
     return document
 
 
-def document_of(spec: ExecutionSpec) -> Document:
+def make_document(spec: ExecutionSpec) -> Document:
     """The document of a spec that was made in Python, and so has no lines."""
     return Document(spec.model_dump(mode="json"), {(): SpecLocation("ExecutionSpec")})
 
@@ -231,7 +231,7 @@ def _apply(override: str, document: Document) -> None:
     place = SpecLocation(f"--set {override}", key=".".join(path))
     if not equals or not all(path):
         raise SpecError(place.blame((), "needs the form dotted.key=value"))
-    value, _ = parse(text, lambda line: place)
+    value, _ = parse_yaml(text, lambda line: place)
     parent = document.data
     for n, part in enumerate(path[:-1], start=1):
         if parent.get(part) is None:
@@ -239,7 +239,7 @@ def _apply(override: str, document: Document) -> None:
             document.places[path[:n]] = place
         if not isinstance(parent[part], dict):
             section = ".".join(path[:n])
-            raise SpecError(place.blame((), f"{section} is {got(parent[part])}, so it has no keys"))
+            raise SpecError(place.blame((), f"{section} is {describe_value(parent[part])}, so it has no keys"))
         parent = parent[part]
     for stale in [known for known in document.places if known[: len(path)] == path]:
         del document.places[stale]

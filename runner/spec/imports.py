@@ -11,7 +11,7 @@ import traceback
 from types import ModuleType
 
 from runner.errors import InvalidError
-from runner.spec.document import Document, did_you_mean, nearest_or_all
+from runner.spec.document import Document, suggest_choices, suggest_nearest
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
@@ -24,7 +24,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 def load_job_class(document: Document, base: type) -> type:
     """Import the `module:Class` of a validated document's `job`, a subclass of `base`."""
-    with document.blaming("job"):
+    with document.errors_at("job"):
         return load_class(document.data["job"], base)
 
 
@@ -40,7 +40,7 @@ def load_class(text: str, base: type) -> type:
     found = getattr(module, class_name, None)
     fitting = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
     if found is None:
-        raise InvalidError(f"module {module_name} has no {class_name}{nearest_or_all(class_name, fitting)}")
+        raise InvalidError(f"module {module_name} has no {class_name}{suggest_choices(class_name, fitting)}")
     if not (isinstance(found, type) and issubclass(found, base)):
         raise InvalidError(f"{text} is not a subclass of {base.__name__}")
     return found
@@ -53,7 +53,7 @@ def _import_failure(module_name: str, error: BaseException) -> str:
         search = getattr(sys.modules.get(package), "__path__", []) if package else [os.getcwd()]
         modules = [module.name for module in pkgutil.iter_modules(search)]
         prefix = f"{package}." if package else ""
-        return f"no module {error.name}{did_you_mean(missing, modules, prefix)}"
+        return f"no module {error.name}{suggest_nearest(missing, modules, prefix)}"
     if isinstance(error, SyntaxError):
         where, reason = f"{error.filename}:{error.lineno}", error.msg
     else:

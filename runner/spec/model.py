@@ -19,9 +19,9 @@ Auto = Literal["auto"]
 Section = dict[str, Any]  # of a spec that a class of the user's own validates
 Level = Literal["debug", "info", "warning", "error"]
 
-SECRET = "$NOT_WRITTEN_DOWN"  # in the place of a URL in a spec that is written
+REDACTED_URL = "$NOT_WRITTEN_DOWN"  # in the place of a URL in a spec that is written
 
-STEPS_OF_A_PROFILE_MAX = 100  # what is recorded is kept in memory, and written while the job stands still
+MAX_PROFILE_STEPS = 100  # what is recorded is kept in memory, and written while the job stands still
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 HOOK_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"  # it becomes a part of the names of leaves
 JOB_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
@@ -172,7 +172,7 @@ class CheckpointConfig(FrozenModel):
     )
 
     @property
-    def weights(self) -> InitFromConfig | None:
+    def initial_weights(self) -> InitFromConfig | None:
         """What `init_from` says."""
         return InitFromConfig(path=self.init_from) if isinstance(self.init_from, str) else self.init_from
 
@@ -220,7 +220,7 @@ class NotifyConfig(FrozenModel):
 
     @field_serializer("webhook")
     def _keep_secret(self, webhook: str | None) -> str | None:
-        return webhook if webhook is None or webhook.startswith("$") else SECRET
+        return webhook if webhook is None or webhook.startswith("$") else REDACTED_URL
 
 
 class LoggingConfig(FrozenModel):
@@ -247,7 +247,7 @@ class LoggingConfig(FrozenModel):
         default=None,
         pattern=r"^\d{1,12}:\d{1,12}$",
         description="START:STOP, in completed steps: record those after START up to STOP, "
-        f"{STEPS_OF_A_PROFILE_MAX} at most, on process 0.",
+        f"{MAX_PROFILE_STEPS} at most, on process 0.",
     )
     notify: NotifyConfig | None = Field(default=None, description="Who is called when something happens; null: nobody.")
     tensorboard: bool = Field(default=False, description="Write TensorBoard's event files, into tensorboard/.")
@@ -256,8 +256,8 @@ class LoggingConfig(FrozenModel):
     @classmethod
     def _some_steps(cls, profile: str | None) -> str | None:
         start, stop = map(int, (profile or "0:1").split(":"))
-        if not start < stop <= start + STEPS_OF_A_PROFILE_MAX:
-            raise ValueError(f"{profile} are {stop - start} steps; needs 1 to {STEPS_OF_A_PROFILE_MAX}, START:STOP")
+        if not start < stop <= start + MAX_PROFILE_STEPS:
+            raise ValueError(f"{profile} are {stop - start} steps; needs 1 to {MAX_PROFILE_STEPS}, START:STOP")
         return profile
 
 
@@ -273,7 +273,7 @@ class HookEntry(FrozenModel):
     config: Section = Field(default={}, description="Belongs to the hook's class, and is validated by it.")
 
     @property
-    def called(self) -> str:
+    def effective_name(self) -> str:
         """The name of this hook."""
         return self.name or self.hook.partition(":")[2]
 

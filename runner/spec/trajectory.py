@@ -14,14 +14,14 @@ Trajectory = dict[str, Any]  # dotted key -> value, as JSON; what stands in a li
 _PLACE = re.compile(r"\.\d+(?=\.)")
 
 
-def trajectory(spec: ExecutionSpec, config: JobConfig) -> Trajectory:
+def compute_trajectory(spec: ExecutionSpec, config: JobConfig) -> Trajectory:
     """Flat dotted key -> value of all that the state's bits depend on; everything else may change on resume."""
     free = tuple(f"config.{key}." for key in config.free_keys)
     flat = {"job": spec.job, "seed": spec.seed, **_flatten(config.model_dump(mode="json"), "config.")}
     return {key: value for key, value in flat.items() if not f"{_PLACE.sub('', key)}.".startswith(free)}
 
 
-def filled_in(saved: Trajectory, present: Trajectory, config: JobConfig) -> Trajectory:
+def fill_in_defaults(saved: Trajectory, present: Trajectory, config: JobConfig) -> Trajectory:
     """`saved`, which an older version of the job may have written, with today's default of each key that it lacks.
 
     A later version that adds a key gives it the default that keeps every older trajectory. `present` are the keys that
@@ -46,7 +46,7 @@ def _defaults_beside(saved: Trajectory, model: BaseModel, prefix: str) -> Trajec
     return found
 
 
-def hash_of(record: dict[str, Any]) -> str:
+def hash_record(record: dict[str, Any]) -> str:
     """SHA-256 of the canonical JSON, in hexadecimal."""
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -15,7 +15,15 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 
 from runner.errors import SpecError
-from runner.spec.document import Document, Dumper, KeyPath, did_you_mean, got, load_document, nearest_or_all
+from runner.spec.document import (
+    Document,
+    Dumper,
+    KeyPath,
+    describe_value,
+    load_document,
+    suggest_choices,
+    suggest_nearest,
+)
 from runner.spec.model import HOOK_PATTERN, JOB_PATTERN, NAME_PATTERN, ExecutionSpec
 
 SpecModel = TypeVar("SpecModel", bound=BaseModel)
@@ -40,7 +48,7 @@ def validate_config(document: Document, model: type[SpecModel], hook: int | None
     return _validate(document, model, data, ("hooks", str(hook), "config"))
 
 
-def spec_without_unread_hooks(document: Document, spec: ExecutionSpec, job_class: type) -> ExecutionSpec:
+def validate_hooks(document: Document, spec: ExecutionSpec, job_class: type) -> ExecutionSpec:
     """`spec`. Raises `SpecError` if it has hooks, and the job's class does not say `calls_hooks`."""
     if spec.hooks and not getattr(job_class, "calls_hooks", False):
         raise document.error("hooks", f"nothing reads it: {job_class.__name__} is no BaseTrainer")
@@ -54,7 +62,7 @@ def _validate(document: Document, model: type[SpecModel], data: Any, section: Ke
     except ValidationError as error:
         problems = list(_explain(document, model, data, section, error.errors(include_url=False)))
     problems.sort(key=lambda problem: document.place(problem[0]).line)
-    raise SpecError("\n".join(document.line(path, message) for path, message in problems))
+    raise SpecError("\n".join(document.format_problem(path, message) for path, message in problems))
 
 
 def _explain(
@@ -71,13 +79,13 @@ def _explain(
             yield path, f"missing key {detail['loc'][-1]}"
         elif kind == "extra_forbidden":
             prefix = ".".join(path[:-1]) + "." if document.place(path).key and path[:-1] else ""
-            yield path, f"unknown key{nearest_or_all(path[-1], _keys_of(model, inner[:-1], data), prefix)}"
+            yield path, f"unknown key{suggest_choices(path[-1], _keys_of(model, inner[:-1], data), prefix)}"
         elif kind == "union_tag_not_found":
             yield path, f"missing key {_tag(detail)}"
         elif kind == "union_tag_invalid":
             found, choices = detail["ctx"]["tag"], detail["ctx"]["expected_tags"].replace("'", "").split(", ")
-            needs = f"needs one of {', '.join(choices)}{did_you_mean(found, choices)}"
-            yield (*path, _tag(detail)), f"got {got(found)}, {needs}"
+            needs = f"needs one of {', '.join(choices)}{suggest_nearest(found, choices)}"
+            yield (*path, _tag(detail)), f"got {describe_value(found)}, {needs}"
         elif "error" in detail.get("ctx", {}):  # raised by a validator, in its own words
             yield path, str(detail["ctx"]["error"])
         else:
@@ -87,7 +95,7 @@ def _explain(
             continue
         needs = " or ".join(dict.fromkeys(_need(detail) for detail in branches))
         choices = [choice for detail in branches for choice in _choices(detail)]
-        yield path, f"got {got(value)}, needs {needs}{did_you_mean(str(value), choices)}"
+        yield path, f"got {describe_value(value)}, needs {needs}{suggest_nearest(str(value), choices)}"
 
 
 def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[KeyPath, Any]:

@@ -32,7 +32,7 @@ from runner.metrics.meta import LIST_MAX, SUMS, Shown, bins_of, finite, means_of
 from runner.metrics.rows import Row
 from runner.periodic import is_due
 from runner.run.attempt import Attempt
-from runner.spec import hash_of
+from runner.spec import hash_record
 from runner.train.auxiliary import EMA
 from runner.train.lora import make_lazy_weights
 from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge
@@ -105,7 +105,7 @@ class EvaluatorSchedule:
         figures, problem = _outcome(lambda: evaluator.evaluate(weights, step, hosts))
         is_stopping = figures is None and problem is None
         problem = problem or (None if is_stopping else _problem_with(figures, before))
-        digest = None if problem or is_stopping else hash_of(_plain(figures or {}))
+        digest = None if problem or is_stopping else hash_record(_plain(figures or {}))
         words = f"evaluator {name} at step {step}: {problem} on process {hosts.process_id}"
         failure = None if problem is None else LocalFailure(words, is_end=False)
         wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.bucket)

@@ -21,7 +21,7 @@ from runner.console import say, warn
 from runner.distributed.clock import PROFILE
 from runner.errors import format_error
 from runner.run.attempt import DRAIN_SECONDS, Attempt
-from runner.spec import STEPS_OF_A_PROFILE_MAX
+from runner.spec import MAX_PROFILE_STEPS
 from runner.storage import Store, default_cache_directory, encode_json, read_json
 
 FOLDER, MEMORY = "profiles", "memory.prof"
@@ -47,7 +47,7 @@ def take_profile_request(store: Store) -> int | None:
         warn(f"{store.url}/{REQUEST} is left out: {format_error(error)}")
         num_steps = None
     store.remove(REQUEST)
-    return num_steps if type(num_steps) is int and 0 < num_steps <= STEPS_OF_A_PROFILE_MAX else None
+    return num_steps if type(num_steps) is int and 0 < num_steps <= MAX_PROFILE_STEPS else None
 
 
 class Profiler:

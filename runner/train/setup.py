@@ -250,14 +250,14 @@ class TrainSetupBuilder:
     def dataset(self) -> Dataset:
         """The tokens that the spec names. Reads the data on this host."""
         is_one = not self.config.data.mixture and not self.config.data.validation
-        with self.document.blaming("config.data.source" if is_one else "config.data"):
+        with self.document.errors_at("config.data.source" if is_one else "config.data"):
             named = self.vocabulary_size if self.has_vocabulary_size else None
             batch = self.config.train.global_batch_examples
             dataset = load_dataset(self.config.data, seed=self.seed, batch_examples=batch, vocabulary_size=named)
         if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
             raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
         if self.config.data.mixture:
-            with self.document.blaming("config.data.mixture"):
+            with self.document.errors_at("config.data.mixture"):
                 dataset.validate_epochs(self.config.total_steps * self.config.train.global_batch_examples)
         return dataset
 
@@ -267,7 +267,7 @@ class TrainSetupBuilder:
         if self.config.train.total_epochs is None:
             return self.config
         examples = self.dataset.num_train_examples
-        with self.document.blaming("config.train.total_epochs"):
+        with self.document.errors_at("config.train.total_epochs"):
             return self.config.resolve_epochs(examples)
 
     @functools.cached_property
@@ -290,16 +290,16 @@ class TrainSetupBuilder:
 
         Also if an adapter has nothing to be trained beside.
         """
-        self.document.refuse(self.optimizer_choice.find_problems(self.config), "config.")
+        self.document.raise_problems(self.optimizer_choice.find_problems(self.config), "config.")
         if self.config.adapter is not None and not (self.document.data.get("checkpoint") or {}).get("init_from"):
             needs = "an adapter is trained beside weights that stand still; set checkpoint.init_from to them"
             raise self.document.error("config.adapter", needs)
 
     def make_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
         """The mesh over these devices, over which the batch must divide. Reads no data."""
-        with self.document.blaming("topology.mesh"):
+        with self.document.errors_at("topology.mesh"):
             mesh = make_mesh(mesh_sizes(self.topology.mesh, len(devices)), devices)
-        with self.document.blaming("config.train"):
+        with self.document.errors_at("config.train"):
             list_batch_layouts(self.config, mesh)
         return mesh
 
@@ -325,7 +325,7 @@ class TrainSetupBuilder:
         example = jax.ShapeDtypeStruct((1, row_length or self.config.data.sequence_length), jnp.int32)
 
         def make_optimizer(parameters: Any) -> optax.GradientTransformation:
-            with self.document.blaming("config.optimizer"):
+            with self.document.errors_at("config.optimizer"):
                 rated = jax.tree.map(
                     lambda parameter: replace(parameter, rate=self.learning_rate_multiplier(parameter)), parameters
                 )
@@ -364,7 +364,7 @@ class TrainSetupBuilder:
         """
         self.trace(train_setup, micro_batch)  # what is wrong with the step is not the topology's fault
         layouts = list_batch_layouts(self.config, train_setup.mesh, micro_batch)
-        with self.document.blaming("topology"):
+        with self.document.errors_at("topology"):
             return train_setup.compile_to_fit(self.train_step, layouts, limit_bytes)
 
     def resolve_spec(self, spec: ExecutionSpec, train_setup: TrainSetup, layout: BatchLayout) -> ExecutionSpec:

@@ -20,7 +20,7 @@ from runner.checkpoint.restore import Restorer
 from runner.checkpoint.save import DoubleBuffer, SaveContents, SaveKind, Saver
 from runner.checkpoint.writers import BlockWriter, OrbaxWriter
 from runner.errors import FencedError, ResumeError
-from runner.spec import hash_of
+from runner.spec import hash_record
 from runner.storage import LocalStore, digest_of, read_log
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import memory_bucket
@@ -285,7 +285,7 @@ def test_bits_that_were_damaged_before_the_checksum_are_found_by_the_fingerprint
     assert digest != foreign["leaves"]["params.kernel"]["digest"]
     foreign["leaves"]["params.kernel"]["digest"] = digest
     foreign.pop("digest")
-    first.write_manifest(2, foreign | {"digest": hash_of(foreign)})
+    first.write_manifest(2, foreign | {"digest": hash_record(foreign)})
     with pytest.raises(ResumeError, match=r"the bits of params\.kernel are not those that were saved"):
         first.restorer.load("2", abstract(make_state()))
 
@@ -299,7 +299,7 @@ def test_bits_that_a_piece_has_lost_are_found_by_its_digest_and_else_by_the_fing
     manifest.pop("digest")
     relative = name.removeprefix("checkpoints/2/")
     manifest["files"][relative][1] = digest_of(first.store.read(name))
-    first.write_manifest(2, manifest | {"digest": hash_of(manifest)})
+    first.write_manifest(2, manifest | {"digest": hash_record(manifest)})
     assert first.again().restore().manifest.step == 1
 
 

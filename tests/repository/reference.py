@@ -3,7 +3,7 @@
     python -m tests.repository.reference     writes it
 
 Types, defaults and meanings come from the JSON Schema of the models. Whether a key may change when a run resumes is
-determined by calling `trajectory` with a shipped spec, as it is and with every choice that its keys offer.
+determined by calling `compute_trajectory` with a shipped spec, as it is and with every choice that its keys offer.
 """
 
 import json
@@ -25,9 +25,9 @@ from runner.run.layout import RESULT_KEYS
 from runner.spec import (
     ExecutionSpec,
     JobConfig,
+    compute_trajectory,
     load_document,
     load_job_class,
-    trajectory,
     validate_config,
     validate_spec,
 )
@@ -155,13 +155,13 @@ class ResumeRule:
             self._path, [*(f"{name}={{x: 1}}" for name in self._mappings), *self._given, *overrides]
         )
         try:
-            found = trajectory(validate_spec(document), validate_config(document, self._config))
+            found = compute_trajectory(validate_spec(document), validate_config(document, self._config))
         except SpecError:
             return None
         return {parent if (parent := key.rpartition(".")[0]) in self._mappings else key for key in found}
 
     def __call__(self, name: str) -> str:
-        """Return `free` or `trajectory`, with the choices of other keys that change the answer."""
+        """Return `free` or `compute_trajectory`, with the choices of other keys that change the answer."""
         if name == OWNER_KEY:
             return "stays"
         if name in OF_HOOKS:

@@ -7,10 +7,10 @@ import pytest
 
 from runner import BaseTrainer, RestoreableJob
 from runner.spec import (
-    document_of,
     dump_spec,
     load_document,
     load_job_class,
+    make_document,
     parse_document,
     validate_config,
     validate_spec,
@@ -63,7 +63,7 @@ def test_a_spec_survives_being_written_and_read_back(path):
     job = make_job(path)
     text = dump_spec(job.spec)
     assert validate_spec(parse_document(text, "again.yaml")) == job.spec
-    assert document_of(job.spec).data == job.spec.model_dump(mode="json")
+    assert make_document(job.spec).data == job.spec.model_dump(mode="json")
 
 
 def test_a_trainers_spec_has_whole_micro_batches_on_the_hardware_it_is_sized_for():

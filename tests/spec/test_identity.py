@@ -9,10 +9,10 @@ from runner.spec import (
     FrozenModel,
     JobConfig,
     Trajectory,
-    filled_in,
-    hash_of,
+    compute_trajectory,
+    fill_in_defaults,
+    hash_record,
     parse_document,
-    trajectory,
     validate_config,
     validate_spec,
 )
@@ -22,7 +22,7 @@ from tests.spec.sample import SPEC, Config
 def test_only_what_moves_the_bits_is_part_of_the_trajectory() -> None:
     def digest(*overrides: str) -> str:
         document = parse_document(SPEC, "x", overrides)
-        return hash_of(trajectory(validate_spec(document), validate_config(document, Config)))
+        return hash_record(compute_trajectory(validate_spec(document), validate_config(document, Config)))
 
     free = ("name=b", "directory=b", "project=b", "group=b", "topology.mesh.fsdp=4", "checkpoint.every_steps=5")
     for override in (*free, "logging.every_steps=1", "config.train.shape=constant", "config.train.rate=0.001"):
@@ -33,7 +33,7 @@ def test_only_what_moves_the_bits_is_part_of_the_trajectory() -> None:
 
 def test_the_trajectory_is_flat_and_holds_defaults() -> None:
     document = parse_document(SPEC, "x")
-    assert trajectory(validate_spec(document), validate_config(document, Config)) == {
+    assert compute_trajectory(validate_spec(document), validate_config(document, Config)) == {
         "job": "experiments.gpt:PretrainGPT",
         "seed": 7,
         "config.train.total_steps": 500,
@@ -85,10 +85,10 @@ def compare(saved: Trajectory, **config: Any) -> set[str]:
     present_config = LaterConfig.model_validate({"width": 8, **config})
     present = {
         key: value
-        for key, value in trajectory(validate_spec(parse_document(SPEC, "x")), present_config).items()
+        for key, value in compute_trajectory(validate_spec(parse_document(SPEC, "x")), present_config).items()
         if key.startswith("config.")
     }
-    filled = filled_in(saved, present, present_config)
+    filled = fill_in_defaults(saved, present, present_config)
     return {key for key in filled | present if filled.get(key, "nothing") != present.get(key, "nothing")}
 
 

@@ -12,8 +12,8 @@ from runner.spec import (
     ExecutionSpec,
     MeshConfig,
     Topology,
-    document_of,
     load_document,
+    make_document,
     parse_document,
     read_spec,
     validate_config,
@@ -143,7 +143,7 @@ def test_all_problems_of_one_pass_are_listed_by_line() -> None:
 def test_the_config_of_a_spec_made_in_python_is_checked_without_lines() -> None:
     spec = ExecutionSpec(name="x", job="a:B", directory="runs", config={"train": {"total_stepz": 1, "total_steps": 1}})
     with pytest.raises(SpecError) as caught:
-        validate_config(document_of(spec), Config)
+        validate_config(make_document(spec), Config)
     assert str(caught.value) == "ExecutionSpec: config.train.total_stepz: unknown key; did you mean total_steps?"
 
 

@@ -11,7 +11,7 @@ import pytest
 from experiments.gpt import PretrainGPT
 from runner.cli import profile as command
 from runner.errors import InvalidError, SpecError
-from runner.spec import STEPS_OF_A_PROFILE_MAX, parse_document, validate_spec
+from runner.spec import MAX_PROFILE_STEPS, parse_document, validate_spec
 from runner.storage import JsonObject, LocalStore, Store, encode_json, read_json, read_log
 from runner.train import profiler as profile
 from runner.train.profiler import REQUEST, Profiler, request_profile, take_profile_request
@@ -153,14 +153,14 @@ def test_a_request_is_taken_once_and_one_that_is_none_is_left_out(store: Store |
         assert [take_profile_request(store), store.exists(REQUEST)] == [None, False]
 
 
-@pytest.mark.parametrize("value", ["5:5", "5:3", f"0:{STEPS_OF_A_PROFILE_MAX + 1}", "5", "a:b", ""])
+@pytest.mark.parametrize("value", ["5:5", "5:3", f"0:{MAX_PROFILE_STEPS + 1}", "5", "a:b", ""])
 def test_steps_that_cannot_be_recorded_are_refused(value: str, tmp_path: Path) -> None:
     document = parse_document(json.dumps(gpt_document(tmp_path, **{"logging.profile": value})), "x.yaml")
     with pytest.raises(SpecError, match=r"logging\.profile"):
         validate_spec(document)
 
 
-@pytest.mark.parametrize("words", [["--steps", "0"], ["--steps", str(STEPS_OF_A_PROFILE_MAX + 1)], []])
+@pytest.mark.parametrize("words", [["--steps", "0"], ["--steps", str(MAX_PROFILE_STEPS + 1)], []])
 def test_a_request_for_too_much_or_where_no_run_is_is_refused(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(InvalidError):
         command.main([str(tmp_path), *words])
