@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import jax
 
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.checkpoint.fingerprint import fingerprint
-from runner.checkpoint.leaves import born, on_every_device, validate_leaves
+from runner.checkpoint.fingerprint import compute_fingerprint
+from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves
 from runner.checkpoint.restore import validate_checkpoints
 from runner.checkpoint.save import SaveContents, SaveKind
 from runner.console import say
@@ -91,7 +91,7 @@ class RestoreableJob:
         """The fields of `state`, which is then a dataclass, that `checkpoint.init_from` replaces."""
         raise self.document.error("checkpoint.init_from", f"{type(self).__name__} has no weights to take over")
 
-    def with_weights(self, state: Any, weights: Any) -> Any:
+    def replace_weights(self, state: Any, weights: Any) -> Any:
         """The state at step 0, begun with other weights, as `weights` names them. Called on every host."""
         return dataclasses.replace(state, **weights)
 
@@ -101,11 +101,11 @@ class RestoreableJob:
 
     def abstract_state(self) -> Any:
         """Shape, dtype and sharding of every leaf of the state, by default a copy on every device of the job."""
-        return on_every_device(jax.eval_shape(self.init))
+        return replicate_abstract(jax.eval_shape(self.init))
 
     def init_state(self) -> Any:
         """`init`, each leaf strongly typed and born with the sharding that `abstract_state` gives it."""
-        return born(self.init, self.abstract_state())
+        return init_sharded(self.init, self.abstract_state())
 
     def run(self) -> None:
         """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`.
@@ -127,7 +127,7 @@ class RestoreableJob:
         """The spec with every default and `auto` filled in, as it is saved. Needs `prepare`."""
         return self.spec.model_copy(update={"config": self.config.model_dump(mode="json")})
 
-    def payload(self) -> SaveContents:
+    def make_save_contents(self) -> SaveContents:
         """What rides on a save of this step besides the state. Called right before each save.
 
         May wait for the device, and raise `DivergedError` if the state must not be saved.
@@ -141,7 +141,7 @@ class RestoreableJob:
 
     def result(self) -> JsonObject:
         """The content of `result.json`. Called at the end."""
-        return {"step": self.step, **self.report.result(self.step), "fingerprint": fingerprint(self.state)}
+        return {"step": self.step, **self.report.result(self.step), "fingerprint": compute_fingerprint(self.state)}
 
     # The life of a job.
 
@@ -156,15 +156,15 @@ class RestoreableJob:
         found = IncidentRecorder()
         watch = Watchdog(hosts, self.spec.deadlines, clock, found.on_verdict, found.on_straggler, found.on_progress)
         with watch as progress:
-            if hosts.run_on_main(self.check_directory_and_ask_if_done):
+            if hosts.run_on_main(self.validate_directory):
                 if hosts.is_main:
                     say(f"{self.spec.name}: done, nothing to do")
                 return
             with progress.report_phase(SET_UP):
-                found.attempt = self.claim(hosts, stop, progress)
+                found.attempt = self.claim_directory(hosts, stop, progress)
             with self.attempt.record_outcome():
                 try:
-                    self.begin()
+                    self.prepare_and_restore()
                     self.run()
                     with progress.report_phase(END):
                         self._finish()
@@ -175,7 +175,7 @@ class RestoreableJob:
                     clock.enter(TimeBucket.SHUTDOWN)
                     self.compile_cache.close(DRAIN_SECONDS)
 
-    def claim(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
+    def claim_directory(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
         """Check all that can be checked, and take the next attempt: from here on every earlier one is fenced."""
         self.setup(hosts)
         identity, abstract = compute_trajectory(self.spec, self.config), self.abstract_state()
@@ -191,7 +191,7 @@ class RestoreableJob:
         self.compile_cache.publish(attempt.fence.check, hosts.process_id)
         return attempt
 
-    def begin(self) -> None:
+    def prepare_and_restore(self) -> None:
         """Compile, then restore or init: after it `run` may make its first step."""
         attempt, started = self.attempt, time.monotonic()
         with attempt.progress.report_phase(COMPILE):
@@ -202,7 +202,7 @@ class RestoreableJob:
             self._restore_or_init()
         attempt.progress.report_step(self.step)
 
-    def check_directory_and_ask_if_done(self) -> bool:
+    def validate_directory(self) -> bool:
         """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
         identity = compute_trajectory(self.spec, self.config)
         validate_directory(
@@ -227,12 +227,12 @@ class RestoreableJob:
             if rule is not None:
                 whole = self.weights(self.state)
                 weights = load_source(self.document, rule, self.family, whole, self.checkpointer, attempt)
-                self.state = self.with_weights(self.state, weights)
+                self.state = self.replace_weights(self.state, weights)
             event, details = "init", {}
         else:
             self.state, self.step = found.state, found.manifest.step
             event, details = "restore", {"tier": found.tier}
-        digest, seconds = fingerprint(self.state), round(time.monotonic() - started, 4)
+        digest, seconds = compute_fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
         if attempt.hosts.is_main:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
@@ -264,7 +264,7 @@ class RestoreableJob:
             raise PreemptedError(f"stopped as asked; step {self.step} is saved; run the same command again")
         kind = self.checkpointer.due(self.step, self.total_steps)
         if kind is not None:
-            self.state = self.checkpointer.save(self.state, self.step, self.payload(), kind)
+            self.state = self.checkpointer.save(self.state, self.step, self.make_save_contents(), kind)
 
     def save(self, suffix: str | os.PathLike[str] | None = None) -> None:
         """Begin to save the state as `checkpoints/<suffix>`, by default the step; durable once committed.
@@ -274,7 +274,7 @@ class RestoreableJob:
         """
         validate_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         name = None if suffix is None else os.fspath(suffix)
-        self.state = self.checkpointer.save(self.state, self.step, self.payload(), SaveKind.REQUIRED, name)
+        self.state = self.checkpointer.save(self.state, self.step, self.make_save_contents(), SaveKind.REQUIRED, name)
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
         """Replace the state and the step by those of `checkpoints/<suffix>`. Raises `ResumeError` if it is not good."""

@@ -257,7 +257,7 @@ class BaseTrainer(HookedJob):
         """The state at step 0, born sharded."""
         return self.train_setup.init_state()
 
-    def with_weights(self, state: TrainState, weights: Any) -> TrainState:
+    def replace_weights(self, state: TrainState, weights: Any) -> TrainState:
         """The state at step 0, begun with other weights, and with it averages and what rides along."""
         return self.train_setup.restart_averages(replace_base(state, weights))
 
@@ -275,7 +275,7 @@ class BaseTrainer(HookedJob):
         """The spec with mesh, vocabulary and micro-batch filled in."""
         return self.setup_builder.resolve_spec(super().resolved_spec(), self.train_setup, self.compiled.layout)
 
-    def payload(self) -> SaveContents:
+    def make_save_contents(self) -> SaveContents:
         """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
         self.report.window.fetch()
         best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts

@@ -16,8 +16,8 @@ from pydantic import Field
 from experiments.counter import Counter, CounterConfig
 from experiments.gpt import PretrainGPT
 from runner import RestoreableJob, open_checkpoint
-from runner.checkpoint.inspect import VerifyDepth, report
-from runner.checkpoint.manifest import FORMAT, newest_manifest
+from runner.checkpoint.inspect import VerifyDepth, format_report
+from runner.checkpoint.manifest import FORMAT, read_newest_manifest
 from runner.errors import InvalidError, NewerFormatError
 from runner.parallel.mesh import AXES
 from runner.spec import JobConfig, load_document, validate_spec
@@ -61,7 +61,7 @@ def load(directory: Path, job_class: type[RestoreableJob], *overrides: str) -> A
 
 def again(job: RestoreableJob) -> None:
     """Resume to the end: from the last checkpoint, with its bits."""
-    manifest = newest_manifest(job.store)
+    manifest = read_newest_manifest(job.store)
     assert manifest is not None
     job()
     (restored,) = [row for row in read_log(job.store, "events") if row["event"] == "restore"]
@@ -80,7 +80,7 @@ def test_a_run_of_a_released_version_goes_on(
     job = load(directory, job_class, *overrides)
     if name == "bucket":
         job.store = in_memory(directory)
-    lines, code = report(job.store, VerifyDepth.BITS)
+    lines, code = format_report(job.store, VerifyDepth.BITS)
     assert code == 0, lines
     assert "good" in lines[0]
     again(job)
@@ -106,7 +106,7 @@ def test_it_goes_on_over_axes_that_it_did_not_know_and_without_them_its_mesh_is_
 def test_its_weights_can_be_opened(number: int, name: str) -> None:
     directory = DATA / f"format_{number}" / name
     weights, spec = open_checkpoint(directory)
-    manifest = newest_manifest(LocalStore(directory))
+    manifest = read_newest_manifest(LocalStore(directory))
     assert manifest is not None
     is_whole = "count" in manifest.leaves
     saved = {name: leaf for name, leaf in manifest.leaves.items() if is_whole or name.startswith("params.")}
@@ -190,7 +190,7 @@ def test_what_a_newer_runner_has_written_is_refused_and_not_touched(place: str, 
         load(directory, Counter)()
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
     if "manifest" in place:
-        lines, code = report(LocalStore(directory), VerifyDepth.MANIFEST)
+        lines, code = format_report(LocalStore(directory), VerifyDepth.MANIFEST)
         assert code == 2
         assert "written by a newer runner, in format 2" in lines[1]
         with pytest.raises(NewerFormatError):

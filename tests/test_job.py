@@ -12,8 +12,8 @@ import pytest
 
 from experiments.counter import Counter, advance
 from runner import RestoreableJob
-from runner.checkpoint.fingerprint import fingerprint
-from runner.checkpoint.manifest import committed
+from runner.checkpoint.fingerprint import compute_fingerprint
+from runner.checkpoint.manifest import read_committed
 from runner.distributed.agreement import Hosts
 from runner.errors import (
     FencedError,
@@ -40,7 +40,7 @@ def result(directory):
 
 
 def committed_steps(directory):
-    return list(committed(LocalStore(directory)))
+    return list(read_committed(LocalStore(directory)))
 
 
 def stop_after(job, step):
@@ -66,7 +66,7 @@ def test_a_job_that_was_never_stopped_writes_its_result(tmp_path, undisturbed):
     assert not job.done
     job()
     assert job.done
-    assert result(tmp_path) == undisturbed == {"step": 40, "fingerprint": fingerprint(job.state)}
+    assert result(tmp_path) == undisturbed == {"step": 40, "fingerprint": compute_fingerprint(job.state)}
     assert int(job.state["count"]) == 40
     assert committed_steps(tmp_path) == [20, 30, 40]
     kinds = [event["event"] for event in events(tmp_path)]
@@ -309,8 +309,8 @@ class FullDisk(Counter):
 
     full_at = 20
 
-    def payload(self):
-        return dataclasses.replace(super().payload(), flush=self.fill_the_disk)
+    def make_save_contents(self):
+        return dataclasses.replace(super().make_save_contents(), flush=self.fill_the_disk)
 
     def fill_the_disk(self):
         if len(events(self.store.root, "commit", "save_failed")) == self.full_at // 10 - 1:

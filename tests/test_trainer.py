@@ -19,8 +19,8 @@ import yaml
 from experiments.gpt import GPTConfig, PretrainGPT
 from runner import BaseTrainer, ExecutionSpec, trainer
 from runner.accelerator import CHIPS
-from runner.checkpoint.fingerprint import fingerprint
-from runner.checkpoint.manifest import committed
+from runner.checkpoint.fingerprint import compute_fingerprint
+from runner.checkpoint.manifest import read_committed
 from runner.config import TrainerConfig
 from runner.data import Dataset, is_available, load_dataset, token_files
 from runner.distributed.agreement import Hosts
@@ -159,7 +159,7 @@ def test_the_result_holds_step_tokens_losses_and_the_fingerprint_of_the_state(un
         "tokens": STEPS * 16 * 16,
         "train_loss": last["train/loss"],
         "val_loss": last["val/loss"],
-        "fingerprint": fingerprint(undisturbed.state),
+        "fingerprint": compute_fingerprint(undisturbed.state),
     }
     assert undisturbed.done
     assert int(undisturbed.state.step) == STEPS
@@ -575,7 +575,7 @@ def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tm
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
     job.checkpointer.settle()
-    assert list(committed(job.store)) == [2]
+    assert list(read_committed(job.store)) == [2]
     # What may wait for a bucket is no step to the watchdog.
     assert phases == {"__next__": {DATA}, "check": {SAVE}}
 
@@ -642,7 +642,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     with pytest.raises(DivergedError, match=r"step 2: training diverged: loss .*; the last good checkpoint is kept"):
         job()
     job.checkpointer.settle()
-    assert list(committed(job.store)) == [1]
+    assert list(read_committed(job.store)) == [1]
     assert [row["step"] for row in rows(job.store.root)] == [1]
     assert not job.done
 

@@ -20,7 +20,7 @@ from experiments.tokenise.pipeline import EncodedBatch
 from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard, CorpusShards, parse_shard
 from runner.errors import DataError, InvalidError
 from runner.records import Key, validate_record
-from runner.storage import JsonObject, Store, create, encode_json, read_json
+from runner.storage import JsonObject, Store, create_file, encode_json, read_json
 
 OWNER, SOURCES = "owner.json", "sources.json"
 NAMES = (OWNER, INDEX, "00000-000.bin", "00000-000.ends")  # one of each kind
@@ -83,7 +83,7 @@ def validate_owner(store: Store, directory: str, run_id: str | None = None) -> N
 def take(store: Store, directory: str, name: str, run_id: str) -> None:
     """Make this run the owner, or raise `InvalidError`. Main host only."""
     try:
-        create(store, OWNER, encode_json({"run": run_id, "name": name, "directory": directory}))
+        create_file(store, OWNER, encode_json({"run": run_id, "name": name, "directory": directory}))
     except FileExistsError:
         validate_owner(store, directory, run_id)
 
@@ -122,7 +122,7 @@ def name_of(piece: int) -> str:
 
 def finished(store: Store) -> set[str]:
     """Names of the pieces that have a record, and of other files."""
-    return {name.removesuffix(".json") for name in store.children("") if name.endswith(".json")}
+    return {name.removesuffix(".json") for name in store.list_names("") if name.endswith(".json")}
 
 
 class _PieceWriter:
@@ -185,7 +185,7 @@ def read_done(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> l
 
     Raises `DataError` if one, or a shard that it names, is missing or not as it was.
     """
-    sizes = store.sizes("")
+    sizes = store.list_sizes("")
 
     def read(piece: int) -> FinishedPiece:
         where = f"{store.url}/{name_of(piece)}.json"
@@ -235,7 +235,7 @@ def read_index(store: Store) -> CorpusIndex:
 
 def remove_leftovers(store: Store) -> None:
     """Delete files that processes were writing when they were killed. Main host only, when all pieces are done."""
-    for name in store.children(""):
+    for name in store.list_names(""):
         if _LEFTOVER.fullmatch(name):
             store.remove(name)
 

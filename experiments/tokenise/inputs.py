@@ -29,7 +29,16 @@ from runner.data.source_files import (
     suggest_path,
 )
 from runner.errors import DataError
-from runner.storage import ChangedError, FileInfo, ForbiddenError, Store, Version, check_url, local_directory, store_at
+from runner.storage import (
+    ChangedError,
+    FileInfo,
+    ForbiddenError,
+    Store,
+    Version,
+    local_directory,
+    make_store,
+    validate_url,
+)
 
 Form = Literal["text", "jsonl", "parquet", "arrow"]
 _SUFFIXES: dict[str, Form] = {
@@ -91,7 +100,7 @@ def find_files(source: str) -> tuple[InputFile, ...]:
             InputFile(None, str(file.path), file.path.relative_to(root).as_posix(), file.size_bytes, "", "text")
             for file in found.files
         )
-    check_url(source)
+    validate_url(source)
     files = _in_bucket(source) if "://" in source else _on_disk(source)
     if not files:
         raise DataError(f"no file matches {source}{'' if '://' in source else suggest_path(source)}")
@@ -111,7 +120,7 @@ def fingerprint_of(files: Sequence[InputFile]) -> str:
 @functools.lru_cache(maxsize=8)
 def open_place(url: str) -> Store:
     """The store of a prefix; one client serves all of its files."""
-    return store_at(url)
+    return make_store(url)
 
 
 def read_file(text: str) -> bytes:
@@ -160,7 +169,7 @@ def _in_bucket(source: str) -> tuple[InputFile, ...]:
 
 def _listing(place: str, start: str) -> dict[str, FileInfo]:
     try:
-        return open_place(place).listing(start)
+        return open_place(place).list_files(start)
     except FileNotFoundError as error:
         raise DataError(f"{place} is not there: {error}") from error
     except ForbiddenError:

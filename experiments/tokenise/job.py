@@ -32,7 +32,7 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Phase, TimeBucket
 from runner.errors import DataError, InvalidError
 from runner.spec import Trajectory
-from runner.storage import JsonObject, Store, open_store, probe
+from runner.storage import JsonObject, Store, open_store, probe_store
 
 _EVERY_SECONDS = 10.0
 
@@ -224,7 +224,7 @@ class Tokenise(RestoreableJob):
         with self.document.errors_at("config.output"):
             try:
                 if output.root is None:
-                    probe(output)
+                    probe_store(output)
                 corpus.take(output, self.store.url, self.spec.name, attempt.run_id)
             except PermissionError as error:
                 raise InvalidError(f"{output.url} cannot be written: no permission ({error})") from error

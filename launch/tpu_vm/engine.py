@@ -29,7 +29,7 @@ from runner.console import say, warn
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError
 from runner.process import list_stop_signals
 from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
-from runner.storage import extra_of
+from runner.storage import find_extra
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _host(
     parsed: argparse.Namespace, commit: Commit, document: Document, spec: ExecutionSpec, name: str
 ) -> HostPrograms:
     """What is run on each host. Raises `InvalidError` if its disk, which goes with it, would hold the checkpoints."""
-    extra = extra_of(spec.directory)
+    extra = find_extra(spec.directory)
     if extra is None:
         reason = f"{spec.directory} is on the disk of a TPU VM, which is deleted with it; needs gs://, s3:// or az://"
         raise document.error("directory", reason)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from runner.checkpoint.manifest import Files, ShardRecord
-from runner.storage import digest_of
+from runner.storage import compute_crc32c
 
 PIECE_BYTES = 64 << 20
 NUM_READERS = 8
@@ -70,7 +70,7 @@ class BlockTable:
             self.shards.setdefault(name, []).extend(shards)
 
 
-def write(directory: Path, prefix: str, blocks: Blocks) -> BlockTable:
+def write_blocks(directory: Path, prefix: str, blocks: Blocks) -> BlockTable:
     """Write every shard below `directory`/`prefix`; names in the table are relative to `directory`. Not flushed."""
     table = BlockTable()
     (directory / prefix).mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def write(directory: Path, prefix: str, blocks: Blocks) -> BlockTable:
                 with (directory / name).open("wb", buffering=0) as file:
                     if file.write(piece.data) != len(piece):
                         raise OSError(f"{name}: the disk is full")
-                table.files[name] = [len(piece), digest_of(piece)]
+                table.files[name] = [len(piece), compute_crc32c(piece)]
                 pieces.append(name)
             record = ShardRecord(start=start, shape=list(block.shape), pieces=pieces)
             table.shards.setdefault(leaf, []).append(record)
@@ -97,7 +97,7 @@ def _pieces(block: np.ndarray) -> Iterator[np.ndarray]:
         yield data[begin : begin + PIECE_BYTES]
 
 
-def read(
+def read_blocks(
     fetch: Callable[[str], bytes], files: Files, shards: dict[str, list[ShardRecord]], leaves: dict[str, Any]
 ) -> dict[str, jax.Array]:
     """The arrays that `leaves` describe (shape, dtype and sharding), from the pieces that this process needs.
@@ -129,7 +129,7 @@ def read_block(
 ) -> np.ndarray:
     """One block of one array of this `shape`, from the `records` of its shards, in this host's memory.
 
-    Raises `DamagedBlockError` like `read`.
+    Raises `DamagedBlockError` like `read_blocks`.
     """
     start, extent = _start(index, shape), _extent(index, shape)
     blocks = []
@@ -148,7 +148,7 @@ def _fetch_checked(fetch: Callable[[str], bytes], files: Files, name: str) -> by
     size, digest = files[name]
     if len(content) != size:
         raise DamagedBlockError(f"{name} has {len(content)} bytes, the manifest says {size}")
-    if digest_of(content) != digest:
+    if compute_crc32c(content) != digest:
         raise DamagedBlockError(f"{name} does not match its CRC-32C")
     return content
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from runner import console
 from runner.checkpoint.fast_tier import FastTier
-from runner.checkpoint.leaves import form, named, stored, validate_leaf_forms
-from runner.checkpoint.manifest import BURIED, Manifest
-from runner.checkpoint.policy import Retention, SavePolicy, best_interval_seconds
+from runner.checkpoint.leaves import encode_leaves, flatten_with_names, make_abstract, validate_leaf_forms
+from runner.checkpoint.manifest import RETIRED_SUFFIX, Manifest
+from runner.checkpoint.policy import Retention, SavePolicy, compute_best_interval_seconds
 from runner.checkpoint.restore import AttachmentCheck, RestoredState, Restorer
 from runner.checkpoint.save import SaveContents, SaveKind, Saver
-from runner.checkpoint.weight_names import names_of
+from runner.checkpoint.weight_names import map_weight_names
 from runner.checkpoint.writers import ArrayWriter, BlockWriter, OrbaxWriter
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import SAVE
@@ -85,8 +85,8 @@ class Checkpointer:
         `which` are those that were trained, or an average of them by its name, which comes in the types of `weights`.
         """
         directory, name = split_checkpoint(source)
-        wanted = {of: form(leaf) for of, leaf in named(weights).items()}
-        saved = names_of(which, wanted)
+        wanted = {of: make_abstract(leaf) for of, leaf in flatten_with_names(weights).items()}
+        saved = map_weight_names(which, wanted)
         abstract = {saved[of]: leaf if saved[of] == of else _wide(leaf) for of, leaf in wanted.items()}
         found = self._restorer.restore_weights(open_store(directory), name, abstract)
         called = "weights" if which == PARAMS else which
@@ -158,7 +158,7 @@ class Checkpointer:
         saver, hours = self._saver, self._rule.mean_time_between_failures_hours
         if saver.stall_seconds is None:
             return 0.0
-        seconds = best_interval_seconds(saver.stall_seconds, saver.durable_seconds, hours)
+        seconds = compute_best_interval_seconds(saver.stall_seconds, saver.durable_seconds, hours)
         if not 0.5 < seconds / self._said_interval_seconds < 2:
             self._said_interval_seconds = seconds
             self._attempt.say(
@@ -187,10 +187,10 @@ def _check_name(name: str | None, step: int) -> None:
     """Raise `InvalidError` unless `name` is one, and no other step's."""
     if name is None or name == str(step):
         return
-    if not _NAME.fullmatch(name) or name.endswith(BURIED):
+    if not _NAME.fullmatch(name) or name.endswith(RETIRED_SUFFIX):
         raise InvalidError(
             f"a checkpoint cannot be called {name!r}: a name is 1 to 100 letters, digits, `._-`, begins with a letter "
-            f"or a digit, and does not end in {BURIED}"
+            f"or a digit, and does not end in {RETIRED_SUFFIX}"
         )
     if name.isdecimal():
         raise InvalidError(f"step {step} cannot be saved as {name!r}: numbers are names of steps")
@@ -209,7 +209,7 @@ def _open_fast_tier(rule: CheckpointConfig, hosts: Hosts, run_id: str, abstract:
         return None
     fast = FastTier(local_directory(rule.local_directory) / run_id / str(hosts.process_id))
     try:
-        problem = fast.room(sum(_own_bytes(leaf) for leaf in stored(named(abstract)).values()))
+        problem = fast.room(sum(_own_bytes(leaf) for leaf in encode_leaves(flatten_with_names(abstract)).values()))
     except OSError as error:
         problem = f"cannot be written: {error}"
     problem = next((text for text in hosts.gather(problem) if text is not None), None)

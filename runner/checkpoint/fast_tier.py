@@ -19,7 +19,7 @@ from runner.checkpoint import blocks as pieces
 from runner.checkpoint.manifest import Manifest
 from runner.records import Key, validate_record
 from runner.spec import Trajectory
-from runner.storage import JsonObject, LocalStore, digest_of, encode_json, number_in, read_json
+from runner.storage import JsonObject, LocalStore, compute_crc32c, encode_json, parse_number, read_json
 
 PART = "part.json"
 KEPT_STEPS = 2
@@ -45,7 +45,7 @@ class FastTier:
         return found
 
     def _present(self) -> list[int]:
-        return sorted(step for step in map(number_in, self._store.children("")) if step is not None)
+        return sorted(step for step in map(parse_number, self._store.list_names("")) if step is not None)
 
     def _part(self, step: int) -> tuple[Manifest, JsonObject]:
         """What a part says of itself. Raises `ValueError` if it is damaged, or `OSError`."""
@@ -61,11 +61,11 @@ class FastTier:
         step = str(manifest.step)
         aside = self.directory / f"{step}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
-        table = pieces.write(aside, "pieces", blocks)
+        table = pieces.write_blocks(aside, "pieces", blocks)
         for name, content in attachments.items():
             (aside / name).write_bytes(content)
         part = replace(manifest, files=table.files, shards=table.shards)
-        digests = {name: digest_of(content) for name, content in attachments.items()}
+        digests = {name: compute_crc32c(content) for name, content in attachments.items()}
         record = part.to_json() | {_ATTACHMENTS: sorted(attachments), _DIGESTS: digests}
         (aside / PART).write_bytes(encode_json(record))
         self._store.remove_tree(step)
@@ -75,20 +75,22 @@ class FastTier:
     def read(self, step: int, leaves: dict[str, Any]) -> tuple[dict[str, jax.Array], Manifest]:
         """The leaves of this process and the part's manifest. Raises `ValueError` or `OSError` if they are not good."""
         part, _ = self._part(step)
-        return pieces.read(lambda name: self._store.read(f"{step}/{name}"), part.files, part.shards or {}, leaves), part
+        return pieces.read_blocks(
+            lambda name: self._store.read(f"{step}/{name}"), part.files, part.shards or {}, leaves
+        ), part
 
     def attachments(self, step: int) -> dict[str, bytes]:
         """The small files that were kept with a step. Raises as `read` does."""
         _, record = self._part(step)
         found = {name: self._store.read(f"{step}/{name}") for name in map(str, record[_ATTACHMENTS])}
         for name, digest in record.get(_DIGESTS, {}).items():
-            if name not in found or digest_of(found[name]) != digest:
+            if name not in found or compute_crc32c(found[name]) != digest:
                 raise ValueError(f"{name} does not match its CRC-32C")
         return found
 
     def forget_after(self, step: int) -> None:
         """Delete every step beyond `step`, and what was never whole."""
-        for name in self._store.children(""):
+        for name in self._store.list_names(""):
             if name.endswith(".tmp"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
         self._forget(lambda present: [other for other in present if other > step])
@@ -101,7 +103,7 @@ class FastTier:
     def room(self, part_bytes: int) -> str | None:
         """What is wrong if the disk cannot hold two parts, beside what is here already; None if it can."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        mine = sum(self._store.sizes("").values())
+        mine = sum(self._store.list_sizes("").values())
         free = shutil.disk_usage(self.directory).free + mine
         if free >= KEPT_STEPS * part_bytes:
             return None

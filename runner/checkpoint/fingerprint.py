@@ -34,7 +34,7 @@ from runner.errors import RetryableError
 CHUNK_LEAVES = 64
 
 
-def chunks(leaves: Sequence[Any]) -> list[list[int]]:
+def make_chunks(leaves: Sequence[Any]) -> list[list[int]]:
     """The places of all leaves, at most `CHUNK_LEAVES` together.
 
     Leaves of one shape, dtype and sharding fill chunks of their own; what is left over of each kind stands together.
@@ -62,13 +62,13 @@ class ReplicaError(RetryableError):
     """Devices that should hold the same bits do not."""
 
 
-def leaf_names(tree: Any) -> list[str]:
+def list_leaf_names(tree: Any) -> list[str]:
     """Dotted path of every leaf, in `jax.tree.leaves` order: `params.block.kernel`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [dotted(path) for path, _ in paths]
+    return [format_leaf_name(path) for path, _ in paths]
 
 
-def dotted(path: Any) -> str:
+def format_leaf_name(path: Any) -> str:
     """The name of a leaf by its path in a tree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
@@ -98,7 +98,7 @@ def _position(block: tuple[int, ...], whole: tuple[int, ...], start: list[jax.Ar
 
 
 @functools.partial(jax.jit, static_argnames="whole")
-def leaf_digest(block: jax.Array, whole: tuple[int, ...] | None = None, start: Any = ()) -> jax.Array:
+def compute_leaf_digest(block: jax.Array, whole: tuple[int, ...] | None = None, start: Any = ()) -> jax.Array:
     """Digest of one array, or the part that a block at `start` has in that of an array of shape `whole`: uint32[2].
 
     Both lanes are one reduction: XLA then reads the array once and vectorises, ten times faster on a CPU than two sums.
@@ -126,13 +126,13 @@ def _add_lanes(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> tup
     return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
-def block_digest(block: np.ndarray, whole: tuple[int, ...], start: Sequence[int]) -> np.ndarray:
-    """What `leaf_digest` says of a block, computed by this host, in parts that are small beside it: uint32[2]."""
+def compute_block_digest(block: np.ndarray, whole: tuple[int, ...], start: Sequence[int]) -> np.ndarray:
+    """The same of a block, computed by this host, in parts that are small beside it: uint32[2]."""
     if block.nbytes > _PART_BYTES:
         axis = int(np.argmax(block.shape))
         halves = np.array_split(block, 2, axis)
         second = [first + (halves[0].shape[axis] if axis == number else 0) for number, first in enumerate(start)]
-        return block_digest(halves[0], whole, start) + block_digest(halves[1], whole, second)
+        return compute_block_digest(halves[0], whole, start) + compute_block_digest(halves[1], whole, second)
     itemsize = block.dtype.itemsize
     words = np.ascontiguousarray(block).reshape(-1)
     words = words.view(np.uint32) if itemsize >= 4 else words.view(f"u{itemsize}").astype(np.uint32)
@@ -154,7 +154,7 @@ def block_digest(block: np.ndarray, whole: tuple[int, ...], start: Sequence[int]
 
 @jax.jit
 def _digest_plainly(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.stack([leaf_digest(leaf) for leaf in leaves])[None]
+    return jnp.stack([compute_leaf_digest(leaf) for leaf in leaves])[None]
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "specs"))
@@ -164,7 +164,7 @@ def _digest_shards(leaves: list[jax.Array], mesh: Mesh, specs: tuple[PartitionSp
 
     def on_one_device(*blocks: jax.Array) -> jax.Array:
         rows = [
-            leaf_digest(block, shape, _start(block.shape, spec))
+            compute_leaf_digest(block, shape, _start(block.shape, spec))
             for block, shape, spec in zip(blocks, shapes, specs, strict=True)
         ]
         return jnp.stack(rows)[None]
@@ -211,14 +211,14 @@ class LeafLayout:
 
     def __init__(self, tree: Any):
         leaves = jax.tree.leaves(tree)
-        self.names = leaf_names(tree)
+        self.names = list_leaf_names(tree)
         self.shapes = dict(zip(self.names, map(_shape_of, leaves), strict=True))
         self._mesh = _mesh_of(leaves)
         self._shapes = [(leaf.sharding, leaf.shape) for leaf in leaves]
-        self._chunks = chunks(leaves)
+        self._chunks = make_chunks(leaves)
 
     def dispatch(self, tree: Any) -> list[jax.Array]:
-        """Start digesting every leaf of `tree` on every device, without waiting: what `leaf_digests` takes.
+        """Start digesting every leaf of `tree` on every device, without waiting: what `compute_leaf_digests` takes.
 
         For each chunk of leaves uint32[devices, leaves, 2], replicated. Called on every host. The arrays may be donated
         to a later computation as soon as this returns.
@@ -270,7 +270,7 @@ class LeafLayout:
         return f"{named} {'has' if len(rows) == 1 else 'have'} other bits than the replicas of the same shard"
 
 
-def leaf_digests(tree: Any) -> dict[str, str]:
+def compute_leaf_digests(tree: Any) -> dict[str, str]:
     """Hexadecimal digest of every leaf by name. Waits for the device. Called on every host.
 
     Raises `ReplicaError` if the copies of a shard differ.
@@ -279,7 +279,7 @@ def leaf_digests(tree: Any) -> dict[str, str]:
     return layout.leaf_digests(layout.dispatch(tree))
 
 
-def combine(leaves: Mapping[str, LeafRecord]) -> str:
+def combine_digests(leaves: Mapping[str, LeafRecord]) -> str:
     """Digest of a whole state from its leaf records `{name: {shape, dtype, digest}}`: 32 hexadecimal digits."""
     whole = hashlib.blake2b(digest_size=16)
     for name in sorted(leaves):
@@ -289,21 +289,21 @@ def combine(leaves: Mapping[str, LeafRecord]) -> str:
     return whole.hexdigest()
 
 
-def describe(tree: Any) -> dict[str, LeafShape]:
+def describe_leaves(tree: Any) -> dict[str, LeafShape]:
     """Shape and dtype of every leaf by name, from arrays or abstract shapes."""
-    return dict(zip(leaf_names(tree), map(_shape_of, jax.tree.leaves(tree)), strict=True))
+    return dict(zip(list_leaf_names(tree), map(_shape_of, jax.tree.leaves(tree)), strict=True))
 
 
 def _shape_of(leaf: Any) -> LeafShape:
     return LeafShape(shape=list(leaf.shape), dtype=str(leaf.dtype))
 
 
-def fingerprint(tree: Any) -> str:
+def compute_fingerprint(tree: Any) -> str:
     """Digest of the bits of a whole pytree of jax arrays: 32 hexadecimal digits. Called on every host."""
     layout = LeafLayout(tree)
-    return combine(with_digests(layout.shapes, layout.leaf_digests(layout.dispatch(tree))))
+    return combine_digests(add_digests(layout.shapes, layout.leaf_digests(layout.dispatch(tree))))
 
 
-def with_digests(shapes: Mapping[str, LeafShape], digests: Mapping[str, str]) -> dict[str, LeafRecord]:
+def add_digests(shapes: Mapping[str, LeafShape], digests: Mapping[str, str]) -> dict[str, LeafRecord]:
     """Leaf records `{shape, dtype, digest}` by name."""
     return {name: LeafRecord(**shape, digest=digests[name]) for name, shape in shapes.items()}

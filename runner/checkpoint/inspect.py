@@ -15,24 +15,24 @@ from runner.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     NotCommittedError,
-    file_problems,
-    newest_manifest,
+    find_file_problems,
     read_manifest,
+    read_newest_manifest,
 )
 from runner.checkpoint.readers import read_leaves
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
-from runner.storage import Store, create, digest_of
+from runner.storage import Store, compute_crc32c, create_file
 
 _NUM_COPIERS = 4
 
 
-def copy(source: Store, name: str | None, target: Store) -> str:
+def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
     """Copy one committed checkpoint, by default the newest, to the same name in `target`; its name.
 
     Every byte is checked on the way, and what has arrived is checked again before its manifest commits it. Raises
     `InvalidError` if there is none, if it is damaged, or if the target has one of that name.
     """
-    newest = newest_manifest(source) if name is None else None
+    newest = read_newest_manifest(source) if name is None else None
     if name is None:
         if newest is None:
             raise InvalidError(f"{source.url}: no checkpoint is here")
@@ -47,17 +47,17 @@ def copy(source: Store, name: str | None, target: Store) -> str:
 
     def copy_file(file: str) -> None:
         content = source.read(f"{directory}/{file}")
-        if [len(content), digest_of(content)] != list(manifest.files[file]):
+        if [len(content), compute_crc32c(content)] != list(manifest.files[file]):
             raise InvalidError(f"{source.url}/{directory}: {file} is not what its manifest says; nothing was committed")
         target.write(f"{directory}/{file}", content)
 
     with ThreadPoolExecutor(_NUM_COPIERS, thread_name_prefix="copy") as pool:
         list(pool.map(copy_file, manifest.files))
-    problems = file_problems(target, directory, manifest.files)
+    problems = find_file_problems(target, directory, manifest.files)
     if problems:
         raise InvalidError(f"{target.url}/{directory}: {problems[0]}; nothing was committed")
     try:
-        create(target, f"{directory}/{MANIFEST}", manifest.encode())
+        create_file(target, f"{directory}/{MANIFEST}", manifest.encode())
     except FileExistsError as error:
         raise InvalidError(f"{target.url}/{directory} is there already; nothing is overwritten") from error
     return name
@@ -82,9 +82,9 @@ class CheckpointEntry:
     is_newer: bool = False
 
 
-def entries(store: Store, depth: VerifyDepth = VerifyDepth.MANIFEST) -> Iterator[CheckpointEntry]:
+def list_entries(store: Store, depth: VerifyDepth = VerifyDepth.MANIFEST) -> Iterator[CheckpointEntry]:
     """Every checkpoint, steps in order and then names. Raises `StorageError` if the store cannot be read now."""
-    names = sorted(store.children(CHECKPOINTS), key=lambda name: (not name.isdecimal(), name.zfill(20)))
+    names = sorted(store.list_names(CHECKPOINTS), key=lambda name: (not name.isdecimal(), name.zfill(20)))
     for name in names:
         directory = f"{CHECKPOINTS}/{name}"
         try:
@@ -104,12 +104,12 @@ def entries(store: Store, depth: VerifyDepth = VerifyDepth.MANIFEST) -> Iterator
 def _problems(store: Store, directory: str, manifest: Manifest, depth: VerifyDepth) -> list[str]:
     if depth is VerifyDepth.MANIFEST:
         return []
-    found = file_problems(store, directory, manifest.files, trust_store=depth is not VerifyDepth.BITS)
+    found = find_file_problems(store, directory, manifest.files, trust_store=depth is not VerifyDepth.BITS)
     return found if found or depth is not VerifyDepth.BITS else _bit_problems(store, directory, manifest)
 
 
 def _bit_problems(store: Store, directory: str, manifest: Manifest) -> list[str]:
-    if fingerprint.combine(manifest.leaves) != manifest.fingerprint:
+    if fingerprint.combine_digests(manifest.leaves) != manifest.fingerprint:
         return ["the fingerprint is not that of the leaves"]
     try:
         leaves = read_leaves(store, directory, manifest, manifest.leaves)
@@ -120,13 +120,13 @@ def _bit_problems(store: Store, directory: str, manifest: Manifest) -> list[str]
         return [str(error)]
 
 
-def report(store: Store, depth: VerifyDepth, best: str | None = None) -> tuple[list[str], int]:
+def format_report(store: Store, depth: VerifyDepth, best: str | None = None) -> tuple[list[str], int]:
     """Lines for a person, in which the checkpoint `best` is called so, and the exit code.
 
     0 if all that is committed is good as far as it was checked, 1 if not, 2 if a newer runner has written some of it.
     """
     lines, code = [], EXIT_DONE
-    for entry in entries(store, depth):
+    for entry in list_entries(store, depth):
         is_bad = bool(entry.problems and entry.is_committed)
         if entry.manifest is None:
             state = "of a newer runner" if entry.is_newer else "DAMAGED" if is_bad else "not committed"

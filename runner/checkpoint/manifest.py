@@ -28,11 +28,11 @@ from runner.storage import (
     LocalStore,
     Store,
     WrongKindError,
-    digest_of,
+    compute_crc32c,
     encode_json,
-    kind_of,
-    number_in,
+    find_kind,
     parse_json,
+    parse_number,
 )
 
 MANIFEST_KEYS = (
@@ -214,55 +214,55 @@ def read_manifest(store: Store, directory: str) -> Manifest:
         raise NotCommittedError(f"attempt {record[TOMBSTONE]} found it unfinished")
     manifest = Manifest.from_json(record)
     name = directory.removeprefix(f"{CHECKPOINTS}/")
-    if manifest.name != name or number_in(name) not in (None, manifest.step):
+    if manifest.name != name or parse_number(name) not in (None, manifest.step):
         raise ValueError(f"it is of checkpoint {manifest.name}, step {manifest.step}, and stands in {name}")
     return manifest
 
 
 # A checkpoint that cannot be read now, or is bad: others may be good. What a bucket raises says nothing of either.
-UNREADABLE = (FileNotFoundError, ValueError, DiskError, ForbiddenError, WrongKindError)
+UNREADABLE_ERRORS = (FileNotFoundError, ValueError, DiskError, ForbiddenError, WrongKindError)
 
 
-def steps(store: Store) -> list[int]:
+def list_steps(store: Store) -> list[int]:
     """Every step that has a directory, committed or not, ascending by number."""
-    return sorted(step for step in map(number_in, store.children(CHECKPOINTS)) if step is not None)
+    return sorted(step for step in map(parse_number, store.list_names(CHECKPOINTS)) if step is not None)
 
 
-def committed(store: Store) -> dict[int, Manifest]:
+def read_committed(store: Store) -> dict[int, Manifest]:
     """The manifests of all steps that have a whole one, ascending by step."""
 
     def read(step: int) -> Manifest | None:
         try:
             return read_manifest(store, f"{CHECKPOINTS}/{step}")
-        except UNREADABLE:
+        except UNREADABLE_ERRORS:
             return None
 
-    numbers = steps(store)
+    numbers = list_steps(store)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         manifests = list(pool.map(read, numbers))
     return {step: manifest for step, manifest in zip(numbers, manifests, strict=True) if manifest is not None}
 
 
-def newest_manifest(store: Store) -> Manifest | None:
+def read_newest_manifest(store: Store) -> Manifest | None:
     """The newest manifest that can be read, None if there is none. Raises `NewerFormatError` if it meets one before."""
-    for step in reversed(steps(store)):
+    for step in reversed(list_steps(store)):
         try:
             return read_manifest(store, f"{CHECKPOINTS}/{step}")
         except NewerFormatError:
             raise
-        except UNREADABLE:
+        except UNREADABLE_ERRORS:
             continue
     return None
 
 
-def file_problems(
+def find_file_problems(
     store: Store, directory: str, files: Files, part: int = 0, num_parts: int = 1, trust_store: bool = True
 ) -> list[str]:
     """What is wrong with the bytes of a checkpoint, a line a bad file. Checks every `num_parts`-th file.
 
     Reads every byte, except where the store reports digests of its own and is trusted.
     """
-    sizes = store.sizes(directory)
+    sizes = store.list_sizes(directory)
 
     def problem(name: str) -> str | None:
         size, digest = files[name]
@@ -272,7 +272,11 @@ def file_problems(
             return f"{name} has {sizes[name]} bytes, the manifest says {size}"
         path = f"{directory}/{name}"
         try:
-            found = store.digest(path) if trust_store or store.root is not None else digest_of(store.read(path))
+            found = (
+                store.compute_digest(path)
+                if trust_store or store.root is not None
+                else compute_crc32c(store.read(path))
+            )
         except FileNotFoundError:
             return f"{name} is missing"
         return None if found == digest else f"{name} does not match its CRC-32C"
@@ -282,13 +286,13 @@ def file_problems(
         return [text for text in found if text is not None]
 
 
-BURIED = ".retired"  # the directory of a step whose files are being deleted
+RETIRED_SUFFIX = ".retired"  # the directory of a step whose files are being deleted
 
 
 def commit(store: Store, directory: str, manifest: Manifest, attempt: int) -> None:
     """Create the manifest of `directory`, all of whose files are durable.
 
-    Raises `FileExistsError` or `FileNotFoundError` if another attempt was first: with a commit, or with `bury`.
+    Raises `FileExistsError` or `FileNotFoundError` if another attempt was first: with a commit or a tombstone.
     """
     name = f"{directory}/{MANIFEST}"
     if isinstance(store, LocalStore):
@@ -313,7 +317,7 @@ def uncommit(store: Store, directory: str, attempt: int) -> None:
         store.remove(f"{directory}/{MANIFEST}")
 
 
-def bury(store: Store, step: int, attempt: int) -> None:
+def retire_uncommitted(store: Store, step: int, attempt: int) -> None:
     """Delete a step that was never committed, so that no earlier attempt can commit it any more; else leave it alone.
 
     On a disk the whole directory is renamed, which decides at once; if a manifest came with it, it is renamed back.
@@ -325,19 +329,23 @@ def bury(store: Store, step: int, attempt: int) -> None:
             remove_files(store, directory)
         return
     if _is_directory(store, directory) and not store.exists(f"{directory}/{MANIFEST}"):
-        store.move_tree(directory, f"{directory}{BURIED}")
-        finish_burials(store)
+        store.move_tree(directory, f"{directory}{RETIRED_SUFFIX}")
+        finish_retirements(store)
 
 
-def finish_burials(store: Store) -> None:
-    """End what a killed `bury` has begun on a disk: delete the renamed directory, or give a committed one its name.
+def finish_retirements(store: Store) -> None:
+    """End what a killed retirement: delete the renamed directory, or give a committed one its name.
 
     Where that name is taken by another that is committed too, both stay. What is no directory was not put there by a
     run, and stays.
     """
-    for name in store.children(CHECKPOINTS) if store.root is not None else []:
-        buried, source = f"{CHECKPOINTS}/{name}", f"{CHECKPOINTS}/{name.removesuffix(BURIED)}"
-        if buried == source or number_in(name.removesuffix(BURIED)) is None or not _is_directory(store, buried):
+    for name in store.list_names(CHECKPOINTS) if store.root is not None else []:
+        buried, source = f"{CHECKPOINTS}/{name}", f"{CHECKPOINTS}/{name.removesuffix(RETIRED_SUFFIX)}"
+        if (
+            buried == source
+            or parse_number(name.removesuffix(RETIRED_SUFFIX)) is None
+            or not _is_directory(store, buried)
+        ):
             continue
         if not store.exists(f"{buried}/{MANIFEST}"):
             store.remove_tree(buried)
@@ -349,14 +357,14 @@ def finish_burials(store: Store) -> None:
 def _is_directory(store: Store, name: str) -> bool:
     """Whether a directory of a disk stands there."""
     try:
-        return store.root is not None and kind_of(store.root / name) == "a directory"
+        return store.root is not None and find_kind(store.root / name) == "a directory"
     except WrongKindError:
         return False
 
 
 def remove_files(store: Store, directory: str) -> None:
     """Delete all of a checkpoint but its manifest; on a disk the directory goes too, if it has none."""
-    for name in store.children(directory):
+    for name in store.list_names(directory):
         if name != MANIFEST:
             store.remove_tree(f"{directory}/{name}")
     if store.root is not None and not store.exists(f"{directory}/{MANIFEST}"):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from runner.checkpoint.manifest import CHECKPOINTS, Manifest, committed, remove_files, uncommit
+from runner.checkpoint.manifest import CHECKPOINTS, Manifest, read_committed, remove_files, uncommit
 from runner.checkpoint.save import SaveKind
 from runner.console import warn
 from runner.periodic import is_due, is_overdue
@@ -16,7 +16,7 @@ from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig
 
 
-def best_interval_seconds(
+def compute_best_interval_seconds(
     stall_seconds: float, durable_seconds: float, mean_time_between_failures_hours: float
 ) -> float:
     """Seconds from save to save that lose the least time: sqrt(2 x stall x mean time between failures).
@@ -67,7 +67,7 @@ class SavePolicy:
 Mode = Literal["min", "max"]
 
 
-def superfluous(
+def find_superfluous_steps(
     metrics: Mapping[int, float | None],
     keep_last: int,
     keep_every_steps: int | None = None,
@@ -82,18 +82,18 @@ def superfluous(
     if keep_every_steps is not None:
         kept |= {step for step in steps if step % keep_every_steps == 0}
     if best is not None:
-        kept |= {step for step in [best_step(metrics, best)] if step is not None}
+        kept |= {step for step in [find_best_step(metrics, best)] if step is not None}
     return [step for step in steps if step not in kept]
 
 
-def best_step(metrics: Mapping[int, float | None], mode: Mode) -> int | None:
+def find_best_step(metrics: Mapping[int, float | None], mode: Mode) -> int | None:
     """The step with the best value, of equals the older; None if none has a value."""
     measured = {step: value for step, value in sorted(metrics.items()) if value is not None and value == value}
     choose = min if mode == "min" else max
     return choose(measured, key=lambda step: measured[step]) if measured else None
 
 
-def delete(attempt: Attempt, step: int) -> None:
+def delete_step(attempt: Attempt, step: int) -> None:
     """Delete one step: first the manifest, then the files. Main host only."""
     attempt.fence.check()
     directory = f"{CHECKPOINTS}/{step}"
@@ -111,7 +111,7 @@ class Retention:
 
     def look(self) -> None:
         """Take in what is there when an attempt begins, and delete what one that was killed has left undeleted."""
-        self._metrics = {step: manifest.metric for step, manifest in committed(self._attempt.store).items()}
+        self._metrics = {step: manifest.metric for step, manifest in read_committed(self._attempt.store).items()}
         self._prune()
 
     def apply(self, manifest: Manifest) -> None:
@@ -121,9 +121,9 @@ class Retention:
 
     def _prune(self) -> None:
         """Delete what is superfluous. What cannot be deleted now is tried again after the next commit."""
-        for step in superfluous(self._metrics, *self._rule):
+        for step in find_superfluous_steps(self._metrics, *self._rule):
             try:
-                delete(self._attempt, step)
+                delete_step(self._attempt, step)
             except OSError as error:
                 warn(f"checkpoint {step} cannot be deleted, will be tried again: {error}")
                 return

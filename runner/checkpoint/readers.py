@@ -18,20 +18,22 @@ import tensorstore
 from jax.sharding import SingleDeviceSharding
 
 from runner.checkpoint import blocks, fingerprint
-from runner.checkpoint.leaves import Leaves, dtype_called, from_stored, stored
+from runner.checkpoint.leaves import Leaves, decode_leaves, encode_leaves, parse_dtype
 from runner.checkpoint.manifest import Files, Manifest
 from runner.storage import LocalStore, Store
 
 _CACHE_BYTES = 64 << 20  # without it, the table of contents is read anew for every block
 
 
-def read(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> dict[str, jax.Array]:
+def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> dict[str, jax.Array]:
     """The arrays that `leaves` describe (shape, dtype, sharding) from one checkpoint. Called on every host.
 
     Raises `ValueError` or `OSError` if the bytes are not there or not good.
     """
     if manifest.shards is not None:
-        return blocks.read(lambda name: store.read(f"{directory}/{name}"), manifest.files, manifest.shards, leaves)
+        return blocks.read_blocks(
+            lambda name: store.read(f"{directory}/{name}"), manifest.files, manifest.shards, leaves
+        )
     with on_a_disk_where_orbax_wrote(store, directory, manifest) as source:
         assert source.root is not None
         return _read_orbax(source.root / directory / manifest.arrays, leaves)
@@ -118,8 +120,8 @@ def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterabl
     with on_a_disk_where_orbax_wrote(store, directory, manifest) as source:
         for group in _groups(manifest, names, place):
             with jax.enable_x64(True):  # else types of 64 bits would come back as others
-                arrays = from_stored(read(source, directory, manifest, stored(group)), group)
-                digests = fingerprint.leaf_digests(arrays)
+                arrays = decode_leaves(read_arrays(source, directory, manifest, encode_leaves(group)), group)
+                digests = fingerprint.compute_leaf_digests(arrays)
             for name, array in arrays.items():
                 is_good = digests[name] == manifest.leaves[name]["digest"]
                 yield RestoredLeaf(
@@ -134,7 +136,7 @@ def _groups(manifest: Manifest, names: Iterable[str], place: SingleDeviceShardin
     for name in names:
         shape, dtype = manifest.leaves[name]["shape"], manifest.leaves[name]["dtype"]
         try:
-            group[name] = jax.ShapeDtypeStruct(shape, dtype_called(dtype), sharding=place)
+            group[name] = jax.ShapeDtypeStruct(shape, parse_dtype(dtype), sharding=place)
         except TypeError as error:
             raise ValueError(f"{name} is of type {dtype}, which cannot be read without its job") from error
         num_bytes += int(np.prod(shape)) * group[name].dtype.itemsize

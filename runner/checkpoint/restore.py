@@ -16,27 +16,27 @@ import jax
 
 from runner.checkpoint import fingerprint, readers
 from runner.checkpoint.fast_tier import FastTier
-from runner.checkpoint.leaves import check_leaves, from_stored, named, stored
+from runner.checkpoint.leaves import decode_leaves, encode_leaves, flatten_with_names, validate_manifest_leaves
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
     Manifest,
     NotCommittedError,
-    bury,
-    file_problems,
-    finish_burials,
-    newest_manifest,
+    find_file_problems,
+    finish_retirements,
+    list_steps,
     read_manifest,
-    steps,
+    read_newest_manifest,
+    retire_uncommitted,
 )
-from runner.checkpoint.weight_names import is_adapted, validate_weight_name
+from runner.checkpoint.weight_names import has_adapter, validate_weight_name
 from runner.console import warn
 from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError
 from runner.records import PARAMS
 from runner.run.attempt import Attempt
 from runner.run.fence import RunIdentity
 from runner.spec import Trajectory
-from runner.storage import DiskError, Store, number_in, open_store, read_log, split_checkpoint
+from runner.storage import DiskError, Store, open_store, parse_number, read_log, split_checkpoint
 
 Tier = Literal["durable", "fast"]
 AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # why a job cannot go on with them
@@ -98,8 +98,8 @@ class Restorer:
         """
         store, hosts = self._attempt.store, self._attempt.hosts
         if hosts.is_main:
-            finish_burials(store)
-        durable = hosts.agree(steps(store) if hosts.is_main else [])
+            finish_retirements(store)
+        durable = hosts.agree(list_steps(store) if hosts.is_main else [])
         candidates = [(step, 0) for step in durable] + [(step, 1) for step in self._common(identity)]
         rejected: list[RejectedCheckpoint] = []
         for step, is_fast in sorted(candidates, reverse=True):
@@ -141,7 +141,7 @@ class Restorer:
         hosts = self._attempt.hosts
         names = [] if name is None else [name]
         if name is None and hosts.is_main:
-            names = [str(step) for step in reversed(steps(source))]
+            names = [str(step) for step in reversed(list_steps(source))]
         rejected: list[RejectedCheckpoint] = []
         for candidate in hosts.agree(names):
             found = self._try(source, candidate, abstract, weights_only=True)
@@ -165,8 +165,8 @@ class Restorer:
         arrays: dict[str, jax.Array] = {}
         attachments: dict[str, bytes] = {}
         try:
-            arrays, part = self._fast.read(step, stored(named(abstract)))
-            check_leaves(part, abstract)
+            arrays, part = self._fast.read(step, encode_leaves(flatten_with_names(abstract)))
+            validate_manifest_leaves(part, abstract)
             attachments = self._fast.attachments(step)
             reason = problem_with(attachments) if self._attempt.hosts.is_main else None
             problem = None if reason is None else RestoreProblem(reason)
@@ -184,17 +184,17 @@ class Restorer:
     def _try(
         self, store: Store, name: str, abstract: Any, weights_only: bool = False
     ) -> RestoredState | RejectedCheckpoint:
-        directory, step = f"{CHECKPOINTS}/{name}", number_in(name)
+        directory, step = f"{CHECKPOINTS}/{name}", parse_number(name)
         step = -1 if step is None else step
         manifest, problem, was_committed = self._read_manifest(store, directory)
         problem = self._first(problem)
         if problem is not None or manifest is None:
             problem = problem or RestoreProblem("no manifest")
             return RejectedCheckpoint(step, problem.reason, "durable", was_committed, problem.may_be_good)
-        check_leaves(manifest, abstract, weights_only)
+        validate_manifest_leaves(manifest, abstract, weights_only)
         arrays: dict[str, jax.Array] = {}
         try:
-            arrays = readers.read(store, directory, manifest, stored(named(abstract)))
+            arrays = readers.read_arrays(store, directory, manifest, encode_leaves(flatten_with_names(abstract)))
         except DiskError as error:
             problem = RestoreProblem(str(error), may_be_good=True)
         except StorageError:
@@ -215,7 +215,7 @@ class Restorer:
             manifest = read_manifest(store, directory)
             if manifest.shards is not None:  # each piece is checked when it is read
                 return manifest, None, True
-            found = file_problems(store, directory, manifest.files, hosts.process_id, hosts.num_processes)
+            found = find_file_problems(store, directory, manifest.files, hosts.process_id, hosts.num_processes)
             return manifest, RestoreProblem(found[0]) if found else None, True
         except NotCommittedError as error:
             return None, RestoreProblem(str(error)), False
@@ -246,9 +246,9 @@ class Restorer:
                 self._quarantine(other)
             attempt.events.append("fallback", restored, rejected=other.step, reason=other.reason, tier=other.tier)
             warn(f"checkpoint {other.step} ({other.tier}) not restored: {other.reason}")
-        for step in steps(attempt.store):
+        for step in list_steps(attempt.store):
             attempt.fence.check()
-            bury(attempt.store, step, attempt.number)
+            retire_uncommitted(attempt.store, step, attempt.number)
 
     def _quarantine(self, rejected: RejectedCheckpoint) -> None:
         """Move a bad checkpoint away as evidence, its manifest first, so that it is never picked again."""
@@ -262,28 +262,28 @@ class Restorer:
 
     def _free_place(self, name: str) -> str:
         """`name`, or the next that nothing has: attempts count from 1 again where their numbers were lost."""
-        taken = set(self._attempt.store.children(QUARANTINE))
+        taken = set(self._attempt.store.list_names(QUARANTINE))
         places = (name, *(f"{name}.{number}" for number in range(1, len(taken) + 1)))
         return next(place for place in places if place.removeprefix(f"{QUARANTINE}/") not in taken)
 
 
 def validate_checkpoints(store: Store, claimant: RunIdentity) -> bool:
     """Refuse to continue checkpoints of another trajectory; whether there are any. Main host only."""
-    manifest = newest_manifest(store)
+    manifest = read_newest_manifest(store)
     if manifest is not None:
         claimant.validate_trajectory(manifest.identity, f"checkpoint {manifest.name}", store.url)
     return manifest is not None
 
 
-def check_source(text: str, weights: str = PARAMS) -> None:
+def validate_source_run(text: str, weights: str = PARAMS) -> None:
     """Raise `InvalidError` if `text`, another run or one of its checkpoints, has no such weights to be restored."""
     directory, name = split_checkpoint(text)
     store = open_store(directory)
     try:
-        manifest = newest_manifest(store) if name is None else read_manifest(store, f"{CHECKPOINTS}/{name}")
+        manifest = read_newest_manifest(store) if name is None else read_manifest(store, f"{CHECKPOINTS}/{name}")
         if manifest is None:
             raise ResumeError(f"{store.url}: no checkpoint is here")
-        if is_adapted(manifest.leaves):
+        if has_adapter(manifest.leaves):
             raise InvalidError(
                 f"{text} is of a run with an adapter; export it, which merges, and begin with the export"
             )
@@ -296,12 +296,12 @@ def check_source(text: str, weights: str = PARAMS) -> None:
 
 def _unflatten(abstract: Any, arrays: dict[str, jax.Array]) -> Any:
     """The state from what a reader has read."""
-    leaves = from_stored(arrays, named(abstract))
+    leaves = decode_leaves(arrays, flatten_with_names(abstract))
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves.values())
 
 
 def _bits_problem(state: Any, manifest: Manifest) -> str | None:
-    for name, digest in fingerprint.leaf_digests(state).items():
+    for name, digest in fingerprint.compute_leaf_digests(state).items():
         if digest != manifest.leaves[name]["digest"]:
             return f"the bits of {name} are not those that were saved"
     return None

@@ -49,8 +49,8 @@ import numpy as np
 from runner.checkpoint import blocks as pieces
 from runner.checkpoint import fingerprint
 from runner.checkpoint.fast_tier import FastTier
-from runner.checkpoint.fingerprint import LeafLayout, block_digest, chunks
-from runner.checkpoint.leaves import Leaves, form, stored
+from runner.checkpoint.fingerprint import LeafLayout, compute_block_digest, make_chunks
+from runner.checkpoint.leaves import Leaves, encode_leaves, make_abstract
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, commit
 from runner.checkpoint.readers import BlockReader
 from runner.checkpoint.writers import ArrayWriter, WriteResult
@@ -81,7 +81,7 @@ class DoubleBuffer:
         spare = self._spare if self._reader is None or self._reader.done() else None
         leaves, structure = jax.tree.flatten(state)
         copies = list(leaves)
-        for places in chunks(leaves):
+        for places in make_chunks(leaves):
             memory = None if spare is None else [spare[place] for place in places]
             for place, leaf in zip(places, _copy([leaves[place] for place in places], memory), strict=True):
                 copies[place] = leaf
@@ -107,7 +107,9 @@ class ReadBack:
                 continue
             block = blocks.read(name, leaf, index)
             start = [part.indices(size)[0] for part, size in zip(index, leaf.shape, strict=True)]
-            if block.dtype != leaf.dtype or not np.array_equal(block_digest(block, leaf.shape, start), expected[name]):
+            if block.dtype != leaf.dtype or not np.array_equal(
+                compute_block_digest(block, leaf.shape, start), expected[name]
+            ):
                 raise ValueError(f"what was read back of {name} is not what was saved")
 
 
@@ -161,8 +163,8 @@ class _Save:
     def manifest(self) -> Manifest:
         """The draft with the fingerprint of every leaf. Waits for the device."""
         assert self.digests is not None
-        leaves = fingerprint.with_digests(self.layout.shapes, self.layout.leaf_digests(self.digests))
-        return replace(self.draft, leaves=leaves, fingerprint=fingerprint.combine(leaves))
+        leaves = fingerprint.add_digests(self.layout.shapes, self.layout.leaf_digests(self.digests))
+        return replace(self.draft, leaves=leaves, fingerprint=fingerprint.combine_digests(leaves))
 
     @property
     def directory(self) -> str:
@@ -265,11 +267,11 @@ class Saver:
 
     def _begin(self, save: _Save, state: Any, is_durable: bool, is_fast: bool) -> Future[bool] | None:
         """Copy what must be copied, then the digests (step 2), then the background; what still reads the state."""
-        leaves = stored(dict(zip(save.layout.names, jax.tree.leaves(state), strict=True)))
+        leaves = encode_leaves(dict(zip(save.layout.names, jax.tree.leaves(state), strict=True)))
         try:
             if is_durable:
                 save.finish = self._start_to_write(save.target, leaves)
-                save.read_back = ReadBack(jax.tree.map(form, leaves), save.layout) if self.reads_back else None
+                save.read_back = ReadBack(jax.tree.map(make_abstract, leaves), save.layout) if self.reads_back else None
             if is_fast:
                 save.blocks = pieces.copy_to_host(leaves, "all")
         except WRITE_ERRORS as caught:

@@ -22,7 +22,7 @@ _BEGIN = "riders.ema."  # of their names: then the decay, and what `params` has
 _PARAMS_AVERAGE = f"{PARAMS}."
 
 
-def averages(leaves: Collection[str]) -> list[str]:
+def list_averages(leaves: Collection[str]) -> list[str]:
     """Those that are there whole, as `ema_<decay>`."""
     params = [name.removeprefix(PARAMS) for name in leaves if name.startswith(_PARAMS_AVERAGE)]
     begins = {name.removesuffix(param) for name in leaves for param in params[:1] if name.endswith(param)}
@@ -33,12 +33,12 @@ def averages(leaves: Collection[str]) -> list[str]:
 
 def validate_weight_name(leaves: Collection[str], weights: str) -> None:
     """Raise `InvalidError`, saying which there are, if `weights` are neither those that are trained nor an average."""
-    known = [PARAMS, *averages(leaves)]
+    known = [PARAMS, *list_averages(leaves)]
     if weights not in known:
         raise InvalidError(f"got weights {weights!r}, has {', '.join(known)}; needs one of them")
 
 
-def names_of(weights: str, names: Iterable[str]) -> dict[str, str]:
+def map_weight_names(weights: str, names: Iterable[str]) -> dict[str, str]:
     """By the names of leaves: what the leaf is called that takes its place in these weights."""
     prefix = _BEGIN + weights.removeprefix("ema_")
     return {
@@ -49,7 +49,7 @@ def names_of(weights: str, names: Iterable[str]) -> dict[str, str]:
     }
 
 
-BASE, A, B = "base", "lora_a", "lora_b"
+BASE, LORA_A, LORA_B = "base", "lora_a", "lora_b"
 _PARAMS, _BASE = "params.", f"variables.{BASE}."
 
 
@@ -72,7 +72,7 @@ class AdapterMerge:
         return (base.astype(jnp.float32) + self.scale * product).astype(dtype)
 
 
-def merged(base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Any) -> Any:
+def merge_params(base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Any) -> Any:
     """The model's parameters: `merge(base, a, b)` of each that the nested `adapter` names, the others as they are."""
     found: Any = {}
     for name, own in base.items():
@@ -80,13 +80,13 @@ def merged(base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Any) -> A
         if matrices is None:
             found[name] = own
         elif isinstance(own, Mapping):
-            found[name] = merged(own, matrices, merge)
+            found[name] = merge_params(own, matrices, merge)
         else:
-            found[name] = merge(own, matrices[A], matrices[B])
+            found[name] = merge(own, matrices[LORA_A], matrices[LORA_B])
     return found
 
 
-def merge_of(identity: Trajectory) -> AdapterMerge | None:
+def find_adapter_merge(identity: Trajectory) -> AdapterMerge | None:
     """How the adapter of a checkpoint merges, by what its manifest says of the trajectory; None: it has no adapter."""
     rank, alpha = identity.get("config.adapter.rank"), identity.get("config.adapter.alpha")
     return None if rank is None or alpha is None else AdapterMerge(alpha / rank)
@@ -105,17 +105,19 @@ class AdapterSplit:
     matrices: Mapping[str, tuple[str, str]]
 
 
-def split(names: Mapping[str, str]) -> AdapterSplit:
+def split_adapter(names: Mapping[str, str]) -> AdapterSplit:
     """Part weights as they are trained, name -> name in the manifest, into the model's and what adapts them."""
     own = {
         name.replace(_BASE, _PARAMS, 1) if name.startswith(_BASE) else name: saved
         for name, saved in names.items()
         if not name.startswith(_PARAMS)
     }
-    pairs = {name.removesuffix(f".{A}") for name in names if name.startswith(_PARAMS) and name.endswith(f".{A}")}
-    return AdapterSplit(own, {name: (names[f"{name}.{A}"], names[f"{name}.{B}"]) for name in sorted(pairs)})
+    pairs = {
+        name.removesuffix(f".{LORA_A}") for name in names if name.startswith(_PARAMS) and name.endswith(f".{LORA_A}")
+    }
+    return AdapterSplit(own, {name: (names[f"{name}.{LORA_A}"], names[f"{name}.{LORA_B}"]) for name in sorted(pairs)})
 
 
-def is_adapted(names: Iterable[str]) -> bool:
+def has_adapter(names: Iterable[str]) -> bool:
     """Whether leaves by these dotted names are those of a run that trains an adapter."""
     return any(name.startswith(_BASE) for name in names)

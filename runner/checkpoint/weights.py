@@ -12,26 +12,32 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint import fingerprint, readers
-from runner.checkpoint.leaves import check_leaves, dtype_called, from_stored, named, stored
+from runner.checkpoint.leaves import (
+    decode_leaves,
+    encode_leaves,
+    flatten_with_names,
+    parse_dtype,
+    validate_manifest_leaves,
+)
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
     Manifest,
     NotCommittedError,
-    committed,
-    file_problems,
+    find_file_problems,
+    list_steps,
+    read_committed,
     read_manifest,
-    steps,
 )
-from runner.checkpoint.policy import best_step
+from runner.checkpoint.policy import find_best_step
 from runner.checkpoint.readers import read_leaves
 from runner.checkpoint.weight_names import (
     AdapterMerge,
     AdapterSplit,
-    is_adapted,
-    merge_of,
-    names_of,
-    split,
+    find_adapter_merge,
+    has_adapter,
+    map_weight_names,
+    split_adapter,
     validate_weight_name,
 )
 from runner.console import warn
@@ -116,13 +122,13 @@ def _best(store: Store, spec: ExecutionSpec) -> str:
     rule = spec.checkpoint.keep_best
     if rule is None:
         raise InvalidError(f"{store.url}: its spec has no checkpoint.keep_best, which says what is best; name a step")
-    found = best_step({step: manifest.metric for step, manifest in committed(store).items()}, rule.mode)
+    found = find_best_step({step: manifest.metric for step, manifest in read_committed(store).items()}, rule.mode)
     if found is None:
         raise InvalidError(f"{store.url}: no checkpoint has {rule.metric}, by which the best is kept; name a step")
     return str(found)
 
 
-def named_best(store: Store) -> str | None:
+def find_best_name(store: Store) -> str | None:
     """The name of the best checkpoint of the run in `store`, None if its spec does not say what is best, or none is."""
     try:
         return _best(store, validate_spec(read_document(store)))
@@ -149,7 +155,7 @@ def _newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Result:
     for _ in range(_MOST_LISTINGS):
         rejected: list[str] = []
         has_vanished = False
-        for step in reversed(steps(store)):
+        for step in reversed(list_steps(store)):
             try:
                 found = _use(store, str(step), use)
             except NotCommittedError:
@@ -183,21 +189,23 @@ def _use(store: Store, name: str, use: Callable[[Store, Manifest], Result]) -> R
     """What `use` makes of one checkpoint whose files are good. Raises `ValueError` or `OSError` if they are not."""
     directory = f"{CHECKPOINTS}/{name}"
     manifest = read_manifest(store, directory)
-    problem = next(iter(file_problems(store, directory, manifest.files)), None) if manifest.shards is None else None
+    problem = (
+        next(iter(find_file_problems(store, directory, manifest.files)), None) if manifest.shards is None else None
+    )
     if problem is not None:
         raise ValueError(problem)
     return use(store, manifest)
 
 
 def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tuple[str, jax.Array]]:
-    """The leaves by the names of `weight_names`, some at a time, on the first device of this process.
+    """The leaves by the names of `find_weight_names`, some at a time, on the first device of this process.
 
     Raises `ValueError` or `OSError` as soon as one is not good.
     """
-    names = {saved: name for name, saved in weight_names(manifest, weights).items()}
-    merge, parts = adapter_of(manifest, weights)
-    pairs = dict(read_leaves_of(store, manifest, [saved for pair in parts.matrices.values() for saved in pair]))
-    for saved, array in read_leaves_of(store, manifest, names):
+    names = {saved: name for name, saved in find_weight_names(manifest, weights).items()}
+    merge, parts = find_adapter(manifest, weights)
+    pairs = dict(read_named_leaves(store, manifest, [saved for pair in parts.matrices.values() for saved in pair]))
+    for saved, array in read_named_leaves(store, manifest, names):
         name = names[saved]
         if name in parts.matrices:
             a, b = (pairs[matrix] for matrix in parts.matrices[name])
@@ -205,7 +213,7 @@ def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tup
         yield name, array
 
 
-def read_leaves_of(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
+def read_named_leaves(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
     """The leaves of these names in the manifest, on the first device of this process; raises like `read_weights`."""
     for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, names):
         if leaf.problem is not None:
@@ -215,23 +223,25 @@ def read_leaves_of(store: Store, manifest: Manifest, names: Iterable[str]) -> It
 
 def _like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
     """Leaves like those of `like`, which has the names of the manifest. Called on every host."""
-    if is_adapted(manifest.leaves) and not named(like).keys() <= manifest.leaves.keys():
+    if has_adapter(manifest.leaves) and not flatten_with_names(like).keys() <= manifest.leaves.keys():
         return _merged_like(store, manifest, like, weights)
     if weights == PARAMS:
-        abstract = named(like)
-        check_leaves(manifest, like, may_hold_more=True)
+        abstract = flatten_with_names(like)
+        validate_manifest_leaves(manifest, like, may_hold_more=True)
     else:
-        known = weight_names(manifest, weights)
-        abstract = {known.get(name, name): leaf for name, leaf in named(like).items()}
-        check_leaves(manifest, abstract, may_hold_more=True)
+        known = find_weight_names(manifest, weights)
+        abstract = {known.get(name, name): leaf for name, leaf in flatten_with_names(like).items()}
+        validate_manifest_leaves(manifest, abstract, may_hold_more=True)
     return jax.tree.unflatten(jax.tree.structure(like), _read_like(store, manifest, abstract).values())
 
 
 def _read_like(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Leaves like those of `abstract`, by their names in the manifest, each checked by its bits."""
     directory = f"{CHECKPOINTS}/{manifest.name}"
-    found = from_stored(readers.read(store, directory, manifest, stored(dict(abstract))), dict(abstract))
-    for name, digest in fingerprint.leaf_digests(found).items():
+    found = decode_leaves(
+        readers.read_arrays(store, directory, manifest, encode_leaves(dict(abstract))), dict(abstract)
+    )
+    for name, digest in fingerprint.compute_leaf_digests(found).items():
         if digest != manifest.leaves[name]["digest"]:
             raise ValueError(f"the bits of {name} are not those that were saved")
     return found
@@ -239,14 +249,15 @@ def _read_like(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) ->
 
 def _merged_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
     """Leaves like those of `like`, a model's, from a checkpoint with an adapter, merged. Called on every host."""
-    merge, parts = adapter_of(manifest, weights)
+    merge, parts = find_adapter(manifest, weights)
     abstract = {
-        parts.own.get(name, name): _of_type(manifest, parts.own.get(name), leaf) for name, leaf in named(like).items()
+        parts.own.get(name, name): _of_type(manifest, parts.own.get(name), leaf)
+        for name, leaf in flatten_with_names(like).items()
     }
-    check_leaves(manifest, abstract, may_hold_more=True)
+    validate_manifest_leaves(manifest, abstract, may_hold_more=True)
     pairs = {
         matrix: _whole(manifest, matrix, leaf)
-        for name, leaf in named(like).items()
+        for name, leaf in flatten_with_names(like).items()
         for matrix in parts.matrices.get(name, ())
     }
     found = _read_like(store, manifest, abstract | pairs)
@@ -257,13 +268,13 @@ def _merged_like(store: Store, manifest: Manifest, like: Any, weights: str) -> A
             return base.astype(leaf.dtype)
         return jax.jit(lambda *all: merge(*all).astype(leaf.dtype), out_shardings=leaf.sharding)(base, *matrices)
 
-    leaves = [made(name, leaf) for name, leaf in named(like).items()]
+    leaves = [made(name, leaf) for name, leaf in flatten_with_names(like).items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _of_type(manifest: Manifest, saved: str | None, leaf: Any) -> jax.ShapeDtypeStruct:
     """`leaf` in the type that the checkpoint has it in."""
-    dtype = leaf.dtype if saved is None else dtype_called(manifest.leaves[saved]["dtype"])
+    dtype = leaf.dtype if saved is None else parse_dtype(manifest.leaves[saved]["dtype"])
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
@@ -273,25 +284,25 @@ def _whole(manifest: Manifest, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
     record = manifest.leaves[name]
-    return jax.ShapeDtypeStruct(tuple(record["shape"]), dtype_called(record["dtype"]), sharding=sharding)
+    return jax.ShapeDtypeStruct(tuple(record["shape"]), parse_dtype(record["dtype"]), sharding=sharding)
 
 
-def adapter_of(manifest: Manifest, weights: str) -> tuple[AdapterMerge, AdapterSplit]:
+def find_adapter(manifest: Manifest, weights: str) -> tuple[AdapterMerge, AdapterSplit]:
     """How a checkpoint's weights are merged, and of what; of one without an adapter nothing is."""
-    merge = merge_of(manifest.identity)
-    if merge is None or not is_adapted(manifest.leaves):
+    merge = find_adapter_merge(manifest.identity)
+    if merge is None or not has_adapter(manifest.leaves):
         return AdapterMerge(0.0), AdapterSplit({}, {})
-    return merge, split(_trained_names(manifest, weights))
+    return merge, split_adapter(_trained_names(manifest, weights))
 
 
-def weight_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
+def find_weight_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
     """The leaves that are weights, by the names that they have in those that are trained: the names in the manifest.
 
     All leaves, where none is called so; of a run that trains an adapter the model's own, which are merged when they are
     read. Raises `InvalidError` if there are no such `weights`, and says which are.
     """
     trained = _trained_names(manifest, weights)
-    return split(trained).own if is_adapted(manifest.leaves) else trained
+    return split_adapter(trained).own if has_adapter(manifest.leaves) else trained
 
 
 def _trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
@@ -300,7 +311,7 @@ def _trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
     if weights == PARAMS:
         return {name: name for name in own or manifest.leaves}
     validate_weight_name(manifest.leaves, weights)
-    return names_of(weights, own)
+    return map_weight_names(weights, own)
 
 
 def _nest(arrays: dict[str, jax.Array]) -> Any:

@@ -84,9 +84,9 @@ class OrbaxWriter:
         if not self._hosts.is_main:
             return WriteResult()
         arrays = target.rpartition("/")[2]
-        sizes = self._store.sizes(target)
+        sizes = self._store.list_sizes(target)
         return WriteResult(
-            {f"{arrays}/{name}": [size, self._store.digest(f"{target}/{name}")] for name, size in sizes.items()}
+            {f"{arrays}/{name}": [size, self._store.compute_digest(f"{target}/{name}")] for name, size in sizes.items()}
         )
 
     def discard(self, target: str) -> None:
@@ -137,7 +137,7 @@ class BlockWriter:
         try:
             self._staging.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._staging) as temporary:
-                table = pieces.write(Path(temporary), f"{arrays}/{self._hosts.process_id}", blocks)
+                table = pieces.write_blocks(Path(temporary), f"{arrays}/{self._hosts.process_id}", blocks)
                 blocks.clear()
                 upload(self._store, Path(temporary), directory, table, deadline_seconds)
             message = {"files": table.files, "shards": table.shards}

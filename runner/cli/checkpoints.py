@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from runner.checkpoint.inspect import VerifyDepth, copy, report
-from runner.checkpoint.weights import named_best
+from runner.checkpoint.inspect import VerifyDepth, copy_checkpoint, format_report
+from runner.checkpoint.weights import find_best_name
 from runner.cli.arguments import Parser, directory_of, looking
 from runner.errors import EXIT_DONE
 from runner.storage import open_store, split_checkpoint
@@ -25,7 +25,7 @@ def _list(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     depth = VerifyDepth.BITS if parsed.deep else VerifyDepth.FILES if parsed.verify else VerifyDepth.MANIFEST
     store = open_store(directory_of(parsed.where))
-    lines, code = report(store, depth, named_best(store))
+    lines, code = format_report(store, depth, find_best_name(store))
     print("\n".join(lines))
     return code
 
@@ -36,6 +36,6 @@ def _copy(arguments: Sequence[str]) -> int:
     parser.add_argument("target", help="the directory or URL of a run")
     parsed = parser.parse_args(arguments)
     directory, name = split_checkpoint(parsed.source)
-    copied = copy(open_store(directory), name, open_store(parsed.target))
+    copied = copy_checkpoint(open_store(directory), name, open_store(parsed.target))
     print(f"copied and verified: {parsed.target.rstrip('/')}/checkpoints/{copied}")
     return EXIT_DONE

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.checkpoint.manifest import CHECKPOINTS, MANIFEST, committed, steps
+from runner.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_steps, read_committed
 from runner.cli.arguments import Parser
 from runner.console import say
 from runner.errors import (
@@ -185,7 +185,7 @@ class TrialRun:
         """Digest of every leaf, by committed step."""
         return {
             step: {leaf: record["digest"] for leaf, record in manifest.leaves.items()}
-            for step, manifest in committed(LocalStore(self.directory)).items()
+            for step, manifest in read_committed(LocalStore(self.directory)).items()
         }
 
     def newest(self) -> int:
@@ -196,7 +196,7 @@ class TrialRun:
     def is_saving(self) -> bool:
         """Whether arrays of a step beyond the newest are being written."""
         newest = self.newest()
-        return any(step > newest for step in steps(LocalStore(self.directory)))
+        return any(step > newest for step in list_steps(LocalStore(self.directory)))
 
     def rows(self) -> dict[int, JsonObject]:
         """Metrics by step, without those of speed."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from runner.errors import SpecError
 from runner.spec import parse_document
-from runner.storage import LocalStore, Store, store_at
+from runner.storage import LocalStore, Store, make_store
 
 _OWN = ("name", "directory")  # that tell runs apart, and say nothing of what they do
 ABSENT = "(absent)"
@@ -118,7 +118,7 @@ def _children(root: Store, path: str) -> dict[str, bool]:
 
 def _listed(root: Store, path: str) -> Iterator[tuple[str, bool]]:
     if root.root is None:
-        for name in root.children(path):
+        for name in root.list_names(path):
             yield name, "." not in name
         return
     with os.scandir(root.root / path) as entries:
@@ -129,4 +129,4 @@ def _listed(root: Store, path: str) -> Iterator[tuple[str, bool]]:
 def _below(root: Store, path: str) -> Store:
     if not path:
         return root
-    return store_at(f"{root.url}/{path}") if root.root is None else LocalStore(root.root / path)
+    return make_store(f"{root.url}/{path}") if root.root is None else LocalStore(root.root / path)

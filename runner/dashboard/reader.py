@@ -164,7 +164,7 @@ class RunReader:
 
     def _read_log(self) -> LogExcerpt | None:
         """The end of `logs/<attempt>.<process>.log`, of the newest attempt and its lowest process."""
-        found = {_number_of(name): (name, file) for name, file in self._store.listing(f"{LOG_FOLDER}/").items()}
+        found = {_number_of(name): (name, file) for name, file in self._store.list_files(f"{LOG_FOLDER}/").items()}
         numbers = [each for each in found if each is not None]
         if not numbers:
             return None

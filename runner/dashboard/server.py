@@ -46,7 +46,7 @@ from runner.dashboard.view import (
 from runner.errors import InvalidError, RunnerError
 from runner.history.reader import HistoryReader
 from runner.history.records import History, RunState
-from runner.storage import JsonObject, Store, number_in
+from runner.storage import JsonObject, Store, parse_number
 
 REST_SECONDS_MIN = 1.0
 REST_TIMES = 4  # a round of so many seconds is followed by so many times that of rest
@@ -149,7 +149,7 @@ def _signature(directory: Path | None) -> Signature | None:
     """Of the files that change when anything happens to a run."""
     if directory is None:
         return None
-    numbers = [number for number in map(number_in, _names(directory / "attempts")) if number is not None]
+    numbers = [number for number in map(parse_number, _names(directory / "attempts")) if number is not None]
     newest = f"attempts/{max(numbers, default=0)}.clock"
     return tuple(_state_of(directory / name) for name in (*_FILES, newest))
 

@@ -28,7 +28,7 @@ from runner.data.source import Source
 from runner.data.source_files import BucketFile, describe_file, make_bucket_file, wrap_source_errors
 from runner.data.token_files import TokenFile, TokenSequence
 from runner.errors import DataError
-from runner.storage import ChangedError, DeniedError, FileInfo, ForbiddenError, Store, digest_of, open_store
+from runner.storage import ChangedError, DeniedError, FileInfo, ForbiddenError, Store, compute_crc32c, open_store
 
 TrainOn = Literal["answers", "all"]
 LOSS_WEIGHT = "loss_weight"
@@ -213,7 +213,7 @@ class Corpus(TokenSequence, Source):
         except (ChangedError, FileNotFoundError, ForbiddenError, DeniedError) as error:
             raise DataError(f"{self._store.url}/{name} cannot be read as at the start: {error}") from error
         if is_whole:
-            _refuse_digest(f"{self._store.url}/{name}", digest_of(content), shard.ends_crc32c)
+            _refuse_digest(f"{self._store.url}/{name}", compute_crc32c(content), shard.ends_crc32c)
         ends = np.frombuffer(content, ENDS_DTYPE).astype(np.int64)
         highest = shard.num_tokens if last == shard.num_documents else min(ends[-1], shard.num_tokens)
         if not len(ends) or ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] != highest:
@@ -242,7 +242,7 @@ def open_corpus(
         index = CorpusIndex.decode(store.read(INDEX), f"{directory}/{INDEX}")
         train_on = unsaid if train_on is None and index.has_completion_mask else train_on
         validate_train_on(train_on, index.has_completion_mask)
-        listing = store.listing("")
+        listing = store.list_files("")
         if any(index.tokenizer.get("file") == present for present in listing):
             read_tokenizer(index.tokenizer, store)
         for shard in index.shards:
@@ -285,10 +285,10 @@ def _open_files(store: Store, root: Path, index: CorpusIndex, ranges: CacheSetti
             if not os.access(path, os.R_OK):
                 raise DataError(f"{path} cannot be read: no permission")
         if is_small:
-            _refuse_digest(str(file), store.digest(file.path.name), shard.tokens_crc32c)
+            _refuse_digest(str(file), store.compute_digest(file.path.name), shard.tokens_crc32c)
         else:
             (head,) = reader.read([ByteRange(file, 0, min(HEAD_BYTES, file.size_bytes))])
-            _refuse_digest(str(file), digest_of(head), shard.head_crc32c)
+            _refuse_digest(str(file), compute_crc32c(head), shard.head_crc32c)
         parts.append(TokenFile(file, dtype, shard.num_tokens, 0, reader))
     return parts
 
@@ -310,7 +310,7 @@ def _open_objects(
     ends = [ByteRange(file_of(shard, "ends"), 0, 1) for shard in looked_at]
     found = reader.fetch([*heads, *ends])
     for shard, head, content in zip(looked_at, heads, found, strict=False):
-        _refuse_digest(str(head.file), digest_of(content), shard.head_crc32c)
+        _refuse_digest(str(head.file), compute_crc32c(content), shard.head_crc32c)
     return [TokenFile(file_of(shard, "bin"), dtype, shard.num_tokens, 0, reader) for shard in index.shards]
 
 
@@ -334,6 +334,6 @@ def _open_answers(
         if not os.access(file.path, os.R_OK):
             raise DataError(f"{file.path} cannot be read: no permission")
         if is_small and shard.answers_crc32c is not None:
-            _refuse_digest(str(file), store.digest(file.path.name), shard.answers_crc32c)
+            _refuse_digest(str(file), store.compute_digest(file.path.name), shard.answers_crc32c)
         parts.append(TokenFile(file, COMPLETION_DTYPE, shard.num_tokens, 0, reader))
     return CompletionMask(parts)

@@ -19,7 +19,7 @@ import numpy as np
 
 from runner.errors import DataError
 from runner.records import Key, validate_record
-from runner.storage import JsonObject, Store, digest_of, encode_json, parse_json
+from runner.storage import JsonObject, Store, compute_crc32c, encode_json, parse_json
 
 INDEX = "index.json"
 FORMAT = 2  # of a corpus that says which tokens are of answers; others have 1, as ever
@@ -73,9 +73,9 @@ class CorpusShard:
         """What the index says of a shard of these ids, ends and answers, which are of the types of its files."""
         tokens, places = ids.tobytes(), ends.tobytes()
         largest = int(ids.max()) if len(ids) else -1
-        digests = digest_of(tokens[:HEAD_BYTES]), digest_of(tokens), digest_of(places)
+        digests = compute_crc32c(tokens[:HEAD_BYTES]), compute_crc32c(tokens), compute_crc32c(places)
         return cls(
-            name, len(ids), len(ends), largest, *digests, None if answers is None else digest_of(answers.tobytes())
+            name, len(ids), len(ends), largest, *digests, None if answers is None else compute_crc32c(answers.tobytes())
         )
 
     def record(self) -> JsonObject:

@@ -65,7 +65,7 @@ from runner.data.source_files import (
     wrap_source_errors,
 )
 from runner.errors import DataError, StorageError
-from runner.storage import ChangedError, DeniedError, Store, digest_of
+from runner.storage import ChangedError, DeniedError, Store, compute_crc32c
 
 RANGES_FILE = "ranges.cache"
 FREE_SHARE = 4  # without a size in the spec: a quarter of the free disk
@@ -241,7 +241,7 @@ class FileCopies:
         record = read_record(self._directory, path.name)
         if record is None or not path.is_file() or path.stat().st_size != size_bytes:
             return False
-        return size_bytes > VERIFIED_BYTES_MAX or digest_of(path.read_bytes()) == record["crc32c"]
+        return size_bytes > VERIFIED_BYTES_MAX or compute_crc32c(path.read_bytes()) == record["crc32c"]
 
     def _bound(self) -> int:
         if self._max_bytes is not None:
@@ -367,7 +367,7 @@ class BucketReader:
         names = [place.removeprefix(top) for place in places]
         with wrap_source_errors(self._source):
             start = os.path.commonprefix(names)  # noqa: RUF071 - of characters: no part of a path
-            listing = self._store.listing(start) if names else {}
+            listing = self._store.list_files(start) if names else {}
         return [make_bucket_file(self._store.url, name, listing[name]) if name in listing else None for name in names]
 
     def check(self, files: Sequence[File]) -> None:

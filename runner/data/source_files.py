@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from runner.data.corpus_index import INDEX
 from runner.errors import DataError, InvalidError
-from runner.storage import DeniedError, FileInfo, Store, Version, check_url, open_store, parse_json
+from runner.storage import DeniedError, FileInfo, Store, Version, open_store, parse_json, validate_url
 
 PYTHON_STDLIB = "python-stdlib"
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
@@ -145,7 +145,7 @@ def find_corpus(name: str) -> str | None:
 def validate_source_name(name: str) -> None:
     """Raise `DataError` if no path or URL can be called so."""
     try:
-        check_url(name)
+        validate_url(name)
     except InvalidError as error:
         raise DataError(f"data.source={name[:60]}: {error}") from error
 
@@ -188,7 +188,7 @@ def _find_in_bucket(name: str) -> BucketFiles:
         raise DataError(f"data.source={name}: names no object; needs {url}/NAME")
     with wrap_source_errors(name):
         store = open_store(url)
-        listing = store.listing(get_glob_prefix(patterns))
+        listing = store.list_files(get_glob_prefix(patterns))
         exact = "/".join(patterns)
         names = match_objects(patterns, listing, (exact, f"{exact}/{INDEX}"))
         if not names:
@@ -250,7 +250,7 @@ def _nearest_object(store: Store, name: str, listing: dict[str, FileInfo]) -> st
         return f"; {store.url}/{name}/ holds no {INDEX}: name its objects, as {store.url}/{name}/*.bin"
     if glob.has_magic(name):
         return ""
-    near = difflib.get_close_matches(name, sorted(store.children("")), n=1)
+    near = difflib.get_close_matches(name, sorted(store.list_names("")), n=1)
     return f"; did you mean {store.url}/{near[0]}?" if near else ""
 
 

@@ -39,8 +39,8 @@ from runner.metrics.rows import surviving
 from runner.run.clock_file import ClockRecord, decode_clock_file, get_clock_file_name
 from runner.run.environment import ENVIRONMENT_KEYS
 from runner.run.layout import RunResult, read_owner, read_result
-from runner.storage import DiskError, JsonObject, Store, number_in, read_json
-from runner.storage.store import open_file, translating
+from runner.storage import DiskError, JsonObject, Store, parse_number, read_json
+from runner.storage.store import open_file, translate_errors
 
 ROWS_MAX = 512
 _NUM_BLOCKS = 128
@@ -60,7 +60,7 @@ def read_sample(store: Store) -> tuple[JsonObject, ...]:
 
 def _texts_on_disk(path: Path) -> list[bytes]:
     try:
-        with translating(path), open_file(path) as file:
+        with translate_errors(path), open_file(path) as file:
             size = file.seek(0, 2)
             tail: list[bytes] = []
             start = size
@@ -114,9 +114,9 @@ _NUM_READERS_CHECKPOINT = 8
 
 def list_names(store: Store) -> tuple[list[int], list[str]]:
     """Steps ascending, and other names sorted."""
-    names = store.children(CHECKPOINTS)
-    found = sorted(step for step in map(number_in, names) if step is not None)
-    return found, sorted(name for name in names if number_in(name) is None and not name.startswith("."))
+    names = store.list_names(CHECKPOINTS)
+    found = sorted(step for step in map(parse_number, names) if step is not None)
+    return found, sorted(name for name in names if parse_number(name) is None and not name.startswith("."))
 
 
 def read_checkpoints(
@@ -138,15 +138,15 @@ def _look(store: Store, name: str, ledger: LedgerSummary) -> CheckpointRecord:
     directory = f"{CHECKPOINTS}/{name}"
     try:
         manifest = read_manifest(store, directory)
-        problem = _problem(store.sizes(directory), manifest)
+        problem = _problem(store.list_sizes(directory), manifest)
     except NotCommittedError as error:
-        return CheckpointRecord(name, number_in(name), Verification.UNCOMMITTED, problem=str(error))
+        return CheckpointRecord(name, parse_number(name), Verification.UNCOMMITTED, problem=str(error))
     except StorageError as error:
         if not isinstance(error, DiskError):
             raise  # that a bucket is down says nothing of what is in it
-        return CheckpointRecord(name, number_in(name), Verification.DAMAGED, problem=str(error))
+        return CheckpointRecord(name, parse_number(name), Verification.DAMAGED, problem=str(error))
     except (OSError, ValueError) as error:
-        return CheckpointRecord(name, number_in(name), Verification.DAMAGED, problem=str(error))
+        return CheckpointRecord(name, parse_number(name), Verification.DAMAGED, problem=str(error))
     is_verified = manifest.is_of_a_step and manifest.step in ledger.verified
     trust = Verification.DAMAGED if problem else Verification.VERIFIED if is_verified else Verification.COMMITTED
     return CheckpointRecord(name, manifest.step, trust, manifest.time, manifest.num_bytes, manifest.attempt, problem)
@@ -285,8 +285,8 @@ class _Reader:
     def lives(self, ledger: LedgerSummary) -> list[AttemptTimeline]:
         """Every attempt of which it is known when it was, in order."""
         nothing: list[str] = []
-        names = set(self.try_to(lambda: self.store.children("attempts"), nothing))
-        claims = {found for found in map(number_in, names) if found is not None and found > 0}
+        names = set(self.try_to(lambda: self.store.list_names("attempts"), nothing))
+        claims = {found for found in map(parse_number, names) if found is not None and found > 0}
         numbers = sorted(claims | set(ledger.attempts))
         with ThreadPoolExecutor(_NUM_READERS) as pool:
             kept = pool.map(lambda each: self._clock(each) if f"{each}.clock" in names else None, numbers)

@@ -29,9 +29,9 @@ import safetensors
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from runner.checkpoint.leaves import dtype_called
+from runner.checkpoint.leaves import parse_dtype
 from runner.checkpoint.manifest import LeafRecord, Manifest
-from runner.checkpoint.weights import read_weights, use_checkpoint, weight_names
+from runner.checkpoint.weights import find_weight_names, read_weights, use_checkpoint
 from runner.config import DataConfig, TokenSource
 from runner.console import warn
 from runner.data.corpus_index import INDEX as CORPUS_INDEX
@@ -44,9 +44,9 @@ from runner.errors import DataError, InvalidError
 from runner.huggingface.mapping import Family, Shape, TensorPiece, table_problems, tensor_shapes
 from runner.huggingface.safetensors import CONFIG, DTYPES, INDEX, NAMES, SUFFIX, WHOLE, TensorLocation, encode_header
 from runner.records import PARAMS
-from runner.storage import JsonObject, Store, default_cache_directory, encode_json, open_store, probe
-from runner.storage.local import flush
-from runner.storage.store import make_directory, translating
+from runner.storage import JsonObject, Store, default_cache_directory, encode_json, open_store, probe_store
+from runner.storage.local import fsync
+from runner.storage.store import make_directory, translate_errors
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -169,7 +169,7 @@ class SafetensorsWriter:
         for number, names in enumerate(shards, start=1):
             file = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}{SUFFIX}"
             head, places = encode_header({name: (NAMES[tensors[name][0]], tensors[name][1]) for name in names})
-            with translating(directory / file), (directory / file).open("wb", buffering=0) as stream:
+            with translate_errors(directory / file), (directory / file).open("wb", buffering=0) as stream:
                 stream.write(head)
                 os.posix_fallocate(stream.fileno(), 0, max([len(head), *(place.stop for place in places.values())]))
             self._places |= {name: place._replace(file=file) for name, place in places.items()}
@@ -237,14 +237,14 @@ def published_whole(where: str) -> Iterator[Path]:
         return
     aside = store.root.with_name(f".{store.root.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with translating(aside):
+        with translate_errors(aside):
             make_directory(aside)
         yield aside
-        with translating(store.root):
+        with translate_errors(store.root):
             for path in [*aside.iterdir(), aside]:
-                flush(path)
+                fsync(path)
             _rename(aside, store.root)
-            flush(store.root.parent)
+            fsync(store.root.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -261,10 +261,10 @@ def _rename(aside: Path, target: Path) -> None:
 
 def validate_output_free(store: Store) -> None:
     """Raise `InvalidError` if something is where an export is to be, or if nothing can be written there."""
-    if store.children(""):
+    if store.list_names(""):
         raise InvalidError(f"{store.url} is not empty; nothing is overwritten")
     if store.root is None:
-        probe(store)
+        probe_store(store)
 
 
 def _upload(directory: Path, store: Store) -> None:
@@ -333,7 +333,7 @@ def _write(
     shard_bytes: int,
     weights: str,
 ) -> None:
-    names = weight_names(manifest, weights)
+    names = find_weight_names(manifest, weights)
     leaves = {name: manifest.leaves[saved] for name, saved in names.items()}
     pieces, tensors = _tensors(manifest.name, leaves, family, dtype)
     tokenizer = _tokenizer(data, family.config())
@@ -366,7 +366,7 @@ def _tensors(
     dtypes: dict[str, np.dtype] = {}
     for piece in pieces:
         by_leaf[piece.leaf_name].append(piece)
-        own = np.dtype(dtype_called(dtype or leaves[piece.leaf_name]["dtype"]))
+        own = np.dtype(parse_dtype(dtype or leaves[piece.leaf_name]["dtype"]))
         if own not in NAMES:
             raise InvalidError(f"{piece.leaf_name} is of type {own}; use --dtype")
         dtypes[piece.tensor] = own

@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.weights import weight_names
+from runner.checkpoint.weights import find_weight_names
 from runner.config import SOURCE_NAME, DataConfig
 from runner.console import hide_secret
 from runner.errors import InvalidError, RetryableError, RunnerError, format_reason
@@ -145,7 +145,7 @@ def _facts(evidence: CheckpointFigures) -> Iterable[tuple[str, str]]:
         loss = _newest(evidence.rows, key)
         if loss is not None:
             yield f"{name}, nats a token", f"{loss:.4f}"
-    weights = [manifest.leaves[name]["shape"] for name in weight_names(manifest, PARAMS)]
+    weights = [manifest.leaves[name]["shape"] for name in find_weight_names(manifest, PARAMS)]
     yield "parameters", f"{sum(math.prod(shape) for shape in weights):,}"
     if data is not None:
         yield "data", ", ".join(f"`{_code(_public(source))}`" for source in _sources(data))

@@ -24,9 +24,9 @@ import jax
 import numpy as np
 
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.checkpoint.leaves import named
-from runner.checkpoint.manifest import CHECKPOINTS, newest_manifest, read_manifest
-from runner.checkpoint.restore import check_source as check_run
+from runner.checkpoint.leaves import flatten_with_names
+from runner.checkpoint.manifest import CHECKPOINTS, read_manifest, read_newest_manifest
+from runner.checkpoint.restore import validate_source_run as check_run
 from runner.checkpoint.weights import BEST, find_checkpoint
 from runner.console import warn
 from runner.errors import InvalidError, ResumeError, StorageError
@@ -200,7 +200,7 @@ def _fingerprint(document: Document, spec: ExecutionSpec, store: Store) -> str:
     assert spec.checkpoint.initial_weights is not None, "the job's design refuses that"
     chosen = spec.checkpoint.initial_weights.weights
     which = "" if chosen == PARAMS else f" {chosen}"
-    own = newest_manifest(store)
+    own = read_newest_manifest(store)
     saved = None if own is None else own.identity.get(ADAPTER_BASE)
     with document.errors_at("checkpoint.init_from"):
         try:
@@ -218,7 +218,7 @@ def base_fingerprint(path: str) -> str:
     store = open_store(directory)
     if name is None and is_published(store):
         return f"files {_digest_of_files(store)}"
-    manifest = newest_manifest(store) if name is None else read_manifest(store, f"{CHECKPOINTS}/{name}")
+    manifest = read_newest_manifest(store) if name is None else read_manifest(store, f"{CHECKPOINTS}/{name}")
     if manifest is None:
         raise ResumeError(f"{store.url}: no checkpoint is here")
     if name is None:
@@ -325,12 +325,15 @@ def _match(published: PublishedWeights, rule: InitFromConfig, family: FamilyOf, 
             f"{published.store.url} is in Hugging Face's layout, and the job does not say how its weights are called "
             "there: see `family` of BaseTrainer"
         )
-    return match(published, known, {name: leaf.shape for name, leaf in named(weights).items()}, rule)
+    return match(published, known, {name: leaf.shape for name, leaf in flatten_with_names(weights).items()}, rule)
 
 
 def _load(store: Store, rule: InitFromConfig, family: FamilyOf, weights: Any) -> tuple[Any, tuple[str, ...]]:
     """The leaves, each host its part, and what was allowed, a line each."""
     published = open_published(store)
     found = _match(published, rule, family, weights)
-    leaves = [read_leaf(store, published.versions, found.pieces[name], leaf) for name, leaf in named(weights).items()]
+    leaves = [
+        read_leaf(store, published.versions, found.pieces[name], leaf)
+        for name, leaf in flatten_with_names(weights).items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(weights), leaves), found.told

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import safetensors
 
-from runner.checkpoint.leaves import dtype_called
+from runner.checkpoint.leaves import parse_dtype
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.weight_names import is_adapted
-from runner.checkpoint.weights import adapter_of, read_leaves_of, use_checkpoint
+from runner.checkpoint.weight_names import has_adapter
+from runner.checkpoint.weights import find_adapter, read_named_leaves, use_checkpoint
 from runner.errors import InvalidError
 from runner.huggingface.export import Dtype, published_whole
 from runner.huggingface.mapping import Family, TensorPiece
@@ -71,18 +71,18 @@ def _write(
     dtype: Dtype | None,
     weights: str,
 ) -> None:
-    if not is_adapted(manifest.leaves):
+    if not has_adapter(manifest.leaves):
         raise InvalidError(f"checkpoint {manifest.name} has no adapter: its run has no config.adapter; leave --adapter")
-    pairs = adapter_of(manifest, weights)[1].matrices
+    pairs = find_adapter(manifest, weights)[1].matrices
     names = [name for pair in pairs.values() for name in pair]
-    arrays = {name: np.asarray(array) for name, array in read_leaves_of(store, manifest, names)}
+    arrays = {name: np.asarray(array) for name, array in read_named_leaves(store, manifest, names)}
     matrices = {name: (arrays[a], arrays[b]) for name, (a, b) in pairs.items()}
     modules = list(_modules(family.pieces(), matrices))
     tensors: dict[str, np.ndarray] = {}
     for module in modules:
         tensors[f"{_PREFIX}{module.name}.lora_A.weight"] = module.a
         tensors[f"{_PREFIX}{module.name}.lora_B.weight"] = module.b
-    tensors = {name: array.astype(dtype_called(dtype)) if dtype else array for name, array in tensors.items()}
+    tensors = {name: array.astype(parse_dtype(dtype)) if dtype else array for name, array in tensors.items()}
     head, _ = encode_header({name: (NAMES[array.dtype], array.shape) for name, array in tensors.items()})
     content = head + b"".join(np.ascontiguousarray(array).tobytes() for array in tensors.values())
     (directory / TENSORS).write_bytes(content)

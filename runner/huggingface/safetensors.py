@@ -164,14 +164,14 @@ class PublishedWeights:
 
 def is_published(store: Store) -> bool:
     """Whether a directory is in Hugging Face's layout, or is meant to be; else it is a run's."""
-    names = store.children("")
+    names = store.list_names("")
     return CONFIG in names or any(name.endswith((SUFFIX, INDEX)) for name in names)
 
 
 def open_published(where: str | Store) -> PublishedWeights:
     """The weights at a path or URL. Raises `InvalidError` with a line for each thing that is wrong."""
     store = open_store(where) if isinstance(where, str) else where
-    listing = {name: listed for name, listed in store.listing("").items() if "/" not in name}
+    listing = {name: listed for name, listed in store.list_files("").items() if "/" not in name}
     names = list(listing)
     if CONFIG not in names:
         raise InvalidError(f"{store.url}: no {CONFIG} is here; needs a directory in Hugging Face's layout")

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from runner.checkpoint.manifest import committed
+from runner.checkpoint.manifest import read_committed
 from runner.config import TokenSource
 from runner.console import warn
 from runner.data import Dataset, get_batch_fields, load_validation_set
@@ -263,7 +263,7 @@ def follow(
 
     def look() -> tuple[bool, list[int]]:
         is_done = read_result(run.store) is not None  # first: what is committed afterwards would be missed
-        return is_done, [step for step in committed(run.store) if step not in seen and not is_known(step)]
+        return is_done, [step for step in read_committed(run.store) if step not in seen and not is_known(step)]
 
     while True:
         is_done, steps = hosts.run_on_main(look)

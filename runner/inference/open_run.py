@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from runner.accelerator import set_deterministic
-from runner.checkpoint.manifest import CHECKPOINTS, committed
+from runner.checkpoint.manifest import CHECKPOINTS, read_committed
 from runner.checkpoint.weights import find_checkpoint, open_checkpoint, read_document
 from runner.errors import InvalidError, ResumeError
 from runner.job import RestoreableJob
 from runner.records import PARAMS
 from runner.spec import load_job_class, validate_spec
-from runner.storage import Store, number_in, open_store
+from runner.storage import Store, parse_number, open_store
 from runner.train.evaluators import cast_like
 from runner.trainer import BaseTrainer
 
@@ -43,7 +43,7 @@ class ReadOnlyRun:
 
     def list_steps(self) -> list[int]:
         """All committed steps, ascending. Raises `InvalidError` if there is none yet."""
-        found = list(committed(self.store))
+        found = list(read_committed(self.store))
         if not found:
             raise InvalidError(f"{self.store.url}: no checkpoint is committed yet; run the job, or wait for its first")
         return found
@@ -54,7 +54,7 @@ class ReadOnlyRun:
 
     def has_checkpoint(self, checkpoint: str) -> bool:
         """Whether the run has not deleted a checkpoint that was there."""
-        return parse_step(checkpoint) in committed(self.store)
+        return parse_step(checkpoint) in read_committed(self.store)
 
     def find_checkpoint(self, step: str) -> str:
         """The checkpoint that `newest`, `best` or a step's number names, to be given to `weights`. On one host.
@@ -62,7 +62,7 @@ class ReadOnlyRun:
         Raises `InvalidError`, naming the steps that are there.
         """
         steps = self.list_steps()
-        if step not in (NEWEST, BEST) and number_in(step) not in steps:
+        if step not in (NEWEST, BEST) and parse_number(step) not in steps:
             known = ", ".join(map(str, steps))
             raise InvalidError(f"{self.store.url}: got step {step}, has {known}; needs one of them, {NEWEST} or {BEST}")
         return find_checkpoint(self.directory, step)[0] if step in (NEWEST, BEST) else self.get_checkpoint(int(step))

@@ -140,7 +140,7 @@ class TensorBoardWriter:
             self._empty_earlier(self._store, FOLDER)
 
     def _empty_earlier(self, store: Store, folder: str) -> None:
-        names = (name for name in store.children(folder) if name.startswith(_STEM) and name < self._path.name)
+        names = (name for name in store.list_names(folder) if name.startswith(_STEM) and name < self._path.name)
         *older, before = ["", *sorted(names)]
         for name in filter(None, older):
             store.remove(f"{folder}/{name}".lstrip("/"))

@@ -49,7 +49,7 @@ def upload_offline_runs(directory: Path, store: Store, deadline_seconds: float) 
 
     Then remove there what of the same runs is older. Each within `deadline_seconds`. Raises `OSError`.
     """
-    present = store.sizes(FOLDER)
+    present = store.list_sizes(FOLDER)
     kept = sorted(path.name for path in (directory / FOLDER).glob("wandb/offline-run-*"))
     for path in sorted((directory / FOLDER).glob("wandb/offline-run-*/**/*")):
         name = path.relative_to(directory / FOLDER).as_posix()

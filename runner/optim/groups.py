@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from runner.checkpoint.fingerprint import dotted
+from runner.checkpoint.fingerprint import format_leaf_name
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ParameterGroup
 
@@ -81,7 +81,7 @@ def parameters_of(boxed: Any) -> Any:
 
     def known(path: Any, leaf: jax.ShapeDtypeStruct, spec: Any) -> Parameter:
         axes = tuple(spec or ())
-        return Parameter(dotted(path), leaf.shape, (*axes, *[None] * (len(leaf.shape) - len(axes))))
+        return Parameter(format_leaf_name(path), leaf.shape, (*axes, *[None] * (len(leaf.shape) - len(axes))))
 
     return jax.tree_util.tree_map_with_path(
         known, nn.unbox(boxed), specs, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
@@ -260,7 +260,7 @@ def split(params: Any, opt_state: Any) -> tuple[Any, Callable[[Any], Any]]:
     if not isinstance(opt_state, FrozenParametersState):
         return params, lambda trained: trained
     frozen = opt_state.names
-    trained = jax.tree_util.tree_map_with_path(lambda path, p: None if dotted(path) in frozen else p, params)
+    trained = jax.tree_util.tree_map_with_path(lambda path, p: None if format_leaf_name(path) in frozen else p, params)
 
     def whole(trained: Any) -> Any:
         return jax.tree.map(lambda t, p: p if t is None else t, trained, params, is_leaf=lambda leaf: leaf is None)
@@ -280,7 +280,7 @@ def with_zeros(grads: Any, params: Any) -> Any:
 
 def _left_out(tree: Any, frozen: frozenset[str]) -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: optax.MaskedNode() if dotted(path) in frozen else leaf, tree
+        lambda path, leaf: optax.MaskedNode() if format_leaf_name(path) in frozen else leaf, tree
     )
 
 

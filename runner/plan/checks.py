@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.manifest import newest_manifest
+from runner.checkpoint.manifest import read_newest_manifest
 from runner.data import Dataset
 from runner.errors import RunnerError
 from runner.huggingface.load import check_source
@@ -75,12 +75,12 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
     with findings.collect():
         if job.store.root is not None:
             _check_writable(job, job.store.root)
-        done = job.check_directory_and_ask_if_done()
+        done = job.validate_directory()
     if done is None:
         return section
     manifest = None
     with findings.collect():
-        manifest = newest_manifest(job.store)
+        manifest = read_newest_manifest(job.store)
         if manifest is not None and can_compare:
             job.validate_checkpoints()
     if done:
@@ -96,8 +96,8 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
 def check_weights(job: RestoreableJob, abstract: Any, findings: Findings) -> None:
     """The weights that the run would begin with, against its state `abstract`, where it has no checkpoint yet."""
     with findings.collect():
-        if newest_manifest(job.store) is None:
-            check_source(job.document, job.spec.checkpoint.initial_weights, job.family, lambda: job.weights(abstract))
+        if read_newest_manifest(job.store) is None:
+            validate_source_run(job.document, job.spec.checkpoint.initial_weights, job.family, lambda: job.weights(abstract))
 
 
 def _check_writable(job: RestoreableJob, directory: Path) -> None:

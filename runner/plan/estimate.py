@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from runner.checkpoint.leaves import named
+from runner.checkpoint.leaves import flatten_with_names
 from runner.parallel.mesh import STATE_AXES, mesh_sizes, mesh_text
 from runner.plan import mesh as mesh_check
 from runner.plan.figures import format_amount, report_progress
@@ -180,7 +180,7 @@ def build_first_setup(job: BaseTrainer, machine: TargetMachine) -> TrainSetup:
 
 
 def _parameters(abstract: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    return named({"params": abstract.params})
+    return flatten_with_names({"params": abstract.params})
 
 
 def _narrowest(abstract: Any) -> int:

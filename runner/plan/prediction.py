@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from runner.accelerator import Accelerator, PeakRates
-from runner.checkpoint.leaves import named
+from runner.checkpoint.leaves import flatten_with_names
 from runner.errors import InvalidError
 from runner.parallel import reduction
 from runner.parallel.mesh import (
@@ -193,7 +193,7 @@ class Predictor:
         """Of an abstract state with shardings."""
         small = 0.0
         if self.accelerator.chip.is_tpu:
-            parameters = named({"params": abstract.params})
+            parameters = flatten_with_names({"params": abstract.params})
             small = compute_small_share(find_small_shards(parameters, self.sent_itemsize), parameters)
         state_bytes, parameter_bytes = count_bytes_per_device(abstract), count_bytes_per_device(abstract.params)
         return StateSize(state_bytes, parameter_bytes, count_elements(abstract.params), small)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from runner.checkpoint.policy import best_interval_seconds
+from runner.checkpoint.policy import compute_best_interval_seconds
 from runner.config import TrainerConfig
 from runner.parallel.mesh import batch_axes_text, mesh_text, num_batch_shards
 from runner.periodic import count_tokens
@@ -172,7 +172,7 @@ def make_checkpoint_section(
     on_a_host = total / machine.num_hosts
     durable_seconds, stall_seconds = on_a_host / DURABLE_BYTES_PER_SECOND, on_a_host / STALL_BYTES_PER_SECOND
     hours = spec.checkpoint.mean_time_between_failures_hours
-    best = best_interval_seconds(stall_seconds, durable_seconds, hours)
+    best = compute_best_interval_seconds(stall_seconds, durable_seconds, hours)
     section.add("bytes", total, "bytes", "counted")
     section.add("bytes of a host", int(on_a_host), "bytes", "counted", "each writes its share")
     durable = f"at {DURABLE_BYTES_PER_SECOND / 1e9:g} GB/s a host"

@@ -33,7 +33,7 @@ from jax._src import compilation_cache, compiler, distributed
 
 from runner.console import warn
 from runner.errors import FencedError
-from runner.storage import ABSENT, LocalStore, Store, Version, create, default_cache_directory
+from runner.storage import ABSENT, LocalStore, Store, Version, create_file, default_cache_directory
 
 _MIN_COMPILE_SECONDS = 0.1
 _HEAD_START_SECONDS = 5.0  # of the main host, which publishes what has the same key everywhere
@@ -194,13 +194,13 @@ class CompileCache:
                     name, version = self._damaged[key]
                     shared.write_if(name, _seal(key, program), version)
                 elif program is not None and key not in present:
-                    create(shared, f"{_DIRECTORY}/{process}.{key}", _seal(key, program))
+                    create_file(shared, f"{_DIRECTORY}/{process}.{key}", _seal(key, program))
             with self._changed:
                 self._damaged.pop(key, None)
                 self._unpublished.discard(key)
 
     def _prune(self, shared: Store, process: int) -> None:
-        own = [name for name in shared.children(_DIRECTORY) if name.startswith((f"{process}.", f".{process}."))]
+        own = [name for name in shared.list_names(_DIRECTORY) if name.startswith((f"{process}.", f".{process}."))]
         unused = [name for name in own if name.removeprefix(f"{process}.") not in self._used]
         for name in unused if len(own) > _MOST_ENTRIES else []:
             shared.remove(f"{_DIRECTORY}/{name}")
@@ -209,7 +209,7 @@ class CompileCache:
 def _list(shared: Store) -> dict[str, list[str]]:
     """Names of entries by their key, each key's in the order of the processes."""
     found: dict[str, list[str]] = {}
-    matches = filter(None, map(_NAME.fullmatch, shared.children(_DIRECTORY)))
+    matches = filter(None, map(_NAME.fullmatch, shared.list_names(_DIRECTORY)))
     for match in sorted(matches, key=lambda match: int(match[1])):
         found.setdefault(match[2], []).append(f"{_DIRECTORY}/{match[0]}")
     return found

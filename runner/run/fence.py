@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from runner.errors import FencedError, InvalidError, RemovedError, ResumeError, StorageError
 from runner.run.layout import read_owner, read_result, validate_entry_kinds
 from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults
-from runner.storage import Store, create, encode_json, number_in, probe, read_json
+from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json
 
 _ATTEMPTS = "attempts"
 
@@ -34,8 +34,8 @@ class Fence:
 
     def newest(self) -> int:
         """The highest attempt that has claimed the directory, 0 if none has."""
-        names = self._store.children(_ATTEMPTS)
-        self._newest_seen = max((number for number in map(number_in, names) if number is not None), default=0)
+        names = self._store.list_names(_ATTEMPTS)
+        self._newest_seen = max((number for number in map(parse_number, names) if number is not None), default=0)
         return self._newest_seen
 
     def claim(self) -> int:
@@ -45,7 +45,7 @@ class Fence:
         while True:
             number = self.newest() + 1
             try:
-                create(self._store, f"{_ATTEMPTS}/{number}", encode_json(record))
+                create_file(self._store, f"{_ATTEMPTS}/{number}", encode_json(record))
             except FileExistsError:
                 continue
             self._newest_seen = self.attempt = number
@@ -135,7 +135,7 @@ def validate_directory(store: Store, name: str, claimant: RunIdentity) -> None:
     try:
         validate_entry_kinds(store)
         if store.root is None:
-            probe(store)
+            probe_store(store)
         owner = read_owner(store)
         if owner is None:
             return

@@ -20,14 +20,14 @@ from runner.storage import (
     JsonObject,
     Store,
     WrongKindError,
-    check_url,
-    check_way,
-    create,
+    create_file,
     encode_json,
-    kind_of,
+    find_kind,
     local_directory,
+    make_store,
     read_json,
-    store_at,
+    validate_path,
+    validate_url,
 )
 
 LAYOUT = {
@@ -80,13 +80,13 @@ def open_directory(document: Document, spec: ExecutionSpec) -> Store:
     `init_from` matters only where it is read.
     """
     with document.errors_at("directory"):
-        store = store_at(spec.directory)
+        store = make_store(spec.directory)
     with document.errors_at("checkpoint.local_directory"):
         if spec.checkpoint.local_directory is not None:
-            check_way(local_directory(spec.checkpoint.local_directory))
+            validate_path(local_directory(spec.checkpoint.local_directory))
     with document.errors_at("checkpoint.init_from"):
         if spec.checkpoint.initial_weights is not None:
-            check_url(spec.checkpoint.initial_weights.path)
+            validate_url(spec.checkpoint.initial_weights.path)
     return store
 
 
@@ -94,10 +94,10 @@ def validate_entry_kinds(store: Store) -> None:
     """Raise `InvalidError` if something of another kind stands where the run would read or write."""
     if store.root is None:
         return
-    check_way(store.root)
+    validate_path(store.root)
     for name, needed in LAYOUT.items():
         path = store.root / name
-        kind = kind_of(path)
+        kind = find_kind(path)
         if kind not in (None, needed):
             raise InvalidError(f"{path} is {kind}, needs {needed}; move it away")
 
@@ -129,7 +129,7 @@ class Owner:
 
 def write_owner(store: Store, owner: Owner) -> None:
     """Write down whose directory this is. Raises `FileExistsError` if that is written already."""
-    create(store, OWNER, encode_json(asdict(owner)))
+    create_file(store, OWNER, encode_json(asdict(owner)))
 
 
 def read_owner(store: Store) -> Owner | None:

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from runner.console import warn
-from runner.storage.store import ABSENT, ChangedError, FileInfo, TransientError, Version, digest_of, retry
+from runner.storage.store import (
+    ABSENT,
+    ChangedError,
+    FileInfo,
+    TransientError,
+    Version,
+    compute_crc32c,
+    retry_with_backoff,
+)
 
 PERIOD_SECONDS = 1.0
 
@@ -149,12 +157,16 @@ class BucketStore:
 
     def read(self, name: str) -> bytes:
         """See `Store`."""
-        return retry(lambda _: self._driver.get(self._key(name))[0], self._what("read", name), CALL_SECONDS)
+        return retry_with_backoff(
+            lambda _: self._driver.get(self._key(name))[0], self._what("read", name), CALL_SECONDS
+        )
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
         """See `Store`."""
         try:
-            return retry(lambda _: self._driver.get(self._key(name)), self._what("read", name), CALL_SECONDS)
+            return retry_with_backoff(
+                lambda _: self._driver.get(self._key(name)), self._what("read", name), CALL_SECONDS
+            )
         except FileNotFoundError:
             return b"", ABSENT
 
@@ -171,11 +183,13 @@ class BucketStore:
                 raise TransientError(f"{key}: {len(content)} bytes came, needs {stop - start}")
             return content
 
-        return retry(act, what, CALL_SECONDS) if start < stop else b""
+        return retry_with_backoff(act, what, CALL_SECONDS) if start < stop else b""
 
     def write(self, name: str, content: bytes) -> None:
         """See `Store`."""
-        retry(lambda _: self._driver.put(self._key(name), content, None), self._what("write", name), CALL_SECONDS)
+        retry_with_backoff(
+            lambda _: self._driver.put(self._key(name), content, None), self._what("write", name), CALL_SECONDS
+        )
 
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
         """See `Store`. `content` must be this writer's alone: after a try whose answer was lost it tells who won."""
@@ -190,59 +204,65 @@ class BucketStore:
                         return present_version
                 raise
 
-        return retry(act, self._what("write", name), CALL_SECONDS)
+        return retry_with_backoff(act, self._what("write", name), CALL_SECONDS)
 
     def exists(self, name: str) -> bool:
         """See `Store`."""
         key = self._key(name)
         return any(entry.key == key for entry in self._list(key, "/"))
 
-    def children(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         """See `Store`."""
         start = self._below(prefix)
         return [entry.key[len(start) :].rstrip("/") for entry in self._list(start, "/")]
 
-    def sizes(self, prefix: str) -> dict[str, int]:
+    def list_sizes(self, prefix: str) -> dict[str, int]:
         """See `Store`."""
         start = self._below(prefix)
         return dict(sorted((entry.key[len(start) :], entry.size) for entry in self._list(start, "")))
 
-    def listing(self, start: str) -> dict[str, FileInfo]:
+    def list_files(self, start: str) -> dict[str, FileInfo]:
         """See `Store`."""
         top = self._below("")
         found = self._list(top + start, "")
         return dict(sorted((entry.key[len(top) :], FileInfo(*entry[1:])) for entry in found))
 
     def _list(self, prefix: str, delimiter: str) -> list[ObjectInfo]:
-        return retry(
+        return retry_with_backoff(
             lambda _: list(self._driver.list(prefix, delimiter)), f"list {self.url} below {prefix}", CALL_SECONDS
         )
 
-    def digest(self, name: str) -> str:
+    def compute_digest(self, name: str) -> str:
         """See `Store`."""
-        reported = retry(lambda _: self._driver.crc32c(self._key(name)), self._what("look at", name), CALL_SECONDS)
-        return digest_of(self.read(name)) if reported is None else reported
+        reported = retry_with_backoff(
+            lambda _: self._driver.crc32c(self._key(name)), self._what("look at", name), CALL_SECONDS
+        )
+        return compute_crc32c(self.read(name)) if reported is None else reported
 
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
         """See `Store`."""
-        retry(lambda _: self._driver.put_file(self._key(name), source), self._what("write", name), deadline_seconds)
+        retry_with_backoff(
+            lambda _: self._driver.put_file(self._key(name), source), self._what("write", name), deadline_seconds
+        )
 
     def move_tree(self, source: str, target: str) -> None:
         """See `Store`."""
 
         def move(name: str) -> None:
             old, new = f"{source}/{name}", f"{target}/{name}"
-            retry(lambda _: self._driver.copy(self._key(old), self._key(new)), self._what("copy", old), CALL_SECONDS)
+            retry_with_backoff(
+                lambda _: self._driver.copy(self._key(old), self._key(new)), self._what("copy", old), CALL_SECONDS
+            )
             self.remove(old)
 
         with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="move") as pool:
-            list(pool.map(move, self.sizes(source)))
+            list(pool.map(move, self.list_sizes(source)))
 
     def remove(self, name: str) -> None:
         """See `Store`."""
-        retry(lambda _: self._driver.delete(self._key(name)), self._what("delete", name), CALL_SECONDS)
+        retry_with_backoff(lambda _: self._driver.delete(self._key(name)), self._what("delete", name), CALL_SECONDS)
 
     def remove_tree(self, prefix: str) -> None:
         """See `Store`."""
         with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="delete") as pool:
-            list(pool.map(lambda name: self.remove(f"{prefix}/{name}"), self.sizes(prefix)))
+            list(pool.map(lambda name: self.remove(f"{prefix}/{name}"), self.list_sizes(prefix)))

@@ -17,7 +17,7 @@ from typing import BinaryIO, Protocol
 
 from runner.storage.bucket import BackgroundWriter
 from runner.storage.local import LocalStore, append_line
-from runner.storage.store import JsonObject, Store, Version, encode_line, open_file, parse_lines, translating
+from runner.storage.store import JsonObject, Store, Version, encode_line, open_file, parse_lines, translate_errors
 
 PART_BYTES = 1 << 20
 NUM_READERS = 16
@@ -80,7 +80,7 @@ def iterate_log(store: Store, name: str) -> Iterator[JsonObject]:
         for line in LocalStore(store.root).lines(f"{name}.jsonl"):
             yield from parse_lines(line.rstrip(b"\n"))
         return
-    parts = sorted(store.children(name))
+    parts = sorted(store.list_names(name))
     with ThreadPoolExecutor(NUM_READERS) as pool:
         for start in range(0, len(parts), NUM_READERS):
             for content in pool.map(lambda part: store.read(f"{name}/{part}"), parts[start : start + NUM_READERS]):
@@ -115,7 +115,7 @@ class FileTail:
         The lines are to be used up before the next reading; they may raise `OSError`, as this does.
         """
         try:
-            with translating(self._path):
+            with translate_errors(self._path):
                 file = open_file(self._path)
         except FileNotFoundError:
             self.restart()
@@ -183,7 +183,7 @@ class JsonlTail:
         return is_anew, (row for line in lines for row in parse_lines(line.rstrip(b"\n")))
 
     def _read_parts(self) -> tuple[bool, Iterator[JsonObject]]:
-        listed = {name: each.version for name, each in self._store.listing(f"{self._name}/").items()}
+        listed = {name: each.version for name, each in self._store.list_files(f"{self._name}/").items()}
         changed = [name for name in sorted(listed) if self._version_of(name) != listed[name]]
         known = [name for name in changed if name in self._places]  # the newest parts of who still writes
         contents = {name: self._store.read(name) for name in known}

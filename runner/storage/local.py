@@ -23,7 +23,7 @@ from runner.storage.store import (
     WrongKindError,
     make_directory,
     open_file,
-    translating,
+    translate_errors,
 )
 
 
@@ -53,20 +53,20 @@ class LocalStore:
     def read(self, name: str) -> bytes:
         """See `Store`."""
         path = self.root / name
-        with translating(path), open_file(path) as file:
+        with translate_errors(path), open_file(path) as file:
             return file.read()
 
     def lines(self, name: str) -> Iterator[bytes]:
         """The lines of a file as they are asked for, each with its newline; none if it is missing."""
         path = self.root / name
-        with contextlib.suppress(FileNotFoundError), translating(path), open_file(path) as file:
+        with contextlib.suppress(FileNotFoundError), translate_errors(path), open_file(path) as file:
             yield from file
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
         """See `Store`."""
         path = self.root / name
         try:
-            with translating(path), open_file(path) as file:
+            with translate_errors(path), open_file(path) as file:
                 return file.read(), _version(os.fstat(file.fileno()))
         except FileNotFoundError:
             return b"", ABSENT
@@ -74,7 +74,7 @@ class LocalStore:
     def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
         """See `Store`."""
         path = self.root / name
-        with translating(path), open_file(path) as file:
+        with translate_errors(path), open_file(path) as file:
             if _version(os.fstat(file.fileno())) != version:
                 raise ChangedError(f"{path} is no longer the file that it was")
             file.seek(start)
@@ -90,14 +90,14 @@ class LocalStore:
     def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
         """Like `write`, for content that need not be in memory at once."""
         path = self.root / name
-        with translating(path), _written_aside(path, chunks) as aside:
+        with translate_errors(path), _written_aside(path, chunks) as aside:
             os.replace(aside, path)
-            flush(path.parent)
+            fsync(path.parent)
 
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
         """See `Store`."""
         path = self.root / name
-        with translating(path), _written_aside(path, [content]) as aside, contextlib.ExitStack() as stack:
+        with translate_errors(path), _written_aside(path, [content]) as aside, contextlib.ExitStack() as stack:
             new = _version(aside.stat())
             if version == ABSENT:
                 os.link(aside, path)
@@ -106,7 +106,7 @@ class LocalStore:
                 if self.read_versioned(name)[1] != version:
                     raise FileExistsError(f"{path} has changed")
                 os.replace(aside, path)
-            flush(path.parent)
+            fsync(path.parent)
             return new
 
     def create_from(self, directory: str, name: str, content: bytes) -> None:
@@ -115,49 +115,49 @@ class LocalStore:
         Raises `FileNotFoundError` if `directory` is gone, `FileExistsError` if `name` is there.
         """
         path, beside = self.root / name, self.root / directory / Path(name).name
-        with translating(beside), _written_aside(beside, [content], make_parents=False) as aside:
+        with translate_errors(beside), _written_aside(beside, [content], make_parents=False) as aside:
             os.link(aside, path)
-            flush(path.parent)
+            fsync(path.parent)
 
     def exists(self, name: str) -> bool:
         """See `Store`."""
         path = self.root / name
         try:
-            with translating(path):
+            with translate_errors(path):
                 path.lstat()
         except (FileNotFoundError, WrongKindError):
             return False
         return True
 
-    def children(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         """See `Store`."""
         path = self.root / prefix
         try:
-            with translating(path):
+            with translate_errors(path):
                 return os.listdir(path)
         except FileNotFoundError:
             return []
 
-    def sizes(self, prefix: str) -> dict[str, int]:
+    def list_sizes(self, prefix: str) -> dict[str, int]:
         """See `Store`."""
         top = self.root / prefix
-        with translating(top):
+        with translate_errors(top):
             paths = (Path(directory) / name for directory, _, names in os.walk(top, onerror=_raise) for name in names)
             files = ((path.relative_to(top).as_posix(), path) for path in paths if path.is_file())
             return {name: path.stat().st_size for name, path in sorted(files)}
 
-    def listing(self, start: str) -> dict[str, FileInfo]:
+    def list_files(self, start: str) -> dict[str, FileInfo]:
         """See `Store`."""
         parent = start.rpartition("/")[0]
-        names = (f"{parent}/{name}" if parent else name for name in self.sizes(parent))
-        with translating(self.root / parent):
+        names = (f"{parent}/{name}" if parent else name for name in self.list_sizes(parent))
+        with translate_errors(self.root / parent):
             found = {name: (self.root / name).stat() for name in names if name.startswith(start)}
         return {name: FileInfo(status.st_size, _version(status)) for name, status in found.items()}
 
-    def digest(self, name: str) -> str:
+    def compute_digest(self, name: str) -> str:
         """See `Store`."""
         checksum, path = google_crc32c.Checksum(), self.root / name
-        with translating(path), open_file(path) as file:
+        with translate_errors(path), open_file(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 checksum.update(chunk)
         return checksum.hexdigest().decode()
@@ -165,7 +165,7 @@ class LocalStore:
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
         """See `Store`."""
         path = self.root / name
-        with translating(path):
+        with translate_errors(path):
             make_directory(path.parent)
             shutil.copyfile(source, path)
             with path.open("rb") as file:
@@ -174,20 +174,20 @@ class LocalStore:
     def move_tree(self, source: str, target: str) -> None:
         """See `Store`."""
         path = self.root / target
-        with translating(path):
+        with translate_errors(path):
             make_directory(path.parent)
             (self.root / source).rename(path)
 
     def remove(self, name: str) -> None:
         """See `Store`."""
         path = self.root / name
-        with translating(path):
+        with translate_errors(path):
             path.unlink(missing_ok=True)
 
     def remove_tree(self, prefix: str) -> None:
         """See `Store`. A dying attempt may still be writing into it, so what appears meanwhile is deleted too."""
         directory = self.root / prefix
-        with translating(directory):
+        with translate_errors(directory):
             if directory.is_symlink() or not directory.is_dir():
                 directory.unlink(missing_ok=True)
                 return
@@ -225,7 +225,7 @@ def _written_aside(path: Path, chunks: Iterable[bytes], make_parents: bool = Tru
         aside.unlink(missing_ok=True)
 
 
-def flush(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Bring a file, or what a directory names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -47,7 +47,7 @@ class DeniedError(StorageError, PermissionError):
     """The store refuses: no permission, or credentials that have expired."""
 
 
-def retry(act: Callable[[int], Result], what: str, deadline_seconds: float) -> Result:
+def retry_with_backoff(act: Callable[[int], Result], what: str, deadline_seconds: float) -> Result:
     """Call `act(number of earlier tries)` until it does not raise `TransientError`.
 
     Waits between tries a random time up to twice the last bound (full jitter). Raises `DeadlineError` when the next try
@@ -91,7 +91,7 @@ class DiskError(StorageError):
 
 
 @contextlib.contextmanager
-def translating(path: Path) -> Iterator[None]:
+def translate_errors(path: Path) -> Iterator[None]:
     """Inside, errors of the operating system about `path` become those of this module."""
     try:
         yield
@@ -110,13 +110,13 @@ def translating(path: Path) -> Iterator[None]:
         raise DiskError(error.errno, error.strerror, str(path)) from error
 
 
-def kind_of(path: Path) -> str | None:
+def find_kind(path: Path) -> str | None:
     """`a file`, `a directory`, or what else stands at `path`, links followed; None if nothing does.
 
     Raises `WrongKindError` for a link that cannot be followed, else `ForbiddenError` or `DiskError`.
     """
     try:
-        with translating(path):
+        with translate_errors(path):
             return _kind_of_mode(path.stat().st_mode)
     except FileNotFoundError:
         return None
@@ -142,7 +142,7 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise WrongKindError(f"{error.filename} is {kind_of(Path(error.filename))}, needs a directory") from error
+        raise WrongKindError(f"{error.filename} is {find_kind(Path(error.filename))}, needs a directory") from error
 
 
 JsonObject = dict[str, Any]
@@ -196,16 +196,16 @@ class Store(Protocol):
     def exists(self, name: str) -> bool:
         """Whether anything is there under `name`."""
 
-    def children(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         """Names of what stands directly below `prefix`, files and directories, in no order."""
 
-    def sizes(self, prefix: str) -> dict[str, int]:
+    def list_sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of every file below `prefix` by its name relative to `prefix`, sorted."""
 
-    def listing(self, start: str) -> dict[str, FileInfo]:
+    def list_files(self, start: str) -> dict[str, FileInfo]:
         """Every file whose name begins with `start`, at any depth, sorted; in a bucket one listing."""
 
-    def digest(self, name: str) -> str:
+    def compute_digest(self, name: str) -> str:
         """CRC-32C of the content: 8 hexadecimal digits. Reads the content where the store does not report one."""
 
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
@@ -221,12 +221,12 @@ class Store(Protocol):
         """Delete all that is below `prefix`."""
 
 
-def create(store: Store, name: str, content: bytes) -> None:
+def create_file(store: Store, name: str, content: bytes) -> None:
     """Create `name`, atomically and durably. Raises `FileExistsError` if it is there already."""
     store.write_if(name, content, ABSENT)
 
 
-def probe(store: Store) -> None:
+def probe_store(store: Store) -> None:
     """Write a small file, read it, delete it. Raises `InvalidError` with the reason if that is not allowed."""
     name, content = f".probe.{uuid.uuid4().hex[:8]}", b"may this run write here?\n"
     try:
@@ -240,7 +240,7 @@ def probe(store: Store) -> None:
         raise InvalidError(f"{store.url} cannot be written: no permission ({error})") from error
 
 
-def digest_of(content: Any) -> str:
+def compute_crc32c(content: Any) -> str:
     """CRC-32C of bytes, or of a read-only array of them: 8 hexadecimal digits, the digest that object stores report."""
     checksum = google_crc32c.Checksum()
     checksum.update(content)
@@ -268,7 +268,7 @@ def parse_json(content: bytes) -> JsonObject:
     return value
 
 
-def number_in(name: str) -> int | None:
+def parse_number(name: str) -> int | None:
     """The number that a name is, as it was written by the runner: `7`, but neither `007` nor the digits of others."""
     return int(name) if name.isascii() and name.isdecimal() and (name == "0" or name[0] != "0") else None
 

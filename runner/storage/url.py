@@ -8,7 +8,7 @@ from pathlib import Path
 from runner.errors import InvalidError
 from runner.storage.bucket import BucketStore
 from runner.storage.local import LocalStore
-from runner.storage.store import Store, kind_of
+from runner.storage.store import Store, find_kind
 
 _DRIVERS = {  # scheme: module, class, extra of this package that brings the client
     "gs": ("runner.storage.gcs", "GCSDriver", "gcs"),
@@ -22,7 +22,7 @@ _MOST_PATH_BYTES = 4095
 _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
-def check_url(text: str) -> None:
+def validate_url(text: str) -> None:
     """Raise `InvalidError` if `text` cannot name a directory, or files, on any machine, without touching it."""
     try:
         path = os.fsencode(text)
@@ -58,36 +58,36 @@ def local_directory(text: str) -> Path:
 
     Raises `InvalidError` if no directory can be called so: a name too long, a user who is not known.
     """
-    check_url(text)
+    validate_url(text)
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
         raise InvalidError(f"{text}: no home directory is known of {text.partition('/')[0]}") from error
 
 
-def check_way(path: Path) -> None:
+def validate_path(path: Path) -> None:
     """Raise `InvalidError` if `path`, which may be yet to be made, can be no directory for what stands on the way."""
     for place in (*reversed(path.parents), path):
-        kind = kind_of(place)
+        kind = find_kind(place)
         if kind is None:
             break
         if kind != "a directory":
             raise InvalidError(f"{place} is {kind}, needs a directory")
 
 
-def extra_of(text: str) -> str | None:
+def find_extra(text: str) -> str | None:
     """The extra of this package that brings the client of a URL's store; None for a local path."""
-    check_url(text)
+    validate_url(text)
     scheme, separator, _ = text.partition("://")
     return _DRIVERS[scheme][2] if separator else None
 
 
-def store_at(text: str) -> Store:
+def make_store(text: str) -> Store:
     """The store of a local path or URL, of which nothing is looked at yet.
 
     Raises `InvalidError` with what is missing: a package, credentials, a name.
     """
-    check_url(text)
+    validate_url(text)
     scheme, separator, _ = text.partition("://")
     if separator:
         return _open_bucket(text, *_DRIVERS[scheme])
@@ -95,10 +95,10 @@ def store_at(text: str) -> Store:
 
 
 def open_store(text: str) -> Store:
-    """Like `store_at`; raises `InvalidError` too if what stands on the way to a local path is no directory."""
-    store = store_at(text)
+    """Like `make_store`; raises `InvalidError` too if what stands on the way to a local path is no directory."""
+    store = make_store(text)
     if store.root is not None:
-        check_way(store.root)
+        validate_path(store.root)
     return store
 
 

@@ -10,7 +10,7 @@ import shlex
 import jax
 
 from runner.accelerator import parse_accelerator
-from runner.checkpoint.manifest import newest_manifest
+from runner.checkpoint.manifest import read_newest_manifest
 from runner.config import TrainerConfig
 from runner.data import Dataset, is_available
 from runner.distributed.agreement import Hosts
@@ -71,7 +71,7 @@ def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:
     """
 
     def find() -> JsonObject:
-        manifest = newest_manifest(store) if dataset.needs_id_scan else None
+        manifest = read_newest_manifest(store) if dataset.needs_id_scan else None
         known = {} if manifest is None else manifest.identity
         is_same = known.get("config.data") == dataset.fingerprint
         believed = known.get("config.model.vocabulary_size") if is_same else None
@@ -132,7 +132,7 @@ def find_known_micro_batch(train_setup: TrainSetup, store: Store, hosts: Hosts) 
     """
     hardware = train_setup.hardware(hosts.num_processes)
     ones = dict.fromkeys(AXES, 1)  # a manifest may be older than an axis
-    manifest = newest_manifest(store) if hosts.is_main else None
+    manifest = read_newest_manifest(store) if hosts.is_main else None
     record = hosts.agree(manifest and manifest.topology)
     if not record or hardware != {key: record.get(key) for key in hardware} | {"mesh": ones | record.get("mesh", {})}:
         return None

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.accelerator import compiler_options
-from runner.checkpoint.leaves import form_problems, strong
+from runner.checkpoint.leaves import find_form_problems, make_strongly_typed
 from runner.errors import InvalidError, StateError
 from runner.metrics.meta import TOKEN_COUNT, validate_meta, with_means
 from runner.optim.library import injected_rate
@@ -57,8 +57,8 @@ def trace_train_step(
         after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
         if riders:
             validate_auxiliary(riders, state.riders, after.riders)
-        after = strong(after)
-        if problems := form_problems(after, abstract):
+        after = make_strongly_typed(after)
+        if problems := find_form_problems(after, abstract):
             raise StateError(f"train_step returns the state in another form than it takes it{problems}")
         validate_meta(meta)
         count = None if TOKEN_COUNT in meta else layout.count(batch)  # here: a program of its own would be one a step

@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from runner.checkpoint.weight_names import BASE, A, AdapterMerge, B, merged
+from runner.checkpoint.weight_names import BASE, LORA_A, LORA_B, AdapterMerge, merge_params
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
 from runner.optim.groups import Parameter, nearest_names, parameters_of
@@ -48,8 +48,8 @@ def make_abstract_adapter(boxed: Any, rule: AdapterConfig) -> Any:
         branch = functools.reduce(lambda branch, key: branch.setdefault(key.key, {}), path, tree)
         stacked, (rows, columns) = leaf.shape[:-2], leaf.shape[-2:]
         names, (of_rows, of_columns) = leaf.axes[:-2], leaf.axes[-2:]
-        branch[A] = _boxed((*stacked, rows, rule.rank), (*names, of_rows, None))
-        branch[B] = _boxed((*stacked, rule.rank, columns), (*names, None, of_columns))
+        branch[LORA_A] = _boxed((*stacked, rows, rule.rank), (*names, of_rows, None))
+        branch[LORA_B] = _boxed((*stacked, rule.rank, columns), (*names, None, of_columns))
     return tree
 
 
@@ -90,7 +90,7 @@ def init_adapter(boxed: Any, key: jax.Array) -> Any:
     paths, structure = jax.tree_util.tree_flatten_with_path(nn.unbox(boxed))
     leaves = []
     for number, (path, leaf) in enumerate(paths):
-        bound = 1 / math.sqrt(leaf.shape[-2]) if path[-1].key == A else 0.0
+        bound = 1 / math.sqrt(leaf.shape[-2]) if path[-1].key == LORA_A else 0.0
         draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
         leaves.append(draw(jax.random.fold_in(own, number), leaf.shape) if bound else jnp.zeros(leaf.shape))
     return jax.tree.unflatten(structure, leaves)
@@ -162,7 +162,7 @@ def _merged(state: TrainState, adapter: Any) -> Any:
     """The model's parameters by the state's base and this adapter, each lying as in the base."""
     assert state.merge is not None
     scale = state.merge.scale
-    return merged(state.variables[BASE], adapter, lambda base, a, b: _merge_one(scale, base, a, b))
+    return merge_params(state.variables[BASE], adapter, lambda base, a, b: _merge_one(scale, base, a, b))
 
 
 def _merge_one(scale: float, base: Any, a: Any, b: Any) -> Any:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from runner.checkpoint.leaves import strong
+from runner.checkpoint.leaves import make_strongly_typed
 from runner.config import AdapterConfig, TrainerConfig
 from runner.data import Dataset, load_dataset
 from runner.errors import InvalidError
@@ -100,7 +100,7 @@ class TrainSetup:
         if not self.riders:
             return state
         begin = jax.jit(
-            lambda params: strong(init_auxiliary(self.riders, params)),
+            lambda params: make_strongly_typed(init_auxiliary(self.riders, params)),
             out_shardings=train_state.get_shardings(self.abstract_state.riders),
         )
         with self.sharding_rules():

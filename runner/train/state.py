@@ -39,8 +39,8 @@ from flax import struct
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runner.checkpoint.leaves import strong
-from runner.checkpoint.weight_names import BASE, AdapterMerge, merged
+from runner.checkpoint.leaves import make_strongly_typed
+from runner.checkpoint.weight_names import BASE, AdapterMerge, merge_params
 from runner.errors import InvalidError
 from runner.optim.transforms import has_average, restarted
 from runner.parallel.mesh import Rule, fitting_axes, rules_in_force, sharding_rules
@@ -90,7 +90,7 @@ def make_params_merger(state: Any) -> Callable[[Any], Any]:
     merge = get_merge(state)
     if merge is None:
         return lambda params: params
-    return lambda params: merged(state.variables[BASE], params, merge)
+    return lambda params: merge_params(state.variables[BASE], params, merge)
 
 
 def bind_variables(apply_fn: Callable[..., Any], variables: Any) -> Callable[..., Any]:
@@ -386,4 +386,4 @@ def get_shardings(abstract: Any) -> Any:
 def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> TrainState:
     """The state at step 0, every leaf born as `abstract` says. Called on every host."""
     with sharding_rules(mesh):
-        return jax.jit(lambda key: strong(make(key)), out_shardings=get_shardings(abstract))(key)
+        return jax.jit(lambda key: make_strongly_typed(make(key)), out_shardings=get_shardings(abstract))(key)

@@ -25,7 +25,7 @@ import pytest
 
 from runner.data import Source
 from runner.data.corpus_index import HEAD_BYTES, INDEX, CorpusIndex, CorpusShard
-from runner.storage import LocalStore, Version, digest_of, open_store
+from runner.storage import LocalStore, Version, compute_crc32c, open_store
 from tests.data.buckets import URL, CountingDriver, lead_to, put_in_bucket, write_corpus
 from tests.data.corpus import load
 from tests.support.servers import BACKENDS, Faults, start_backend
@@ -56,8 +56,8 @@ def write_shards(directory: Path, num_tokens: int, num_shards: int = 4) -> Path:
         store.write(f"{name}.ends", ends)
         store.write(f"{name}.bin", b"")
         os.truncate(directory / f"{name}.bin", 2 * size)
-        digest = store.digest(f"{name}.bin") if size < 1 << 26 else "00000000"
-        entries.append(CorpusShard(name, size, 1, 0, digest_of(bytes(HEAD_BYTES)), digest, digest_of(ends)))
+        digest = store.compute_digest(f"{name}.bin") if size < 1 << 26 else "00000000"
+        entries.append(CorpusShard(name, size, 1, 0, compute_crc32c(bytes(HEAD_BYTES)), digest, compute_crc32c(ends)))
     store.write(INDEX, CorpusIndex("uint16", 50_304, {"kind": "zeros"}, None, tuple(entries)).encode())
     return directory
 
@@ -134,7 +134,7 @@ def measure_slow_bucket(directory: Path, seconds: float) -> None:
 def measure_service(url: str, seconds: float) -> None:
     """Parts 2 and 4, with a real client, in a process of its own."""
     store = open_store(url)
-    version = store.listing("train.bin")["train.bin"].version
+    version = store.list_files("train.bin")["train.bin"].version
     for number in range(10):
         store.read_range("train.bin", number, number + READ_BYTES, version)
     cpu = time.process_time()

@@ -142,7 +142,7 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
                 list(pool.map(lambda file: up(file, f"plain/{file.name}"), files))
             plain_up = time.perf_counter() - started
             started = time.perf_counter()
-            jax.block_until_ready(readers.read(store, f"c/{number}", written, abstract))
+            jax.block_until_ready(readers.read_arrays(store, f"c/{number}", written, abstract))
             ours_down = time.perf_counter() - started
             started = time.perf_counter()
             with ThreadPoolExecutor(blocks.NUM_READERS) as pool:
@@ -175,7 +175,7 @@ def tiers(backend: Backend, rounds: int) -> None:
         backend.proxy.faults.latency_seconds = LATENCY_SECONDS
         ratios = [
             seconds_of(lambda: fast.read(1, abstract)[0])
-            / seconds_of(lambda: readers.read(store, "c/1", written, abstract))
+            / seconds_of(lambda: readers.read_arrays(store, "c/1", written, abstract))
             for _ in range(rounds)
         ]
         backend.proxy.reset()

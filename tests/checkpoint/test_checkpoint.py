@@ -13,15 +13,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint.fast_tier import FastTier
-from runner.checkpoint.fingerprint import fingerprint
-from runner.checkpoint.manifest import Manifest, committed
-from runner.checkpoint.policy import delete
+from runner.checkpoint.fingerprint import compute_fingerprint
+from runner.checkpoint.manifest import Manifest, read_committed
+from runner.checkpoint.policy import delete_step
 from runner.checkpoint.restore import Restorer
 from runner.checkpoint.save import DoubleBuffer, SaveContents, SaveKind, Saver
 from runner.checkpoint.writers import BlockWriter, OrbaxWriter
 from runner.errors import FencedError, ResumeError
 from runner.spec import hash_record
-from runner.storage import LocalStore, digest_of, read_log
+from runner.storage import LocalStore, compute_crc32c, read_log
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import memory_bucket
 from tests.support.tiny import FACTORISATIONS, leaves_equal, mesh_of
@@ -70,7 +70,7 @@ class Attempt:
             assert self.saver.wait()
 
     def steps(self):
-        return sorted(committed(self.store))
+        return sorted(read_committed(self.store))
 
     def restore(self):
         return self.restorer.restore(abstract(make_state()), {})
@@ -82,7 +82,7 @@ class Attempt:
     # What stands there, and damage to it.
 
     def files(self, prefix=""):
-        return self.store.sizes(prefix)
+        return self.store.list_sizes(prefix)
 
     def content(self):
         return {name: self.store.read(name) for name in self.files()}
@@ -133,7 +133,7 @@ def test_a_saved_state_comes_back_bit_for_bit_with_its_manifest(first):
     state, manifest = found.state, found.manifest
     assert leaves_equal(state, make_state(50))
     assert manifest.step == 50
-    assert manifest.fingerprint == fingerprint(state) == fingerprint(make_state(50))
+    assert manifest.fingerprint == compute_fingerprint(state) == compute_fingerprint(make_state(50))
     (commit,) = first.events("commit")
     assert commit["fingerprint"] == manifest.fingerprint
     assert commit["step"] == 50
@@ -181,15 +181,15 @@ def test_retention_deletes_the_manifest_first(first, monkeypatch):
 
     monkeypatch.setattr(first.store, "remove_tree", killed)
     with pytest.raises(KeyboardInterrupt):
-        delete(first.attempt, 1)
+        delete_step(first.attempt, 1)
     assert first.files("checkpoints/1")
     assert first.steps() == [2]
 
 
 def test_a_deleted_step_leaves_nothing(first):
     first.save_all(1, 2)
-    delete(first.attempt, 1)
-    assert first.store.children("checkpoints") == ["2"]
+    delete_step(first.attempt, 1)
+    assert first.store.list_names("checkpoints") == ["2"]
 
 
 def test_a_half_deleted_directory_is_not_a_checkpoint_and_is_cleared_away(first):
@@ -272,7 +272,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_restored(first, dam
     (fallback,) = again.events("fallback")
     assert reason in quarantine["reason"]
     assert (fallback["rejected"], fallback["step"]) == (2, 1)
-    assert again.store.children("quarantine") == ["2.2"]
+    assert again.store.list_names("quarantine") == ["2.2"]
     assert not again.files("checkpoints/2")
     assert again.steps() == [1]
 
@@ -298,7 +298,7 @@ def test_bits_that_a_piece_has_lost_are_found_by_its_digest_and_else_by_the_fing
     manifest = first.manifest(2)
     manifest.pop("digest")
     relative = name.removeprefix("checkpoints/2/")
-    manifest["files"][relative][1] = digest_of(first.store.read(name))
+    manifest["files"][relative][1] = compute_crc32c(first.store.read(name))
     first.write_manifest(2, manifest | {"digest": hash_record(manifest)})
     assert first.again().restore().manifest.step == 1
 
@@ -361,7 +361,7 @@ def test_a_zombie_cannot_commit_over_a_newer_attempt(first):
     newer.save_all(2)
     assert leaves_equal(newer.restore().state, make_state(2))
     with pytest.raises(FencedError):
-        delete(first.attempt, 1)
+        delete_step(first.attempt, 1)
     assert newer.steps() == [1, 2]
 
 

@@ -13,13 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from runner.checkpoint.fingerprint import (
     LeafLayout,
     ReplicaError,
-    block_digest,
-    combine,
-    describe,
-    fingerprint,
-    leaf_digest,
-    leaf_digests,
-    leaf_names,
+    combine_digests,
+    compute_block_digest,
+    compute_fingerprint,
+    compute_leaf_digest,
+    compute_leaf_digests,
+    describe_leaves,
+    list_leaf_names,
 )
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.int8, np.int32, np.uint32, np.bool_]
@@ -65,23 +65,28 @@ def test_a_host_comes_to_the_digest_that_a_device_comes_to_for_every_block(monke
     monkeypatch.setattr("runner.checkpoint.fingerprint._PART_BYTES", part_bytes)
     array = random_bits(dtype, (8, 6))
     with jax.enable_x64(True):
-        on_device = jax.jit(leaf_digest, static_argnums=1)
+        on_device = jax.jit(compute_leaf_digest, static_argnums=1)
         for start, block in (((0, 0), array), ((4, 0), array[4:]), ((2, 3), array[2:4, 3:]), ((0, 0), array[:0])):
-            assert block_digest(block, array.shape, start).tolist() == on_device(block, array.shape, start).tolist()
+            assert (
+                compute_block_digest(block, array.shape, start).tolist()
+                == on_device(block, array.shape, start).tolist()
+            )
         scalar = array[0, 0].reshape(())
-        assert block_digest(scalar, (), ()).tolist() == on_device(scalar, ()).tolist()
+        assert compute_block_digest(scalar, (), ()).tolist() == on_device(scalar, ()).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_digest_is_the_same_on_any_devices_and_in_any_sharding(dtype):
     array = random_bits(dtype, (8, 16))
-    digests = {tuple(np.asarray(leaf_digest(jax.device_put(array, sharding))).tolist()) for sharding in SHARDINGS}
+    digests = {
+        tuple(np.asarray(compute_leaf_digest(jax.device_put(array, sharding))).tolist()) for sharding in SHARDINGS
+    }
     assert digests == {tuple(reference(array))}
 
 
 def test_fingerprint_of_a_tree_is_the_same_in_any_sharding():
     tree = {"w": random_bits(np.float32, (8, 8)), "b": [random_bits(ml_dtypes.bfloat16, (8, 8))]}
-    prints = {fingerprint(jax.device_put(tree, sharding)) for sharding in SHARDINGS}
+    prints = {compute_fingerprint(jax.device_put(tree, sharding)) for sharding in SHARDINGS}
     assert len(prints) == 1
 
 
@@ -94,8 +99,8 @@ def test_any_single_bit_changes_both_lanes(dtype):
         flat = words(flipped[variant]).reshape(-1)
         flat[element] ^= flat.dtype.type(1 << bit)
     assert all((words(variant) != words(array)).sum() == 1 for variant in flipped)
-    digests = np.asarray(jax.jit(jax.vmap(leaf_digest))(flipped))
-    assert (digests != np.asarray(leaf_digest(jnp.asarray(array)))).all()
+    digests = np.asarray(jax.jit(jax.vmap(compute_leaf_digest))(flipped))
+    assert (digests != np.asarray(compute_leaf_digest(jnp.asarray(array)))).all()
     assert len({tuple(digest) for digest in digests.tolist()}) == len(digests)
 
 
@@ -106,14 +111,16 @@ def test_any_two_elements_swapped_change_the_digest(dtype):
     swapped = np.repeat(array.reshape(1, -1), len(pairs), axis=0)
     for variant, (a, b) in enumerate(pairs):
         swapped[variant, [a, b]] = swapped[variant, [b, a]]
-    digests = np.asarray(jax.vmap(leaf_digest)(swapped.reshape(-1, 4, 6)))
-    assert not (digests == np.asarray(leaf_digest(jnp.asarray(array)))).all(axis=1).any()
+    digests = np.asarray(jax.vmap(compute_leaf_digest)(swapped.reshape(-1, 4, 6)))
+    assert not (digests == np.asarray(compute_leaf_digest(jnp.asarray(array)))).all(axis=1).any()
 
 
 def test_two_sign_bits_that_change_do_not_cancel():
     """A product carries bits upwards only, so the highest bit is the one that a weak mixing loses."""
     array = random_bits(np.uint32, (1 << 14,))
-    digests = jax.jit(jax.vmap(lambda word, position: leaf_digest(jnp.where(jnp.arange(64) == position, word, 0))))
+    digests = jax.jit(
+        jax.vmap(lambda word, position: compute_leaf_digest(jnp.where(jnp.arange(64) == position, word, 0)))
+    )
     position = jnp.arange(array.size) % 64
     change = np.asarray(digests(array, position) - digests(array ^ np.uint32(1 << 31), position))
     assert len(np.unique(change, axis=0)) > 0.99 * len(change)
@@ -130,21 +137,21 @@ def test_shape_dtype_and_name_are_part_of_the_fingerprint():
         {"w": {"w": zeros}},
         {"w": zeros, "v": zeros},
     ]
-    assert len({fingerprint(tree) for tree in trees}) == len(trees)
+    assert len({compute_fingerprint(tree) for tree in trees}) == len(trees)
 
 
 def test_two_leaves_exchanged_change_the_fingerprint():
     a, b = jnp.arange(4.0), jnp.arange(4.0) + 1
-    assert fingerprint({"x": a, "y": b}) != fingerprint({"x": b, "y": a})
+    assert compute_fingerprint({"x": a, "y": b}) != compute_fingerprint({"x": b, "y": a})
 
 
 def test_random_keys_and_wide_types_have_a_digest():
-    assert fingerprint({"key": jax.random.key(0)}) != fingerprint({"key": jax.random.key(1)})
-    assert fingerprint({"z": jnp.asarray([1 + 2j])}) != fingerprint({"z": jnp.asarray([2 + 1j])})
+    assert compute_fingerprint({"key": jax.random.key(0)}) != compute_fingerprint({"key": jax.random.key(1)})
+    assert compute_fingerprint({"z": jnp.asarray([1 + 2j])}) != compute_fingerprint({"z": jnp.asarray([2 + 1j])})
 
 
 def test_negative_zero_is_another_state_than_zero():
-    assert fingerprint({"w": jnp.asarray([0.0])}) != fingerprint({"w": jnp.asarray([-0.0])})
+    assert compute_fingerprint({"w": jnp.asarray([0.0])}) != compute_fingerprint({"w": jnp.asarray([-0.0])})
 
 
 def test_combine_is_blake2b_over_sorted_lines_of_name_dtype_shape_digest():
@@ -153,22 +160,22 @@ def test_combine_is_blake2b_over_sorted_lines_of_name_dtype_shape_digest():
         "b.x": {"shape": [], "dtype": "int32", "digest": "0123456789abcdef"},
     }
     text = b"b.x int32  0123456789abcdef\nw float32 2,3 00000000000000ff\n"
-    assert combine(leaves) == hashlib.blake2b(text, digest_size=16).hexdigest()
-    assert combine(dict(reversed(leaves.items()))) == combine(leaves)
+    assert combine_digests(leaves) == hashlib.blake2b(text, digest_size=16).hexdigest()
+    assert combine_digests(dict(reversed(leaves.items()))) == combine_digests(leaves)
 
 
 def test_the_fingerprint_never_changes_between_versions():
     """Manifests on disk hold it: if this fails, every checkpoint that was ever written fails to verify."""
     tree = {"w": jnp.arange(6, dtype=jnp.float32).reshape(2, 3), "step": jnp.int32(7)}
-    assert leaf_digests(tree)["step"] == "{:08x}{:08x}".format(*reference(np.full((), 7, np.int32)))
-    assert fingerprint(tree) == "192489f757e2661fcc846ca44b505c32"
+    assert compute_leaf_digests(tree)["step"] == "{:08x}{:08x}".format(*reference(np.full((), 7, np.int32)))
+    assert compute_fingerprint(tree) == "192489f757e2661fcc846ca44b505c32"
 
 
 def test_leaf_names_are_dotted_paths_in_the_order_of_leaves():
     tree = {"b": [jnp.zeros(2), jnp.zeros(3)], "a": {"k": jnp.zeros((4, 5), jnp.int8)}}
-    assert leaf_names(tree) == ["a.k", "b.0", "b.1"]
-    assert describe(tree)["a.k"] == {"shape": [4, 5], "dtype": "int8"}
-    assert list(describe(tree)) == leaf_names(tree)
+    assert list_leaf_names(tree) == ["a.k", "b.0", "b.1"]
+    assert describe_leaves(tree)["a.k"] == {"shape": [4, 5], "dtype": "int8"}
+    assert list(describe_leaves(tree)) == list_leaf_names(tree)
 
 
 def test_arrays_may_be_donated_as_soon_as_the_digest_is_dispatched():
@@ -206,7 +213,9 @@ def test_a_device_whose_copy_differs_is_named_with_its_leaf(mesh, spec, copies, 
     good = jax.device_put(jnp.ones((8, 4)), sharding)
     tree = {"bad": with_copies(sharding, (8, 4), copies), "good": good}
     with pytest.raises(ReplicaError) as caught:
-        leaf_digests(tree)
+        compute_leaf_digests(tree)
     assert str(caught.value) == f"bad: {named} other bits than the replicas of the same shard"
     whole = with_copies(sharding, (8, 4), {})
-    assert leaf_digests({"bad": whole}) == leaf_digests({"bad": jax.device_put(np.asarray(whole), DEVICES_8[0])})
+    assert compute_leaf_digests({"bad": whole}) == compute_leaf_digests(
+        {"bad": jax.device_put(np.asarray(whole), DEVICES_8[0])}
+    )

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from runner.checkpoint.policy import SavePolicy, best_interval_seconds
+from runner.checkpoint.policy import SavePolicy, compute_best_interval_seconds
 from runner.checkpoint.save import SaveKind
 from runner.spec import CheckpointConfig
 
@@ -88,6 +88,6 @@ def test_by_the_clock_only_host_0_decides():
 
 
 def test_the_best_interval_is_youngs_and_never_less_than_a_save_takes():
-    assert best_interval_seconds(0.5, 3.0, 24.0) == pytest.approx(math.sqrt(2 * 0.5 * 86400))
-    assert best_interval_seconds(0.5, 900.0, 24.0) == 900.0
-    assert best_interval_seconds(0.0, 0.0, 24.0) == 1.0
+    assert compute_best_interval_seconds(0.5, 3.0, 24.0) == pytest.approx(math.sqrt(2 * 0.5 * 86400))
+    assert compute_best_interval_seconds(0.5, 900.0, 24.0) == 900.0
+    assert compute_best_interval_seconds(0.0, 0.0, 24.0) == 1.0

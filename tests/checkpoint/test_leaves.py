@@ -16,9 +16,16 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runner import ExecutionSpec, RestoreableJob
-from runner.checkpoint.fingerprint import CHUNK_LEAVES, _digest_shards, chunks, describe, fingerprint, leaf_digests
-from runner.checkpoint.leaves import strong
-from runner.checkpoint.manifest import committed
+from runner.checkpoint.fingerprint import (
+    CHUNK_LEAVES,
+    _digest_shards,
+    compute_fingerprint,
+    compute_leaf_digests,
+    describe_leaves,
+    make_chunks,
+)
+from runner.checkpoint.leaves import make_strongly_typed
+from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.readers import BlockReader, read_leaves
 from runner.checkpoint.save import _copy
 from runner.errors import InvalidError, StateError
@@ -130,11 +137,13 @@ def stop_resume_and_compare(make_store: Any, kinds: list[str]) -> None:
     resumed()
     assert [event["step"] for event in read_log(struck.store, "events") if event["event"] == "restore"] == [2]
     assert forms(resumed.state) == forms(whole.state)
-    assert leaf_digests(resumed.state) == leaf_digests(whole.state)
-    manifest = committed(struck.store)[4]
+    assert compute_leaf_digests(resumed.state) == compute_leaf_digests(whole.state)
+    manifest = read_committed(struck.store)[4]
     looked_at = {leaf.name: leaf for leaf in read_leaves(struck.store, "checkpoints/4", manifest, manifest.leaves)}
     assert [leaf.problem for leaf in looked_at.values() if leaf.problem is not None] == []
-    assert describe(resumed.state) == {name: describe([leaf.array])["0"] for name, leaf in looked_at.items()}
+    assert describe_leaves(resumed.state) == {
+        name: describe_leaves([leaf.array])["0"] for name, leaf in looked_at.items()
+    }
 
 
 def test_leaves_of_all_kinds_at_once_come_back_with_their_types_and_bits(make_store):
@@ -196,7 +205,7 @@ def test_a_tree_comes_back(make_store, kind):
     resumed = keeper(struck.store, struck.make, Whole)
     resumed()
     assert jax.tree.structure(resumed.state) == jax.tree.structure(struck.state)
-    assert fingerprint(resumed.state) == fingerprint(struck.state)
+    assert compute_fingerprint(resumed.state) == compute_fingerprint(struck.state)
 
 
 @pytest.mark.parametrize("kind", REFUSED_TREES)
@@ -205,7 +214,7 @@ def test_a_tree_that_cannot_be_kept_is_refused_with_nothing_claimed(make_store, 
     job = keeper(make_store("refused"), make, Whole)
     with pytest.raises(InvalidError, match=message):
         job()
-    assert not job.store.children("")
+    assert not job.store.list_names("")
 
 
 # On the way.
@@ -233,13 +242,13 @@ def test_a_state_that_changes_its_form_ends_the_run_before_it_is_committed(make_
     job = keeper(make_store("changing"), lambda: {"leaf": jnp.zeros(3)}, Changing, every_steps=1, keep_last=1)
     with pytest.raises(StateError, match=message):
         job()
-    assert set(committed(job.store)) in ({1}, {2})  # in a bucket a save is left out while another is on its way
+    assert set(read_committed(job.store)) in ({1}, {2})  # in a bucket a save is left out while another is on its way
 
 
 def test_strong_keeps_bits_and_dtypes():
     tree = {"weak": jnp.asarray(1.1), "strong": jnp.float32(2), "flag": True, "key": jax.random.key(0)}
-    made = jax.jit(lambda: strong(tree))()
-    assert describe(made) == describe({name: jnp.asarray(leaf) for name, leaf in tree.items()})
+    made = jax.jit(lambda: make_strongly_typed(tree))()
+    assert describe_leaves(made) == describe_leaves({name: jnp.asarray(leaf) for name, leaf in tree.items()})
     assert not any(leaf.aval.weak_type for leaf in jax.tree.leaves(made))
 
 
@@ -285,7 +294,7 @@ def test_the_first_save_of_a_run_is_read_back_before_it_is_committed(make_store,
         "count": jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh.mesh, PartitionSpec())),
     }
     job()
-    assert list(committed(job.store)) == [2, 3, 4]
+    assert list(read_committed(job.store)) == [2, 3, 4]
     assert (
         "SAVE FAILED at step 1: ValueError: what was read back of leaf is not what was saved" in capsys.readouterr().err
     )
@@ -308,11 +317,11 @@ def test_the_programs_that_a_save_compiles_do_not_grow_with_the_number_of_leaves
 
 def test_every_leaf_stands_in_one_chunk_whatever_their_kinds():
     leaves = [jnp.zeros(1 + n % 5, jnp.int8 if n % 3 else jnp.int16) for n in range(1000)]
-    found = chunks(leaves)
+    found = make_chunks(leaves)
     assert sorted(place for places in found for place in places) == list(range(1000))
     assert max(map(len, found)) == CHUNK_LEAVES
     assert len(found) == -(-1000 // CHUNK_LEAVES)
-    assert chunks([]) == []
+    assert make_chunks([]) == []
 
 
 def keep_many_leaves(directory: Path) -> None:
@@ -324,7 +333,7 @@ def keep_many_leaves(directory: Path) -> None:
     stop_after(keeper(LocalStore(directory), make, Whole), 1)
     resumed = keeper(LocalStore(directory), make, Whole)
     resumed()
-    assert fingerprint(resumed.state) == fingerprint(make())
+    assert compute_fingerprint(resumed.state) == compute_fingerprint(make())
 
 
 @pytest.mark.soak

@@ -7,26 +7,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from runner.checkpoint.leaves import check_leaves
+from runner.checkpoint.leaves import validate_manifest_leaves
 from runner.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_KEYS,
     TOMBSTONE,
     Manifest,
     NotCommittedError,
-    bury,
     commit,
-    committed,
-    file_problems,
-    finish_burials,
-    newest_manifest,
+    find_file_problems,
+    finish_retirements,
+    list_steps,
+    read_committed,
     read_manifest,
+    read_newest_manifest,
     remove_files,
-    steps,
+    retire_uncommitted,
     uncommit,
 )
 from runner.errors import ResumeError
-from runner.storage import LocalStore, digest_of
+from runner.storage import LocalStore, compute_crc32c
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
 
@@ -76,43 +76,43 @@ def test_only_numbered_directories_with_a_manifest_are_committed_steps_in_order(
         write_manifest(store, step)
     write_manifest(store, "best")
     store.write("checkpoints/2000/arrays.1/x", b"")
-    assert list(committed(store)) == [99, 900, 1000]
-    assert committed(store)[900] == Manifest(name="900", step=900)
-    assert steps(store) == [99, 900, 1000, 2000]
+    assert list(read_committed(store)) == [99, 900, 1000]
+    assert read_committed(store)[900] == Manifest(name="900", step=900)
+    assert list_steps(store) == [99, 900, 1000, 2000]
 
 
 def test_a_file_or_an_empty_directory_with_the_name_of_a_step_is_none(disk):
     write_manifest(disk, 99)
     (disk.root / "checkpoints" / "2000").mkdir()
-    assert list(committed(disk)) == [99]
+    assert list(read_committed(disk)) == [99]
     (disk.root / "checkpoints" / "3000").touch()
-    assert list(committed(disk)) == [99]
-    assert newest_manifest(disk).step == 99
+    assert list(read_committed(disk)) == [99]
+    assert read_newest_manifest(disk).step == 99
 
 
 def test_where_nothing_was_ever_saved_nothing_is_committed(store):
-    assert committed(store) == {}
-    assert steps(store) == []
-    assert newest_manifest(store) is None
+    assert read_committed(store) == {}
+    assert list_steps(store) == []
+    assert read_newest_manifest(store) is None
 
 
 def test_the_newest_manifest_is_the_newest_that_can_be_read(store):
-    assert newest_manifest(store) is None
+    assert read_newest_manifest(store) is None
     for step in (1, 2, 3):
         write_manifest(store, step)
     store.write(f"checkpoints/3/{MANIFEST}", b"{")
-    assert newest_manifest(store).step == 2
-    assert list(committed(store)) == [1, 2]
+    assert read_newest_manifest(store).step == 2
+    assert list(read_committed(store)) == [1, 2]
 
 
 def test_files_are_checked_by_size_and_sum_and_shared_out_over_hosts(store):
     files = {}
     for name in ("a", "b", "deep/c"):
         store.write(f"checkpoints/1/{name}", name.encode() * 10)
-        files[name] = [10 * len(name), digest_of(name.encode() * 10)]
+        files[name] = [10 * len(name), compute_crc32c(name.encode() * 10)]
 
     def problems(part=0, num_parts=1):
-        return file_problems(store, "checkpoints/1", files, part, num_parts)
+        return find_file_problems(store, "checkpoints/1", files, part, num_parts)
 
     assert problems() == []
     store.write("checkpoints/1/b", b"x" * 10)
@@ -129,16 +129,16 @@ def test_files_are_checked_by_size_and_sum_and_shared_out_over_hosts(store):
 def test_leaves_that_differ_are_named():
     abstract = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.int32)}
     saved = {"w": {"shape": [2, 3], "dtype": "float32"}, "b": {"shape": [], "dtype": "int32"}}
-    check_leaves(Manifest(name="5", leaves=saved), abstract)
+    validate_manifest_leaves(Manifest(name="5", leaves=saved), abstract)
     more = saved | {"old": {"shape": [1], "dtype": "bool"}, "b": {"shape": [4], "dtype": "int32"}}
     with pytest.raises(ResumeError) as caught:
-        check_leaves(Manifest(name="5", leaves=more), abstract)
+        validate_manifest_leaves(Manifest(name="5", leaves=more), abstract)
     assert str(caught.value).splitlines() == [
         "checkpoint 5 does not fit this job",
         "  b: checkpoint has int32[4], the job int32[]",
         "  old: checkpoint has bool[1], the job nothing",
     ]
-    check_leaves(Manifest(name="5", leaves=saved | {"old": more["old"]}), abstract, may_hold_more=True)
+    validate_manifest_leaves(Manifest(name="5", leaves=saved | {"old": more["old"]}), abstract, may_hold_more=True)
 
 
 # Commit and bury: of one step only one attempt decides.
@@ -162,7 +162,7 @@ def save(store, attempt):
 
 def committer(store):
     """The attempt whose checkpoint of the step counts, None if there is none."""
-    found = committed(store).get(5)
+    found = read_committed(store).get(5)
     return None if found is None else found.attempt
 
 
@@ -181,8 +181,8 @@ def test_what_is_committed_can_be_committed_by_nobody_else(store):
 
 def test_what_was_retired_can_not_be_committed_by_the_older_attempt(store):
     upload_arrays(store, 1)
-    bury(store, 5, 2)
-    assert set(store.sizes("checkpoints")) <= {f"5/{MANIFEST}"}
+    retire_uncommitted(store, 5, 2)
+    assert set(store.list_sizes("checkpoints")) <= {f"5/{MANIFEST}"}
     with pytest.raises((FileExistsError, FileNotFoundError)):
         try_commit(store, 1)
     assert committer(store) is None
@@ -193,7 +193,7 @@ def test_what_was_retired_can_not_be_committed_by_the_older_attempt(store):
 def test_what_was_retired_can_not_be_committed_by_an_older_attempt_that_goes_on_writing(store):
     """Its files come back one by one after they were deleted."""
     upload_arrays(store, 1)
-    bury(store, 5, 2)
+    retire_uncommitted(store, 5, 2)
     save(store, 2)
     upload_arrays(store, 1)
     with pytest.raises(FileExistsError):
@@ -203,40 +203,40 @@ def test_what_was_retired_can_not_be_committed_by_an_older_attempt_that_goes_on_
 
 def test_what_was_committed_is_left_by_retire(store):
     save(store, 1)
-    before = {name: store.read(f"checkpoints/{name}") for name in store.sizes("checkpoints")}
-    bury(store, 5, 2)
-    assert {name: store.read(f"checkpoints/{name}") for name in store.sizes("checkpoints")} == before
+    before = {name: store.read(f"checkpoints/{name}") for name in store.list_sizes("checkpoints")}
+    retire_uncommitted(store, 5, 2)
+    assert {name: store.read(f"checkpoints/{name}") for name in store.list_sizes("checkpoints")} == before
     assert committer(store) == 1
 
 
 def test_a_step_that_was_retired_is_committed_by_the_attempt_that_did_it(store):
     upload_arrays(store, 1)
-    bury(store, 5, 2)
+    retire_uncommitted(store, 5, 2)
     save(store, 2)
     assert committer(store) == 2
-    assert set(store.sizes(STEP)) == {MANIFEST, "arrays.2/x"}
+    assert set(store.list_sizes(STEP)) == {MANIFEST, "arrays.2/x"}
 
 
 def test_a_step_may_be_retired_by_one_attempt_after_the_other(store):
     """Attempt 2 retires and is killed in its save, attempt 3 retires and saves."""
     upload_arrays(store, 1)
-    bury(store, 5, 2)
+    retire_uncommitted(store, 5, 2)
     upload_arrays(store, 2)
-    bury(store, 5, 3)
+    retire_uncommitted(store, 5, 3)
     for attempt in (1, 2):
         with pytest.raises((FileExistsError, FileNotFoundError)):
             try_commit(store, attempt)
     assert committer(store) is None
     save(store, 3)
     assert committer(store) == 3
-    assert set(store.sizes(STEP)) == {MANIFEST, "arrays.3/x"}
+    assert set(store.list_sizes(STEP)) == {MANIFEST, "arrays.3/x"}
 
 
 def test_retire_may_be_repeated_by_the_same_attempt(store):
     upload_arrays(store, 1)
-    bury(store, 5, 2)
-    if steps(store):
-        bury(store, 5, 2)
+    retire_uncommitted(store, 5, 2)
+    if list_steps(store):
+        retire_uncommitted(store, 5, 2)
     save(store, 2)
     assert committer(store) == 2
 
@@ -249,7 +249,7 @@ def test_a_step_that_never_began_is_committed_at_once(store):
 def test_a_manifest_that_is_damaged_is_neither_committed_over_nor_retired(store):
     upload_arrays(store, 1)
     store.write(f"{STEP}/{MANIFEST}", b'{"format": 1, "st')
-    bury(store, 5, 2)
+    retire_uncommitted(store, 5, 2)
     upload_arrays(store, 2)
     with pytest.raises(FileExistsError):
         try_commit(store, 2)
@@ -260,13 +260,13 @@ def test_a_manifest_that_is_damaged_is_neither_committed_over_nor_retired(store)
 def test_a_void_step_is_no_checkpoint_and_says_who_found_it_unfinished():
     store = memory_bucket()
     upload_arrays(store, 1)
-    bury(store, 5, 2)
-    assert store.sizes(STEP).keys() == {MANIFEST}
+    retire_uncommitted(store, 5, 2)
+    assert store.list_sizes(STEP).keys() == {MANIFEST}
     with pytest.raises(NotCommittedError, match="attempt 2 found it unfinished"):
         read_manifest(store, STEP)
-    assert committed(store) == {}
-    assert newest_manifest(store) is None
-    assert steps(store) == [5]
+    assert read_committed(store) == {}
+    assert read_newest_manifest(store) is None
+    assert list_steps(store) == [5]
 
 
 def test_in_a_bucket_a_commit_between_the_look_and_the_void_wins():
@@ -280,7 +280,7 @@ def test_in_a_bucket_a_commit_between_the_look_and_the_void_wins():
             try_commit(store, 1)
 
     driver.before = overtake
-    bury(store, 5, 2)
+    retire_uncommitted(store, 5, 2)
     assert committer(store) == 1
     assert store.exists(f"{STEP}/arrays.1/x")
 
@@ -293,7 +293,7 @@ def test_in_a_bucket_a_void_between_the_look_and_the_commit_wins():
     def overtake(verb, key):
         if verb == "put" and key.endswith(MANIFEST):
             driver.before = lambda verb, key: None
-            bury(store, 5, 2)
+            retire_uncommitted(store, 5, 2)
 
     driver.before = overtake
     with pytest.raises(FileExistsError):
@@ -313,17 +313,17 @@ def test_in_a_bucket_a_retire_that_was_killed_is_ended_by_the_next(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(store, "remove_tree", killed)
         with pytest.raises(KilledError):
-            bury(store, 5, 2)
+            retire_uncommitted(store, 5, 2)
     with pytest.raises(FileExistsError):
         try_commit(store, 1)
-    bury(store, 5, 3)
-    assert store.sizes(STEP).keys() == {MANIFEST}
+    retire_uncommitted(store, 5, 3)
+    assert store.list_sizes(STEP).keys() == {MANIFEST}
     save(store, 3)
     assert committer(store) == 3
 
 
 def kill_after_the_rename(store, patch, before=lambda: None):
-    """Have `bury` killed right after it has renamed the directory, `before` which something may happen."""
+    """Kill `retire_uncommitted` right after it has renamed the directory, `before` which something may happen."""
     move_tree = store.move_tree
 
     def killed(source, target):
@@ -344,9 +344,9 @@ def test_on_a_disk_a_commit_right_before_the_rename_is_renamed_back(disk, monkey
         move_tree(source, target)
 
     monkeypatch.setattr(disk, "move_tree", overtaken)
-    bury(disk, 5, 2)
+    retire_uncommitted(disk, 5, 2)
     assert committer(disk) == 1
-    assert disk.children("checkpoints") == ["5"]
+    assert disk.list_names("checkpoints") == ["5"]
     assert disk.read(f"{STEP}/arrays.1/x") == b"x"
 
 
@@ -355,11 +355,11 @@ def test_on_a_disk_a_retire_that_was_killed_with_the_manifest_in_its_hands_is_se
     with monkeypatch.context() as patch:
         kill_after_the_rename(disk, patch, before=lambda: try_commit(disk, 1))
         with pytest.raises(KilledError):
-            bury(disk, 5, 2)
+            retire_uncommitted(disk, 5, 2)
     assert committer(disk) is None
-    finish_burials(disk)
+    finish_retirements(disk)
     assert committer(disk) == 1
-    assert disk.children("checkpoints") == ["5"]
+    assert disk.list_names("checkpoints") == ["5"]
     assert disk.read(f"{STEP}/arrays.1/x") == b"x"
 
 
@@ -368,11 +368,11 @@ def test_on_a_disk_a_retire_that_was_killed_without_a_manifest_is_ended(disk, mo
     with monkeypatch.context() as patch:
         kill_after_the_rename(disk, patch)
         with pytest.raises(KilledError):
-            bury(disk, 5, 2)
+            retire_uncommitted(disk, 5, 2)
     with pytest.raises(FileNotFoundError):
         try_commit(disk, 1)
-    finish_burials(disk)
-    assert disk.children("checkpoints") == []
+    finish_retirements(disk)
+    assert disk.list_names("checkpoints") == []
     save(disk, 3)
     assert committer(disk) == 3
 
@@ -380,9 +380,9 @@ def test_on_a_disk_a_retire_that_was_killed_without_a_manifest_is_ended(disk, mo
 def test_settle_leaves_what_no_retire_has_begun(store):
     save(store, 1)
     store.write("checkpoints/6/arrays.1/x", b"")
-    before = store.sizes("")
-    finish_burials(store)
-    assert store.sizes("") == before
+    before = store.list_sizes("")
+    finish_retirements(store)
+    assert store.list_sizes("") == before
 
 
 # What was committed is deleted: first the manifest, then the files.
@@ -400,16 +400,16 @@ def test_what_was_withdrawn_is_no_checkpoint_before_its_files_are_deleted(store)
     assert committer(store) is None
     assert store.exists(f"{STEP}/arrays.1/x")
     remove_files(store, STEP)
-    assert store.children("checkpoints") == []
+    assert store.list_names("checkpoints") == []
 
 
 def test_what_was_retired_before_it_was_committed_can_not_be_committed_again_after_it_was_deleted(store):
     """The zombie of attempt 1 is still about to commit the step that attempt 2 has saved and retained away."""
     upload_arrays(store, 1)
-    bury(store, 5, 2)
+    retire_uncommitted(store, 5, 2)
     save(store, 2)
     delete(store, 2)
-    assert set(store.sizes(STEP)) <= {MANIFEST}
+    assert set(store.list_sizes(STEP)) <= {MANIFEST}
     if store.root is None:
         upload_arrays(store, 1)
     with pytest.raises((FileExistsError, FileNotFoundError)):
@@ -419,19 +419,19 @@ def test_what_was_retired_before_it_was_committed_can_not_be_committed_again_aft
 
 def test_a_step_that_was_deleted_may_be_saved_again(store):
     upload_arrays(store, 1)
-    bury(store, 5, 2)
+    retire_uncommitted(store, 5, 2)
     save(store, 2)
     delete(store, 2)
-    if steps(store):
-        bury(store, 5, 3)
+    if list_steps(store):
+        retire_uncommitted(store, 5, 3)
     save(store, 3)
     assert committer(store) == 3
     delete(store, 3)
-    assert set(store.sizes(STEP)) <= {MANIFEST}
+    assert set(store.list_sizes(STEP)) <= {MANIFEST}
 
 
 def test_remove_files_leaves_the_manifest(store):
     save(store, 1)
     remove_files(store, STEP)
-    assert store.children(STEP) == [MANIFEST]
+    assert store.list_names(STEP) == [MANIFEST]
     assert committer(store) == 1

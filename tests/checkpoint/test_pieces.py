@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runner.checkpoint import blocks as pieces
-from runner.storage import digest_of
+from runner.storage import compute_crc32c
 from tests.support.tiny import FACTORISATIONS, leaves_equal, mesh_of
 
 SHARDED = PartitionSpec("fsdp", ("data", "tensor"))
@@ -29,7 +29,7 @@ class Written:
 
     def __init__(self, directory, leaves):
         self.directory = directory
-        self.table = pieces.write(directory, "arrays.1/0", pieces.copy_to_host(leaves))
+        self.table = pieces.write_blocks(directory, "arrays.1/0", pieces.copy_to_host(leaves))
         self.fetched = []
 
     def fetch(self, name):
@@ -37,7 +37,7 @@ class Written:
         return (self.directory / name).read_bytes()
 
     def read(self, abstract):
-        return pieces.read(self.fetch, self.table.files, self.table.shards, abstract)
+        return pieces.read_blocks(self.fetch, self.table.files, self.table.shards, abstract)
 
 
 def describe(array, sharding):
@@ -126,7 +126,7 @@ def test_the_table_says_size_and_crc_of_every_file(tmp_path):
     assert files.table.files.keys() == on_disk
     for name, (size, digest) in files.table.files.items():
         content = (tmp_path / name).read_bytes()
-        assert [len(content), digest_of(content)] == [size, digest]
+        assert [len(content), compute_crc32c(content)] == [size, digest]
 
 
 def test_a_process_fetches_only_the_pieces_that_it_needs(tmp_path):
@@ -143,11 +143,11 @@ def test_tables_of_several_processes_make_one(tmp_path):
     """Two processes of four devices each: their parts are added up, in any order."""
     array = matrix("first axis")
     host = pieces.copy_to_host({"w": array})
-    parts = [pieces.write(tmp_path, f"arrays.1/{n}", {"w": host["w"][4 * n : 4 * n + 4]}) for n in range(2)]
+    parts = [pieces.write_blocks(tmp_path, f"arrays.1/{n}", {"w": host["w"][4 * n : 4 * n + 4]}) for n in range(2)]
     whole = pieces.BlockTable()
     for part in reversed(parts):
         whole.add(part)
-    read = pieces.read(
+    read = pieces.read_blocks(
         lambda name: (tmp_path / name).read_bytes(),
         whole.files,
         whole.shards,
@@ -160,8 +160,8 @@ def test_the_copy_is_of_the_moment_and_the_arrays_may_be_donated(tmp_path):
     array = matrix("mesh (2, 2, 2)")
     host = pieces.copy_to_host({"w": array})
     jax.jit(lambda x: x * 0, donate_argnums=0)(array).block_until_ready()
-    table = pieces.write(tmp_path, "arrays.1/0", host)
-    read = pieces.read(
+    table = pieces.write_blocks(tmp_path, "arrays.1/0", host)
+    read = pieces.read_blocks(
         lambda name: (tmp_path / name).read_bytes(),
         table.files,
         table.shards,
@@ -222,7 +222,7 @@ def test_that_the_store_is_down_is_no_damage(tmp_path):
         raise TimeoutError("not within 120 s")
 
     with pytest.raises(TimeoutError):
-        pieces.read(fetch, files.table.files, files.table.shards, {"w": describe(array, PLACES["copies"])})
+        pieces.read_blocks(fetch, files.table.files, files.table.shards, {"w": describe(array, PLACES["copies"])})
 
 
 @pytest.mark.parametrize("read", ["mesh (2, 2, 2)", "first axis", "copies", "one device"])
@@ -235,10 +235,10 @@ def test_shards_that_do_not_cover_a_block_are_refused(tmp_path, read):
         with pytest.raises(
             pieces.DamagedBlockError, match=r"the manifest's shards hold \d+ of \d+ elements of a block"
         ):
-            pieces.read(files.fetch, files.table.files, shards, {"w": describe(array, PLACES[read])})
+            pieces.read_blocks(files.fetch, files.table.files, shards, {"w": describe(array, PLACES[read])})
 
 
 def test_a_leaf_without_any_shard_is_refused(tmp_path):
     files = Written(tmp_path, {"w": matrix("copies")})
     with pytest.raises(pieces.DamagedBlockError, match="hold 0 of 384 elements"):
-        pieces.read(files.fetch, files.table.files, {"w": []}, {"w": describe(WHOLE, PLACES["copies"])})
+        pieces.read_blocks(files.fetch, files.table.files, {"w": []}, {"w": describe(WHOLE, PLACES["copies"])})

@@ -130,7 +130,7 @@ class World:
 
     def check(self) -> None:
         store = memory_bucket(self.driver)
-        entries = [entry for entry in inspect.entries(store, inspect.VerifyDepth.FILES) if entry.is_committed]
+        entries = [entry for entry in inspect.list_entries(store, inspect.VerifyDepth.FILES) if entry.is_committed]
         assert [entry.problems for entry in entries] == [()] * len(entries), "a committed checkpoint does not verify"
         newest = max((int(entry.name) for entry in entries), default=0)
         assert newest >= self.durable, "a durable step is lost"

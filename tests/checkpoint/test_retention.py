@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from runner.checkpoint.manifest import Manifest, commit, committed
-from runner.checkpoint.policy import Retention, superfluous
-from runner.storage import digest_of, open_store
+from runner.checkpoint.manifest import Manifest, commit, read_committed
+from runner.checkpoint.policy import Retention, find_superfluous_steps
+from runner.storage import compute_crc32c, open_store
 from tests.support.attempt import make_attempt
 from tests.support.cloud import free_name
 from tests.support.harness import Job
@@ -21,7 +21,7 @@ def unmeasured(*steps):
 
 
 def kept(metrics, *arguments, **options):
-    return sorted(metrics.keys() - set(superfluous(metrics, *arguments, **options)))
+    return sorted(metrics.keys() - set(find_superfluous_steps(metrics, *arguments, **options)))
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def kept(metrics, *arguments, **options):
     ],
 )
 def test_the_newest_stay(steps, keep_last, expected):
-    assert superfluous(unmeasured(*steps), keep_last) == expected
+    assert find_superfluous_steps(unmeasured(*steps), keep_last) == expected
 
 
 def test_steps_are_numbers_and_not_text():
-    assert superfluous(unmeasured(5, 10, 99, 100, 900, 1000), 2) == [5, 10, 99, 100]
+    assert find_superfluous_steps(unmeasured(5, 10, 99, 100, 900, 1000), 2) == [5, 10, 99, 100]
 
 
 def test_multiples_of_keep_every_steps_stay_for_good():
@@ -82,11 +82,11 @@ def test_what_is_kept_for_one_reason_does_not_count_for_another():
 @pytest.mark.parametrize("keep_every_steps", [None, 2])
 def test_the_newest_never_goes_and_the_order_of_the_mapping_does_not_matter(best, keep_every_steps):
     values = {9: 1.0, 10: None, 11: 0.5, 100: math.nan, 1000: 0.5}
-    expected = superfluous(values, 1, keep_every_steps, best)
+    expected = find_superfluous_steps(values, 1, keep_every_steps, best)
     assert expected == sorted(expected)
     assert 1000 not in expected
     for order in itertools.permutations(values.items()):
-        assert superfluous(dict(order), 1, keep_every_steps, best) == expected
+        assert find_superfluous_steps(dict(order), 1, keep_every_steps, best) == expected
 
 
 class ShuffledDriver(MemoryDriver):
@@ -116,13 +116,13 @@ def open_somewhere(kind, order, tmp_path, monkeypatch):
 def commit_step(store, step):
     directory = f"checkpoints/{step}"
     store.write(f"{directory}/arrays.1/piece", b"bits")
-    files = {"arrays.1/piece": [4, digest_of(b"bits")]}
+    files = {"arrays.1/piece": [4, compute_crc32c(b"bits")]}
     commit(store, directory, Manifest(name=str(step), step=step, arrays="arrays.1", files=files, attempt=1), 1)
 
 
 def assert_only(store, steps):
-    assert sorted(committed(store)) == steps
-    assert {name.split("/")[0] for name in store.sizes("checkpoints")} == {str(step) for step in steps}
+    assert sorted(read_committed(store)) == steps
+    assert {name.split("/")[0] for name in store.list_sizes("checkpoints")} == {str(step) for step in steps}
     for step in steps:
         assert store.read(f"checkpoints/{step}/arrays.1/piece") == b"bits"
 
@@ -140,7 +140,7 @@ def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
         for step in order:
             commit_step(store, step)
             if not killed_before:
-                retention.apply(committed(store)[step])
+                retention.apply(read_committed(store)[step])
         if killed_before:
             retention.look()
         assert_only(store, [900, 1000])

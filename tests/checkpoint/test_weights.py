@@ -11,13 +11,13 @@ import pytest
 from experiments.counter import Counter
 from runner import open_checkpoint
 from runner.checkpoint import weights
-from runner.checkpoint.inspect import VerifyDepth, report
+from runner.checkpoint.inspect import VerifyDepth, format_report
 from runner.checkpoint.manifest import seal
 from runner.cli import checkpoints
 from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
 from runner.run.fence import Fence
 from runner.spec import dump_spec
-from runner.storage import LocalStore, Store, digest_of, open_store, parse_json
+from runner.storage import LocalStore, Store, compute_crc32c, open_store, parse_json
 from tests.checkpoint.test_checkpoint import Attempt
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.support.tiny import counter
@@ -35,7 +35,7 @@ class TrustedDriver(MemoryDriver):
         self.before = lambda verb, key: self.verbs.add(verb)
 
     def put(self, key: str, content: bytes, version: str | None) -> str:
-        self.sent[key] = digest_of(content)
+        self.sent[key] = compute_crc32c(content)
         return super().put(key, content, version)
 
     def crc32c(self, key: str) -> str | None:
@@ -110,7 +110,7 @@ def test_looking_claims_and_changes_nothing(run: Attempt) -> None:
     if run.store.root is None:
         run.store._driver.verbs.clear()
     open_checkpoint(run.where)
-    report(run.store, VerifyDepth.BITS)
+    format_report(run.store, VerifyDepth.BITS)
     if run.store.root is None:
         assert run.store._driver.verbs <= {"get", "list"}
     assert run.content() == before
@@ -212,7 +212,7 @@ def forge(run: Attempt) -> None:
 
 
 def told(run: Attempt, depth: VerifyDepth) -> tuple[str, int]:
-    lines, code = report(run.store, depth)
+    lines, code = format_report(run.store, depth)
     return "\n".join(lines), code
 
 
@@ -249,7 +249,7 @@ def test_a_copy_of_what_orbax_wrote_is_read_back_from_a_bucket(tmp_path: Path) -
     bucket = memory_bucket()
     for name in origin.files("checkpoints"):
         bucket.write(f"checkpoints/{name}", origin.store.read(f"checkpoints/{name}"))
-    lines, code = report(bucket, VerifyDepth.BITS)
+    lines, code = format_report(bucket, VerifyDepth.BITS)
     assert code == EXIT_DONE, lines
 
 

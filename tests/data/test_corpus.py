@@ -16,7 +16,7 @@ from runner.data.corpus_index import HEAD_BYTES, INDEX, CorpusIndex, CorpusShard
 from runner.data.packing import PackedDocuments
 from runner.data.sampling import TokenSplit
 from runner.errors import DataError
-from runner.storage import DeniedError, digest_of
+from runner.storage import DeniedError, compute_crc32c
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, random_shards, write_corpus
 from tests.data.corpus import READS, load
 
@@ -285,7 +285,7 @@ def test_the_third_of_a_hundred_shards_that_may_not_be_read_is_told_before_train
 def test_a_document_of_more_tokens_than_31_bits_count_is_read_to_its_end(tmp_path: Path, packing: str) -> None:
     size = (1 << 31) + 100
     ends = np.array([size], "<i8").tobytes()
-    huge = CorpusShard("00000", size, 1, 0, digest_of(bytes(HEAD_BYTES)), "00000000", digest_of(ends))
+    huge = CorpusShard("00000", size, 1, 0, compute_crc32c(bytes(HEAD_BYTES)), "00000000", compute_crc32c(ends))
     write_corpus(tmp_path / "corpus", [[[5]]], change=lambda index: dataclasses.replace(index, shards=(huge,)))
     (tmp_path / "corpus" / "00000.ends").write_bytes(ends)
     (tmp_path / "corpus" / "00000.bin").write_bytes(b"")
@@ -347,7 +347,7 @@ def test_ends_that_fall_are_refused_though_their_index_knows_them(tmp_path: Path
 def rewrite_ends(directory: Path, content: bytes) -> None:
     (directory / "00000.ends").write_bytes(content)
     index = CorpusIndex.decode((directory / INDEX).read_bytes(), "")
-    shard = dataclasses.replace(index.shards[0], ends_crc32c=digest_of(content))
+    shard = dataclasses.replace(index.shards[0], ends_crc32c=compute_crc32c(content))
     (directory / INDEX).write_bytes(dataclasses.replace(index, shards=(shard,)).encode())
 
 

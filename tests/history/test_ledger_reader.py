@@ -100,9 +100,9 @@ def test_whoever_looks_at_any_moments_knows_what_one_knows_who_reads_all(kind, n
 
 def damage(store: Store, how: str) -> None:
     """Cut the last line off the first file of the log, or replace that by one of other moments, in a bucket by none."""
-    if store.root is None and not store.children("events"):
+    if store.root is None and not store.list_names("events"):
         return
-    name = "events.jsonl" if store.root is not None else f"events/{sorted(store.children('events'))[0]}"
+    name = "events.jsonl" if store.root is not None else f"events/{sorted(store.list_names('events'))[0]}"
     before = store.read(name)
     content = before[: before[:-1].rfind(b"\n") + 1] if how == "cut" else before.replace(b'"time": ', b'"time": 9')
     if store.root is None and how == "replace":

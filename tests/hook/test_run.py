@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runner import open_checkpoint
-from runner.checkpoint.fingerprint import leaf_names
+from runner.checkpoint.fingerprint import list_leaf_names
 from runner.cli import checkpoints
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
@@ -49,8 +49,8 @@ def plain(tmp_path_factory):
 def test_without_hooks_the_state_has_no_leaf_of_them_and_with_observers_neither(plain, tmp_path) -> None:
     watched = job(tmp_path / "watched", f"{HERE}:Watcher")
     watched()
-    assert leaf_names(plain.state) == leaf_names(watched.state)
-    assert not [name for name in leaf_names(plain.state) if "hooks" in name]
+    assert list_leaf_names(plain.state) == list_leaf_names(watched.state)
+    assert not [name for name in list_leaf_names(plain.state) if "hooks" in name]
     assert result(plain.store.root) == result(tmp_path / "watched")
     assert plain.compiled.digest == watched.compiled.digest
 

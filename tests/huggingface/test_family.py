@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.gpt import GPT, GPT2Files, GPTConfig
-from runner.checkpoint.leaves import named
+from runner.checkpoint.leaves import flatten_with_names
 from runner.huggingface.mapping import Shape, TensorPiece, table_problems, tensor_shapes
 from tests.huggingface.small import SHAPES, D, L, M, SmallFiles, V, leaves, tensors
 
@@ -17,7 +17,7 @@ from tests.huggingface.small import SHAPES, D, L, M, SmallFiles, V, leaves, tens
 def gpt_shapes() -> dict[str, Shape]:
     model = GPT(GPTConfig(layers=3, heads=2, width=16), 40, 8)
     boxed = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 8), int), deterministic=True), jax.random.key(0))
-    return {name: leaf.shape for name, leaf in named({"params": nn.unbox(boxed)["params"]}).items()}
+    return {name: leaf.shape for name, leaf in flatten_with_names({"params": nn.unbox(boxed)["params"]}).items()}
 
 
 def test_the_tables_fit_the_leaves_of_their_models():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpt import GPT, GPT2Files, GPTConfig
-from runner.checkpoint.leaves import named
+from runner.checkpoint.leaves import flatten_with_names
 from runner.huggingface.load import read_leaf
 from runner.huggingface.mapping import match
 from runner.huggingface.safetensors import open_published
@@ -25,9 +25,12 @@ def test_the_logits_are_those_of_transformers():
         jax.jit(lambda key: model.init(key, jnp.asarray(tokens_BxT), deterministic=True))(jax.random.key(0))
     )
     published = open_published(str(WRITTEN))
-    shapes = {name: leaf.shape for name, leaf in named(like).items()}
+    shapes = {name: leaf.shape for name, leaf in flatten_with_names(like).items()}
     found = match(published, GPT2Files(2, 2, 16, 40, 8, 0.1), shapes, InitFromConfig(path=str(WRITTEN))).pieces
-    leaves = [read_leaf(published.store, published.versions, found[name], leaf) for name, leaf in named(like).items()]
+    leaves = [
+        read_leaf(published.store, published.versions, found[name], leaf)
+        for name, leaf in flatten_with_names(like).items()
+    ]
     variables = jax.tree.unflatten(jax.tree.structure(like), leaves)
     logits_BxTxV = np.asarray(jax.jit(functools.partial(model.apply, deterministic=True))(variables, tokens_BxT))
     np.testing.assert_allclose(logits_BxTxV, expected_BxTxV, atol=1e-4)

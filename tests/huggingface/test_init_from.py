@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, open_checkpoint
-from runner.checkpoint.leaves import named
+from runner.checkpoint.leaves import flatten_with_names
 from runner.checkpoint.save import SaveContents
 from runner.cli import export
 from runner.errors import InvalidError, PreemptedError
@@ -33,12 +33,12 @@ JOB: dict[str, Any] = {"checkpoint.every_steps": STOP, "checkpoint.keep_best": {
 class Exporting(PretrainGPT):
     """Is exported while it trains."""
 
-    def payload(self) -> SaveContents:
+    def make_save_contents(self) -> SaveContents:
         out = self.store.root.parent / "meanwhile"
         if self.step == STEPS and not out.exists():
             self.checkpointer.settle()  # the step before is committed, this one is not yet saved
             assert export.main([str(self.store.root), "-o", str(out)]) == 0
-        return super().payload()
+        return super().make_save_contents()
 
 
 class AtTheStart(PretrainGPT):
@@ -93,9 +93,12 @@ def weights_begun_with(source: Path, job: BaseTrainer, like: Any, allowed: Seque
     """The weights that the job would begin with, where its init has made those that these are like."""
     published = open_published(str(source))
     rule = InitFromConfig(path=str(source), allow_missing=list(allowed))
-    shapes = {name: leaf.shape for name, leaf in named(like).items()}
+    shapes = {name: leaf.shape for name, leaf in flatten_with_names(like).items()}
     pieces = match(published, job.family(), shapes, rule).pieces
-    leaves = [read_leaf(published.store, published.versions, pieces[name], leaf) for name, leaf in named(like).items()]
+    leaves = [
+        read_leaf(published.store, published.versions, pieces[name], leaf)
+        for name, leaf in flatten_with_names(like).items()
+    ]
     return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))
 
 

@@ -266,7 +266,7 @@ def test_in_a_bucket_the_newest_event_file_ends_there_and_stands_alone(
         file.supersede()
         for step in range(1, attempt):
             file.add({"step": step, "train/loss": 1e300, "val/x": None})
-        *before, name = sorted(store.children("tensorboard"))
+        *before, name = sorted(store.list_names("tensorboard"))
         assert [store.read(f"tensorboard/{other}") for other in before] == [b""] * (attempt > 8)
         (tmp_path / name).write_bytes(store.read(f"tensorboard/{name}"))
         assert rows_of(accumulate(tmp_path / name)) == [

@@ -84,7 +84,7 @@ def test_what_it_writes_offline_for_a_run_in_a_bucket_ends_there(tmp_path):
     for _ in range(2):
         upload_offline_runs(tmp_path, store, 10.0)
     names = [f"wandb/offline-run-1-x/{name}" for name in ("files/requirements.txt", "run-x.wandb")]
-    assert sorted(store.sizes("wandb")) == ["wandb/offline-run-0-y/run.wandb", *names]
+    assert sorted(store.list_sizes("wandb")) == ["wandb/offline-run-0-y/run.wandb", *names]
     assert store.read(f"wandb/{names[1]}") == b"offline-run-1-x/run-x.wandb"
 
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from experiments.model.decoder import PretrainDecoder
-from runner.checkpoint.fingerprint import fingerprint
+from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.parallel.mesh import AXES
 from runner.storage import parse_lines
 from tests.support.tiny import gpt, leaves_equal, mesh_id, outcome, stop_after
@@ -58,7 +58,7 @@ def restored(made):
 @pytest.mark.parametrize(("first", "then"), MOVES, ids=mesh_id)
 def test_a_checkpoint_moves_to_another_mesh_with_every_bit_and_goes_on(tmp_path, first, then):
     before = stopped(tmp_path / "run", first)
-    saved = fingerprint(before.state)
+    saved = compute_fingerprint(before.state)
     after = job(tmp_path / "run", then)
     after()
     assert restored(after) == [(STOP, saved)]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from runner.accelerator import parse_accelerator
-from runner.checkpoint.leaves import named
+from runner.checkpoint.leaves import flatten_with_names
 from runner.plan.checks import Findings, open_job
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.forecast.hlo import ARRAY_PATTERN, get_output_shape, iter_instructions, parse_program
@@ -54,7 +54,7 @@ def stacked_layers(job: BaseTrainer) -> dict[str, int]:
     boxed: Any = jax.eval_shape(lambda key: job.model().init(key, tokens_BxT, deterministic=True), jax.random.key(0))
     is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
     found = jax.tree_util.tree_leaves_with_path(boxed["params"], is_leaf=is_box)
-    names = named({"params": nn.unbox(boxed["params"])})
+    names = flatten_with_names({"params": nn.unbox(boxed["params"])})
     boxes = [box for _, box in found]
     return {name: box.value.shape[0] * (box.names[0] == "layers") for name, box in zip(names, boxes, strict=True)}
 
@@ -70,7 +70,10 @@ def look(job: BaseTrainer, program: CompiledProgram) -> dict[str, Any]:
     }
     results = {shape for one in iter_instructions(text) for shape in shapes_in(get_output_shape(one))}
     layers = stacked_layers(job)
-    shapes = {name: leaf.shape for name, leaf in named({"params": program.train_setup.abstract_state.params}).items()}
+    shapes = {
+        name: leaf.shape
+        for name, leaf in flatten_with_names({"params": program.train_setup.abstract_state.params}).items()
+    }
     return {
         "tokens": layout.micro_batch_examples * layout.sequence_length,
         "vocabulary": job.vocabulary_size,

@@ -78,7 +78,7 @@ def test_racing_attempts_all_get_numbers_of_their_own(store):
     for thread in threads:
         thread.join()
     assert sorted(claimed) == list(range(1, 9))
-    assert sorted(map(int, store.children("attempts"))) == list(range(1, 9))
+    assert sorted(map(int, store.list_names("attempts"))) == list(range(1, 9))
 
 
 def test_what_is_no_number_is_no_attempt(store):

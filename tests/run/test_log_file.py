@@ -57,7 +57,7 @@ def test_a_long_log_keeps_its_newest_lines_and_says_so(store: Store, monkeypatch
     assert first.endswith("are in 000007.1.log.1; those before that, if there were any, are gone")
     numbers = [int(line.split()[-1]) for line in messages(store, "000007.1.log.1")[1:] + kept]
     assert numbers == list(range(numbers[0], 200))
-    assert sum(store.sizes("logs").values()) < 2 * 2000 + 200
+    assert sum(store.list_sizes("logs").values()) < 2 * 2000 + 200
 
 
 @pytest.mark.parametrize("place", ["logs/000007.1.log", "logs"])

@@ -43,16 +43,16 @@ def test_a_listing_tells_names_sizes_and_versions(store: Store) -> None:
         expected = [
             name for name in ("a/deep/x.bin", "a/x.bin", "a/y+ é.bin", "ax", "b/x.bin") if name.startswith(start)
         ]
-        listing = store.listing(start)
+        listing = store.list_files(start)
         assert list(listing) == expected
         assert all(found.size_bytes == len(name.encode()) for name, found in listing.items())
         assert all(found.version == store.read_versioned(name)[1] for name, found in listing.items())
-        assert all(found.crc32c in (None, store.digest(name)) for name, found in listing.items())
+        assert all(found.crc32c in (None, store.compute_digest(name)) for name, found in listing.items())
 
 
 def test_a_range_is_these_bytes_and_no_others(store: Store) -> None:
     store.write("deep/x.bin", CONTENT)
-    version = store.listing("deep/x.bin")["deep/x.bin"].version
+    version = store.list_files("deep/x.bin")["deep/x.bin"].version
     for start, stop in RANGES:
         assert store.read_range("deep/x.bin", start, stop, version) == CONTENT[start:stop]
     assert store.read_range("deep/x.bin", 7, 7, version) == b""
@@ -60,21 +60,21 @@ def test_a_range_is_these_bytes_and_no_others(store: Store) -> None:
 
 def test_a_range_of_a_file_that_was_replaced_or_is_gone_is_refused(store: Store) -> None:
     store.write("x.bin", CONTENT)
-    version = store.listing("x.bin")["x.bin"].version
+    version = store.list_files("x.bin")["x.bin"].version
     store.write("x.bin", CONTENT[::-1])
-    assert store.listing("x.bin")["x.bin"].version != version
+    assert store.list_files("x.bin")["x.bin"].version != version
     with pytest.raises(ChangedError, match=r"x\.bin is no longer the (file|object) that it was"):
         store.read_range("x.bin", 0, 10, version)
     store.remove("x.bin")
     with pytest.raises((ChangedError, FileNotFoundError)):
         store.read_range("x.bin", 0, 10, version)
-    assert store.listing("") == {}
+    assert store.list_files("") == {}
 
 
 def test_a_range_is_tried_again_through_errors_and_cut_answers(backend: Backend) -> None:
     store = open_store(backend.url("ranges/trouble"))
     store.write("x.bin", CONTENT)
-    version = store.listing("x.bin")["x.bin"].version
+    version = store.list_files("x.bin")["x.bin"].version
     backend.proxy.faults = Faults(error_rate=0.3, cut_rate=0.3)
     for start, stop in RANGES * 3:
         assert store.read_range("x.bin", start, stop, version) == CONTENT[start:stop]
@@ -85,7 +85,7 @@ def test_a_range_is_tried_again_through_errors_and_cut_answers(backend: Backend)
 def test_a_range_that_may_not_be_read_says_so(backend: Backend) -> None:
     store = open_store(backend.url("ranges/forbidden"))
     store.write("x.bin", CONTENT)
-    version = store.listing("x.bin")["x.bin"].version
+    version = store.list_files("x.bin")["x.bin"].version
     backend.proxy.faults = Faults(forbidden=True)
     with pytest.raises(DeniedError):
         store.read_range("x.bin", 0, 10, version)
@@ -95,14 +95,14 @@ def test_a_file_on_a_disk_that_ends_early_is_refused(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.write("x.bin", CONTENT)
     with pytest.raises(ChangedError, match=r"x\.bin ends at 10240 bytes, needs 10241"):
-        store.read_range("x.bin", 10000, 10241, store.listing("x.bin")["x.bin"].version)
+        store.read_range("x.bin", 10000, 10241, store.list_files("x.bin")["x.bin"].version)
 
 
 def test_a_bucket_that_is_down_for_a_while_delays_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = MemoryDriver()
     store = memory_bucket(driver)
     store.write("x.bin", CONTENT)
-    version, calls = store.listing("x.bin")["x.bin"].version, []
+    version, calls = store.list_files("x.bin")["x.bin"].version, []
 
     def down(verb: str, key: str) -> None:
         calls.append(verb)
@@ -134,4 +134,4 @@ class ShortDriver(MemoryDriver):
 def test_an_answer_of_another_length_is_asked_for_again() -> None:
     store = memory_bucket(ShortDriver())
     store.write("x.bin", CONTENT)
-    assert store.read_range("x.bin", 3, 9, store.listing("x.bin")["x.bin"].version) == CONTENT[3:9]
+    assert store.read_range("x.bin", 3, 9, store.list_files("x.bin")["x.bin"].version) == CONTENT[3:9]

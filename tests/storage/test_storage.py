@@ -17,21 +17,21 @@ from runner.storage import (
     DeniedError,
     LocalStore,
     TransientError,
-    check_url,
-    create,
-    digest_of,
+    compute_crc32c,
+    create_file,
     encode_json,
     encode_line,
     open_log,
     open_store,
     parse_lines,
-    probe,
+    probe_store,
     read_json,
     read_log,
     split_checkpoint,
+    validate_url,
 )
 from runner.storage.local import append_line
-from runner.storage.store import retry
+from runner.storage.store import retry_with_backoff
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
 NUM_RACERS = 8
@@ -74,15 +74,15 @@ def test_write_replaces_the_whole_content(store):
     for content in (b"the first is longer", b"second", b""):
         store.write("deep/er/x.json", content)
         assert store.read("deep/er/x.json") == content
-    assert store.sizes("") == {"deep/er/x.json": 0}
+    assert store.list_sizes("") == {"deep/er/x.json": 0}
 
 
 def test_create_never_overwrites(store):
-    create(store, "manifest.json", b"first")
+    create_file(store, "manifest.json", b"first")
     with pytest.raises(FileExistsError):
-        create(store, "manifest.json", b"second")
+        create_file(store, "manifest.json", b"second")
     assert store.read("manifest.json") == b"first"
-    assert store.sizes("") == {"manifest.json": 5}
+    assert store.list_sizes("") == {"manifest.json": 5}
 
 
 def test_what_is_absent_has_no_content_and_its_own_version(store):
@@ -90,7 +90,7 @@ def test_what_is_absent_has_no_content_and_its_own_version(store):
     with pytest.raises(FileNotFoundError):
         store.read("deep/x")
     with pytest.raises(FileNotFoundError):
-        store.digest("deep/x")
+        store.compute_digest("deep/x")
     assert not store.exists("deep/x")
 
 
@@ -103,7 +103,7 @@ def test_write_if_replaces_the_version_that_it_names_and_no_other(store):
         with pytest.raises(FileExistsError):
             store.write_if("deep/x", b"3", stale)
     assert store.read("deep/x") == b"2"
-    assert store.sizes("") == {"deep/x": 1}
+    assert store.list_sizes("") == {"deep/x": 1}
 
 
 def test_write_if_sees_what_was_replaced_without_a_condition(store):
@@ -143,7 +143,7 @@ def test_only_one_of_many_racing_writers_wins(store, is_there):
     for thread in threads:
         thread.join()
     assert store.read("deep/1") == str(*winners).encode()
-    assert store.sizes("") == {"deep/1": 1}
+    assert store.list_sizes("") == {"deep/1": 1}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"text"', b"\xff"])
@@ -170,23 +170,23 @@ def test_json_comes_back_as_it_was_published(store):
 def test_children_are_the_files_and_directories_directly_below(store):
     for name in ("a", "b/c", "b/d/e", "b/d/f", "bb/g"):
         store.write(name, b"")
-    assert sorted(store.children("b")) == ["c", "d"]
-    assert sorted(store.children("b/d")) == ["e", "f"]
-    assert store.children("none") == []
+    assert sorted(store.list_names("b")) == ["c", "d"]
+    assert sorted(store.list_names("b/d")) == ["e", "f"]
+    assert store.list_names("none") == []
 
 
 def test_children_of_the_top_are_what_stands_in_the_runs_directory(store):
     for name in ("a", "b/c", "bb/g"):
         store.write(name, b"")
-    assert sorted(store.children("")) == ["a", "b", "bb"]
+    assert sorted(store.list_names("")) == ["a", "b", "bb"]
 
 
 def test_sizes_finds_every_file_by_relative_name_in_order(store):
     for name in ("b", "a/c", "a/b/d"):
         store.write(name, name.encode())
-    assert list(store.sizes("").items()) == [("a/b/d", 5), ("a/c", 3), ("b", 1)]
-    assert list(store.sizes("a").items()) == [("b/d", 5), ("c", 3)]
-    assert store.sizes("none") == {}
+    assert list(store.list_sizes("").items()) == [("a/b/d", 5), ("a/c", 3), ("b", 1)]
+    assert list(store.list_sizes("a").items()) == [("b/d", 5), ("c", 3)]
+    assert store.list_sizes("none") == {}
 
 
 def test_exists_asks_for_this_very_name(store):
@@ -201,7 +201,7 @@ def test_remove_deletes_one_file_and_may_be_repeated(store):
     store.write("a/bc", b"")
     for _ in range(2):
         store.remove("a/b")
-        assert store.sizes("") == {"a/bc": 0}
+        assert store.list_sizes("") == {"a/bc": 0}
 
 
 def test_remove_tree_deletes_all_below_one_name_and_nothing_beside_it(store):
@@ -209,29 +209,29 @@ def test_remove_tree_deletes_all_below_one_name_and_nothing_beside_it(store):
         store.write(name, b"")
     for _ in range(2):
         store.remove_tree("1")
-        assert list(store.sizes("")) == ["10/a", "100"]
+        assert list(store.list_sizes("")) == ["10/a", "100"]
 
 
 def test_move_tree_renames_all_below_one_name_and_nothing_beside_it(store):
     for name in ("1/a", "1/b/c", "10/a"):
         store.write(name, name.encode())
     store.move_tree("1", "deep/2")
-    assert list(store.sizes("")) == ["10/a", "deep/2/a", "deep/2/b/c"]
+    assert list(store.list_sizes("")) == ["10/a", "deep/2/a", "deep/2/b/c"]
     assert store.read("deep/2/b/c") == b"1/b/c"
 
 
 def test_the_digest_is_the_castagnoli_crc(store):
-    assert digest_of(b"123456789") == "e3069283"
+    assert compute_crc32c(b"123456789") == "e3069283"
     store.write("x", b"123456789")
-    assert store.digest("x") == "e3069283"
+    assert store.compute_digest("x") == "e3069283"
     store.write("x", b"")
-    assert store.digest("x") == digest_of(b"") == "00000000"
+    assert store.compute_digest("x") == compute_crc32c(b"") == "00000000"
 
 
 def test_a_bucket_that_reports_no_digest_is_read(driver, bucket):
     driver.reports_digests = False
     bucket.write("x", b"123456789")
-    assert bucket.digest("x") == "e3069283"
+    assert bucket.compute_digest("x") == "e3069283"
 
 
 def test_upload_copies_a_file_of_this_machine(store, tmp_path):
@@ -247,8 +247,8 @@ def test_upload_copies_a_file_of_this_machine(store, tmp_path):
 
 
 def test_a_probe_leaves_nothing(store):
-    probe(store)
-    assert store.sizes("") == {}
+    probe_store(store)
+    assert store.list_sizes("") == {}
 
 
 @pytest.mark.parametrize(
@@ -266,14 +266,14 @@ def test_a_probe_that_is_refused_is_invalid_with_the_reason(store, monkeypatch, 
 
     monkeypatch.setattr(store, call, refuse)
     with pytest.raises(InvalidError, match=message) as caught:
-        probe(store)
+        probe_store(store)
     assert store.url in str(caught.value)
 
 
 def test_a_probe_sees_that_another_content_comes_back(store, monkeypatch):
     monkeypatch.setattr(store, "read", lambda name: b"a login page")
     with pytest.raises(InvalidError, match="does not give back what was written"):
-        probe(store)
+        probe_store(store)
 
 
 def test_a_probe_of_a_store_that_is_down_says_nothing_about_the_spec(driver, bucket):
@@ -282,7 +282,7 @@ def test_a_probe_of_a_store_that_is_down_says_nothing_about_the_spec(driver, buc
 
     driver.before = down
     with pytest.raises(StorageError):
-        probe(bucket)
+        probe_store(bucket)
 
 
 # On a disk.
@@ -328,11 +328,11 @@ def test_create_from_needs_its_directory_to_be_there(disk):
     with pytest.raises(FileExistsError):
         disk.create_from("1/arrays", "1/manifest.json", b"again")
     assert disk.read("1/manifest.json") == b"whole"
-    assert list(disk.sizes("1")) == ["arrays/x", "manifest.json"]
+    assert list(disk.list_sizes("1")) == ["arrays/x", "manifest.json"]
     disk.write("2/other/x", b"")
     with pytest.raises(FileNotFoundError):
         disk.create_from("2/arrays", "2/manifest.json", b"whole")
-    assert list(disk.sizes("2")) == ["other/x"]
+    assert list(disk.list_sizes("2")) == ["other/x"]
 
 
 def test_remove_tree_deletes_what_a_dying_writer_still_adds(disk):
@@ -426,12 +426,12 @@ def test_every_call_tries_again_what_is_transient(driver, bucket, tmp_path):
     version = bucket.write_if("a/y", b"2", ABSENT)
     assert bucket.read_versioned("a/y") == (b"2", version)
     bucket.upload(tmp_path / "file", "a/z", 10.0)
-    assert bucket.digest("a/z") == digest_of(b"uploaded")
+    assert bucket.compute_digest("a/z") == compute_crc32c(b"uploaded")
     assert bucket.exists("a/z")
-    assert sorted(bucket.children("a")) == ["x", "y", "z"]
+    assert sorted(bucket.list_names("a")) == ["x", "y", "z"]
     bucket.move_tree("a", "b")
     bucket.remove("b/x")
-    assert bucket.sizes("b") == {"y": 1, "z": 8}
+    assert bucket.list_sizes("b") == {"y": 1, "z": 8}
     bucket.remove_tree("b")
     assert not driver.objects
 
@@ -445,7 +445,7 @@ def test_what_is_not_transient_is_not_tried_again():
             raise error
 
         with pytest.raises(type(error)) as caught:
-            retry(act, "read x", 60.0)
+            retry_with_backoff(act, "read x", 60.0)
         assert caught.value is error
         assert tries == [0]
 
@@ -470,7 +470,7 @@ def test_a_try_is_told_how_many_were_before_it():
             raise TransientError("503")
         return "answer"
 
-    assert retry(act, "read x", 60.0) == "answer"
+    assert retry_with_backoff(act, "read x", 60.0) == "answer"
     assert tries == [0, 1, 2, 3]
 
 
@@ -481,7 +481,7 @@ def test_after_the_deadline_it_is_a_timeout_that_says_what_and_why():
     with pytest.raises(
         TimeoutError, match=r"^write mem://x: not within 0 s and \d+ tries; the last: 503 Slow Down$"
     ) as caught:
-        retry(act, "write mem://x", 0.02)
+        retry_with_backoff(act, "write mem://x", 0.02)
     assert isinstance(caught.value, StorageError)
     assert isinstance(caught.value, OSError)
     assert isinstance(caught.value.__cause__, TransientError)
@@ -563,7 +563,7 @@ def test_a_log_in_a_bucket_has_parts_and_gives_back_all_rows(bucket, monkeypatch
     for n in range(20):
         log.append({"time": n, "n": n})
     background.flush()
-    sizes = bucket.sizes("events")
+    sizes = bucket.list_sizes("events")
     assert len(sizes) > 4
     assert all(name.startswith("000001.0.") for name in sizes)
     assert max(sizes.values()) < 60 + len(encode_line({"time": 19, "n": 19})) + 1
@@ -733,7 +733,7 @@ def test_a_path_is_a_directory_that_need_not_be_there(tmp_path):
         open_store(str(tmp_path / "file"))
 
 
-@pytest.mark.parametrize("ask", [check_url, open_store])
+@pytest.mark.parametrize("ask", [validate_url, open_store])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -754,7 +754,7 @@ def test_a_url_that_names_no_directory_is_refused_without_touching_it(ask, text,
     "text", ["runs/x", "/runs/x", "~/x", "x:y", "gs://bucket/x", "s3://bucket", "az://container/x/y"]
 )
 def test_a_path_and_a_url_of_a_bucket_are_fine(text):
-    check_url(text)
+    validate_url(text)
 
 
 @pytest.mark.parametrize(("scheme", "extra"), [("gs", "gcs"), ("s3", "s3"), ("az", "azure")])
@@ -803,8 +803,8 @@ def test_a_whole_bucket_may_be_the_directory(monkeypatch):
     store = open_store("s3://bucket")
     store.write("a/x", b"1")
     assert list(driver.objects) == ["a/x"]
-    assert store.children("a") == ["x"]
-    assert store.sizes("") == {"a/x": 1}
+    assert store.list_names("a") == ["x"]
+    assert store.list_sizes("") == {"a/x": 1}
 
 
 @pytest.mark.parametrize(

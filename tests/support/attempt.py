@@ -25,6 +25,6 @@ def make_attempt(store: Store, log: JsonlLog | None = None) -> Attempt:
 
 def start(job: JobType) -> JobType:
     """Take `job` to the point where a run would make its first step, without a watchdog."""
-    job.claim(Hosts.single_process(), StopNotice(), Progress())
-    job.begin()
+    job.claim_directory(Hosts.single_process(), StopNotice(), Progress())
+    job.prepare_and_restore()
     return job

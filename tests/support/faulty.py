@@ -110,11 +110,11 @@ class HasABug(Stepwise):
 class Diverges(Counter):
     """What it has counted is not finite at step 30."""
 
-    def payload(self) -> SaveContents:
+    def make_save_contents(self) -> SaveContents:
         """Refuse to save it."""
         if self.step >= 30:
             raise DivergedError(f"step {self.step} is not finite")
-        return super().payload()
+        return super().make_save_contents()
 
 
 class Exits(Counter):

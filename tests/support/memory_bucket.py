@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.storage.bucket import BucketStore, ObjectInfo
-from runner.storage.store import ABSENT, Version, digest_of
+from runner.storage.store import ABSENT, Version, compute_crc32c
 
 
 class MemoryDriver:
@@ -56,14 +56,14 @@ class MemoryDriver:
         entries = set()
         for key, (content, version) in found.items():
             inner, deeper, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
-            digest = digest_of(content) if self.reports_digests and not deeper else None
+            digest = compute_crc32c(content) if self.reports_digests and not deeper else None
             entries.add(
                 ObjectInfo(prefix + inner + "/", 0) if deeper else ObjectInfo(key, len(content), version, digest)
             )
         yield from entries
 
     def crc32c(self, key: str) -> str | None:
-        return digest_of(self.get(key)[0]) if self.reports_digests else None
+        return compute_crc32c(self.get(key)[0]) if self.reports_digests else None
 
     def copy(self, key: str, target: str) -> None:
         self.put(target, self.get(key)[0], None)

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint import inspect
-from runner.checkpoint.manifest import Manifest, committed
+from runner.checkpoint.manifest import Manifest, read_committed
 from runner.checkpoint.restore import Restorer
 from runner.checkpoint.save import SaveContents, SaveKind, Saver
 from runner.checkpoint.writers import BlockWriter, OrbaxWriter
@@ -113,7 +113,7 @@ def check_case(store: Store, name: str, damage: Damage, content: bytes, chance: 
         store.write(f"checkpoints/{NEWEST}/{name}", damaged)
     never_committed = name == "manifest.json" and damaged is None
 
-    (older, newest, problem), code = inspect.report(store, inspect.VerifyDepth.FILES)
+    (older, newest, problem), code = inspect.format_report(store, inspect.VerifyDepth.FILES)
     assert older.split()[:2] == [str(OLDER), "good"]
     assert newest.split()[:2] == [str(NEWEST), "not" if never_committed else "DAMAGED"]
     assert name in problem
@@ -125,8 +125,8 @@ def check_case(store: Store, name: str, damage: Damage, content: bytes, chance: 
     assert found is not None
     assert found.manifest.step == OLDER
     assert leaves_equal(found.state, make_state(OLDER))
-    assert list(committed(store)) == [OLDER]
-    quarantined = store.sizes(f"quarantine/{NEWEST}.{attempt.number}")
+    assert list(read_committed(store)) == [OLDER]
+    quarantined = store.list_sizes(f"quarantine/{NEWEST}.{attempt.number}")
     events = [(row["event"], row["step"]) for row in records.rows]
     if never_committed:
         assert events == [("fallback", OLDER)]
@@ -159,7 +159,7 @@ def damage_every_file(store: Store, staging: Path) -> int:
 
 def read_all(store: Store) -> dict[str, bytes]:
     """Every file of every checkpoint."""
-    return {f"checkpoints/{name}": store.read(f"checkpoints/{name}") for name in store.sizes("checkpoints")}
+    return {f"checkpoints/{name}": store.read(f"checkpoints/{name}") for name in store.list_sizes("checkpoints")}
 
 
 @pytest.mark.soak

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.checkpoint.manifest import seal
-from runner.storage import digest_of
+from runner.storage import compute_crc32c
 from tests.support.harness import LITTLE, Attempt, Job, has_state, hash_tree, killed_after, undisturbed, whole_counter
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
@@ -62,7 +62,7 @@ def flip_bit_and_forge_file_digests(job: Job) -> None:
     directory = job.checkpoints / str(NEWEST)
     manifest = json.loads((directory / "manifest.json").read_bytes())
     del manifest["digest"]
-    manifest["files"][damaged.relative_to(directory).as_posix()][1] = digest_of(damaged.read_bytes())
+    manifest["files"][damaged.relative_to(directory).as_posix()][1] = compute_crc32c(damaged.read_bytes())
     (directory / "manifest.json").write_bytes(seal(manifest))
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from experiments.counter import Counter
-from runner.checkpoint.inspect import VerifyDepth, report
-from runner.checkpoint.manifest import committed
+from runner.checkpoint.inspect import VerifyDepth, format_report
+from runner.checkpoint.manifest import read_committed
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, RunnerError
 from runner.run.attempt import IncidentRecorder
 from runner.run.layout import LAYOUT, OPTIONAL_ENTRIES
@@ -291,7 +291,7 @@ def test_what_is_not_the_step_that_its_name_says_is_damage_and_set_aside(name: s
     base = tmp_path / "base"
     act_and_start(base, SET_ASIDE[name])
     assert os.path.lexists(base / f"run/quarantine/{name}.4")
-    manifests = committed(LocalStore(base / "run"))
+    manifests = read_committed(LocalStore(base / "run"))
     assert list(manifests) == [3, 6, 8]
     assert all(manifest.attempt == 4 for step, manifest in manifests.items() if step > NEWEST)
 
@@ -299,7 +299,7 @@ def test_what_is_not_the_step_that_its_name_says_is_damage_and_set_aside(name: s
 def test_a_copy_under_the_name_of_another_step_is_told_by_its_name(tmp_path: Path) -> None:
     shutil.copytree(template("unfinished") / "run", tmp_path / "run")
     copy("checkpoints/3", "checkpoints/50")(tmp_path / "run")
-    lines, code = report(LocalStore(tmp_path / "run"), VerifyDepth.MANIFEST)
+    lines, code = format_report(LocalStore(tmp_path / "run"), VerifyDepth.MANIFEST)
     assert code == EXIT_FAILED
     assert "50  DAMAGED" in lines[2]
     assert "it is of checkpoint 3, step 3, and stands in 50" in lines[3]
@@ -310,7 +310,7 @@ def test_a_committed_step_that_was_renamed_gets_its_name_back(tmp_path: Path) ->
         base = tmp_path / str(number)
         act_and_start(base, act)
         assert [event["step"] for event in events(base, "restore")][-1] == NEWEST
-        assert committed(LocalStore(base / "run"))[6].attempt == 2
+        assert read_committed(LocalStore(base / "run"))[6].attempt == 2
 
 
 def test_quarantine_is_never_written_over(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runner import BaseTrainer
-from runner.checkpoint.fingerprint import fingerprint, leaf_names
+from runner.checkpoint.fingerprint import compute_fingerprint, list_leaf_names
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.storage import parse_lines
@@ -65,8 +65,8 @@ def test_where_nothing_rides_there_is_no_leaf_and_the_parameters_are_those_witho
     without = job(directory / "without", TrainLookup)
     without()
     assert without.state.riders == {}
-    names = leaf_names(whole.state)
-    assert leaf_names(without.state) == [name for name in names if not name.startswith("riders.")]
+    names = list_leaf_names(whole.state)
+    assert list_leaf_names(without.state) == [name for name in names if not name.startswith("riders.")]
     assert "riders.walk.Embed_0.embedding" in names
     assert leaves_equal(without.state.params, whole.state.params)
     assert leaves_equal(without.state.opt_state, whole.state.opt_state)
@@ -104,7 +104,7 @@ def test_what_is_shaped_like_a_parameter_lies_as_that_and_all_else_is_everywhere
         assert not table.is_fully_replicated
         assert state.riders["walk"]["Embed_0"]["embedding"].sharding == table
         assert state.riders["counts"]["fired"].sharding.is_fully_replicated
-    assert fingerprint(sharded.init_state()) == fingerprint(whole.train_setup.init_state())
+    assert compute_fingerprint(sharded.init_state()) == compute_fingerprint(whole.train_setup.init_state())
 
 
 def test_weights_of_another_run_are_what_they_begin_from(directory, whole):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runner import open_checkpoint
-from runner.checkpoint.fingerprint import fingerprint
+from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.config import EmaConfig
 from runner.errors import InvalidError
 from runner.plan.report import make_state_section
@@ -119,7 +119,7 @@ def test_a_run_begins_with_an_average_of_another(directory, whole):
     (event,) = [each for each in parse_lines(found.store.read("events.jsonl")) if each["event"] == "init"]
     first = found.train_setup.init_state()
     begun = first.replace(params=jax.device_put(average, jax.tree.map(lambda leaf: leaf.sharding, first.params)))
-    assert event["fingerprint"] == fingerprint(begun)
+    assert event["fingerprint"] == compute_fingerprint(begun)
     assert not leaves_equal(average, whole.state.params)
     narrow = from_average(directory, whole, "begun_narrow", 0.9, **{"config.precision.params": "bfloat16"})
     narrow()

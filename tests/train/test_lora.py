@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, ExecutionSpec, open_checkpoint
-from runner.checkpoint.leaves import named
+from runner.checkpoint.leaves import flatten_with_names
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.huggingface.load import ADAPTER_BASE
@@ -105,9 +105,9 @@ def shaken(state: Any) -> Any:
 def test_each_matrix_of_each_layer_has_its_own_and_nothing_is_seen_of_them_at_the_start(name, base, place):
     job = adapted(name, place / f"{name}_start", base.store.root)
     state = begun(job, base)
-    leaves = named(state.params)
+    leaves = flatten_with_names(state.params)
     assert len(leaves) == 2 * MODELS[name][3]
-    own = named(state.variables["base"])
+    own = flatten_with_names(state.variables["base"])
     for leaf, matrix in leaves.items():
         weight, which = own[leaf.rpartition(".")[0]], leaf.rpartition(".")[2]
         *stack, rows, columns = weight.shape
@@ -142,23 +142,23 @@ def test_three_steps_are_those_of_a_lora_written_by_hand(name, base, place, num_
         total, count, _ = base.val_step(base.state.replace(params=params), flat)
         return total / count
 
-    expected = {leaf: np.asarray(matrix, np.float64) for leaf, matrix in named(state.params).items()}
-    weights = {leaf: np.asarray(own, np.float64) for leaf, own in named(base.state.params).items()}
+    expected = {leaf: np.asarray(matrix, np.float64) for leaf, matrix in flatten_with_names(state.params).items()}
+    weights = {leaf: np.asarray(own, np.float64) for leaf, own in flatten_with_names(base.state.params).items()}
     gradient, step = jax.jit(jax.grad(loss)), jax.jit(job.train_step, static_argnums=3)
     for number in range(3):
         now = dict(weights)
         for a in [leaf for leaf in expected if leaf.endswith("lora_a")]:
             target, b = a.removesuffix(".lora_a"), a.removesuffix("a") + "b"
             now[target] = weights[target] + scale * expected[a] @ expected[b]
-        leaves = [now[leaf].astype(np.float32) for leaf in named(base.state.params)]
-        grads = named(gradient(jax.tree.unflatten(jax.tree.structure(base.state.params), leaves)))
+        leaves = [now[leaf].astype(np.float32) for leaf in flatten_with_names(base.state.params)]
+        grads = flatten_with_names(gradient(jax.tree.unflatten(jax.tree.structure(base.state.params), leaves)))
         for a in [leaf for leaf in expected if leaf.endswith("lora_a")]:
             target, b = a.removesuffix(".lora_a"), a.removesuffix("a") + "b"
             dw = np.asarray(grads[target], np.float64)
             da, db = scale * dw @ np.swapaxes(expected[b], -1, -2), scale * np.swapaxes(expected[a], -1, -2) @ dw
             expected[a], expected[b] = expected[a] - 0.5 * da, expected[b] - 0.5 * db
         state, _, meta = step(state, batch, jax.random.key(number), num_steps)
-    for leaf, matrix in named(state.params).items():
+    for leaf, matrix in flatten_with_names(state.params).items():
         np.testing.assert_allclose(matrix, expected[leaf], rtol=1e-4, atol=1e-5)
     assert float(meta["grad_norm"]) > 0
 
@@ -183,13 +183,13 @@ def test_cut_over_devices_it_is_the_same(name, whole, base, place):
     cut = adapted(name, place / f"{name}_cut", base.store.root, **set_mesh(2, 2, 2))
     cut()
     assert all("fsdp" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(cut.state.params))
-    for leaf, matrix in named(cut.state.params).items():
-        np.testing.assert_allclose(matrix, named(whole.state.params)[leaf], rtol=1e-3, atol=1e-4)
+    for leaf, matrix in flatten_with_names(cut.state.params).items():
+        np.testing.assert_allclose(matrix, flatten_with_names(whole.state.params)[leaf], rtol=1e-3, atol=1e-4)
     like = get_model_weights(cut.train_setup.abstract_state)
     opened, _ = open_checkpoint(whole.store.root / "checkpoints" / str(STEPS), like=like)
-    for leaf, found in named(opened).items():
-        assert found.sharding == named(like)[leaf].sharding
-        np.testing.assert_allclose(found, named(get_model_weights(whole.state))[leaf], rtol=1e-6, atol=1e-7)
+    for leaf, found in flatten_with_names(opened).items():
+        assert found.sharding == flatten_with_names(like)[leaf].sharding
+        np.testing.assert_allclose(found, flatten_with_names(get_model_weights(whole.state))[leaf], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("weights", ["params", "ema_0.5"])
@@ -199,9 +199,9 @@ def test_who_looks_sees_the_sum(whole, weights):
         seen = get_model_weights(whole.state.replace(params=whole.state.riders["ema"]["0.5"]))["params"]
     opened, _ = open_checkpoint(whole.store.root, weights=weights)
     assert "variables" not in opened
-    assert named(opened["params"]).keys() == named(seen).keys()
-    for leaf, found in named(opened["params"]).items():
-        np.testing.assert_allclose(found, named(seen)[leaf], rtol=1e-6, atol=1e-7)
+    assert flatten_with_names(opened["params"]).keys() == flatten_with_names(seen).keys()
+    for leaf, found in flatten_with_names(opened["params"]).items():
+        np.testing.assert_allclose(found, flatten_with_names(seen)[leaf], rtol=1e-6, atol=1e-7)
     row = parse_lines(whole.store.read("metrics.jsonl"))[-1]
     scored = next(
         iter(evaluate(open_run(str(whole.store.root)), EvaluationRequest(weights=weights), Hosts.single_process()))

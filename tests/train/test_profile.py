@@ -117,7 +117,7 @@ def test_in_a_bucket_a_profile_is_copied_there(
     profiler.close(3)
     attempt.background_writer.flush()
     (event,) = events(store)
-    assert sorted(store.sizes(event["path"])) == ["memory.prof", "trace"]
+    assert sorted(store.list_sizes(event["path"])) == ["memory.prof", "trace"]
 
 
 @pytest.mark.parametrize("place", ["start_trace", "stop_trace", "device_memory_profile"])

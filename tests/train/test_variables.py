@@ -11,7 +11,7 @@ import pytest
 from flax.training import train_state as flax_state
 
 from runner import BaseTrainer, open_checkpoint
-from runner.checkpoint.fingerprint import fingerprint, leaf_names
+from runner.checkpoint.fingerprint import compute_fingerprint, list_leaf_names
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, StateError
 from runner.parallel.mesh import batch_sharding, sharding_rules
@@ -111,14 +111,16 @@ def test_a_state_without_variables_has_the_names_and_the_fingerprint_that_flaxs_
     plain = flax_state.TrainState.create(apply_fn=model.apply, params=state.params, tx=optax.adamw(1e-3))
     plain = plain.replace(step=state.step)
     assert state.variables == {}
-    assert leaf_names(state) == leaf_names(plain)
-    assert fingerprint(state) == fingerprint(plain)
+    assert list_leaf_names(state) == list_leaf_names(plain)
+    assert compute_fingerprint(state) == compute_fingerprint(plain)
 
 
 def test_variables_have_names_of_their_own_and_count_in_the_fingerprint():
     state = make(KEY)
-    assert "variables.balance.bias" in leaf_names(state)
-    assert fingerprint(state) != fingerprint(state.replace(variables={"balance": {"bias": jnp.ones(V)}}))
+    assert "variables.balance.bias" in list_leaf_names(state)
+    assert compute_fingerprint(state) != compute_fingerprint(
+        state.replace(variables={"balance": {"bias": jnp.ones(V)}})
+    )
 
 
 def test_what_a_model_takes_is_known_behind_its_variables():

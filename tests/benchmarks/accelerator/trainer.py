@@ -11,7 +11,7 @@ import jax
 
 from runner import BaseTrainer
 from runner.accelerator import set_deterministic
-from runner.checkpoint.fingerprint import fingerprint
+from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.huge_pages import restart_with_huge_pages
 from runner.parallel.mesh import device_peak_bytes
 from runner.spec import load_document, load_job_class, validate_spec
@@ -46,7 +46,7 @@ def play(job: Slices, seat: Seat) -> None:
         job.take_turns(num_steps, lambda seconds: _next_turn(seat, seconds))
         with contextlib.suppress(OverError):
             job.run()
-    seat.tell(Ending(device_peak_bytes(), fingerprint(job.state)))
+    seat.tell(Ending(device_peak_bytes(), compute_fingerprint(job.state)))
 
 
 def _next_turn(seat: Seat, seconds: float) -> int:
