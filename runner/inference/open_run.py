@@ -19,7 +19,7 @@ from runner.errors import InvalidError, ResumeError
 from runner.job import RestoreableJob
 from runner.records import PARAMS
 from runner.spec import load_job_class, validate_spec
-from runner.storage import Store, parse_number, open_store
+from runner.storage import Store, open_store, parse_number
 from runner.train.evaluators import cast_like
 from runner.trainer import BaseTrainer
 
