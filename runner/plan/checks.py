@@ -97,7 +97,7 @@ def check_weights(job: RestoreableJob, abstract: Any, findings: Findings) -> Non
     """The weights that the run would begin with, against its state `abstract`, where it has no checkpoint yet."""
     with findings.collect():
         if read_newest_manifest(job.store) is None:
-            validate_source_run(job.document, job.spec.checkpoint.initial_weights, job.family, lambda: job.weights(abstract))
+            check_source(job.document, job.spec.checkpoint.initial_weights, job.family, lambda: job.weights(abstract))
 
 
 def _check_writable(job: RestoreableJob, directory: Path) -> None:
