@@ -99,7 +99,7 @@ def test_it_must_be_said_what_counts(tmp_path, corpus, monkeypatch):
     for source in (plain, write_bin(tmp_path / "plain.bin", np.arange(200))):
         with pytest.raises(DataError, match=r"data\.train_on=answers: nothing reads it, .*; leave it out"):
             load(source, cache=tmp_path / "cache", train_on="answers")
-    with pytest.raises(ValidationError, match=r"validation\.held\.train_on=answers, and no source that is trained on"):
+    with pytest.raises(ValidationError, match=r"validation\.held\.train_on=answers, but no training source"):
         DataConfig(sequence_length=T, validation={"held": {"source": str(corpus), "train_on": "answers"}})
 
 
