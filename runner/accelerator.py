@@ -66,7 +66,7 @@ class Chip:
         gcloud_runtime: software version of its TPU VMs for JAX.
         matrix_units: how many a chip has, and the width of each: one of width 128 does 128 x 128 multiplications and
             additions in a cycle. None where that is not known. The makers publish no clock: it is what gives the peak.
-        compiler_flags: XLA's, with which programs for it are compiled (see `compiler_options`).
+        compiler_flags: XLA's, with which programs for it are compiled (see `make_compiler_options`).
     """
 
     device_kinds: tuple[str, ...]
@@ -225,7 +225,7 @@ def has_gpu(variables: Mapping[str, str]) -> bool:
     return any(Path(file).exists() for file in _GPU_FILES)
 
 
-def set_deterministic(variables: MutableMapping[str, str]) -> None:
+def add_deterministic_flags(variables: MutableMapping[str, str]) -> None:
     """Put `DETERMINISTIC_FLAGS` into `XLA_FLAGS`; one that stands there already is left. Before JAX is started."""
     present = variables.get("XLA_FLAGS", "").split()
     names = {flag.partition("=")[0] for flag in present}
@@ -235,13 +235,13 @@ def set_deterministic(variables: MutableMapping[str, str]) -> None:
         variables["XLA_FLAGS"] = " ".join([*present, *missing])
 
 
-def compiler_options(device_kind: str, variables: Mapping[str, str], program: str) -> dict[str, str | bool]:
+def make_compiler_options(device_kind: str, variables: Mapping[str, str], program: str) -> dict[str, str | bool]:
     """The catalogue's XLA flags for a program of such devices, as StableHLO, as options of its compilation.
 
     A flag that `LIBTPU_INIT_ARGS` or `XLA_FLAGS` name is left out: what a user says there holds. There are none for a
     program of which the compiler would die with them.
     """
-    chip = None if _RAGGED in program else chip_of(device_kind)
+    chip = None if _RAGGED in program else find_chip(device_kind)
     said = f"{variables.get('LIBTPU_INIT_ARGS', '')} {variables.get('XLA_FLAGS', '')}".split()
     names = {flag.partition("=")[0] for flag in said}
     flags = [flag.removeprefix("--").partition("=") for flag in (chip.compiler_flags if chip else ())]
@@ -289,16 +289,16 @@ class Accelerator:
         return -(-self.num_chips // self.chip.chips_per_host)
 
     @property
-    def chips_on_a_host(self) -> int | None:
+    def num_chips_per_host(self) -> int | None:
         """Chips of each host; None = as many as there are."""
         return None if self.num_chips is None else self.num_chips // self.hosts_per_slice
 
     def matches(self, device_kind: str, num_devices: int) -> bool:
         """Whether the devices at hand are these."""
-        return chip_of(device_kind) == self.chip and self.num_devices in (None, num_devices)
+        return find_chip(device_kind) == self.chip and self.num_devices in (None, num_devices)
 
 
-def chip_of(device_kind: str) -> Chip | None:
+def find_chip(device_kind: str) -> Chip | None:
     """The chip whose jax devices are of this kind, None for one that is not in the catalogue."""
     kind = device_kind.lower()
     found = [(len(prefix), chip) for chip in CHIPS.values() for prefix in chip.device_kinds if kind.startswith(prefix)]

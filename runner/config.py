@@ -463,7 +463,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         section_name, _, name = key.partition(".")
         section = getattr(self, section_name)
         if isinstance(section, OptimizerConfig):
-            default = section.default_of(name)  # its defaults depend on the optimizer's name
+            default = section.get_published_default(name)  # its defaults depend on the optimizer's name
         else:
             default = type(section).model_fields[name].get_default()
         return bool(getattr(section, name) == default)
@@ -478,7 +478,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         free |= {"data.validation", "data.cache_bytes", "data.mixture.max_epochs"}
         # With same_bits_devices the micro-batch determines the order of sums, and so the bits.
         free |= {"train.micro_batch_examples"} if self.train.same_bits_devices is None else set()
-        if not self.schedule.reads_total:
+        if not self.schedule.depends_on_total_steps:
             free |= {"train.total_steps", "train.total_tokens", "train.total_epochs"}
         return frozenset(free)
 
@@ -541,7 +541,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     def _validate_schedule(self) -> None:
         """Raise `ValueError` if warm-up and decay do not fit into the total."""
         schedule, total, peak = self.schedule, self.total_steps, self.optimizer.learning_rate
-        warmup = schedule.warmup_of(total)
+        warmup = schedule.compute_warmup_steps(total)
         key = "warmup_steps" if schedule.warmup_share is None else f"warmup_share={schedule.warmup_share} in steps"
         if warmup >= total:
             raise ValueError(f"schedule.{key}={warmup} is not below the total of {total} steps")

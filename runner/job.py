@@ -23,7 +23,7 @@ from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, Clock, Progr
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
 from runner.errors import DivergedError, HookError, MiscountError, PreemptedError, StateError
-from runner.huggingface.load import check_source, load_source
+from runner.huggingface.load import load_init_from, validate_init_from
 from runner.huggingface.mapping import Family
 from runner.run.attempt import (
     DRAIN_SECONDS,
@@ -214,7 +214,7 @@ class RestoreableJob:
         """Those of the directory; where it has none, weights that do not fit `abstract`. Main host, after `setup`."""
         claimant = RunIdentity(self.document, self.config, self.identity(), self.unread_keys)
         if not validate_checkpoints(self.store, claimant):
-            check_source(
+            validate_init_from(
                 self.document, self.spec.checkpoint.initial_weights, self.family, lambda: self.weights(abstract)
             )
 
@@ -226,7 +226,7 @@ class RestoreableJob:
             self.state, rule = self.init_state(), self.spec.checkpoint.initial_weights
             if rule is not None:
                 whole = self.weights(self.state)
-                weights = load_source(self.document, rule, self.family, whole, self.checkpointer, attempt)
+                weights = load_init_from(self.document, rule, self.family, whole, self.checkpointer, attempt)
                 self.state = self.replace_weights(self.state, weights)
             event, details = "init", {}
         else:

@@ -22,9 +22,9 @@ from runner.data import Dataset, Prefetcher, get_batch_fields
 from runner.distributed.agreement import Hosts
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookedJob
-from runner.huggingface.load import name_base
-from runner.optim.groups import one_rate
-from runner.parallel.mesh import Rule, device_memory_bytes
+from runner.huggingface.load import identify_adapter_base
+from runner.optim.groups import get_unit_rate
+from runner.parallel.mesh import LogicalAxisRule, read_device_memory_bytes
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.train import state as other_variables
 from runner.train import state as train_state
@@ -60,11 +60,11 @@ class BaseTrainer(HookedJob):
     compiled: CompiledStep  # from `prepare` on
 
     # Logical axis names of the job's own model, and what of a mesh they mean, before the runner's: see `train.mesh`.
-    logical_axis_rules: ClassVar[Sequence[Rule]] = ()
+    logical_axis_rules: ClassVar[Sequence[LogicalAxisRule]] = ()
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(other_variables.keep_variables)
     weights = staticmethod(get_model_weights)
-    learning_rate_multiplier = staticmethod(one_rate)
+    learning_rate_multiplier = staticmethod(get_unit_rate)
     auxiliary_states = classmethod(make_auxiliary_states)
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
@@ -72,7 +72,7 @@ class BaseTrainer(HookedJob):
         super().__init__(spec, document)
         self.topology = spec.topology
         self.__class__ = _bound_to(type(self), self.config)
-        base = functools.partial(name_base, self.document, spec, self.config, self.store)
+        base = functools.partial(identify_adapter_base, self.document, spec, self.config, self.store)
         self.setup_builder = make_setup_builder(
             self, lambda: (*self.auxiliary_states(), *self.hooks.auxiliary_states()), base
         )
@@ -238,7 +238,7 @@ class BaseTrainer(HookedJob):
     def prepare(self) -> None:
         """Choose the micro-batch by the compiled train step's own memory figures."""
         hosts = self.attempt.hosts
-        limit_bytes = hosts.agree(int(device_memory_bytes() * MEMORY_SHARE))
+        limit_bytes = hosts.agree(int(read_device_memory_bytes() * MEMORY_SHARE))
         known = find_known_micro_batch(
             self.train_setup, self.store, hosts
         )  # again: until the claim another might commit

@@ -13,9 +13,9 @@ from runner.accelerator import (
     CHIPS,
     DETERMINISTIC_FLAGS,
     Accelerator,
-    compiler_options,
+    add_deterministic_flags,
+    make_compiler_options,
     parse_accelerator,
-    set_deterministic,
 )
 from runner.errors import InvalidError
 
@@ -67,13 +67,13 @@ def test_an_accelerator_with_a_number_matches_that_number_alone():
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts", "chips_on_a_host", "slices"),
+    ("text", "hosts", "num_chips_per_host", "slices"),
     [("v5e-16", 4, 4, 1), ("2xv5e-256", 64, 4, 2), ("v5p-4", 1, 4, 1), ("v5e-1", 1, 1, 1), ("h200-16", 2, 8, 1)],
 )
-def test_hosts_of_a_slice(text, hosts, chips_on_a_host, slices):
+def test_hosts_of_a_slice(text, hosts, num_chips_per_host, slices):
     accelerator = parse_accelerator(text)
     assert accelerator.hosts_per_slice == hosts
-    assert accelerator.chips_on_a_host == chips_on_a_host
+    assert accelerator.num_chips_per_host == num_chips_per_host
     assert accelerator.num_slices == slices
 
 
@@ -125,10 +125,10 @@ def test_what_makes_programs_deterministic_is_set_where_there_is_a_choice_and_th
     given = {"JAX_PLATFORMS": platforms, "XLA_FLAGS": flags}
     variables = {name: value for name, value in given.items() if value is not None}
     monkeypatch.setattr(accelerator, "_GPU_FILES", (str(driver),))
-    set_deterministic(without := dict(variables))
+    add_deterministic_flags(without := dict(variables))
     assert without == variables
     driver.touch()
-    set_deterministic(variables)
+    add_deterministic_flags(variables)
     assert variables.get("XLA_FLAGS") == expected
 
 
@@ -144,15 +144,15 @@ FLAGGED = [name for name in KINDS if CHIPS[name].compiler_flags]
 
 def test_some_chips_have_flags_and_a_cpu_has_none():
     assert "v5p" in FLAGGED
-    assert compiler_options(KINDS["cpu"], {}, "") == compiler_options("a chip of tomorrow", {}, "") == {}
+    assert make_compiler_options(KINDS["cpu"], {}, "") == make_compiler_options("a chip of tomorrow", {}, "") == {}
 
 
 @pytest.mark.parametrize("name", FLAGGED)
 def test_flags_of_a_chip_are_options_that_a_users_own_take_the_place_of(name):
-    options = compiler_options(KINDS[name], {}, "")
+    options = make_compiler_options(KINDS[name], {}, "")
     assert len(options) == len(CHIPS[name].compiler_flags)
     assert not any(key.startswith("-") for key in options)
     for variable in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"):
         for own in options:
-            left = compiler_options(KINDS[name], {variable: f"--xla_another=1 --{own}=false"}, "")
+            left = make_compiler_options(KINDS[name], {variable: f"--xla_another=1 --{own}=false"}, "")
             assert left == {key: value for key, value in options.items() if key != own}

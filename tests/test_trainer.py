@@ -306,7 +306,7 @@ def needed_bytes(job):
 def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, monkeypatch):
     changes = {"config.train.global_batch_examples": 64, "config.model.layers": 1, "config.eval.every_steps": None}
     memory = [1 << 40]
-    monkeypatch.setattr(trainer, "device_memory_bytes", lambda: memory[0])
+    monkeypatch.setattr(trainer, "read_device_memory_bytes", lambda: memory[0])
     ample = gpt(tmp_path / "ample", **changes)
     ample()
     assert (ample.compiled.layout.micro_batch_examples, ample.compiled.layout.accumulate_steps) == (8, 1)
@@ -330,7 +330,7 @@ def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, mon
 
 @pytest.mark.soak
 def test_where_not_one_example_fits_the_numbers_are_given(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "device_memory_bytes", lambda: 100 * 2**10)
+    monkeypatch.setattr(trainer, "read_device_memory_bytes", lambda: 100 * 2**10)
     with pytest.raises(SpecError, match=r"topology: a step with 1 example\(s\) a device needs 0\.\d+ GiB .* 0\.00 GiB"):
         gpt(tmp_path / "run", **{"config.train.micro_batch_examples": 1, "config.train.global_batch_examples": 8})()
     assert not list(tmp_path.glob("run/checkpoints/*"))

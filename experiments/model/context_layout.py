@@ -20,7 +20,14 @@ from jax.sharding import PartitionSpec
 from experiments.model.layers import cuts_of, num_devices, row_parts
 from experiments.model.platform import platform
 from runner.config import ContextParallelMethod
-from runner.parallel.context import AttentionShape, Way, faster_way, is_dealt, shards_before, speeds_between
+from runner.parallel.context import (
+    AttentionShape,
+    ContextMethod,
+    choose_context_method,
+    count_key_shards,
+    find_peak_rates,
+    is_redistributed,
+)
 
 MAX_BLOCK_TOKENS = 512
 KERNEL_TOKENS = 128  # that a half must be a multiple of for the TPU's kernel
@@ -41,7 +48,7 @@ class SequenceLayout:
     num_shards: int
     axes: str | tuple[str, ...]
     spec: PartitionSpec
-    way: Way
+    way: ContextMethod
     window: int | None
     softcap: float | None
     scale: float
@@ -54,14 +61,14 @@ class SequenceLayout:
         return PartitionSpec(*self.spec[:2])
 
     @property
-    def is_dealt(self) -> bool:
+    def is_redistributed(self) -> bool:
         """Whether queries move for the sake of balance."""
-        return is_dealt(self.length, self.num_shards, self.window)
+        return is_redistributed(self.length, self.num_shards, self.window)
 
     @property
     def before(self) -> int:
         """How many other devices hold keys that a device needs."""
-        return shards_before(self.length, self.num_shards, self.window)
+        return count_key_shards(self.length, self.num_shards, self.window)
 
     @property
     def num_rounds(self) -> int:
@@ -137,7 +144,7 @@ def _way(
     v: jax.Array,
     window: int | None,
     can_kernel: bool,
-) -> Way:
+) -> ContextMethod:
     """`wanted`, or the faster one."""
     if wanted != "auto":
         return wanted
@@ -155,7 +162,9 @@ def _way(
         has_kernel=can_kernel,
     )
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return faster_way(shape, *speeds_between("" if device is None else device.device_kind, shape.shards * heads))
+    return choose_context_method(
+        shape, *find_peak_rates("" if device is None else device.device_kind, shape.shards * heads)
+    )
 
 
 def visits_of(rows: SequenceLayout, place: Any, number: Any) -> BlockVisits:
@@ -189,7 +198,7 @@ def num_steps(rows: SequenceLayout, rounds: range) -> int:
 def _half_positions(rows: SequenceLayout, place: Any) -> Any:
     """Where the two halves begin that the device at `place` has queries of, (2,)."""
     n, c = rows.num_shards, rows.half_tokens
-    steps, starts = ((c, -c), (0, (2 * n - 1) * c)) if rows.is_dealt else ((2 * c, 2 * c), (0, c))
+    steps, starts = ((c, -c), (0, (2 * n - 1) * c)) if rows.is_redistributed else ((2 * c, 2 * c), (0, c))
     return place * np.array(steps, np.int32) + np.array(starts, np.int32)
 
 
@@ -198,7 +207,7 @@ def _key_positions(rows: SequenceLayout, place: Any, number: Any) -> Any:
     c = rows.half_tokens
     if rows.way == "ring":
         source = place - number
-        return _half_positions(rows, source % rows.num_shards if rows.is_dealt else source)
-    if rows.is_dealt:
+        return _half_positions(rows, source % rows.num_shards if rows.is_redistributed else source)
+    if rows.is_redistributed:
         return np.arange(2 * rows.num_shards, dtype=np.int32) * c
     return (place - rows.before) * np.int32(2 * c) + np.arange(2 * (rows.before + 1), dtype=np.int32) * c

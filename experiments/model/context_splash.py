@@ -74,7 +74,7 @@ def attend(rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, *segm
     is_long = takes_long_blocks(rows.half_tokens, min(rows.length, rows.window or rows.length), q, v)
     kernel = _make_kernel(rows, q.shape[2] // k.shape[2], is_long)
     mesh = jax.sharding.get_abstract_mesh()
-    queries = PartitionSpec(None, rows.axes if rows.is_dealt else None)
+    queries = PartitionSpec(None, rows.axes if rows.is_redistributed else None)
     run = jax.shard_map(
         functools.partial(_attend_on_device, rows),
         in_specs=(
@@ -91,7 +91,7 @@ def attend(rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, *segm
 def _make_kernel(rows: SequenceLayout, num_heads: int, is_long: bool) -> Any:
     """Attention of heads (G, t, H) to one head of keys (S, H) and values (S, W), on any of the devices."""
     n, c = rows.num_shards, rows.half_tokens
-    if rows.is_dealt:
+    if rows.is_redistributed:
         halves = [half for place in range(n) for half in (place, 2 * n - 1 - place)]
         positions, num_keys = (np.array(halves)[:, None] * c + np.arange(c)).reshape(-1), 2 * n * c
     else:  # counted from the first key that is gathered
@@ -113,7 +113,7 @@ def _make_kernel(rows: SequenceLayout, num_heads: int, is_long: bool) -> Any:
         block_sizes=sizes,
         attn_logits_soft_cap=rows.softcap,
         head_shards=1,
-        q_seq_shards=n if rows.is_dealt else 1,
+        q_seq_shards=n if rows.is_redistributed else 1,
         residual_checkpoint_name=_KEPT,
     )
 
@@ -137,13 +137,13 @@ def _attend_on_device(rows: SequenceLayout, kernel: Any, *arrays: jax.Array) -> 
 
 def _segments(rows: SequenceLayout, shape: tuple[int, ...], ids: tuple[jax.Array, ...]) -> list[splash.SegmentIds]:
     """Of queries and of keys; of keys that no row has a segment that nobody else has. None where all is one segment."""
-    if rows.is_dealt and not ids:
+    if rows.is_redistributed and not ids:
         return []
     if ids:
         of_queries, of_keys = dealt(rows, ids[0]).reshape(shape), gathered(rows, ids[0])
     else:
         of_queries, of_keys = (jnp.zeros((shape[0], part * shape[1]), jnp.int32) for part in (1, rows.before + 1))
-    if not rows.is_dealt:
+    if not rows.is_redistributed:
         first = (jax.lax.axis_index(rows.axes) - rows.before) * shape[1]
         of_keys = jnp.where(first + jnp.arange(of_keys.shape[1]) < 0, -1, of_keys)
     return [splash.SegmentIds(of_queries, of_keys)]

@@ -61,7 +61,7 @@ from experiments.model.grouped_matmul import (
     ranked,
 )
 from experiments.model.layers import num_devices
-from runner.parallel.mesh import axes_in
+from runner.parallel.mesh import list_axes
 
 Axes = tuple[str, ...]  # of the mesh
 Weights = Sequence[jax.Array]
@@ -92,7 +92,7 @@ def token_axes(num_rows: int, num_positions: int) -> tuple[Axes, Axes]:
 def _mesh_axes(names: str | tuple[str, ...], *sizes: int) -> list[Axes]:
     """The mesh axes of logical axes of so many elements; none where they do not divide them."""
     spec = nn.logical_to_mesh_axes((names,) if isinstance(names, str) else names) or [None] * len(sizes)
-    found = [axes_in(entry) for entry in spec]
+    found = [list_axes(entry) for entry in spec]
     return [axes if size % num_devices(axes) == 0 else () for axes, size in zip(found, sizes, strict=True)]
 
 

@@ -50,7 +50,7 @@ from experiments.model.platform import (
     scatters_rows_alone,
     with_gradient_in_order,
 )
-from runner.parallel.mesh import STATE_AXES, axes_in, fitting_axes
+from runner.parallel.mesh import STATE_AXES, list_axes, select_dividing_axes
 
 Found = tuple[jax.Array, ...]
 
@@ -178,7 +178,7 @@ def whole_on_each(matrix: jax.Array, spec: PartitionSpec, axes: tuple[str, ...])
 def cutting(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes of an entry of a `PartitionSpec` along which there are several devices."""
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(axis for axis in axes_in(entry) if mesh.shape[axis] > 1)
+    return tuple(axis for axis in list_axes(entry) if mesh.shape[axis] > 1)
 
 
 INIT_STDDEV = 0.02
@@ -198,7 +198,9 @@ def cuts_of(shape: tuple[int, ...], *names: str) -> PartitionSpec | None:
     mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes(names)
     if mesh.empty or not spec:
         return None
-    return PartitionSpec(*(fitting_axes(size, entry, mesh.shape) for size, entry in zip(shape, spec, strict=True)))
+    return PartitionSpec(
+        *(select_dividing_axes(size, entry, mesh.shape) for size, entry in zip(shape, spec, strict=True))
+    )
 
 
 def in_stream(x_BxTxD: jax.Array) -> jax.Array:
@@ -241,7 +243,7 @@ def num_shards(name: str) -> int:
 def num_devices(entry: str | tuple[str, ...] | None) -> int:
     """Devices along the mesh axes of an entry of a `PartitionSpec`, on the mesh of the caller; without one 1."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes_in(entry))
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in list_axes(entry))
 
 
 class Projection(nn.Module):

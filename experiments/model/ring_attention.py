@@ -43,7 +43,7 @@ from experiments.model.context_layout import BlockVisits, SequenceLayout, num_st
 def dealt(rows: SequenceLayout, x: jax.Array) -> jax.Array:
     """Two halves of each row (B, 2, c, D), from both ends of it, of (B, t, D); its own where nothing is dealt."""
     halves = x.reshape(x.shape[0], 2, rows.half_tokens, *x.shape[2:])
-    if not rows.is_dealt:
+    if not rows.is_redistributed:
         return halves
     even, odd = (_sent(rows, halves[:, parity], _deal(rows, parity)) for parity in (0, 1))
     is_even = jax.lax.axis_index(rows.axes) % 2 == 0
@@ -52,7 +52,7 @@ def dealt(rows: SequenceLayout, x: jax.Array) -> jax.Array:
 
 def returned(rows: SequenceLayout, halves: jax.Array) -> jax.Array:
     """`x` of `dealt(rows, x)`."""
-    if rows.is_dealt:
+    if rows.is_redistributed:
         is_even = jax.lax.axis_index(rows.axes) % 2 == 0
         first, second = halves[:, 0], halves[:, 1]
         sent = jnp.where(is_even, first, second), jnp.where(is_even, second, first)
@@ -80,7 +80,7 @@ def _sent(rows: SequenceLayout, x: jax.Array, ways: list[tuple[int, int]]) -> ja
 
 def gathered(rows: SequenceLayout, x: jax.Array) -> jax.Array:
     """(B, P c, D) of (B, t, D): the whole row, or of a narrow window what it reaches; zeros before a row's begin."""
-    if rows.is_dealt:
+    if rows.is_redistributed:
         return _whole(rows, x)
     n = rows.num_shards
     others = [
@@ -104,7 +104,7 @@ def scattered(rows: SequenceLayout, x: jax.Array) -> jax.Array:
     The whole row is summed as a matrix of positions and all else: of more axes libtpu makes an all-reduce, which sends
     twice as much.
     """
-    if rows.is_dealt:
+    if rows.is_redistributed:
         B, T, *rest = x.shape
         x_TxBD = x.swapaxes(0, 1).reshape(T, -1)
         own_txBD = jax.lax.psum_scatter(x_TxBD, rows.axes, scatter_dimension=0, tiled=True)

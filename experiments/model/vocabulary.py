@@ -39,7 +39,7 @@ from experiments.model.layers import (
     whole_on_each,
 )
 from experiments.model.platform import scatters_rows_alone
-from runner.parallel.mesh import axes_in, rules_in_force, rules_without
+from runner.parallel.mesh import get_active_rules, list_axes, remove_axes_from_rules
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
 
 
@@ -147,7 +147,7 @@ def _by_part(
 ) -> jax.Array:
     """Return the sum of `of_part(unembed, weights, x, *targets)` over the parts of the tokens."""
     spec = cuts_of(x_BxTxD.shape, "batch", "sequence", "embed_act")
-    of_batch, of_rows = ((), ()) if spec is None else map(axes_in, spec[:2])
+    of_batch, of_rows = ((), ()) if spec is None else map(list_axes, spec[:2])
     axes, counts = (*of_batch, *of_rows), (num_devices(of_batch), num_devices(of_rows))
     if counts == (1, 1):
         return of_part(unembed, weights_VxD, x_BxTxD, *targets)
@@ -165,7 +165,7 @@ def _by_part(
     of_weights = cuts_of(weights_VxD.shape, "vocab", "embed")
     assert of_weights is not None, "without a mesh there are no parts"
     parts = (whole_on_each(weights_VxD, of_weights, axes), *map(in_parts, (x_BxTxD, *targets)))
-    with nn.logical_axis_rules(rules_without(axes, rules_in_force())):
+    with nn.logical_axis_rules(remove_axes_from_rules(axes, get_active_rules())):
         return jnp.sum(jax.vmap(of_turned, spmd_axis_name=axes)(*parts))
 
 

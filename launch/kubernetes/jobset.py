@@ -178,11 +178,11 @@ def pods_for(accelerator: Accelerator | None, num_nodes: int | None) -> Pods:
     name, chip = accelerator.name, accelerator.chip
     if num_nodes is not None:
         raise InvalidError(f"--nodes {num_nodes} is for pods on CPUs, but topology.accelerator names {name}")
-    if accelerator.num_chips is None or accelerator.chips_on_a_host is None:
+    if accelerator.num_chips is None or accelerator.num_chips_per_host is None:
         raise InvalidError(f"topology.accelerator is {name}; needs the number of chips too, such as {name}-16")
     if chip.gke_accelerator is None:
         raise InvalidError(f"topology.accelerator is {name}, which GKE does not have")
-    hosts, chips_on_a_host = accelerator.hosts_per_slice, accelerator.chips_on_a_host
+    hosts, num_chips_per_host = accelerator.hosts_per_slice, accelerator.num_chips_per_host
     if hosts * accelerator.num_slices > MOST_PODS:
         raise InvalidError(f"topology.accelerator is {accelerator}; a JobSet has at most {MOST_PODS} pods")
     if chip.is_tpu:
@@ -195,11 +195,11 @@ def pods_for(accelerator: Accelerator | None, num_nodes: int | None) -> Pods:
                 f"{accelerator.num_slices} slices of {name}-{accelerator.num_chips}: GKE joins only slices that have "
                 "several hosts; use larger ones"
             )
-        return Pods(hosts, accelerator.num_slices, {"google.com/tpu": chips_on_a_host}, labels, is_tpu=True)
+        return Pods(hosts, accelerator.num_slices, {"google.com/tpu": num_chips_per_host}, labels, is_tpu=True)
     if hosts > 1 and accelerator.num_chips % hosts:
         raise InvalidError(f"{name}-{accelerator.num_chips} does not divide over {hosts} nodes")
     labels = {"cloud.google.com/gke-accelerator": chip.gke_accelerator}
-    return Pods(hosts * accelerator.num_slices, 1, {"nvidia.com/gpu": chips_on_a_host}, labels)
+    return Pods(hosts * accelerator.num_slices, 1, {"nvidia.com/gpu": num_chips_per_host}, labels)
 
 
 def template(

@@ -48,7 +48,7 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
         if gpus_per_node is not None:
             raise document.error("topology.accelerator", f"{name} has no GPUs; leave out --gpus-per-node")
         return Allocation(num_nodes or 1)
-    per_node = gpus_per_node or accelerator.chips_on_a_host or chip.chips_per_host
+    per_node = gpus_per_node or accelerator.num_chips_per_host or chip.chips_per_host
     whole = per_node == chip.chips_per_host
     if accelerator.num_chips is None:
         return Allocation(num_nodes or 1, per_node, whole)

@@ -13,12 +13,12 @@ from runner.config import DataConfig, TrainerConfig
 from runner.console import say
 from runner.errors import EXIT_DONE, InvalidError
 from runner.history.reader import read_history
-from runner.huggingface.export import export_into, published_whole
-from runner.huggingface.hub import CARD, CheckpointFigures, ModelCardText, Repository, model_card
+from runner.huggingface.export import export_into, publish_directory
+from runner.huggingface.hub import CARD_FILE, ExportedCheckpoint, HubRepository, ModelCardText, format_model_card
 from runner.huggingface.peft import export_adapter
-from runner.huggingface.safetensors import CONFIG
+from runner.huggingface.safetensors import CONFIG_FILE
 from runner.job import RestoreableJob
-from runner.metrics.file import read_lines
+from runner.metrics.file import read_encoded_rows
 from runner.spec import ExecutionSpec, load_job_class, validate_spec
 from runner.storage import Store, open_store, parse_json, split_checkpoint
 
@@ -28,7 +28,7 @@ _OF_A_PUSH = ("public", "license", "base_model")
 def main(arguments: Sequence[str]) -> int:
     """Run the command."""
     parsed = _parse(arguments)
-    repository = None if parsed.push is None else Repository(parsed.push, is_public=parsed.public)
+    repository = None if parsed.push is None else HubRepository(parsed.push, is_public=parsed.public)
     where = directory_of(parsed.where)
     directory, _ = split_checkpoint(where)
     store = open_store(directory)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         manifest = export_into(made, where, parsed.step, family, data, parsed.dtype, weights=parsed.weights)
         if repository is not None:
             words = ModelCardText(parsed.push, parsed.license, parsed.base_model)
-            (made / CARD).write_text(_card(made, store, spec, data, manifest, words))
+            (made / CARD_FILE).write_text(_card(made, store, spec, data, manifest, words))
             pushed = repository.push(made, f"Step {manifest.step} of {spec.name}")
             did = "pushed" if pushed.has_changed else "nothing has changed: it is there already,"
             say(f"{did} step {manifest.step} of {directory} at {pushed.url}")
@@ -91,7 +91,7 @@ def _directory(out: str | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="export-") as directory:
             yield Path(directory)
         return
-    with published_whole(out) as found:
+    with publish_directory(out) as found:
         yield found
 
 
@@ -99,7 +99,7 @@ def _card(
     made: Path, store: Store, spec: ExecutionSpec, data: DataConfig | None, manifest: Manifest, words: ModelCardText
 ) -> str:
     """The model card of what was exported into `made`."""
-    rows = [line.row for line in read_lines(store, manifest.step)]
-    config = parse_json((made / CONFIG).read_bytes())
+    rows = [line.row for line in read_encoded_rows(store, manifest.step)]
+    config = parse_json((made / CONFIG_FILE).read_bytes())
     names = [path.name for path in made.iterdir()]
-    return model_card(CheckpointFigures(spec, data, manifest, rows, read_history(store), config, names), words)
+    return format_model_card(ExportedCheckpoint(spec, data, manifest, rows, read_history(store), config, names), words)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from runner.cli.arguments import Parser, looking, store_of
 from runner.console import write_text
 from runner.errors import EXIT_DONE
-from runner.metrics.file import read_lines
-from runner.metrics.rows import csv_lines
+from runner.metrics.file import read_encoded_rows
+from runner.metrics.rows import format_csv
 from runner.storage import LocalStore, local_directory
 
 
@@ -18,8 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
     parsed = parser.parse_args(arguments)
     with looking(BrokenPipeError):
-        lines = list(read_lines(store_of(parsed.where)))
-        texts = csv_lines(lines) if parsed.csv else (line.text.decode() for line in lines)
+        lines = list(read_encoded_rows(store_of(parsed.where)))
+        texts = format_csv(lines) if parsed.csv else (line.text.decode() for line in lines)
         if parsed.output is None:
             for text in texts:
                 write_text(text)

@@ -10,7 +10,7 @@ import sys
 import traceback
 from types import TracebackType
 
-from runner.accelerator import set_deterministic
+from runner.accelerator import add_deterministic_flags
 from runner.console import configure_console, warn
 from runner.distributed import preemption
 from runner.distributed.clock import Clock, TimeBucket
@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     if placement is not None:
         stop.expect_peers()
     if spec.topology is None or spec.topology.deterministic:
-        set_deterministic(os.environ)
+        add_deterministic_flags(os.environ)
     job.compile_cache.open()
     _log(spec)
     is_elastic = spec.topology is not None and spec.topology.elastic

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol, TypeVar
 from runner.dashboard.charts import RunCurves
 from runner.history.reader import HistoryReader
 from runner.history.records import History
-from runner.metrics.file import NAME, decode_parts, read_content
-from runner.metrics.rows import Row, surviving
+from runner.metrics.file import METRICS_FILE, decode_parts, read_content
+from runner.metrics.rows import Row, select_surviving
 from runner.run.logs import LOG_FOLDER
 from runner.storage import FileInfo, FileTail, Store
 
@@ -47,7 +47,7 @@ class DiskFeed:
     """See `RowFeed`."""
 
     def __init__(self, directory: Path):
-        self._file = FileTail(directory / NAME)
+        self._file = FileTail(directory / METRICS_FILE)
         self._step = -1
 
     def read(self) -> RowBatch:
@@ -59,7 +59,7 @@ class DiskFeed:
 
     def _rows(self, lines: Iterable[bytes]) -> Iterator[Row]:
         for text in lines:
-            for line in surviving([text], beyond=self._step):
+            for line in select_surviving([text], beyond=self._step):
                 self._step = line.step
                 yield line.row
 
@@ -81,12 +81,12 @@ class BucketFeed:
         if is_anew:
             self._parts, self._step = [], -1
         sealed = decode_parts(content)
-        newest = surviving(content.splitlines(), beyond=sealed[-1].last_step if sealed else -1)
+        newest = select_surviving(content.splitlines(), beyond=sealed[-1].last_step if sealed else -1)
         return RowBatch(is_anew, self._rows(names[len(self._parts) :]), [line.row for line in newest])
 
     def _rows(self, names: Iterable[str]) -> Iterator[Row]:
         for name in names:
-            for line in surviving(self._store.read(name).splitlines(), beyond=self._step):
+            for line in select_surviving(self._store.read(name).splitlines(), beyond=self._step):
                 self._step = line.step
                 yield line.row
             self._parts.append(name)

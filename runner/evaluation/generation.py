@@ -42,7 +42,7 @@ from runner.data.text import load_text
 from runner.data.tokenizers import BatchTokenizer, load_tokenizer
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
-from runner.parallel.mesh import num_batch_shards, sharding_rules
+from runner.parallel.mesh import count_batch_shards, use_sharding_rules
 from runner.storage import JsonObject, default_cache_directory, open_store
 from runner.train.evaluators import TEXT_CHARACTERS_MAX, EvaluationMetrics
 
@@ -256,7 +256,7 @@ class CachedDecoder:
         self._mesh, self._chunk = mesh, min(CHUNK_TOKENS, length)
         # Whole chunks: the last one may be padded, and what it writes behind the window is never seen.
         places = -(-length // self._chunk) * self._chunk
-        self._make_cache = lambda: model.init_cache(num_batch_shards(mesh), places, dtype)
+        self._make_cache = lambda: model.init_cache(count_batch_shards(mesh), places, dtype)
         self._weights, self._cache = weights, None if weights is None else self._make_cache()
 
         def step(weights: Any, cache: Any, tokens_BxT: jax.Array, start: jax.Array, last: jax.Array) -> Any:
@@ -277,7 +277,7 @@ class CachedDecoder:
         for start in range(len(window) - num_new, len(window), T):
             tokens = window[start : start + T]
             tokens_BxT, place = _rows(tokens, T, self._mesh), (np.int32(start), np.int32(len(tokens) - 1))
-            with sharding_rules(self._mesh):
+            with use_sharding_rules(self._mesh):
                 logits_V, self._cache = self._step(self._weights, self._cache, tokens_BxT, *place)
         assert logits_V is not None, "a window has a token"
         return logits_V
@@ -302,7 +302,7 @@ class RecomputingDecoder:
 
     def __call__(self, window: Sequence[int], num_new: int) -> jax.Array:
         """See `NextTokenLogits`."""
-        with sharding_rules(self._mesh):
+        with use_sharding_rules(self._mesh):
             return self._step(self._weights, _rows(window, self._length, self._mesh), np.int32(len(window) - 1))
 
 
@@ -313,7 +313,7 @@ def _rows(tokens: Sequence[int], length: int, mesh: Mesh) -> np.ndarray:
     """
     row = np.zeros(length, np.int32)
     row[: len(tokens)] = tokens
-    return np.tile(row, (num_batch_shards(mesh), 1))
+    return np.tile(row, (count_batch_shards(mesh), 1))
 
 
 def replicate(array: jax.Array, mesh: Mesh) -> jax.Array:

@@ -37,7 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError
 from runner.evaluation.generation import make_variables, replicate
-from runner.parallel.mesh import BATCH_AXES, num_batch_shards, sharding_rules
+from runner.parallel.mesh import BATCH_AXES, count_batch_shards, use_sharding_rules
 from runner.storage import JsonObject, open_store
 from runner.train.evaluators import EvaluationMetrics
 
@@ -78,7 +78,7 @@ class LikelihoodScorer:
         self, model: nn.Module, mesh: Mesh, length: int, sequences_per_device: int, is_stopping: Callable[[], bool]
     ):
         self._mesh, self._length, self._is_stopping = mesh, length, is_stopping
-        self._num_rows = sequences_per_device * num_batch_shards(mesh)
+        self._num_rows = sequences_per_device * count_batch_shards(mesh)
 
         @jax.jit
         def score(variables: Any, x_BxT: Any, y_BxT: Any, mask_BxT: Any) -> tuple[jax.Array, jax.Array]:
@@ -100,7 +100,7 @@ class LikelihoodScorer:
             if self._is_stopping():
                 return None
             some = pairs[first : first + self._num_rows]
-            with sharding_rules(self._mesh):
+            with use_sharding_rules(self._mesh):
                 sums, is_greedy = jax.device_get(self._score(variables, *self._batch(some)))
             found += [LikelihoodResult(float(a), bool(b)) for a, b in zip(sums, is_greedy, strict=True)][: len(some)]
         return found

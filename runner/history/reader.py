@@ -34,8 +34,8 @@ from runner.history.records import (
     Throughput,
     Verification,
 )
-from runner.metrics.file import NAME, read_content
-from runner.metrics.rows import surviving
+from runner.metrics.file import METRICS_FILE, read_content
+from runner.metrics.rows import select_surviving
 from runner.run.clock_file import ClockRecord, decode_clock_file, get_clock_file_name
 from runner.run.environment import ENVIRONMENT_KEYS
 from runner.run.layout import RunResult, read_owner, read_result
@@ -52,8 +52,8 @@ _NEWEST = 64
 
 def read_sample(store: Store) -> tuple[JsonObject, ...]:
     """Rows in order of step, the newest last; empty if there are none. Raises `OSError`, or `ValueError` of damage."""
-    texts = _texts_in_bucket(store) if store.root is None else _texts_on_disk(store.root / NAME)
-    lines = list(surviving(texts))
+    texts = _texts_in_bucket(store) if store.root is None else _texts_on_disk(store.root / METRICS_FILE)
+    lines = list(select_surviving(texts))
     newest, step = lines[-_NEWEST:], max(len(lines) // (ROWS_MAX - _NEWEST), 1)
     return tuple(line.row for line in [*lines[: -_NEWEST or None][::step], *newest])
 
@@ -68,7 +68,7 @@ def _texts_on_disk(path: Path) -> list[bytes]:
                 start = max(size - tail_bytes, 0)
                 file.seek(start)
                 tail = _whole_lines(file.read(size - start), start == 0)
-                if start == 0 or any(surviving(tail)):
+                if start == 0 or any(select_surviving(tail)):
                     break
             stride = max(start // _NUM_BLOCKS, _BLOCK_BYTES)
             texts: list[bytes] = []
@@ -91,7 +91,7 @@ def _texts_in_bucket(store: Store) -> Iterator[bytes]:
     try:
         names, content = read_content(store)
     except FileNotFoundError:  # somebody has deleted a part
-        names, content = [], store.read_versioned(NAME)[0]
+        names, content = [], store.read_versioned(METRICS_FILE)[0]
     step = max(len(names) // _PARTS_MAX, 1)
     chosen: Sequence[str] = sorted({*names[::step], *names[-1:]}, key=names.index)
     with ThreadPoolExecutor(_PARTS_MAX) as pool:

@@ -41,8 +41,17 @@ from runner.data.source_files import find_corpus, find_source, is_class_path
 from runner.data.text import TextTokens
 from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
 from runner.errors import DataError, InvalidError
-from runner.huggingface.mapping import Family, Shape, TensorPiece, table_problems, tensor_shapes
-from runner.huggingface.safetensors import CONFIG, DTYPES, INDEX, NAMES, SUFFIX, WHOLE, TensorLocation, encode_header
+from runner.huggingface.mapping import Family, Shape, TensorPiece, compute_tensor_shapes, find_table_problems
+from runner.huggingface.safetensors import (
+    CONFIG_FILE,
+    DTYPE_NAMES,
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    SUFFIX,
+    TensorLocation,
+    encode_header,
+)
 from runner.records import PARAMS
 from runner.storage import JsonObject, Store, default_cache_directory, encode_json, open_store, probe_store
 from runner.storage.local import fsync
@@ -60,16 +69,16 @@ class TokenizerFiles:
         files: by name.
         vocabulary_size: every id is below it.
         end: the id that ends every document, where one does.
-        told: why it has no `tokenizer.json`, if it has none.
+        problem: why it has no `tokenizer.json`, if it has none.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     vocabulary_size: int = 0
     end: int | None = None
-    told: str | None = None
+    problem: str | None = None
 
 
-def tokenizer_files(config: DataConfig) -> TokenizerFiles:
+def make_tokenizer_files(config: DataConfig) -> TokenizerFiles:
     """The tokenizer of the first source that has one. Reads a corpus's index, and of `characters` the text.
 
     Raises `DataError` if the source is not what it was, `OSError` if it cannot be reached.
@@ -78,7 +87,9 @@ def tokenizer_files(config: DataConfig) -> TokenizerFiles:
         found = _of_source(named, config)
         if found is not None:
             return found
-    return TokenizerFiles(told=f"data.source={config.sources[0].source} holds ids, and nobody knows of which tokenizer")
+    return TokenizerFiles(
+        problem=f"data.source={config.sources[0].source} holds ids, and nobody knows of which tokenizer"
+    )
 
 
 def _of_source(named: TokenSource, config: DataConfig) -> TokenizerFiles | None:
@@ -105,7 +116,9 @@ def _of_corpus(where: str, most_tokens: int) -> TokenizerFiles:
     if kind == "bytes":
         return _made(_bytes(), size, most_tokens, index.separator)
     if kind not in TOKENIZER_FILES:
-        return TokenizerFiles(told=f"{store.url}/{CORPUS_INDEX} names a tokenizer of kind {kind!r}, which is not known")
+        return TokenizerFiles(
+            problem=f"{store.url}/{CORPUS_INDEX} names a tokenizer of kind {kind!r}, which is not known"
+        )
     content = read_tokenizer(index.tokenizer, store)
     if kind == "hf":
         words = {number: word for word, number in parse_tokenizer(index.tokenizer, content, store).tokens().items()}
@@ -167,8 +180,8 @@ class SafetensorsWriter:
         self._places: dict[str, TensorLocation] = {}
         shards = _shards(tensors, shard_bytes)
         for number, names in enumerate(shards, start=1):
-            file = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}{SUFFIX}"
-            head, places = encode_header({name: (NAMES[tensors[name][0]], tensors[name][1]) for name in names})
+            file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}{SUFFIX}"
+            head, places = encode_header({name: (DTYPE_NAMES[tensors[name][0]], tensors[name][1]) for name in names})
             with translate_errors(directory / file), (directory / file).open("wb", buffering=0) as stream:
                 stream.write(head)
                 os.posix_fallocate(stream.fileno(), 0, max([len(head), *(place.stop for place in places.values())]))
@@ -176,7 +189,7 @@ class SafetensorsWriter:
         if len(shards) > 1:
             total = sum(place.stop - place.start for place in self._places.values())
             files = {name: self._places[name].file for name in sorted(self._places)}
-            (directory / INDEX).write_bytes(encode_json({"metadata": {"total_size": total}, "weight_map": files}))
+            (directory / INDEX_FILE).write_bytes(encode_json({"metadata": {"total_size": total}, "weight_map": files}))
 
     def put(self, piece: TensorPiece, values: np.ndarray) -> None:
         """Write one piece, `values` as its leaf has them, in the tensor's type: the nearest of it.
@@ -222,14 +235,14 @@ def _shards(tensors: Mapping[str, tuple[np.dtype, Shape]], shard_bytes: int) -> 
 
 
 @contextlib.contextmanager
-def published_whole(where: str) -> Iterator[Path]:
+def publish_directory(where: str) -> Iterator[Path]:
     """A directory on this disk to write into; what it holds at the end is at `where`, a path or URL, whole or not.
 
     In a bucket `config.json`, without which nobody reads the rest, is sent last. Raises `InvalidError` at once if
     something is at `where`, or it may not be written.
     """
     store = open_store(where)
-    validate_output_free(store)
+    _validate_output_empty(store)
     if store.root is None:
         with tempfile.TemporaryDirectory(prefix="export-") as directory:
             yield Path(directory)
@@ -259,7 +272,7 @@ def _rename(aside: Path, target: Path) -> None:
         raise
 
 
-def validate_output_free(store: Store) -> None:
+def _validate_output_empty(store: Store) -> None:
     """Raise `InvalidError` if something is where an export is to be, or if nothing can be written there."""
     if store.list_names(""):
         raise InvalidError(f"{store.url} is not empty; nothing is overwritten")
@@ -268,12 +281,20 @@ def validate_output_free(store: Store) -> None:
 
 
 def _upload(directory: Path, store: Store) -> None:
-    for path in sorted(directory.iterdir(), key=lambda path: (path.name == CONFIG, path.name)):
+    for path in sorted(directory.iterdir(), key=lambda path: (path.name == CONFIG_FILE, path.name)):
         store.upload(path, path.name, UPLOAD_SECONDS)
 
 
 GENERATION_CONFIG = "generation_config.json"
-_NAMES = {CONFIG, GENERATION_CONFIG, INDEX, WHOLE, TOKENIZER, TOKENIZER_CONFIG, *TOKENIZER_FILES.values()}
+_NAMES = {
+    CONFIG_FILE,
+    GENERATION_CONFIG,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    *TOKENIZER_FILES.values(),
+}
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -295,7 +316,7 @@ def export(
 
     Raises `InvalidError`, or `StorageError` if something cannot be reached; then nothing is at `out`.
     """
-    with published_whole(out) as directory:
+    with publish_directory(out) as directory:
         return export_into(directory, where, step, family, data, dtype, shard_bytes, weights).step
 
 
@@ -318,7 +339,7 @@ def export_into(
     return use_checkpoint(where, step, use)[0]
 
 
-def may_be_written(name: str) -> bool:
+def is_export_file(name: str) -> bool:
     """Whether some export has a file of this name."""
     return name in _NAMES or _SHARD.fullmatch(name) is not None
 
@@ -348,7 +369,7 @@ def _write(
     if tokenizer.end is not None:
         config["eos_token_id"] = tokenizer.end
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-    files = {CONFIG: encode_json(config), GENERATION_CONFIG: encode_json({"_from_model_config": True, **ends})}
+    files = {CONFIG_FILE: encode_json(config), GENERATION_CONFIG: encode_json({"_from_model_config": True, **ends})}
     for name, content in {**tokenizer.files, **files}.items():
         (directory / name).write_bytes(content)
 
@@ -359,7 +380,7 @@ def _tensors(
     """The pieces of each leaf, and the type and shape of every tensor, in the order of the table."""
     shapes = {name: tuple(leaf["shape"]) for name, leaf in leaves.items()}
     pieces = family.pieces()
-    wrong = table_problems(pieces, shapes)
+    wrong = find_table_problems(pieces, shapes)
     if wrong:
         raise InvalidError("\n".join(f"checkpoint {checkpoint} is not of this model: {line}" for line in wrong))
     by_leaf: dict[str, list[TensorPiece]] = defaultdict(list)
@@ -367,21 +388,21 @@ def _tensors(
     for piece in pieces:
         by_leaf[piece.leaf_name].append(piece)
         own = np.dtype(parse_dtype(dtype or leaves[piece.leaf_name]["dtype"]))
-        if own not in NAMES:
+        if own not in DTYPE_NAMES:
             raise InvalidError(f"{piece.leaf_name} is of type {own}; use --dtype")
         dtypes[piece.tensor] = own
-    return by_leaf, {name: (dtypes[name], shape) for name, shape in tensor_shapes(pieces, shapes).items()}
+    return by_leaf, {name: (dtypes[name], shape) for name, shape in compute_tensor_shapes(pieces, shapes).items()}
 
 
 def _tokenizer(data: DataConfig | None, config: JsonObject) -> TokenizerFiles:
     """The files of the tokenizer; none, and a line that says why, where it cannot be had."""
     try:
-        found = TokenizerFiles(told="the job has no data") if data is None else tokenizer_files(data)
+        found = TokenizerFiles(problem="the job has no data") if data is None else make_tokenizer_files(data)
     except DataError as error:
-        found = TokenizerFiles(told=str(error))
+        found = TokenizerFiles(problem=str(error))
     size = config.get("vocab_size")
     if size is not None and found.vocabulary_size > size:
         raise InvalidError(f"the tokenizer has {found.vocabulary_size:,} ids, the model a vocabulary of {size:,}")
-    if found.told is not None:
-        warn(f"no tokenizer.json is written: {found.told}")
+    if found.problem is not None:
+        warn(f"no tokenizer.json is written: {found.problem}")
     return found

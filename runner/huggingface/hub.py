@@ -35,14 +35,14 @@ from runner.config import SOURCE_NAME, DataConfig
 from runner.console import hide_secret
 from runner.errors import InvalidError, RetryableError, RunnerError, format_reason
 from runner.history.records import History, RunState
-from runner.huggingface.export import TOKENIZER, may_be_written
+from runner.huggingface.export import TOKENIZER, is_export_file
 from runner.metrics.rows import Row
 from runner.records import PARAMS
 from runner.spec import ExecutionSpec
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject
 
-CARD = "README.md"
+CARD_FILE = "README.md"
 EVALUATIONS_MAX = 12  # lines of the table; of more, some, evenly, and the last
 _LOSS = re.compile(r"val/(.+/)?loss")
 _HUB_CACHE = re.compile(r"(?:^|/)models--([^/]+)--([^/]+)(?:/|$)")  # where the Hub's own library keeps a download
@@ -65,7 +65,7 @@ class ModelCardText:
 
 
 @dataclass(frozen=True)
-class CheckpointFigures:
+class ExportedCheckpoint:
     """What a run has left of a step.
 
     Attributes:
@@ -87,7 +87,7 @@ class CheckpointFigures:
     files: Collection[str]
 
 
-def model_card(evidence: CheckpointFigures, words: ModelCardText) -> str:
+def format_model_card(evidence: ExportedCheckpoint, words: ModelCardText) -> str:
     """The content of README.md."""
     front = yaml.safe_dump(_front_matter(evidence, words), sort_keys=False, allow_unicode=True)
     spec, manifest = evidence.spec, evidence.manifest
@@ -102,7 +102,7 @@ def model_card(evidence: CheckpointFigures, words: ModelCardText) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _front_matter(evidence: CheckpointFigures, words: ModelCardText) -> Mapping[str, str | list[str]]:
+def _front_matter(evidence: ExportedCheckpoint, words: ModelCardText) -> Mapping[str, str | list[str]]:
     """What the Hub sorts and filters by; a key of which nothing is known is left out."""
     found: dict[str, str | list[str]] = {}
     if _generates_text(evidence.config):
@@ -134,7 +134,7 @@ def _sources(data: DataConfig | None) -> list[str]:
     return [] if data is None else [named.source for named in data.sources]
 
 
-def _facts(evidence: CheckpointFigures) -> Iterable[tuple[str, str]]:
+def _facts(evidence: ExportedCheckpoint) -> Iterable[tuple[str, str]]:
     """What is told of the weights, by name."""
     spec, data, manifest = evidence.spec, evidence.data, evidence.manifest
     yield "step", f"{manifest.step:,}"
@@ -196,7 +196,7 @@ def _figure(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, int | float) else ""
 
 
-def _usage(evidence: CheckpointFigures, repository: str) -> str:
+def _usage(evidence: ExportedCheckpoint, repository: str) -> str:
     """How the weights are opened, where `transformers` knows their architecture."""
     if not _generates_text(evidence.config):
         return ""
@@ -252,7 +252,7 @@ def _set_up(utils: ModuleType, hub: ModuleType) -> None:
     hub.set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=ANSWER_SECONDS))
 
 
-class Repository:
+class HubRepository:
     """OWNER/NAME on the Hub that HF_ENDPOINT names, with the token of HF_TOKEN or of the library's own login."""
 
     def __init__(self, name: str, *, is_public: bool):
@@ -292,7 +292,7 @@ class Repository:
                 self._api.create_repo(self._name, private=not self._is_public, exist_ok=True)
             before = self._api.repo_info(self._name)
             left = sorted(each.rfilename for each in before.siblings or [] if each.rfilename not in paths)
-            operations = [self._hub.CommitOperationDelete(name) for name in left if may_be_written(name)]
+            operations = [self._hub.CommitOperationDelete(name) for name in left if is_export_file(name)]
             operations += [self._hub.CommitOperationAdd(name, path) for name, path in paths.items()]
             with warnings.catch_warnings(action="ignore"):  # of metadata that the Hub does not know: it takes them
                 commit = self._api.create_commit(

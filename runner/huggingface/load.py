@@ -30,8 +30,14 @@ from runner.checkpoint.restore import validate_source_run as check_run
 from runner.checkpoint.weights import BEST, find_checkpoint
 from runner.console import warn
 from runner.errors import InvalidError, ResumeError, StorageError
-from runner.huggingface.mapping import Family, TensorMatch, TensorPiece, match
-from runner.huggingface.safetensors import DTYPES, PublishedWeights, TensorLocation, is_published, open_published
+from runner.huggingface.mapping import Family, TensorMatch, TensorPiece, match_tensors
+from runner.huggingface.safetensors import (
+    DTYPES,
+    PublishedWeights,
+    TensorLocation,
+    has_published_weights,
+    open_published_weights,
+)
 from runner.records import PARAMS
 from runner.run.attempt import Attempt
 from runner.spec import Document, ExecutionSpec, InitFromConfig, Trajectory, hash_record
@@ -55,17 +61,17 @@ def read_leaf(store: Store, versions: Mapping[str, Version], sources: Sources, l
     is_whole = all(tensor is not None and _is_whole(piece, tensor, leaf.shape) for piece, tensor in sources)
     blocks: Blocks = {}
     for shard in leaf.addressable_shards:
-        bounds = bounds_of(shard.index, leaf.shape)
+        bounds = compute_bounds(shard.index, leaf.shape)
         if bounds not in blocks:
             shape = [stop - start for start, stop in bounds]
             blocks[bounds] = np.empty(shape, leaf.dtype) if is_whole else np.array(shard.data)
-    fill(store, versions, sources, blocks)
+    fill_blocks(store, versions, sources, blocks)
     return jax.make_array_from_callback(
-        leaf.shape, leaf.sharding, lambda index: blocks[bounds_of(index or (), leaf.shape)], dtype=leaf.dtype
+        leaf.shape, leaf.sharding, lambda index: blocks[compute_bounds(index or (), leaf.shape)], dtype=leaf.dtype
     )
 
 
-def fill(store: Store, versions: Mapping[str, Version], sources: Sources, blocks: Blocks) -> None:
+def fill_blocks(store: Store, versions: Mapping[str, Version], sources: Sources, blocks: Blocks) -> None:
     """Put into blocks of a leaf, by where they lie in it, what its tensors have of them."""
     present = [(piece, tensor) for piece, tensor in sources if tensor is not None]
 
@@ -80,7 +86,7 @@ def fill(store: Store, versions: Mapping[str, Version], sources: Sources, blocks
             list(pool.map(lambda source: fill_piece(source, map), present))
 
 
-def bounds_of(index: Index, shape: tuple[int, ...]) -> Bounds:
+def compute_bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
     """(start, stop) on each axis of a part of an array of this shape."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
@@ -148,11 +154,11 @@ def _read_boxes(
         found = store.read_range(tensor.file, tensor.start + start, tensor.start + stop, version)
         content[start:stop] = np.frombuffer(found, np.uint8)
 
-    list(run(fetch, byte_spans(tensor.shape, dtype.itemsize, boxes)))
+    list(run(fetch, list_byte_spans(tensor.shape, dtype.itemsize, boxes)))
     return content.view(dtype).reshape(tensor.shape)
 
 
-def byte_spans(
+def list_byte_spans(
     shape: tuple[int, ...], itemsize: int, boxes: Sequence[Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[int, int]]:
     """The ranges of bytes, relative to the tensor's first, that boxes of a tensor lie in: ascending, none twice."""
@@ -187,7 +193,7 @@ _NUM_READERS = 8
 _WEIGHTS = ("params.", "variables.")
 
 
-def name_base(document: Document, spec: ExecutionSpec, config: Any, store: Store) -> Trajectory:
+def identify_adapter_base(document: Document, spec: ExecutionSpec, config: Any, store: Store) -> Trajectory:
     """What an adapter adds to the trajectory: the fingerprint of the weights that the spec names; nothing without one.
 
     Where they are gone it is that of the run's own. Raises `InvalidError` if they are not there and the run in `store`
@@ -204,7 +210,7 @@ def _fingerprint(document: Document, spec: ExecutionSpec, store: Store) -> str:
     saved = None if own is None else own.identity.get(ADAPTER_BASE)
     with document.errors_at("checkpoint.init_from"):
         try:
-            return base_fingerprint(spec.checkpoint.initial_weights.path) + which
+            return _compute_base_fingerprint(spec.checkpoint.initial_weights.path) + which
         except (InvalidError, StorageError, FileNotFoundError) as error:
             if saved is None:
                 raise error if isinstance(error, InvalidError | StorageError) else ResumeError(str(error)) from error
@@ -212,11 +218,11 @@ def _fingerprint(document: Document, spec: ExecutionSpec, store: Store) -> str:
             return str(saved)
 
 
-def base_fingerprint(path: str) -> str:
+def _compute_base_fingerprint(path: str) -> str:
     """What tells one base from another, by what `checkpoint.init_from` names."""
     directory, name = split_checkpoint(path)
     store = open_store(directory)
-    if name is None and is_published(store):
+    if name is None and has_published_weights(store):
         return f"files {_digest_of_files(store)}"
     manifest = read_newest_manifest(store) if name is None else read_manifest(store, f"{CHECKPOINTS}/{name}")
     if manifest is None:
@@ -229,7 +235,7 @@ def base_fingerprint(path: str) -> str:
 
 def _digest_of_files(store: Store) -> str:
     """Of the name, type and shape of each tensor, and of some of its bytes."""
-    published = open_published(store)
+    published = open_published_weights(store)
 
     def sample(name: str) -> list[str]:
         tensor = published.tensors[name]
@@ -246,7 +252,9 @@ def _digest_of_files(store: Store) -> str:
 FamilyOf = Callable[[], Family | None]
 
 
-def check_source(document: Document, rule: InitFromConfig | None, family: FamilyOf, weights: Callable[[], Any]) -> None:
+def validate_init_from(
+    document: Document, rule: InitFromConfig | None, family: FamilyOf, weights: Callable[[], Any]
+) -> None:
     """Refuse, with every line of what does not fit, weights that could not be begun with. Reads headers alone.
 
     `weights` gives the abstract leaves that are to be filled. Main host only. Nothing if there is no rule.
@@ -258,10 +266,10 @@ def check_source(document: Document, rule: InitFromConfig | None, family: Family
         if store is None:
             check_run(_named(rule.path), rule.weights)
         else:
-            _match(open_published(store), rule, family, weights())
+            _match(open_published_weights(store), rule, family, weights())
 
 
-def load_source(
+def load_init_from(
     document: Document,
     rule: InitFromConfig,
     family: FamilyOf,
@@ -305,7 +313,7 @@ def _published_store(rule: InitFromConfig) -> Store | None:
     """Where the weights of others are; None if the rule names a run, of which all is taken as it is."""
     directory, name = split_checkpoint(rule.path)
     store = open_store(directory)
-    if name is None and is_published(store):
+    if name is None and has_published_weights(store):
         if rule.weights != PARAMS:
             raise InvalidError(f"weights: nothing reads it: {rule.path}, in Hugging Face's layout, has no averages")
         return store
@@ -325,15 +333,17 @@ def _match(published: PublishedWeights, rule: InitFromConfig, family: FamilyOf, 
             f"{published.store.url} is in Hugging Face's layout, and the job does not say how its weights are called "
             "there: see `family` of BaseTrainer"
         )
-    return match(published, known, {name: leaf.shape for name, leaf in flatten_with_names(weights).items()}, rule)
+    return match_tensors(
+        published, known, {name: leaf.shape for name, leaf in flatten_with_names(weights).items()}, rule
+    )
 
 
 def _load(store: Store, rule: InitFromConfig, family: FamilyOf, weights: Any) -> tuple[Any, tuple[str, ...]]:
     """The leaves, each host its part, and what was allowed, a line each."""
-    published = open_published(store)
+    published = open_published_weights(store)
     found = _match(published, rule, family, weights)
     leaves = [
         read_leaf(store, published.versions, found.pieces[name], leaf)
         for name, leaf in flatten_with_names(weights).items()
     ]
-    return jax.tree.unflatten(jax.tree.structure(weights), leaves), found.told
+    return jax.tree.unflatten(jax.tree.structure(weights), leaves), found.notes

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, Protocol
 
 from runner.errors import InvalidError
-from runner.huggingface.safetensors import CONFIG, DTYPES, PublishedWeights, TensorLocation
+from runner.huggingface.safetensors import CONFIG_FILE, DTYPES, PublishedWeights, TensorLocation
 from runner.spec import InitFromConfig
 from runner.storage import JsonObject
 
@@ -67,17 +67,17 @@ class Family(Protocol):
         return tensor
 
 
-def piece_shape(piece: TensorPiece, leaf: Shape) -> Shape:
+def compute_piece_shape(piece: TensorPiece, leaf: Shape) -> Shape:
     """The shape of a piece as it lies in the files, where its leaf has this shape."""
     own = leaf[len(piece.index) :]
     return (*own[:-2], own[-1], own[-2]) if piece.transpose else own
 
 
-def tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Shape]) -> dict[str, Shape]:
+def compute_tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Shape]) -> dict[str, Shape]:
     """The shape of every tensor, from the shapes of the leaves by their names in the state."""
     shapes: dict[str, Shape] = {}
     for piece in pieces:
-        shape = list(piece_shape(piece, leaves[piece.leaf_name]))
+        shape = list(compute_piece_shape(piece, leaves[piece.leaf_name]))
         if piece.part is not None:
             axis, _, stop = piece.part
             shape[axis] = max(stop, shapes.get(piece.tensor, shape)[axis])
@@ -85,7 +85,7 @@ def tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Shape]) ->
     return shapes
 
 
-def table_problems(pieces: Sequence[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
+def find_table_problems(pieces: Sequence[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
     """What is wrong with a table, a line each; none: every leaf stands in it exactly once, and every tensor is whole.
 
     `leaves` has the shape of every leaf of the weights by its name in the state.
@@ -120,7 +120,7 @@ def _leaf_problems(pieces: list[TensorPiece], shape: Shape) -> list[str]:
 
 
 def _tensor_problems(pieces: list[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
-    shapes = [piece_shape(piece, leaves[piece.leaf_name]) for piece in pieces]
+    shapes = [compute_piece_shape(piece, leaves[piece.leaf_name]) for piece in pieces]
     parts = [piece.part for piece in pieces]
     if parts == [None]:
         return []
@@ -145,14 +145,14 @@ class TensorMatch:
     Attributes:
         pieces: by leaf, with the tensor that each is read from. A tensor may be shorter in its first axis than the
             piece: then it is its beginning. None: the piece stays as it is.
-        told: what was allowed, a line each.
+        notes: what was allowed, a line each.
     """
 
     pieces: Mapping[str, list[tuple[TensorPiece, TensorLocation | None]]]
-    told: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
-def match(
+def match_tensors(
     published: PublishedWeights, family: Family, shapes: Mapping[str, Shape], rule: InitFromConfig
 ) -> TensorMatch:
     """Find the tensors of each leaf; `shapes` are the leaves' by their names in the state.
@@ -160,16 +160,16 @@ def match(
     Raises `InvalidError` with a line for all that does not fit and is not allowed.
     """
     pieces = family.pieces()
-    wrong = table_problems(pieces, shapes)
+    wrong = find_table_problems(pieces, shapes)
     if wrong:
         raise InvalidError("\n".join(f"the job's table of tensors: {line}" for line in wrong))
     found, problems = _by_our_names(published, family, rule)
-    needed = tensor_shapes(pieces, shapes)
+    needed = compute_tensor_shapes(pieces, shapes)
     shared = {piece.tensor for piece in pieces if piece.part is not None}
     told: list[str] = []
     for line in family.differences(published.config):
         key = f"config.{line.partition(':')[0]}"
-        (told if _is_allowed(key, rule) else problems).append(f"{CONFIG}: {line}")
+        (told if _is_allowed(key, rule) else problems).append(f"{CONFIG_FILE}: {line}")
     sources: dict[str, TensorLocation | None] = {}
     for name, shape in needed.items():
         sources[name], problem, begins = _source(found.get(name), shape, name not in shared)
@@ -178,7 +178,7 @@ def match(
         elif problem is not None:
             problems.append(f"{name}: {problem}")
     problems += [f"{name}: is left over, the model has no such tensor" for name in found.keys() - needed.keys()]
-    another = [line for line in problems if line.startswith(f"{CONFIG}: model_type:")]
+    another = [line for line in problems if line.startswith(f"{CONFIG_FILE}: model_type:")]
     problems = another or problems  # of another family nothing else fits either
     if problems:
         raise InvalidError("\n".join(f"{published.store.url}: {line}" for line in sorted(problems)))

@@ -18,9 +18,9 @@ from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.weight_names import has_adapter
 from runner.checkpoint.weights import find_adapter, read_named_leaves, use_checkpoint
 from runner.errors import InvalidError
-from runner.huggingface.export import Dtype, published_whole
+from runner.huggingface.export import Dtype, publish_directory
 from runner.huggingface.mapping import Family, TensorPiece
-from runner.huggingface.safetensors import NAMES, encode_header
+from runner.huggingface.safetensors import DTYPE_NAMES, encode_header
 from runner.records import PARAMS
 from runner.storage import JsonObject, Store, encode_json
 
@@ -53,7 +53,7 @@ def export_adapter(
     `where`, `step` and `weights` as of `open_checkpoint`; `base` is told as what it adapts; `dtype` by default that of
     the checkpoint. Raises `InvalidError` if there is no adapter, or PEFT has no form for it; then nothing is at `out`.
     """
-    with published_whole(out) as directory:
+    with publish_directory(out) as directory:
 
         def use(store: Store, manifest: Manifest) -> int:
             _write(directory, store, manifest, family, base, dtype, weights)
@@ -83,7 +83,7 @@ def _write(
         tensors[f"{_PREFIX}{module.name}.lora_A.weight"] = module.a
         tensors[f"{_PREFIX}{module.name}.lora_B.weight"] = module.b
     tensors = {name: array.astype(parse_dtype(dtype)) if dtype else array for name, array in tensors.items()}
-    head, _ = encode_header({name: (NAMES[array.dtype], array.shape) for name, array in tensors.items()})
+    head, _ = encode_header({name: (DTYPE_NAMES[array.dtype], array.shape) for name, array in tensors.items()})
     content = head + b"".join(np.ascontiguousarray(array).tobytes() for array in tensors.values())
     (directory / TENSORS).write_bytes(content)
     with safetensors.safe_open(directory / TENSORS, framework="np") as found:

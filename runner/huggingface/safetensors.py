@@ -24,7 +24,7 @@ from runner.errors import InvalidError
 from runner.storage import FileInfo, JsonObject, Store, Version, WrongKindError, open_store, parse_json
 
 PREFIX_BYTES = 8
-MOST_BYTES = 100_000_000  # of a header, as the safetensors library has it
+_HEADER_BYTES_MAX = 100_000_000  # of a header, as the safetensors library has it
 METADATA = "__metadata__"
 
 # The types that are read, and how wide the others are of which the format knows.
@@ -42,7 +42,7 @@ _OTHER_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorLocation(NamedTuple):
@@ -55,12 +55,12 @@ class TensorLocation(NamedTuple):
     stop: int
 
 
-def header_length(prefix: bytes, file_bytes: int) -> int:
+def parse_header_length(prefix: bytes, file_bytes: int) -> int:
     """The length of the header of a file of `file_bytes` that begins with `prefix`. Raises `ValueError`."""
     if len(prefix) < PREFIX_BYTES:
         raise ValueError(f"is torn: it has {file_bytes} bytes, and its header is not whole")
     length = int.from_bytes(prefix, "little")
-    if length > MOST_BYTES:
+    if length > _HEADER_BYTES_MAX:
         raise ValueError(f"is no safetensors file: its header would have {length:,} bytes")
     if PREFIX_BYTES + length > file_bytes:
         raise ValueError(f"is torn: its header has {length:,} bytes, and it ends after {file_bytes:,}")
@@ -138,9 +138,9 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
     return len(text).to_bytes(PREFIX_BYTES, "little") + text, laid
 
 
-CONFIG = "config.json"
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NUM_READERS = 8
@@ -162,21 +162,21 @@ class PublishedWeights:
     versions: dict[str, Version]
 
 
-def is_published(store: Store) -> bool:
+def has_published_weights(store: Store) -> bool:
     """Whether a directory is in Hugging Face's layout, or is meant to be; else it is a run's."""
     names = store.list_names("")
-    return CONFIG in names or any(name.endswith((SUFFIX, INDEX)) for name in names)
+    return CONFIG_FILE in names or any(name.endswith((SUFFIX, INDEX_FILE)) for name in names)
 
 
-def open_published(where: str | Store) -> PublishedWeights:
+def open_published_weights(where: str | Store) -> PublishedWeights:
     """The weights at a path or URL. Raises `InvalidError` with a line for each thing that is wrong."""
     store = open_store(where) if isinstance(where, str) else where
     listing = {name: listed for name, listed in store.list_files("").items() if "/" not in name}
     names = list(listing)
-    if CONFIG not in names:
-        raise InvalidError(f"{store.url}: no {CONFIG} is here; needs a directory in Hugging Face's layout")
-    config = _read_object(store, CONFIG)
-    index = _read_index(store) if WHOLE not in names and INDEX in names else None
+    if CONFIG_FILE not in names:
+        raise InvalidError(f"{store.url}: no {CONFIG_FILE} is here; needs a directory in Hugging Face's layout")
+    config = _read_object(store, CONFIG_FILE)
+    index = _read_index(store) if SINGLE_FILE not in names and INDEX_FILE in names else None
     files = _files(store, names, index)
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="header") as pool:
         found = list(pool.map(lambda file: _read_header(store, file, listing[file]), files))
@@ -188,7 +188,7 @@ def open_published(where: str | Store) -> PublishedWeights:
                 problems.append(f"{store.url}: tensor {name} is in {tensors[name].file} and in {file}")
             tensors[name] = tensor
     if index is not None and not problems:
-        problems += [f"{store.url}/{INDEX}: {problem}" for problem in _disagreements(index, tensors)]
+        problems += [f"{store.url}/{INDEX_FILE}: {problem}" for problem in _disagreements(index, tensors)]
     if problems:
         raise InvalidError("\n".join(sorted(problems)))
     return PublishedWeights(
@@ -207,12 +207,14 @@ def _read_object(store: Store, name: str) -> JsonObject:
 
 def _read_index(store: Store) -> dict[str, str]:
     """The file of each tensor, by the index. No name in it leads out of the directory."""
-    files = _read_object(store, INDEX).get("weight_map")
+    files = _read_object(store, INDEX_FILE).get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise InvalidError(f"{store.url}/{INDEX}: has no weight_map")
+        raise InvalidError(f"{store.url}/{INDEX_FILE}: has no weight_map")
     strange = {str(file) for file in files.values() if not _is_plain(file)}
     if strange:
-        lines = [f"{store.url}/{INDEX}: names {file[:200]!r}, needs a {SUFFIX} beside it" for file in sorted(strange)]
+        lines = [
+            f"{store.url}/{INDEX_FILE}: names {file[:200]!r}, needs a {SUFFIX} beside it" for file in sorted(strange)
+        ]
         raise InvalidError("\n".join(lines))
     return files
 
@@ -233,9 +235,9 @@ def _files(store: Store, names: list[str], index: dict[str, str] | None) -> list
         files = sorted(set(index.values()))
         lacking = [file for file in files if file not in names]
         if lacking:
-            raise InvalidError("\n".join(f"{store.url}/{file} is missing, {INDEX} names it" for file in lacking))
+            raise InvalidError("\n".join(f"{store.url}/{file} is missing, {INDEX_FILE} names it" for file in lacking))
         return files
-    found = [WHOLE] if WHOLE in names else [name for name in names if name.endswith(SUFFIX)]
+    found = [SINGLE_FILE] if SINGLE_FILE in names else [name for name in names if name.endswith(SUFFIX)]
     if found:
         return found
     pickles = [name for name in names if name.endswith(_PICKLES)]
@@ -251,7 +253,7 @@ def _read_header(store: Store, file: str, listed: FileInfo) -> tuple[dict[str, T
     """The tensors of a file, its version, and what is wrong with it."""
     size, version = listed.size_bytes, listed.version
     try:
-        length = header_length(store.read_range(file, 0, min(PREFIX_BYTES, size), version), size)
+        length = parse_header_length(store.read_range(file, 0, min(PREFIX_BYTES, size), version), size)
         content = store.read_range(file, PREFIX_BYTES, PREFIX_BYTES + length, version)
         return parse_header(content, file, size), version, None
     except WrongKindError as error:

@@ -28,7 +28,7 @@ from runner.errors import DataError, InvalidError
 from runner.evaluation.builtin import EvaluationContext, EvaluationData, load_codec_or_reason, select_run_data
 from runner.evaluation.generation import TextCodec, load_data_codec
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
-from runner.parallel.mesh import AXES, does_mesh_fit, make_mesh, mesh_sizes, num_batch_shards
+from runner.parallel.mesh import AXES, count_batch_shards, is_mesh_possible, make_mesh, resolve_mesh_sizes
 from runner.records import PARAMS
 from runner.run.layout import read_result
 from runner.spec import Document, SpecLocation, validate_config
@@ -146,13 +146,17 @@ def make_evaluation_context(run: ReadOnlyRun) -> tuple[EvaluationContext, Any]:
 def _mesh_here(run: ReadOnlyRun) -> Mesh:
     """The run's own mesh if it fits on the devices at hand, else weights and batch cut over all of them."""
     number, mesh = jax.device_count(), run.job.topology.mesh
-    sizes = mesh_sizes(mesh, number) if does_mesh_fit(mesh, number) else dict.fromkeys(AXES, 1) | {"fsdp": number}
+    sizes = (
+        resolve_mesh_sizes(mesh, number)
+        if is_mesh_possible(mesh, number)
+        else dict.fromkeys(AXES, 1) | {"fsdp": number}
+    )
     return make_mesh(sizes)
 
 
 def _lay_out(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLayout:
     """The run's own global batch, or the next larger one that divides over these devices; micro-batches no larger."""
-    train, shards = run.job.config.train, num_batch_shards(mesh)
+    train, shards = run.job.config.train, count_batch_shards(mesh)
     share = -(-train.global_batch_examples // shards)
     most = share if train.micro_batch_examples == "auto" else int(train.micro_batch_examples)
     micro = max(size for size in range(1, share + 1) if share % size == 0 and size <= max(1, most))

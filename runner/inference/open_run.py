@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runner.accelerator import set_deterministic
+from runner.accelerator import add_deterministic_flags
 from runner.checkpoint.manifest import CHECKPOINTS, read_committed
 from runner.checkpoint.weights import find_checkpoint, open_checkpoint, read_document
 from runner.errors import InvalidError, ResumeError
@@ -37,7 +37,7 @@ class ReadOnlyRun:
     def prepare_process(self) -> None:
         """Make programs be those of the run, and leave it the memory of its GPU. Before JAX is started."""
         if self.job.topology.deterministic:
-            set_deterministic(os.environ)
+            add_deterministic_flags(os.environ)
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         self.job.compile_cache.open()
 

@@ -23,7 +23,7 @@ from runner.evaluation.generation import (
     stream_output,
 )
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
-from runner.parallel.mesh import AXES, device_memory_bytes, make_mesh
+from runner.parallel.mesh import AXES, make_mesh, read_device_memory_bytes
 from runner.records import PARAMS
 from runner.trainer import BaseTrainer
 
@@ -81,6 +81,6 @@ def _draw(job: BaseTrainer) -> tuple[Any, Mesh]:
     for devices in (jax.local_devices()[:1], jax.local_devices()):
         mesh = make_mesh(dict.fromkeys(AXES, 1) | {"fsdp": len(devices)}, devices)
         abstract = job.weights(job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed)).abstract_state)
-        if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) < device_memory_bytes() / 2:
+        if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) < read_device_memory_bytes() / 2:
             break
     return abstract, mesh

@@ -44,21 +44,21 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from runner.console import warn
 from runner.errors import FencedError, InvalidError
-from runner.metrics.rows import EncodedRow, Row, RowTail, decode, surviving, up_to
+from runner.metrics.rows import EncodedRow, Row, RowTail, decode_object, find_last_own_step, select_surviving
 from runner.run.fence import Fence
 from runner.storage import ABSENT, BackgroundWriter, LocalStore, Store, Version, encode_line
 
-NAME = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 UNSYNCED_BYTES_MAX = 1 << 20
 _CHUNK_BYTES = 1 << 20
 
 
-class LocalMetrics:
-    """See `Metrics`."""
+class LocalMetricsFile:
+    """See `MetricsFile`."""
 
     def __init__(self, store: LocalStore, fence: Fence):
         self._store, self._fence = store, fence
-        self._path = store.root / NAME
+        self._path = store.root / METRICS_FILE
         self._file: FileIO | None = None
         self._num_bytes = self._num_synced_bytes = 0
         self._newest: EncodedRow | None = None
@@ -69,18 +69,18 @@ class LocalMetrics:
         self._lock = threading.RLock()  # of all the rest; never held meanwhile
 
     def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
-        """See `Metrics`."""
-        own = surviving(self._store.lines(NAME), up_to(step, tail))
+        """See `MetricsFile`."""
+        own = select_surviving(self._store.lines(METRICS_FILE), find_last_own_step(step, tail))
         more = () if tail is None else tail.lines
         self._replace(itertools.chain(own, (line for line in more if line.step <= step)))
         return None if self._newest is None or self._newest.step != step else self._newest.row
 
-    def reaches(self, step: int) -> bool:
-        """See `Metrics`."""
-        return any(line.step == step for line in surviving(self._store.lines(NAME), step))
+    def has_step(self, step: int) -> bool:
+        """See `MetricsFile`."""
+        return any(line.step == step for line in select_surviving(self._store.lines(METRICS_FILE), step))
 
     def append(self, row: Row) -> None:
-        """See `Metrics`. The row survives this process from here on."""
+        """See `MetricsFile`. The row survives this process from here on."""
         with self._lock:
             self._newest = EncodedRow.of(row)
             self._unwritten.append(self._newest)
@@ -104,23 +104,23 @@ class LocalMetrics:
                 self._written.append(self._unwritten.pop(0))
 
     def replace_last(self, row: Row) -> None:
-        """See `Metrics`."""
+        """See `MetricsFile`."""
         with self._lock:
             self._write()
-            lines = surviving(self._store.lines(NAME), row["step"] - 1)
+            lines = select_surviving(self._store.lines(METRICS_FILE), row["step"] - 1)
             self._replace(itertools.chain(lines, [EncodedRow.of(row)]))
 
-    def newest(self) -> Row:
-        """See `Metrics`."""
+    def get_newest(self) -> Row:
+        """See `MetricsFile`."""
         return {} if self._newest is None else self._newest.row
 
-    def tail(self) -> RowTail:
-        """See `Metrics`."""
+    def get_tail(self) -> RowTail:
+        """See `MetricsFile`."""
         with self._lock:
             return RowTail(self._synced_step, [*self._written, *self._unwritten])
 
     def sync(self) -> None:
-        """See `Metrics`."""
+        """See `MetricsFile`."""
         with self._syncing:
             with self._lock:
                 if self._file is None:
@@ -136,7 +136,7 @@ class LocalMetrics:
                     del self._written[:num_lines]
 
     def close(self) -> None:
-        """See `Metrics`."""
+        """See `MetricsFile`."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -155,7 +155,7 @@ class LocalMetrics:
         if not is_there:
             self._fence.check()  # it may be a newer attempt's by now
             warn(f"{self._path} was deleted or replaced while the job runs; it is made anew from the open file")
-            self._replace(surviving(_texts_of(self._file)))
+            self._replace(select_surviving(_texts_of(self._file)))
 
     def _replace(self, lines: Iterable[EncodedRow]) -> None:
         """Put a file with these lines in the place of what is there, durably, and open it for more."""
@@ -169,7 +169,7 @@ class LocalMetrics:
                 size += len(line.text)
                 yield line.text
 
-        self._store.write_chunks(NAME, texts())
+        self._store.write_chunks(METRICS_FILE, texts())
         self.close()
         self._file, self._num_bytes, self._num_synced_bytes = self._path.open("a+b", buffering=0), size, size
         self._newest = newest[0] if newest else None
@@ -190,7 +190,7 @@ def _texts_of(file: FileIO) -> Iterator[bytes]:
 PART_BYTES = 1 << 18
 PARTS_MAX = 64
 _READ_TRIES = 3
-FOLDER, _PARTS = "metrics", "parts"
+PARTS_FOLDER, _PARTS = "metrics", "parts"
 
 Value = TypeVar("Value")
 
@@ -209,17 +209,17 @@ def encode_parts(parts: list[SealedPart]) -> bytes:
 
 def decode_parts(content: bytes) -> list[SealedPart]:
     """The parts that an object names, which come before its own rows. Raises `ValueError` if what it names is none."""
-    first = decode(content.partition(b"\n")[0])
+    first = decode_object(content.partition(b"\n")[0])
     named = first.get(_PARTS, []) if first else []
     if not (isinstance(named, list) and all(map(_is_part, named))):
-        raise ValueError(f"{NAME} names parts that are none: {str(named)[:100]}")
+        raise ValueError(f"{METRICS_FILE} names parts that are none: {str(named)[:100]}")
     return [SealedPart(*part) for part in named]
 
 
 def _is_part(value: Any) -> bool:
     match value:
         case [str(name), int()]:
-            return name.startswith(f"{FOLDER}/") and ".." not in name
+            return name.startswith(f"{PARTS_FOLDER}/") and ".." not in name
     return False
 
 
@@ -232,7 +232,7 @@ def read_content(store: Store, known: Collection[str] = ()) -> tuple[list[str], 
     return _read_whole(lambda: _content(store, known))
 
 
-def read_texts(store: Store) -> list[bytes]:
+def _read_texts(store: Store) -> list[bytes]:
     """All rows as lines of text, parts first. For readers, who may meet a writer at work."""
 
     def read() -> list[bytes]:
@@ -251,7 +251,7 @@ def _read_whole(read: Callable[[], Value]) -> Value:
 
 
 def _content(store: Store, known: Collection[str]) -> tuple[list[str], bytes]:
-    content, _ = store.read_versioned(NAME)
+    content, _ = store.read_versioned(METRICS_FILE)
     return _names_of_parts(store, content, known), content
 
 
@@ -260,7 +260,7 @@ def _names_of_parts(store: Store, content: bytes, known: Collection[str]) -> lis
     names: list[str] = []
     while found := [part.name for part in decode_parts(content)]:
         if found[0] in names:
-            raise ValueError(f"{store.url}/{NAME}: its parts name each other in a circle")
+            raise ValueError(f"{store.url}/{METRICS_FILE}: its parts name each other in a circle")
         names[:0] = found
         if found[0] in known:
             break
@@ -268,8 +268,8 @@ def _names_of_parts(store: Store, content: bytes, known: Collection[str]) -> lis
     return names
 
 
-class BucketMetrics:
-    """See `Metrics`."""
+class BucketMetricsFile:
+    """See `MetricsFile`."""
 
     def __init__(self, store: Store, background: BackgroundWriter, fence: Fence):
         self._store, self._background, self._fence = store, background, fence
@@ -284,9 +284,9 @@ class BucketMetrics:
         self._dropped: list[SealedPart] = []
 
     def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
-        """See `Metrics`."""
-        content, self._version = self._store.read_versioned(NAME)
-        self._parts, self._lines = self._rows_up_to(up_to(step, tail), content)
+        """See `MetricsFile`."""
+        content, self._version = self._store.read_versioned(METRICS_FILE)
+        self._parts, self._lines = self._rows_up_to(find_last_own_step(step, tail), content)
         self._lines += [] if tail is None else [line for line in tail.lines if line.step <= step]
         self._num_sent = 0
         self._revision += 1
@@ -300,7 +300,7 @@ class BucketMetrics:
         Raises `InvalidError` if what is named is damaged.
         """
         parts = self._named_by(content)
-        lines = list(surviving(content.splitlines(), step, beyond=parts[-1].last_step if parts else -1))
+        lines = list(select_surviving(content.splitlines(), step, beyond=parts[-1].last_step if parts else -1))
         while parts and not lines:
             part = parts.pop()
             self._dropped.append(part)
@@ -310,7 +310,7 @@ class BucketMetrics:
                 warn(f"{self._store.url}/{part.name} is missing: its rows are lost")
                 continue
             parts = [*self._named_by(content), *parts]
-            lines = list(surviving(content.splitlines(), step))
+            lines = list(select_surviving(content.splitlines(), step))
         return parts, lines
 
     def _named_by(self, content: bytes) -> list[SealedPart]:
@@ -320,19 +320,19 @@ class BucketMetrics:
             reason = f"{self._store.url}: {error}; move that object away to go on without the rows before"
             raise InvalidError(reason) from error
 
-    def reaches(self, step: int) -> bool:
-        """See `Metrics`."""
-        content, _ = self._store.read_versioned(NAME)
+    def has_step(self, step: int) -> bool:
+        """See `MetricsFile`."""
+        content, _ = self._store.read_versioned(METRICS_FILE)
         _, lines = self._rows_up_to(step, content)
         self._dropped.clear()
         return bool(lines) and lines[-1].step == step
 
     def append(self, row: Row) -> None:
-        """See `Metrics`."""
+        """See `MetricsFile`."""
         self._change(EncodedRow.of(row), replaced=0)
 
     def replace_last(self, row: Row) -> None:
-        """See `Metrics`."""
+        """See `MetricsFile`."""
         self._change(EncodedRow.of(row), replaced=1)
 
     def _change(self, line: EncodedRow, replaced: int) -> None:
@@ -341,15 +341,15 @@ class BucketMetrics:
             self._num_sent = min(self._num_sent, len(self._lines))
             self._lines.append(line)
             self._revision += 1
-        self._background.mark(NAME, self._send_unless_fenced)
+        self._background.mark(METRICS_FILE, self._send_unless_fenced)
 
-    def newest(self) -> Row:
-        """See `Metrics`."""
+    def get_newest(self) -> Row:
+        """See `MetricsFile`."""
         with self._lock:
             return self._lines[-1].row if self._lines else {}
 
-    def tail(self) -> RowTail:
-        """See `Metrics`."""
+    def get_tail(self) -> RowTail:
+        """See `MetricsFile`."""
         with self._lock:
             before = [*(part.last_step for part in self._parts[-1:]), *(line.step for line in self._lines)]
             index = len(self._parts[-1:]) + self._num_sent - 1
@@ -360,7 +360,7 @@ class BucketMetrics:
             self.sync()
 
     def sync(self) -> None:
-        """See `Metrics`."""
+        """See `MetricsFile`."""
         with self._sending:
             with self._lock:
                 revision, parts, lines = self._revision, list(self._parts), list(self._lines)
@@ -385,7 +385,7 @@ class BucketMetrics:
 
         `number` counts the lines that this attempt has sealed before.
         """
-        part = SealedPart(f"{FOLDER}/{self._fence.attempt:06}.{number:08}.jsonl", lines[-1].step)
+        part = SealedPart(f"{PARTS_FOLDER}/{self._fence.attempt:06}.{number:08}.jsonl", lines[-1].step)
         named = parts if len(parts) >= PARTS_MAX else []
         self._store.write(part.name, encode_parts(named) + b"".join(line.text for line in lines))
         return [part] if named else [*parts, part]
@@ -393,10 +393,10 @@ class BucketMetrics:
     def _write(self, content: bytes) -> None:
         while True:
             try:
-                self._version = self._store.write_if(NAME, content, self._version)
+                self._version = self._store.write_if(METRICS_FILE, content, self._version)
                 return
             except FileExistsError:  # a last write of an attempt that is fenced; each has only one
-                self._version = self._store.read_versioned(NAME)[1]
+                self._version = self._store.read_versioned(METRICS_FILE)[1]
                 self._fence.check()
 
     def _delete_dropped(self) -> None:
@@ -406,7 +406,7 @@ class BucketMetrics:
                 self._dropped.pop()
 
     def close(self) -> None:
-        """See `Metrics`."""
+        """See `MetricsFile`."""
 
 
 def _num_lines_to_seal(lines: list[EncodedRow], start: int) -> int:
@@ -419,13 +419,13 @@ def _num_lines_to_seal(lines: list[EncodedRow], start: int) -> int:
     return 0
 
 
-class Metrics(Protocol):
+class MetricsFile(Protocol):
     """The rows of one directory."""
 
     def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
         """Keep the rows up to `step`, of the file and then of `tail`, and open it for more; the row of `step`."""
 
-    def reaches(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """Whether the file has a row of `step`. Before `rewind`."""
 
     def append(self, row: Row) -> None:
@@ -434,10 +434,10 @@ class Metrics(Protocol):
     def replace_last(self, row: Row) -> None:
         """Write the last row anew, with what was still missing in it."""
 
-    def newest(self) -> Row:
+    def get_newest(self) -> Row:
         """The newest row, empty if there is none."""
 
-    def tail(self) -> RowTail:
+    def get_tail(self) -> RowTail:
         """The rows that may not be durable yet."""
 
     def sync(self) -> None:
@@ -447,19 +447,19 @@ class Metrics(Protocol):
         """Release what is open."""
 
 
-def open_metrics(store: Store, background: BackgroundWriter, fence: Fence) -> Metrics:
+def open_metrics_file(store: Store, background: BackgroundWriter, fence: Fence) -> MetricsFile:
     """The metrics of a run's directory, for the attempt that `fence` stands for."""
     if store.root is None:
-        return BucketMetrics(store, background, fence)
-    return LocalMetrics(LocalStore(store.root), fence)
+        return BucketMetricsFile(store, background, fence)
+    return LocalMetricsFile(LocalStore(store.root), fence)
 
 
-def read_lines(store: Store, step: int | None = None) -> Iterator[EncodedRow]:
+def read_encoded_rows(store: Store, step: int | None = None) -> Iterator[EncodedRow]:
     """The rows of a run up to `step` (None: all), for who looks at it; each once, in order, and no torn line."""
-    texts = read_texts(store) if store.root is None else LocalStore(store.root).lines(NAME)
-    return surviving(texts, step)
+    texts = _read_texts(store) if store.root is None else LocalStore(store.root).lines(METRICS_FILE)
+    return select_surviving(texts, step)
 
 
 def read_rows(store: Store) -> list[Row]:
     """All of them, decoded."""
-    return [line.row for line in read_lines(store)]
+    return [line.row for line in read_encoded_rows(store)]

@@ -28,7 +28,7 @@ _NAMES_OF_THE_RUNNER = ("loss", "loss_mean", "learning_rate", "tokens")  # in a 
 _NEEDS = f"a row needs a scalar, such as a mean, an array of one axis of 1 to {LIST_MAX} numbers, or a histogram"
 
 Meta = Mapping[str, Any]
-Shown = float | int | list[Any] | dict[str, list[Any]] | None
+RowValue = float | int | list[Any] | dict[str, list[Any]] | None
 
 
 @struct.dataclass
@@ -54,7 +54,7 @@ def histogram(values: jax.Array, bins: int = 32) -> Histogram:
 # On the device.
 
 
-def total_of_sums(meta: Mapping[str, Any], is_stacked: bool) -> Meta:
+def accumulate_sums(meta: Mapping[str, Any], is_stacked: bool) -> Meta:
     """The `sums` of all micro-batches, if `meta` has any; stacked, they are the first axis of each leaf."""
     if SUMS not in meta:
         return {}
@@ -68,7 +68,7 @@ def total_of_sums(meta: Mapping[str, Any], is_stacked: bool) -> Meta:
     return {SUMS: jax.tree.map(added, dict(meta[SUMS]))}
 
 
-def means_of(sums: Mapping[str, Any], token_count: Any) -> Meta:
+def compute_means(sums: Mapping[str, Any], token_count: Any) -> Meta:
     """Each sum divided by the tokens, or by its own weight; NaN where that is 0. Of device arrays, or of numbers."""
 
     def mean(total: Any, weight: Any) -> Any:
@@ -80,14 +80,14 @@ def means_of(sums: Mapping[str, Any], token_count: Any) -> Meta:
     }
 
 
-def with_means(meta: Mapping[str, Any], token_count: Any) -> Meta:
+def replace_sums_by_means(meta: Mapping[str, Any], token_count: Any) -> Meta:
     """`meta` with the means in the place of `sums`. Raises `InvalidError` if a name is there already."""
     if SUMS not in meta:
         return dict(meta)
     if twice := sorted({*meta} & {*meta[SUMS]}):
         raise InvalidError(f"forward returns {twice[0]!r} as meta and among its {SUMS}; use two names")
     rest = {name: value for name, value in meta.items() if name != SUMS}
-    return {**rest, **means_of(meta[SUMS], token_count)}
+    return {**rest, **compute_means(meta[SUMS], token_count)}
 
 
 # Where the step is traced.
@@ -100,11 +100,11 @@ def validate_meta(meta: Any, reserved: tuple[str, ...] = _NAMES_OF_THE_RUNNER) -
     for name, value in meta.items():
         if name in reserved:
             raise InvalidError(f"a step returns {name!r} as meta, a name of the runner's own; use another")
-        if not is_showable(value):
+        if not is_loggable(value):
             raise InvalidError(f"a step returns {name!r} as meta, {_kind(value)}; {_NEEDS}")
 
 
-def is_showable(value: Any) -> bool:
+def is_loggable(value: Any) -> bool:
     """Whether a row can hold this value of meta, which may be a tracer."""
     if isinstance(value, Histogram):
         return True
@@ -125,21 +125,21 @@ def _kind(value: Any) -> str:
 # On the host.
 
 
-def finite(value: Any) -> float | None:
+def to_finite(value: Any) -> float | None:
     """A number as a row holds it: JSON has no NaN."""
     return float(value) if math.isfinite(value) else None
 
 
-def shown(value: Any) -> Shown:
+def to_row_value(value: Any) -> RowValue:
     """A value of meta, fetched from the device, as a row holds it; what is not finite is null."""
     if isinstance(value, Histogram):
         return {"counts": np.asarray(value.counts).tolist(), "edges": np.asarray(value.edges).tolist()}
     if np.ndim(value) == 1:
-        return [finite(each) for each in np.asarray(value, np.float64)]
-    return finite(value)
+        return [to_finite(each) for each in np.asarray(value, np.float64)]
+    return to_finite(value)
 
 
-def bins_of(value: Any) -> tuple[list[float], list[float]] | None:
+def find_bins(value: Any) -> tuple[list[float], list[float]] | None:
     """Counts and edges of what a row holds as a histogram, or of the numbers of a list; None of anything else."""
     if isinstance(value, dict):
         return (value["counts"], value["edges"]) if {*value} == {"counts", "edges"} else None

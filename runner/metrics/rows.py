@@ -159,14 +159,14 @@ class RowTail(NamedTuple):
     @classmethod
     def decode(cls, content: bytes) -> Self:
         """The inverse of `encode`. Raises `ValueError` if it is torn."""
-        head = decode(content.partition(b"\n")[0]) or {}
-        lines = list(surviving(content.splitlines()))
+        head = decode_object(content.partition(b"\n")[0]) or {}
+        lines = list(select_surviving(content.splitlines()))
         if content and head.get(_NUM_ROWS, len(lines) or None) != len(lines):
             raise ValueError("the rows that were kept beside it are not whole")
         return cls(head.get(_AFTER), lines)
 
 
-def decode(text: bytes) -> Row | None:
+def decode_object(text: bytes) -> Row | None:
     """The JSON object in one line, None if it is torn or something else."""
     try:
         value = json.loads(text)
@@ -185,23 +185,23 @@ def _step_of(row: Row) -> int | None:
     return step if type(step) is int and is_row else None
 
 
-def surviving(texts: Iterable[bytes], step: int | None = None, beyond: int = -1) -> Iterator[EncodedRow]:
+def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: int = -1) -> Iterator[EncodedRow]:
     """The rows among lines of text that are up to `step` (None: all) and beyond `beyond`, each step once, in order."""
     for text in texts:
-        found = _step_of(decode(text) or {})
+        found = _step_of(decode_object(text) or {})
         if found is not None and found > beyond and (step is None or found <= step):
             beyond = found
             yield EncodedRow(found, text.strip() + b"\n")
 
 
-def up_to(step: int, tail: RowTail | None) -> int:
+def find_last_own_step(step: int, tail: RowTail | None) -> int:
     """Up to which step the file's own rows are taken, where those of `tail` follow them; -1 for none."""
     if tail is None:
         return step
     return -1 if tail.after is None else min(step, tail.after)
 
 
-def csv_lines(lines: Sequence[EncodedRow]) -> Iterator[str]:
+def format_csv(lines: Sequence[EncodedRow]) -> Iterator[str]:
     """The header and a line a row, each with its newline; nothing if there are no rows."""
     columns = list(dict.fromkeys(key for line in lines for key in line.row))
     if columns:

@@ -17,7 +17,7 @@ from typing import Any
 
 import google_crc32c
 
-from runner.metrics.meta import bins_of
+from runner.metrics.meta import find_bins
 from runner.metrics.rows import Row
 from runner.storage import LocalStore, Store, default_cache_directory
 
@@ -67,7 +67,7 @@ def _value(given: Any) -> bytes:
         plugin = _field(1, _BYTES, _field(1, _BYTES, b"text"))  # plugin_data 1: plugin_name 1
         string = _field(1, _VARINT, _varint(_DT_STRING)) + _field(8, _BYTES, given.encode(errors="replace"))
         return _field(8, _BYTES, string) + _field(9, _BYTES, plugin)
-    found = bins_of(given)
+    found = find_bins(given)
     return b"" if found is None else _field(5, _BYTES, _histogram(*found))
 
 

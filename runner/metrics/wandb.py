@@ -23,7 +23,7 @@ import numpy as np
 import wandb
 
 from runner.console import warn
-from runner.metrics.meta import bins_of
+from runner.metrics.meta import find_bins
 from runner.metrics.rows import Row
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
@@ -86,7 +86,7 @@ class WandbWriter:
 
 def _shown(value: Any) -> Any:
     """A list or a histogram as W&B draws it; all else as it is."""
-    found = bins_of(value)
+    found = find_bins(value)
     return value if found is None else wandb.Histogram(np_histogram=(np.asarray(found[0]), np.asarray(found[1])))
 
 

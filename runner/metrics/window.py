@@ -18,7 +18,7 @@ import time
 import jax
 
 from runner.errors import DivergedError
-from runner.metrics.meta import GRAD_NORM, TOKEN_COUNT, Meta, Shown, shown
+from runner.metrics.meta import GRAD_NORM, TOKEN_COUNT, Meta, RowValue, to_row_value
 from runner.metrics.rows import Row
 from runner.periodic import count_tokens
 from runner.storage import JsonObject
@@ -60,7 +60,7 @@ class StepTimer:
             self._seconds.append(now - since)
             since = now
 
-    def figures(self) -> Row:
+    def pop_percentiles(self) -> Row:
         """Median and 95th percentile of the steps added so far, all of which have ended; the next window begins."""
         seen = threading.Event()
         self._ends.put(seen)
@@ -91,7 +91,7 @@ class MetricsWindow:
 
     def __init__(self, step: int = 0, carry: JsonObject | None = None, is_whole: bool = True):
         self._pending: list[tuple[int, jax.Array, Meta]] = []
-        self._last: tuple[int, float, dict[str, Shown]] | None = None
+        self._last: tuple[int, float, dict[str, RowValue]] | None = None
         self._loss_sum, self._weight = (float(carry[key]) if carry else 0.0 for key in (_LOSS_SUM, _WEIGHT))
         self._is_whole = is_whole
         self._since_step = step
@@ -107,7 +107,7 @@ class MetricsWindow:
     def fetch(self) -> None:
         """Wait for the device. Raises `DivergedError` naming the first step that is not finite."""
         for step, loss, meta in jax.device_get(self._pending):
-            figures = {key: shown(value) for key, value in meta.items()}
+            figures = {key: to_row_value(value) for key, value in meta.items()}
             grad_norm = float(meta.get(GRAD_NORM, 0.0))
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise DivergedError(

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from runner.config import TrainerConfig
 from runner.console import say, warn
 from runner.errors import format_error
-from runner.metrics.file import read_lines
+from runner.metrics.file import read_encoded_rows
 from runner.metrics.rows import Row
 from runner.metrics.tensorboard import TensorBoardWriter
 from runner.run.attempt import Attempt
@@ -187,11 +187,11 @@ def make_progress(spec: ExecutionSpec, total_steps: int, step: int, tokens_per_s
     return PlainProgress(tokens_per_step, total_steps)
 
 
-def open_sinks(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, step: int) -> list[RowDisplay]:
+def open_displays(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, step: int) -> list[RowDisplay]:
     """All places that the spec names, for an attempt that goes on from `step`."""
 
     def earlier() -> Iterator[Row]:
-        return (line.row for line in read_lines(attempt.store, step))
+        return (line.row for line in read_encoded_rows(attempt.store, step))
 
     def on_off(name: str, reason: str) -> None:
         warn(f"{name} is off: {reason}")

@@ -213,7 +213,7 @@ class OptimizerConfig(FrozenModel):
             return given
         return (dict(OPTIMIZERS[name].defaults) if name in OPTIMIZERS else {}) | given
 
-    def default_of(self, key: str) -> Any:
+    def get_published_default(self, key: str) -> Any:
         """What a key is that is left out."""
         return OPTIMIZERS[self.name].defaults.get(key, type(self).model_fields[key].get_default())
 
@@ -244,12 +244,12 @@ class ScheduleConfig(FrozenModel):
         default=2, description=_read("schedule.cycles", "Times that the learning rate falls from its peak to the end")
     )
 
-    def warmup_of(self, total_steps: int) -> int:
+    def compute_warmup_steps(self, total_steps: int) -> int:
         """Steps of the warm-up of a run of so many steps."""
         return self.warmup_steps if self.warmup_share is None else round(self.warmup_share * total_steps)
 
     @property
-    def reads_total(self) -> bool:
+    def depends_on_total_steps(self) -> bool:
         """Whether the learning rate of a step depends on how many there will be."""
         return self.name not in ("constant", "inverse_square_root") or self.warmup_share is not None
 

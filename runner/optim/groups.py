@@ -22,7 +22,7 @@ from runner.checkpoint.fingerprint import format_leaf_name
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ParameterGroup
 
-STACKS = ("layers", "expert")  # axes along which a parameter holds several matrices or vectors
+STACK_AXES = ("layers", "expert")  # axes along which a parameter holds several matrices or vectors
 _TABLE = ("vocab", "positions")  # axes of tables, whose rows are looked up one by one
 _EMBEDDING = "embedding"  # what flax calls the table of an `nn.Embed`
 
@@ -47,12 +47,12 @@ class Parameter:
     @property
     def holds_matrices(self) -> bool:
         """Whether its last two axes are those of a matrix, and those before stack layers or experts."""
-        return len(self.shape) >= 2 and all(axis in STACKS for axis in self.axes[:-2])
+        return len(self.shape) >= 2 and all(axis in STACK_AXES for axis in self.axes[:-2])
 
     @property
-    def num_stacked(self) -> int:
+    def num_stack_axes(self) -> int:
         """The axes in front that stack what is a parameter each."""
-        return next((n for n, axis in enumerate(self.axes) if axis not in STACKS), len(self.axes))
+        return next((n for n, axis in enumerate(self.axes) if axis not in STACK_AXES), len(self.axes))
 
     @property
     def is_table(self) -> bool:
@@ -60,7 +60,7 @@ class Parameter:
         return any(axis in _TABLE for axis in self.axes) or self.name.rpartition(".")[2] == _EMBEDDING
 
 
-def one_rate(parameter: Parameter) -> float:
+def get_unit_rate(parameter: Parameter) -> float:
     """What the learning rate of a parameter is multiplied by, besides what its group says: 1, of every one.
 
     A trainer whose parameters learn at rates of their own, as by mu-P, replaces it. The library's optimizers read it,
@@ -69,13 +69,13 @@ def one_rate(parameter: Parameter) -> float:
     return 1.0
 
 
-def nearest_names(text: str, parameters: Iterable[Parameter]) -> list[str]:
+def list_nearest_names(text: str, parameters: Iterable[Parameter]) -> list[str]:
     """Their names, the most like a text first."""
     names = [parameter.name for parameter in parameters]
     return sorted(names, key=lambda name: -SequenceMatcher(None, text, name).ratio())
 
 
-def parameters_of(boxed: Any) -> Any:
+def describe_parameters(boxed: Any) -> Any:
     """A `Parameter` for every leaf of abstract parameters, from their boxes with logical axis names (or without)."""
     specs = nn.get_partition_spec(boxed)
 
@@ -147,7 +147,7 @@ class ParameterSettings:
         return optimizer
 
 
-def treatment(config: OptimizerConfig, parameters: Any) -> ParameterSettings:
+def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> ParameterSettings:
     """How each of `parameters`, a tree of `Parameter`, is treated.
 
     Raises `InvalidError` for a group that fits none or one that another fits too, and for one whose keys have no use.
@@ -199,12 +199,12 @@ def _groups_by_name(groups: Sequence[ParameterGroup], parameters: Sequence[Param
 
 def _nearest(pattern: str, parameters: Sequence[Parameter]) -> str:
     """Names to choose a pattern by, the most alike first."""
-    names = nearest_names(pattern, parameters)
+    names = list_nearest_names(pattern, parameters)
     more = len(names) - _NAMES_SHOWN
     return "there are " + ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def named(patterns: Sequence[str], parameters: Any, key: str) -> Any:
+def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
     """A bool for each of `parameters`: whether a pattern fits. Raises `InvalidError` for a pattern that fits none."""
     known = jax.tree.leaves(parameters)
     for pattern in patterns:
@@ -236,7 +236,7 @@ class FrozenParametersState:
     names: frozenset[str] = struct.field(pytree_node=False)
 
 
-def without(optimizer: optax.GradientTransformation, frozen: frozenset[str]) -> optax.GradientTransformation:
+def freeze_parameters(optimizer: optax.GradientTransformation, frozen: frozenset[str]) -> optax.GradientTransformation:
     """`optimizer` of all parameters but the frozen ones; the same if there are none."""
     if not frozen:
         return optimizer
@@ -255,7 +255,7 @@ def without(optimizer: optax.GradientTransformation, frozen: frozenset[str]) -> 
     return optax.GradientTransformation(init, update)
 
 
-def split(params: Any, opt_state: Any) -> tuple[Any, Callable[[Any], Any]]:
+def split_frozen(params: Any, opt_state: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The parameters that are trained, None in place of the others, and what puts these back. Called in the step."""
     if not isinstance(opt_state, FrozenParametersState):
         return params, lambda trained: trained
@@ -268,7 +268,7 @@ def split(params: Any, opt_state: Any) -> tuple[Any, Callable[[Any], Any]]:
     return trained, whole
 
 
-def with_zeros(grads: Any, params: Any) -> Any:
+def fill_frozen_gradients(grads: Any, params: Any) -> Any:
     """Gradients of what is trained, with zeros for what is not; the same if all is."""
     return jax.tree.map(
         lambda g, p: jnp.zeros(p.shape, jnp.float32) if g is None else g,

@@ -14,13 +14,13 @@ import optax
 
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ScheduleConfig
-from runner.optim.groups import Parameter, ParameterSettings, named, treatment, without
-from runner.optim.transforms import averaged, orthogonal, projected
+from runner.optim.groups import Parameter, ParameterSettings, freeze_parameters, make_parameter_settings, match_patterns
+from runner.optim.transforms import average_schedule_free, orthogonalise, project_low_rank
 
 
 def make_schedule(name: str, config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of completed steps. After the end it stays what it is there."""
-    final, warmup = config.final_learning_rate, config.warmup_of(total_steps)
+    final, warmup = config.final_learning_rate, config.compute_warmup_steps(total_steps)
     rest = total_steps - warmup
     shapes: dict[str, Callable[[], optax.Schedule]] = {
         "constant": lambda: optax.constant_schedule(peak),
@@ -56,7 +56,7 @@ def _inverse_square_root(peak: float, warmup: int) -> optax.Schedule:
 _RATE = "learning_rate"
 
 
-def injected_rate(opt_state: Any) -> jax.Array | None:
+def find_injected_rate(opt_state: Any) -> jax.Array | None:
     """The rate of the update that this state comes from, a float32 scalar; None if none is kept, or several are.
 
     To be traced. An optimizer that keeps its rate to itself in a function, or has several by groups, shows none.
@@ -71,7 +71,7 @@ def injected_rate(opt_state: Any) -> jax.Array | None:
     return jnp.asarray(rates[0], jnp.float32) if is_scalar else None
 
 
-Maker = Callable[[OptimizerConfig, ParameterSettings, optax.Schedule], Any]
+_Maker = Callable[[OptimizerConfig, ParameterSettings, optax.Schedule], Any]
 
 
 def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule, parameters: Any) -> Any:
@@ -79,8 +79,8 @@ def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule,
 
     Raises `InvalidError` where groups or patterns do not fit the parameters.
     """
-    treated = treatment(config, parameters)
-    return without(treated.clipped(_MAKERS[name](config, treated, schedule)), treated.frozen)
+    treated = make_parameter_settings(config, parameters)
+    return freeze_parameters(treated.clipped(_MAKERS[name](config, treated, schedule)), treated.frozen)
 
 
 def _adamw(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
@@ -106,7 +106,7 @@ def _muon(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.S
     is_matrix = _chosen_matrices(config, treated.parameters)
     trace = optax.trace(config.momentum, nesterov=True, accumulator_dtype=_type_of_moments(config))
     return optax.chain(
-        optax.masked(optax.chain(trace, orthogonal()), is_matrix),
+        optax.masked(optax.chain(trace, orthogonalise()), is_matrix),
         optax.masked(_adam_moments(config), jax.tree.map(lambda yes: not yes, is_matrix)),
         treated.decay(),
         treated.at_rate(schedule),
@@ -117,14 +117,14 @@ def _galore(config: OptimizerConfig, treated: ParameterSettings, schedule: optax
     """Of a stack each matrix by itself; embeddings, logits and vectors are adamw's."""
     is_matrix = _chosen_matrices(config, treated.parameters)
     every_steps, scale = config.projection_every_steps, config.projection_scale
-    moments = projected(_adam_moments(config), is_matrix, config.rank, every_steps, scale)
+    moments = project_low_rank(_adam_moments(config), is_matrix, config.rank, every_steps, scale)
     return optax.chain(moments, treated.decay(), treated.at_rate(schedule))
 
 
 def _schedule_free_adamw(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
     """The second moment alone: the mean has the place of the first. The decay is of where the gradient is taken."""
     moment = optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True)
-    return averaged(optax.chain(moment, treated.decay(), treated.at_rate(schedule)), schedule, config.b1)
+    return average_schedule_free(optax.chain(moment, treated.decay(), treated.at_rate(schedule)), schedule, config.b1)
 
 
 def _adafactor(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
@@ -147,7 +147,7 @@ def _adafactor(config: OptimizerConfig, treated: ParameterSettings, schedule: op
     return optax.GradientTransformation(inner.init, update)
 
 
-_MAKERS: dict[str, Maker] = {
+_MAKERS: dict[str, _Maker] = {
     "adamw": _adamw,
     "adam": _adam,
     "lion": _lion,
@@ -171,7 +171,7 @@ def _type_of_moments(config: OptimizerConfig) -> Any:
 def _chosen_matrices(config: OptimizerConfig, parameters: Any) -> Any:
     """A bool for each parameter: whether it is orthogonalised, or projected."""
     if config.matrices is not None:
-        chosen = named(config.matrices, parameters, "matrices")
+        chosen = match_patterns(config.matrices, parameters, "matrices")
         others = [p for p, yes in zip(jax.tree.leaves(parameters), jax.tree.leaves(chosen), strict=True) if yes]
         if other := next((p for p in others if not p.holds_matrices), None):
             raise InvalidError(
@@ -189,7 +189,7 @@ def _chosen_matrices(config: OptimizerConfig, parameters: Any) -> Any:
     return chosen
 
 
-def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def update_in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """`optimizer`, shown float32 parameters whatever type they are stored in.
 
     So its state and its updates are float32 from the first step on, like the gradients. The new parameter is the sum

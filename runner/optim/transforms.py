@@ -29,7 +29,7 @@ _NORM_MIN = 1e-7
 _RMS = 0.2  # of an update of adamw, with which this one so shares rate and decay
 
 
-def orthogonal() -> optax.GradientTransformation:
+def orthogonalise() -> optax.GradientTransformation:
     """Make each matrix nearly orthogonal, and the mean square of its elements that of an update of adamw.
 
     Of updates whose last two axes are those of matrices. Newton and Schulz's iteration, of five steps as published, in
@@ -68,7 +68,7 @@ class GaLoreState:
     inner: Any
 
 
-def projected(
+def project_low_rank(
     inner: optax.GradientTransformation, is_projected: Any, rank: int, every_steps: int, scale: float
 ) -> optax.GradientTransformation:
     """`inner`, shown gradients (..., M, N) as (..., R, N) where M <= N, else as (..., M, R), and shown no parameters.
@@ -146,11 +146,13 @@ class ScheduleFreeState:
     b1: float = struct.field(pytree_node=False)
 
 
-def averaged(inner: optax.GradientTransformation, schedule: optax.Schedule, b1: float) -> optax.GradientTransformation:
+def average_schedule_free(
+    inner: optax.GradientTransformation, schedule: optax.Schedule, b1: float
+) -> optax.GradientTransformation:
     """`inner`, whose steps are averaged, each weighed by the square of the highest learning rate until then.
 
-    It is given gradients that were taken at `gradient_point`, and parameters that are the mean: its updates lead to the
-    next mean. Where the learning rate was 0 from the start on, nothing moves. Source: arXiv:2405.15682.
+    It is given gradients that were taken at `compute_gradient_point`, and parameters that are the mean: its updates
+    lead to the next mean. Where the learning rate was 0 from the start on, nothing moves. Source: arXiv:2405.15682.
     """
 
     def init(params: Any) -> ScheduleFreeState:
@@ -172,13 +174,13 @@ def averaged(inner: optax.GradientTransformation, schedule: optax.Schedule, b1: 
     return optax.GradientTransformation(init, update)
 
 
-def gradient_point(params: Any, opt_state: Any) -> Any:
+def compute_gradient_point(params: Any, opt_state: Any) -> Any:
     """Where the step takes the gradient: at the parameters, but for an optimizer that averages. Called in the step."""
     found = _find(opt_state)
     return params if found is None else _between(params, found.fast, found.b1)
 
 
-def restarted(params: Any, opt_state: Any) -> Any:
+def restart_average(params: Any, opt_state: Any) -> Any:
     """`opt_state` of step 0, of other parameters than it was made with: those of another run, say."""
 
     def begun(state: Any) -> Any:
@@ -190,7 +192,7 @@ def restarted(params: Any, opt_state: Any) -> Any:
     return jax.tree.map(begun, opt_state, is_leaf=_is_average)
 
 
-def has_average(opt_state: Any) -> bool:
+def is_averaged(opt_state: Any) -> bool:
     """Whether parameters are averaged."""
     return _find(opt_state) is not None
 

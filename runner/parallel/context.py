@@ -9,12 +9,12 @@ Pure: numbers in, seconds out. Knows no mesh and no model; imports no jax.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from runner.accelerator import PeakRates, chip_of
+from runner.accelerator import PeakRates, find_chip
 
-Way = Literal["gather", "ring"]
+ContextMethod = Literal["gather", "ring"]
 
 # Of a chip that the catalogue does not know, or whose speeds depend on the machine: some cores of a server.
-UNKNOWN = PeakRates(500e9, 16 * 2**30, 50e9, 10e9, 1e9)
+UNKNOWN_CHIP_RATES = PeakRates(500e9, 16 * 2**30, 50e9, 10e9, 1e9)
 _MOST_GATHERED_SHARE = 1 / 4  # of a device's memory that a gathered row and its gradient may fill
 _TILE_BYTES = 8  # of one score in a float32 tile that one operation writes to memory and another reads
 
@@ -42,23 +42,25 @@ class AttentionShape:
     has_kernel: bool = False
 
 
-def shards_before(length: int, shards: int, window: int | None) -> int:
+def count_key_shards(length: int, shards: int, window: int | None) -> int:
     """How many devices before its own hold keys that a query may see, if every device holds neighbouring positions.
 
     Where these are most, or the window more than half of a row, it is all others: then the halves of a device's queries
-    come from both ends of the row (`is_dealt`), so that all devices have as many keys to attend to.
+    come from both ends of the row (`is_redistributed`), so that all devices have as many keys to attend to.
     """
     share = length // shards
     before = -(-((window or length) - 1) // share)
-    return shards - 1 if is_dealt(length, shards, window) else before
+    return shards - 1 if is_redistributed(length, shards, window) else before
 
 
-def is_dealt(length: int, shards: int, window: int | None) -> bool:
+def is_redistributed(length: int, shards: int, window: int | None) -> bool:
     """Whether queries move for the sake of balance: a narrow window is balanced, and has its keys near."""
     return window is None or 2 * window > length or -(-(window - 1) // (length // shards)) >= shards - 1
 
 
-def row_seconds(shape: AttentionShape, speeds: PeakRates, bytes_per_second: float) -> dict[Way, float]:
+def predict_attention_seconds(
+    shape: AttentionShape, speeds: PeakRates, bytes_per_second: float
+) -> dict[ContextMethod, float]:
     """Seconds that attention of one layer takes forward and backward, by way.
 
     With p = batch heads length attended / shards the scores of a device, where `attended` is length / 2 (of a window w
@@ -83,7 +85,7 @@ def row_seconds(shape: AttentionShape, speeds: PeakRates, bytes_per_second: floa
     backward = 2 * scores * (3 * H + 2 * W) / speeds.flops_per_second
     tile = scores * _TILE_BYTES / speeds.hbm_bytes_per_second
     chunk_bytes = shape.batch * shape.length / shape.shards * shape.key_heads * (H + W) * shape.itemsize
-    before = shards_before(shape.length, shape.shards, shape.window)
+    before = count_key_shards(shape.length, shape.shards, shape.window)
     rounds, wide, move = before + 1, 4 / shape.itemsize, chunk_bytes / bytes_per_second
     tiles = 0.0 if shape.has_kernel else 6 * tile
     gather = forward + backward + tiles + 3 * before * move
@@ -93,20 +95,20 @@ def row_seconds(shape: AttentionShape, speeds: PeakRates, bytes_per_second: floa
     return {"gather": float("inf") if is_too_large else gather, "ring": ring + (2 + wide) * move}
 
 
-def faster_way(shape: AttentionShape, speeds: PeakRates, bytes_per_second: float) -> Way:
-    """The way that needs less time by `row_seconds`; of equals `gather`."""
-    seconds = row_seconds(shape, speeds, bytes_per_second)
+def choose_context_method(shape: AttentionShape, speeds: PeakRates, bytes_per_second: float) -> ContextMethod:
+    """The way that needs less time by `predict_attention_seconds`; of equals `gather`."""
+    seconds = predict_attention_seconds(shape, speeds, bytes_per_second)
     return "ring" if seconds["ring"] < seconds["gather"] else "gather"
 
 
-def speeds_between(device_kind: str, neighbours: int) -> tuple[PeakRates, float]:
+def find_peak_rates(device_kind: str, neighbours: int) -> tuple[PeakRates, float]:
     """Speeds of a device of this kind, and bytes/s out of it to so many that lie next to each other in the mesh.
 
     GPUs of several nodes meet over the network; the chips of a slice are taken to share their interconnect.
     """
-    chip = chip_of(device_kind)
+    chip = find_chip(device_kind)
     if chip is None or chip.speeds is None:
-        return UNKNOWN, UNKNOWN.interconnect_bytes_per_second
+        return UNKNOWN_CHIP_RATES, UNKNOWN_CHIP_RATES.interconnect_bytes_per_second
     speeds, share = chip.speeds, chip.devices_per_chip
     is_one_domain = chip.is_tpu or neighbours <= (chip.chips_per_host or neighbours)
     between = speeds.interconnect_bytes_per_second if is_one_domain else speeds.network_bytes_per_second

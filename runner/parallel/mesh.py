@@ -42,11 +42,11 @@ STATE_AXES = ("fsdp", "sequence", "expert")  # what every parameter is cut over,
 
 _ALWAYS_SHOWN = ("data", "fsdp", "tensor")
 
-Rule = tuple[str, str | tuple[str, ...] | None]
+LogicalAxisRule = tuple[str, str | tuple[str, ...] | None]
 
 # Logical axis of a parameter or an activation -> mesh axes. What is not named here is not sharded by name. Of several
 # rules of one name the first holds whose mesh axes no other axis of the array has taken by a rule above it.
-LOGICAL_AXIS_RULES: tuple[Rule, ...] = (
+LOGICAL_AXIS_RULES: tuple[LogicalAxisRule, ...] = (
     ("batch", BATCH_AXES),
     ("sequence", "sequence"),  # positions where a matrix cut over tensor is at work
     ("stream", ("sequence", "tensor")),  # positions of the residual stream
@@ -59,12 +59,12 @@ LOGICAL_AXIS_RULES: tuple[Rule, ...] = (
 )
 
 
-def mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:
+def resolve_mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:
     """Axis sizes with `auto` filled in. Raises `InvalidError` if the mesh does not use exactly the devices at hand."""
     given = {axis: getattr(mesh, axis) for axis in AXES}
     fixed = math.prod(size for size in given.values() if size != "auto")
     auto = [axis for axis, size in given.items() if size == "auto"]
-    text = mesh_text(given)
+    text = format_mesh(given)
     if auto and num_devices % fixed == 0 and num_devices >= fixed:
         return {axis: num_devices // fixed if size == "auto" else size for axis, size in given.items()}
     if auto or fixed != num_devices:
@@ -76,15 +76,15 @@ def mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:
     return given
 
 
-def mesh_text(sizes: Mapping[str, int | str]) -> str:
+def format_mesh(sizes: Mapping[str, int | str]) -> str:
     """A mesh for people: the axes that there always are, and of the others those that cut something."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1 or axis in _ALWAYS_SHOWN)
 
 
-def logical_rules(own: Sequence[Rule], owner: str) -> tuple[Rule, ...]:
+def build_logical_axis_rules(own: Sequence[LogicalAxisRule], owner: str) -> tuple[LogicalAxisRule, ...]:
     """The rules of a job: its `own` first, then those above. Raises `InvalidError` if they name no axis of the mesh."""
     for name, axes in own:
-        for axis in axes_in(axes):
+        for axis in list_axes(axes):
             if axis not in AXES:
                 near = get_close_matches(axis, AXES, n=1, cutoff=0)[0]
                 raise InvalidError(
@@ -94,29 +94,29 @@ def logical_rules(own: Sequence[Rule], owner: str) -> tuple[Rule, ...]:
     return (*own, *LOGICAL_AXIS_RULES)
 
 
-def rules_without(axes: Sequence[str], rules: Sequence[Rule]) -> list[Rule]:
+def remove_axes_from_rules(axes: Sequence[str], rules: Sequence[LogicalAxisRule]) -> list[LogicalAxisRule]:
     """The rules, of which none cuts over these mesh axes."""
-    return [(name, tuple(axis for axis in axes_in(entry) if axis not in axes)) for name, entry in rules]
+    return [(name, tuple(axis for axis in list_axes(entry) if axis not in axes)) for name, entry in rules]
 
 
-def axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def list_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes that a rule, or an entry of a `PartitionSpec`, names."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def fitting_axes(size: int, entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def select_dividing_axes(size: int, entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Of the mesh axes of `entry` those that, one after another, together divide an axis of `size` elements."""
     kept: tuple[str, ...] = ()
-    for axis in axes_in(entry):
+    for axis in list_axes(entry):
         if size % math.prod(sizes[name] for name in (*kept, axis)) == 0:
             kept = (*kept, axis)
     return kept
 
 
-def does_mesh_fit(mesh: MeshSpec, num_devices: int) -> bool:
+def is_mesh_possible(mesh: MeshSpec, num_devices: int) -> bool:
     """Whether the mesh can be laid over exactly so many devices."""
     try:
-        mesh_sizes(mesh, num_devices)
+        resolve_mesh_sizes(mesh, num_devices)
     except InvalidError:
         return False
     return True
@@ -136,13 +136,13 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     if num_slices == 1:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
-        outer = over_slices(sizes, num_slices)
+        outer = split_axes_over_slices(sizes, num_slices)
         inner = [size // cut for size, cut in zip(shape, outer, strict=True)]
         grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def over_slices(sizes: Mapping[str, int], num_slices: int) -> list[int]:
+def split_axes_over_slices(sizes: Mapping[str, int], num_slices: int) -> list[int]:
     """By what each axis is cut over slices. Raises `InvalidError` if the axes do not make up their number."""
     left, outer = num_slices, []
     for axis in AXES:
@@ -150,22 +150,22 @@ def over_slices(sizes: Mapping[str, int], num_slices: int) -> list[int]:
         left //= outer[-1]
     if left > 1:
         raise InvalidError(
-            f"{mesh_text(sizes)} cannot be laid over {num_slices} slices; make data a multiple of {num_slices}"
+            f"{format_mesh(sizes)} cannot be laid over {num_slices} slices; make data a multiple of {num_slices}"
         )
     return outer
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def make_batch_sharding(mesh: Mesh) -> NamedSharding:
     """How (S, B, T) batches lie: B over data x fsdp x expert, T over sequence."""
     return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, "sequence"))
 
 
-def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
+def count_batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Devices over which the examples of a batch are spread."""
     return math.prod(int(mesh.shape[axis]) for axis in BATCH_AXES)
 
 
-def batch_axes_text(mesh: Mesh) -> str:
+def format_batch_axes(mesh: Mesh) -> str:
     """The axes over which the examples are spread, for people."""
     return " x ".join(axis for axis in BATCH_AXES if axis in _ALWAYS_SHOWN or mesh.shape[axis] > 1)
 
@@ -192,7 +192,7 @@ def validate_sequence_sharding(mesh: Mesh, sequence_length: int, chunk_positions
         )
 
 
-def validate_axis_order(mesh: Mesh, same_bits_devices: int) -> None:
+def validate_same_bits_mesh(mesh: Mesh, same_bits_devices: int) -> None:
     """Raise `InvalidError` on a mesh on which sums would have another order than on other numbers of devices."""
     for axis in AXES:
         if axis not in ("data", "fsdp") and mesh.shape[axis] > 1:
@@ -200,7 +200,7 @@ def validate_axis_order(mesh: Mesh, same_bits_devices: int) -> None:
                 f"config.train.same_bits_devices={same_bits_devices} holds for data x fsdp alone, and topology.mesh."
                 f"{axis} is {mesh.shape[axis]}; make it 1, or same_bits_devices null"
             )
-    number = num_batch_shards(mesh)
+    number = count_batch_shards(mesh)
     if same_bits_devices % number:
         fitting = [size for size in range(1, same_bits_devices + 1) if same_bits_devices % size == 0]
         raise InvalidError(
@@ -209,7 +209,7 @@ def validate_axis_order(mesh: Mesh, same_bits_devices: int) -> None:
         )
 
 
-def micro_batch_sizes(
+def list_micro_batch_sizes(
     global_batch_examples: int, micro_batch_examples: int | str, num_shards: int, axes: str = "data x fsdp"
 ) -> list[int]:
     """The micro-batches per device that may be used, largest first: all divisors of a device's share if `auto`.
@@ -234,13 +234,13 @@ def micro_batch_sizes(
     return [int(micro_batch_examples)]
 
 
-def device_peak_bytes() -> int | None:
+def read_peak_memory_bytes() -> int | None:
     """The most that any device of this process has held at once since it was started; None where nobody counts."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     return max((int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each), default=None)
 
 
-def device_memory_bytes() -> int:
+def read_device_memory_bytes() -> int:
     """Memory of one device: what the backend reports, for CPU devices their share of the machine's (or container's)."""
     device = jax.local_devices()[0]
     stats = device.memory_stats()
@@ -254,17 +254,17 @@ def device_memory_bytes() -> int:
 
 
 @contextlib.contextmanager
-def sharding_rules(mesh: Mesh, rules: Sequence[Rule] | None = None) -> Iterator[None]:
+def use_sharding_rules(mesh: Mesh, rules: Sequence[LogicalAxisRule] | None = None) -> Iterator[None]:
     """Inside, logical axis names in a model mean axes of `mesh`; in a trace it can only be the mesh of that trace.
 
     By `rules`, or else by those that are in force already, or else by `LOGICAL_AXIS_RULES`.
     """
     is_set = jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
-    with contextlib.nullcontext() if is_set else _context(mesh), nn.logical_axis_rules(rules or rules_in_force()):
+    with contextlib.nullcontext() if is_set else _context(mesh), nn.logical_axis_rules(rules or get_active_rules()):
         yield
 
 
-def rules_in_force() -> Sequence[Rule]:
+def get_active_rules() -> Sequence[LogicalAxisRule]:
     """Those that logical axis names are read by here."""
     return nn.get_logical_axis_rules() or LOGICAL_AXIS_RULES
 
@@ -273,28 +273,28 @@ def _context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
 
 
-def is_of_tpus(mesh: AbstractMesh) -> bool:
+def is_tpu_mesh(mesh: AbstractMesh) -> bool:
     """Whether a mesh is of TPUs."""
     return mesh.abstract_device is not None and mesh.abstract_device.platform == "tpu"
 
 
-def named_axes(axes: tuple[str, ...]) -> set[str]:
+def list_manual_axes(axes: tuple[str, ...]) -> set[str]:
     """The axes that `jax.shard_map` is to name, so that each device is by itself along `axes`."""
     mesh = jax.sharding.get_abstract_mesh()
     return {*mesh.axis_names} if _is_alone(mesh, axes) else {*axes}
 
 
 @contextlib.contextmanager
-def inside(axes: tuple[str, ...], outside: AbstractMesh) -> Iterator[None]:
+def enter_shard_map(axes: tuple[str, ...], outside: AbstractMesh) -> Iterator[None]:
     """Trace what stands in such a `jax.shard_map`, which was called under the mesh `outside`."""
     if _is_alone(outside, axes):
         nowhere = AbstractMesh((), (), abstract_device=outside.abstract_device)
         with nn.logical_axis_rules(()), jax.sharding.use_abstract_mesh(nowhere):
             yield
     else:
-        with nn.logical_axis_rules(rules_without(axes, rules_in_force())):
+        with nn.logical_axis_rules(remove_axes_from_rules(axes, get_active_rules())):
             yield
 
 
 def _is_alone(mesh: AbstractMesh, axes: tuple[str, ...]) -> bool:
-    return mesh.size == math.prod(mesh.shape[axis] for axis in axes) and not is_of_tpus(mesh)
+    return mesh.size == math.prod(mesh.shape[axis] for axis in axes) and not is_tpu_mesh(mesh)

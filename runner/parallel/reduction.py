@@ -50,18 +50,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from runner.parallel.mesh import BATCH_AXES, inside, is_of_tpus, named_axes, num_batch_shards
+from runner.parallel.mesh import BATCH_AXES, count_batch_shards, enter_shard_map, is_tpu_mesh, list_manual_axes
 
 DATA = "data"
 
 
-def waits(sizes: Mapping[str, int], *, is_tpu: bool) -> bool:
+def has_deferred_all_reduce(sizes: Mapping[str, int], *, is_tpu: bool) -> bool:
     """Whether sums over `data` are taken once a step on a mesh of these sizes, devices by axis."""
     others = [axis for axis, size in sizes.items() if axis != DATA and size > 1]
     return sizes[DATA] > 1 and len(others) <= (0 if is_tpu else 1)
 
 
-def on_parts(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, batch: Any) -> tuple[Any, Any]:
+def run_per_data_shard(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, batch: Any) -> tuple[Any, Any]:
     """Call `function(whole, batch)` along `data`, with its own part of each micro-batch of a batch (S, B, ...).
 
     Of the pair that it returns, the first is added up over all parts, and of the second it is the last part's that is
@@ -69,15 +69,15 @@ def on_parts(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, batch:
     one part.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not waits(mesh.shape, is_tpu=is_of_tpus(mesh)):
+    if mesh.empty or not has_deferred_all_reduce(mesh.shape, is_tpu=is_tpu_mesh(mesh)):
         return function(whole, batch)
 
     def on_part(whole: Any, batch: Any) -> tuple[Any, Any]:
-        with inside((DATA,), mesh):
+        with enter_shard_map((DATA,), mesh):
             sums, last = function(whole, batch)
         return lax.psum(sums, DATA), jax.tree.map(lambda leaf: lax.all_gather(jnp.asarray(leaf), DATA)[-1], last)
 
-    specs, axes = (PartitionSpec(), PartitionSpec(None, DATA)), named_axes((DATA,))
+    specs, axes = (PartitionSpec(), PartitionSpec(None, DATA)), list_manual_axes((DATA,))
     return jax.shard_map(on_part, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
         whole, batch
     )
@@ -100,13 +100,13 @@ class ReductionSchedule(NamedTuple):
     nodes: tuple[Node, ...]
 
 
-def root(num_groups: int) -> Node:
+def get_root_node(num_groups: int) -> Node:
     """The node that is the sum of all groups."""
     return (num_groups - 1).bit_length(), 0
 
 
 @functools.cache
-def course(start: int, stop: int, is_alone: bool = False) -> ReductionSchedule:
+def make_reduction_schedule(start: int, stop: int, is_alone: bool = False) -> ReductionSchedule:
     """For groups `start` to `stop` - 1; where these are all, so that a device is alone, up to the root."""
     places, joined, stack = [], [], list[Node]()
     for group in range(start, stop):
@@ -118,41 +118,45 @@ def course(start: int, stop: int, is_alone: bool = False) -> ReductionSchedule:
         joined.append(number)
         stack.append(node)
     if is_alone:
-        places[-1], joined[-1], stack = 0, joined[-1] + places[-1], [root(stop)]
+        places[-1], joined[-1], stack = 0, joined[-1] + places[-1], [get_root_node(stop)]
     return ReductionSchedule(tuple(places), tuple(joined), tuple(stack))
 
 
-def courses_of(num_groups: int, num_devices: int) -> list[ReductionSchedule]:
+def make_device_schedules(num_groups: int, num_devices: int) -> list[ReductionSchedule]:
     """Of each device, where as many devices have the same number of groups."""
     own = num_groups // num_devices
-    return [course(own * device, own * (device + 1), num_devices == 1) for device in range(num_devices)]
+    return [
+        make_reduction_schedule(own * device, own * (device + 1), num_devices == 1) for device in range(num_devices)
+    ]
 
 
-def stack_depth(num_groups: int, num_devices: int) -> int:
+def compute_stack_depth(num_groups: int, num_devices: int) -> int:
     """Subtrees that a device holds at most while it adds up its groups."""
     pairs = [
-        pair for each in courses_of(num_groups, num_devices) for pair in zip(each.places, each.joined, strict=True)
+        pair
+        for each in make_device_schedules(num_groups, num_devices)
+        for pair in zip(each.places, each.joined, strict=True)
     ]
     return max((place + max(number, 1) for place, number in pairs), default=1)
 
 
-def num_subtrees(num_groups: int, num_devices: int) -> int:
+def count_subtrees(num_groups: int, num_devices: int) -> int:
     """Subtrees that a device has at most when it has added up its groups, which all of them then send."""
-    return max(len(each.nodes) for each in courses_of(num_groups, num_devices))
+    return max(len(each.nodes) for each in make_device_schedules(num_groups, num_devices))
 
 
-def held_bytes(num_parameters: int, gathered_itemsize: int, num_groups: int, num_devices: int) -> int:
+def compute_held_bytes(num_parameters: int, gathered_itemsize: int, num_groups: int, num_devices: int) -> int:
     """What a device holds of whole parameters, gathered in this type (of 0 bytes if they are), and of gradients."""
-    return num_parameters * (gathered_itemsize + 4 * (2 + stack_depth(num_groups, num_devices)))
+    return num_parameters * (gathered_itemsize + 4 * (2 + compute_stack_depth(num_groups, num_devices)))
 
 
-def num_devices() -> int:
+def count_batch_devices() -> int:
     """Devices over which the caller's mesh spreads examples: n."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else num_batch_shards(mesh)
+    return 1 if mesh.empty else count_batch_shards(mesh)
 
 
-def kept_whole(tree: Any) -> Any:
+def replicate(tree: Any) -> Any:
     """Arrays of which each device has all, so that sums over their elements do not depend on how they are cut."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
@@ -163,12 +167,12 @@ def kept_whole(tree: Any) -> Any:
     return whole(lax.optimization_barrier(whole(tree)))
 
 
-def as_rows(tree: Any) -> Any:
+def replicate_flat(tree: Any) -> Any:
     """Whole arrays as vectors: one that was gathered may lie by columns, and what is computed of it goes by them."""
-    return lax.optimization_barrier(jax.tree.map(jnp.ravel, kept_whole(tree)))
+    return lax.optimization_barrier(jax.tree.map(jnp.ravel, replicate(tree)))
 
 
-def spread(function: Callable[..., Any], whole: Any, batch: Any) -> Any:
+def run_per_batch_shard(function: Callable[..., Any], whole: Any, batch: Any) -> Any:
     """Return `function(whole, batch)`, called on every device with all of `whole` and its own part of `batch`.
 
     `batch` is cut along its first axis; the results must be the same on all devices. Without a mesh this is one device.
@@ -179,34 +183,34 @@ def spread(function: Callable[..., Any], whole: Any, batch: Any) -> Any:
         return function(whole, batch)
 
     def on_device(rows: Any, batch: Any) -> Any:
-        with inside(BATCH_AXES, mesh):
+        with enter_shard_map(BATCH_AXES, mesh):
             return function(jax.tree.map(lambda row, leaf: row.reshape(jnp.shape(leaf)), rows, whole), batch)
 
-    specs, axes = (PartitionSpec(), PartitionSpec(BATCH_AXES)), named_axes(BATCH_AXES)
+    specs, axes = (PartitionSpec(), PartitionSpec(BATCH_AXES)), list_manual_axes(BATCH_AXES)
     return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
-        as_rows(whole), batch
+        replicate_flat(whole), batch
     )
 
 
-def gathered(values: Any, num_devices: int) -> Any:
-    """Of arrays with an axis of micro-batches in front, those of all devices. Inside `spread`."""
+def gather_micro_batches(values: Any, num_devices: int) -> Any:
+    """Of arrays with an axis of micro-batches in front, those of all devices. Inside `run_per_batch_shard`."""
     if num_devices > 1:
         values = jax.tree.map(lambda leaf: lax.all_gather(leaf, BATCH_AXES, axis=0, tiled=True), values)
     return lax.optimization_barrier(values)  # else sums of them become one with how they came about, in another order
 
 
-def summed(
+def sum_gradients(
     add_group: Callable[[Any], tuple[Any, Any]], batch: Any, zeros: Any, num_groups: int, num_devices: int
 ) -> tuple[Any, Any]:
-    """Return the sum of the gradients of all groups, and what else `add_group` gives, of all groups. Inside `spread`.
+    """Return the sum of the gradients of all groups, and what else `add_group` gives, of all groups.
 
     `batch` is this device's, (S / n, ...). `add_group` takes the micro-batches (c, ...) of a group, and returns the sum
     of their gradients, of the form of `zeros`, and other values (c, ...).
     """
-    own, courses = num_groups // num_devices, courses_of(num_groups, num_devices)
+    own, courses = num_groups // num_devices, make_device_schedules(num_groups, num_devices)
     here = lax.axis_index(BATCH_AXES) if num_devices > 1 else 0
     places, joined = (jnp.array([getattr(each, name) for each in courses])[here] for name in ("places", "joined"))
-    depth = stack_depth(num_groups, num_devices)
+    depth = compute_stack_depth(num_groups, num_devices)
 
     def of_group(stack: Any, part: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
         place, number, batch = part
@@ -224,11 +228,13 @@ def summed(
     stack, others = lax.scan(of_group, stack, (places, joined, in_groups))
     others = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), others)
     nodes = [each.nodes for each in courses]
-    left = jax.tree.map(lambda leaf: leaf[: num_subtrees(num_groups, num_devices)], stack)
-    return jax.tree.map(functools.partial(_total, num_groups, nodes), left), gathered(others, num_devices)
+    left = jax.tree.map(lambda leaf: leaf[: count_subtrees(num_groups, num_devices)], stack)
+    return jax.tree.map(functools.partial(_sum_tree, num_groups, nodes), left), gather_micro_batches(
+        others, num_devices
+    )
 
 
-def _total(num_groups: int, nodes: Sequence[Sequence[Node]], stack: jax.Array) -> jax.Array:
+def _sum_tree(num_groups: int, nodes: Sequence[Sequence[Node]], stack: jax.Array) -> jax.Array:
     """The root of the tree, of one array, from the subtrees of all devices."""
     num_devices, shape = len(nodes), stack.shape[1:]
     flat = stack.reshape(stack.shape[0], -1)
@@ -236,17 +242,17 @@ def _total(num_groups: int, nodes: Sequence[Sequence[Node]], stack: jax.Array) -
     is_alone = num_devices == 1
     came = shares.swapaxes(0, 1) if is_alone else lax.all_to_all(shares, BATCH_AXES, split_axis=1, concat_axis=0)
     known = {node: came[device, place] for device, each in enumerate(nodes) for place, node in enumerate(each)}
-    share = _node(root(num_groups), num_groups, known)
+    share = _sum_node(get_root_node(num_groups), num_groups, known)
     whole = share if is_alone else lax.all_gather(share, BATCH_AXES, axis=0, tiled=True)
     return whole[: flat.shape[1]].reshape(shape)
 
 
-def _node(node: Node, num_groups: int, known: Mapping[Node, jax.Array]) -> jax.Array:
+def _sum_node(node: Node, num_groups: int, known: Mapping[Node, jax.Array]) -> jax.Array:
     """The sum at a node, by the rule of the tree."""
     if node in known:
         return known[node]
     level, index = node
-    left = _node((level - 1, 2 * index), num_groups, known)
+    left = _sum_node((level - 1, 2 * index), num_groups, known)
     if (2 * index + 1) << (level - 1) >= num_groups:
         return left
-    return left + _node((level - 1, 2 * index + 1), num_groups, known)
+    return left + _sum_node((level - 1, 2 * index + 1), num_groups, known)

@@ -14,7 +14,7 @@ from typing import Any
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.data import Dataset
 from runner.errors import RunnerError
-from runner.huggingface.load import check_source
+from runner.huggingface.load import validate_init_from
 from runner.job import RestoreableJob
 from runner.plan.figures import Section
 from runner.spec import Document, ExecutionSpec, load_job_class, validate_config, validate_spec
@@ -97,7 +97,9 @@ def check_weights(job: RestoreableJob, abstract: Any, findings: Findings) -> Non
     """The weights that the run would begin with, against its state `abstract`, where it has no checkpoint yet."""
     with findings.collect():
         if read_newest_manifest(job.store) is None:
-            check_source(job.document, job.spec.checkpoint.initial_weights, job.family, lambda: job.weights(abstract))
+            validate_init_from(
+                job.document, job.spec.checkpoint.initial_weights, job.family, lambda: job.weights(abstract)
+            )
 
 
 def _check_writable(job: RestoreableJob, directory: Path) -> None:

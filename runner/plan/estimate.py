@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from runner.checkpoint.leaves import flatten_with_names
-from runner.parallel.mesh import STATE_AXES, mesh_sizes, mesh_text
+from runner.parallel.mesh import STATE_AXES, format_mesh, resolve_mesh_sizes
 from runner.plan import mesh as mesh_check
 from runner.plan.figures import format_amount, report_progress
 from runner.plan.machine import TargetMachine, uses_all_reduce
@@ -68,7 +68,7 @@ class EarlyEstimate:
     def line(self) -> str:
         """The first estimate, for a person."""
         found = self.first
-        mesh = mesh_text(dict(self.sizes))
+        mesh = format_mesh(dict(self.sizes))
         if found is None:
             return f"first estimate: {mesh} cannot hold the batch"
         there = format_amount(self.machine.hbm_bytes * MEMORY_SHARE, "bytes")
@@ -87,7 +87,7 @@ class EarlyEstimate:
         if not found or first is None:
             return []
         dtype = self.predictor.job.config.precision.compute
-        return [mesh_check.make_small_shard_warning(found, mesh_text(dict(self.sizes)), dtype, first.sent_bytes)]
+        return [mesh_check.make_small_shard_warning(found, format_mesh(dict(self.sizes)), dtype, first.sent_bytes)]
 
     def _small(self, abstract: Any) -> list[SmallShard]:
         if not self.predictor.accelerator.chip.is_tpu:
@@ -119,7 +119,7 @@ class EarlyEstimate:
         near = self._near()
         if self.machine.is_faked or not near:
             return f"; by arithmetic {_told(*near[0])} does not" if near else ""
-        with report_progress(f"trying meshes near {mesh_text(dict(self.sizes))}"):
+        with report_progress(f"trying meshes near {format_mesh(dict(self.sizes))}"):
             for sizes, prediction in near[:_NUM_PROBED]:
                 if not self._moves_whole(sizes, fault.names):
                     return f"; {_told(sizes, prediction)} gathers and scatters them, as one matmul shows"
@@ -169,14 +169,15 @@ def format_first_estimate(job: BaseTrainer, train_setup: TrainSetup, machine: Ta
         return outlook.line
     state, there = count_bytes_per_device(train_setup.abstract_state), machine.hbm_bytes * MEMORY_SHARE
     return (
-        f"first estimate, by arithmetic: {mesh_text(train_setup.mesh_sizes)}: state {format_amount(state, 'bytes')} of "
+        f"first estimate, by arithmetic: {format_mesh(train_setup.mesh_sizes)}: "
+        f"state {format_amount(state, 'bytes')} of "
         f"{format_amount(there, 'bytes')} a device; what a step takes is not known of this device"
     )
 
 
 def build_first_setup(job: BaseTrainer, machine: TargetMachine) -> TrainSetup:
     """The job before anything is laid out, over no devices. Raises `InvalidError` if the mesh does not fit."""
-    return build_abstract(job.setup_builder, order_sizes(mesh_sizes(job.topology.mesh, len(machine.devices))))
+    return build_abstract(job.setup_builder, order_sizes(resolve_mesh_sizes(job.topology.mesh, len(machine.devices))))
 
 
 def _parameters(abstract: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -196,4 +197,4 @@ def _narrowest(abstract: Any) -> int:
 
 
 def _told(sizes: MeshSizes, prediction: Prediction) -> str:
-    return f"{mesh_text(dict(sizes))} ({format_amount(prediction.sent_bytes, 'bytes')} by arithmetic)"
+    return f"{format_mesh(dict(sizes))} ({format_amount(prediction.sent_bytes, 'bytes')} by arithmetic)"

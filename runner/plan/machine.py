@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.accelerator import Accelerator
 from runner.errors import InvalidError
-from runner.parallel.mesh import BATCH_AXES, STATE_AXES, device_memory_bytes, make_mesh
+from runner.parallel.mesh import BATCH_AXES, STATE_AXES, make_mesh, read_device_memory_bytes
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.mesh import MeshSizes
 
@@ -95,7 +95,7 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
     if accelerator is None or (accelerator.name == "cpu" and accelerator.num_chips is None):
         devices = jax.devices()
         return TargetMachine(
-            devices, devices, accelerator, f"XLA for {devices[0].device_kind}", False, device_memory_bytes()
+            devices, devices, accelerator, f"XLA for {devices[0].device_kind}", False, read_device_memory_bytes()
         )
     if accelerator.num_devices is None:
         raise InvalidError(f"{accelerator.name}: how many? needs a number, such as {accelerator.name}-8")
@@ -158,7 +158,7 @@ def _fake_devices(number: int) -> Sequence[jax.Device]:
 
 def _memory_of(accelerator: Accelerator) -> int:
     speeds = accelerator.chip.speeds
-    return device_memory_bytes() if speeds is None else speeds.hbm_bytes // accelerator.chip.devices_per_chip
+    return read_device_memory_bytes() if speeds is None else speeds.hbm_bytes // accelerator.chip.devices_per_chip
 
 
 _TOKENS = 4096  # of a device

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.parallel.mesh import AXES, STATE_AXES, axes_in
+from runner.parallel.mesh import AXES, STATE_AXES, list_axes
 from runner.plan.figures import format_amount
 from runner.plan.forecast.collectives import Collective
 
@@ -129,7 +129,7 @@ def compute_small_share(shards: Iterable[SmallShard], parameters: Mapping[str, A
 
 def _is_cut_over_state(spec: Any, axis: int) -> bool:
     axes = spec[axis] if axis < len(spec) else None
-    return bool({*axes_in(axes)} & {*STATE_AXES})
+    return bool({*list_axes(axes)} & {*STATE_AXES})
 
 
 _LEAST_SHARE = 0.05  # of a step's least time; a fault that costs less is not worth a word
@@ -257,7 +257,7 @@ def _by_size(parameters: Mapping[str, Any]) -> dict[int, list[tuple[str, int]]]:
         sizes = dict(leaf.sharding.mesh.shape)
         here = list(leaf.shape)
         for axis, axes in enumerate(leaf.sharding.spec):
-            names = axes_in(axes)
+            names = list_axes(axes)
             kept = names if names == ("expert",) else [one for one in names if one not in STATE_AXES]
             here[axis] //= math.prod(sizes[one] for one in kept)
         number = here[0] if leaf.ndim > 2 else 1

@@ -32,9 +32,9 @@ from runner.parallel.mesh import (
     AXES,
     BATCH_AXES,
     STATE_AXES,
-    micro_batch_sizes,
-    over_slices,
-    validate_axis_order,
+    list_micro_batch_sizes,
+    split_axes_over_slices,
+    validate_same_bits_mesh,
     validate_sequence_sharding,
 )
 from runner.plan import program
@@ -208,13 +208,15 @@ class Predictor:
         config = self.job.config
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         try:
-            over_slices(sizes, _num_domains(self.accelerator))
+            split_axes_over_slices(sizes, _num_domains(self.accelerator))
             mesh = abstract_mesh(order_sizes(sizes))
             validate_sequence_sharding(mesh, config.data.sequence_length, config.memory.loss_chunk_positions)
             devices, wanted = config.train.same_bits_devices, config.train.micro_batch_examples
             if devices is not None:
-                validate_axis_order(mesh, devices)
-            return micro_batch_sizes(config.train.global_batch_examples, "auto" if devices is None else wanted, shards)
+                validate_same_bits_mesh(mesh, devices)
+            return list_micro_batch_sizes(
+                config.train.global_batch_examples, "auto" if devices is None else wanted, shards
+            )
         except InvalidError:
             return []
 
@@ -230,17 +232,21 @@ class Predictor:
         shared = state.num_parameters - of_experts
         weights = ParameterPayload(shared * sent_bytes, of_experts * sent_bytes, state.whole_share, self.sent_itemsize)
         passes = 3 if config.memory.remat == "layers" else 2
-        over_domains = dict(zip(AXES, over_slices(sizes, _num_domains(self.accelerator)), strict=True))
+        over_domains = dict(zip(AXES, split_axes_over_slices(sizes, _num_domains(self.accelerator)), strict=True))
         groups, gradients = config.train.same_bits_devices, state.parameter_bytes * min(accumulate_steps, 2)
         if groups is None:
-            waits = reduction.waits(sizes, is_tpu=self.accelerator.chip.is_tpu)
+            waits = reduction.has_deferred_all_reduce(sizes, is_tpu=self.accelerator.chip.is_tpu)
             found = predict_collectives(
                 sizes, weights, sizing, accumulate_steps * tokens, passes, accumulate_steps, waits=waits
             )
         else:
             itemsize = jnp.dtype(config.precision.params).itemsize
-            found = predict_ordered_collectives(state.num_parameters, itemsize, reduction.num_subtrees(groups, shards))
-            gradients = reduction.held_bytes(state.num_parameters, itemsize if sizes["fsdp"] > 1 else 0, groups, shards)
+            found = predict_ordered_collectives(
+                state.num_parameters, itemsize, reduction.count_subtrees(groups, shards)
+            )
+            gradients = reduction.compute_held_bytes(
+                state.num_parameters, itemsize if sizes["fsdp"] > 1 else 0, groups, shards
+            )
         inside, across = sum_sent_bytes(found, sizes, over_domains)
         executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.tokens_per_step
         whole_bytes = weights.shared + weights.of_experts / sizes["expert"]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from runner.accelerator import PeakRates
-from runner.parallel.mesh import AXES, over_slices
+from runner.parallel.mesh import AXES, split_axes_over_slices
 from runner.plan.forecast.collectives import Collective, find_collectives
 from runner.plan.machine import TargetMachine
 from runner.train.batch_layout import BatchLayout
@@ -161,7 +161,7 @@ def compute_sent_bytes(
     spans all domains, and each collective is split by arithmetic.
     """
     num_domains = max(1, len(machine.devices) // machine.devices_per_domain) if machine.is_faked else 1
-    over_domains = dict(zip(AXES, over_slices(dict(sizes), num_domains), strict=True))
+    over_domains = dict(zip(AXES, split_axes_over_slices(dict(sizes), num_domains), strict=True))
     interconnect = network = 0.0
     for collective in found:
         if collective.is_between_slices:

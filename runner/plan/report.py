@@ -6,7 +6,7 @@ import jax
 
 from runner.checkpoint.policy import compute_best_interval_seconds
 from runner.config import TrainerConfig
-from runner.parallel.mesh import batch_axes_text, mesh_text, num_batch_shards
+from runner.parallel.mesh import count_batch_shards, format_batch_axes, format_mesh
 from runner.periodic import count_tokens
 from runner.plan import program as estimate
 from runner.plan.figures import Section, format_amount
@@ -58,9 +58,9 @@ def make_state_section(abstract: Any) -> Section:
 def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Section:
     """How the global batch is split, and how far the run goes."""
     section, train, layout = Section("batch"), config.train, program.step.layout
-    shards = num_batch_shards(layout.mesh)
-    section.add("mesh", mesh_text(program.train_setup.mesh_sizes), "text", "counted")
-    axes = batch_axes_text(layout.mesh)
+    shards = count_batch_shards(layout.mesh)
+    section.add("mesh", format_mesh(program.train_setup.mesh_sizes), "text", "counted")
+    axes = format_batch_axes(layout.mesh)
     product = f"{layout.micro_batch_examples} examples x {shards} devices ({axes}) x {layout.micro_batches_per_device}"
     section.add("micro-batch x devices x accumulation", f"{product} = {train.global_batch_examples}", "text", "counted")
     section.add("tokens in a step", config.tokens_per_step, "", "counted")

@@ -13,11 +13,11 @@ from runner.data import Dataset, get_batch_fields, load_global_batch
 from runner.errors import InvalidError
 from runner.parallel.mesh import (
     BATCH_AXES,
-    batch_axes_text,
-    batch_sharding,
-    micro_batch_sizes,
-    num_batch_shards,
-    validate_axis_order,
+    count_batch_shards,
+    format_batch_axes,
+    list_micro_batch_sizes,
+    make_batch_sharding,
+    validate_same_bits_mesh,
     validate_sequence_sharding,
 )
 from runner.train.loss import target_weights
@@ -43,14 +43,14 @@ class BatchLayout:
     @property
     def micro_batch(self) -> int:
         """Examples of one micro-batch: B."""
-        return self.micro_batch_examples * (1 if self.is_ordered else num_batch_shards(self.mesh))
+        return self.micro_batch_examples * (1 if self.is_ordered else count_batch_shards(self.mesh))
 
     @property
     def sharding(self) -> NamedSharding:
         """How (S, B, T) batches lie: B over the devices, or S where each has micro-batches of its own."""
         if self.is_ordered:
             return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
-        return batch_sharding(self.mesh)
+        return make_batch_sharding(self.mesh)
 
     @property
     def accumulate_steps(self) -> int:
@@ -60,7 +60,7 @@ class BatchLayout:
     @property
     def micro_batches_per_device(self) -> int:
         """How many micro-batches a device computes in a step, one after another."""
-        return self.global_batch_examples // (self.micro_batch_examples * num_batch_shards(self.mesh))
+        return self.global_batch_examples // (self.micro_batch_examples * count_batch_shards(self.mesh))
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of a (S, B, T) batch."""
@@ -94,15 +94,15 @@ def list_batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | Non
     """
     train, data = config.train, config.data
     validate_sequence_sharding(mesh, data.sequence_length, config.memory.loss_chunk_positions)
-    shards, axes = num_batch_shards(mesh), batch_axes_text(mesh)
-    sizes = micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards, axes)
+    shards, axes = count_batch_shards(mesh), format_batch_axes(mesh)
+    sizes = list_micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards, axes)
     if config.noise_scale is not None:
         sizes = _of_even_number(sizes, train.global_batch_examples, shards)
     fields = get_batch_fields(data)
     sizes = [micro_batch] if micro_batch in sizes else sizes
     is_ordered = train.same_bits_devices is not None
     if train.same_bits_devices is not None:
-        validate_axis_order(mesh, train.same_bits_devices)
+        validate_same_bits_mesh(mesh, train.same_bits_devices)
     return [
         BatchLayout(mesh, train.global_batch_examples, size, data.sequence_length, fields, is_ordered) for size in sizes
     ]

@@ -16,7 +16,7 @@ from runner.data import Dataset, is_available
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import SAVE
 from runner.errors import DataError, InvalidError
-from runner.parallel.mesh import AXES, does_mesh_fit
+from runner.parallel.mesh import AXES, is_mesh_possible
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec, Topology
 from runner.storage import JsonObject, Store
@@ -32,7 +32,7 @@ def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerC
     is_missing = not all(is_available(named.source) for named in data.sources)
     options = {
         "topology.accelerator=any": True,
-        "topology.mesh={data: auto, fsdp: 1, tensor: 1}": not does_mesh_fit(topology.mesh, num_devices),
+        "topology.mesh={data: auto, fsdp: 1, tensor: 1}": not is_mesh_possible(topology.mesh, num_devices),
         f"directory={spec.directory}_here": True,
         "checkpoint.every_steps=10": True,
         f"config.train.global_batch_examples={num_devices}": True,

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.accelerator import compiler_options
+from runner.accelerator import make_compiler_options
 from runner.checkpoint.leaves import find_form_problems, make_strongly_typed
 from runner.errors import InvalidError, StateError
-from runner.metrics.meta import TOKEN_COUNT, validate_meta, with_means
-from runner.optim.library import injected_rate
+from runner.metrics.meta import TOKEN_COUNT, replace_sums_by_means, validate_meta
+from runner.optim.library import find_injected_rate
 from runner.parallel.canonical import canonicalise
-from runner.parallel.mesh import sharding_rules
+from runner.parallel.mesh import use_sharding_rules
 from runner.train.batch_layout import BatchLayout
 from runner.train.state import AuxiliaryState, TrainState, get_shardings, validate_auxiliary
 from runner.train.step import Batch
@@ -63,32 +63,32 @@ def trace_train_step(
         validate_meta(meta)
         count = None if TOKEN_COUNT in meta else layout.count(batch)  # here: a program of its own would be one a step
         counted = {} if count is None else {TOKEN_COUNT: count}
-        rate = injected_rate(after.opt_state) if rate is None else rate
+        rate = find_injected_rate(after.opt_state) if rate is None else rate
         return after, loss, meta | counted | ({} if rate is None else {"learning_rate": rate})
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     program = canonicalise(step) if layout.is_ordered else step
     jitted = jax.jit(program, donate_argnums=0, out_shardings=(get_shardings(abstract), replicated, replicated))
-    with sharding_rules(layout.mesh):
+    with use_sharding_rules(layout.mesh):
         return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
 
 
 def lower_train_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stages.Lowered:
     """Lower what `trace_train_step` has traced for this layout."""
-    with sharding_rules(layout.mesh):
+    with use_sharding_rules(layout.mesh):
         return traced.lower()
 
 
 def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Traced:
     """Trace `(state, batch) -> (loss_sum, token_count, last_meta)`. Raises `InvalidError` if no row can hold meta."""
     program = _refusing_meta(val_step, layout)
-    with sharding_rules(layout.mesh):
+    with use_sharding_rules(layout.mesh):
         return jax.jit(canonicalise(program) if layout.is_ordered else program).trace(abstract, layout.abstract_batch())
 
 
 def lower_val_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stages.Lowered:
     """Lower what `trace_val_step` has traced for this layout."""
-    with sharding_rules(layout.mesh):
+    with use_sharding_rules(layout.mesh):
         return traced.lower()
 
 
@@ -99,7 +99,7 @@ def _refusing_meta(val_step: Callable[..., Any], layout: BatchLayout) -> Callabl
     @functools.wraps(val_step)
     def refusing(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
         loss_sum, token_count, meta = val_step(state, batch)
-        shown = jax.eval_shape(with_means, meta, token_count) if isinstance(meta, Mapping) else meta
+        shown = jax.eval_shape(replace_sums_by_means, meta, token_count) if isinstance(meta, Mapping) else meta
         validate_meta(shown, _OF_EVALUATION)
         return loss_sum, token_count, jax.tree.map(whole, meta)
 
@@ -112,7 +112,7 @@ def _refusing_meta(val_step: Callable[..., Any], layout: BatchLayout) -> Callabl
 def compile_lowered(lowered: jax.stages.Lowered, layout: BatchLayout) -> tuple[jax.stages.Compiled, Options]:
     """Compile for the devices of a layout, with the options that the catalogue has for them; returns these, too."""
     device = layout.mesh.devices.flat[0]
-    options: Options = compiler_options(device.device_kind, os.environ, lowered.as_text())
+    options: Options = make_compiler_options(device.device_kind, os.environ, lowered.as_text())
     if layout.is_ordered and device.platform == "cpu":
         options = {**options, _CODE_PARTS: 1}
     given: Any = dict(options)  # numbers among them, of which the signature does not know
@@ -159,7 +159,7 @@ class CompiledStep:
     Attributes:
         executable: `(state, batch, key) -> (state, loss, meta)`, the state donated.
         digest: of the StableHLO that the compiler was given.
-        options: of XLA, that it was given besides (`runner.accelerator.compiler_options`).
+        options: of XLA, that it was given besides (`runner.accelerator.make_compiler_options`).
     """
 
     layout: BatchLayout

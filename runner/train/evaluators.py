@@ -28,7 +28,7 @@ from runner.data import Dataset
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import EVALUATION, LocalFailure, Phase
 from runner.errors import RunnerError, format_error
-from runner.metrics.meta import LIST_MAX, SUMS, Shown, bins_of, finite, means_of, shown
+from runner.metrics.meta import LIST_MAX, SUMS, RowValue, compute_means, find_bins, to_finite, to_row_value
 from runner.metrics.rows import Row
 from runner.periodic import is_due
 from runner.run.attempt import Attempt
@@ -171,7 +171,7 @@ def _is_figure(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return len(value) <= LIST_MAX and all(map(_is_number, value))
     if isinstance(value, dict):
-        return bins_of(value) is not None
+        return find_bins(value) is not None
     return _is_number(value)
 
 
@@ -204,7 +204,7 @@ def _plain(figures: EvaluationMetrics) -> EvaluationMetrics:
             return [plain(each) for each in value]
         if isinstance(value, int):
             return value
-        return finite(value)
+        return to_finite(value)
 
     return {key: plain(value) for key, value in figures.items()}
 
@@ -233,7 +233,7 @@ class ValidationSums:
 
     loss: float
     num_tokens: float
-    meta: dict[str, Shown]
+    meta: dict[str, RowValue]
 
 
 def make_validation_sets(
@@ -347,8 +347,8 @@ class Validation:
             if SUMS in meta:
                 sums = meta[SUMS] if sums is None else jax.tree.map(jnp.add, sums, meta[SUMS])
         last = {name: value for name, value in meta.items() if name != SUMS}
-        means = {} if sums is None else means_of(sums, token_count)
-        found = {name: shown(value) for name, value in jax.device_get({**last, **means}).items()}
+        means = {} if sums is None else compute_means(sums, token_count)
+        found = {name: to_row_value(value) for name, value in jax.device_get({**last, **means}).items()}
         return ValidationSums(float(loss_sum), float(token_count), found)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from runner.accelerator import chip_of
+from runner.accelerator import find_chip
 from runner.config import MemoryConfig
 from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup
@@ -183,7 +183,7 @@ def count_forward_flops(
 def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], train_setup: TrainSetup) -> float:
     """What each token a second adds to MFU, the model's FLOPs over the devices' peak; 0 if that is not known."""
     mesh = train_setup.mesh
-    chip = chip_of(mesh.devices.flat[0].device_kind)
+    chip = find_chip(mesh.devices.flat[0].device_kind)
     if chip is None or chip.speeds is None:
         return 0.0
     num_chips = mesh.size / chip.devices_per_chip

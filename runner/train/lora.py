@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from runner.checkpoint.weight_names import BASE, LORA_A, LORA_B, AdapterMerge, merge_params
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
-from runner.optim.groups import Parameter, nearest_names, parameters_of
+from runner.optim.groups import Parameter, describe_parameters, list_nearest_names
 from runner.train.auxiliary import EMA
 from runner.train.state import PARAMS, VARIABLES, TrainState, drop_params, get_merge, get_variables, get_weights
 
@@ -28,7 +28,7 @@ _NUM_NAMED = 3
 
 
 def _is_matrix(parameter: Parameter) -> bool:
-    return len(parameter.shape) - parameter.num_stacked == 2
+    return len(parameter.shape) - parameter.num_stack_axes == 2
 
 
 def make_merge(rule: AdapterConfig, compute: str) -> AdapterMerge:
@@ -42,7 +42,7 @@ def make_abstract_adapter(boxed: Any, rule: AdapterConfig) -> Any:
     Raises `InvalidError` for a target that fits nothing, or no matrix.
     """
     tree: Any = {}
-    known = {leaf.name: (path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(parameters_of(boxed))}
+    known = {leaf.name: (path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(describe_parameters(boxed))}
     for name in _targets([leaf for _, leaf in known.values()], rule.targets):
         path, leaf = known[name]
         branch = functools.reduce(lambda branch, key: branch.setdefault(key.key, {}), path, tree)
@@ -66,7 +66,7 @@ def _targets(leaves: Sequence[Parameter], patterns: Sequence[str]) -> list[str]:
         ]
         by_name = [leaf for leaf in leaves if fnmatchcase(leaf.name, pattern) and leaf not in by_module]
         matrices = [leaf for leaf in leaves if _is_matrix(leaf)]
-        near = ", ".join(nearest_names(pattern.replace("*", ""), matrices)[:_NUM_NAMED])
+        near = ", ".join(list_nearest_names(pattern.replace("*", ""), matrices)[:_NUM_NAMED])
         if not by_module and not by_name:
             raise InvalidError(
                 f"config.adapter.targets: {pattern!r} fits no parameter; the nearest matrices are {near}"
@@ -75,7 +75,7 @@ def _targets(leaves: Sequence[Parameter], patterns: Sequence[str]) -> list[str]:
         fitting = [leaf for leaf in (*by_module, *by_name) if _is_matrix(leaf)]
         if wrong or not fitting:
             leaf = (wrong or by_module)[0]
-            own = list(leaf.shape[leaf.num_stacked :])
+            own = list(leaf.shape[leaf.num_stack_axes :])
             raise InvalidError(
                 f"config.adapter.targets: {pattern!r} fits {leaf.name}, which is no matrix: its shape is {own}; needs "
                 f"matrices, such as {near}"

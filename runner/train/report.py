@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from runner.config import TrainerConfig
-from runner.metrics.file import NAME, open_metrics
+from runner.metrics.file import METRICS_FILE, open_metrics_file
 from runner.metrics.meta import Meta
 from runner.metrics.rows import Row, RowTail
 from runner.metrics.window import MetricsWindow, StepTimer
-from runner.metrics.writers import RowDisplay, open_sinks
-from runner.parallel.mesh import device_peak_bytes
+from runner.metrics.writers import RowDisplay, open_displays
+from runner.parallel.mesh import read_peak_memory_bytes
 from runner.periodic import count_tokens, is_due
 from runner.run.attempt import Attempt, JobReport
 from runner.spec import ExecutionSpec
@@ -45,7 +45,7 @@ class Report(JobReport):
         self._evaluations = EvaluatorSchedule(attempt, config, evaluators)
         self._mfu_of_a_token_per_second, self._after_row = mfu_of_a_token_per_second, after_row
         self._data_figures = data_figures
-        self._metrics = open_metrics(attempt.store, attempt.background_writer, attempt.fence)
+        self._metrics = open_metrics_file(attempt.store, attempt.background_writer, attempt.fence)
         self._sinks: list[RowDisplay] = []
         self._profiler = Profiler(attempt, spec.logging.profile)
         self._resumed_row: Row | None = None  # of the step that was resumed from
@@ -57,13 +57,13 @@ class Report(JobReport):
 
         They cannot where a later attempt, on other machines, went back behind them. Main host only.
         """
-        if NAME not in attachments:
+        if METRICS_FILE not in attachments:
             return None
         try:
-            after = RowTail.decode(attachments[NAME]).after
+            after = RowTail.decode(attachments[METRICS_FILE]).after
         except ValueError as error:
             return str(error)
-        is_gap = after is not None and not self._metrics.reaches(after)
+        is_gap = after is not None and not self._metrics.has_step(after)
         return f"a later attempt went back behind step {after}, which its rows follow" if is_gap else None
 
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None = None) -> None:
@@ -72,7 +72,7 @@ class Report(JobReport):
         `carry` is that of the window which the save fell into.
         """
         if self._attempt.hosts.is_main:
-            tail = RowTail.decode(attachments[NAME]) if NAME in attachments else None
+            tail = RowTail.decode(attachments[METRICS_FILE]) if METRICS_FILE in attachments else None
             self._resumed_row = self._metrics.rewind(step, tail)
         is_whole = carry is not None or step == 0 or self._resumed_row is not None
         self.window = MetricsWindow(step, carry, is_whole)
@@ -81,7 +81,7 @@ class Report(JobReport):
     def showing(self, step: int) -> Iterator[None]:
         """Inside, rows are shown; however it is left, the sinks are closed."""
         if self._attempt.hosts.is_main:
-            self._sinks = open_sinks(self._attempt, self._spec, self._config, step)
+            self._sinks = open_displays(self._attempt, self._spec, self._config, step)
             self._pace = StepTimer()
         self.restart_clock()
         self._profiler.watch()
@@ -117,8 +117,8 @@ class Report(JobReport):
         row = self.window.close(self._config.tokens_per_step) | self._data_figures(step)
         if self._mfu_of_a_token_per_second:
             row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_of_a_token_per_second
-        row |= {} if self._pace is None else self._pace.figures()
-        peak_bytes = device_peak_bytes()
+        row |= {} if self._pace is None else self._pace.pop_percentiles()
+        peak_bytes = read_peak_memory_bytes()
         row |= {} if peak_bytes is None else {"perf/peak_bytes": peak_bytes}
         if self._evaluations.due(step):
             row |= self._evaluations.evaluate(weights, step) or {}
@@ -207,11 +207,11 @@ class Report(JobReport):
 
     def newest_row(self) -> Row:
         """Empty if there is none, and on other hosts than the main one."""
-        return self._metrics.newest() if self._attempt.hosts.is_main else {}
+        return self._metrics.get_newest() if self._attempt.hosts.is_main else {}
 
     def attachments(self) -> dict[str, bytes]:
         """The rows that may be behind a state in the fast tier, since they are not durable yet. Main host only."""
-        return {NAME: self._metrics.tail().encode()}
+        return {METRICS_FILE: self._metrics.get_tail().encode()}
 
     def sync(self) -> None:
         """Wait until the rows are durable: they are never behind a checkpoint. Any thread; raises `OSError`."""

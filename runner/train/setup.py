@@ -24,10 +24,16 @@ from runner.checkpoint.leaves import make_strongly_typed
 from runner.config import AdapterConfig, TrainerConfig
 from runner.data import Dataset, load_dataset
 from runner.errors import InvalidError
-from runner.optim.groups import Parameter, one_rate, parameters_of
-from runner.optim.library import in_float32
+from runner.optim.groups import Parameter, describe_parameters, get_unit_rate
+from runner.optim.library import update_in_float32
 from runner.parallel import mesh as mesh_rules
-from runner.parallel.mesh import LOGICAL_AXIS_RULES, Rule, logical_rules, make_mesh, mesh_sizes
+from runner.parallel.mesh import (
+    LOGICAL_AXIS_RULES,
+    LogicalAxisRule,
+    build_logical_axis_rules,
+    make_mesh,
+    resolve_mesh_sizes,
+)
 from runner.spec import Document, ExecutionSpec, Topology, Trajectory
 from runner.storage import JsonObject
 from runner.train import state as train_state
@@ -71,7 +77,7 @@ class TrainSetup:
     abstract_state: TrainState
     make_state: Callable[[jax.Array], TrainState]
     riders: Sequence[AuxiliaryState] = ()
-    rules: Sequence[Rule] = LOGICAL_AXIS_RULES
+    rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
     traced_val: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
@@ -92,7 +98,7 @@ class TrainSetup:
 
     def sharding_rules(self) -> contextlib.AbstractContextManager[None]:
         """Inside, logical axis names in the model mean axes of the mesh by the job's rules."""
-        return mesh_rules.sharding_rules(self.mesh, self.rules)
+        return mesh_rules.use_sharding_rules(self.mesh, self.rules)
 
     def restart_averages(self, state: TrainState) -> TrainState:
         """`state` with other parameters, means and all that rides along begun at these. Called on every host."""
@@ -156,7 +162,7 @@ def build_train_setup(
     key: jax.Array,
     riders: Sequence[AuxiliaryState] = (),
     adapter: tuple[AdapterConfig, str] | None = None,
-    rules: Sequence[Rule] = LOGICAL_AXIS_RULES,
+    rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES,
 ) -> TrainSetup:
     """The blueprint of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
@@ -172,7 +178,7 @@ def build_train_setup(
     boxed = jax.eval_shape(functools.partial(variables, init=model.init), key)
     trained = boxed[PARAMS] if adapter is None else make_abstract_adapter(boxed[PARAMS], adapter[0])
     merge = None if adapter is None else make_merge(*adapter)
-    optimizer = in_float32(make_optimizer(parameters_of(trained)))
+    optimizer = update_in_float32(make_optimizer(describe_parameters(trained)))
     shapes, shardings = nn.unbox(boxed), train_state.compute_variable_shardings(boxed, mesh, rules)
     if sharded_init is not train_state.sharded_init:  # whose variables are known without tracing it
         shapes, shardings = _variables_of(born, key, mesh, rules)
@@ -194,7 +200,7 @@ def build_train_setup(
 
 
 def _variables_of(
-    born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh, rules: Sequence[Rule]
+    born: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh, rules: Sequence[LogicalAxisRule]
 ) -> tuple[Any, Any]:
     """Shapes and shardings of the variables that `born` makes, which is traced and not run."""
     found: list[Any] = []
@@ -204,7 +210,7 @@ def _variables_of(
         found.append(shardings)
         return made
 
-    with mesh_rules.sharding_rules(mesh, rules):
+    with mesh_rules.use_sharding_rules(mesh, rules):
         return jax.eval_shape(variables, key), found[0]
 
 
@@ -232,9 +238,9 @@ class TrainSetupBuilder:
     train_step: Callable[..., Any]
     val_step: Callable[..., Any]
     riders: Callable[[], Sequence[AuxiliaryState]] = tuple
-    rules: Sequence[Rule] = LOGICAL_AXIS_RULES
+    rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
     name_base: Callable[[], Trajectory] = dict
-    learning_rate_multiplier: Callable[[Parameter], float] = one_rate
+    learning_rate_multiplier: Callable[[Parameter], float] = get_unit_rate
 
     @functools.cached_property
     def optimizer_choice(self) -> OptimizerChoice:
@@ -298,7 +304,7 @@ class TrainSetupBuilder:
     def make_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
         """The mesh over these devices, over which the batch must divide. Reads no data."""
         with self.document.errors_at("topology.mesh"):
-            mesh = make_mesh(mesh_sizes(self.topology.mesh, len(devices)), devices)
+            mesh = make_mesh(resolve_mesh_sizes(self.topology.mesh, len(devices)), devices)
         with self.document.errors_at("config.train"):
             list_batch_layouts(self.config, mesh)
         return mesh
@@ -398,7 +404,7 @@ def make_setup_builder(
         train_step=job.train_step,
         val_step=job.val_step,
         riders=riders,
-        rules=logical_rules(job.logical_axis_rules, type(job).__name__),
+        rules=build_logical_axis_rules(job.logical_axis_rules, type(job).__name__),
         name_base=name_base,
         learning_rate_multiplier=job.learning_rate_multiplier,
     )

@@ -42,8 +42,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner.checkpoint.leaves import make_strongly_typed
 from runner.checkpoint.weight_names import BASE, AdapterMerge, merge_params
 from runner.errors import InvalidError
-from runner.optim.transforms import has_average, restarted
-from runner.parallel.mesh import Rule, fitting_axes, rules_in_force, sharding_rules
+from runner.optim.transforms import is_averaged, restart_average
+from runner.parallel.mesh import LogicalAxisRule, get_active_rules, select_dividing_axes, use_sharding_rules
 
 BY_GRADIENT = "_overwrite_with_gradient"  # of flax's float8 operations
 PARAMS, VARIABLES, RIDERS = "params", "variables", "riders"
@@ -257,7 +257,7 @@ def validate_auxiliary(riders: Sequence[AuxiliaryState], before: Any, after: Any
 def _fit(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
     """The sharding nearest to `spec` that divides `shape`, and that is cut over fsdp if any axis allows it."""
     entries = (*spec, *[None] * (len(shape) - len(spec)))
-    cuts = [fitting_axes(size, entry, mesh.shape) for size, entry in zip(shape, entries, strict=True)]
+    cuts = [select_dividing_axes(size, entry, mesh.shape) for size, entry in zip(shape, entries, strict=True)]
     if all("fsdp" not in axes for axes in cuts):
         num_shards = [math.prod(mesh.shape[axis] for axis in axes) for axes in cuts]
         sizes = [size // number for size, number in zip(shape, num_shards, strict=True)]
@@ -268,12 +268,12 @@ def _fit(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedShardi
     return NamedSharding(mesh, PartitionSpec(*cuts))
 
 
-def compute_variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[Rule] | None = None) -> Any:
+def compute_variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[LogicalAxisRule] | None = None) -> Any:
     """Shardings of a model's variables, from `boxed` abstract ones with logical axis names (or without).
 
     By `rules`, or else by those that are in force.
     """
-    specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules or rules_in_force())
+    specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules or get_active_rules())
     return jax.tree.map(
         lambda leaf, spec: _fit(leaf.shape, spec or PartitionSpec(), mesh),
         nn.unbox(boxed),
@@ -289,7 +289,7 @@ def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwa
     state at step 0, of which parameters and moments come from one program.
     """
     shardings = compute_variable_shardings(jax.eval_shape(lambda key: model.init(key, *args, **kwargs), key), mesh)
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         init = jax.jit(lambda key: nn.unbox(model.init(key, *args, **kwargs)), out_shardings=shardings)
         return init(key), shardings
 
@@ -321,10 +321,10 @@ def make_state_from_variables(
 
 def restart_averages(state: TrainState) -> TrainState:
     """The state at step 0, whose parameters may have been replaced: an optimizer that averages begins at them too."""
-    if not has_average(state.opt_state):
+    if not is_averaged(state.opt_state):
         return state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-    begin = jax.jit(restarted, out_shardings=shardings)
+    begin = jax.jit(restart_average, out_shardings=shardings)
     return state.replace(opt_state=begin(state.params, state.opt_state))
 
 
@@ -385,5 +385,5 @@ def get_shardings(abstract: Any) -> Any:
 
 def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> TrainState:
     """The state at step 0, every leaf born as `abstract` says. Called on every host."""
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         return jax.jit(lambda key: make_strongly_typed(make(key)), out_shardings=get_shardings(abstract))(key)

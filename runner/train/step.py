@@ -30,9 +30,9 @@ import optax
 from jax import lax
 
 from runner.errors import InvalidError
-from runner.metrics.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, total_of_sums, with_means
-from runner.optim.groups import split, with_zeros
-from runner.optim.transforms import gradient_point
+from runner.metrics.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, accumulate_sums, replace_sums_by_means
+from runner.optim.groups import fill_frozen_gradients, split_frozen
+from runner.optim.transforms import compute_gradient_point
 from runner.parallel import reduction
 from runner.train.loss import make_uncounted_error, target_weights, validate_fields_read
 from runner.train.state import (
@@ -155,7 +155,7 @@ def _gradient_of(
 ) -> tuple[Callable[[Any, Batch], Any], Any]:
     """What computes ((loss, meta), float32 gradients) of a micro-batch of `batch` at `params`, and what is trained."""
     apply_fn, of_model = bind_variables(state.apply_fn, get_variables(state)), make_params_merger(state)
-    trained, whole = split(params, state.opt_state)
+    trained, whole = split_frozen(params, state.opt_state)
 
     def share_of_loss(trained: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         loss_sum, meta = forward(apply_fn, of_model(whole(trained)), micro, key)
@@ -185,7 +185,7 @@ def _gradients(
     `needs_halves`. Of the parts of micro-batches that lie along `data` all sums are taken once, see `data_sum`.
     """
     num_tokens = _divisor(batch, _count(batch)) if "padding_mask" in batch else None
-    params = gradient_point(state.params, state.opt_state)
+    params = compute_gradient_point(state.params, state.opt_state)
 
     def on_part(whole: tuple[Any, Any, jax.Array, jax.Array | None], batch: Batch) -> tuple[Any, ...]:
         params, variables, key, num_tokens = whole
@@ -197,10 +197,10 @@ def _gradients(
         return (loss, grads, _totals(metas, num_steps), halves), _of_one(last_meta)
 
     whole = params, getattr(state, VARIABLES, {}), key, num_tokens
-    (loss, grads, totals, halves), last_meta = reduction.on_parts(on_part, whole, _numbered(batch))
+    (loss, grads, totals, halves), last_meta = reduction.run_per_data_shard(on_part, whole, _numbered(batch))
     if halves is not None:
         halves = compare_halves(halves[0], grads, halves[1], None if TOKEN_COUNT in totals else num_tokens)
-    return *_divided(batch, loss, with_zeros(grads, params), {**last_meta, **totals}, num_tokens), halves
+    return *_divided(batch, loss, fill_frozen_gradients(grads, params), {**last_meta, **totals}, num_tokens), halves
 
 
 def _added_up(value_and_grad: Any, trained: Any, batch: Batch, num_steps: int, needs_halves: bool) -> tuple[Any, ...]:
@@ -223,13 +223,15 @@ def _gradients_in_order(
 ) -> tuple[jax.Array, Any, Meta]:
     """As `_gradients`, with all sums in the order of `fixed_order`, whatever number of devices there is."""
     S, _ = _leading_shape(batch)
-    params = gradient_point(state.params, state.opt_state)
-    num_devices = reduction.num_devices()
+    params = compute_gradient_point(state.params, state.opt_state)
+    num_devices = reduction.count_batch_devices()
 
     def on_device(whole: tuple[Any, Any, jax.Array], batch: Batch) -> tuple[jax.Array, Any, Meta]:
         params, variables, key = whole
         here = _at(state, params, variables)
-        counts_S = reduction.gathered(jax.vmap(_count)(batch), num_devices) if "padding_mask" in batch else None
+        counts_S = (
+            reduction.gather_micro_batches(jax.vmap(_count)(batch), num_devices) if "padding_mask" in batch else None
+        )
         num_tokens = None if counts_S is None else _divisor(batch, jnp.sum(counts_S))
         value_and_grad, trained = _gradient_of(forward, here, params, batch, key, num_tokens)
 
@@ -240,13 +242,13 @@ def _gradients_in_order(
 
         zeros = _zeros_of(trained)
         add_group = functools.partial(lax.scan, accumulate, zeros)
-        grads, (losses_S, metas) = reduction.summed(add_group, batch, zeros, num_groups, num_devices)
+        grads, (losses_S, metas) = reduction.sum_gradients(add_group, batch, zeros, num_groups, num_devices)
         last_meta = {**jax.tree.map(lambda leaf: leaf[-1], metas), **_totals(metas, num_steps=0)}
-        return _divided(batch, jnp.sum(losses_S), with_zeros(grads, params), last_meta, num_tokens)
+        return _divided(batch, jnp.sum(losses_S), fill_frozen_gradients(grads, params), last_meta, num_tokens)
 
     assert S % num_groups == 0, f"{S} micro-batches make up no {num_groups} groups"
     whole = params, getattr(state, VARIABLES, {}), key
-    return reduction.spread(on_device, whole, _numbered(batch))
+    return reduction.run_per_batch_shard(on_device, whole, _numbered(batch))
 
 
 def _accumulated(accumulate: Any, zeros: Any, batch: Batch, half: int) -> tuple[Any, Any, Any]:
@@ -268,7 +270,7 @@ def _counts_of_halves(batch: Batch, metas: Any) -> jax.Array:
 def _totals(metas: Any, num_steps: int) -> Meta:
     """What of the meta is added up over the micro-batches; of one alone they are no axis of their own."""
     counts = {TOKEN_COUNT: jnp.sum(metas[TOKEN_COUNT], dtype=jnp.float32)} if TOKEN_COUNT in metas else {}
-    return {**counts, **sum_statistics(metas, num_steps), **total_of_sums(metas, is_stacked=num_steps != 1)}
+    return {**counts, **sum_statistics(metas, num_steps), **accumulate_sums(metas, is_stacked=num_steps != 1)}
 
 
 def _of_one(meta: Meta) -> Meta:
@@ -281,9 +283,9 @@ def _divided(
 ) -> tuple[jax.Array, Any, Meta]:
     """Sums over their own `token_count` as means, if the meta has that of all micro-batches; else all as it is."""
     if TOKEN_COUNT not in meta:
-        return loss, grads, with_means(meta, num_tokens)
+        return loss, grads, replace_sums_by_means(meta, num_tokens)
     divisor = _divisor(batch, meta[TOKEN_COUNT])
-    return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), with_means(meta, divisor)
+    return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), replace_sums_by_means(meta, divisor)
 
 
 def _at(state: TrainState, params: Any, variables: Any) -> TrainState:
@@ -343,12 +345,12 @@ def train_step(
         loss, grads, meta, halves = _gradients(forward, state, batch, key, accumulate_steps, needs_halves)
     else:
         (loss, grads, meta), halves = _gradients_in_order(forward, num_groups, state, batch, key), None
-        grads = reduction.kept_whole(grads)
+        grads = reduction.replicate(grads)
     if STATISTICS in meta:
         changed, scalars = options.update_variables(variables, meta[STATISTICS])
         meta = drop_statistics(meta) | scalars
         state = replace_variables(state, changed) if variables else state
-    seen = state.params if num_groups is None or norms == "none" else reduction.as_rows(state.params)
+    seen = state.params if num_groups is None or norms == "none" else reduction.replicate_flat(state.params)
     own = {GRAD_NORM: optax.tree.norm(grads)} | compute_norms(grads, seen, norms)
     if taken := sorted({*own} & {*meta}):
         raise InvalidError(f"forward returns {taken[0]!r} as meta, a name of the runner's own; use another")
@@ -384,13 +386,13 @@ def val_step(
 
     (loss_sum, token_count), metas = lax.scan(add, (jnp.float32(0), jnp.float32(0)), _numbered(batch))
     last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
-    return loss_sum, token_count, last_meta | total_of_sums(metas, is_stacked=True)
+    return loss_sum, token_count, last_meta | accumulate_sums(metas, is_stacked=True)
 
 
 def _val_step_in_order(
     forward: Forward, state: TrainState, batch: Batch
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    num_devices = reduction.num_devices()
+    num_devices = reduction.count_batch_devices()
 
     def on_device(whole: tuple[Any, Any], batch: Batch) -> tuple[jax.Array, jax.Array, Meta]:
         here = _at(state, *whole)
@@ -403,8 +405,8 @@ def _val_step_in_order(
             return None, (loss_sum, count, drop_statistics(meta))
 
         _, found = lax.scan(one, None, batch)
-        losses_S, counts_S, metas = reduction.gathered(found, num_devices)
+        losses_S, counts_S, metas = reduction.gather_micro_batches(found, num_devices)
         last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
-        return jnp.sum(losses_S), jnp.sum(counts_S), {**last_meta, **total_of_sums(metas, is_stacked=True)}
+        return jnp.sum(losses_S), jnp.sum(counts_S), {**last_meta, **accumulate_sums(metas, is_stacked=True)}
 
-    return reduction.spread(on_device, (state.params, getattr(state, VARIABLES, {})), _numbered(batch))
+    return reduction.run_per_batch_shard(on_device, (state.params, getattr(state, VARIABLES, {})), _numbered(batch))

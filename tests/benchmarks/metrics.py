@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runner.metrics.file import Metrics, open_metrics
+from runner.metrics.file import MetricsFile, open_metrics_file
 from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, Store, encode_line
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
@@ -42,11 +42,11 @@ class Quiet(BackgroundWriter):
         """Nothing."""
 
 
-def start(store: Store, num_rows: int) -> tuple[Metrics, float]:
+def start(store: Store, num_rows: int) -> tuple[MetricsFile, float]:
     """The metrics of a new attempt that restores the newest step, and how many seconds that takes."""
     fence = Fence(store)
     fence.claim()
-    metrics = open_metrics(store, Quiet(), fence)
+    metrics = open_metrics_file(store, Quiet(), fence)
     started = time.perf_counter()
     assert metrics.rewind(num_rows) is not None
     return metrics, time.perf_counter() - started
@@ -68,17 +68,17 @@ def measure(name: str, store: Store, num_rows: int, sent: list[int]) -> None:
         metrics, start_seconds = start(store, num_rows)
         sent.clear()
 
-        def add(number: int, metrics: Metrics = metrics) -> None:
+        def add(number: int, metrics: MetricsFile = metrics) -> None:
             metrics.append(row(num_rows + 1 + number))
 
-        def add_and_sync(number: int, metrics: Metrics = metrics) -> None:
+        def add_and_sync(number: int, metrics: MetricsFile = metrics) -> None:
             metrics.append(row(num_rows + NUM_MEASURED + 1 + number))
             metrics.sync()
 
         append = median_microseconds(add)
         metrics.sync()
         sync = median_microseconds(add_and_sync)
-        save = median_microseconds(lambda _, metrics=metrics: (metrics.newest(), metrics.tail().encode()))
+        save = median_microseconds(lambda _, metrics=metrics: (metrics.get_newest(), metrics.get_tail().encode()))
         largest = f", at most {max(sent):,} bytes sent" if sent else ""
         print(
             f"{name}, {num_rows:,} rows: a row {append:.0f} us, one made durable {sync:.0f} us{largest}; "

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runner.dashboard.reader import RowBatch, open_feed
 from runner.metrics import file as bucket
-from runner.metrics.file import open_metrics, read_rows
+from runner.metrics.file import open_metrics_file, read_rows
 from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, encode_line
 from tests.support.memory_bucket import memory_bucket
@@ -47,7 +47,7 @@ def test_whoever_listens_knows_the_surviving_rows_after_any_appends_and_rewinds(
                 fence = Fence(store)
                 attempt = fence.claim()
                 step = int(step * action)
-                file = open_metrics(store, Unhurried(), fence)
+                file = open_metrics_file(store, Unhurried(), fence)
                 file.rewind(step)
             elif action == "replace" and step:
                 file.replace_last({"step": step, "train/loss": -1.0, "perf/attempt": attempt})

@@ -19,7 +19,7 @@ from experiments import gpt
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from experiments.model.attention import blocked_attention, fused_attention, xla_attention
 from runner.config import MemoryConfig
-from runner.parallel.mesh import batch_sharding, sharding_rules
+from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state
 from tests.support.tiny import leaves_equal, mesh_of
 
@@ -152,8 +152,8 @@ def step(rows, S, mesh):
     init = functools.partial(make_model().init, deterministic=True)
     boxed = jax.eval_shape(init, key, jnp.zeros((1, T), jnp.int32))
     abstract = make_abstract_state(make_state, state.params, compute_variable_shardings(boxed["params"], mesh), mesh)
-    state, batch = jax.device_put((state, batch), (get_shardings(abstract), batch_sharding(mesh)))
-    with sharding_rules(mesh):
+    state, batch = jax.device_put((state, batch), (get_shardings(abstract), make_batch_sharding(mesh)))
+    with use_sharding_rules(mesh):
         new, loss, meta = jax.jit(PretrainGPT.train_step, static_argnums=3)(state, batch, key, S)
     return jax.device_get((loss, meta["grad_norm"], new.params))
 

@@ -25,13 +25,13 @@ def row(step: int) -> bytes:
 @pytest.fixture
 def num_parsed(monkeypatch) -> list[int]:
     """How many lines have been parsed so far."""
-    count, decode = [0], metrics_line.decode
+    count, decode = [0], metrics_line.decode_object
 
     def counting(text):
         count[0] += 1
         return decode(text)
 
-    monkeypatch.setattr(metrics_line, "decode", counting)
+    monkeypatch.setattr(metrics_line, "decode_object", counting)
     return count
 
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from runner.errors import InvalidError
-from runner.huggingface.safetensors import is_published, open_published
+from runner.huggingface.safetensors import has_published_weights, open_published_weights
 from runner.storage import LocalStore
 from tests.huggingface.small import leaves, publish, tensors
 
@@ -125,7 +125,7 @@ TWO: list[tuple[str, Callable[[Path], object], str]] = [
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_every_tensor_is_found_where_it_lies(tmp_path: Path, num_shards: int):
     files = tensors(leaves())
-    published = open_published(str(publish(tmp_path / "hf", files, num_shards)))
+    published = open_published_weights(str(publish(tmp_path / "hf", files, num_shards)))
     assert published.tensors.keys() == files.keys()
     for name, found in published.tensors.items():
         content = (tmp_path / "hf" / found.file).read_bytes()[found.start : found.stop]
@@ -143,13 +143,13 @@ def test_what_is_wrong_is_told_in_a_line(
     directory = publish(tmp_path / "hf", tensors(leaves()), num_shards)
     damage(directory)
     with pytest.raises(InvalidError, match=message) as found:
-        open_published(str(directory))
+        open_published_weights(str(directory))
     assert all(line.startswith(str(directory)) for line in str(found.value).splitlines())
 
 
 def test_a_run_is_not_taken_for_published_weights(tmp_path: Path):
-    assert is_published(LocalStore(publish(tmp_path / "hf", tensors(leaves()))))
+    assert has_published_weights(LocalStore(publish(tmp_path / "hf", tensors(leaves()))))
     (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
     (tmp_path / "run" / "spec.yaml").write_text("")
-    assert not is_published(LocalStore(tmp_path / "run"))
-    assert not is_published(LocalStore(tmp_path / "nothing"))
+    assert not has_published_weights(LocalStore(tmp_path / "run"))
+    assert not has_published_weights(LocalStore(tmp_path / "nothing"))

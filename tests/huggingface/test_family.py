@@ -10,7 +10,7 @@ import pytest
 
 from experiments.gpt import GPT, GPT2Files, GPTConfig
 from runner.checkpoint.leaves import flatten_with_names
-from runner.huggingface.mapping import Shape, TensorPiece, table_problems, tensor_shapes
+from runner.huggingface.mapping import Shape, TensorPiece, compute_tensor_shapes, find_table_problems
 from tests.huggingface.small import SHAPES, D, L, M, SmallFiles, V, leaves, tensors
 
 
@@ -21,13 +21,13 @@ def gpt_shapes() -> dict[str, Shape]:
 
 
 def test_the_tables_fit_the_leaves_of_their_models():
-    assert table_problems(SmallFiles().pieces(), SHAPES) == []
-    assert table_problems(GPT2Files(3, 2, 16, 40, 8, 0.0).pieces(), gpt_shapes()) == []
+    assert find_table_problems(SmallFiles().pieces(), SHAPES) == []
+    assert find_table_problems(GPT2Files(3, 2, 16, 40, 8, 0.0).pieces(), gpt_shapes()) == []
 
 
 def test_the_shapes_of_tensors_are_those_that_the_files_have():
     files = tensors(leaves())
-    assert tensor_shapes(SmallFiles().pieces(), SHAPES) == {name: value.shape for name, value in files.items()}
+    assert compute_tensor_shapes(SmallFiles().pieces(), SHAPES) == {name: value.shape for name, value in files.items()}
 
 
 Change = Callable[[list[TensorPiece]], list[TensorPiece]]
@@ -65,7 +65,7 @@ def replaced(of: str, /, **changes: object) -> Change:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_table_that_does_not_fit_is_told_by_leaf_or_tensor(change: Change, problem: str):
-    found = table_problems(change(SmallFiles().pieces()), SHAPES)
+    found = find_table_problems(change(SmallFiles().pieces()), SHAPES)
     assert any(line.startswith(problem) for line in found), found
 
 

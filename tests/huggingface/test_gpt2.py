@@ -11,8 +11,8 @@ import numpy as np
 from experiments.gpt import GPT, GPT2Files, GPTConfig
 from runner.checkpoint.leaves import flatten_with_names
 from runner.huggingface.load import read_leaf
-from runner.huggingface.mapping import match
-from runner.huggingface.safetensors import open_published
+from runner.huggingface.mapping import match_tensors
+from runner.huggingface.safetensors import open_published_weights
 from runner.spec import InitFromConfig
 
 WRITTEN = Path(__file__).parent / "gpt2"  # by write_gpt2.py
@@ -24,9 +24,9 @@ def test_the_logits_are_those_of_transformers():
     like = nn.unbox(
         jax.jit(lambda key: model.init(key, jnp.asarray(tokens_BxT), deterministic=True))(jax.random.key(0))
     )
-    published = open_published(str(WRITTEN))
+    published = open_published_weights(str(WRITTEN))
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(like).items()}
-    found = match(published, GPT2Files(2, 2, 16, 40, 8, 0.1), shapes, InitFromConfig(path=str(WRITTEN))).pieces
+    found = match_tensors(published, GPT2Files(2, 2, 16, 40, 8, 0.1), shapes, InitFromConfig(path=str(WRITTEN))).pieces
     leaves = [
         read_leaf(published.store, published.versions, found[name], leaf)
         for name, leaf in flatten_with_names(like).items()

@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from runner.console import warn
 from runner.errors import InvalidError, RetryableError
 from runner.huggingface import hub as repository
-from runner.huggingface.hub import PushResult, Repository
+from runner.huggingface.hub import HubRepository, PushResult
 from tests.support.hub import READER, TOKEN, Hub, Repo, start_hub
 
 NAME = "owner/model"
@@ -34,7 +34,7 @@ def written(directory: Path, files: dict[str, str] = SHARDED) -> Path:
 
 
 def push(directory: Path, is_public: bool = False) -> PushResult:
-    there = Repository(NAME, is_public=is_public)
+    there = HubRepository(NAME, is_public=is_public)
     there.check()
     return there.push(directory, "Step 3 of model")
 
@@ -176,10 +176,10 @@ def test_a_private_repository_is_not_taken_for_a_public_one(hub: Hub, tmp_path: 
 @pytest.mark.parametrize("name", ["model", "owner/", "a/b/c", "owner/mo del", "owner/-model--.", "https://hub/a/b"])
 def test_a_name_that_is_none_is_refused(hub: Hub, name: str) -> None:
     with pytest.raises(InvalidError, match=f"--push {name}: "):
-        Repository(name, is_public=False).check()
+        HubRepository(name, is_public=False).check()
 
 
 def test_the_token_stands_in_no_line(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    Repository(NAME, is_public=False)
+    HubRepository(NAME, is_public=False)
     warn(f"refused: {TOKEN}")
     assert capsys.readouterr().err == "refused: ***\n"

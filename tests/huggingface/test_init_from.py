@@ -18,8 +18,8 @@ from runner.checkpoint.save import SaveContents
 from runner.cli import export
 from runner.errors import InvalidError, PreemptedError
 from runner.huggingface.load import read_leaf
-from runner.huggingface.mapping import match
-from runner.huggingface.safetensors import open_published
+from runner.huggingface.mapping import match_tensors
+from runner.huggingface.safetensors import open_published_weights
 from runner.plan.checks import Findings, check_weights
 from runner.spec import InitFromConfig
 from runner.storage import parse_lines, read_json
@@ -91,10 +91,10 @@ def begun_with(source: Path, job: BaseTrainer, params: Any = None, allowed: Sequ
 
 def weights_begun_with(source: Path, job: BaseTrainer, like: Any, allowed: Sequence[str] = ()) -> Any:
     """The weights that the job would begin with, where its init has made those that these are like."""
-    published = open_published(str(source))
+    published = open_published_weights(str(source))
     rule = InitFromConfig(path=str(source), allow_missing=list(allowed))
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(like).items()}
-    pieces = match(published, job.family(), shapes, rule).pieces
+    pieces = match_tensors(published, job.family(), shapes, rule).pieces
     leaves = [
         read_leaf(published.store, published.versions, pieces[name], leaf)
         for name, leaf in flatten_with_names(like).items()

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from runner.checkpoint.manifest import Manifest
 from runner.config import DataConfig
 from runner.history.records import History, RunState, Throughput
-from runner.huggingface.hub import EVALUATIONS_MAX, CheckpointFigures, ModelCardText, model_card
+from runner.huggingface.hub import EVALUATIONS_MAX, ExportedCheckpoint, ModelCardText, format_model_card
 from runner.spec import ExecutionSpec
 
 MANIFEST = Manifest(
@@ -45,7 +45,7 @@ def history(state: RunState) -> History:
     return History("/run", None, None, 0.0, state, 0.0, None, 300, 300, (), {}, 7200.0, 0.975, 0, Throughput())
 
 
-EVIDENCE = CheckpointFigures(
+EVIDENCE = ExportedCheckpoint(
     spec=spec(),
     data=DataConfig(source="/home/me/text/*.txt", sequence_length=1024),
     manifest=MANIFEST,
@@ -82,17 +82,17 @@ def cells(card: str, name: str) -> str:
     ],
 )
 def test_the_table_says_what_the_run_has_left(name: str, value: str) -> None:
-    assert cells(model_card(EVIDENCE, WORDS), name) == value
+    assert cells(format_model_card(EVIDENCE, WORDS), name) == value
 
 
 def test_directories_and_hosts_of_the_machine_stand_nowhere() -> None:
-    card = model_card(replace(EVIDENCE, spec=spec(checkpoint={"init_from": "/home/me/base"})), WORDS)
+    card = format_model_card(replace(EVIDENCE, spec=spec(checkpoint={"init_from": "/home/me/base"})), WORDS)
     assert not [word for word in ("/home", "secret-host", "runs/nano") if word in card]
     assert cells(card, "began with") == "`base`"
 
 
 def test_of_many_evaluations_some_are_told_and_the_last() -> None:
-    card = model_card(replace(EVIDENCE, rows=rows(10_000)), WORDS)
+    card = format_model_card(replace(EVIDENCE, rows=rows(10_000)), WORDS)
     steps = [line.split("|")[1].strip() for line in card.split("## Losses")[1].splitlines()[4:]]
     assert 1 < len(steps) <= EVALUATIONS_MAX
     assert steps[-1] == "10,000"
@@ -100,11 +100,11 @@ def test_of_many_evaluations_some_are_told_and_the_last() -> None:
 
 def test_time_is_told_of_a_run_that_is_done_alone_so_that_the_card_of_a_step_stays_the_same() -> None:
     live, later = (replace(EVIDENCE, history=replace(history(RunState.RUNNING), wall_seconds=s)) for s in (1.0, 2.0))
-    assert model_card(live, WORDS) == model_card(later, WORDS)
-    assert "| time |" not in model_card(live, WORDS)
+    assert format_model_card(live, WORDS) == format_model_card(later, WORDS)
+    assert "| time |" not in format_model_card(live, WORDS)
 
 
-FRONT: dict[str, tuple[CheckpointFigures, ModelCardText, dict[str, Any]]] = {
+FRONT: dict[str, tuple[ExportedCheckpoint, ModelCardText, dict[str, Any]]] = {
     "nothing more": (EVIDENCE, WORDS, {"tags": ["jax", "gpt2"], "pipeline_tag": "text-generation"}),
     "a licence": (EVIDENCE, replace(WORDS, license="mit"), {"license": "mit"}),
     "a base model": (EVIDENCE, replace(WORDS, base_model="a/b"), {"base_model": "a/b"}),
@@ -130,20 +130,20 @@ FRONT: dict[str, tuple[CheckpointFigures, ModelCardText, dict[str, Any]]] = {
 def test_the_front_matter_has_what_is_known_and_nothing_else(name: str) -> None:
     evidence, words, expected = FRONT[name]
     usual = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["jax", "gpt2"]}
-    found = ModelCard(model_card(evidence, words)).data.to_dict()
+    found = ModelCard(format_model_card(evidence, words)).data.to_dict()
     assert found == {key: value for key, value in (usual | expected).items() if value is not None}
 
 
 def test_what_a_spec_calls_its_things_makes_no_markup_of_its_own() -> None:
     hostile = "s3://b/a|b`<img src=x>\n\n# owned\x1b[2J"
-    card = model_card(replace(EVIDENCE, data=DataConfig(source=hostile, sequence_length=8)), WORDS)
-    assert card.count("\n") == model_card(EVIDENCE, WORDS).count("\n")
+    card = format_model_card(replace(EVIDENCE, data=DataConfig(source=hostile, sequence_length=8)), WORDS)
+    assert card.count("\n") == format_model_card(EVIDENCE, WORDS).count("\n")
     assert not [mark for mark in ("<img", "\x1b", "a|b") if mark in card]
     ModelCard(card)
 
 
 def test_a_run_of_which_little_is_known_has_a_card_too() -> None:
     bare = Manifest(name="1", step=1, fingerprint="0" * 32)
-    card = model_card(CheckpointFigures(spec(), None, bare, [], history(RunState.KILLED), {}, []), WORDS)
+    card = format_model_card(ExportedCheckpoint(spec(), None, bare, [], history(RunState.KILLED), {}, []), WORDS)
     assert cells(card, "step") == "1"
     assert "## Losses" not in card

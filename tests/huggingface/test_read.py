@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.errors import InvalidError
 from runner.huggingface import load as read
-from runner.huggingface.load import byte_spans, read_leaf
-from runner.huggingface.mapping import match
-from runner.huggingface.safetensors import open_published
+from runner.huggingface.load import list_byte_spans, read_leaf
+from runner.huggingface.mapping import match_tensors
+from runner.huggingface.safetensors import open_published_weights
 from runner.spec import InitFromConfig
 from runner.storage import LocalStore, Store
 from tests.huggingface.small import SHAPES, D, SmallFiles, V, leaves, publish, tensors
@@ -44,9 +44,9 @@ class CountingStore(LocalStore):
 
 def load(where: Path | Store, like: dict[str, Any], rule: InitFromConfig | None = None) -> dict[str, Any]:
     """The leaves by name, in place of those of `like`."""
-    published = open_published(str(where) if isinstance(where, Path) else where)
+    published = open_published_weights(str(where) if isinstance(where, Path) else where)
     shapes = {name: leaf.shape for name, leaf in like.items()}
-    found = match(published, SmallFiles(), shapes, rule or InitFromConfig(path=published.store.url))
+    found = match_tensors(published, SmallFiles(), shapes, rule or InitFromConfig(path=published.store.url))
     return {
         name: read_leaf(published.store, published.versions, found.pieces[name], leaf) for name, leaf in like.items()
     }
@@ -102,7 +102,7 @@ def test_boxes_are_read_as_ranges_of_bytes_each_once(monkeypatch: pytest.MonkeyP
         boxes = [[(start, stop) for start, stop in box] for box in edges]
         for gap in (0, 6):
             monkeypatch.setattr(read, "GAP_BYTES", gap)
-            spans = list(byte_spans(shape, 2, boxes))
+            spans = list(list_byte_spans(shape, 2, boxes))
             covered = [place for start, stop in spans for place in range(start, stop)]
             assert len(covered) == len(set(covered))
             assert set(covered) >= bytes_of(boxes, shape, 2)
@@ -115,16 +115,16 @@ def test_a_host_reads_what_its_devices_hold_and_no_more(tmp_path: Path, monkeypa
     monkeypatch.setattr(read, "GAP_BYTES", 0)
     expected = leaves()
     where = publish(tmp_path / "hf", tensors(expected), 2)
-    published = open_published(str(where))
+    published = open_published_weights(str(where))
     leaf = born(leaves(1), (1, 2, 4))[name]  # cut in two over fsdp, and so between the hosts
-    sources = match(published, SmallFiles(), SHAPES, InitFromConfig(path=str(where))).pieces[name]
+    sources = match_tensors(published, SmallFiles(), SHAPES, InitFromConfig(path=str(where))).pieces[name]
     for devices in (range(4), range(4, 8)):  # of two hosts
         store = CountingStore(where)
         blocks: read.Blocks = {}
         for shard in leaf.addressable_shards:
             if shard.device.id in devices:
-                blocks[read.bounds_of(shard.index, leaf.shape)] = np.empty(shard.data.shape, np.float32)
-        read.fill(store, published.versions, sources, blocks)
+                blocks[read.compute_bounds(shard.index, leaf.shape)] = np.empty(shard.data.shape, np.float32)
+        read.fill_blocks(store, published.versions, sources, blocks)
         for bounds, block in blocks.items():
             assert (block == expected[name][tuple(slice(*part) for part in bounds)]).all()
         asked = sum(stop - start for _, start, stop in store.asked)
@@ -133,8 +133,8 @@ def test_a_host_reads_what_its_devices_hold_and_no_more(tmp_path: Path, monkeypa
 
 def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path):
     where = publish(tmp_path / "hf", tensors(leaves()))
-    published = open_published(str(where))
-    sources = match(published, SmallFiles(), SHAPES, InitFromConfig(path=str(where))).pieces["params.embedding"]
+    published = open_published_weights(str(where))
+    sources = match_tensors(published, SmallFiles(), SHAPES, InitFromConfig(path=str(where))).pieces["params.embedding"]
     (where / "model.safetensors").write_bytes((where / "model.safetensors").read_bytes())
     with pytest.raises(InvalidError, match="no longer the file that it was"):
         read_leaf(published.store, published.versions, sources, born(leaves(1), (2, 2, 2))["params.embedding"])
@@ -190,8 +190,8 @@ def test_what_the_spec_allows_begins_as_at_init(tmp_path: Path):
     for name, leaf in found.items():
         assert np.asarray(leaf).tobytes() == expected[name].tobytes(), name
     shapes = {name: leaf.shape for name, leaf in found.items()}
-    told = match(open_published(str(where)), SmallFiles(), shapes, rule).told
-    assert told == (
+    notes = match_tensors(open_published_weights(str(where)), SmallFiles(), shapes, rule).notes
+    assert notes == (
         "config.json: theta: got 2.0, the model needs 1.0",
         f"model.embedding.weight: has the shape [{V - 3}, {D}], the model needs [{V}, {D}]; what is behind its first "
         f"{V - 3} begins as at the job's init",

@@ -14,7 +14,7 @@ import tokenizers
 from runner.config import DataConfig
 from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer
 from runner.errors import DataError
-from runner.huggingface.export import TokenizerFiles, tokenizer_files
+from runner.huggingface.export import TokenizerFiles, make_tokenizer_files
 from tests.data.buckets import write_corpus
 from tests.support.inputs import SEPARATOR, make_hf, make_ranks
 
@@ -26,7 +26,7 @@ def config(source: Path, **changes: Any) -> DataConfig:
 
 
 def opened(found: TokenizerFiles) -> tokenizers.Tokenizer:
-    assert found.told is None
+    assert found.problem is None
     assert json.loads(found.files["tokenizer_config.json"])["model_max_length"] == 16
     return tokenizers.Tokenizer.from_str(found.files["tokenizer.json"].decode())
 
@@ -47,7 +47,7 @@ def with_file(directory: Path, kind: str, content: bytes, name: str) -> Mapping[
 @pytest.mark.parametrize("kind", ["bytes", "characters"])
 def test_text_has_the_ids_of_our_own_tokenizer_and_comes_back(tmp_path: Path, kind: str):
     (tmp_path / "text.txt").write_bytes(TEXT.encode())
-    found = tokenizer_files(config(tmp_path / "text.txt", tokenizer=kind))
+    found = make_tokenizer_files(config(tmp_path / "text.txt", tokenizer=kind))
     ours = ByteTokenizer() if kind == "bytes" else CharacterTokenizer("".join(sorted(set(TEXT))))
     ids = opened(found).encode(TEXT).ids
     assert ids == ours.encode(TEXT).tolist()
@@ -59,7 +59,7 @@ def test_text_has_the_ids_of_our_own_tokenizer_and_comes_back(tmp_path: Path, ki
 
 
 def test_every_byte_is_its_own_id(tmp_path: Path):
-    found = tokenizer_files(config(corpus(tmp_path / "corpus", {"kind": "bytes"}, 256, 10)))
+    found = make_tokenizer_files(config(corpus(tmp_path / "corpus", {"kind": "bytes"}, 256, 10)))
     assert found.end == 10
     text = bytes(np.arange(128, dtype=np.uint8)).decode()
     assert opened(found).encode(text).ids == list(range(128))
@@ -70,24 +70,24 @@ def test_a_corpus_brings_its_own(tmp_path: Path):
     content = make_hf()
     record = with_file(tmp_path / "corpus", "hf", content, "tokenizer.json")
     end = tokenizers.Tokenizer.from_str(content.decode()).token_to_id(SEPARATOR)
-    found = tokenizer_files(config(corpus(tmp_path / "corpus", record, 400, end)))
+    found = make_tokenizer_files(config(corpus(tmp_path / "corpus", record, 400, end)))
     assert found.files["tokenizer.json"] == content
     assert json.loads(found.files["tokenizer_config.json"])["eos_token"] == SEPARATOR
     assert (found.vocabulary_size, found.end) == (400, end)
     (tmp_path / "corpus" / "tokenizer.json").write_bytes(content + b" ")
     with pytest.raises(DataError, match="is not the file that the corpus was tokenised with"):
-        tokenizer_files(config(tmp_path / "corpus"))
+        make_tokenizer_files(config(tmp_path / "corpus"))
 
 
 def test_what_has_none_says_so(tmp_path: Path):
     record = with_file(tmp_path / "ranks", "tiktoken", make_ranks(), "tokenizer.tiktoken")
-    found = tokenizer_files(config(corpus(tmp_path / "ranks", record, 258)))
+    found = make_tokenizer_files(config(corpus(tmp_path / "ranks", record, 258)))
     assert (list(found.files), found.vocabulary_size) == (["tokenizer.tiktoken"], 258)
-    assert found.told is not None
-    assert found.told.startswith("the tokenizer is of tiktoken: its file is copied")
+    assert found.problem is not None
+    assert found.problem.startswith("the tokenizer is of tiktoken: its file is copied")
     np.arange(100, dtype="<u2").tofile(tmp_path / "ids.bin")
-    found = tokenizer_files(config(tmp_path / "ids.bin"))
-    assert (found.files, found.told) == (
+    found = make_tokenizer_files(config(tmp_path / "ids.bin"))
+    assert (found.files, found.problem) == (
         {},
         f"data.source={tmp_path / 'ids.bin'} holds ids, and nobody knows of which tokenizer",
     )

@@ -10,7 +10,7 @@ import pytest
 
 from runner import BaseTrainer
 from runner.errors import InvalidError, SpecError
-from runner.metrics.meta import LIST_MAX, Histogram, histogram, shown, validate_meta, with_means
+from runner.metrics.meta import LIST_MAX, Histogram, histogram, replace_sums_by_means, to_row_value, validate_meta
 from runner.train.step import Norms, compute_norms
 from tests.support.judged import TINY, Judged, rows_of
 from tests.support.tiny import gpt
@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_a_row_holds_numbers_short_lists_and_histograms(value: Any) -> None:
     value = value() if callable(value) else value
     validate_meta({"some": value})
-    assert isinstance(shown(jax.device_get(value)), float | list | dict)
+    assert isinstance(to_row_value(jax.device_get(value)), float | list | dict)
 
 
 @pytest.mark.parametrize(("value", "kind"), REFUSED.values(), ids=REFUSED)
@@ -65,7 +65,7 @@ def test_a_histogram_counts_what_is_finite_as_numpy_does(values: list[float]) ->
         counts, edges = np.histogram(finite, 4)
         np.testing.assert_array_equal(found.counts, counts)
         np.testing.assert_allclose(found.edges, edges, rtol=1e-6)
-    row = shown(jax.device_get(found))
+    row = to_row_value(jax.device_get(found))
     assert isinstance(row, dict)
     assert [len(row["counts"]), len(row["edges"])] == [4, 5]
     assert isinstance(found, Histogram)
@@ -73,10 +73,15 @@ def test_a_histogram_counts_what_is_finite_as_numpy_does(values: list[float]) ->
 
 def test_sums_are_divided_by_the_tokens_or_by_their_own_weight_and_by_nothing_is_null() -> None:
     sums = {"a": jnp.float32(6), "own": (jnp.float32(6), jnp.float32(3)), "none": (jnp.float32(0), jnp.float32(0))}
-    means = with_means({"b": 1, "sums": sums}, jnp.float32(4))
-    assert {name: shown(np.asarray(mean)) for name, mean in means.items()} == {"a": 1.5, "own": 2, "none": None, "b": 1}
+    means = replace_sums_by_means({"b": 1, "sums": sums}, jnp.float32(4))
+    assert {name: to_row_value(np.asarray(mean)) for name, mean in means.items()} == {
+        "a": 1.5,
+        "own": 2,
+        "none": None,
+        "b": 1,
+    }
     with pytest.raises(InvalidError, match="'a' as meta and among its sums"):
-        with_means({"a": 1, "sums": sums}, 4)
+        replace_sums_by_means({"a": 1, "sums": sums}, 4)
 
 
 # In a run.

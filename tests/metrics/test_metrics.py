@@ -16,7 +16,7 @@ from runner.errors import DivergedError, FencedError, RunnerError
 from runner.metrics import file as bucket
 from runner.metrics import file as disk
 from runner.metrics import writers
-from runner.metrics.file import BucketMetrics, LocalMetrics, open_metrics, read_rows
+from runner.metrics.file import BucketMetricsFile, LocalMetricsFile, open_metrics_file, read_rows
 from runner.metrics.rows import EncodedRow, RowTail
 from runner.metrics.window import MetricsWindow
 from runner.metrics.writers import LiveProgress, PlainProgress
@@ -54,7 +54,7 @@ def open_file(store, background=None):
     """The file for a new attempt."""
     fence = Fence(store)
     fence.claim()
-    return open_metrics(store, background or Still(), fence)
+    return open_metrics_file(store, background or Still(), fence)
 
 
 def write(store, *steps):
@@ -75,8 +75,8 @@ def steps_in(store):
 
 
 def test_the_kind_of_file_follows_the_store(tmp_path):
-    assert isinstance(open_file(LocalStore(tmp_path)), LocalMetrics)
-    assert isinstance(open_file(memory_bucket()), BucketMetrics)
+    assert isinstance(open_file(LocalStore(tmp_path)), LocalMetricsFile)
+    assert isinstance(open_file(memory_bucket()), BucketMetricsFile)
 
 
 def test_rows_come_back_as_they_were_written(store):
@@ -84,7 +84,7 @@ def test_rows_come_back_as_they_were_written(store):
     file = open_file(store)
     assert file.rewind(0) is None
     file.append(row(1, **{"train/loss": loss}))
-    assert file.newest() == row(1, **{"train/loss": loss})
+    assert file.get_newest() == row(1, **{"train/loss": loss})
     file.sync()
     assert rows_in(store) == [row(1, **{"train/loss": loss})]
 
@@ -93,7 +93,7 @@ def test_where_nothing_was_written_there_are_no_rows(store):
     assert rows_in(store) == []
     file = open_file(store)
     assert file.rewind(0) is None
-    assert file.newest() == {}
+    assert file.get_newest() == {}
     assert rows_in(store) == []
 
 
@@ -105,7 +105,7 @@ def test_rewind_drops_the_rows_beyond_the_restored_step(store):
     file.append(row(30))
     file.sync()
     assert steps_in(store) == [10, 20, 30]
-    assert file.newest() == row(30)
+    assert file.get_newest() == row(30)
 
 
 def test_on_a_disk_a_row_is_there_as_soon_as_it_is_appended(tmp_path):
@@ -402,7 +402,7 @@ def test_in_a_bucket_that_refuses_rows_are_kept_and_sync_says_why():
     file.append(row(20))
     with pytest.raises(DeniedError):
         file.sync()
-    assert file.newest() == row(20)
+    assert file.get_newest() == row(20)
     driver.before = lambda verb, key: None
     file.sync()
     assert steps_in(store) == [10, 20]
@@ -462,7 +462,7 @@ def test_in_a_bucket_neither_a_row_nor_memory_grows_with_the_run_and_each_row_st
     play(file, range(1, 1001), [])
     assert max(sizes) < 1000 + 300, "a part, and the names of three"
     assert len(sizes) < 1000 + 200
-    assert len(file.tail().lines) == 0
+    assert len(file.get_tail().lines) == 0
     assert len(file._lines) < 10
     assert len(driver.objects) < 1000 / 5
     assert rows_in(store) == [row(step) for step in range(1, 1001)]
@@ -594,7 +594,7 @@ def reopened(store, tail):
     """A new attempt that begins with what the fast tier has kept of the one before."""
     file = open_file(store)
     kept = RowTail.decode(tail)
-    assert kept.after is None or file.reaches(kept.after)
+    assert kept.after is None or file.has_step(kept.after)
     return file, kept
 
 
@@ -607,7 +607,7 @@ def test_the_fast_tier_keeps_the_rows_since_the_last_sync_and_they_follow_those_
     play(file, range(1, num_synced + 1), [])
     for step in range(num_synced + 1, num_synced + 4):
         file.append(row(step))
-    tail = file.tail().encode()
+    tail = file.get_tail().encode()
     assert tail.count(b"\n") == 4
     for restored in (num_synced + 3, num_synced + 2):
         again, kept = reopened(store, tail)
@@ -620,7 +620,7 @@ def test_a_row_that_was_completed_after_it_was_sent_is_kept_again(store):
     file.rewind(0)
     play(file, [1, 2], [])
     file.replace_last(row(2, **{"val/loss": 2.0}))
-    again, kept = reopened(store, file.tail().encode())
+    again, kept = reopened(store, file.get_tail().encode())
     assert again.rewind(2, kept) == row(2, **{"val/loss": 2.0})
     assert rows_in(store) == [row(1), row(2, **{"val/loss": 2.0})]
 
@@ -629,11 +629,11 @@ def test_rows_do_not_follow_those_of_a_file_that_a_later_attempt_has_gone_back_b
     file = open_file(store)
     file.rewind(0)
     play(file, range(1, 31), [])
-    assert file.tail().after == 30
+    assert file.get_tail().after == 30
     later = open_file(store)
     later.rewind(20)
     play(later, range(21, 25), [])
-    assert [open_file(store).reaches(step) for step in (1, 20, 24, 25, 30)] == [True, True, True, False, False]
+    assert [open_file(store).has_step(step) for step in (1, 20, 24, 25, 30)] == [True, True, True, False, False]
 
 
 def test_rows_that_were_kept_torn_are_refused():
@@ -650,11 +650,11 @@ def test_on_a_disk_what_a_save_needs_of_the_rows_is_in_memory_and_does_not_grow(
     file.rewind(0)
     for step in range(1, 1001):
         file.append(row(step))
-        assert len(file.tail().encode()) < 1300
+        assert len(file.get_tail().encode()) < 1300
         assert len(file._written) + len(file._unwritten) < 10
     (tmp_path / "metrics.jsonl").unlink()
-    assert file.newest() == row(1000)
-    assert file.tail().lines[-1].step == 1000
+    assert file.get_newest() == row(1000)
+    assert file.get_tail().lines[-1].step == 1000
 
 
 # Somebody takes the file away.

@@ -13,7 +13,7 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runner.dashboard.charts import RunCurves
-from runner.metrics.rows import EncodedRow, csv_lines, surviving
+from runner.metrics.rows import EncodedRow, format_csv, select_surviving
 from runner.metrics.tensorboard import TensorBoardWriter
 from runner.metrics.wandb import _shown
 from runner.metrics.window import StepTimer
@@ -60,7 +60,7 @@ def test_wandb_is_given_histograms() -> None:
 
 
 def test_a_table_has_lists_and_histograms_as_json_and_a_page_leaves_them_out() -> None:
-    header, line = csv.reader(io.StringIO("".join(csv_lines([EncodedRow.of(ROW)]))))
+    header, line = csv.reader(io.StringIO("".join(format_csv([EncodedRow.of(ROW)]))))
     cells = dict(zip(header, line, strict=True))
     assert json.loads(cells["train/some"]) == HISTOGRAM
     assert json.loads(cells["val/list"]) == ROW["val/list"]
@@ -73,7 +73,10 @@ def test_a_table_has_lists_and_histograms_as_json_and_a_page_leaves_them_out() -
 def test_a_row_of_step_0_is_a_row_without_a_loss_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     first = {"step": 0, "train/tokens": 0, "val/loss": 2.0}
     damaged = [{"step": 0}, {"step": 1, "train/tokens": 0}, {"step": "0", "train/tokens": 0}]
-    assert [line.row for line in surviving(json.dumps(row).encode() for row in [*damaged, first, ROW])] == [first, ROW]
+    assert [line.row for line in select_surviving(json.dumps(row).encode() for row in [*damaged, first, ROW])] == [
+        first,
+        ROW,
+    ]
     PlainProgress(50, 200).show(first)
     assert capsys.readouterr().out == "step 0/200  val 2.0000\n"
 
@@ -88,19 +91,19 @@ def test_median_and_95th_percentile_are_of_the_steps_alone(monkeypatch: pytest.M
     monkeypatch.setattr("jax.block_until_ready", wait)
     pace = StepTimer()
     pace.restart()
-    assert pace.figures() == {}
+    assert pace.pop_percentiles() == {}
     for seconds in [*range(1, 20), 50]:
         now[0] += seconds
         pace.add(jnp.float32(1))
         ended.release()
         drain(pace)
-    assert pace.figures() == {"perf/step_seconds_median": 10.5, "perf/step_seconds_p95": 19.0}
+    assert pace.pop_percentiles() == {"perf/step_seconds_median": 10.5, "perf/step_seconds_p95": 19.0}
     now[0] += 1000.0  # an evaluation
     pace.restart()
     now[0] += 2.0
     pace.add(jnp.float32(1))
     ended.release()
-    assert pace.figures() == {"perf/step_seconds_median": 2.0, "perf/step_seconds_p95": 2.0}
+    assert pace.pop_percentiles() == {"perf/step_seconds_median": 2.0, "perf/step_seconds_p95": 2.0}
     pace.close()
     pace._thread.join(60)
     assert not pace._thread.is_alive()
@@ -114,8 +117,8 @@ def drain(pace: StepTimer) -> None:
 
 
 def test_the_peak_is_that_of_the_fullest_device_and_absent_where_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mesh.device_peak_bytes() is None
+    assert mesh.read_peak_memory_bytes() is None
     stats: list[dict[str, int] | None] = [None, {}, {"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 9}]
     devices = [type("Device", (), {"memory_stats": staticmethod(lambda each=each: each)}) for each in stats]
     monkeypatch.setattr("jax.local_devices", lambda: devices)
-    assert mesh.device_peak_bytes() == 9
+    assert mesh.read_peak_memory_bytes() == 9

@@ -14,7 +14,7 @@ import pytest
 from runner.optim.config import OPTIMIZERS, OptimizerConfig
 from runner.optim.groups import Parameter
 from runner.optim.library import make_optimizer
-from runner.optim.transforms import gradient_point
+from runner.optim.transforms import compute_gradient_point
 
 STEPS, DECAY = 20, 0.3
 PARAMETERS = {
@@ -199,7 +199,7 @@ def trained(config, parameters=PARAMETERS, steps=STEPS, schedule=None, run_by=ja
     def run(params):
         def step(number, carried):
             params, state = carried
-            point = gradient_point(params, state)
+            point = compute_gradient_point(params, state)
             grads = {name: 0.5 * point[name] + noise[name][number] for name in params}
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state

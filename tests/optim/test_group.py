@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from runner.errors import InvalidError, SpecError
 from runner.optim.config import OPTIMIZERS, ParameterGroup
-from runner.optim.groups import FrozenParametersState, Parameter, parameters_of
-from runner.optim.library import in_float32, make_optimizer
+from runner.optim.groups import FrozenParametersState, Parameter, describe_parameters
+from runner.optim.library import make_optimizer, update_in_float32
 from runner.train import step as pure
 from runner.train.state import make_state_from_variables
 from tests.optim.test_formula import MATRICES, PARAMETERS, PARAMS, config_of, rate_of, trained
@@ -139,8 +139,8 @@ def test_no_gradient_is_taken_of_what_is_frozen(num_micro):
     for groups in ([], [{"pattern": "Dense*", "frozen": True}]):
         config = config_of("adamw", groups=groups)
         abstract = jax.eval_shape(lambda: variables["params"])
-        tx = make_optimizer("adamw", config, optax.constant_schedule(0.1), parameters_of(abstract))
-        state = make_state_from_variables(model, variables, in_float32(tx))
+        tx = make_optimizer("adamw", config, optax.constant_schedule(0.1), describe_parameters(abstract))
+        state = make_state_from_variables(model, variables, update_in_float32(tx))
 
         def forward(apply_fn, params, micro, key):
             logits = apply_fn({"params": params}, micro["x"], deterministic=True)

@@ -15,8 +15,8 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, READERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from runner.optim.groups import Parameter
-from runner.optim.library import in_float32, make_optimizer
-from runner.optim.transforms import gradient_point
+from runner.optim.library import make_optimizer, update_in_float32
+from runner.optim.transforms import compute_gradient_point
 from runner.train.optimizer import SPEC, choose_optimizer
 from tests.support.tiny import gpt, leaves_equal, merge
 
@@ -87,11 +87,11 @@ NARROW = jax.tree.map(lambda leaf: (leaf / 3).astype(jnp.bfloat16), PARAMS)
 def test_a_bfloat16_parameter_becomes_the_nearest_to_a_sum_of_float32_and_its_moments_are_float32(name):
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), NARROW)
     tx = made(name)
-    narrow_state, wide_state = in_float32(tx).init(NARROW), tx.init(wide)
+    narrow_state, wide_state = update_in_float32(tx).init(NARROW), tx.init(wide)
     narrow, kinds = NARROW, kinds_of(narrow_state)
     assert kinds == kinds_of(wide_state)
     for _ in range(3):
-        updates, narrow_state = in_float32(tx).update(GRADS, narrow_state, narrow)
+        updates, narrow_state = update_in_float32(tx).update(GRADS, narrow_state, narrow)
         expected, wide_state = tx.update(GRADS, wide_state, wide)
         assert kinds_of(updates) == kinds_of(wide)
         assert kinds_of(narrow_state) == kinds
@@ -244,7 +244,7 @@ def program(config):
     tx = recipe_of(config).build_optimizer(config, schedule, both | {"bias": PARAMETERS["bias"]})
 
     def step(params, state):
-        point = gradient_point(params, state)
+        point = compute_gradient_point(params, state)
         return tx.update(jax.tree.map(jnp.sin, point), state, params)
 
     params = PARAMS | {"other": PARAMS["kernel"]}

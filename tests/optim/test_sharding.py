@@ -12,10 +12,10 @@ import pytest
 
 from experiments.model import with_axes
 from runner.optim.config import OPTIMIZERS, OptimizerConfig
-from runner.optim.groups import Parameter, parameters_of
+from runner.optim.groups import Parameter, describe_parameters
 from runner.optim.library import make_optimizer
-from runner.optim.transforms import gradient_point
-from runner.parallel.mesh import make_mesh, sharding_rules
+from runner.optim.transforms import compute_gradient_point
+from runner.parallel.mesh import make_mesh, use_sharding_rules
 from runner.train.setup import build_train_setup
 from runner.train.state import get_shardings, restart_averages, sharded_init
 from tests.support.tiny import gpt, leaves_equal
@@ -50,10 +50,10 @@ def trained(train_setup, steps=4):
     state = train_setup.init_state()
 
     def step(state, noise):
-        point = gradient_point(state.params, state.opt_state)
+        point = compute_gradient_point(state.params, state.opt_state)
         return state.apply_gradients(grads=jax.tree.map(jnp.add, point, noise))
 
-    with sharding_rules(train_setup.mesh):
+    with use_sharding_rules(train_setup.mesh):
         step = jax.jit(step, out_shardings=get_shardings(train_setup.abstract_state))
         for number in range(steps):
             random = np.random.default_rng(number)
@@ -85,8 +85,8 @@ def test_state_is_cut_over_fsdp_and_steps_are_those_of_one_device(name, sizes):
 
 def test_a_parameter_is_known_by_its_name_its_shape_and_its_axes():
     boxed = jax.eval_shape(lambda key: Parameters().init(key, None, deterministic=True), jax.random.key(0))["params"]
-    assert parameters_of(boxed) == {name: Parameter(name, shape, axes) for name, (shape, axes) in SHAPES.items()}
-    plain = parameters_of({"block": {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}})
+    assert describe_parameters(boxed) == {name: Parameter(name, shape, axes) for name, (shape, axes) in SHAPES.items()}
+    plain = describe_parameters({"block": {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}})
     assert plain == {"block": {"kernel": Parameter("block.kernel", (2, 3), (None, None))}}
 
 

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, check_jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from runner.parallel.canonical import canonicalise
-from runner.parallel.mesh import BATCH_AXES, sharding_rules
+from runner.parallel.mesh import BATCH_AXES, use_sharding_rules
 from tests.support.tiny import mesh_over
 
 X = jnp.linspace(-2.0, 3.0, 24, dtype=jnp.float32).reshape(4, 6)
@@ -106,7 +106,7 @@ def test_it_computes_the_same_and_no_operation_twice(name: str, is_gradient: boo
             function = lambda x: jnp.vdot(x, PROGRAMS[name](x))  # noqa: E731 - another program, of its values
         else:
             function = jax.grad(lambda x: jnp.vdot(x, PROGRAMS[name](x)))
-    with sharding_rules(mesh_over({"data": 4})):
+    with use_sharding_rules(mesh_over({"data": 4})):
         once = trace(canonicalise(function), X)
         check_jaxpr(once.jaxpr)
         np.testing.assert_allclose(jax.jit(canonicalise(function))(X), jax.jit(function)(X), rtol=1e-5, atol=1e-6)

@@ -15,8 +15,8 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.parallel.mesh import AXES, BATCH_AXES, sharding_rules
-from runner.parallel.reduction import on_parts, waits
+from runner.parallel.mesh import AXES, BATCH_AXES, use_sharding_rules
+from runner.parallel.reduction import has_deferred_all_reduce, run_per_data_shard
 from runner.train.batch_layout import list_batch_layouts
 from runner.train.step import StepOptions, train_step
 from tests.support.llama import PretrainLlama
@@ -39,9 +39,9 @@ def test_one_is_added_up_and_the_other_is_the_last_parts(sizes):
             "is_last": part[0, 0] == B // sizes.get("data", 1),
         }
 
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         batch = jax.device_put(values, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
-        sums, last = jax.jit(lambda batch: on_parts(of_part, jnp.float32(2), batch))(batch)
+        sums, last = jax.jit(lambda batch: run_per_data_shard(of_part, jnp.float32(2), batch))(batch)
     parts = sizes.get("data", 1)
     assert float(sums["sum"]) == 2 * values.sum()
     assert float(last["first"]) == B - B // parts
@@ -57,8 +57,8 @@ def test_a_part_sees_the_other_axes_and_none_where_there_are_none(sizes):
         seen.append((part.shape, mesh.empty, spec and spec[0]))
         return jnp.sum(part), ()
 
-    with sharding_rules(mesh_over(sizes)):
-        jax.eval_shape(lambda batch: on_parts(of_part, (), batch), jnp.zeros((S, B)))
+    with use_sharding_rules(mesh_over(sizes)):
+        jax.eval_shape(lambda batch: run_per_data_shard(of_part, (), batch), jnp.zeros((S, B)))
     parts, is_alone = sizes.get("data", 1), set(sizes) == {"data"}
     axes = BATCH_AXES if parts == 1 else None if is_alone else ("fsdp", "expert")
     assert seen == [((S, B // parts), is_alone, axes)]
@@ -75,7 +75,10 @@ def test_a_part_sees_the_other_axes_and_none_where_there_are_none(sizes):
     ids=str,
 )
 def test_beside_other_axes_gradients_are_reduced_in_each_micro_batch(sizes, elsewhere, on_tpu):
-    assert (waits(sizes, is_tpu=False), waits(sizes, is_tpu=True)) == (elsewhere, on_tpu)
+    assert (has_deferred_all_reduce(sizes, is_tpu=False), has_deferred_all_reduce(sizes, is_tpu=True)) == (
+        elsewhere,
+        on_tpu,
+    )
 
 
 def every_mesh(devices):
@@ -137,7 +140,7 @@ def stepped(sizes):
     if sizes is None:
         return jax.device_get(jax.jit(step)(state, batch))
     mesh = mesh_over(sizes)
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
         return jax.device_get(jax.jit(step)(state, batch))
 

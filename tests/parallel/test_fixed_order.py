@@ -13,7 +13,7 @@ from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner.errors import InvalidError
 from runner.parallel import reduction
 from runner.parallel.canonical import canonicalise
-from runner.parallel.mesh import BATCH_AXES, sharding_rules, validate_axis_order
+from runner.parallel.mesh import BATCH_AXES, use_sharding_rules, validate_same_bits_mesh
 from runner.train.state import (
     compute_variable_shardings,
     get_shardings,
@@ -39,8 +39,8 @@ class Term:
 
 def sum_on(num_groups, num_devices):
     """How `num_devices` devices add up as many groups as there are, by their courses and the rest of the tree."""
-    own, known, depth = num_groups // num_devices, {}, reduction.stack_depth(num_groups, num_devices)
-    for device, course in enumerate(reduction.courses_of(num_groups, num_devices)):
+    own, known, depth = num_groups // num_devices, {}, reduction.compute_stack_depth(num_groups, num_devices)
+    for device, course in enumerate(reduction.make_device_schedules(num_groups, num_devices)):
         stack = {}
         for number, (place, joined) in enumerate(zip(course.places, course.joined, strict=True)):
             term = Term(str(own * device + number))
@@ -48,9 +48,9 @@ def sum_on(num_groups, num_devices):
                 term = stack[place + joined - 1 - count] + term
             stack[place] = term
             assert max(place + joined - 1, place) < depth
-        assert len(course.nodes) <= reduction.num_subtrees(num_groups, num_devices) <= depth
+        assert len(course.nodes) <= reduction.count_subtrees(num_groups, num_devices) <= depth
         known |= {node: stack[place] for place, node in enumerate(course.nodes)}
-    return reduction._node(reduction.root(num_groups), num_groups, known).text
+    return reduction._sum_node(reduction.get_root_node(num_groups), num_groups, known).text
 
 
 def test_the_order_of_a_tree():
@@ -99,7 +99,7 @@ def steps_on(sizes, num_groups, m, options=()):
         step_options = StepOptions(norms="groups", num_groups=num_groups)
         return train_step(PretrainGPT.forward, state, batch, key, M, step_options)
 
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         state = jax.jit(make, out_shardings=shardings)(KEY)
         batch = jax.device_put(batch_of(m), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
         jitted = jax.jit(canonicalise(step), out_shardings=(shardings, None, None), compiler_options=dict(options))
@@ -154,7 +154,7 @@ def test_the_usual_order_depends_on_the_number_of_devices():
 )
 def test_a_mesh_on_which_sums_have_another_order_is_refused(sizes, devices, message):
     with pytest.raises(InvalidError, match=message):
-        validate_axis_order(mesh_over(sizes), devices)
+        validate_same_bits_mesh(mesh_over(sizes), devices)
 
 
 def test_a_batch_that_does_not_divide_into_groups_is_refused_with_the_nearest(tmp_path):

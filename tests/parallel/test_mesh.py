@@ -8,16 +8,16 @@ from runner.errors import InvalidError
 from runner.parallel.mesh import (
     AXES,
     LOGICAL_AXIS_RULES,
-    batch_axes_text,
-    batch_sharding,
-    device_memory_bytes,
-    does_mesh_fit,
-    logical_rules,
+    build_logical_axis_rules,
+    count_batch_shards,
+    format_batch_axes,
+    is_mesh_possible,
+    list_micro_batch_sizes,
+    make_batch_sharding,
     make_mesh,
-    mesh_sizes,
-    micro_batch_sizes,
-    num_batch_shards,
-    over_slices,
+    read_device_memory_bytes,
+    resolve_mesh_sizes,
+    split_axes_over_slices,
     validate_sequence_sharding,
 )
 from runner.spec import MeshConfig
@@ -37,8 +37,8 @@ from runner.spec import MeshConfig
     ],
 )
 def test_auto_takes_the_devices_that_the_other_axes_leave(mesh, devices, sizes):
-    assert mesh_sizes(MeshConfig(**mesh), devices) == dict.fromkeys(AXES, 1) | sizes
-    assert does_mesh_fit(MeshConfig(**mesh), devices)
+    assert resolve_mesh_sizes(MeshConfig(**mesh), devices) == dict.fromkeys(AXES, 1) | sizes
+    assert is_mesh_possible(MeshConfig(**mesh), devices)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_auto_takes_the_devices_that_the_other_axes_leave(mesh, devices, sizes):
 )
 def test_a_mesh_that_does_not_use_exactly_the_devices_is_refused_with_the_numbers(mesh, devices, message):
     with pytest.raises(InvalidError, match=message):
-        mesh_sizes(MeshConfig(**mesh), devices)
-    assert not does_mesh_fit(MeshConfig(**mesh), devices)
+        resolve_mesh_sizes(MeshConfig(**mesh), devices)
+    assert not is_mesh_possible(MeshConfig(**mesh), devices)
 
 
 class FakeDevice:
@@ -87,11 +87,11 @@ def test_slices_are_told_apart_by_the_first_axis_that_can(sizes, across):
 
 
 def test_a_mesh_that_cannot_be_laid_over_slices_is_refused():
-    assert over_slices({"data": 2, "fsdp": 6, "tensor": 1}, 4) == [2, 2, 1, 1, 1]
+    assert split_axes_over_slices({"data": 2, "fsdp": 6, "tensor": 1}, 4) == [2, 2, 1, 1, 1]
     with pytest.raises(
         InvalidError, match="data 3 x fsdp 2 x tensor 1 cannot be laid over 4 slices; make data a multi"
     ):
-        over_slices({"data": 3, "fsdp": 2, "tensor": 1}, 4)
+        split_axes_over_slices({"data": 3, "fsdp": 2, "tensor": 1}, 4)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_the_mesh_has_every_device_once_and_cuts_the_batch_by_examples_and_posit
     mesh = make_mesh(sizes)
     assert mesh.axis_names == AXES
     assert set(mesh.devices.flat) == set(jax.devices())
-    assert num_batch_shards(mesh) == 8 // shard[1]
-    assert batch_axes_text(mesh) == examples
-    assert batch_sharding(mesh).shard_shape((3, 8, 16)) == shard
+    assert count_batch_shards(mesh) == 8 // shard[1]
+    assert format_batch_axes(mesh) == examples
+    assert make_batch_sharding(mesh).shard_shape((3, 8, 16)) == shard
 
 
 def test_the_nearest_axes_of_the_interconnect_are_tensor_and_expert():
@@ -132,15 +132,15 @@ def test_rows_that_do_not_divide_are_refused_with_numbers_that_work(devices, len
 
 def test_a_job_has_rules_of_its_own_before_the_runners():
     own = (("channels", ("fsdp", "tensor")), ("mlp", None))
-    assert logical_rules(own, "Job") == (*own, *LOGICAL_AXIS_RULES)
+    assert build_logical_axis_rules(own, "Job") == (*own, *LOGICAL_AXIS_RULES)
     with pytest.raises(InvalidError, match=r"Job.logical_axis_rules: 'channels' names the mesh axis 'tensr'; .*tensor"):
-        logical_rules([("channels", "tensr")], "Job")
+        build_logical_axis_rules([("channels", "tensr")], "Job")
 
 
 def test_micro_batches_are_the_divisors_of_a_devices_share():
-    assert micro_batch_sizes(96, "auto", 8) == [12, 6, 4, 3, 2, 1]
-    assert micro_batch_sizes(96, 4, 8) == [4]
-    assert micro_batch_sizes(8, "auto", 8) == [1]
+    assert list_micro_batch_sizes(96, "auto", 8) == [12, 6, 4, 3, 2, 1]
+    assert list_micro_batch_sizes(96, 4, 8) == [4]
+    assert list_micro_batch_sizes(8, "auto", 8) == [1]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_micro_batches_are_the_divisors_of_a_devices_share():
 )
 def test_a_batch_that_leaves_a_rest_is_refused_with_numbers_that_work(examples, micro, shards, message):
     with pytest.raises(InvalidError, match=message):
-        micro_batch_sizes(examples, micro, shards)
+        list_micro_batch_sizes(examples, micro, shards)
 
 
 def test_a_faked_device_has_its_share_of_the_machines_memory():
-    assert 2**20 < device_memory_bytes() < 2**50
+    assert 2**20 < read_device_memory_bytes() < 2**50

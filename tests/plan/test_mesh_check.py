@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from runner.accelerator import parse_accelerator
-from runner.parallel.mesh import AXES, STATE_AXES, mesh_sizes
+from runner.parallel.mesh import AXES, STATE_AXES, resolve_mesh_sizes
 from runner.plan import estimate
 from runner.plan.checks import Findings, open_job
 from runner.plan.estimate import EarlyEstimate
@@ -73,7 +73,7 @@ def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, EarlyEstimate] | Non
     if accelerator is None or accelerator.num_devices is None:
         return None
     machine = TargetMachine((), (), accelerator, "", True, accelerator.chip.speeds.hbm_bytes)
-    sizes = order_sizes(mesh_sizes(job.topology.mesh, accelerator.num_devices))
+    sizes = order_sizes(resolve_mesh_sizes(job.topology.mesh, accelerator.num_devices))
     if all(size == 1 for axis, size in sizes if axis in STATE_AXES):
         return None
     train_setup = build_abstract(job.setup_builder, sizes)

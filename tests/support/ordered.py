@@ -24,7 +24,7 @@ CHANGES: dict[str, Any] = {
 
 def compile_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else steps are compiled as tests are: in little time."""
-    monkeypatch.setattr(compile, "compiler_options", lambda *_: AS_USERS)
+    monkeypatch.setattr(compile, "make_compiler_options", lambda *_: AS_USERS)
 
 
 def bits_on(job: BaseTrainer, devices: int) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from runner.errors import InvalidError
-from runner.parallel.mesh import batch_sharding, sharding_rules
+from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.storage import parse_lines
 from runner.train import step as pure
 from runner.train.auxiliary import make_noise_scale
@@ -86,8 +86,8 @@ def test_a_step_has_the_estimates_of_its_halves_whatever_the_split(S, sizes, run
         after, _, meta = jax.jit(step)(state(), batch)
     else:
         mesh = mesh_of(*sizes)
-        with sharding_rules(mesh):
-            after, _, meta = jax.jit(step)(state(), jax.device_put(batch, batch_sharding(mesh)))
+        with use_sharding_rules(mesh):
+            after, _, meta = jax.jit(step)(state(), jax.device_put(batch, make_batch_sharding(mesh)))
     square, trace = expected()
     np.testing.assert_allclose(after.riders["noise_scale"]["square"], (1 - DECAY) * square, rtol=1e-4)
     np.testing.assert_allclose(after.riders["noise_scale"]["trace"], (1 - DECAY) * trace, rtol=1e-4)

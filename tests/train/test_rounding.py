@@ -10,7 +10,7 @@ import pytest
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer
 from runner.config import PrecisionConfig
-from runner.optim.library import in_float32
+from runner.optim.library import update_in_float32
 from runner.train import step as pure
 from runner.train.state import make_state
 from runner.train.step import round_stochastically
@@ -100,7 +100,7 @@ def test_the_draws_do_not_depend_on_the_mesh(sizes):
 
 def mean_of_last_losses(dtype, rounding):
     """Of 200 steps on the same data from the same weights."""
-    model, optimizer = Narrow(V, dtype), in_float32(optax.adamw(2e-3))
+    model, optimizer = Narrow(V, dtype), update_in_float32(optax.adamw(2e-3))
     state = make_state(model, KEY, optimizer, jnp.zeros((1, T), jnp.int32), deterministic=True)
     sequences = np.random.default_rng(0).integers(0, V, (200, 1, 16, T + 1)) // np.arange(1, T + 2)  # to be learned
     batches = {"x": jnp.asarray(sequences[..., :-1]), "y": jnp.asarray(sequences[..., 1:])}

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner import BaseTrainer
 from runner.config import MemoryConfig
-from runner.parallel.mesh import batch_sharding, sharding_rules
+from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.train.loss import cross_entropy_sum
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state, make_state
 from tests.support.tiny import mesh_of
@@ -137,8 +137,8 @@ def run_on(mesh, state, S):
     shardings = compute_variable_shardings(boxed["params"], mesh)
     abstract = make_abstract_state(make, KEY, shardings, mesh).replace(apply_fn=state.apply_fn)
     sharded = jax.device_put(state, get_shardings(abstract))
-    batch = jax.device_put(split(rows(ragged_lengths()), S), batch_sharding(mesh))
-    with sharding_rules(mesh):
+    batch = jax.device_put(split(rows(ragged_lengths()), S), make_batch_sharding(mesh))
+    with use_sharding_rules(mesh):
         return run(jax.jit(PretrainGPT.train_step, static_argnums=3), sharded, batch, S)
 
 

@@ -14,7 +14,7 @@ from runner import BaseTrainer, open_checkpoint
 from runner.checkpoint.fingerprint import compute_fingerprint, list_leaf_names
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, StateError
-from runner.parallel.mesh import batch_sharding, sharding_rules
+from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.storage import read_json
 from runner.train.loss import cross_entropy_sum, document_arguments
 from runner.train.state import bind_variables, make_state
@@ -87,8 +87,8 @@ def test_no_split_of_the_batch_moves_a_bit_of_the_next_variables(S, sizes):
         after, _, meta = step(state, batch, KEY, S)
     else:
         mesh = mesh_of(*sizes)
-        with sharding_rules(mesh):
-            after, _, meta = step(state, jax.device_put(batch, batch_sharding(mesh)), KEY, S)
+        with use_sharding_rules(mesh):
+            after, _, meta = step(state, jax.device_put(batch, make_batch_sharding(mesh)), KEY, S)
     expected = biases_of(jax.device_get(batch))
     assert np.asarray(after.variables["balance"]["bias"]).tobytes() == expected.tobytes()
     assert set(meta) == {"grad_norm", "last", "most", "tokens_seen"}

@@ -10,10 +10,10 @@ import os
 import jax
 
 from runner import BaseTrainer
-from runner.accelerator import set_deterministic
+from runner.accelerator import add_deterministic_flags
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.huge_pages import restart_with_huge_pages
-from runner.parallel.mesh import device_peak_bytes
+from runner.parallel.mesh import read_peak_memory_bytes
 from runner.spec import load_document, load_job_class, validate_spec
 from tests.benchmarks.accelerator.turn import Ending, Ready, Seat, Turn
 from tests.benchmarks.slices import Slices
@@ -31,7 +31,7 @@ def make_job(spec: str, overrides: list[str]) -> Slices:
     sliced = type(job_class.__name__, (Slices, job_class), {"__module__": job_class.__module__})
     job: Slices = sliced(validate_spec(document), document)
     if job.topology.deterministic:
-        set_deterministic(os.environ)
+        add_deterministic_flags(os.environ)
     job.compile_cache.open()
     return job
 
@@ -46,7 +46,7 @@ def play(job: Slices, seat: Seat) -> None:
         job.take_turns(num_steps, lambda seconds: _next_turn(seat, seconds))
         with contextlib.suppress(OverError):
             job.run()
-    seat.tell(Ending(device_peak_bytes(), compute_fingerprint(job.state)))
+    seat.tell(Ending(read_peak_memory_bytes(), compute_fingerprint(job.state)))
 
 
 def _next_turn(seat: Seat, seconds: float) -> int:

@@ -34,7 +34,7 @@ from experiments.model.attention import (
 )
 from experiments.model.rotary import Rope, rotate, rotation_at
 from runner.errors import InvalidError
-from runner.parallel.mesh import sharding_rules
+from runner.parallel.mesh import use_sharding_rules
 from tests.support.tiny import mesh_of
 
 ON_A_CPU = [causal_attention, xla_attention]
@@ -291,7 +291,7 @@ def test_attention_is_the_same_in_any_split_also_where_key_heads_do_not_divide(f
     arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
     want = jax.jit(functools.partial(value_and_gradients, blocked_attention, **case.options))(*arrays)
     mesh = mesh_of(*sizes)
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         rows, heads = nn.logical_to_mesh_axes(("batch", "heads"))
         specs = [PartitionSpec(rows, None, heads if x.shape[2] % sizes[2] == 0 else None) for x in arrays[:4]]
         split = jax.device_put(arrays, [NamedSharding(mesh, spec) for spec in (*specs, PartitionSpec(rows))])
@@ -316,7 +316,7 @@ def test_a_kernel_turns_in_any_split_as_a_cpu_does_before(rows, interpreted, mon
     want = jax.jit(functools.partial(value_and_gradients, attend))(*arrays)
     monkeypatch.setattr(attention, "platform", lambda: "tpu")
     mesh = mesh_of(2, 1, 4)
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         axes = nn.logical_to_mesh_axes(("batch", "sequence", "heads"))
         specs = [*[axes] * 4, PartitionSpec(axes[0])]
         split = jax.device_put(arrays, [NamedSharding(mesh, spec) for spec in specs])

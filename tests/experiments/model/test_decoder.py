@@ -22,7 +22,7 @@ from experiments.model.decoder import Decoder, PretrainDecoder
 from experiments.model.presets import PRESETS
 from runner.config import MemoryConfig
 from runner.errors import InvalidError
-from runner.parallel.mesh import BATCH_AXES, sharding_rules
+from runner.parallel.mesh import BATCH_AXES, use_sharding_rules
 from runner.train.state import compute_variable_shardings
 from tests.experiments.test_documents import LENGTHS, NUM_DOCUMENTS, alone, documents, pack
 from tests.support.tiny import mesh_of
@@ -186,7 +186,7 @@ def test_a_window_larger_than_a_row_is_refused():
 
 def test_heads_that_do_not_divide_over_devices_are_refused():
     with (
-        sharding_rules(mesh_of(1, 1, 8)),
+        use_sharding_rules(mesh_of(1, 1, 8)),
         pytest.raises(
             InvalidError, match=r"config.model.heads=4 does not divide .*make topology.mesh.tensor a divisor"
         ),
@@ -262,7 +262,7 @@ def loss_and_gradients(model, params, batch, mesh=None):
         return jax.device_get(jax.jit(grad)(params, batch))
     shardings = compute_variable_shardings(boxed_params(model)["params"], mesh)
     rows = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         jitted = jax.jit(grad, in_shardings=(shardings, None), out_shardings=(None, shardings))
         return jax.device_get(jitted(jax.device_put(params, shardings), rows))
 

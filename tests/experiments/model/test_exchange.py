@@ -18,7 +18,7 @@ from experiments.model import expert_parallel, moe
 from experiments.model.decoder import PretrainDecoder
 from experiments.model.moe import MixtureOfExperts, MoeConfig
 from runner.errors import InvalidError
-from runner.parallel.mesh import BATCH_AXES, make_mesh, sharding_rules
+from runner.parallel.mesh import BATCH_AXES, make_mesh, use_sharding_rules
 from runner.plan.forecast.collectives import find_collectives
 from runner.train.state import compute_variable_shardings
 from tests.support.harness import command, environment
@@ -90,7 +90,7 @@ def sharded(sizes, *names):
     model, variables = layer(*names)
     mesh = mesh_over(sizes)
     arrays = lying(mesh, model, variables)
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         return jax.device_get(jax.jit(gradients_of(model))(*arrays))
 
 
@@ -138,7 +138,7 @@ def test_rows_that_cannot_be_cut_are_computed_by_each_device_with_its_own_expert
     expected = jax.jit(gradients_of(model))(variables, x_BxTxD, real_BxT)
     mesh = make_mesh(sizes)
     placed = lying(mesh, model, variables)[0]
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         actual = jax.jit(gradients_of(model))(placed, x_BxTxD, real_BxT)
     assert_same(*jax.device_get((actual, expected)))
 
@@ -184,7 +184,7 @@ def test_matrices_are_whole_and_their_gradients_cut_whether_or_not_experts_can_b
     def gradient(part):
         return jax.grad(lambda part: total(part)[0][0])(part)
 
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         in_all = jax.shard_map(total, in_specs=spec, out_specs=PartitionSpec(("data", "fsdp")), check_vma=False)
         _, found = jax.jit(in_all)(whole_ExDxF)
         cut = jax.shard_map(gradient, in_specs=spec, out_specs=spec, check_vma=False)
@@ -202,7 +202,7 @@ def sent(sizes, room):
     model, variables = layer(room, "any")
     mesh = mesh_over(sizes)
     arrays = lying(mesh, model, variables)
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         text = jax.jit(gradients_of(model)).lower(*arrays).compile().as_text()
     return [found for found in find_collectives(text, dict(mesh.shape)) if found.group_size > 1]
 

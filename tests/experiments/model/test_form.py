@@ -17,7 +17,7 @@ from experiments.model import platform
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder
 from runner.config import MemoryConfig
-from runner.parallel.mesh import make_mesh, sharding_rules
+from runner.parallel.mesh import make_mesh, use_sharding_rules
 from tests.experiments.model.test_decoder import FAMILIES, LLAMA
 from tests.support.tiny import mesh_id
 
@@ -97,7 +97,7 @@ def test_both_forms_are_one_function_on_a_mesh(vocabulary, sizes, tied, chunk, a
     expected_loss, expected = value_and_gradients(apply, variables)
     as_on_a_tpu()
     mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         loss, gradients = value_and_gradients(apply, variables)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), gradients, expected)

@@ -26,8 +26,8 @@ from experiments.model.context_splash import SequenceMask
 from experiments.model.decoder import Decoder, PretrainDecoder
 from runner.accelerator import CHIPS
 from runner.config import MemoryConfig, TrainerConfig
-from runner.parallel.context import AttentionShape, faster_way, row_seconds, speeds_between
-from runner.parallel.mesh import batch_sharding, make_mesh, sharding_rules
+from runner.parallel.context import AttentionShape, choose_context_method, find_peak_rates, predict_attention_seconds
+from runner.parallel.mesh import make_batch_sharding, make_mesh, use_sharding_rules
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.forecast.hlo import ARRAY_PATTERN
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state
@@ -72,7 +72,7 @@ def expected(case):
 def check(case, way, mesh):
     attend = functools.partial(causal_attention, row_attention=way)
     arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         actual = jax.jit(functools.partial(value_and_gradients, attend, **case.options))(*arrays)
     for got, want in zip(actual, expected(case), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
@@ -121,7 +121,7 @@ def interpreted(monkeypatch, interpreted):
 @pytest.mark.parametrize(("devices", "case"), KERNEL_CASES)
 def test_the_tpu_kernel_over_gathered_rows_is_attention_of_one_device(devices, case, interpreted):
     check(case, "gather", mesh_of(sequence=devices, fsdp=8 // devices) if case.B > 1 else mesh_of(sequence=devices))
-    with sharding_rules(mesh_of(sequence=devices)):
+    with use_sharding_rules(mesh_of(sequence=devices)):
         q, k, v, _ = map(jnp.asarray, case.arrays())
         assert rows_on_devices(q, k, v, "auto", window=None, softcap=None, scale=None).has_kernel
 
@@ -191,7 +191,7 @@ LONG = AttentionShape(
 )
 def test_the_faster_way_is_taken(kind, changes, way):
     shape = replace(LONG, **changes)
-    assert faster_way(shape, *speeds_between(kind, shape.shards)) == way
+    assert choose_context_method(shape, *find_peak_rates(kind, shape.shards)) == way
 
 
 def test_the_seconds_of_both_ways_are_those_of_the_formula():
@@ -200,13 +200,13 @@ def test_the_seconds_of_both_ways_are_those_of_the_formula():
     scores, chunk = 3 * 4 * 64 * 32 / 2, 3 * 32 * 2 * 24 * 4
     tile, move = 8 * scores / 819e9, chunk / 1e6
     forward, backward = (2 * scores * width / 197e12 for width in (24, 64))
-    found = row_seconds(shape, speeds, 1e6)
+    found = predict_attention_seconds(shape, speeds, 1e6)
     assert found["gather"] == pytest.approx(forward + backward + 6 * tile + 3 * move)
     assert found["ring"] == pytest.approx(2 * move + 2 * 2 * move + 3 * move)
-    slow = row_seconds(shape, speeds, 1e15)
+    slow = predict_attention_seconds(shape, speeds, 1e15)
     assert slow["ring"] == pytest.approx(forward + backward + 6 * tile, rel=1e-3)
-    assert speeds_between("NVIDIA H100", 8)[1] > speeds_between("NVIDIA H100", 16)[1]
-    assert speeds_between("TPU7x", 16)[0].flops_per_second == CHIPS["tpu7x"].speeds.flops_per_second / 2
+    assert find_peak_rates("NVIDIA H100", 8)[1] > find_peak_rates("NVIDIA H100", 16)[1]
+    assert find_peak_rates("TPU7x", 16)[0].flops_per_second == CHIPS["tpu7x"].speeds.flops_per_second / 2
 
 
 # Rows that do not divide, and caches.
@@ -220,7 +220,7 @@ def test_rows_that_cannot_be_cut_into_halves_are_attended_to_whole(length):
 def test_a_cache_is_read_by_rows_that_are_cut_and_by_single_tokens():
     q, k, v, _ = map(jnp.asarray, Case(T=24, K=2).arrays())
     want = blocked_attention(q, k, v)
-    with sharding_rules(mesh_of(sequence=4)):
+    with use_sharding_rules(mesh_of(sequence=4)):
         attend = jax.jit(cached_attention)
         for part in (slice(0, 8), slice(8, 9), slice(9, 24)):
             np.testing.assert_allclose(attend(q[:, part], k, v, part.start), want[:, part], atol=1e-5)
@@ -278,9 +278,9 @@ def compile_step(name, model, mesh, S):
 
     state = make_state(params)
     abstract = make_abstract_state(make_state, state.params, compute_variable_shardings(boxed["params"], mesh), mesh)
-    arguments = jax.device_put((state, make_batch(name, S)), (get_shardings(abstract), batch_sharding(mesh)))
+    arguments = jax.device_put((state, make_batch(name, S)), (get_shardings(abstract), make_batch_sharding(mesh)))
     arguments = (*arguments, jax.random.key(1))
-    with sharding_rules(mesh):
+    with use_sharding_rules(mesh):
         return jax.jit(job.train_step, static_argnums=3).lower(*arguments, S).compile(), arguments
 
 

@@ -16,7 +16,7 @@ import pytest
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig
 from experiments.model.decoder import Decoder, PretrainDecoder
 from runner.config import MemoryConfig
-from runner.parallel.mesh import batch_sharding, make_mesh, sharding_rules
+from runner.parallel.mesh import make_batch_sharding, make_mesh, use_sharding_rules
 from runner.storage import parse_lines, read_json
 from runner.train.flops import count_matmul_flops
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state, make_state
@@ -91,8 +91,8 @@ def step(name, S, mesh=None, tokens_of_padding=0, **memory):
         others = {name: shardings[name] for name in shardings if name != "params"}
         abstract = make_abstract_state(functools.partial(make, model), KEY, shardings["params"], mesh, others)
         state = jax.device_put(state.replace(tx=abstract.tx), get_shardings(abstract).replace(apply_fn=model.apply))
-        with sharding_rules(mesh):
-            rows = jax.device_put(batch, batch_sharding(mesh))
+        with use_sharding_rules(mesh):
+            rows = jax.device_put(batch, make_batch_sharding(mesh))
             jitted = jax.jit(train_step, out_shardings=(get_shardings(abstract), None, None))
             after, loss, meta = jitted(state, rows, KEY)
     return jax.device_get((after.params, after.variables, loss, meta))

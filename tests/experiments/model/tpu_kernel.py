@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from experiments.model import attention
 from experiments.model.rotary import Rope, rotation_at
 from runner.accelerator import parse_accelerator
-from runner.parallel.mesh import make_mesh, sharding_rules
+from runner.parallel.mesh import make_mesh, use_sharding_rules
 from runner.plan.machine import open_machine
 
 WIDTHS = [(8, 8), (32, 32), (64, 64), (64, 32), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
@@ -44,7 +44,7 @@ def main() -> None:
     result = {}
     array = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
     for (H, W), length, dtype, options in itertools.product(WIDTHS, LENGTHS, DTYPES, (PLAIN, ALL)):
-        with sharding_rules(mesh):
+        with use_sharding_rules(mesh):
             T = length if isinstance(length, int) else tightest(H, W, dtype)
         q, k, v, g = (array((1, T, n, width), dtype) for n, width in ((4, H), (2, H), (2, W), (4, W)))
         ids = [array((1, T), jnp.int32)] if options == ALL else []
@@ -56,7 +56,7 @@ def main() -> None:
             out, pullback = jax.vjp(lambda *qkv: attend(*qkv, *(ids or [None]), rotation), q, k, v)
             return out, *pullback(g)
 
-        with sharding_rules(mesh):
+        with use_sharding_rules(mesh):
             form = attention._first_of("tpu", (q, k, v, *ids), chosen.get("softcap"))
             try:
                 jax.jit(step).trace(q, k, v, g, *ids).lower(lowering_platforms=("tpu",)).compile()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runner.accelerator import CHIPS, chip_of
+from runner.accelerator import CHIPS, find_chip
 from runner.storage import parse_lines
 from tests.benchmarks.accelerator.process import run_module
 from tests.benchmarks.accelerator.result import Figure
@@ -31,7 +31,7 @@ def measure(setting: Setting, name: str) -> Iterator[Figure]:
     yield Figure("peak memory, measured", peak, "bytes", about)
     planned = _plan(*arguments)
     yield from _memory("planned on the device", planned, peak)
-    chip = next((known for known, chip in CHIPS.items() if chip == chip_of(setting.device) and chip.speeds), None)
+    chip = next((known for known, chip in CHIPS.items() if chip == find_chip(setting.device) and chip.speeds), None)
     if chip is None:
         about = f"the peak figures of {setting.device} are not known"
         yield Figure(FORECAST, None, "seconds", about)

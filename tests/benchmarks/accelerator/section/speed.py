@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.accelerator import chip_of
+from runner.accelerator import find_chip
 from tests.benchmarks.accelerator.result import Figure
 from tests.benchmarks.accelerator.size import Model, Setting
 from tests.benchmarks.accelerator.turn import Ending, Player, PlayerError
@@ -101,7 +101,7 @@ def _peer_command(setting: Setting, model: Model) -> Sequence[str]:
 
 
 def _mfu(who: str, device: str, model: Model, flops: float | None, seconds: float) -> Figure:
-    chip = chip_of(device)
+    chip = find_chip(device)
     if chip is None or chip.speeds is None or flops is None:
         return Figure(f"{who}: MFU", None, "share", f"the peak of {device} is not known")
     achieved = flops * model.shape.tokens_per_step / seconds
