@@ -1,17 +1,27 @@
-"""Where a run's files are: one interface over a disk and the buckets of three clouds.
+"""One interface over local disks and the buckets of three clouds.
 
-- `store`: What a run needs of the place that it writes to, on a disk or in a bucket: the whole surface
-- `bucket`: A store in a bucket: every call has a deadline, is tried again when the failure is transient, and ne
-- `azure`: Azure Blob Storage: AZURE_STORAGE_CONNECTION_STRING
-- `gcs`: Google Cloud Storage: application default credentials, or an emulator at STORAGE_EMULATOR_HOST
-- `local`: A store on a disk. Publish = write aside, flush to the disk, then one atomic name
-- `jsonl`: Lines that come, each read once: for who looks at what another process writes, again and again
-- `s3`: Amazon S3 and what speaks its protocol: the AWS environment, profiles, and AWS_ENDPOINT_URL
-- `url`: From what a spec says, a path or a URL, to a store
+- `store`: store interface, errors, retries with exponential backoff, digests, JSON files
+- `local`: store on a disk
+- `bucket`: store in a bucket; background writer of growing files
+- `gcs`: driver for Google Cloud Storage
+- `s3`: driver for Amazon S3
+- `azure`: driver for Azure Blob Storage
+- `jsonl`: append-only logs of JSON lines: append, read, tail
+- `url`: stores from paths and URLs
 """
 
 from runner.storage.bucket import BackgroundWriter
-from runner.storage.jsonl import FileTail, JsonlLog, JsonlTail, iterate_log, open_log, read_log
+from runner.storage.jsonl import (
+    FileTail,
+    JsonlLog,
+    JsonlTail,
+    TailUpdate,
+    encode_line,
+    iterate_log,
+    open_log,
+    parse_lines,
+    read_log,
+)
 from runner.storage.local import LocalStore, default_cache_directory
 from runner.storage.store import (
     ABSENT,
@@ -29,10 +39,8 @@ from runner.storage.store import (
     compute_crc32c,
     create_file,
     encode_json,
-    encode_line,
     find_kind,
     parse_json,
-    parse_lines,
     parse_number,
     probe_store,
     read_json,
@@ -62,6 +70,7 @@ __all__ = [
     "JsonlTail",
     "LocalStore",
     "Store",
+    "TailUpdate",
     "TransientError",
     "Version",
     "WrongKindError",

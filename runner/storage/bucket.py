@@ -1,13 +1,12 @@
-"""A store in a bucket: every call has a deadline, is tried again when the failure is transient, and never in between.
+"""Store in a bucket, and the background writer of growing files.
 
-A driver speaks one service's protocol through its own client. It turns that client's errors into those of the
-operating system, `TransientError` among them; the client's own retries are off, so that the deadline here is the truth.
+A `Driver` speaks the protocol of one service through the service's own client. It turns the errors of that client into
+those of the operating system, `TransientError` among them. The retries of the clients are switched off: `BucketStore`
+gives every call one deadline and tries again with exponential backoff until then, only after a transient failure.
 
-Keeps growing files of a bucket up to date from one background thread, so that nobody waits for the network.
-
-An object cannot be appended to. What grows is therefore written anew, whole, each time it has changed: the newest
-content wins, and content that is overtaken is never sent. A failure is kept for `flush` to raise, said once, and tried
-again.
+An object cannot be appended to, so a growing file is written anew, whole, each time it has changed. `BackgroundWriter`
+does this from one thread, so that nobody waits for the network: the newest content wins, and content that has been
+overtaken is never sent. A failure is kept for `flush` to raise, printed once, and tried again.
 """
 
 import contextlib
@@ -23,84 +22,23 @@ from runner.storage.store import (
     ABSENT,
     ChangedError,
     FileInfo,
+    Result,
     TransientError,
     Version,
     compute_crc32c,
     retry_with_backoff,
 )
 
-PERIOD_SECONDS = 1.0
-
-
-class BackgroundWriter:
-    """Objects by name, each with a function that writes its newest content. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed: dict[str, Callable[[], None]] = {}
-        self._condition = threading.Condition()
-        self._sending = threading.Lock()
-        self._warned = False
-        self._thread: threading.Thread | None = None
-
-    def mark(self, name: str, send: Callable[[], None]) -> None:
-        """Have `send` called soon: it writes what `name` should hold, and may raise `OSError`."""
-        with self._condition:
-            self._changed[name] = send
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="background writer", daemon=True)
-                self._thread.start()
-            self._condition.notify()
-
-    def _work(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._changed)
-            try:
-                self.flush()
-                self._warned = False
-            except OSError as error:
-                if not self._warned:
-                    warn(f"cannot be written, will be tried again: {error}")
-                self._warned = True
-            time.sleep(PERIOD_SECONDS)
-
-    def drain(self, seconds: float) -> None:
-        """Before the end of the process: give what has changed some seconds to arrive. Never raises."""
-
-        def send() -> None:
-            with contextlib.suppress(OSError):
-                self.flush()
-
-        thread = threading.Thread(target=send, name="drain", daemon=True)
-        thread.start()
-        thread.join(seconds)
-
-    def flush(self) -> None:
-        """Send what has changed, now, and wait. Raises the first `OSError`; what was not sent is tried again later."""
-        with self._sending:
-            with self._condition:
-                changed, self._changed = self._changed, {}
-            first: OSError | None = None
-            for name, send in changed.items():
-                try:
-                    send()
-                except OSError as error:
-                    first = first or error
-                    with self._condition:
-                        self._changed.setdefault(name, send)
-            if first is not None:
-                raise first
-
-
-CALL_SECONDS = 120.0
-TRY_SECONDS = 30.0  # without a byte, one try is given up
+CALL_SECONDS = 120.0  # deadline of a call, with all its tries
+TRY_SECONDS = 30.0  # one try is given up when no byte has arrived for so long
 CONNECT_SECONDS = 10.0
 NUM_CONNECTIONS = 16
+PERIOD_SECONDS = 1.0  # between two writes of the background writer
 _NUM_DELETERS = 8
 
 
 class ObjectInfo(NamedTuple):
-    """What a listing says of one object; a name that ends in `/` stands for all that is below it."""
+    """Entry of a listing. A key that ends in `/` stands for everything below it."""
 
     key: str
     size: int
@@ -109,31 +47,35 @@ class ObjectInfo(NamedTuple):
 
 
 class Driver(Protocol):
-    """One service. Keys are whole, without the bucket. Every call is one try."""
+    """Client of one service. Keys are whole, without the bucket. Every call is a single try."""
 
     def get(self, key: str) -> tuple[bytes, Version]:
-        """Content and version."""
+        """Return content and version of an object."""
 
     def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
-        """Bytes `start .. stop`, `start < stop`. Raises `FileExistsError` if the present version is another one."""
+        """Return bytes `start .. stop`, `start < stop`. Raises `FileExistsError` if the version is another one."""
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
-        """Write if the present version is `version`, None for any; else raise `FileExistsError`."""
+        """Write an object if its present version is `version`, or any if that is None; return the new version.
+
+        Raises:
+            FileExistsError: the present version is another one.
+        """
 
     def put_file(self, key: str, source: Path) -> None:
-        """Write a file, in parallel parts where the service can."""
+        """Write an object from a local file, in parallel parts where the service can."""
 
     def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with `prefix`; with a delimiter, no deeper than it."""
+        """Iterate over the objects whose key begins with `prefix`, not deeper than the delimiter if there is one."""
 
     def crc32c(self, key: str) -> str | None:
-        """The digest that the service reports, None if it reports none. Raises `FileNotFoundError`."""
+        """Return the CRC-32C that the service reports, None if it reports none. Raises `FileNotFoundError`."""
 
     def copy(self, key: str, target: str) -> None:
         """Copy an object within the bucket, without reading it."""
 
     def delete(self, key: str) -> None:
-        """Delete; one that is gone already is fine."""
+        """Delete an object. One that is already gone is fine."""
 
 
 class BucketStore:
@@ -149,30 +91,26 @@ class BucketStore:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
-    def _below(self, prefix: str) -> str:
+    def _key_below(self, prefix: str) -> str:
         return f"{self._key(prefix)}/".lstrip("/") if prefix else f"{self._prefix}/".lstrip("/")
 
-    def _what(self, verb: str, name: str) -> str:
-        return f"{verb} {self.url}/{name}"
+    def _retry(self, verb: str, name: str, act: Callable[[int], Result]) -> Result:
+        return retry_with_backoff(act, f"{verb} {self.url}/{name}", CALL_SECONDS)
 
     def read(self, name: str) -> bytes:
-        """See `Store`."""
-        return retry_with_backoff(
-            lambda _: self._driver.get(self._key(name))[0], self._what("read", name), CALL_SECONDS
-        )
+        """Return the content of `name`."""
+        return self._retry("read", name, lambda _: self._driver.get(self._key(name))[0])
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
-        """See `Store`."""
+        """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""
         try:
-            return retry_with_backoff(
-                lambda _: self._driver.get(self._key(name)), self._what("read", name), CALL_SECONDS
-            )
+            return self._retry("read", name, lambda _: self._driver.get(self._key(name)))
         except FileNotFoundError:
             return b"", ABSENT
 
     def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """See `Store`."""
-        key, what = self._key(name), self._what("read", name)
+        """Return bytes `start .. stop` of an object that must still have `version`."""
+        key = self._key(name)
 
         def act(_: int) -> bytes:
             try:
@@ -183,86 +121,157 @@ class BucketStore:
                 raise TransientError(f"{key}: {len(content)} bytes came, needs {stop - start}")
             return content
 
-        return retry_with_backoff(act, what, CALL_SECONDS) if start < stop else b""
+        return self._retry("read", name, act) if start < stop else b""
 
     def write(self, name: str, content: bytes) -> None:
-        """See `Store`."""
-        retry_with_backoff(
-            lambda _: self._driver.put(self._key(name), content, None), self._what("write", name), CALL_SECONDS
-        )
+        """Replace `name` by `content`."""
+        self._retry("write", name, lambda _: self._driver.put(self._key(name), content, None))
 
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
-        """See `Store`. `content` must be this writer's alone: after a try whose answer was lost it tells who won."""
+        """Replace `name` only if it has `version`; return the new version.
 
-        def act(earlier_tries: int) -> Version:
+        `content` must be unique to this writer: after a try whose answer was lost, the content tells who has won.
+        """
+
+        def act(num_earlier_tries: int) -> Version:
             try:
                 return self._driver.put(self._key(name), content, version)
             except FileExistsError:
-                if earlier_tries:
+                # An earlier try may have worked and only its answer been lost. Then this writer is the winner.
+                if num_earlier_tries:
                     present, present_version = self._driver.get(self._key(name))
                     if present == content:
                         return present_version
                 raise
 
-        return retry_with_backoff(act, self._what("write", name), CALL_SECONDS)
+        return self._retry("write", name, act)
 
     def exists(self, name: str) -> bool:
-        """See `Store`."""
+        """Return True if there is an object `name`."""
         key = self._key(name)
         return any(entry.key == key for entry in self._list(key, "/"))
 
     def list_names(self, prefix: str) -> list[str]:
-        """See `Store`."""
-        start = self._below(prefix)
+        """Return the names directly below `prefix`."""
+        start = self._key_below(prefix)
         return [entry.key[len(start) :].rstrip("/") for entry in self._list(start, "/")]
 
     def list_sizes(self, prefix: str) -> dict[str, int]:
-        """See `Store`."""
-        start = self._below(prefix)
+        """Return the size in bytes of every object below `prefix`, by its name relative to `prefix`, sorted."""
+        start = self._key_below(prefix)
         return dict(sorted((entry.key[len(start) :], entry.size) for entry in self._list(start, "")))
 
     def list_files(self, start: str) -> dict[str, FileInfo]:
-        """See `Store`."""
-        top = self._below("")
+        """Return every object whose name begins with `start`, sorted, from one listing."""
+        top = self._key_below("")
         found = self._list(top + start, "")
         return dict(sorted((entry.key[len(top) :], FileInfo(*entry[1:])) for entry in found))
 
     def _list(self, prefix: str, delimiter: str) -> list[ObjectInfo]:
+        # A listing is read to its end inside one try: an error on a later page must not leave half an answer.
         return retry_with_backoff(
             lambda _: list(self._driver.list(prefix, delimiter)), f"list {self.url} below {prefix}", CALL_SECONDS
         )
 
     def compute_digest(self, name: str) -> str:
-        """See `Store`."""
-        reported = retry_with_backoff(
-            lambda _: self._driver.crc32c(self._key(name)), self._what("look at", name), CALL_SECONDS
-        )
+        """Return the CRC-32C of an object: the service's own, or from its content if the service reports none."""
+        reported = self._retry("look at", name, lambda _: self._driver.crc32c(self._key(name)))
         return compute_crc32c(self.read(name)) if reported is None else reported
 
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
-        """See `Store`."""
+        """Copy the local file `source` to `name`, within `deadline_seconds`."""
         retry_with_backoff(
-            lambda _: self._driver.put_file(self._key(name), source), self._what("write", name), deadline_seconds
+            lambda _: self._driver.put_file(self._key(name), source), f"write {self.url}/{name}", deadline_seconds
         )
 
     def move_tree(self, source: str, target: str) -> None:
-        """See `Store`."""
+        """Rename every object below `source`, one by one: copy, then delete."""
 
         def move(name: str) -> None:
             old, new = f"{source}/{name}", f"{target}/{name}"
-            retry_with_backoff(
-                lambda _: self._driver.copy(self._key(old), self._key(new)), self._what("copy", old), CALL_SECONDS
-            )
+            self._retry("copy", old, lambda _: self._driver.copy(self._key(old), self._key(new)))
             self.remove(old)
 
         with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="move") as pool:
             list(pool.map(move, self.list_sizes(source)))
 
     def remove(self, name: str) -> None:
-        """See `Store`."""
-        retry_with_backoff(lambda _: self._driver.delete(self._key(name)), self._what("delete", name), CALL_SECONDS)
+        """Delete an object. One that is already gone is fine."""
+        self._retry("delete", name, lambda _: self._driver.delete(self._key(name)))
 
     def remove_tree(self, prefix: str) -> None:
-        """See `Store`."""
+        """Delete every object below `prefix`."""
         with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="delete") as pool:
             list(pool.map(lambda name: self.remove(f"{prefix}/{name}"), self.list_sizes(prefix)))
+
+
+class BackgroundWriter:
+    """Writer of named objects from one background thread. Thread-safe.
+
+    Memory holds at most one function for each name.
+    """
+
+    def __init__(self) -> None:
+        self._changed: dict[str, Callable[[], None]] = {}
+        self._condition = threading.Condition()
+        self._sending = threading.Lock()
+        self._has_warned = False
+        self._thread: threading.Thread | None = None
+
+    def mark(self, name: str, send: Callable[[], None]) -> None:
+        """Have `send` called soon: it writes the newest content of `name`, and may raise `OSError`."""
+        with self._condition:
+            self._changed[name] = send
+            if self._thread is None:
+                # A daemon thread lets the process end while the bucket is down; `drain` gives it some seconds before.
+                self._thread = threading.Thread(target=self._work, name="background writer", daemon=True)
+                self._thread.start()
+            self._condition.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._changed)
+            try:
+                self.flush()
+                self._has_warned = False
+            except OSError as error:
+                if not self._has_warned:
+                    warn(f"cannot be written, will be tried again: {error}")
+                self._has_warned = True
+            # However often a file changes, it is written at most once in a period.
+            time.sleep(PERIOD_SECONDS)
+
+    def drain(self, seconds: float) -> None:
+        """Wait at most some seconds for changed content to arrive, at the end of the process. Never raises."""
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                self.flush()
+
+        # The calls of a store may take longer than `seconds`, so they run in a thread that can be left behind.
+        thread = threading.Thread(target=send, name="drain", daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+    def flush(self) -> None:
+        """Send everything that has changed and wait for it.
+
+        Raises:
+            OSError: the first failure. What was not sent stays marked and is tried again later.
+        """
+        # Two flushes at once could write an older content after a newer one.
+        with self._sending:
+            with self._condition:
+                changed, self._changed = self._changed, {}
+            first: OSError | None = None
+            for name, send in changed.items():
+                try:
+                    send()
+                except OSError as error:
+                    first = first or error
+                    # Content that was marked meanwhile is newer and must not be replaced by this one.
+                    with self._condition:
+                        self._changed.setdefault(name, send)
+            if first is not None:
+                raise first

@@ -1,4 +1,4 @@
-"""Google Cloud Storage: application default credentials, or an emulator at STORAGE_EMULATOR_HOST."""
+"""Driver for Google Cloud Storage, with application default credentials or an emulator at STORAGE_EMULATOR_HOST."""
 
 import base64
 import contextlib
@@ -18,7 +18,7 @@ from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS,
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
 _TIMEOUT = (CONNECT_SECONDS, TRY_SECONDS)
-_BROKEN = (
+_CONNECTION_ERRORS = (
     requests.RequestException,
     urllib3.exceptions.HTTPError,
     google.auth.exceptions.TransportError,
@@ -28,21 +28,21 @@ _BROKEN = (
 
 
 @contextlib.contextmanager
-def _errors(key: str) -> Iterator[None]:
+def _translate_errors(key: str) -> Iterator[None]:
     """Turn the client's errors into those of the operating system."""
     try:
         yield
     except exceptions.GoogleAPICallError as error:
-        raise _translate(error.code, f"{key}: {error.message}") from error
+        raise _from_status(error.code, f"{key}: {error.message}") from error
     except InvalidResponse as error:
-        raise _translate(error.response.status_code, f"{key}: {error}") from error
+        raise _from_status(error.response.status_code, f"{key}: {error}") from error
     except google.auth.exceptions.RefreshError as error:
         raise DeniedError(f"the credentials have expired and cannot be refreshed: {error}") from error
-    except _BROKEN as error:
+    except _CONNECTION_ERRORS as error:
         raise TransientError(f"{key}: {type(error).__name__}: {error}") from error
 
 
-def _translate(status: int | None, message: str) -> OSError:
+def _from_status(status: int | None, message: str) -> OSError:
     status = int(status or 0)
     if status == 404:
         return FileNotFoundError(message)
@@ -55,7 +55,7 @@ def _translate(status: int | None, message: str) -> OSError:
     return OSError(message)
 
 
-def _digest(blob: Blob) -> str | None:
+def _decode_crc32c(blob: Blob) -> str | None:
     return None if blob.crc32c is None else base64.b64decode(blob.crc32c).hex()
 
 
@@ -66,69 +66,72 @@ class GCSDriver:
         client = GSClient()
         path = GSPath(url, client=client)
         self.prefix = path.blob.strip("/")
+        # The client has no option for the size of its connection pool, so the adapter of its session is replaced.
         adapter = requests.adapters.HTTPAdapter(pool_connections=NUM_CONNECTIONS, pool_maxsize=NUM_CONNECTIONS)
         client.client._http.mount("https://", adapter)
         client.client._http.mount("http://", adapter)
         self._bucket = client.client.bucket(path.bucket)
 
     def get(self, key: str) -> tuple[bytes, Version]:
-        """See `Driver`."""
+        """Return content and version of an object."""
         blob = self._bucket.blob(key)
-        with _errors(key):
+        with _translate_errors(key):
             content = blob.download_as_bytes(timeout=_TIMEOUT, retry=None)
+            # Not every server sends the generation together with the content.
             if blob.generation is None:
                 blob.reload(timeout=_TIMEOUT, retry=None)
         return content, str(blob.generation)
 
     def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
-        """See `Driver`. The service's digest is that of the whole object, so there is none to compare with."""
-        with _errors(key):
+        """Return a range of bytes of one version of an object."""
+        with _translate_errors(key):
             content = self._bucket.blob(key).download_as_bytes(
                 start=start,
                 end=stop - 1,
                 if_generation_match=int(version),
                 timeout=_TIMEOUT,
                 retry=None,
-                checksum=None,
+                checksum=None,  # the service's digest is that of the whole object: there is none to compare with
             )
         return bytes(content)
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
-        """See `Driver`."""
+        """Write an object if it has `version`; return the new version."""
         blob = self._bucket.blob(key)
+        # Generation 0 stands for an object that does not exist.
         condition = {} if version is None else {"if_generation_match": 0 if version == ABSENT else int(version)}
-        with _errors(key):
+        with _translate_errors(key):
             blob.upload_from_string(content, timeout=_TIMEOUT, retry=None, checksum="crc32c", **condition)
         return str(blob.generation)
 
     def put_file(self, key: str, source: Path) -> None:
-        """See `Driver`."""
+        """Write an object from a local file."""
         blob = self._bucket.blob(key)
-        with _errors(key):
+        with _translate_errors(key):
             blob.upload_from_filename(str(source), timeout=_TIMEOUT, retry=None, checksum="crc32c")
 
     def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
-        """See `Driver`."""
-        with _errors(prefix):
+        """Iterate over the objects whose name begins with `prefix`."""
+        with _translate_errors(prefix):
             found = self._bucket.list_blobs(prefix=prefix, delimiter=delimiter or None, timeout=_TIMEOUT, retry=None)
             for blob in found:
-                yield ObjectInfo(blob.name, blob.size, str(blob.generation), _digest(blob))
+                yield ObjectInfo(blob.name, blob.size, str(blob.generation), _decode_crc32c(blob))
             for name in found.prefixes:
                 yield ObjectInfo(name, 0)
 
     def crc32c(self, key: str) -> str | None:
-        """See `Driver`."""
+        """Return the CRC-32C that the service reports."""
         blob: Blob = self._bucket.blob(key)
-        with _errors(key):
+        with _translate_errors(key):
             blob.reload(timeout=_TIMEOUT, retry=None)
-        return _digest(blob)
+        return _decode_crc32c(blob)
 
     def copy(self, key: str, target: str) -> None:
-        """See `Driver`."""
-        with _errors(key):
+        """Copy an object within the bucket."""
+        with _translate_errors(key):
             self._bucket.copy_blob(self._bucket.blob(key), self._bucket, target, timeout=_TIMEOUT, retry=None)
 
     def delete(self, key: str) -> None:
-        """See `Driver`."""
-        with _errors(key), contextlib.suppress(exceptions.NotFound):
+        """Delete an object. One that is already gone is fine."""
+        with _translate_errors(key), contextlib.suppress(exceptions.NotFound):
             self._bucket.blob(key).delete(timeout=_TIMEOUT, retry=None)

@@ -1,49 +1,95 @@
-"""Lines that come, each read once: for who looks at what another process writes, again and again.
+"""Append-only logs of JSON lines, on a disk and in a bucket, with one tailing reader.
 
-On a disk a feed goes on behind the last line that it has read, as long as the file is the same and that line still
-stands there; in a bucket it reads only the parts that have changed, and goes on within each. If anything that was read
-is gone or another, all is read again. Half a line waits for its rest. Memory holds a line at a time, or sixteen parts.
+A log is a sequence of JSON objects ("rows") under one name. It is used in three ways:
 
-Lines that are only ever appended: one file on a disk, parts of one writer each in a bucket.
+- **append**: `open_log(store, name, writer, background).append(row)`. Any number of processes may append at once; each
+  opens the log with a writer name of its own.
+- **read all**: `read_log(store, name)` returns the rows as a list; `iterate_log(store, name)` gives them one by one, so
+  that they need not fit into memory.
+- **tail**: `JsonlTail(store, name).read()`, called again and again beside running writers, returns the rows that are
+  new since the call before, each once. `FileTail` is the same for the raw lines of one local file.
+
+On a disk the log is one file, `<name>.jsonl`, which all writers share: an append is one write under a lock. In a bucket
+nothing can be appended to, so each writer has objects of its own, `<name>/<writer>.<part>.jsonl`: the newest one is
+written anew as a whole by the background writer, and a new part begins when one is larger than `PART_BYTES`. The order
+of rows is that of their appending on a disk; in a bucket it holds within each writer, and `read_log` merges the writers
+by the key `time` of the rows.
+
+A reader skips a line that is no JSON object, such as one torn by a power cut. A line without its newline is still being
+written: `JsonlTail` leaves it for the next call.
+
+On a disk the tail continues behind the last line that it has read, as long as the file is the same and still has that
+line there. In a bucket it reads only the parts that have changed, and continues within each. If anything that was read
+is gone or different, it starts over and says so. Memory holds one line, or `NUM_READERS` parts.
 """
 
+import fcntl
+import json
 import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from runner.storage.bucket import BackgroundWriter
-from runner.storage.local import LocalStore, append_line
-from runner.storage.store import JsonObject, Store, Version, encode_line, open_file, parse_lines, translate_errors
+from runner.storage.local import LocalStore
+from runner.storage.store import JsonObject, Store, Version, open_file, parse_json, translate_errors
 
-PART_BYTES = 1 << 20
+PART_BYTES = 1 << 20  # a part of a bucket's log is written anew at each append, so it must stay small
 NUM_READERS = 16
+_LINE_BYTES_MAX = 1 << 20  # a longer line is skipped: no writer makes one, and it might not fit into memory
+
+Item = TypeVar("Item")
+
+
+# Append.
+
+
+def encode_line(row: JsonObject) -> bytes:
+    """Return a JSON object as one line."""
+    return (json.dumps(row) + "\n").encode()
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append one line to a local file, in one write, so that lines of several processes never mix.
+
+    A line that a full disk or a power cut has torn is closed first, so that it damages no other.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, b"\n" * is_torn + line)
+    finally:
+        os.close(descriptor)
 
 
 class JsonlLog(Protocol):
-    """JSON objects in the order of their appending, by any number of writers."""
+    """Append-only log, opened by one writer."""
 
     def append(self, row: JsonObject) -> None:
-        """Add one row. On a disk it is there on return, in a bucket soon. Raises `OSError`."""
+        """Append one row. On a disk it is written when this returns, in a bucket soon after. Raises `OSError`."""
 
 
 class LocalJsonlLog:
-    """`<name>.jsonl`, shared by all writers."""
+    """Log in one local file `<name>.jsonl`, shared by all writers."""
 
     def __init__(self, store: Store, name: str):
         assert store.root is not None, "a local log needs a disk"
         self._path = store.root / f"{name}.jsonl"
 
     def append(self, row: JsonObject) -> None:
-        """See `JsonlLog`."""
+        """Append one row, under a lock on the file."""
         append_line(self._path, encode_line(row))
 
 
 class BucketJsonlLog:
-    """`<name>/<writer>.<part>.jsonl`: each writer has parts of its own, and begins a new one when one is large."""
+    """Log in objects `<name>/<writer>.<part>.jsonl`, those of one writer. Memory holds at most one part."""
 
     def __init__(self, store: Store, name: str, writer: str, background: BackgroundWriter):
         self._store, self._background = store, background
@@ -53,7 +99,7 @@ class BucketJsonlLog:
         self._content = b""
 
     def append(self, row: JsonObject) -> None:
-        """See `JsonlLog`."""
+        """Append one row to the newest part, and have the part written in the background."""
         with self._lock:
             if len(self._content) > PART_BYTES:
                 self._part += 1
@@ -64,97 +110,120 @@ class BucketJsonlLog:
 
 
 def open_log(store: Store, name: str, writer: str, background: BackgroundWriter) -> JsonlLog:
-    """The log `name` for one writer, whose name no other may have."""
+    """Open the log `name` for appending.
+
+    Args:
+        store: the run's directory.
+        name: name of the log, without `.jsonl`.
+        writer: name of this writer, which no other writer of the log may ever have. Used in buckets only.
+        background: sends the rows of a log in a bucket.
+    """
     return BucketJsonlLog(store, name, writer, background) if store.root is None else LocalJsonlLog(store, name)
 
 
+# Read all.
+
+
+def parse_lines(content: bytes) -> list[JsonObject]:
+    """Return the JSON objects in the lines of `content`, skipping every line that is none."""
+    rows = []
+    for line in content.split(b"\n"):
+        with suppress(ValueError):
+            rows.append(parse_json(line))
+    return rows
+
+
 def read_log(store: Store, name: str) -> list[JsonObject]:
-    """All rows of all writers; of several writers by their `time`."""
+    """Return all rows of all writers; an empty list if there is no log. In a bucket they are sorted by `time`."""
+
+    def get_time(row: JsonObject) -> float:
+        moment = row.get("time")
+        return moment if isinstance(moment, int | float) else 0.0
+
     rows = list(iterate_log(store, name))
-    return sorted(rows, key=_time) if store.root is None else rows
+    return sorted(rows, key=get_time) if store.root is None else rows
 
 
 def iterate_log(store: Store, name: str) -> Iterator[JsonObject]:
-    """The rows one by one, so that they need not fit into memory: in a bucket those of one writer after another's."""
+    """Iterate over the rows of all writers; in a bucket over those of one writer after the other's."""
     if store.root is not None:
         for line in LocalStore(store.root).lines(f"{name}.jsonl"):
             yield from parse_lines(line.rstrip(b"\n"))
         return
     parts = sorted(store.list_names(name))
     with ThreadPoolExecutor(NUM_READERS) as pool:
+        # The pool reads everything that it is given at once, so it gets some parts at a time: the log may not fit into
+        # memory.
         for start in range(0, len(parts), NUM_READERS):
             for content in pool.map(lambda part: store.read(f"{name}/{part}"), parts[start : start + NUM_READERS]):
                 yield from parse_lines(content)
 
 
-def _time(row: JsonObject) -> float:
-    """When a row was written; 0 where it does not say."""
-    moment = row.get("time")
-    return moment if isinstance(moment, int | float) else 0.0
+# Tail.
 
 
-_LINE_BYTES_MAX = 1 << 20  # what is longer is passed over
+class TailUpdate(NamedTuple, Generic[Item]):
+    """Result of one reading of a tail.
+
+    Attributes:
+        is_restart: True if everything that was read before is void, and `items` begins with the first one of the log.
+            So it is at the first reading, and where the log was cut, replaced or deleted.
+        items: the new lines or rows. They must be used up before the next reading, and may raise `OSError`.
+    """
+
+    is_restart: bool
+    items: Iterator[Item]
 
 
 class FileTail:
-    """The lines of one file on a disk, which others append to, cut or replace."""
+    """Tailing reader of the raw lines of one local file, which others append to, truncate or replace."""
 
     def __init__(self, path: Path):
         self._path = path
-        self._identity = (0, 0)
+        self._identity = (0, 0)  # device and inode of the file that was read
         self._offset = 0
-        self._last_line = b""  # before `_offset`
+        self._last_line = b""  # the line that ends at `_offset`
 
     def restart(self) -> None:
         """Begin with the first line at the next reading."""
         self._identity, self._offset, self._last_line = (0, 0), 0, b""
 
-    def read(self) -> tuple[bool, Iterator[bytes]]:
-        """Whether what was read before is void, and the lines since then; none where there is no file.
-
-        The lines are to be used up before the next reading; they may raise `OSError`, as this does.
-        """
+    def read(self) -> TailUpdate[bytes]:
+        """Return the lines since the last reading; none, as a restart, if there is no file. Raises `OSError`."""
         try:
             with translate_errors(self._path):
                 file = open_file(self._path)
         except FileNotFoundError:
             self.restart()
-            return True, iter(())
-        is_anew = not self._goes_on_in(file)
-        if is_anew:
-            self._offset, self._last_line = 0, b""
-        return is_anew, self._lines(file)
-
-    def _goes_on_in(self, file: BinaryIO) -> bool:
-        """Whether it is the file that was read, with the same line before the place to go on at."""
+            return TailUpdate(True, iter(()))
+        # A file may be truncated and grow again between two readings. Size and inode then look right, so the line
+        # before the offset is compared too.
         status = os.fstat(file.fileno())
         before, self._identity = self._identity, (status.st_dev, status.st_ino)
         file.seek(self._offset - len(self._last_line))
-        return self._identity == before and file.read(len(self._last_line)) == self._last_line
+        is_restart = not (self._identity == before and file.read(len(self._last_line)) == self._last_line)
+        if is_restart:
+            self._offset, self._last_line = 0, b""
+        return TailUpdate(is_restart, self._lines(file))
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         with file:
             file.seek(self._offset)
-            for text in _whole_lines(file):
-                self._offset, self._last_line = file.tell(), text
-                yield text
-
-
-def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines from here on but those that are too long; what has no end yet is left for later."""
-    while text := file.readline(_LINE_BYTES_MAX):
-        if text.endswith(b"\n"):
-            yield text
-        elif len(text) < _LINE_BYTES_MAX:
-            return
-        else:
-            while text and not text.endswith(b"\n"):
-                text = file.readline(_LINE_BYTES_MAX)
+            while text := file.readline(_LINE_BYTES_MAX):
+                if text.endswith(b"\n"):
+                    # Only a line that was handed over counts as read: the caller may stop in between.
+                    self._offset, self._last_line = file.tell(), text
+                    yield text
+                elif len(text) < _LINE_BYTES_MAX:
+                    return  # a line that is still being written
+                else:
+                    while text and not text.endswith(b"\n"):
+                        text = file.readline(_LINE_BYTES_MAX)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """How far a part of a bucket's log was read: of which version, up to where, and the line before that."""
+class _Position:
+    """Position in one part of a bucket's log: its version, an offset, and the line that ends there."""
 
     version: Version
     offset: int = 0
@@ -162,44 +231,42 @@ class _Place:
 
 
 class JsonlTail:
-    """The rows of the log `name`, as `iterate_log` gives them at first, and then those that are new."""
+    """Tailing reader of the log `name`: first the rows of `iterate_log`, then those that are new."""
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
         self._file = None if store.root is None else FileTail(store.root / f"{name}.jsonl")
-        self._places: dict[str, _Place] = {}  # of a bucket, by part
+        self._positions: dict[str, _Position] = {}  # of a bucket, by part
 
     def restart(self) -> None:
         """Begin with the first row at the next reading."""
-        self._places = {}
+        self._positions = {}
         if self._file is not None:
             self._file.restart()
 
-    def read(self) -> tuple[bool, Iterator[JsonObject]]:
-        """See `FileTail.read`."""
-        if self._file is None:
-            return self._read_parts()
-        is_anew, lines = self._file.read()
-        return is_anew, (row for line in lines for row in parse_lines(line.rstrip(b"\n")))
-
-    def _read_parts(self) -> tuple[bool, Iterator[JsonObject]]:
-        listed = {name: each.version for name, each in self._store.list_files(f"{self._name}/").items()}
-        changed = [name for name in sorted(listed) if self._version_of(name) != listed[name]]
-        known = [name for name in changed if name in self._places]  # the newest parts of who still writes
-        contents = {name: self._store.read(name) for name in known}
-        is_anew = not self._places or not self._places.keys() <= listed.keys()
-        if is_anew or not all(self._goes_on_in(name, content) for name, content in contents.items()):
-            self._places = {}
-            return True, self._rows(sorted(listed), listed, {})
-        return False, self._rows(changed, listed, contents)
-
-    def _version_of(self, name: str) -> Version | None:
-        place = self._places.get(name)
-        return None if place is None else place.version
-
-    def _goes_on_in(self, name: str, content: bytes) -> bool:
-        place = self._places[name]
-        return content[place.offset - len(place.last_line) : place.offset] == place.last_line
+    def read(self) -> TailUpdate[JsonObject]:
+        """Return the rows since the last reading. Raises `OSError`."""
+        if self._file is not None:
+            is_restart, lines = self._file.read()
+            return TailUpdate(is_restart, (row for line in lines for row in parse_lines(line.rstrip(b"\n"))))
+        positions = self._positions
+        listed = {name: info.version for name, info in self._store.list_files(f"{self._name}/").items()}
+        changed = [name for name in sorted(listed) if name not in positions or positions[name].version != listed[name]]
+        # The known parts that have changed, at most one of each writer, decide whether the tail can continue.
+        contents = {name: self._store.read(name) for name in changed if name in positions}
+        is_restart = (
+            not positions
+            or not positions.keys() <= listed.keys()
+            or any(
+                content[positions[name].offset - len(positions[name].last_line) : positions[name].offset]
+                != positions[name].last_line
+                for name, content in contents.items()
+            )
+        )
+        if is_restart:
+            self._positions = {}
+            return TailUpdate(True, self._rows(sorted(listed), listed, {}))
+        return TailUpdate(False, self._rows(changed, listed, contents))
 
     def _rows(self, names: list[str], versions: dict[str, Version], contents: dict[str, bytes]) -> Iterator[JsonObject]:
         def read(name: str) -> bytes:
@@ -209,8 +276,8 @@ class JsonlTail:
             for start in range(0, len(names), NUM_READERS):
                 some = names[start : start + NUM_READERS]
                 for name, content in zip(some, pool.map(read, some), strict=True):
-                    place = self._places.get(name, _Place(versions[name]))
+                    position = self._positions.get(name, _Position(versions[name]))
                     stop = content.rfind(b"\n") + 1
                     last_line = content[content.rfind(b"\n", 0, max(stop - 1, 0)) + 1 : stop]
-                    self._places[name] = _Place(versions[name], stop, last_line)
-                    yield from parse_lines(content[place.offset : stop])
+                    self._positions[name] = _Position(versions[name], stop, last_line)
+                    yield from parse_lines(content[position.offset : stop])

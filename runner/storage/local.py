@@ -1,6 +1,7 @@
-"""A store on a disk. Publish = write aside, flush to the disk, then one atomic name.
+"""Store on a disk, and the directory for caches of this machine.
 
-Where this machine keeps what it can make again.
+A file is published in three steps: it is written under a temporary name beside its target, flushed to the disk, and
+then given its name by one atomic call. The directory is flushed after that, so that the name survives a power cut too.
 """
 
 import contextlib
@@ -13,18 +14,20 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import google_crc32c
-
 from runner.storage.store import (
     ABSENT,
     ChangedError,
     FileInfo,
     Version,
     WrongKindError,
+    compute_chunked_crc32c,
     make_directory,
     open_file,
     translate_errors,
 )
+
+_CHUNK_BYTES = 1 << 18
+_REMOVE_TRIES = 10
 
 
 def default_cache_directory() -> Path:
@@ -39,43 +42,39 @@ def default_cache_directory() -> Path:
         return Path(tempfile.gettempdir()) / f"runner-{os.getuid()}"
 
 
-_CHUNK_BYTES = 1 << 18
-_REMOVE_TRIES = 10
-
-
 class LocalStore:
-    """A directory on a disk that all hosts of the job share, or that is this host's own."""
+    """A directory on a disk that all hosts of the job share, or on this host's own disk."""
 
     def __init__(self, root: Path):
         self.root = root
         self.url = str(root)
 
     def read(self, name: str) -> bytes:
-        """See `Store`."""
+        """Return the content of `name`."""
         path = self.root / name
         with translate_errors(path), open_file(path) as file:
             return file.read()
 
     def lines(self, name: str) -> Iterator[bytes]:
-        """The lines of a file as they are asked for, each with its newline; none if it is missing."""
+        """Iterate over the lines of a file, each with its newline; over nothing if the file is missing."""
         path = self.root / name
         with contextlib.suppress(FileNotFoundError), translate_errors(path), open_file(path) as file:
             yield from file
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
-        """See `Store`."""
+        """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""
         path = self.root / name
         try:
             with translate_errors(path), open_file(path) as file:
-                return file.read(), _version(os.fstat(file.fileno()))
+                return file.read(), _get_version(os.fstat(file.fileno()))
         except FileNotFoundError:
             return b"", ABSENT
 
     def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """See `Store`."""
+        """Return bytes `start .. stop` of a file that must still have `version`."""
         path = self.root / name
         with translate_errors(path), open_file(path) as file:
-            if _version(os.fstat(file.fileno())) != version:
+            if _get_version(os.fstat(file.fileno())) != version:
                 raise ChangedError(f"{path} is no longer the file that it was")
             file.seek(start)
             content = file.read(stop - start)
@@ -84,43 +83,55 @@ class LocalStore:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """See `Store`."""
+        """Replace `name` by `content`, atomically and durably."""
         self.write_chunks(name, [content])
 
     def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Like `write`, for content that need not be in memory at once."""
+        """Replace `name` like `write`, by content that need not be in memory at once."""
         path = self.root / name
-        with translate_errors(path), _written_aside(path, chunks) as aside:
-            os.replace(aside, path)
+        with translate_errors(path), _write_temporary(path, chunks) as temporary:
+            os.replace(temporary, path)
             fsync(path.parent)
 
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
-        """See `Store`."""
+        """Replace `name` only if it has `version`; return the new version."""
         path = self.root / name
-        with translate_errors(path), _written_aside(path, [content]) as aside, contextlib.ExitStack() as stack:
-            new = _version(aside.stat())
+        with (
+            translate_errors(path),
+            _write_temporary(path, [content]) as temporary,
+            contextlib.ExitStack() as stack,
+        ):
+            new_version = _get_version(temporary.stat())
             if version == ABSENT:
-                os.link(aside, path)
+                os.link(temporary, path)  # unlike a rename, a link fails if the name is taken
             else:
-                stack.enter_context(_locked(path.parent))
+                # No call replaces a file on a condition, so writers take turns by a lock on the directory.
+                stack.enter_context(_lock(path.parent))
                 if self.read_versioned(name)[1] != version:
                     raise FileExistsError(f"{path} has changed")
-                os.replace(aside, path)
+                os.replace(temporary, path)
             fsync(path.parent)
-            return new
+            return new_version
 
     def create_from(self, directory: str, name: str, content: bytes) -> None:
-        """Create `name` by way of a file in `directory`, which must be there until it is done.
+        """Create `name` by way of a temporary file in `directory`, which must exist until this is done.
 
-        Raises `FileNotFoundError` if `directory` is gone, `FileExistsError` if `name` is there.
+        Raises:
+            FileNotFoundError: `directory` is gone.
+            FileExistsError: `name` already exists.
         """
         path, beside = self.root / name, self.root / directory / Path(name).name
-        with translate_errors(beside), _written_aside(beside, [content], make_parents=False) as aside:
-            os.link(aside, path)
+        with (
+            translate_errors(beside),
+            _write_temporary(beside, [content], make_parents=False) as temporary,
+        ):
+            # The link fails if another process has renamed `directory` meanwhile: this is how a commit and the
+            # retirement of the same step exclude each other.
+            os.link(temporary, path)
             fsync(path.parent)
 
     def exists(self, name: str) -> bool:
-        """See `Store`."""
+        """Return True if there is anything under `name`, a broken link included."""
         path = self.root / name
         try:
             with translate_errors(path):
@@ -130,7 +141,7 @@ class LocalStore:
         return True
 
     def list_names(self, prefix: str) -> list[str]:
-        """See `Store`."""
+        """Return the names directly below `prefix`; none if it does not exist."""
         path = self.root / prefix
         try:
             with translate_errors(path):
@@ -139,94 +150,94 @@ class LocalStore:
             return []
 
     def list_sizes(self, prefix: str) -> dict[str, int]:
-        """See `Store`."""
+        """Return the size in bytes of every file below `prefix`, by its name relative to `prefix`, sorted."""
         top = self.root / prefix
+
+        def raise_unless_gone(error: OSError) -> None:
+            # A directory that disappears while the tree is walked is simply not part of the answer.
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
         with translate_errors(top):
-            paths = (Path(directory) / name for directory, _, names in os.walk(top, onerror=_raise) for name in names)
+            walk = os.walk(top, onerror=raise_unless_gone)
+            paths = (Path(directory) / name for directory, _, names in walk for name in names)
             files = ((path.relative_to(top).as_posix(), path) for path in paths if path.is_file())
             return {name: path.stat().st_size for name, path in sorted(files)}
 
     def list_files(self, start: str) -> dict[str, FileInfo]:
-        """See `Store`."""
+        """Return every file at any depth whose name begins with `start`, sorted."""
         parent = start.rpartition("/")[0]
         names = (f"{parent}/{name}" if parent else name for name in self.list_sizes(parent))
         with translate_errors(self.root / parent):
             found = {name: (self.root / name).stat() for name in names if name.startswith(start)}
-        return {name: FileInfo(status.st_size, _version(status)) for name, status in found.items()}
+        return {name: FileInfo(status.st_size, _get_version(status)) for name, status in found.items()}
 
     def compute_digest(self, name: str) -> str:
-        """See `Store`."""
-        checksum, path = google_crc32c.Checksum(), self.root / name
+        """Return the CRC-32C of a file's content."""
+        path = self.root / name
         with translate_errors(path), open_file(path) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                checksum.update(chunk)
-        return checksum.hexdigest().decode()
+            return compute_chunked_crc32c(iter(lambda: file.read(_CHUNK_BYTES), b""))
 
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
-        """See `Store`."""
+        """Copy the local file `source` to `name` and flush it."""
         path = self.root / name
         with translate_errors(path):
             make_directory(path.parent)
             shutil.copyfile(source, path)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            fsync(path)
 
     def move_tree(self, source: str, target: str) -> None:
-        """See `Store`."""
+        """Rename everything below `source` by one atomic call."""
         path = self.root / target
         with translate_errors(path):
             make_directory(path.parent)
             (self.root / source).rename(path)
 
     def remove(self, name: str) -> None:
-        """See `Store`."""
+        """Delete a file. A file that is already gone is fine."""
         path = self.root / name
         with translate_errors(path):
             path.unlink(missing_ok=True)
 
     def remove_tree(self, prefix: str) -> None:
-        """See `Store`. A dying attempt may still be writing into it, so what appears meanwhile is deleted too."""
+        """Delete everything below `prefix`, and what appears there meanwhile."""
         directory = self.root / prefix
         with translate_errors(directory):
             if directory.is_symlink() or not directory.is_dir():
                 directory.unlink(missing_ok=True)
                 return
+            # A dying attempt may still be writing into the tree, so one pass may leave files that appeared behind it.
             for _ in range(_REMOVE_TRIES):
                 shutil.rmtree(directory, ignore_errors=True)
                 if not directory.exists():
                     return
                 time.sleep(0.1)
-            shutil.rmtree(directory)
+            shutil.rmtree(directory)  # the last pass raises its error
 
 
-def _raise(error: OSError) -> None:
-    """What has gone while a tree is walked is not there; nothing else is passed over."""
-    if not isinstance(error, FileNotFoundError):
-        raise error
-
-
-def _version(status: os.stat_result) -> Version:
+def _get_version(status: os.stat_result) -> Version:
+    # A file is only ever replaced by a rename, which changes the inode; the time guards against an inode used again.
     return f"{status.st_ino}.{status.st_mtime_ns}"
 
 
 @contextlib.contextmanager
-def _written_aside(path: Path, chunks: Iterable[bytes], make_parents: bool = True) -> Iterator[Path]:
-    """A file beside `path` that holds `chunks`, flushed; whatever happens it does not stay under its own name."""
+def _write_temporary(path: Path, chunks: Iterable[bytes], make_parents: bool = True) -> Iterator[Path]:
+    """Yield a flushed temporary file beside `path` that holds `chunks`; delete its temporary name afterwards."""
     if make_parents:
         make_directory(path.parent)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:  # a disk that is full must not fill up with parts
-        with aside.open("wb") as file:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:  # a failed write must not leave its part behind: the disk may be full
+        with temporary.open("wb") as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
-        yield aside
+        yield temporary
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:
-    """Bring a file, or what a directory names, to the disk."""
+    """Flush a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -235,26 +246,10 @@ def fsync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _lock(directory: Path) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
-
-
-def append_line(path: Path, line: bytes) -> None:
-    """Append one line, in one write, so that lines of several processes never mix.
-
-    A line that a full disk or a power cut has torn is closed first, so that it takes no other with it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" * torn + line)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Amazon S3 and what speaks its protocol: the AWS environment, profiles, and AWS_ENDPOINT_URL."""
+"""Driver for Amazon S3 and compatible services, with the AWS environment, profiles and AWS_ENDPOINT_URL."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from cloudpathlib.s3 import S3Client, S3Path
 from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
+# Codes of throttling and of internal errors, which do not always come with a status of 429 or 5xx.
 _THROTTLED = (
     "SlowDown",
     "RequestTimeout",
@@ -28,31 +29,36 @@ _ONE_TRY = Config(
     read_timeout=TRY_SECONDS,
     max_pool_connections=NUM_CONNECTIONS,
 )
-_TRANSFER = TransferConfig(multipart_threshold=128 << 20, use_threads=False)  # many files at a time, not many parts
+# Many files are sent at a time, so that no file needs threads of its own for its parts.
+_TRANSFER = TransferConfig(multipart_threshold=128 << 20, use_threads=False)
 
 
 @contextlib.contextmanager
-def _errors(key: str) -> Iterator[None]:
+def _translate_errors(key: str) -> Iterator[None]:
     """Turn the client's errors into those of the operating system."""
     try:
         yield
     except ClientError as error:
-        raise _translate(error, key) from error
+        raise _from_client_error(error, key) from error
     except (NoCredentialsError, CredentialRetrievalError) as error:
         raise DeniedError(f"no AWS credentials: {error}") from error
     except Boto3Error as error:
+        # boto3 wraps the error of an upload in one of its own, and only the cause has the status.
         cause = error.__context__ or error.__cause__
-        raise _translate(cause, key) if isinstance(cause, ClientError) else TransientError(f"{key}: {error}") from error
+        raise (
+            _from_client_error(cause, key) if isinstance(cause, ClientError) else TransientError(f"{key}: {error}")
+        ) from error
     except (BotoCoreError, ConnectionError) as error:
         raise TransientError(f"{key}: {type(error).__name__}: {error}") from error
 
 
-def _translate(error: ClientError, key: str) -> OSError:
+def _from_client_error(error: ClientError, key: str) -> OSError:
     code = error.response.get("Error", {}).get("Code", "")
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     message = f"{key}: {error}"
     if code == "PreconditionFailed" or status == 412:
         return FileExistsError(message)
+    # 409 answers two conditional writes that meet. Neither has lost yet, so the writer must ask again.
     if code == "ConditionalRequestConflict" or status in (408, 409, 429) or status >= 500 or code in _THROTTLED:
         return TransientError(message)
     if status in (401, 403) or code in ("ExpiredToken", "InvalidAccessKeyId"):
@@ -66,6 +72,7 @@ class S3Driver:
     """Objects of one bucket. Conditions are If-None-Match and If-Match."""
 
     def __init__(self, url: str):
+        # The configuration goes through the session, because the client of cloudpathlib takes none.
         session = botocore.session.get_session()
         session.set_default_client_config(_ONE_TRY)
         client = S3Client(botocore_session=session)
@@ -75,33 +82,34 @@ class S3Driver:
         self._client = client.client
 
     def get(self, key: str) -> tuple[bytes, Version]:
-        """See `Driver`."""
-        with _errors(key):
+        """Return content and version of an object."""
+        with _translate_errors(key):
             answer = self._client.get_object(Bucket=self._bucket, Key=key)
             return answer["Body"].read(), answer["ETag"]
 
     def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
-        """See `Driver`."""
+        """Return a range of bytes of one version of an object."""
         piece = f"bytes={start}-{stop - 1}"
-        with _errors(key):
+        with _translate_errors(key):
             answer = self._client.get_object(Bucket=self._bucket, Key=key, Range=piece, IfMatch=version)
             return bytes(answer["Body"].read())
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
-        """See `Driver`."""
+        """Write an object if it has `version`; return the new version."""
+        # S3 knows only `*` for the absence of an object, and an entity tag for its presence.
         condition = {} if version is None else {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
-        with _errors(key):
+        with _translate_errors(key):
             return str(self._client.put_object(Bucket=self._bucket, Key=key, Body=content, **condition)["ETag"])
 
     def put_file(self, key: str, source: Path) -> None:
-        """See `Driver`."""
-        with _errors(key):
+        """Write an object from a local file."""
+        with _translate_errors(key):
             self._client.upload_file(str(source), self._bucket, key, Config=_TRANSFER)
 
     def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
-        """See `Driver`."""
+        """Iterate over the objects whose key begins with `prefix`."""
         pages = self._client.get_paginator("list_objects_v2")
-        with _errors(prefix):
+        with _translate_errors(prefix):
             for page in pages.paginate(Bucket=self._bucket, Prefix=prefix, Delimiter=delimiter):
                 for found in page.get("Contents", []):
                     yield ObjectInfo(found["Key"], found["Size"], found["ETag"])
@@ -109,15 +117,15 @@ class S3Driver:
                     yield ObjectInfo(found["Prefix"], 0)
 
     def crc32c(self, key: str) -> str | None:
-        """See `Driver`. The service reports a digest of another kind by default."""
+        """Return None: the service reports a digest of another kind by default."""
         return None
 
     def copy(self, key: str, target: str) -> None:
-        """See `Driver`."""
-        with _errors(key):
+        """Copy an object within the bucket."""
+        with _translate_errors(key):
             self._client.copy({"Bucket": self._bucket, "Key": key}, self._bucket, target)
 
     def delete(self, key: str) -> None:
-        """See `Driver`."""
-        with _errors(key):
+        """Delete an object. One that is already gone is fine."""
+        with _translate_errors(key):
             self._client.delete_object(Bucket=self._bucket, Key=key)

@@ -1,4 +1,4 @@
-"""From what a spec says, a path or a URL, to a store."""
+"""Stores from the paths and URLs of specs."""
 
 import importlib
 import os
@@ -10,20 +10,18 @@ from runner.storage.bucket import BucketStore
 from runner.storage.local import LocalStore
 from runner.storage.store import Store, find_kind
 
-_DRIVERS = {  # scheme: module, class, extra of this package that brings the client
+_DRIVERS = {  # scheme: module, class, extra of this package that installs the client
     "gs": ("runner.storage.gcs", "GCSDriver", "gcs"),
     "s3": ("runner.storage.s3", "S3Driver", "s3"),
     "az": ("runner.storage.azure", "AzureDriver", "azure"),
 }
-
-
-_MOST_NAME_BYTES = 255  # of one name, on the disks of Linux
-_MOST_PATH_BYTES = 4095
+_MAX_NAME_BYTES = 255  # of one name, on the disks of Linux
+_MAX_PATH_BYTES = 4095
 _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 def validate_url(text: str) -> None:
-    """Raise `InvalidError` if `text` cannot name a directory, or files, on any machine, without touching it."""
+    """Raise `InvalidError` if `text` cannot name a directory or files on any machine. Touches no store."""
     try:
         path = os.fsencode(text)
     except UnicodeEncodeError as error:
@@ -31,22 +29,19 @@ def validate_url(text: str) -> None:
     if b"\0" in path:
         raise InvalidError(f"{text[:60]!r} holds a NUL, which no path can")
     scheme, separator, rest = text.partition("://")
-    if not separator:
-        _check_path(text, path)
+    if separator:
+        if scheme not in _DRIVERS:
+            choices = ", ".join(f"{known}://" for known in _DRIVERS)
+            raise InvalidError(f"{scheme}:// is not known; got {text}, needs a local path or one of {choices}")
+        if not rest.partition("/")[0]:
+            raise InvalidError(f"{text} names no bucket; needs {scheme}://BUCKET/PREFIX")
         return
-    if scheme not in _DRIVERS:
-        choices = ", ".join(f"{known}://" for known in _DRIVERS)
-        raise InvalidError(f"{scheme}:// is not known; got {text}, needs a local path or one of {choices}")
-    if not rest.partition("/")[0]:
-        raise InvalidError(f"{text} names no bucket; needs {scheme}://BUCKET/PREFIX")
-
-
-def _check_path(text: str, path: bytes) -> None:
     longest = max(map(len, path.split(b"/")))
-    if longest > _MOST_NAME_BYTES:
-        raise InvalidError(f"{text[:60]}... has a name of {longest} bytes; a name has at most {_MOST_NAME_BYTES}")
-    if len(path) > _MOST_PATH_BYTES:
-        raise InvalidError(f"{text[:60]}... has {len(path)} bytes; a path has at most {_MOST_PATH_BYTES}")
+    if longest > _MAX_NAME_BYTES:
+        raise InvalidError(f"{text[:60]}... has a name of {longest} bytes; a name has at most {_MAX_NAME_BYTES}")
+    if len(path) > _MAX_PATH_BYTES:
+        raise InvalidError(f"{text[:60]}... has {len(path)} bytes; a path has at most {_MAX_PATH_BYTES}")
+    # A literal `$HOME` is a legal name, but a run in a directory of that name is never what was meant.
     if variable := _VARIABLE.search(text):
         raise InvalidError(
             f"{text} has {variable[0]}...: variables are not expanded; write the path, or ~ for the home directory"
@@ -54,9 +49,10 @@ def _check_path(text: str, path: bytes) -> None:
 
 
 def local_directory(text: str) -> Path:
-    """The absolute path that `text` names on this machine; `~` is the home directory. Nothing is looked at.
+    """Return the absolute path that `text` names on this machine; `~` is the home directory. Touches no disk.
 
-    Raises `InvalidError` if no directory can be called so: a name too long, a user who is not known.
+    Raises:
+        InvalidError: no directory can have this name, or the user after `~` is not known.
     """
     validate_url(text)
     try:
@@ -66,7 +62,7 @@ def local_directory(text: str) -> Path:
 
 
 def validate_path(path: Path) -> None:
-    """Raise `InvalidError` if `path`, which may be yet to be made, can be no directory for what stands on the way."""
+    """Raise `InvalidError` if `path` or one of its parents exists and is no directory."""
     for place in (*reversed(path.parents), path):
         kind = find_kind(place)
         if kind is None:
@@ -76,16 +72,17 @@ def validate_path(path: Path) -> None:
 
 
 def find_extra(text: str) -> str | None:
-    """The extra of this package that brings the client of a URL's store; None for a local path."""
+    """Return the extra of this package that installs the client of a URL's store; None for a local path."""
     validate_url(text)
     scheme, separator, _ = text.partition("://")
     return _DRIVERS[scheme][2] if separator else None
 
 
 def make_store(text: str) -> Store:
-    """The store of a local path or URL, of which nothing is looked at yet.
+    """Return the store of a local path or URL, without accessing it.
 
-    Raises `InvalidError` with what is missing: a package, credentials, a name.
+    Raises:
+        InvalidError: a package, credentials or a name is missing.
     """
     validate_url(text)
     scheme, separator, _ = text.partition("://")
@@ -95,7 +92,11 @@ def make_store(text: str) -> Store:
 
 
 def open_store(text: str) -> Store:
-    """Like `make_store`; raises `InvalidError` too if what stands on the way to a local path is no directory."""
+    """Return the store of a local path or URL like `make_store`, and check a local path.
+
+    Raises:
+        InvalidError: as `make_store`, or a local path or one of its parents is no directory.
+    """
     store = make_store(text)
     if store.root is not None:
         validate_path(store.root)
@@ -103,13 +104,14 @@ def open_store(text: str) -> Store:
 
 
 def split_checkpoint(text: str) -> tuple[str, str | None]:
-    """A run's directory, and the name of one of its checkpoints if `text` ends in `checkpoints/<name>`."""
+    """Split `<run>/checkpoints/<name>` into run and name; return other text whole, with None as the name."""
     directory, separator, name = text.rstrip("/").rpartition("/checkpoints/")
     return (directory, name) if separator and "/" not in name else (text, None)
 
 
 def _open_bucket(url: str, module: str, driver_name: str, extra: str) -> Store:
     try:
+        # Imported by name: the client is an optional package, and takes a second to import.
         driver = getattr(importlib.import_module(module), driver_name)(url.rstrip("/"))
     except ModuleNotFoundError as error:
         raise InvalidError(f"{url} needs the package {error.name}: pip install 'runner[{extra}]'") from error

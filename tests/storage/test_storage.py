@@ -30,7 +30,7 @@ from runner.storage import (
     split_checkpoint,
     validate_url,
 )
-from runner.storage.local import append_line
+from runner.storage.jsonl import append_line
 from runner.storage.store import retry_with_backoff
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
