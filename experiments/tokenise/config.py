@@ -1,4 +1,4 @@
-"""The keys of a tokenise job. Knows no files and no tokenizers."""
+"""Config of a tokenise job."""
 
 from typing import Annotated, Literal
 
@@ -8,41 +8,41 @@ from runner.spec import FrozenModel, JobConfig
 
 
 class BytesConfig(FrozenModel):
-    """A token is a byte of the text."""
+    """Byte tokenizer: one token per byte of UTF-8."""
 
-    kind: Literal["bytes"] = Field(description="A token is a byte of the text.")
+    kind: Literal["bytes"] = Field(description="One token per byte of UTF-8.")
 
 
 class HuggingFaceConfig(FrozenModel):
-    """A file of the library `tokenizers`."""
+    """Tokenizer file of the `tokenizers` library."""
 
-    kind: Literal["hf"] = Field(description="A file of the library tokenizers.")
+    kind: Literal["hf"] = Field(description="A tokenizer file of the tokenizers library.")
     file: str = Field(min_length=1, description="Path or URL of the tokenizer.json.")
 
 
 class SentencePieceConfig(FrozenModel):
-    """A file of the library `sentencepiece`."""
+    """Model file of the `sentencepiece` library."""
 
-    kind: Literal["sentencepiece"] = Field(description="A file of the library sentencepiece.")
-    file: str = Field(min_length=1, description="Path or URL of the .model.")
+    kind: Literal["sentencepiece"] = Field(description="A model file of the sentencepiece library.")
+    file: str = Field(min_length=1, description="Path or URL of the .model file.")
 
 
 class TiktokenConfig(FrozenModel):
-    """A file of the library `tiktoken`."""
+    """Rank file of the `tiktoken` library."""
 
-    kind: Literal["tiktoken"] = Field(description="A file of the library tiktoken.")
-    file: str = Field(min_length=1, description="Path or URL of the .tiktoken, which holds the ranks.")
-    pattern: str = Field(min_length=1, description="The regular expression that cuts text before it is merged.")
+    kind: Literal["tiktoken"] = Field(description="A rank file of the tiktoken library.")
+    file: str = Field(min_length=1, description="Path or URL of the .tiktoken file with the ranks.")
+    pattern: str = Field(min_length=1, description="Regular expression that splits text before merges are applied.")
     special_tokens: dict[str, NonNegativeInt] = Field(default={}, description="Ids of special tokens by their text.")
 
 
 class BpeConfig(FrozenModel):
-    """A byte-level BPE that the job trains first."""
+    """Byte-level BPE vocabulary that the job trains before it tokenises."""
 
-    kind: Literal["bpe"] = Field(description="A byte-level BPE, trained first on a sample of the source.")
-    vocabulary_size: int = Field(ge=257, le=1 << 24, description="Tokens that it has at most, the separator included.")
+    kind: Literal["bpe"] = Field(description="A byte-level BPE vocabulary, trained on a sample of the source.")
+    vocabulary_size: int = Field(ge=257, le=1 << 24, description="Maximum number of tokens, including the separator.")
     sample_bytes: PositiveInt = Field(
-        default=256 << 20, description="Text that it is trained on, taken evenly from the whole source."
+        default=256 << 20, description="Bytes of text to train on, sampled evenly over the source."
     )
 
 
@@ -52,61 +52,66 @@ TokenizerConfig = Annotated[
 
 
 class ChatConfig(FrozenModel):
-    """Each line or row is a dialogue: prompts, and answers that are to be learned."""
+    """Dialogues: each line or row holds messages, or a prompt and its completion."""
 
     template: str | None = Field(
         default=None,
         min_length=1,
-        description="Path or URL of the tokenizer_config.json that has the chat template, or has it beside it as "
-        "chat_template.jinja; null: a prompt and its completion, one after the other.",
+        description="Path or URL of the tokenizer_config.json that holds the chat template, or that has "
+        "chat_template.jinja beside it; null concatenates a prompt and its completion.",
     )
     max_tokens: int | None = Field(
-        default=None, ge=2, description="Tokens that a dialogue may have, its separator included; null: any number."
+        default=None, ge=2, description="Maximum tokens of a dialogue, including its separator; null is unlimited."
     )
     longer: Literal["drop", "cut"] = Field(
-        default="drop", description="A dialogue of more than max_tokens is left out, or loses its end."
+        default="drop", description="Drop dialogues of more than max_tokens, or cut off their end."
     )
 
     @model_validator(mode="after")
-    def _longer_than_what(self) -> "ChatConfig":
+    def _longer_needs_max_tokens(self) -> "ChatConfig":
         if self.max_tokens is None and self.longer != "drop":
-            raise ValueError(f"longer={self.longer}: nothing reads it without max_tokens; name that, or leave it out")
+            raise ValueError(f"longer={self.longer} has no effect without max_tokens; set max_tokens or remove longer")
         return self
 
 
 class TokeniseConfig(JobConfig):
-    """What is read, what makes tokens of it, and where they go."""
+    """Input, tokenizer and output of a tokenise job."""
 
     source: str = Field(
         min_length=1,
-        description="python-stdlib, or a path, glob, gs://, s3:// or az:// prefix or glob of text files, .jsonl "
+        description="python-stdlib, or a path, glob, or gs://, s3:// or az:// prefix or glob, of text files, .jsonl "
         "(.gz, .zst), .parquet or .arrow files.",
     )
-    field: str = Field(default="text", min_length=1, description="Of a .jsonl line or a table: which one is the text.")
-    skip_bad: NonNegativeInt = Field(
-        default=0, description="Lines without a text that may be left out, in the whole source; one more is refused."
+    field: str = Field(
+        default="text", min_length=1, description="Key of a .jsonl line, or column of a table, that holds the text."
     )
-    tokenizer: TokenizerConfig = Field(description="What makes ids of text.")
+    skip_bad: NonNegativeInt = Field(
+        default=0,
+        description="Maximum number of lines without text to skip in the whole source; one more ends the job.",
+    )
+    tokenizer: TokenizerConfig = Field(description="Tokenizer, or how to train one.")
     separator: NonNegativeInt | str | None = Field(
-        default=None, description="Id, or text, of the token that ends every document; null: none does."
+        default=None, description="Id or text of the token to append to every document; null appends none."
     )
     chat: ChatConfig | None = Field(
         default=None,
-        description="Lines, or rows of a table, are dialogues; the corpus says which tokens are of answers.",
+        description="Read lines or rows as dialogues; the corpus then marks completion tokens.",
     )
     output: str | None = Field(
-        default=None, min_length=1, description="Directory or URL of the corpus; null: `corpus` in the run's directory."
+        default=None,
+        min_length=1,
+        description="Directory or URL of the corpus; null is `corpus` in the directory of the run.",
     )
     shard_bytes: PositiveInt = Field(
-        default=64 << 20, description="Text of one shard, which is also the work that one host takes at a time."
+        default=64 << 20, description="Bytes of text in a shard, which is also the unit of work of a host."
     )
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """How many bad lines are too many moves no token."""
+        """Keys that change no token: the limit on bad lines."""
         return frozenset({"skip_bad"})
 
     @property
     def output_keys(self) -> frozenset[str]:
-        """The corpus."""
+        """Keys that name outputs: the corpus."""
         return frozenset({"output"})

@@ -1,10 +1,10 @@
-"""The output of a tokenise job: shards, a record of each finished piece, whose it is, and at the end the index.
+"""Output files of a tokenise job.
 
-1. `owner.json` is created first, once: whoever finds another run's there is refused.
-2. `sources.json` says from which files the corpus is made. They may not change under it.
-3. The shards of piece 7 are `00007-000`, `00007-001` ...; `00007.json` is written after them, and says what they are.
-   What has no such record is not done. Every write is whole or not there, and who makes a piece again writes the same.
-4. `index.json` is written when each piece has a record.
+1. `owner.json` is created first, exactly once. A job that finds the file of another run is refused.
+2. `sources.json` lists the input files, which must not change while the corpus is being written.
+3. The shards of piece 7 are `00007-000`, `00007-001`, ...; its record `00007.json`, written after them, lists them. A
+   piece without a record is not finished. Each write is atomic, and making a piece again writes the same bytes.
+4. `index.json` is written when every piece has a record. It completes the corpus.
 """
 
 import re
@@ -23,25 +23,25 @@ from runner.records import Key, validate_record
 from runner.storage import JsonObject, Store, create_file, encode_json, read_json
 
 OWNER, SOURCES = "owner.json", "sources.json"
-NAMES = (OWNER, INDEX, "00000-000.bin", "00000-000.ends")  # one of each kind
+NAMES = (OWNER, INDEX, "00000-000.bin", "00000-000.ends")  # one name of each kind of file
 _NUM_READERS = 16
-_OF_DONE = (
+_PIECE_KEYS = (
     Key("tokenizer", str, "SHA-256 of its file"),
     Key("shards", list, "the shards of the piece"),
     Key("num_bad", int, "lines without a text"),
     Key("first_bad", str, "where the first of them is, and what it lacks"),
     Key("num_left_out", int, "documents without tokens"),
 )
-_OF_DIALOGUES = (
-    Key("num_dropped", int, "dialogues that were too long, or had no answer left; left out where 0"),
-    Key("num_cut", int, "dialogues that have lost their end; left out where 0"),
+_DIALOGUE_KEYS = (
+    Key("num_dropped", int, "dialogues that were too long, or had no completion left; absent if 0"),
+    Key("num_cut", int, "dialogues whose end was cut off; absent if 0"),
 )
-_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of a store on a disk
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # unfinished write of a local store
 
 
 @dataclass(frozen=True)
 class FinishedPiece(CorpusShards):
-    """What is known of a finished piece. `tokenizer` is the SHA-256 of its file, "" where it has none."""
+    """Record of a finished piece. `tokenizer` is the SHA-256 of the tokenizer file, "" without one."""
 
     tokenizer: str
     shards: tuple[CorpusShard, ...]
@@ -51,28 +51,30 @@ class FinishedPiece(CorpusShards):
     num_dropped: int = 0
     num_cut: int = 0
 
-    def record(self) -> JsonObject:
-        """As it is written."""
+    def to_json(self) -> JsonObject:
+        """Return the content of the record file."""
         record = asdict(self) | {"shards": [shard.record() for shard in self.shards]}
-        return {
-            key: value for key, value in record.items() if value or key not in {each.name for each in _OF_DIALOGUES}
-        }
+        optional = {key.name for key in _DIALOGUE_KEYS}
+        return {key: value for key, value in record.items() if value or key not in optional}
 
     @classmethod
-    def parse(cls, record: JsonObject) -> Self:
-        """Raises `ValueError` or `TypeError` if it is damaged."""
-        validate_record(record, (*_OF_DONE, *_OF_DIALOGUES), [key.name for key in _OF_DONE])
+    def from_json(cls, record: JsonObject) -> Self:
+        """Parse a record. Raises `ValueError` or `TypeError` if it is damaged."""
+        validate_record(record, (*_PIECE_KEYS, *_DIALOGUE_KEYS), [key.name for key in _PIECE_KEYS])
         return cls(**record | {"shards": tuple(map(parse_shard, record["shards"]))})
 
 
 def validate_owner(store: Store, directory: str, run_id: str | None = None) -> None:
-    """Raise `InvalidError` if another run writes its corpus there: one in another directory, or of another id."""
+    """Raise `InvalidError` if the corpus belongs to another run: in another directory, or with another id."""
     try:
         owner = read_json(store, OWNER)
     except FileNotFoundError:
         return
     except ValueError as error:
-        raise InvalidError(f"{store.url}/{OWNER} is damaged ({error}): cannot tell whose corpus this is") from error
+        raise InvalidError(
+            f"{store.url}/{OWNER} is damaged ({error}), so the owner of the corpus is unknown; use another output, or "
+            "remove it first"
+        ) from error
     if owner.get("directory") != directory or run_id not in (None, owner.get("run")):
         raise InvalidError(
             f"{store.url} is the corpus of the run {owner.get('name')!r} in {owner.get('directory')}; use another "
@@ -80,8 +82,8 @@ def validate_owner(store: Store, directory: str, run_id: str | None = None) -> N
         )
 
 
-def take(store: Store, directory: str, name: str, run_id: str) -> None:
-    """Make this run the owner, or raise `InvalidError`. Main host only."""
+def take_ownership(store: Store, directory: str, name: str, run_id: str) -> None:
+    """Make this run the owner of the corpus. Raises `InvalidError` if another run owns it. Process 0 only."""
     try:
         create_file(store, OWNER, encode_json({"run": run_id, "name": name, "directory": directory}))
     except FileExistsError:
@@ -89,7 +91,7 @@ def take(store: Store, directory: str, name: str, run_id: str) -> None:
 
 
 def validate_sources_unchanged(store: Store, files: Iterable[InputFile]) -> None:
-    """Raise `DataError` if the corpus was begun from other files, naming the first. Main host only."""
+    """Raise `DataError`, with the first difference, if the corpus was begun from other files. Process 0 only."""
     try:
         begun = {label: other for label, *other in read_json(store, SOURCES)["files"]}
     except FileNotFoundError:
@@ -100,146 +102,137 @@ def validate_sources_unchanged(store: Store, files: Iterable[InputFile]) -> None
     for label in [*begun, *present]:
         if begun.get(label) != present.get(label):
             how = "is gone" if label not in present else "is new" if label not in begun else "has changed"
-            raise DataError(f"{label} {how} since this job began; put it back, or use another directory")
+            raise DataError(f"{label} {how} since this job began; restore it, or use another directory")
 
 
 def write_sources(store: Store, files: Iterable[InputFile]) -> None:
-    """Write down what the corpus is made from. Main host only."""
+    """Record the input files. Process 0 only."""
     content = {"files": [[file.label, file.size_bytes, file.version] for file in files]}
     write_once(store, SOURCES, encode_json(content))
 
 
 def write_once(store: Store, name: str, content: bytes) -> None:
-    """Write what is not there yet as it is. Main host only."""
+    """Write a file unless it exists with this content. Process 0 only."""
     if store.read_versioned(name)[0] != content:
         store.write(name, content)
 
 
-def name_of(piece: int) -> str:
-    """Of the record of a piece, without its suffix."""
+def format_piece(piece: int) -> str:
+    """Return the file name of a piece's record, without suffix."""
     return f"{piece:05}"
 
 
-def finished(store: Store) -> set[str]:
-    """Names of the pieces that have a record, and of other files."""
+def list_finished(store: Store) -> set[str]:
+    """Return the names of the pieces that have a record, among names of other JSON files."""
     return {name.removesuffix(".json") for name in store.list_names("") if name.endswith(".json")}
-
-
-class _PieceWriter:
-    """Takes the tokens of one piece and publishes its shards, then its record."""
-
-    def __init__(self, store: Store, piece: int, tokenizer: str) -> None:
-        self._store, self._name, self._tokenizer = store, name_of(piece), tokenizer
-        self._ids: list[np.ndarray] = []
-        self._ends: list[np.ndarray] = []
-        self._answers: list[np.ndarray] = []
-        self._num_tokens = 0  # of the shard that is being made
-        self._shards: list[CorpusShard] = []
-        self._num_left_out = self._num_dropped = self._num_cut = 0
-
-    def add(self, encoded: EncodedBatch) -> None:
-        """The next tokens."""
-        self._ids.append(encoded.ids)
-        self._ends.append(encoded.ends + self._num_tokens)
-        self._num_tokens += len(encoded.ids)
-        self._answers += [] if encoded.answers is None else [encoded.answers]
-        self._num_left_out += encoded.num_left_out
-        self._num_dropped += encoded.num_dropped
-        self._num_cut += encoded.num_cut
-        if encoded.batch.ends_shard and self._num_tokens:
-            self._publish()
-
-    def finish(self, encoded: EncodedBatch) -> FinishedPiece:
-        """After the last tokens: write the record."""
-        bad = encoded.batch.bad
-        first_bad, left_out = str(bad[0]) if bad else "", (self._num_left_out, self._num_dropped, self._num_cut)
-        done = FinishedPiece(self._tokenizer, tuple(self._shards), len(bad), first_bad, *left_out)
-        self._store.write(f"{self._name}.json", encode_json(done.record()))
-        return done
-
-    def _publish(self) -> None:
-        name = f"{self._name}-{len(self._shards):03}"
-        ids, ends = np.concatenate(self._ids), np.concatenate(self._ends).astype(ENDS_DTYPE)
-        self._store.write(f"{name}.bin", ids.tobytes())
-        self._store.write(f"{name}.ends", ends.tobytes())
-        answers = np.concatenate(self._answers) if self._answers else None
-        if answers is not None:
-            self._store.write(f"{name}.answers", answers.tobytes())
-        self._shards.append(CorpusShard.of(name, ids, ends, answers))
-        self._ids, self._ends, self._answers, self._num_tokens = [], [], [], 0
 
 
 def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[EncodedBatch]) -> FinishedPiece:
     """Write the shards of the piece that is next in `stream`, then its record."""
-    writer = _PieceWriter(store, piece, tokenizer)
+    name = format_piece(piece)
+    shards: list[CorpusShard] = []
+    ids: list[np.ndarray] = []
+    ends: list[np.ndarray] = []
+    completions: list[np.ndarray] = []
+    num_tokens = num_left_out = num_dropped = num_cut = 0
     while True:
-        batch = next(stream)
-        assert batch.batch.piece == piece
-        writer.add(batch)
-        if batch.batch.ends_piece:
-            return writer.finish(batch)
+        encoded = next(stream)
+        assert encoded.batch.piece == piece
+        ids.append(encoded.ids)
+        ends.append(encoded.ends + num_tokens)
+        completions += [] if encoded.completions is None else [encoded.completions]
+        num_tokens += len(encoded.ids)
+        num_left_out += encoded.num_left_out
+        num_dropped += encoded.num_dropped
+        num_cut += encoded.num_cut
+        if encoded.batch.ends_shard and num_tokens:
+            shards.append(_write_shard(store, f"{name}-{len(shards):03}", ids, ends, completions))
+            ids, ends, completions, num_tokens = [], [], [], 0
+        if encoded.batch.ends_piece:
+            break
+    bad = encoded.batch.bad
+    first_bad = str(bad[0]) if bad else ""
+    counts = (num_left_out, num_dropped, num_cut)
+    finished = FinishedPiece(tokenizer, tuple(shards), len(bad), first_bad, *counts)
+    # The record comes last: it declares that the shards it lists are complete.
+    store.write(f"{name}.json", encode_json(finished.to_json()))
+    return finished
 
 
-def read_done(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> list[FinishedPiece]:
-    """The records of all pieces, whose ids have `itemsize` bytes.
+def _write_shard(
+    store: Store, name: str, ids: list[np.ndarray], ends: list[np.ndarray], completions: list[np.ndarray]
+) -> CorpusShard:
+    all_ids, all_ends = np.concatenate(ids), np.concatenate(ends).astype(ENDS_DTYPE)
+    marks = np.concatenate(completions) if completions else None
+    store.write(f"{name}.bin", all_ids.tobytes())
+    store.write(f"{name}.ends", all_ends.tobytes())
+    if marks is not None:
+        store.write(f"{name}.answers", marks.tobytes())
+    return CorpusShard.of(name, all_ids, all_ends, marks)
 
-    Raises `DataError` if one, or a shard that it names, is missing or not as it was.
+
+def read_finished(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> list[FinishedPiece]:
+    """Read the records of all pieces.
+
+    Args:
+        store: directory of the corpus.
+        num_pieces: number of pieces.
+        tokenizer: digest of the tokenizer that all pieces must have.
+        itemsize: bytes of a token id.
+
+    Raises:
+        DataError: a record, or a shard that it lists, is missing, damaged or made with another tokenizer.
     """
     sizes = store.list_sizes("")
 
     def read(piece: int) -> FinishedPiece:
-        where = f"{store.url}/{name_of(piece)}.json"
+        where = f"{store.url}/{format_piece(piece)}.json"
         try:
-            done = FinishedPiece.parse(read_json(store, f"{name_of(piece)}.json"))
+            finished = FinishedPiece.from_json(read_json(store, f"{format_piece(piece)}.json"))
         except (FileNotFoundError, ValueError, TypeError) as error:
             raise DataError(
-                f"{where} is missing or damaged; remove it and run again: its piece is made anew"
+                f"{where} is missing or damaged; remove it and run again, which makes its piece again"
             ) from error
-        if done.tokenizer != tokenizer:
+        if finished.tokenizer != tokenizer:
             raise DataError(f"{where} was made with another tokenizer; remove {store.url} and run again")
-        lacking = _first_cut(done.shards, itemsize, sizes)
-        if lacking is not None:
-            raise DataError(f"{store.url}/{lacking} is missing or cut; remove {where} and run again")
-        return done
+        needs = {name: size for shard in finished.shards for name, size in shard.file_sizes(itemsize).items()}
+        damaged = next((name for name, size in needs.items() if sizes.get(name) != size), None)
+        if damaged is not None:
+            raise DataError(f"{store.url}/{damaged} is missing or truncated; remove {where} and run again")
+        return finished
 
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="read") as pool:
         return list(pool.map(read, range(num_pieces)))
 
 
 def validate_same_tokenizer(store: Store, tokenizer: str) -> None:
-    """Raise `DataError` if pieces were made with another tokenizer; one of them is looked at. Main host only."""
-    first = min((name for name in finished(store) if name.isdecimal()), default=None)
+    """Raise `DataError` if the first finished piece was made with another tokenizer. Process 0 only."""
+    first = min((name for name in list_finished(store) if name.isdecimal()), default=None)
     if first is None:
         return
     try:
         record = read_json(store, f"{first}.json")
     except ValueError:
-        return  # told when all are read
+        return  # `read_finished` reports it.
     if record.get("tokenizer") != tokenizer:
         raise DataError(
-            f"{store.url}: the tokenizer is not the one that its pieces were made with; put it back, or use another "
-            "directory"
+            f"{store.url}: the tokenizer differs from the one that its pieces were made with; restore it, or use "
+            "another directory"
         )
 
 
-def _first_cut(shards: Iterable[CorpusShard], itemsize: int, sizes: dict[str, int]) -> str | None:
-    """The first file of a shard that is not there, or not of its size."""
-    needs = {name: size for shard in shards for name, size in shard.file_sizes(itemsize).items()}
-    return next((name for name, size in needs.items() if sizes.get(name) != size), None)
-
-
 def read_index(store: Store) -> CorpusIndex:
-    """The index. Raises `DataError` if it is damaged."""
+    """Read the index. Raises `DataError` if it is damaged."""
     return CorpusIndex.decode(store.read(INDEX), f"{store.url}/{INDEX}")
 
 
 def remove_leftovers(store: Store) -> None:
-    """Delete files that processes were writing when they were killed. Main host only, when all pieces are done."""
+    """Remove files of writes that were interrupted. Process 0 only, when all pieces are finished."""
     for name in store.list_names(""):
         if _LEFTOVER.fullmatch(name):
             store.remove(name)
 
 
 def write_index(store: Store, index: CorpusIndex) -> None:
-    """The last write of all. Main host only."""
+    """Write the index, which completes the corpus. Process 0 only."""
     store.write(INDEX, index.encode())

@@ -1,6 +1,6 @@
-"""Which files `config.source` names, in which order, on a disk or in a bucket. Knows names and sizes, no content.
+"""Input files: resolution of `config.source` to files, and reading of objects in buckets.
 
-A file in a bucket, read in blocks as it is needed: of a large one a few blocks are in memory, never all.
+Resolution lists names, sizes and versions on disk or in a bucket, and reads no content.
 """
 
 import functools
@@ -41,6 +41,8 @@ from runner.storage import (
 )
 
 Form = Literal["text", "jsonl", "parquet", "arrow"]
+BLOCK_BYTES = 8 << 20
+_BLOCKS_AHEAD = 3
 _SUFFIXES: dict[str, Form] = {
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
@@ -48,19 +50,21 @@ _SUFFIXES: dict[str, Form] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_WILD = re.compile(r"[*?\[]")
+_WILDCARD = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file as it was when the source was resolved.
+    """Input file with the size and version it had when the source was resolved.
 
     Attributes:
-        place: the URL of the bucket's prefix that `name` is below; None for a file on a disk.
-        name: its path, absolute on a disk.
-        label: what it is called in the source's fingerprint; the same on every host.
-        version: time of its last change in nanoseconds, in a bucket its version; "" of python-stdlib, where each host
-            has its own copy: there names and sizes tell.
+        place: URL of the bucket prefix that `name` is relative to; None for a local file.
+        name: path, absolute for a local file.
+        label: name in the fingerprint of the source; the same on every host.
+        size_bytes: size of the file.
+        version: modification time in nanoseconds, or the object's version in a bucket; "" for python-stdlib, of which
+            each host has its own copy, so that only names and sizes count.
+        form: format of the content.
     """
 
     place: str | None
@@ -72,26 +76,30 @@ class InputFile:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Path or URL, for messages."""
         return self.name if self.place is None else f"{self.place}/{self.name}"
 
     @property
     def compression(self) -> str:
-        """`.gz`, `.zst` or nothing."""
+        """Suffix of the compression: `.gz`, `.zst` or ""."""
         suffix = Path(self.name).suffix.lower()
         return suffix if suffix in (".gz", ".zst") else ""
 
     def validate_unchanged(self) -> None:
-        """Raise `DataError` if a file on a disk is no longer the one that was resolved."""
+        """Raise `DataError` if a local file has changed since the source was resolved."""
         if self.place is not None:
-            return
+            return  # objects are read by version, which checks this at each request
         size_bytes, version = _size_and_version(Path(self.name))
         if size_bytes != self.size_bytes or (self.version and version != self.version):
             raise DataError(f"{self.where} has changed since the job started; use a source that nobody writes to")
 
 
 def find_files(source: str) -> tuple[InputFile, ...]:
-    """The files that `source` names, in reading order. Raises `DataError` if there are none, or not of one form."""
+    """Return the files that `source` names, in reading order.
+
+    Raises:
+        DataError: no file matches, or the files have different formats.
+    """
     if source == PYTHON_STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = find_source(source)
@@ -101,41 +109,41 @@ def find_files(source: str) -> tuple[InputFile, ...]:
             for file in found.files
         )
     validate_url(source)
-    files = _in_bucket(source) if "://" in source else _on_disk(source)
+    files = _find_in_bucket(source) if "://" in source else _find_on_disk(source)
     if not files:
         raise DataError(f"no file matches {source}{'' if '://' in source else suggest_path(source)}")
     forms = sorted({file.form for file in files})
     if len(forms) > 1:
         first = [next(file.where for file in files if file.form == form) for form in forms]
-        raise DataError(f"{source} matches {' and '.join(forms)} files ({', '.join(first)}); name one form")
+        raise DataError(f"{source} matches {' and '.join(forms)} files ({', '.join(first)}); name files of one format")
     return files
 
 
-def fingerprint_of(files: Sequence[InputFile]) -> str:
-    """Another one where a file was added, removed, replaced or renamed."""
+def compute_fingerprint(files: Sequence[InputFile]) -> str:
+    """Return a digest that changes if a file is added, removed, replaced or renamed."""
     content = [[file.label, file.size_bytes, file.version] for file in files]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=8)
 def open_place(url: str) -> Store:
-    """The store of a prefix; one client serves all of its files."""
+    """Return the store of a bucket prefix. The cache lets one client serve all files below it."""
     return make_store(url)
 
 
 def read_file(text: str) -> bytes:
-    """The whole content of a path or URL. Raises `DataError` if it is not there."""
+    """Return the whole content of a path or URL. Raises `DataError` if it does not exist."""
     place, _, name = (text if "://" in text else str(local_directory(text))).rpartition("/")
     try:
         return open_place(place or "/").read(name)
     except FileNotFoundError as error:
         near = "" if "://" in text else suggest_path(text)
         is_name = "://" not in text and not os.path.isabs(text)
-        hint = "; needs a file: what a library or a hub knows by a name is saved as one first" if is_name else ""
-        raise DataError(f"is not there{near}{hint}") from error
+        hint = "; needs a file: download a tokenizer that a library or hub knows by name first" if is_name else ""
+        raise DataError(f"does not exist{near}{hint}") from error
 
 
-def _on_disk(source: str) -> tuple[InputFile, ...]:
+def _find_on_disk(source: str) -> tuple[InputFile, ...]:
     pattern = str(local_directory(source))
     if os.path.isdir(pattern):
         raise DataError(f"{source} is a directory; name its files, as {os.path.join(source, '*.jsonl')}")
@@ -144,7 +152,7 @@ def _on_disk(source: str) -> tuple[InputFile, ...]:
     for name in names:
         if not os.access(name, os.R_OK):
             raise DataError(f"cannot read {name}: permission denied")
-    return tuple(InputFile(None, name, name, size, version, _form_of(name)) for name, size, version in files)
+    return tuple(InputFile(None, name, name, size, version, _detect_form(name)) for name, size, version in files)
 
 
 def _size_and_version(path: Path) -> tuple[int, str]:
@@ -155,58 +163,53 @@ def _size_and_version(path: Path) -> tuple[int, str]:
     return status.st_size, str(status.st_mtime_ns)
 
 
-def _in_bucket(source: str) -> tuple[InputFile, ...]:
-    """Of a glob, of a prefix, or of one object, whose own name may hold brackets. One listing."""
+def _find_in_bucket(source: str) -> tuple[InputFile, ...]:
+    """Return the files of a glob, a prefix, or one object, whose name may contain brackets. Lists the bucket once."""
     place, patterns = split_url_glob(source)
-    listing, exact = _listing(place, get_glob_prefix(patterns)), "/".join(patterns)
-    is_prefix = exact not in listing and not _WILD.search(exact)
-    names = match_objects([*patterns, "**"] if is_prefix else patterns, listing, [exact])
-    return tuple(
-        InputFile(place, name, f"{place}/{name}", listing[name].size_bytes, listing[name].version, _form_of(name))
-        for name in names
-    )
-
-
-def _listing(place: str, start: str) -> dict[str, FileInfo]:
     try:
-        return open_place(place).list_files(start)
+        listing: dict[str, FileInfo] = open_place(place).list_files(get_glob_prefix(patterns))
     except FileNotFoundError as error:
-        raise DataError(f"{place} is not there: {error}") from error
+        raise DataError(f"{place} does not exist: {error}") from error
     except ForbiddenError:
         raise
     except PermissionError as error:
         raise DataError(f"cannot read {place}: no permission ({error})") from error
+    exact = "/".join(patterns)
+    is_prefix = exact not in listing and not _WILDCARD.search(exact)
+    names = match_objects([*patterns, "**"] if is_prefix else patterns, listing, [exact])
+    return tuple(
+        InputFile(place, name, f"{place}/{name}", listing[name].size_bytes, listing[name].version, _detect_form(name))
+        for name in names
+    )
 
 
-def would_name(source: str, path: str) -> bool:
-    """Whether `source` names the file at a path or URL, were it there."""
+def would_match(source: str, path: str) -> bool:
+    """Return True if `source` would match a file at `path` (a path or URL), whether or not the file exists."""
     if ("://" in source) != ("://" in path) or source == PYTHON_STDLIB:
         return False
     if "://" not in source:
         source = str(local_directory(source))
-    elif not _WILD.search(source):
+    elif not _WILDCARD.search(source):
         source = f"{source.rstrip('/')}/**"
     return matches_glob(path.split("/"), source.split("/"))
 
 
-def _form_of(name: str) -> Form:
+def _detect_form(name: str) -> Form:
     lower = os.path.basename(name).lower()
     for suffix, form in _SUFFIXES.items():
         if lower.endswith(suffix):
             return form
     if Path(lower).suffix in TEXT_SUFFIXES:
         return "text"
-    raise DataError(f"{name} is of a kind that is not read; needs text, {', '.join(_SUFFIXES)}")
-
-
-BLOCK_BYTES = 8 << 20
-_BLOCKS_AHEAD = 3
+    raise DataError(f"{name}: unsupported file type; needs text, {', '.join(_SUFFIXES)}")
 
 
 def read_object(file: InputFile, start: int, stop: int) -> bytes:
-    """Bytes `start .. stop` of a file in a bucket. Raises `DataError` if it is no longer the one that was resolved.
+    """Return bytes `start .. stop` of a file in a bucket.
 
-    Raises `StorageError` if the bucket does not answer.
+    Raises:
+        DataError: the object has changed or disappeared since the source was resolved, or may not be read.
+        StorageError: the bucket does not answer.
     """
     assert file.place is not None
     try:
@@ -216,13 +219,16 @@ def read_object(file: InputFile, start: int, stop: int) -> bytes:
             f"{file.where} has changed since the job started; use a source that nobody writes to"
         ) from error
     except FileNotFoundError as error:
-        raise DataError(f"{file.where} is gone since the job started") from error
+        raise DataError(f"{file.where} has disappeared since the job started") from error
     except PermissionError as error:
         raise DataError(f"cannot read {file.where}: no permission ({error})") from error
 
 
 class ObjectFile(io.RawIOBase):
-    """The content of a file in a bucket; the blocks behind the one that is read are fetched meanwhile. One thread."""
+    """File in a bucket as a raw stream, read in blocks with read-ahead. For one thread.
+
+    At most the current block and `_BLOCKS_AHEAD` blocks behind it are in memory, however large the object is.
+    """
 
     def __init__(self, file: InputFile) -> None:
         self._file, self._position = file, 0
@@ -230,39 +236,39 @@ class ObjectFile(io.RawIOBase):
         self._pool = ThreadPoolExecutor(_BLOCKS_AHEAD + 1, thread_name_prefix="block")
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Bytes before the next one."""
+        """Return the position in bytes."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See `io.IOBase`."""
-        self._position = (
-            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
-        )
+        """Move to `offset` from the start, the position or the end, and return the new position."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
+        self._position = origin + offset
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """See `io.RawIOBase`; no more than a block at a time. Raises what `read_object` does."""
+        """Read at most one block into `buffer` and return the number of bytes. Raises what `read_object` raises."""
         number, offset = divmod(self._position, BLOCK_BYTES)
-        found = memoryview(self._block(number))[offset : offset + len(buffer)]
+        found = memoryview(self._read_block(number))[offset : offset + len(buffer)]
         buffer[: len(found)] = found
         self._position += len(found)
         return len(found)
 
     def close(self) -> None:
-        """Fetch no more."""
+        """Cancel the read-ahead and close the stream."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._blocks.clear()
         super().close()
 
-    def _block(self, number: int) -> bytes:
+    def _read_block(self, number: int) -> bytes:
+        """Return one block, and start to fetch the blocks behind it."""
         num_blocks = -(-self._file.size_bytes // BLOCK_BYTES)
         if number >= num_blocks:
             return b""

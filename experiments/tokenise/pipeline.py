@@ -1,8 +1,8 @@
-"""Reading, encoding and writing at the same time: what each makes is ready before the next asks for it.
+"""Concurrent fetching, reading and encoding of pieces.
 
-One thread fetches files of buckets, one reads documents, two encode (while the library works for one of them on all
-cores, the other turns its ids into arrays), and whoever iterates writes. What comes out, and its order, depends on
-none of that.
+One thread fetches files from buckets, one reads documents, two encode (while the tokenizer library uses all cores for
+one batch, the other thread converts ids to arrays), and the caller writes. The result and its order do not depend on
+the timing of the threads.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from experiments.tokenise.chat import ChatReader, Dialogue, Renderer, mark
-from experiments.tokenise.documents import BadRecord, Document, Piece, documents, fetch
+from experiments.tokenise.chat import ChatReader, Dialogue, Renderer, mark_tokens
+from experiments.tokenise.documents import BadRecord, Document, Piece, fetch_small, read_documents
 from runner.data.batches import Prefetcher
 from runner.data.corpus_index import COMPLETION_DTYPE
 from runner.data.tokenizers import BatchTokenizer
 from runner.errors import DataError
 
-BATCH_BYTES = 4 << 20  # enough for all cores of a large host
+BATCH_BYTES = 4 << 20  # enough to occupy all cores of a large host
 BATCH_DOCUMENTS = 16384
 _NUM_ENCODERS = 2
 _NUM_FETCHERS = 8
@@ -33,7 +33,15 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Neighbouring documents of one piece. `ends_shard`, `ends_piece`: what ends after the last of them."""
+    """Consecutive documents of one piece.
+
+    Attributes:
+        piece: number of the piece.
+        documents: the documents.
+        bad: lines and rows of the piece without a text; in its last batch only.
+        ends_shard: True if a shard ends after the last document.
+        ends_piece: True if the piece ends after the last document.
+    """
 
     piece: int
     documents: list[Document]
@@ -44,21 +52,28 @@ class DocumentBatch:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The tokens of a batch: `ids` of all its documents, and in `ends` how many of them lie before each one's end.
+    """Tokens of a batch of documents.
 
-    Of dialogues `answers` says of each token whether it is of an answer; None of other documents.
+    Attributes:
+        batch: the documents.
+        ids: token ids of all documents, (number of tokens,).
+        ends: end of each document in `ids`, (number of documents,).
+        num_left_out: number of documents without tokens.
+        completions: mark of each completion token, as `ids`; None for documents that are no dialogues.
+        num_dropped: number of dialogues dropped because they were too long or had no completion left.
+        num_cut: number of dialogues whose end was cut off.
     """
 
     batch: DocumentBatch
     ids: np.ndarray
     ends: np.ndarray
-    num_left_out: int  # documents without tokens
-    answers: np.ndarray | None = None
-    num_dropped: int = 0  # dialogues that were too long, or that had no answer left
+    num_left_out: int
+    completions: np.ndarray | None = None
+    num_dropped: int = 0
     num_cut: int = 0
 
 
-def encoded(
+def encode_pieces(
     pieces: Iterable[tuple[int, Piece]],
     tokenizer: BatchTokenizer,
     separator: int | None,
@@ -67,16 +82,19 @@ def encoded(
     skip_bad: int,
     chat: ChatReader | None = None,
 ) -> Generator[EncodedBatch]:
-    """The tokens of the numbered pieces, in order. Close it, or exhaust it. Raises `DataError`."""
-    fetched = ahead(_fetch_all(pieces), 1)
-    batches = ahead(_batches(fetched, field, shard_bytes, skip_bad, chat), _BATCHES_AHEAD)
+    """Yield the tokens of numbered pieces, in order. Close the generator or exhaust it. Raises `DataError`."""
+    fetched = prefetch(((number, piece, fetch_piece(piece)) for number, piece in pieces), 1)
+    batches = prefetch(_read_batches(fetched, field, shard_bytes, skip_bad, chat), _BATCHES_AHEAD)
     if chat is not None:
-        return mapped(lambda batch: encode_dialogues(batch, tokenizer, separator, chat), batches, _NUM_ENCODERS)
-    return mapped(lambda batch: encode(batch, tokenizer, separator), batches, _NUM_ENCODERS)
+        return map_in_order(lambda batch: encode_dialogues(batch, tokenizer, separator, chat), batches, _NUM_ENCODERS)
+    return map_in_order(lambda batch: encode_texts(batch, tokenizer, separator), batches, _NUM_ENCODERS)
 
 
-def encode(batch: DocumentBatch, tokenizer: BatchTokenizer, separator: int | None) -> EncodedBatch:
-    """A document that has no tokens and no separator is left out: a corpus cannot hold it."""
+def encode_texts(batch: DocumentBatch, tokenizer: BatchTokenizer, separator: int | None) -> EncodedBatch:
+    """Encode documents of text.
+
+    A document without tokens and without a separator is left out, since a corpus cannot hold it.
+    """
     texts = [document for document in batch.documents if isinstance(document, bytes)]
     found: Sequence[np.ndarray] = tokenizer.encode_batch(texts) if texts else []
     num_documents, tail = len(found), 0 if separator is None else 1
@@ -93,23 +111,24 @@ def encode(batch: DocumentBatch, tokenizer: BatchTokenizer, separator: int | Non
 def encode_dialogues(
     batch: DocumentBatch, tokenizer: BatchTokenizer, separator: int | None, chat: ChatReader
 ) -> EncodedBatch:
-    """As `encode`, with the tokens of answers marked. One that is too long, or has no answer left, is left out."""
+    """Encode dialogues and mark their completion tokens. Long dialogues are cut or dropped as `chat` says."""
     dialogues = [document for document in batch.documents if isinstance(document, Dialogue)]
-    found = tokenizer.encode_spans([dialogue.text for dialogue in dialogues]) if dialogues else []
+    encoded = tokenizer.encode_spans([dialogue.text for dialogue in dialogues]) if dialogues else []
     marked = [
-        mark(dialogue, ids, spans, separator, chat.max_tokens)
-        for dialogue, (ids, spans) in zip(dialogues, found, strict=True)
+        mark_tokens(dialogue, ids, spans, separator, chat.max_tokens)
+        for dialogue, (ids, spans) in zip(dialogues, encoded, strict=True)
     ]
-    kept = [one for one in marked if not one.is_cut or (chat.is_cut and one.marks.any())]
-    held = [one for one in kept if len(one.ids)]
-    ids = np.concatenate([np.empty(0, tokenizer.dtype), *(one.ids for one in held)])
-    answers = np.concatenate([np.empty(0, COMPLETION_DTYPE), *(one.marks for one in held)])
-    ends = np.cumsum(np.array([len(one.ids) for one in held], np.int64))
-    num_cut = sum(one.is_cut for one in held)
-    return EncodedBatch(batch, ids, ends, len(kept) - len(held), answers, len(marked) - len(kept), num_cut)
+    # A dialogue that was cut before its first completion token would teach nothing.
+    kept = [tokens for tokens in marked if not tokens.is_cut or (chat.cuts_longer and tokens.marks.any())]
+    full = [tokens for tokens in kept if len(tokens.ids)]
+    ids = np.concatenate([np.empty(0, tokenizer.dtype), *(tokens.ids for tokens in full)])
+    completions = np.concatenate([np.empty(0, COMPLETION_DTYPE), *(tokens.marks for tokens in full)])
+    ends = np.cumsum(np.array([len(tokens.ids) for tokens in full], np.int64))
+    num_cut = sum(tokens.is_cut for tokens in full)
+    return EncodedBatch(batch, ids, ends, len(kept) - len(full), completions, len(marked) - len(kept), num_cut)
 
 
-def piece_documents(
+def read_piece(
     piece: Piece,
     contents: Sequence[bytes | None],
     field: str,
@@ -117,48 +136,46 @@ def piece_documents(
     bad: list[BadRecord],
     renderer: Renderer | None = None,
 ) -> Generator[Document]:
-    """The documents of a piece; what is bad is put into `bad`. Raises `DataError` where that is too much."""
+    """Yield the documents of a piece, and append bad records to `bad`. Raises `DataError` for more than `skip_bad`."""
     for part, content in zip(piece, contents, strict=True):
-        for document in documents(part, content, field, renderer):
+        for document in read_documents(part, content, field, renderer):
             if not isinstance(document, BadRecord):
                 yield document
                 continue
             bad.append(document)
             if len(bad) > skip_bad:
-                raise DataError(too_many(str(document), len(bad), skip_bad))
+                raise DataError(format_too_many(str(document), len(bad), skip_bad))
 
 
-def too_many(first: str, num_bad: int, skip_bad: int) -> str:
-    """The message for more bad lines than are allowed."""
-    return first if skip_bad == 0 else f"{first}; that makes {num_bad}, config.skip_bad allows {skip_bad}"
+def format_too_many(first: str, num_bad: int, skip_bad: int) -> str:
+    """Format the message for more bad lines than are allowed."""
+    return first if skip_bad == 0 else f"{first}; {num_bad} bad lines so far, config.skip_bad allows {skip_bad}"
 
 
 def fetch_piece(piece: Piece) -> list[bytes | None]:
-    """The contents of a piece's files, as far as they are in a bucket."""
+    """Fetch the small files of a piece that are in a bucket, concurrently; None for each other file."""
     with ThreadPoolExecutor(_NUM_FETCHERS, thread_name_prefix="fetch") as pool:
-        return list(pool.map(fetch, piece))
+        return list(pool.map(fetch_small, piece))
 
 
-def _fetch_all(pieces: Iterable[tuple[int, Piece]]) -> Generator[tuple[int, Piece, list[bytes | None]]]:
-    for number, piece in pieces:
-        yield number, piece, fetch_piece(piece)
-
-
-def _batches(
+def _read_batches(
     pieces: Generator[tuple[int, Piece, list[bytes | None]]],
     field: str,
     shard_bytes: int,
     skip_bad: int,
     chat: ChatReader | None,
 ) -> Generator[DocumentBatch]:
-    """Cut by documents alone, so that the same shards come out of the same piece."""
+    """Yield the documents in batches.
+
+    Where shards end depends on the documents alone, so that whoever makes a piece again makes the same shards.
+    """
     rendering = contextlib.nullcontext() if chat is None else Renderer(chat.template)
     with contextlib.closing(pieces), rendering as renderer:
         for number, piece, contents in pieces:
             bad: list[BadRecord] = []
             batch: list[Document] = []
             batch_bytes = in_shard_bytes = 0
-            for document in piece_documents(piece, contents, field, skip_bad, bad, renderer):
+            for document in read_piece(piece, contents, field, skip_bad, bad, renderer):
                 batch.append(document)
                 batch_bytes += len(document)
                 in_shard_bytes += len(document)
@@ -170,14 +187,14 @@ def _batches(
             yield DocumentBatch(number, batch, tuple(bad), True, True)
 
 
-def ahead(items: Generator[Out], depth: int) -> Generator[Out]:
-    """The same items, made in a thread up to `depth` before they are asked for. Close it, or exhaust it."""
-    with Prefetcher(items, depth) as made:
-        yield from made
+def prefetch(items: Generator[Out], depth: int) -> Generator[Out]:
+    """Yield the items of a generator that a thread runs up to `depth` items ahead. Close it or exhaust it."""
+    with Prefetcher(items, depth) as prefetcher:
+        yield from prefetcher
 
 
-def mapped(function: Callable[[In], Out], items: Generator[In], num_threads: int) -> Generator[Out]:
-    """`function` of each item, in order, on several threads. Close it, or exhaust it."""
+def map_in_order(function: Callable[[In], Out], items: Generator[In], num_threads: int) -> Generator[Out]:
+    """Yield `function(item)` for each item, in order, computed on several threads. Close it or exhaust it."""
     waiting: deque[Future[Out]] = deque()
     with contextlib.closing(items), ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
         for item in items:

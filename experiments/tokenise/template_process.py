@@ -1,10 +1,12 @@
-"""A process that renders chat templates, and can do nothing else: run as a program, it imports nothing of the project.
+"""Sandboxed process that renders chat templates. Run as a program; it imports nothing of the project.
 
-A template is data of whoever made the tokenizer, and a program in all but name. It runs in Jinja's sandbox, which lets
-it neither change nor reach what it is not given; in this process, which can open no file and has a bounded memory;
-and for a bounded time, after which the system ends the process. Nothing in a template is random and none sees a clock.
+A chat template comes with somebody else's tokenizer and is effectively a program, so it is confined three times: by
+Jinja's sandbox, which hides everything that the template is not given; by this process, which can open no file and has
+a memory limit; and by a CPU time limit, after which the kernel kills the process. Templates have no access to random
+numbers or to a clock.
 
-Lines of JSON in, a line of JSON out for each: first the template and its bounds, then one line for each dialogue.
+Protocol, in lines of JSON: the first request holds the template and its limits, each further one a dialogue. Each
+request gets one line as the response.
 """
 
 import contextlib
@@ -19,27 +21,27 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.debug  # the library would import these two later, when there are no files
+import jinja2.debug  # The library would import these two on first use, when no file can be opened any more.
 import jinja2.ext
 import jinja2.sandbox
 
-# What a template or its input may do wrong. Anything else ends the process.
-_RAISED = (
+# Errors that a template or its input may cause. Any other error ends the process.
+_EXPECTED_ERRORS = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError),
     *(TypeError, ValueError),
 )
-_HOSTILE = (jinja2.sandbox.SecurityError, MemoryError, OSError)
-_MARK = "\ue000"  # for private use: no character of a text
-_OPEN, _CLOSE = f"{_MARK}<", f"{_MARK}>"  # stand around what is generated
+_HOSTILE_ERRORS = (jinja2.sandbox.SecurityError, MemoryError, OSError)
+_MARK = "\ue000"  # A private-use character, which occurs in no text.
+_OPEN, _CLOSE = f"{_MARK}<", f"{_MARK}>"  # Enclose generated text in the rendered template.
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: what the model is to write."""
+    """Extension for `{% generation %} ... {% endgeneration %}`, which encloses text that the model generates."""
 
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
     def parse(self, parser: Any) -> Any:
-        """Mark what comes out of the block."""
+        """Wrap the output of the block in marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         self.environment.has_generation = True  # type: ignore[attr-defined]
@@ -50,7 +52,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """As `transformers` has it; what is unsafe is refused, where Jinja would print nothing."""
+    """Environment that `transformers` uses, except that unsafe access is an error instead of empty text."""
 
     has_generation = False
 
@@ -58,7 +60,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         raise jinja2.sandbox.SecurityError(f"{attribute!r} of a {type(obj).__name__} is out of bounds")
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
@@ -67,26 +69,26 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """The template, and whether it says what is generated."""
+    """Return the template, and True if it marks generated text."""
     sandbox = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], cache_size=0
     )
     del sandbox.globals["lipsum"], sandbox.filters["random"]
     sandbox.filters["tojson"] = _to_json
-    sandbox.globals["raise_exception"] = _refuse
+    sandbox.globals["raise_exception"] = _raise_exception
     return sandbox.from_string(source), sandbox.has_generation
 
 
-def _bound(memory_bytes: int) -> None:
-    """From here on: so much memory, and no file more."""
+def _limit_resources(memory_bytes: int) -> None:
+    """Limit the memory of this process and forbid it to open files, from now on."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 @contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Inside, the system ends the process after so many seconds of its own CPU."""
+def _limit_cpu(seconds: float) -> Iterator[None]:
+    """Let the kernel kill the process if the body takes more than `seconds` of CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -94,27 +96,30 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _take_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and the spans that were between them."""
-    text, spans, begun = "", [], None
+def _remove_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text without marks, and the spans of characters that were between marks."""
+    text, spans, start = "", [], None
     for part in re.split(f"({_OPEN}|{_CLOSE})", rendered):
         if part == _OPEN:
-            begun = len(text) if begun is None else begun
+            start = len(text) if start is None else start
         elif part == _CLOSE:
-            if begun is not None:
-                spans.append((begun, len(text)))
-            begun = None
+            if start is not None:
+                spans.append((start, len(text)))
+            start = None
         else:
             text += part
     return text, spans
 
 
-class _UnlikeError(ValueError):
-    """A template renders a dialogue otherwise once it goes on."""
+class _InconsistentTemplateError(ValueError):
+    """A template renders a message differently once the dialogue continues."""
 
 
-def _spans_by_prefixes(render: Callable[..., str], messages: list[Any], text: str) -> list[tuple[int, int]]:
-    """Where answers stand in `text`: from the end of what prompts each, to where the dialogue up to it ends."""
+def _find_spans_by_prefix(render: Callable[..., str], messages: list[Any], text: str) -> list[tuple[int, int]]:
+    """Return the spans of completions in `text`, for templates that do not mark them.
+
+    A completion begins where the rendered prompt before it ends, and ends where the dialogue up to it ends.
+    """
     spans = []
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -122,60 +127,62 @@ def _spans_by_prefixes(render: Callable[..., str], messages: list[Any], text: st
         prompt = render(messages[:place], add_generation_prompt=True)
         until = render(messages[: place + 1])
         if not (until.startswith(prompt) and text.startswith(until)):
-            raise _UnlikeError(
-                f"it renders message {place + 1}, an answer, otherwise where it ends the dialogue or is asked for; "
-                "mark answers in it with {% generation %}"
+            raise _InconsistentTemplateError(
+                f"it renders message {place + 1}, a completion, differently as the last message and within the "
+                "dialogue; mark completions in the template with {% generation %}"
             )
         spans.append((len(prompt), len(until)))
     return spans
 
 
-def _dialogue(template: jinja2.Template, marks: bool, names: dict[str, object], asked: Any) -> dict[str, object]:
-    """The text of a dialogue, and the spans of its answers."""
+def _render_dialogue(
+    template: jinja2.Template, has_marks: bool, names: dict[str, object], request: Any
+) -> dict[str, object]:
+    """Return the text of a dialogue and the spans of its completions."""
 
     def render(messages: list[Any], add_generation_prompt: bool = False) -> str:
         found = template.render(
-            **names | {"messages": messages, "tools": asked["tools"], "documents": None},
+            **names | {"messages": messages, "tools": request["tools"], "documents": None},
             add_generation_prompt=add_generation_prompt,
         )
         return str(found)
 
-    if marks and _MARK in _to_json(asked):
-        raise ValueError("it holds the character U+E000, which is for private use, and marks answers here")
-    rendered = render(asked["messages"])
-    text, spans = _take_marks(rendered) if marks else (rendered, [])
-    if not marks:
-        spans = _spans_by_prefixes(render, asked["messages"], text)
+    if has_marks and _MARK in _to_json(request):
+        raise ValueError("it holds the private-use character U+E000, which marks completions here")
+    rendered = render(request["messages"])
+    text, spans = _remove_marks(rendered) if has_marks else (rendered, [])
+    if not has_marks:
+        spans = _find_spans_by_prefix(render, request["messages"], text)
     spans = [(begin, end) for begin, end in spans if begin < end]
     if not spans:
-        raise ValueError("it shows none of the answers")
+        raise ValueError("it shows none of the completions")
     return {"text": text, "answers": spans}
 
 
-def _answer(act: Callable[[], dict[str, object]], seconds: float) -> dict[str, object]:
+def _respond(act: Callable[[], dict[str, object]], seconds: float) -> dict[str, object]:
     try:
-        with _limited(seconds):
+        with _limit_cpu(seconds):
             return act()
-    except _RAISED as error:
-        said = " ".join(str(error).split())[:300] or "more memory than it may have"
-        return {"error": said, "is_hostile": isinstance(error, _HOSTILE)}
+    except _EXPECTED_ERRORS as error:
+        message = " ".join(str(error).split())[:300] or "it needs more memory than allowed"
+        return {"error": message, "is_hostile": isinstance(error, _HOSTILE_ERRORS)}
 
 
 def main() -> None:
-    """Serve until the input ends."""
-    given = json.loads(sys.stdin.readline())
-    seconds, names = given["seconds"], given["names"]
+    """Serve requests until the input ends."""
+    first = json.loads(sys.stdin.readline())
+    seconds, names = first["seconds"], first["names"]
     compiled: list[tuple[jinja2.Template, bool]] = []
 
-    def begin() -> dict[str, object]:
-        compiled.append(_compile(given["template"]))
+    def compile_template() -> dict[str, object]:
+        compiled.append(_compile(first["template"]))
         return {"has_generation": compiled[0][1]}
 
-    _bound(given["memory_bytes"])
-    print(json.dumps(_answer(begin, seconds)), flush=True)
+    _limit_resources(first["memory_bytes"])
+    print(json.dumps(_respond(compile_template, seconds)), flush=True)
     for line in sys.stdin if compiled else ():
-        act = functools.partial(_dialogue, *compiled[0], names, json.loads(line))
-        print(json.dumps(_answer(act, seconds)), flush=True)
+        act = functools.partial(_render_dialogue, *compiled[0], names, json.loads(line))
+        print(json.dumps(_respond(act, seconds)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which tokenizer a job uses: read from its file, or trained on a sample of the source."""
+"""Tokenizers of a tokenise job: loaded from a file, or trained on a sample of the source."""
 
 import difflib
 import hashlib
@@ -11,17 +11,17 @@ import tokenizers
 from experiments.tokenise.config import BpeConfig, BytesConfig, TiktokenConfig, TokenizerConfig
 from experiments.tokenise.documents import BadRecord, Piece
 from experiments.tokenise.inputs import read_file
-from experiments.tokenise.pipeline import fetch_piece, piece_documents
+from experiments.tokenise.pipeline import fetch_piece, read_piece
 from runner.data.tokenizers import TOKENIZER_FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.storage import JsonObject, Store
 
-_LEAST_OF_A_PIECE_BYTES = 1 << 20
+_MIN_SAMPLE_BYTES = 1 << 20  # from each sampled piece
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer, and what the index says of it. `content` is that of its file, None where it has none."""
+    """Tokenizer with its record in the corpus index, and the content of its file if it has one."""
 
     tokenizer: BatchTokenizer
     record: JsonObject
@@ -29,32 +29,32 @@ class Vocabulary:
 
     @property
     def sha256(self) -> str:
-        """Of the file; "" where there is none."""
+        """SHA-256 of the file; "" without one."""
         return str(self.record.get("sha256", ""))
 
-    def separator(self, wanted: int | str | None) -> int | None:
-        """The id of the separator. Raises `InvalidError` with the nearest token if there is none."""
-        if wanted is None:
+    def find_separator(self, separator: int | str | None) -> int | None:
+        """Return the id of the separator. Raises `InvalidError` with the nearest token if there is none."""
+        if separator is None:
             return None
-        if isinstance(wanted, int):
-            if wanted >= self.tokenizer.vocabulary_size:
-                raise InvalidError(f"is {wanted}, the tokenizer's ids go up to {self.tokenizer.vocabulary_size - 1:,}")
-            return wanted
+        if isinstance(separator, int):
+            if separator >= self.tokenizer.vocabulary_size:
+                raise InvalidError(f"is {separator}; the largest id is {self.tokenizer.vocabulary_size - 1:,}")
+            return separator
         tokens = self.tokenizer.tokens()
-        if wanted in tokens:
-            return tokens[wanted]
+        if separator in tokens:
+            return tokens[separator]
         if not tokens:
-            raise InvalidError(f"a tokenizer of kind {self.tokenizer.name} has no token {wanted!r}; needs an id")
+            raise InvalidError(f"a tokenizer of kind {self.tokenizer.name} has no token {separator!r}; give an id")
         special = [token for token in tokens if token.startswith("<")]
-        near = difflib.get_close_matches(wanted, special, n=1) or difflib.get_close_matches(wanted, tokens, n=1)
+        near = difflib.get_close_matches(separator, special, n=1) or difflib.get_close_matches(separator, tokens, n=1)
         hint = (
             f"; did you mean {near[0]!r}?" if near else f"; its special tokens are {', '.join(special[:8]) or 'none'}"
         )
-        raise InvalidError(f"the tokenizer has no token {wanted!r}{hint}")
+        raise InvalidError(f"the tokenizer has no token {separator!r}{hint}")
 
 
-def read_vocabulary(config: TokenizerConfig) -> Vocabulary:
-    """Of a kind that needs no training. Raises `DataError` if its file is missing or damaged."""
+def load_vocabulary(config: TokenizerConfig) -> Vocabulary:
+    """Load a tokenizer that needs no training. Raises `DataError` if its file is missing or damaged."""
     assert not isinstance(config, BpeConfig)
     if isinstance(config, BytesConfig):
         return Vocabulary(
@@ -64,28 +64,30 @@ def read_vocabulary(config: TokenizerConfig) -> Vocabulary:
     if isinstance(config, TiktokenConfig):
         more = {"pattern": config.pattern, "special_tokens": config.special_tokens}
     try:
-        return _of_file(config.kind, read_file(config.file), more)
+        return _make_vocabulary(config.kind, read_file(config.file), more)
     except DataError as error:
         raise DataError(f"{config.file}: {error}") from error
 
 
-def trained_vocabulary(store: Store) -> Vocabulary:
-    """The one that was trained for the corpus in `store`."""
+def load_trained_vocabulary(store: Store) -> Vocabulary:
+    """Load the tokenizer that was trained for the corpus in `store`. Raises `DataError` if it cannot be read."""
     name = TOKENIZER_FILES["hf"]
     try:
-        return _of_file("hf", store.read(name), {})
+        return _make_vocabulary("hf", store.read(name), {})
     except (FileNotFoundError, DataError) as error:
-        raise DataError(f"{store.url}/{name}, which was trained, is gone or damaged; remove {store.url}") from error
+        raise DataError(
+            f"{store.url}/{name}, the trained tokenizer, is missing or damaged; remove {store.url} and run again"
+        ) from error
 
 
-def _of_file(kind: str, content: bytes, more: JsonObject) -> Vocabulary:
+def _make_vocabulary(kind: str, content: bytes, more: JsonObject) -> Vocabulary:
     record = {"kind": kind, "file": TOKENIZER_FILES[kind], "sha256": hashlib.sha256(content).hexdigest(), **more}
     tokenizer = make_tokenizer(record, content)
     return Vocabulary(tokenizer, record | {"vocabulary_size": tokenizer.vocabulary_size}, content)
 
 
-def train(config: BpeConfig, separator: int | str | None, sample: Generator[bytes]) -> bytes:
-    """The `tokenizer.json` of a byte-level BPE: the same for the same sample, whatever the number of cores."""
+def train_bpe(config: BpeConfig, separator: int | str | None, sample: Generator[bytes]) -> bytes:
+    """Train a byte-level BPE and return its `tokenizer.json`; deterministic in the sample, for any number of cores."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -99,17 +101,17 @@ def train(config: BpeConfig, separator: int | str | None, sample: Generator[byte
     return str(library.to_str()).encode()
 
 
-def sample_of(
+def sample_documents(
     pieces: Sequence[Piece], sample_bytes: int, field_name: str, skip_bad: int
 ) -> Generator[bytes, Any, None]:
-    """Documents from the heads of pieces that lie evenly over the source, about `sample_bytes` in all."""
-    num_sampled = min(len(pieces), max(1, sample_bytes // _LEAST_OF_A_PIECE_BYTES))
-    of_each_bytes = -(-sample_bytes // num_sampled)
+    """Yield about `sample_bytes` of documents, from the beginnings of pieces spread evenly over the source."""
+    num_sampled = min(len(pieces), max(1, sample_bytes // _MIN_SAMPLE_BYTES))
+    piece_bytes = -(-sample_bytes // num_sampled)
     bad: list[BadRecord] = []
     for index in range(num_sampled):
         piece = pieces[index * len(pieces) // num_sampled]
-        left_bytes = of_each_bytes
-        for document in piece_documents(piece, fetch_piece(piece), field_name, skip_bad, bad):
+        left_bytes = piece_bytes
+        for document in read_piece(piece, fetch_piece(piece), field_name, skip_bad, bad):
             assert isinstance(document, bytes), "a vocabulary is not trained on dialogues"
             yield document
             left_bytes -= len(document)

@@ -15,9 +15,17 @@ import tokenizers
 from pyarrow import parquet
 
 from experiments.gpt import PretrainGPT
-from experiments.tokenise import chat as template
-from experiments.tokenise.chat import ChatRecord, ChatTemplate, Dialogue, Renderer, mark, marks_of, read_template
-from experiments.tokenise.documents import InputPart, documents
+from experiments.tokenise import chat
+from experiments.tokenise.chat import (
+    ChatRecord,
+    ChatTemplate,
+    Dialogue,
+    Renderer,
+    compute_marks,
+    mark_tokens,
+    read_template,
+)
+from experiments.tokenise.documents import InputPart, read_documents
 from experiments.tokenise.inputs import find_files
 from runner import BaseTrainer
 from runner.data.tokenizers import HuggingFaceTokenizer
@@ -85,7 +93,7 @@ def read(path: Path, records: list[Any], renderer: Renderer) -> list[Any]:
     """What is read of these lines: dialogues, and bad lines as their messages."""
     write_lines(path, records)
     (file,) = find_files(str(path))
-    found = documents(InputPart(file, file.size_bytes), None, "text", renderer)
+    found = read_documents(InputPart(file, file.size_bytes), None, "text", renderer)
     return [document if isinstance(document, Dialogue) else str(document) for document in found]
 
 
@@ -113,21 +121,21 @@ def test_answers_of_several_turns_are_marked_with_generation_blocks_and_without(
         found = renderer.render(ChatRecord(TURNS))
     assert isinstance(found, Dialogue)
     assert found.text == TEXT
-    assert [found.text[begin:end] for begin, end in found.answers] == ANSWERS
-    assert found.ends_with_answer
+    assert [found.text[begin:end] for begin, end in found.completions] == ANSWERS
+    assert found.ends_with_completion
 
 
 def test_a_token_is_of_an_answer_that_shares_a_character_with_it():
     spans = np.array([[0, 2], [2, 4], [3, 4], [4, 4], [4, 7], [7, 8]])
-    assert marks_of(spans, [(3, 5)]).tolist() == [0, 1, 1, 1, 1, 0]
-    assert marks_of(spans, []).tolist() == [0] * 6
-    assert marks_of(spans[:0].reshape(-1, 2), [(0, 1)]).tolist() == []
+    assert compute_marks(spans, [(3, 5)]).tolist() == [0, 1, 1, 1, 1, 0]
+    assert compute_marks(spans, []).tolist() == [0] * 6
+    assert compute_marks(spans[:0].reshape(-1, 2), [(0, 1)]).tolist() == []
 
 
 @pytest.mark.parametrize(("most", "marks"), [(None, [0, 0, 1, 1]), (4, [0, 0, 1, 1]), (3, [0, 0, 0]), (2, [0, 0])])
 def test_what_is_cut_ends_with_a_separator_that_is_not_to_be_learned(most, marks):
     spans = np.array([[0, 1], [1, 2], [2, 3]])
-    found = mark(Dialogue("abc", ((2, 3),)), np.array([5, 6, 7], "<u2"), spans, 9, most)
+    found = mark_tokens(Dialogue("abc", ((2, 3),)), np.array([5, 6, 7], "<u2"), spans, 9, most)
     assert found.marks.tolist() == marks
     assert found.ids.tolist()[-1] == 9
     assert found.is_cut == (len(marks) < 4)
@@ -140,7 +148,7 @@ def test_ids_are_those_of_the_library_and_each_says_which_characters_it_is_of():
     library.no_truncation()
     library.no_padding()
     assert ids.tolist() == library.encode(TEXT, add_special_tokens=False).ids
-    marks = marks_of(spans, [(TEXT.index("yes"), TEXT.index("<user>and"))])
+    marks = compute_marks(spans, [(TEXT.index("yes"), TEXT.index("<user>and"))])
     assert library.decode(ids[marks == 1].tolist()) == "yes 数;"
 
 
@@ -161,15 +169,15 @@ def test_without_a_template_a_completion_follows_its_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("longer", "kept", "said"),
     [
-        ("cut", [(b"ab\0", b"b\0"), (b"abcd\0", b"bcd")], "1 lost their end, 1 were left out"),
-        ("drop", [(b"ab\0", b"b\0")], "0 lost their end, 2 were left out"),
+        ("cut", [(b"ab\0", b"b\0"), (b"abcd\0", b"bcd")], "1 cut, 1 dropped"),
+        ("drop", [(b"ab\0", b"b\0")], "0 cut, 2 dropped"),
     ],
 )
 def test_dialogues_that_are_too_long_are_cut_or_left_out_and_counted(tmp_path, capsys, longer, kept, said):
     long = [("a", "b"), ("a", "bcdef"), ("abcdef", "g")]
     records = [{"prompt": prompt, "completion": completion} for prompt, completion in long]
     assert dialogues(tmp_path, records, max_tokens=5, longer=longer, **{"config.separator": 0}) == kept
-    assert f"of dialogues of more than 5 tokens {said}" in capsys.readouterr().out
+    assert f"dialogues of more than 5 tokens: {said}" in capsys.readouterr().out
 
 
 def test_a_special_token_of_the_template_is_one_of_the_tokenizer(tmp_path):
@@ -227,7 +235,7 @@ def test_a_stopped_job_ends_with_the_same_bytes_and_refuses_another_template(tmp
         tokenise(tmp_path / "run", **changes)()
     write_template(tmp_path)
     (tmp_path / "run/corpus/00001-000.answers").unlink()
-    with pytest.raises(InvalidError, match=r"00001-000\.answers is missing or cut; remove .*00001\.json"):
+    with pytest.raises(InvalidError, match=r"00001-000\.answers is missing or truncated; remove .*00001\.json"):
         tokenise(tmp_path / "run", **changes)()
     (tmp_path / "run/corpus/00001.json").unlink()
     tokenise(tmp_path / "run", **changes)()
@@ -245,20 +253,20 @@ HOSTILE = {
     "{{ '{0.__class__}'.format(messages) }}": "'__class__' of a list is out of bounds",
     "{{ cycler.__init__.__globals__ }}": "'__init__' of a type is out of bounds",
     "{{ messages.clear() }}": "'clear' of a list is out of bounds",
-    "{{ 'a' * 10**12 }}": "more memory than it may have",
+    "{{ 'a' * 10**12 }}": "more memory than allowed",
     "{% include '/etc/passwd' %}": "no loader",
     "{% import 'os' as os %}": "no loader",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
     "{{ lipsum() }}": "'lipsum' is undefined",
     "{{ raise_exception('roles must\n alternate') }}": "refuses it: roles must alternate",
-    "no answer": "shows none of the answers|renders message 3",
-    "{{ messages | tojson }}": "renders message 3, an answer, otherwise .* mark answers",
+    "no answer": "shows none of the completions|renders message 3",
+    "{{ messages | tojson }}": "renders message 3, a completion, differently .* mark completions",
 }
 
 
 @pytest.mark.parametrize("source", HOSTILE)
 def test_a_hostile_or_useless_template_is_refused_in_one_line(tmp_path, monkeypatch, source):
-    monkeypatch.setattr(template, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
     try:
         with Renderer(ChatTemplate(source, {})) as renderer:
             _, said = read(tmp_path / "lines.jsonl", [PAIRS[0], {"messages": TURNS}], renderer)
@@ -276,15 +284,15 @@ def test_a_hostile_or_useless_template_is_refused_in_one_line(tmp_path, monkeypa
         ("{", "is not JSON"),
         ([1], "is no JSON object with messages"),
         ({"message": TURNS}, "has no 'messages', .*; did you mean messages, where it has 'message'?"),
-        ({"messages": []}, "'messages' is no list of messages"),
+        ({"messages": []}, "'messages' is not a list of messages"),
         ({"messages": ["hi"]}, "message 1 is no object with a role: hi"),
         ({"messages": [*TURNS, {"content": "x"}]}, "message 6 is no object with a role"),
-        ({"messages": [*TURNS, {"role": "user", "content": 3}]}, "the content of message 6 is no text: 3"),
-        ({"messages": TURNS, "tools": 1}, "'tools' is no list: 1"),
+        ({"messages": [*TURNS, {"role": "user", "content": 3}]}, "the content of message 6 is not a string: 3"),
+        ({"messages": TURNS, "tools": 1}, "'tools' is not a list: 1"),
         ({"messages": TURNS[:2]}, "no message has the role assistant"),
         ({"messages": TURNS, "prompt": "x"}, "has 'messages' and 'prompt'; needs messages alone"),
         ({"prompt": "x"}, "has 'prompt'; needs"),
-        ({"prompt": 1, "completion": "x"}, "'prompt' is no text: 1"),
+        ({"prompt": 1, "completion": "x"}, "'prompt' is not a string: 1"),
         ({"prompt": "x", "completion": ""}, "'completion' is empty"),
     ],
 )
@@ -298,7 +306,7 @@ def test_a_damaged_line_is_named_with_its_number(tmp_path, renderer, record, mes
 
 def test_so_many_damaged_lines_are_left_out_as_the_spec_allows(tmp_path, capsys):
     assert len(dialogues(tmp_path, [PAIRS[0], {"prompt": 1}, PAIRS[1]], **{"config.skip_bad": 1})) == 2
-    assert re.search(r"left out 1 lines .*lines\.jsonl:2: has 'prompt'; needs", capsys.readouterr().out)
+    assert re.search(r"skipped 1 lines .*lines\.jsonl:2: has 'prompt'; needs", capsys.readouterr().out)
 
 
 def test_messages_need_a_template(tmp_path):
@@ -316,23 +324,23 @@ def test_the_character_that_marks_answers_is_refused_in_a_dialogue(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config.chat.template": "no/such.json"}, r"config\.chat\.template: no/such\.json: is not there"),
+        ({"config.chat.template": "no/such.json"}, r"config\.chat\.template: no/such\.json: does not exist"),
         ({"config.chat.template": "LINES"}, r"config\.chat\.template: .* is no tokenizer_config\.json"),
         ({"config.chat.template": "EMPTY"}, "has no chat_template, and there is no chat_template.jinja beside it"),
         ({"config.chat.template": "BROKEN"}, r"config\.chat\.template: is no chat template: .*unknown tag 'bad'"),
         (
             {"config.chat": {}, "config.field": "x"},
-            r"config\.field: is x: nothing reads it, with chat lines and rows are dialogues",
+            r"config\.field: is x, but nothing reads it: config\.chat reads whole records",
         ),
         (
             {"config.chat": {}, "config.tokenizer": {"kind": "bpe", "vocabulary_size": 300}},
-            r"config\.tokenizer\.kind: is bpe, dialogues need one of bytes, hf",
+            r"config\.tokenizer\.kind: is bpe; dialogues need one of bytes, hf",
         ),
         (
             {"config.chat": {}, "config.source": "TEXT"},
             r"config\.chat: needs lines of \.jsonl or rows .*, .* names text files",
         ),
-        ({"config.chat": {"longer": "cut"}}, "longer=cut: nothing reads it without max_tokens"),
+        ({"config.chat": {"longer": "cut"}}, "longer=cut has no effect without max_tokens"),
     ],
 )
 def test_a_wrong_key_is_refused_in_one_line(tmp_path, changes, message):
@@ -429,8 +437,11 @@ TABLES: dict[str, tuple[Any, str]] = {
     "no such column": ({"text": ["a"]}, r"t.parquet has no column 'messages', and none 'prompt' and .*; it has 'text'"),
     "half a pair": ({"prompt": ["a"]}, r"t.parquet, row 1: has 'prompt'; needs messages alone, or a prompt"),
     "null": ({"messages": [None]}, r"row 1.*: has no 'messages', and no 'prompt' and 'completion'"),
-    "text": ({"messages": ["a"]}, r"row 1.*: 'messages' is no list of messages: a"),
-    "bytes": ({"prompt": [b"a"], "completion": ["b"]}, r"row 1.*: holds what JSON has not \(.* bytes is not JSON"),
+    "text": ({"messages": ["a"]}, r"row 1.*: 'messages' is not a list of messages: a"),
+    "bytes": (
+        {"prompt": [b"a"], "completion": ["b"]},
+        r"row 1.*: holds a value that JSON does not have \(.* bytes is not JSON",
+    ),
 }
 
 

@@ -13,13 +13,13 @@ import pyarrow
 import pytest
 import tokenizers
 
-from experiments.tokenise import documents as reading
-from experiments.tokenise import inputs as object_file
+from experiments.tokenise import documents as input_documents
+from experiments.tokenise import inputs as input_files
 from experiments.tokenise.corpus import FinishedPiece
-from experiments.tokenise.documents import BadRecord, cut_into_pieces, documents
+from experiments.tokenise.documents import BadRecord, cut_into_pieces, read_documents
 from experiments.tokenise.inputs import find_files, open_place
 from experiments.tokenise.job import Tally
-from experiments.tokenise.vocabulary import sample_of, train
+from experiments.tokenise.vocabulary import sample_documents, train_bpe
 from runner.data.corpus_index import CorpusShard
 from runner.errors import DataError, InvalidError, StorageError
 from runner.storage import DeadlineError
@@ -119,7 +119,7 @@ def test_a_vocabulary_is_trained_to_the_same_bytes_again(tmp_path):
     pieces = cut_into_pieces(find_files(str(tmp_path / "in/*.txt")), 500)
 
     def once(sample_bytes: int) -> bytes:
-        return train(config.config.tokenizer, SEPARATOR, sample_of(pieces, sample_bytes, "text", 0))
+        return train_bpe(config.config.tokenizer, SEPARATOR, sample_documents(pieces, sample_bytes, "text", 0))
 
     assert once(8 << 20) == once(8 << 20)
     assert once(8 << 20) != once(100)
@@ -159,7 +159,7 @@ def test_pieces_of_any_size_hold_the_same_documents(tmp_path, name, shard_bytes)
     (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
     files = find_files(str(tmp_path / name))
     parts = [part for piece in cut_into_pieces(files, shard_bytes) for part in piece]
-    found = [text for part in parts for text in documents(part, None, "text")]
+    found = [text for part in parts for text in read_documents(part, None, "text")]
     assert found == [text.encode() for text in DOCUMENTS]
     assert sum(part.size_bytes for part in parts) == files[0].size_bytes or name == "d.parquet"
 
@@ -169,7 +169,7 @@ def test_a_bad_line_is_called_by_its_number_wherever_its_part_begins(tmp_path):
     path.write_bytes(inputs.lines(DOCUMENTS[:50]) + b"{oh\n" + inputs.lines(DOCUMENTS[:50]))
     for shard_bytes in (10, 100, 1000, 1 << 20):
         parts = [part for piece in cut_into_pieces(find_files(str(path)), shard_bytes) for part in piece]
-        (bad,) = [text for part in parts for text in documents(part, None, "text") if isinstance(text, BadRecord)]
+        (bad,) = [text for part in parts for text in read_documents(part, None, "text") if isinstance(text, BadRecord)]
         assert bad.where == f"{path}:51"
 
 
@@ -212,8 +212,8 @@ def test_an_object_whose_name_holds_wild_characters_is_a_source(tmp_path, monkey
 @pytest.mark.parametrize("name", ["texts.txt", *FORMS])
 def test_a_large_file_in_a_bucket_is_read_in_blocks(tmp_path, monkeypatch, name):
     bucket, most_bytes, block_bytes = inputs.Bucket(monkeypatch), 0, 512
-    monkeypatch.setattr(object_file, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(input_files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(input_documents, "BLOCK_BYTES", block_bytes)
     real = bucket.driver.get_range
 
     def get_range(key: str, start: int, stop: int, version: str) -> bytes:
@@ -261,8 +261,8 @@ def test_a_source_that_a_bucket_does_not_have_is_refused(tmp_path, monkeypatch, 
 def test_an_object_that_cannot_be_read_is_named(tmp_path, monkeypatch, error, raised, name, block_bytes):
     bucket = inputs.Bucket(monkeypatch)
     if block_bytes is not None:
-        monkeypatch.setattr(object_file, "BLOCK_BYTES", block_bytes)
-        monkeypatch.setattr(reading, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(input_files, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(input_documents, "BLOCK_BYTES", block_bytes)
     key = f"web/{name}"
     form = {"c.jsonl": "a.jsonl", "c.parquet": "d.parquet"}.get(name, name)
     bucket.write(key, FORMS[form](DOCUMENTS))
@@ -312,7 +312,9 @@ def test_what_was_lost_since_is_told_or_made_again(tmp_path, name):
     run = _stopped(tmp_path)
     (run / "corpus" / name).unlink()
     if not name.endswith(".json"):
-        assert re.search(rf"{re.escape(name)} is missing or cut; remove .*00000.json", refusal(run, **_some(tmp_path)))
+        assert re.search(
+            rf"{re.escape(name)} is missing or truncated; remove .*00000.json", refusal(run, **_some(tmp_path))
+        )
         (run / "corpus/00000.json").unlink()
     tokenise(run, **_some(tmp_path))()
     assert decode_corpus(run / "corpus") == DOCUMENTS
@@ -401,14 +403,14 @@ def test_another_tokenizer_is_refused_before_the_first_checkpoint_too(tmp_path, 
     with pytest.raises(RuntimeError, match="crash"):
         job(stop=CrashAfter(job, 500))
     (tmp_path / "t.json").write_bytes((tmp_path / "t.json").read_bytes().replace(b"<|pad|>", b"<|PAD|>"))
-    assert "is not the one that its pieces were made with" in refusal(tmp_path / "run", **changes)
+    assert "differs from the one that its pieces were made with" in refusal(tmp_path / "run", **changes)
 
 
 def test_a_trained_tokenizer_that_was_replaced_is_refused(tmp_path, kinds):
     changes = {"config.tokenizer": kinds["bpe"]}
     run = _stopped(tmp_path, **changes)
     shutil.copy(kinds["hf"]["file"], run / "corpus/tokenizer.json")
-    assert "is not the one that its pieces were made with" in refusal(run, **_some(tmp_path), **changes)
+    assert "differs from the one that its pieces were made with" in refusal(run, **_some(tmp_path), **changes)
 
 
 def test_two_runs_never_write_one_corpus(tmp_path):
@@ -433,26 +435,32 @@ def test_two_runs_never_write_one_corpus(tmp_path):
         ({"config.source": "IN/*.tx"}, "no file matches"),
         ({"config.source": "IN/00000.tx"}, "did you mean .*/in/00000.txt?"),
         ({"config.source": "MIXED"}, "matches jsonl and text files"),
-        ({"config.source": "OTHER"}, "is of a kind that is not read"),
+        ({"config.source": "OTHER"}, "unsupported file type"),
         ({"config.source": "ftp://x/y"}, "ftp:// is not known"),
-        ({"config.field": "body"}, "config.field: is body: nothing reads it"),
-        ({"config.skip_bad": 3}, "config.skip_bad: is 3: nothing reads it"),
-        ({"config.separator": 256}, "config.separator: is 256, the tokenizer's ids go up to 255"),
-        ({"config.separator": "</s>"}, "a tokenizer of kind bytes has no token '</s>'; needs an id"),
+        ({"config.field": "body"}, "config.field: is body, but nothing reads it"),
+        ({"config.skip_bad": 3}, "config.skip_bad: is 3, but nothing reads it"),
+        ({"config.separator": 256}, "config.separator: is 256; the largest id is 255"),
+        ({"config.separator": "</s>"}, "a tokenizer of kind bytes has no token '</s>'; give an id"),
         ({"config.tokenizer": "hf", "config.separator": "<|endoftxt|>"}, r"did you mean '<\|endoftext\|>'?"),
-        ({"config.tokenizer": {"kind": "hf", "file": "/nowhere/t.json"}}, "config.tokenizer: .*/t.json: is not there"),
+        (
+            {"config.tokenizer": {"kind": "hf", "file": "/nowhere/t.json"}},
+            ".*/t.json: does not exist",
+        ),
         (
             {"config.tokenizer": {"kind": "tiktoken", "file": "cl100k_base", "pattern": "."}},
-            "config.tokenizer: cl100k_base: is not there; .* holds no cl100k_base; needs a file: what a library or a ",
+            "config.tokenizer: cl100k_base: does not exist; .* holds no cl100k_base; needs a file: download ",
         ),
-        ({"config.tokenizer": {"kind": "hf", "file": "IN/00000.tx"}}, "is not there; did you mean .*/in/00000.txt?"),
+        ({"config.tokenizer": {"kind": "hf", "file": "IN/00000.tx"}}, "does not exist; did you mean .*/in/00000.txt?"),
         ({"config.tokenizer": {"kind": "hf", "file": "TEXT"}}, "is no tokenizer.json"),
         ({"config.tokenizer": {"kind": "sentencepiece", "file": "TEXT"}}, "is no model of sentencepiece"),
         ({"config.tokenizer": {"kind": "tiktoken", "file": "TEXT", "pattern": "."}}, "line 1 is no rank of tiktoken"),
         ({"config.output": "TEXT"}, "needs a directory"),
-        ({"config.source": "IN/[0]*", "config.output": "IN"}, "names what this job writes, as .*/in/00000-000.bin"),
-        ({"config.source": "TOP/**"}, "names what this job writes, as .*/run/events.jsonl; use a narrower source"),
-        ({"config.source": "TOP/**/*.jsonl"}, "names what this job writes, as .*/run/events.jsonl"),
+        (
+            {"config.source": "IN/[0]*", "config.output": "IN"},
+            "matches files that this job writes, such as .*/in/00000-000.bin",
+        ),
+        ({"config.source": "TOP/**"}, "files that this job writes, such as .*/run/events.jsonl; use a narrower"),
+        ({"config.source": "TOP/**/*.jsonl"}, "files that this job writes, such as .*/run/events.jsonl"),
         ({"config.tokenizer": {"kind": "hf", "file": "EMPTY"}}, "is no tokenizer.json of use: it has no tokens"),
     ],
     ids=str,
@@ -490,15 +498,15 @@ def _cut(content: bytes) -> bytes:
 
 
 DAMAGES: dict[str, tuple[list[str], Any, str]] = {
-    "cut": (["b.jsonl.gz", "c.jsonl.zst"], _cut, "is cut short"),
-    "cut table": (["d.parquet", "f.arrow"], _cut, "is no whole (parquet|arrow) file"),
+    "cut": (["b.jsonl.gz", "c.jsonl.zst"], _cut, "is truncated"),
+    "cut table": (["d.parquet", "f.arrow"], _cut, "is no valid (parquet|arrow) file"),
     "another kind": (
         ["b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.arrow"],
         lambda _: b"what is this?" * 9,
-        "is no whole",
+        "is no valid",
     ),
-    "nothing": (["b.jsonl.gz", "c.jsonl.zst"], lambda _: b"", "is cut short"),
-    "no file": (["d.parquet", "e.arrow"], lambda _: b"", "is no whole"),
+    "nothing": (["b.jsonl.gz", "c.jsonl.zst"], lambda _: b"", "is truncated"),
+    "no file": (["d.parquet", "e.arrow"], lambda _: b"", "is no valid"),
     "not JSON": (["a.jsonl"], lambda content: b"{}x\n" + content, r"a.jsonl:1: is not JSON"),
     "not UTF-8": (["a.jsonl"], lambda content: b'{"text": "\xff"}\n' + content, r"a.jsonl:1: is not JSON"),
     "nested": (["a.jsonl"], lambda content: b"[" * 99999 + b"\n" + content, r"a.jsonl:1: is not JSON"),
@@ -508,7 +516,7 @@ DAMAGES: dict[str, tuple[list[str], Any, str]] = {
         lambda content: content + b'{"txt": 1}\n',
         "has no 'text'; did you mean config.field: txt?",
     ),
-    "a number": (["a.jsonl"], lambda content: content + b'{"text": 1}\n', "'text' is no text: 1"),
+    "a number": (["a.jsonl"], lambda content: content + b'{"text": 1}\n', "'text' is not a string: 1"),
     "strange fields": (
         ["a.jsonl"],
         lambda content: content + b'{"a\\nb": 1}\n',
@@ -558,12 +566,12 @@ def test_a_field_that_is_missing_is_told_with_the_nearest(tmp_path, name):
 def test_so_many_bad_lines_are_left_out_as_the_spec_allows(tmp_path, capsys, name):
     (tmp_path / name).write_bytes(FORMS[name]([*DOCUMENTS[:60], None, *DOCUMENTS[60:], None]))
     source = {"config.source": str(tmp_path / name)}
-    assert re.search("'text' is (no text: null|null)", refusal(tmp_path / "strict", **source))
+    assert re.search("'text' is (not a string: null|null)", refusal(tmp_path / "strict", **source))
     found = refusal(tmp_path / "run", **source, **{"config.skip_bad": 1})
     assert "config.skip_bad allows 1" in found
     tokenise(tmp_path / "run", **source, **{"config.skip_bad": 2})()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
-    assert "left out 2 lines without a text, the first is" in capsys.readouterr().out
+    assert "skipped 2 lines without text, the first is" in capsys.readouterr().out
 
 
 def test_a_file_that_cannot_be_read_is_told_before_anything_is_written(tmp_path, monkeypatch):
@@ -592,19 +600,19 @@ def test_a_person_is_told_now_and_then_how_far_the_job_is():
         )
     )
     began = time.monotonic()
-    assert tally.line([tally.own()], began + 1) is None
-    line = tally.line([tally.own(), [4, 90, 9000, 0]], began + 20)
-    assert re.fullmatch(r"15 of 40 pieces; now 100 documents, 10,000 tokens, (499|500) tokens/s, 100 s left", line), (
-        line
-    )
-    assert tally.line([tally.own()], began + 21) is None
+    assert tally.format_progress([tally.get_counts()], began + 1) is None
+    line = tally.format_progress([tally.get_counts(), [4, 90, 9000, 0]], began + 20)
+    assert re.fullmatch(
+        r"15 of 40 pieces; this attempt 100 documents, 10,000 tokens, (499|500) tokens/s, 100 s left", line
+    ), line
+    assert tally.format_progress([tally.get_counts()], began + 21) is None
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(100, "100 s"), (1200, "20 min"), (9000, "2.5 h")])
 def test_time_left_is_said_in_a_fitting_unit(seconds, words):
     tally = Tally(2)
     tally.add(FinishedPiece("", (), 0, "", 0))
-    assert tally.line([tally.own()], time.monotonic() + seconds).endswith(f"{words} left")
+    assert tally.format_progress([tally.get_counts()], time.monotonic() + seconds).endswith(f"{words} left")
 
 
 def test_bad_lines_of_several_pieces_are_too_many_before_the_end(tmp_path):
@@ -613,7 +621,7 @@ def test_bad_lines_of_several_pieces_are_too_many_before_the_end(tmp_path):
     source = {"config.source": str(tmp_path / "*.jsonl"), "config.skip_bad": 2}
     found = refusal(tmp_path / "run", **source)
     assert "a.jsonl:61" in found
-    assert "that makes 3, config.skip_bad allows 2" in found
+    assert "3 bad lines so far, config.skip_bad allows 2" in found
     num_pieces = len(tokenise(tmp_path / "run", **source).pieces)
     assert len(list((tmp_path / "run/corpus").glob("[0-9]*.json"))) < num_pieces
 
