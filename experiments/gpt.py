@@ -1,14 +1,12 @@
-"""GPT-2 as published: pre-LayerNorm, learned positions, tied embedding, tanh-approximated GELU, biases.
+"""GPT-2 as published, and its trainer.
 
-Owns the architecture and the logical name of every parameter axis. Knows no mesh, optimizer or data: names become
-mesh axes by the rules of the caller, and without rules every annotation is a no-op.
-
-Tokens are flattened to two dimensions before each matmul where that is faster (see `experiments.model.platform`).
+Pre-LayerNorm, learned positions, tied embedding, tanh-approximated GELU, biases everywhere. The module owns the
+architecture, the logical name of every parameter axis, and the tensors of `GPT2LMHeadModel` and its config.json in
+Hugging Face's files. It knows no mesh: names become mesh axes by the rules of the caller, and without rules every
+annotation is a no-op. Layouts that depend on the platform are in `experiments.model.platform`.
 
 Shape legend: B batch, T sequence, S positions of a cache, L layers, V vocabulary, D width, M = 4 D width of the MLP,
-N heads, H = D / N width of a head, I and O input and output of any dense layer.
-
-GPT-2 in Hugging Face's files: the tensors of `GPT2LMHeadModel`, and its `config.json`.
+N heads, H = D / N width of a head.
 """
 
 import functools
@@ -25,23 +23,23 @@ from jax.typing import DTypeLike
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from experiments.model.attention import cached_attention, causal_attention
+from experiments.model.embedding import EmbeddingNoise, lookup, loss_sum_of, unembed
 from experiments.model.layers import (
     INIT_STDDEV,
     Dense,
     FromHeads,
     LayerNorm,
     ToHeads,
-    cut,
-    flat,
+    constrain,
+    constrain_stream,
+    flatten_tokens,
+    gather_stream,
     gelu,
-    in_rows,
-    in_stream,
-    kept_in_stream,
     rematerialised,
+    save_stream,
     with_axes,
 )
-from experiments.model.platform import kept
-from experiments.model.vocabulary import EmbeddingNoise, loss_sum_of, rows_at, unembed
+from experiments.model.platform import mark_saved
 from runner import BaseTrainer
 from runner.config import ContextParallelMethod, MemoryConfig, ModelConfig, TrainerConfig
 from runner.huggingface.mapping import Family, TensorPiece
@@ -52,109 +50,40 @@ from runner.train.loss import document_arguments, target_weights
 from runner.train.setup import TrainSetup
 from runner.train.step import Batch
 
-_ALONE = {
-    "transformer.wte.weight": "embedding",
-    "transformer.wpe.weight": "positions",
-    "transformer.ln_f.weight": "final_norm.scale",
-    "transformer.ln_f.bias": "final_norm.bias",
-}
-_NORMS = {"ln_1": "attention_norm", "ln_2": "mlp_norm"}
-_DENSE = {"attn.c_proj": "attention_out", "mlp.c_fc": "mlp_in", "mlp.c_proj": "mlp_out"}
-_MASKS = (".attn.bias", ".attn.masked_bias")  # which older files hold beside the weights
-# What moves no tensor's shape, and what a config.json that leaves it out means.
-_DEFAULTS = {
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}
-_SAME = {"gelu_pytorch_tanh": "gelu_new"}
-
-
-@dataclass(frozen=True)
-class GPT2Files(Family):
-    """Of one model: its sizes. Kernels are (in, out) in both, and query, key and value one tensor in the files."""
-
-    layers: int
-    heads: int
-    width: int
-    vocabulary_size: int
-    positions: int
-    dropout: float
-
-    def pieces(self) -> list[TensorPiece]:
-        """See `Family`."""
-        found = [TensorPiece(tensor, leaf) for tensor, leaf in _ALONE.items()]
-        for layer in range(self.layers):
-            prefix, index = f"transformer.h.{layer}", (layer,)
-            for tensor, leaf in _NORMS.items():
-                found.append(TensorPiece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.scale", index))
-                found.append(TensorPiece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
-            for number, leaf in enumerate(("query", "key", "value")):
-                start, stop = number * self.width, (number + 1) * self.width
-                for name, kind, axis in (("weight", "kernel", 1), ("bias", "bias", 0)):
-                    part = (axis, start, stop)
-                    found.append(TensorPiece(f"{prefix}.attn.c_attn.{name}", f"blocks.{leaf}.{kind}", index, part=part))
-            for tensor, leaf in _DENSE.items():
-                found.append(TensorPiece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.kernel", index))
-                found.append(TensorPiece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
-        return found
-
-    def config(self) -> JsonObject:
-        """See `Family`. No token begins or ends a text, as far as the model knows."""
-        sizes = {"n_layer": self.layers, "n_head": self.heads, "n_embd": self.width, "n_positions": self.positions}
-        dropped = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout) | {"attn_pdrop": 0.0}
-        ends = {"bos_token_id": None, "eos_token_id": None}
-        named = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
-        return {**named, "vocab_size": self.vocabulary_size, **sizes, **_DEFAULTS, **dropped, **ends}
-
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
-        """See `Family`."""
-        needed = {"model_type": "gpt2", "n_head": self.heads, **_DEFAULTS}
-        found = {key: config.get(key, _DEFAULTS.get(key)) for key in needed}
-        return [
-            f"{key}: got {found[key]!r}, the model needs {value!r}"
-            for key, value in needed.items()
-            if _SAME.get(str(found[key]), found[key]) != value
-        ]
-
-    def known_as(self, tensor: str) -> str | None:
-        """See `Family`. The files of OpenAI's release leave `transformer.` out; the head is the embedding again."""
-        if tensor.endswith(_MASKS) or tensor == "lm_head.weight":
-            return None
-        return tensor if tensor.startswith("transformer.") else f"transformer.{tensor}"
-
-
 LAYER_NORM_EPSILON = 1e-5
 
-Cache = dict[str, jax.Array]  # keys and values of what was read before: (L, B, S, N, H), of one layer without L
+Cache = dict[str, jax.Array]  # keys and values of earlier positions: (L, B, S, N, H), without L for one layer
 
 
 class GPTConfig(ModelConfig):
     """Sizes of a GPT-2, and how its layers are compiled.
 
-    `layer_loop: scan` compiles one layer and loops over it: compile time does not grow with depth, which is what very
-    deep models want. `unroll` compiles every layer in line: compile time grows with depth, and a step saves nothing
-    by slices of stacks, which is a few hundredths of it on a CPU, and on a TPU 3 to 20% by its compiler's estimates
-    and some of its memory. Both hold the same parameters, with all layers stacked, so a checkpoint of one is a
-    checkpoint of the other.
+    `layer_loop: scan` compiles one layer and loops over it, so compile time does not grow with depth, as very deep
+    models need. `unroll` compiles every layer: compile time grows with depth, and a step does not save and read slices
+    of stacked arrays. That is a few hundredths of a step on a CPU, and on a TPU 3 to 20% by its compiler's estimates,
+    and some memory. Both have the same parameters, with all layers stacked, so a checkpoint of one loads into the
+    other.
     """
 
-    layers: PositiveInt = Field(description="Transformer blocks.")
+    layers: PositiveInt = Field(description="Transformer layers.")
     heads: PositiveInt = Field(
-        description="Attention heads; must divide width. Where topology.mesh.tensor does not divide them, devices hold "
-        "more of them than their share."
+        description="Attention heads; must divide width. If topology.mesh.tensor does not divide them, devices hold "
+        "more than their share."
     )
     width: PositiveInt = Field(description="Width of the residual stream.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of embedding and branch outputs zeroed.")
-    neftune_alpha: NonNegativeFloat = Field(default=0.0, description="NEFTune noise in training, its paper's alpha.")
-    vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto takes the data set's.")
-    layer_loop: Literal["scan", "unroll"] = Field(default="scan", description="Compile one layer, or each of them.")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout rate of embeddings and of the outputs of attention and MLP."
+    )
+    neftune_alpha: NonNegativeFloat = Field(
+        default=0.0, description="Alpha of NEFTune noise on embeddings in training; 0: none."
+    )
+    vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto: that of the data set.")
+    layer_loop: Literal["scan", "unroll"] = Field(
+        default="scan", description="Compile one layer and loop over it, or compile every layer."
+    )
 
     @model_validator(mode="after")
-    def _heads_divide_width(self) -> "GPTConfig":
+    def _validate_heads(self) -> "GPTConfig":
         if self.width % self.heads:
             raise ValueError(
                 f"width={self.width} does not divide over heads={self.heads}; use a multiple of {self.heads}"
@@ -163,9 +92,9 @@ class GPTConfig(ModelConfig):
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask is each example's own: drawn from the step's key and the example's place in the step.
+    """Dropout with a mask for each example, drawn from the step's key and the place of the example in the step.
 
-    So how a step is split into micro-batches, devices and hosts changes no mask.
+    So the split of a step into micro-batches, devices and hosts changes no mask.
     """
 
     rate: float
@@ -201,10 +130,12 @@ class Block(nn.Module):
         B, T, D = x_BxTxD.shape
         N = self.config.heads
         residual_stddev = INIT_STDDEV / math.sqrt(2 * self.config.layers)
+        # One module for both calls. Its name is automatic and folds into the random key, so a second module or another
+        # class name would change the masks.
         dropout = functools.partial(Dropout(self.config.dropout, self.deterministic), examples_B=examples_B)
 
-        # Flattened once for the three that read it, so that the backward pass keeps one copy and not three.
-        h_BTxD = flat(in_rows(self._layer_norm("attention_norm")(x_BxTxD)))
+        # Flattened once for the three projections, so that the backward pass keeps one copy and not three.
+        h_BTxD = flatten_tokens(gather_stream(self._layer_norm("attention_norm")(x_BxTxD)))
         precision = self.param_dtype, self.compute_dtype
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
             ToHeads(D, ("embed", "heads"), INIT_STDDEV, *precision, True, N, name=name)(h_BTxD, (B, T))
@@ -214,18 +145,18 @@ class Block(nn.Module):
             qkv = (q_BxTxNxH, k_BxTxNxH, v_BxTxNxH)
             a_BxTxNxH = causal_attention(*qkv, segments_BxT, row_attention=self.row_attention)
         else:
-            assert start is not None, "a cache is read from a position on"
+            assert start is not None, "a call with a cache needs start"
             new = {"key": k_BxTxNxH, "value": v_BxTxNxH}
             cache = {name: lax.dynamic_update_slice_in_dim(cache[name], new[name], start, axis=1) for name in new}
             a_BxTxNxH = cached_attention(q_BxTxNxH, cache["key"], cache["value"], start)
         out = FromHeads(D, ("heads", "embed"), residual_stddev, *precision, name="attention_out")
-        x_BxTxD = kept_in_stream(x_BxTxD + dropout(in_stream(out(a_BxTxNxH))))
+        x_BxTxD = save_stream(x_BxTxD + dropout(constrain_stream(out(a_BxTxNxH))))
 
-        h_BTxD = flat(in_rows(self._layer_norm("mlp_norm")(x_BxTxD)))
+        h_BTxD = flatten_tokens(gather_stream(self._layer_norm("mlp_norm")(x_BxTxD)))
         h_BxTxM = self._dense("mlp_in", 4 * D, ("embed", "mlp"))(h_BTxD).reshape(B, T, 4 * D)
-        h_BxTxM = gelu(kept(cut(h_BxTxM, "batch", "sequence", "mlp")))
-        h_BTxD = self._dense("mlp_out", D, ("mlp", "embed"), residual_stddev)(flat(h_BxTxM))
-        return in_stream(x_BxTxD + dropout(in_stream(h_BTxD.reshape(B, T, D)))), cache
+        h_BxTxM = gelu(mark_saved(constrain(h_BxTxM, "batch", "sequence", "mlp")))
+        h_BTxD = self._dense("mlp_out", D, ("mlp", "embed"), residual_stddev)(flatten_tokens(h_BxTxM))
+        return constrain_stream(x_BxTxD + dropout(constrain_stream(h_BTxD.reshape(B, T, D)))), cache
 
     def _dense(self, name: str, features: int, axes: tuple[str, str], stddev: float = INIT_STDDEV) -> Dense:
         return Dense(features, axes, stddev, self.param_dtype, self.compute_dtype, name=name)
@@ -235,7 +166,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 over at most `sequence_length` tokens.
+    """GPT-2 for sequences of at most `sequence_length` tokens.
 
     Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, layer norms and softmax in float32.
     """
@@ -260,34 +191,54 @@ class GPT(nn.Module):
         start: jax.Array | None = None,
         deterministic: bool,
     ) -> Any:
-        """Return logits (B, T, V) of the next token, in `compute_dtype`; needs a "dropout" key unless deterministic.
+        """Return logits of the next token, or the loss; needs a "dropout" key unless deterministic.
 
-        With `targets`, (y_BxT, weight_BxT), it is the summed cross entropy that is returned, for which not all logits
-        need ever exist (`memory.loss_chunk_positions`). `examples_B` says where in the step each example stands;
-        dropout and noise depend on that, not on the split. `segments` and `positions` (B, T) are those of rows that
-        hold several documents: attention stays within a segment (see `experiments.model.attention`), a token has the
-        position embedding of its place in its document; without them, of its place in the row.
+        Args:
+            tokens_BxT: ids.
+            examples_B: place of each example in the step, which dropout and noise depend on; None is 0, 1, 2 ...
+            targets: (y_BxT, weight_BxT). If given, the summed cross entropy is returned. With
+                `memory.loss_chunk_positions` it is computed without all logits ever existing.
+            segments: (B, T), documents of sequences that hold several; attention stays within a segment.
+            positions: (B, T), place of each token in its document, for its position embedding; by default in the
+                sequence.
+            cache: from `init_cache`, or from the previous call.
+            start: position of the first token (int32 scalar), if there is a cache. Tokens are at `start` to
+                start + T - 1, after those in the cache.
+            deterministic: True leaves out dropout and noise.
 
-        With `cache` (see `init_cache`) the tokens stand at positions `start` .. `start + T - 1` (int32 scalar), behind
-        those that it has; it is (logits, the cache with theirs) that is returned.
+        Returns:
+            Logits (B, T, V) in `compute_dtype`; with a cache also the cache with these tokens; with targets the summed
+            cross entropy, float32.
         """
-        B, T = tokens_BxT.shape
+        config, (B, T) = self.config, tokens_BxT.shape
         examples_B = jnp.arange(B) if examples_B is None else examples_B
-        D, V = self.config.width, self.vocabulary_size
+        D, V = config.width, self.vocabulary_size
         embedding_init = with_axes(nn.initializers.normal(INIT_STDDEV), "vocab", "embed")
         positions_init = with_axes(nn.initializers.normal(INIT_STDDEV), "positions", "embed")
         embedding_VxD = self.param("embedding", embedding_init, (V, D), self.param_dtype).astype(self.compute_dtype)
         positions_TxD = self.param("positions", positions_init, (self.sequence_length, D), self.param_dtype).astype(
             self.compute_dtype
         )
-        positions_TxD = cut(positions_TxD, "positions", "embed_act")  # as `rows_at` has the embedding
+        positions_TxD = constrain(positions_TxD, "positions", "embed_act")  # sharded as `lookup` returns embeddings
         if start is not None:
             positions = start + jnp.arange(T)
-        x_BxTxD = rows_at(embedding_VxD, tokens_BxT)
+        x_BxTxD = lookup(embedding_VxD, tokens_BxT)
         x_BxTxD += positions_TxD[:T] if positions is None else positions_TxD[positions]
-        x_BxTxD = self._with_noise(x_BxTxD, examples_B, deterministic)
-        x_BxTxD = Dropout(self.config.dropout, deterministic)(x_BxTxD, examples_B)
-        x_BxTxD, cache = self._blocks(deterministic)(x_BxTxD, examples_B, segments, cache, start)
+        noise = EmbeddingNoise(config.neftune_alpha, deterministic, name="embedding_noise")
+        x_BxTxD = constrain_stream(noise(constrain_stream(x_BxTxD), examples_B))
+        x_BxTxD = Dropout(config.dropout, deterministic)(x_BxTxD, examples_B)
+
+        is_unrolled = config.layer_loop == "unroll"
+        blocks = nn.scan(
+            rematerialised(Block, self.memory.remat, is_in_line=is_unrolled),
+            variable_axes={"params": 0},
+            in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
+            split_rngs={"params": True, "dropout": True},
+            length=config.layers,
+            unroll=config.layers if is_unrolled else 1,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )(config, deterministic, self.param_dtype, self.compute_dtype, self.memory.row_attention, name="blocks")
+        x_BxTxD, cache = blocks(x_BxTxD, examples_B, segments, cache, start)
         x_BxTxD = LayerNorm(LAYER_NORM_EPSILON, self.param_dtype, self.compute_dtype, name="final_norm")(x_BxTxD)
 
         if targets is not None:
@@ -296,47 +247,103 @@ class GPT(nn.Module):
         logits_BxTxV = unembed(embedding_VxD, x_BxTxD)
         return logits_BxTxV if cache is None else (logits_BxTxV, cache)
 
-    def _with_noise(self, x_BxTxD: jax.Array, examples_B: jax.Array, deterministic: bool) -> jax.Array:
-        noise = EmbeddingNoise(self.config.neftune_alpha, deterministic, name="embedding_noise")
-        return in_stream(noise(in_stream(x_BxTxD), examples_B))
-
     @nn.nowrap
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:
-        """An empty cache of `length` positions for rows that are read bit by bit."""
+        """Return an empty cache for `batch` sequences of at most `length` tokens."""
         N = self.config.heads
         shape = (self.config.layers, batch, length, N, self.config.width // N)
         return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
 
-    def _blocks(self, deterministic: bool) -> Any:
-        """All layers, as one that is called once: `(x, examples, segments, cache, start) -> (x, cache)`."""
-        return nn.scan(
-            self._remat(Block),
-            variable_axes={"params": 0},
-            in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
-            split_rngs={"params": True, "dropout": True},
-            length=self.config.layers,
-            unroll=1 if self.config.layer_loop == "scan" else self.config.layers,
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )(
-            self.config,
-            deterministic,
-            self.param_dtype,
-            self.compute_dtype,
-            self.memory.row_attention,
-            name="blocks",
-        )
 
-    def _remat(self, block: type[Block]) -> type[nn.Module]:
-        return rematerialised(block, self.memory.remat, is_in_line=self.config.layer_loop == "unroll")
+# Hugging Face's files: tensor -> parameter.
+_UNSTACKED_TENSORS = {
+    "transformer.wte.weight": "embedding",
+    "transformer.wpe.weight": "positions",
+    "transformer.ln_f.weight": "final_norm.scale",
+    "transformer.ln_f.bias": "final_norm.bias",
+}
+_NORMS = {"ln_1": "attention_norm", "ln_2": "mlp_norm"}
+_MATMULS = {"attn.c_proj": "attention_out", "mlp.c_fc": "mlp_in", "mlp.c_proj": "mlp_out"}
+_MASKS = (".attn.bias", ".attn.masked_bias")  # older files hold them beside the weights
+# Keys of config.json that change no tensor's shape, with the values that a file means if it leaves them out.
+_DEFAULTS = {
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+_SYNONYMS = {"gelu_pytorch_tanh": "gelu_new"}
+
+
+@dataclass(frozen=True)
+class GPT2Files(Family):
+    """Weights and config.json of a GPT-2 in Hugging Face's layout.
+
+    Kernels are (in, out) in both layouts. Query, key and value are one tensor in the files.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    vocabulary_size: int
+    positions: int
+    dropout: float
+
+    def pieces(self) -> list[TensorPiece]:
+        """Return every parameter with its tensor."""
+        pieces = [TensorPiece(tensor, leaf) for tensor, leaf in _UNSTACKED_TENSORS.items()]
+        for layer in range(self.layers):
+            prefix, index = f"transformer.h.{layer}", (layer,)
+            for tensor, leaf in _NORMS.items():
+                pieces.append(TensorPiece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.scale", index))
+                pieces.append(TensorPiece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
+            for number, leaf in enumerate(("query", "key", "value")):
+                start, stop = number * self.width, (number + 1) * self.width
+                for name, kind, axis in (("weight", "kernel", 1), ("bias", "bias", 0)):
+                    tensor, part = f"{prefix}.attn.c_attn.{name}", (axis, start, stop)
+                    pieces.append(TensorPiece(tensor, f"blocks.{leaf}.{kind}", index, part=part))
+            for tensor, leaf in _MATMULS.items():
+                pieces.append(TensorPiece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.kernel", index))
+                pieces.append(TensorPiece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
+        return pieces
+
+    def config(self) -> JsonObject:
+        """Return config.json. The model knows no tokens that begin or end a text."""
+        sizes = {"n_layer": self.layers, "n_head": self.heads, "n_embd": self.width, "n_positions": self.positions}
+        dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout) | {"attn_pdrop": 0.0}
+        ends = {"bos_token_id": None, "eos_token_id": None}
+        names = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+        return {**names, "vocab_size": self.vocabulary_size, **sizes, **_DEFAULTS, **dropout, **ends}
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        """Return how the config.json of given weights differs from this model, one line each."""
+        needed = {"model_type": "gpt2", "n_head": self.heads, **_DEFAULTS}
+        found = {key: config.get(key, _DEFAULTS.get(key)) for key in needed}
+        return [
+            f"{key}: got {found[key]!r}, the model needs {value!r}"
+            for key, value in needed.items()
+            if _SYNONYMS.get(str(found[key]), found[key]) != value
+        ]
+
+    def known_as(self, tensor: str) -> str | None:
+        """Return the tensor's name in `pieces`, or None to skip it.
+
+        The files of OpenAI's release leave out `transformer.`, and some files repeat the embedding as the head.
+        """
+        if tensor.endswith(_MASKS) or tensor == "lm_head.weight":
+            return None
+        return tensor if tensor.startswith("transformer.") else f"transformer.{tensor}"
 
 
 class PretrainGPT(BaseTrainer):
-    """Trains a GPT-2 on the next token."""
+    """Trainer of a GPT-2 on the next token."""
 
     Config = TrainerConfig[GPTConfig]
 
     def model(self) -> GPT:
-        """The GPT that the spec describes."""
+        """Return the GPT that the spec describes."""
         config, precision = self.config, self.config.precision
         return GPT(
             config.model,
@@ -347,15 +354,33 @@ class PretrainGPT(BaseTrainer):
             config.memory,
         )
 
+    @classmethod
+    def forward(
+        cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the summed cross entropy; with a key each example has its own dropout and noise."""
+        rngs = None if key is None else {"dropout": key}
+        targets = batch["y"], target_weights(batch)
+        loss_sum = apply_fn(
+            {"params": params},
+            batch["x"],
+            batch["example"],
+            targets,
+            **document_arguments(apply_fn, batch),
+            deterministic=key is None,
+            rngs=rngs,
+        )
+        return loss_sum, {}
+
     def family(self) -> GPT2Files:
-        """As `transformers` has it."""
+        """Return the layout of the weights in Hugging Face's files."""
         model, length = self.config.model, self.config.data.sequence_length
         return GPT2Files(model.layers, model.heads, model.width, self.vocabulary_size, length, model.dropout)
 
     def flops_per_token(self, train_setup: TrainSetup) -> Flops:
-        """By formula: causal attention as half of its square, whose scores every fused form computes again.
+        """Return FLOPs by formula: causal attention as half of its square, with scores that are always recomputed.
 
-        Of rows that hold several documents that is an upper bound: within a row no form leaves out other documents.
+        For sequences of several documents this is an upper bound: no implementation skips other documents.
         """
         model, memory = self.config.model, self.config.memory
         return compute_transformer_flops(
@@ -369,9 +394,11 @@ class PretrainGPT(BaseTrainer):
         )
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:
-        """By formula. In units of D a layer keeps its input and the stream between, cut like that; two normalised
-        copies, of whole rows; and q, k, v, attention's result and 4 + 4 of the hidden layer before and after its GELU,
-        cut by heads or columns.
+        """Return the memory and communication of a token by formula.
+
+        In units of D a layer saves its input and the stream between attention and MLP, both sharded like the stream;
+        two normalised copies of the gathered stream; and queries, keys, values, attention's result and 4 + 4 of the
+        hidden layer before and after its GELU, sharded by heads or columns.
         """
         model, tensor = self.config.model, sizes["tensor"]
         return compute_transformer_sizing(
@@ -388,23 +415,5 @@ class PretrainGPT(BaseTrainer):
         )
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
-        """What is kept, and whether the loss is computed in chunks."""
+        """Return the memory options that `plan --search` may vary."""
         return list_memory_choices(self.config.data.sequence_length)
-
-    @classmethod
-    def forward(
-        cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Summed cross entropy, with each example's own dropout and noise."""
-        rngs = None if key is None else {"dropout": key}
-        targets = batch["y"], target_weights(batch)
-        loss_sum = apply_fn(
-            {"params": params},
-            batch["x"],
-            batch["example"],
-            targets,
-            **document_arguments(apply_fn, batch),
-            deterministic=key is None,
-            rngs=rngs,
-        )
-        return loss_sum, {}

@@ -1,4 +1,4 @@
-"""Hooks of an experiment's own, listed in a spec as `experiments.hooks:CLASS`. See runner/hook/README.md."""
+"""Hooks for experiments, listed in a spec as `experiments.hooks:CLASS`; `runner/hook/README.md` explains hooks."""
 
 from typing import Any, ClassVar
 
@@ -17,47 +17,50 @@ from runner.hook import HookConfig, Moment, Observer, SeenJob
 
 
 class SampleTextConfig(HookConfig):
-    """What to write, and after which evaluations."""
+    """Configuration of `SampleText`."""
 
-    prompts: list[str] = Field(default=[""], min_length=1, description="What each text goes on from.")
-    tokens: PositiveInt = Field(default=100, description="Length of each text.")
-    temperature: NonNegativeFloat = Field(default=0.8, description="0 takes the most probable token.")
-    every_evaluations: PositiveInt = Field(default=1, description="Evaluations from one file to the next.")
+    prompts: list[str] = Field(default=[""], min_length=1, description="Prompts, one for each text.")
+    tokens: PositiveInt = Field(default=100, description="Tokens of each text.")
+    temperature: NonNegativeFloat = Field(
+        default=0.8, description="Sampling temperature; 0 takes the most probable token."
+    )
+    every_evaluations: PositiveInt = Field(default=1, description="Write a file at every so many evaluations.")
 
 
 class SampleText(Observer):
-    """Writes `samples/STEP.txt` at evaluations: text from the weights, the same for the same weights.
+    """Hook that writes generated text to `samples/STEP.txt` at evaluations.
 
-    A file has one step and is written whole, so a step that is done again after a kill writes the same once more.
+    The same weights give the same text. A file belongs to one step and is written whole, so a step that is repeated
+    after a kill writes the same file again.
     """
 
     Config: ClassVar[type[HookConfig]] = SampleTextConfig
 
     def __init__(self, config: Any, job: SeenJob):
         super().__init__(config, job)
-        self._samples: SampleEvaluator | None = None
+        self._evaluator: SampleEvaluator | None = None
         self._every_steps = config.every_evaluations * (job.config.eval.every_steps or 1)
 
     def on_evaluation(self, moment: Moment) -> None:
-        """Every host reads the weights, which are cut over all of them; the main host writes."""
+        """Generate on every host, because the weights are sharded over all of them, and write on process 0."""
         if moment.step % self._every_steps:
             return
-        if self._samples is None:
-            self._samples = self._make_samples(moment.weights)
-        texts = self._samples.write(moment.weights) or []
+        # The evaluator is made once: it compiles a program.
+        if self._evaluator is None:
+            self._evaluator = self._make_evaluator(moment.weights)
+        texts = self._evaluator.write(moment.weights) or []
         if moment.hosts.is_main:
             self.job.store.write(f"samples/{moment.step}.txt", "\n".join(f"{text}\n" for text in texts).encode())
 
-    def _make_samples(self, weights: Any) -> SampleEvaluator:
-        """What writes the texts, with a program that is compiled once."""
-        config, told = self.job.config, self.config
-        data, length, dtype = config.data, config.data.sequence_length, config.precision.compute
-        language = load_data_codec(data)
-        prompts = [(text, encode_prompt(language, text) or [find_start_token(language, data)]) for text in told.prompts]
+    def _make_evaluator(self, weights: Any) -> SampleEvaluator:
+        job, options = self.job.config, self.config
+        data, length, dtype = job.data, job.data.sequence_length, job.precision.compute
+        codec = load_data_codec(data)
+        prompts = [(text, encode_prompt(codec, text) or [find_start_token(codec, data)]) for text in options.prompts]
         mesh = jax.tree.leaves(weights["params"])[0].sharding.mesh
-        choose = Sampler(told.temperature).make_chooser(language.tokenizer.vocabulary_size)
+        choose = Sampler(options.temperature).make_chooser(codec.tokenizer.vocabulary_size)
 
-        def reader(variables: Any) -> Any:
+        def make_reader(variables: Any) -> Any:
             return make_decoder(self.job.model(), variables, length, dtype, mesh)
 
-        return SampleEvaluator(prompts, language, reader, choose, told.tokens, length, lambda: False)
+        return SampleEvaluator(prompts, codec, make_reader, choose, options.tokens, length, lambda: False)

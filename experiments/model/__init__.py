@@ -1,33 +1,33 @@
-"""Models, and the blocks that a model of one's own is made of, which can be imported from here.
+"""Building blocks of models, and a configurable decoder made of them.
 
+The names below are public: models of your own import them from here, as the page `experiments/README.md` shows. Parts
+of the loss that come from `runner.train` are exported too. Blocks know no trainer, no sizes of a mesh and no data set.
 
-A loss's parts of `runner.train` can be imported from here too. Blocks know no trainer, no mesh's sizes and no data set.
-
-- `platform`: The form of a model: what is arranged in another way on each platform, though it computes the same
-- `grouped_matmul`: Matmuls of tokens that are grouped by expert, in the form that is fast on the platform. Knows no r
-- `layers`: Parts that models here are made of: projections, norms, the gated MLP, and what the backward pass fi
-- `context_layout`: How rows lie on devices whose positions are cut, and what each device has to do of their attention
-- `expert_parallel`: Experts cut over devices: tokens travel to the devices of their experts, are computed there, and
-- `moe`: Mixture of experts: a router that chooses a few of many MLPs for each token, how they are kept in ba
-- `presets`: Published models by name: the keys of `config.model` that describe each, as its config.json has them
-- `ring_attention`: Causal attention where the positions of every row lie on several devices, in order
-- `context_splash`: The fused TPU kernel of attention where the positions of a row lie on several devices: keys and va
-- `rotary`: Rotary positions: queries and keys turned by angles that grow with the position (Su et al., 2021)
-- `config`: The keys of a decoder, and which layers it has. Owns no arithmetic of a model
-- `dialects`: The config.json of a decoder in the words of each family of transformers: written, and read back
-- `huggingface`: A decoder in Hugging Face's layout: which tensor is which parameter, and of which family it is
-- `tpu_attention`: The fused TPU kernels of causal attention over rows that a device has whole. Imports Pallas, which
-- `attention`: Causal attention, in the form that is fast on the platform the program is compiled for
-- `attention_layer`: The attention of a layer, from projections in to the projection out: grouped heads, or heads made
-- `vocabulary`: From hidden states to the summed loss: logits, whole or by chunks of positions
-- `decoder`: One decoder for today's open families, by config: Llama, Qwen, Mistral, Gemma, OLMo and those built
+- `platform`: platform-dependent form of a model
+- `grouped_matmul`: matmuls of tokens grouped by expert
+- `layers`: projections, norms, the gated MLP, sharding constraints, activation checkpointing
+- `context_layout`: layout of sequences under context parallelism
+- `expert_parallel`: token exchange between devices that hold different experts
+- `moe`: mixture of experts: router, load balancing, layer
+- `presets`: published models by name
+- `ring_attention`: context-parallel attention in plain JAX, by ring or all-gather
+- `context_splash`: context-parallel attention by a TPU kernel on gathered keys
+- `rotary`: rotary position embedding
+- `config`: configuration of the decoder
+- `config_json`: config.json of each family in transformers
+- `huggingface`: weights of the decoder in Hugging Face's layout
+- `tpu_attention`: fused TPU kernels of causal attention
+- `attention`: causal attention, with one implementation per platform
+- `attention_layer`: grouped-query and latent attention modules
+- `embedding`: token embedding, output head and loss
+- `decoder`: the decoder and its trainer
 """
 
 from experiments.model.attention import cached_attention, causal_attention
+from experiments.model.embedding import EmbeddingNoise, embed, loss_sum_of, unembed
 from experiments.model.layers import Dense, GatedMLP, LayerNorm, RMSNorm, rematerialised, with_axes
 from experiments.model.moe import MixtureOfExperts, MoeConfig
 from experiments.model.rotary import Rope, Rotation, rotate, rotation_at
-from experiments.model.vocabulary import EmbeddingNoise, embed, loss_sum_of, unembed
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum, document_arguments, target_weights
 
 __all__ = [

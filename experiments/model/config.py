@@ -1,21 +1,20 @@
-"""The keys of a decoder, and which layers it has. Owns no arithmetic of a model.
+"""Configuration of a decoder: the keys of `config.model`, what they imply, and how its layers are stacked.
 
-A layer is of one kind: `full` attends to the whole row, `window` to a stretch of it, `no_rope` to the whole row without
-positions. Kinds follow each other in a pattern, which is repeated; layers of one turn of it are compiled together.
+A layer is of one kind: `full` attends to the whole sequence, `window` to the last positions of it, and `no_rope` to the
+whole sequence without rotary positions. The kinds follow a pattern that repeats to the last layer. The layers of one
+repetition are compiled together, and their parameters are stacked over the repetitions.
 
-mu-P: what of a decoder depends on its width, so that the learning rate that suits a narrow one suits a wide one.
+mu-P. With `base_width` the learning rate that suits a narrow decoder suits a wide one. The rules are table 8 of Tensor
+Programs V (arXiv:2203.03466), column for Adam, relative to a model of `base_width`, at which nothing changes. With
+m = width / base_width:
 
-Table 8 of Tensor Programs V (arXiv:2203.03466), its column for Adam, against the model of `base_width`, at which
-nothing changes. With m = width / base_width:
-
-    parameters                   variance at the start   multiplier   learning rate
+    parameters                   initial variance        multiplier   learning rate
     hidden matrices              1 / m of the base's     1            1 / m
-    logits' (tied or not)        the base's              1 / m        as it stands
-    embedding, norms, biases     the base's              1            as it stands
+    logits (tied or not)         the base's              1 / m        unchanged
+    embedding, norms, biases     the base's              1            unchanged
 
-What a step of decay takes off a hidden matrix is not divided by m, as in the paper's own package. The paper scales
-scores by 1 / head_dim: here `head_dim` is to stay what it is, and heads grow in number with the width, as does
-`mlp_width`.
+A step of weight decay on a hidden matrix is not divided by m, as in the paper's own package. The paper scales scores by
+1 / head_dim. Here `head_dim` is meant to stay constant while the number of heads and `mlp_width` grow with the width.
 """
 
 import math
@@ -34,187 +33,200 @@ from runner.spec import Auto, FrozenModel
 from runner.spec.document import suggest_choices
 from runner.storage import JsonObject
 
-_OPTIMIZER = "adamw"  # to which the column applies
-_UNSCALED = ("latent", "moe")  # whose matrices have other widths besides
-
-
-class WidthScaledConfig(ModelConfig):
-    """The part of a decoder's keys that says whether its width scales what begins and what learns."""
-
-    base_width: PositiveInt | None = Field(
-        default=None,
-        description="mu-P, for adamw: hidden matrices begin and learn, and logits are scaled, as suits "
-        "width / base_width; then heads of one head_dim and mlp_width grow with width. null: not.",
-    )
-
-    @property
-    def width_ratio(self) -> float:
-        """base_width / width, 1 without."""
-        return 1.0 if self.base_width is None else self.base_width / int(getattr(self, "width"))  # noqa: B009
-
-    @property
-    def hidden_stddev(self) -> float:
-        """Standard deviation at the start of hidden matrices."""
-        return INIT_STDDEV * math.sqrt(self.width_ratio)
-
-    @model_validator(mode="after")
-    def _all_is_scaled(self) -> "WidthScaledConfig":
-        beside = [key for key in _UNSCALED if getattr(self, key) is not None]
-        if self.base_width is not None and beside:
-            raise ValueError(
-                f"base_width={self.base_width}: what {beside[0]} adds is not scaled; leave out one of them"
-            )
-        return self
-
-
-def rate_of(model: WidthScaledConfig, optimizer: str, parameter: Parameter) -> float:
-    """What the learning rate of a parameter is multiplied by. Raises `InvalidError` for an optimizer without a column.
-
-    The decay of adam goes through its moments, and so has none either.
-    """
-    if model.base_width is None:
-        return 1.0
-    if optimizer != _OPTIMIZER:
-        raise InvalidError(f"base_width={model.base_width}: mu-P here is that of {_OPTIMIZER}, not of {optimizer}")
-    is_hidden = parameter.is_matrix and parameter.name.endswith(".kernel")
-    return model.width_ratio if is_hidden else 1.0
-
+_MUP_OPTIMIZER = "adamw"  # the optimizer that the table's column is for
+_UNSCALED_SECTIONS = ("latent", "moe")  # they add matrices whose other widths the table does not cover
 
 LayerKind = Literal["full", "window", "no_rope"]
 
 
+class WidthScaledConfig(ModelConfig):
+    """Keys of a decoder that scale initial weights, logits and learning rates with its width (mu-P)."""
+
+    base_width: PositiveInt | None = Field(
+        default=None,
+        description="Turn on mu-P for adamw: initial weights, learning rates of hidden matrices and logits are scaled "
+        "for width / base_width. Grow heads and mlp_width with width, and keep head_dim. null: off.",
+    )
+
+    @property
+    def width_ratio(self) -> float:
+        """base_width / width; 1 without a base width."""
+        return 1.0 if self.base_width is None else self.base_width / int(getattr(self, "width"))  # noqa: B009
+
+    @property
+    def hidden_stddev(self) -> float:
+        """Initial standard deviation of hidden matrices."""
+        return INIT_STDDEV * math.sqrt(self.width_ratio)
+
+    @model_validator(mode="after")
+    def _validate_base_width(self) -> "WidthScaledConfig":
+        unscaled = [key for key in _UNSCALED_SECTIONS if getattr(self, key) is not None]
+        if self.base_width is not None and unscaled:
+            raise ValueError(
+                f"base_width={self.base_width}: mu-P does not scale the matrices that {unscaled[0]} adds; "
+                "leave out one of the two"
+            )
+        return self
+
+
+def mup_rate_factor(model: WidthScaledConfig, optimizer: str, parameter: Parameter) -> float:
+    """Return mu-P's factor on the learning rate of a parameter.
+
+    Raises:
+        InvalidError: the optimizer is not the one that the table is for. Plain adam is excluded too, because its weight
+            decay passes through the moments.
+    """
+    if model.base_width is None:
+        return 1.0
+    if optimizer != _MUP_OPTIMIZER:
+        raise InvalidError(
+            f"base_width={model.base_width}: mu-P is implemented for {_MUP_OPTIMIZER}, not for {optimizer}; "
+            f"use {_MUP_OPTIMIZER} or leave out base_width"
+        )
+    is_hidden = parameter.is_matrix and parameter.name.endswith(".kernel")
+    return model.width_ratio if is_hidden else 1.0
+
+
 class Biases(FrozenModel):
-    """Which matmuls have a bias."""
+    """Matmuls that have a bias."""
 
     query_key_value: bool = Field(
-        default=False, description="Those that make queries, keys and values; with `latent`, those that make latents."
+        default=False,
+        description="Bias of the query, key and value projections; with `latent`, of the projections to the latents.",
     )
-    attention_out: bool = Field(default=False, description="The one after attention.")
-    mlp: bool = Field(default=False, description="Those of the MLP.")
+    attention_out: bool = Field(default=False, description="Bias of the projection after attention.")
+    mlp: bool = Field(default=False, description="Bias of the MLP's matmuls.")
 
 
 class LatentConfig(FrozenModel):
-    """Heads whose keys and values are made of one latent vector of a token (DeepSeek-V2, 2024)."""
+    """Multi-head latent attention: keys and values are projected from one latent vector per token (DeepSeek-V2)."""
 
-    key_value_rank: PositiveInt = Field(description="Width of the latent that keys and values are made of.")
+    key_value_rank: PositiveInt = Field(description="Width of the latent of keys and values.")
     query_rank: PositiveInt | None = Field(
-        default=None, description="Width of the latent that queries are made of; null: made without one."
+        default=None, description="Width of the latent of queries; null: queries are projected from the stream."
     )
     plain_head_dim: PositiveInt = Field(description="Part of a head of queries and keys that is not rotated.")
-    rotary_head_dim: PositiveInt = Field(description="Part that is, even; of keys one is shared by all heads.")
+    rotary_head_dim: PositiveInt = Field(
+        description="Part that is rotated; even. All heads share the rotated part of a key."
+    )
     value_head_dim: PositiveInt = Field(description="Width of a head of values.")
 
     @property
     def cached_width(self) -> int:
-        """What a cached decode keeps of a token in each layer."""
+        """Numbers that a cached decode keeps of a token in each layer."""
         return self.key_value_rank + self.rotary_head_dim
 
-    def matmul_parameters(self, heads: int, width: int) -> int:
-        """Parameters of the matmuls that make so many heads of a stream of this width, and of the one behind them."""
+    def count_matmul_parameters(self, heads: int, width: int) -> int:
+        """Return the parameters of one layer's attention matmuls, for a stream of this width."""
         queries, values = heads * (self.plain_head_dim + self.rotary_head_dim), heads * self.value_head_dim
-        made = queries * width if self.query_rank is None else self.query_rank * (width + queries)
+        query = queries * width if self.query_rank is None else self.query_rank * (width + queries)
         up = self.key_value_rank * (heads * self.plain_head_dim + values)
-        return made + self.cached_width * width + up + values * width
+        return query + self.cached_width * width + up + values * width
 
 
 class Stage(NamedTuple):
-    """Layers that are stacked: some kinds one after the other, the whole so many times."""
+    """Stacked layers: a sequence of kinds that repeats."""
 
-    name: str  # of its parameters
+    name: str  # of the module that holds the parameters
     kinds: tuple[LayerKind, ...]
     repeats: int
-    is_sparse: bool = False  # whether they have experts in the place of an MLP
+    is_sparse: bool = False  # the layers have experts instead of an MLP
 
 
-def _need_preset_or_sizes(schema: JsonObject) -> None:
-    """In the JSON Schema too, a preset stands for the keys that are needed without one."""
+def _require_preset_or_sizes(schema: JsonObject) -> None:
+    """Accept a preset in the JSON Schema instead of the keys that are required without one."""
     schema["anyOf"] = [{"required": ["preset"]}, {"required": schema.pop("required")}]
 
 
 class DecoderConfig(WidthScaledConfig):
-    """Sizes and choices of a decoder: with these, today's open families are one model.
+    """Sizes and options of a decoder, which cover today's open model families.
 
-    `layer_loop: scan` compiles one turn of the pattern of layers and loops over it, `unroll` compiles every layer in
-    line, which takes longer to compile and on a TPU less time and memory in a step; both hold the same parameters.
+    `layer_loop: scan` compiles one repetition of the layer pattern and loops over it. `unroll` compiles every layer: it
+    takes longer to compile, and on a TPU less time and memory in a step. Both have the same parameters.
     """
 
-    model_config = ConfigDict(json_schema_extra=_need_preset_or_sizes)
+    model_config = ConfigDict(json_schema_extra=_require_preset_or_sizes)
 
     preset: str | None = Field(
         default=None,
         exclude=True,
-        description="A published model, llama3_8b for one; keys beside it replace its values.",
+        description="A published model, for example llama3_8b; keys beside it replace its values.",
     )
-    layers: PositiveInt = Field(description="Transformer blocks.")
+    layers: PositiveInt = Field(description="Transformer layers.")
     width: PositiveInt = Field(description="Width of the residual stream.")
-    heads: PositiveInt = Field(description="Heads of queries; topology.mesh.tensor must divide them.")
+    heads: PositiveInt = Field(description="Query heads; topology.mesh.tensor must divide them.")
     key_value_heads: PositiveInt | Auto = Field(
         default="auto",
-        description="Heads of keys and values, each shared by heads / key_value_heads; auto: heads. Where "
-        "topology.mesh.tensor does not divide them, every device whose queries read one has a copy of it.",
+        description="Key and value heads, each shared by heads / key_value_heads query heads; auto: heads. If "
+        "topology.mesh.tensor does not divide them, each device holds copies of those that its queries read.",
     )
     head_dim: PositiveInt | Auto = Field(default="auto", description="Width of a head, even; auto: width / heads.")
     latent: LatentConfig | None = Field(
         default=None,
-        description="Make keys and values of one latent vector of a token; key_value_heads and head_dim then stay "
-        "auto. null: not.",
+        description="Multi-head latent attention; key_value_heads and head_dim must then stay auto. null: off.",
     )
     mlp_width: PositiveInt = Field(description="Hidden width of the MLP.")
     mlp: Literal["swiglu", "geglu", "squared_relu"] = Field(
         default="swiglu",
-        description="SiLU or tanh-approximated GELU of a gate, times a second matmul; or relu(x)^2 alone.",
+        description="MLP with a SiLU gate, with a tanh-approximated GELU gate, or relu(x)^2 without a gate.",
     )
-    moe: MoeConfig | None = Field(default=None, description="Experts in the place of the MLP; null: none.")
+    moe: MoeConfig | None = Field(default=None, description="Mixture of experts instead of the MLP; null: off.")
     norm: Literal["pre", "post", "both"] = Field(
-        default="pre", description="Whether attention and MLP have their input normalised, their output, or both."
+        default="pre", description="Normalise the input of attention and MLP, their output, or both."
     )
     norm_epsilon: PositiveFloat = Field(
-        default=1e-5, description="Added to the mean square in every norm; in those of latents 1e-6 is."
+        default=1e-5, description="Added to the mean square in every norm, except in those of latents, which have 1e-6."
     )
-    norm_offset: bool = Field(
-        default=False, description="Keep each norm's scale as its distance from 1, as Gemma does."
-    )
+    norm_offset: bool = Field(default=False, description="Store the scale of each norm minus 1, as Gemma does.")
     query_key_norm: Literal["head", "whole"] | None = Field(
-        default=None, description="Normalise queries and keys, head by head or all heads as one; null: not."
+        default=None, description="Normalise queries and keys, each head by itself or all heads together; null: off."
     )
-    bias: Biases = Field(default=Biases(), description="Which matmuls have a bias.")
+    bias: Biases = Field(default=Biases(), description="Matmuls that have a bias.")
     layer_pattern: list[LayerKind] = Field(
         default=["full"],
         min_length=1,
-        description="Kinds of layers, repeated to the last: attention to the whole row (full), to the last `window` "
-        "positions (window), to the whole row without rotary positions (no_rope).",
+        description="Kinds of layers, repeated to the last layer: attention to the whole sequence (full), to the last "
+        "`window` positions (window), or to the whole sequence without rotary positions (no_rope).",
     )
     window: PositiveInt | None = Field(
-        default=None, description="Positions that a query of a window layer sees, its own included."
+        default=None, description="Positions that a query of a window layer attends to, its own included."
     )
     rope: Rope = Field(default=Rope(), description="Rotary positions.")
-    window_rope: Rope | None = Field(default=None, description="Those of window layers; null: `rope`.")
+    window_rope: Rope | None = Field(default=None, description="Rotary positions of window layers; null: `rope`.")
     query_scale: PositiveFloat | Auto = Field(
-        default="auto", description="What scores are multiplied by; auto: 1 / sqrt(head_dim)."
+        default="auto", description="Factor on attention scores; auto: 1 / sqrt(head_dim)."
     )
-    attention_softcap: PositiveFloat | None = Field(default=None, description="s of s tanh(scores / s); null: none.")
-    logit_softcap: PositiveFloat | None = Field(default=None, description="s of s tanh(logits / s); null: none.")
+    attention_softcap: PositiveFloat | None = Field(
+        default=None, description="Soft-cap s on scores, which become s tanh(scores / s); null: none."
+    )
+    logit_softcap: PositiveFloat | None = Field(
+        default=None, description="Soft-cap s on logits, which become s tanh(logits / s); null: none."
+    )
     embedding_scale: PositiveFloat | Literal["sqrt_width"] = Field(
-        default=1.0, description="What embeddings are multiplied by: a number, or the square root of width."
+        default=1.0, description="Factor on embeddings: a number, or the square root of width."
     )
-    tied_embedding: bool = Field(default=False, description="Make logits by the embedding, not a matrix of their own.")
-    neftune_alpha: NonNegativeFloat = Field(default=0.0, description="NEFTune noise in training, its paper's alpha.")
+    tied_embedding: bool = Field(default=False, description="Use the embedding as the output head.")
+    neftune_alpha: NonNegativeFloat = Field(
+        default=0.0, description="Alpha of NEFTune noise on embeddings in training; 0: none."
+    )
     z_loss: NonNegativeFloat = Field(
-        default=0.0, description="Weight of the squared log of each softmax's denominator in the training loss."
+        default=0.0, description="Weight of the squared log-denominator of the softmax in the training loss."
     )
-    vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto takes the data set's.")
-    layer_loop: Literal["scan", "unroll"] = Field(default="scan", description="Compile one turn of layers, or each.")
+    vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto: that of the data set.")
+    layer_loop: Literal["scan", "unroll"] = Field(
+        default="scan", description="Compile one repetition of the layer pattern and loop, or compile every layer."
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in_preset(cls, data: Any) -> Any:
-        """What a preset says, replaced by what stands beside it: of a section key by key."""
         if not isinstance(data, dict) or not isinstance(data.get("preset"), str):
             return data
         name = data["preset"]
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name[:60]!r}{suggest_choices(name, sorted(PRESETS))}")
         preset = PRESETS[name]
+        # Sections are merged key by key, so that `rope: {theta: ...}` keeps the preset's scaling.
         sections = {
             key: preset[key] | data[key]
             for key in preset
@@ -223,7 +235,8 @@ class DecoderConfig(WidthScaledConfig):
         return preset | data | sections
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> "DecoderConfig":
+    def _validate_sizes(self) -> "DecoderConfig":
+        # Heads.
         if self.latent is None and self.head_dim == "auto" and self.width % self.heads:
             raise ValueError(
                 f"width={self.width} does not divide over heads={self.heads}; use a multiple of {self.heads}, or set "
@@ -231,36 +244,30 @@ class DecoderConfig(WidthScaledConfig):
             )
         if self.rotary_size % 2:
             key = "head_dim" if self.latent is None else "latent.rotary_head_dim"
-            raise ValueError(f"{key}={self.rotary_size} is odd; rotary positions need pairs")
+            raise ValueError(f"{key}={self.rotary_size} is odd; rotary positions need pairs, use an even number")
         if self.heads % self.key_heads:
-            raise ValueError(f"heads={self.heads} does not divide over key_value_heads={self.key_heads}")
-        return self
+            raise ValueError(f"heads={self.heads} does not divide over key_value_heads={self.key_heads}; use a divisor")
 
-    @model_validator(mode="after")
-    def _latent_is_alone(self) -> "DecoderConfig":
-        beside = {"key_value_heads": "auto", "head_dim": "auto", "query_key_norm": None}
-        given = [f"{key}={getattr(self, key)}" for key, unset in beside.items() if getattr(self, key) != unset]
+        # Latent attention has head sizes of its own.
+        defaults = {"key_value_heads": "auto", "head_dim": "auto", "query_key_norm": None}
+        given = [f"{key}={getattr(self, key)}" for key, default in defaults.items() if getattr(self, key) != default]
         if self.latent is not None and given:
-            raise ValueError(f"{given[0]} says what `latent` says another way; leave out one of them")
-        return self
+            raise ValueError(f"{given[0]} contradicts `latent`, which defines the heads itself; leave out one of them")
 
-    @model_validator(mode="after")
-    def _window_is_read(self) -> "DecoderConfig":
+        # Windows.
         if "window" in self.layer_pattern and self.window is None:
-            raise ValueError("layer_pattern has window layers; set window, the positions that they see")
+            raise ValueError("layer_pattern has window layers; set window, the positions that they attend to")
         unread = [name for name in ("window", "window_rope") if getattr(self, name) is not None]
         if "window" not in self.layer_pattern and unread:
-            raise ValueError(f"{unread[0]} is set, and layer_pattern has no window layer that reads it")
-        return self
+            raise ValueError(f"{unread[0]} is set, and layer_pattern has no window layer that reads it; leave it out")
 
-    @model_validator(mode="after")
-    def _experts_fit(self) -> "DecoderConfig":
+        # Experts.
         moe = self.moe
-        if moe is None:
-            return self
-        if moe.dense_layers >= self.layers:
-            raise ValueError(f"moe.dense_layers={moe.dense_layers} leaves none of layers={self.layers} with experts")
-        if moe.dense_layers == 0 and self.expert_width != self.mlp_width:
+        if moe is not None and moe.dense_layers >= self.layers:
+            raise ValueError(
+                f"moe.dense_layers={moe.dense_layers} leaves none of layers={self.layers} with experts; use fewer"
+            )
+        if moe is not None and moe.dense_layers == 0 and self.expert_width != self.mlp_width:
             raise ValueError(
                 f"mlp_width={self.mlp_width} is read by no layer; make it the experts' width, and leave out "
                 f"moe.expert_width={moe.expert_width}"
@@ -274,7 +281,7 @@ class DecoderConfig(WidthScaledConfig):
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of key and value heads."""
         return self.heads if self.key_value_heads == "auto" else self.key_value_heads
 
     @property
@@ -286,7 +293,7 @@ class DecoderConfig(WidthScaledConfig):
 
     @property
     def rotary_size(self) -> int:
-        """Width of what is rotated of a head."""
+        """Width of the rotated part of a head."""
         return self.head_size if self.latent is None else self.latent.rotary_head_dim
 
     @property
@@ -295,76 +302,81 @@ class DecoderConfig(WidthScaledConfig):
         return self.head_size if self.latent is None else self.latent.value_head_dim
 
     @property
-    def attention_matmul_parameters(self) -> int:
-        """Parameters of the matmuls of one layer's attention."""
-        if self.latent is not None:
-            return self.latent.matmul_parameters(self.heads, self.width)
-        return 2 * (self.heads + self.key_heads) * self.head_size * self.width
+    def num_input_matrices(self) -> int:
+        """Matrices into the hidden layer of an MLP or an expert: two with a gate, else one."""
+        return 1 if self.mlp == "squared_relu" else 2
+
+    @property
+    def expert_matmul_parameters(self) -> int:
+        """Parameters of the experts that process a token in one layer."""
+        if self.moe is None:
+            return 0
+        number = self.moe.experts_per_token + self.moe.shared_experts
+        return number * (self.num_input_matrices + 1) * self.expert_width * self.width
 
     @property
     def layer_matmul_parameters(self) -> float:
-        """Parameters of the matmuls that compute a token in one layer; the mean of all layers, where they differ."""
-        attention = self.attention_matmul_parameters
-        mlp = (self.halves + 1) * self.mlp_width * self.width
+        """Parameters of the matmuls that process a token in one layer; the mean over layers where they differ."""
+        if self.latent is not None:
+            attention = self.latent.count_matmul_parameters(self.heads, self.width)
+        else:
+            attention = 2 * (self.heads + self.key_heads) * self.head_size * self.width
+        mlp = (self.num_input_matrices + 1) * self.mlp_width * self.width
         if self.moe is None:
             return attention + mlp
-        experts = self.expert_matmul_parameters + self.moe.experts * self.width  # and the router
+        experts = self.expert_matmul_parameters + self.moe.experts * self.width  # the second term is the router
         dense = self.moe.dense_layers
         return attention + (dense * mlp + (self.layers - dense) * experts) / self.layers
 
     @property
-    def expert_matmul_parameters(self) -> int:
-        """Parameters of the experts that compute a token in one layer."""
+    def mean_hidden_width(self) -> float:
+        """Hidden width that processes a token, of an MLP or of its experts together; the mean over layers."""
         if self.moe is None:
-            return 0
-        number = self.moe.experts_per_token + self.moe.shared_experts
-        return number * (self.halves + 1) * self.expert_width * self.width
+            return self.mlp_width
+        sparse = (self.moe.experts_per_token + self.moe.shared_experts) * self.expert_width
+        dense = self.moe.dense_layers
+        return (dense * self.mlp_width + (self.layers - dense) * sparse) / self.layers
 
     @property
-    def halves(self) -> int:
-        """Matrices into the hidden layer of an MLP or an expert."""
-        return 1 if self.mlp == "squared_relu" else 2
-
-    @property
-    def kinds(self) -> list[LayerKind]:
-        """The kind of every layer, first to last."""
+    def layer_kinds(self) -> list[LayerKind]:
+        """Kind of every layer, first to last."""
         return [self.layer_pattern[layer % len(self.layer_pattern)] for layer in range(self.layers)]
 
     @property
     def stages(self) -> list[Stage]:
-        """All layers, in order: whole turns of the pattern, then what is left of one; those without experts first."""
+        """All layers in order: dense layers before sparse ones, whole repetitions of the pattern before the rest."""
         if self.moe is None:
-            return self._stages(0, self.layers, "", False)
+            return self._make_stages(0, self.layers, "", False)
         dense = self.moe.dense_layers
-        return [*self._stages(0, dense, "dense_", False), *self._stages(dense, self.layers, "", True)]
+        return [*self._make_stages(0, dense, "dense_", False), *self._make_stages(dense, self.layers, "", True)]
 
-    def _stages(self, first: int, stop: int, prefix: str, is_sparse: bool) -> list[Stage]:
-        """The layers from `first` on to `stop`, which is none of them."""
+    def _make_stages(self, first: int, stop: int, prefix: str, is_sparse: bool) -> list[Stage]:
+        """Return the stages of the layers from `first` up to but not including `stop`."""
         shift = first % len(self.layer_pattern)
         pattern = (*self.layer_pattern[shift:], *self.layer_pattern[:shift])
-        turns, rest = divmod(stop - first, len(pattern))
-        found = [Stage(f"{prefix}blocks", pattern, turns, is_sparse)] if turns else []
-        return [*found, Stage(f"last_{prefix}blocks", pattern[:rest], 1, is_sparse)] if rest else found
+        repeats, rest = divmod(stop - first, len(pattern))
+        stages = [Stage(f"{prefix}blocks", pattern, repeats, is_sparse)] if repeats else []
+        return [*stages, Stage(f"last_{prefix}blocks", pattern[:rest], 1, is_sparse)] if rest else stages
 
-    def window_of(self, kind: LayerKind) -> int | None:
-        """Positions that a query of such a layer sees; None: all before it."""
+    def get_window(self, kind: LayerKind) -> int | None:
+        """Return the positions that a query of such a layer attends to; None is the whole past."""
         return self.window if kind == "window" else None
 
-    def rope_of(self, kind: LayerKind) -> Rope | None:
-        """Rotary positions of such a layer."""
+    def get_rope(self, kind: LayerKind) -> Rope | None:
+        """Return the rotary positions of such a layer."""
         if kind == "no_rope":
             return None
         return self.window_rope or self.rope if kind == "window" else self.rope
 
 
 class DecoderTrainerConfig(TrainerConfig[DecoderConfig]):
-    """The `config` of a job that trains a decoder."""
+    """The `config` section of a job that trains a decoder."""
 
     @model_validator(mode="after")
-    def _window_fits_row(self) -> "DecoderTrainerConfig":
+    def _validate_window_length(self) -> "DecoderTrainerConfig":
         window, length = self.model.window, self.data.sequence_length
         if window is not None and window > length:
             raise ValueError(
-                f"model.window={window} is larger than a row, data.sequence_length={length}; use at most {length}"
+                f"model.window={window} is larger than data.sequence_length={length}; use at most {length}"
             )
         return self

@@ -1,13 +1,13 @@
-"""The fused TPU kernel of attention where the positions of a row lie on several devices: keys and values are gathered.
+"""All-gather context parallelism on TPUs: JAX's splash attention kernel on gathered keys and values.
 
-Every device runs the kernel on its own queries, which `row_attention` deals, and leaves out the blocks of keys that no
-query of a block may see. Of the forward pass the result and its logs of sums are kept, and not the gathered row, which
-the backward pass gathers again: it would fill a device with what all devices have.
+Every device runs the kernel on its own queries, in the zigzag order of `ring_attention`, and skips blocks of keys that
+no query of a block may see. The forward pass saves the result and the logarithms of its sums, but not the gathered
+keys: they would fill a device with what all devices hold. The backward pass gathers them again.
 
-Shape legend: B batch, T positions, t those of one device, S those that are gathered, K heads of keys, G heads of
-queries for each of them, N = K G, H and W widths of a head.
+Importing this module imports the kernel, which takes long; see `platform.import_for_tpu`.
 
-Which keys a query may see, as the fused TPU kernel asks for it. Imports the kernel, which is slow.
+Shape legend: B batch, T positions, t positions of one device, S gathered positions, K heads of keys, G heads of queries
+for each of them, N = K G, H and W widths of a head.
 """
 
 import functools
@@ -20,18 +20,21 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from experiments.model.context_layout import KERNEL_TOKENS, SequenceLayout
-from experiments.model.platform import LONG_BLOCK_TOKENS, takes_long_blocks
-from experiments.model.ring_attention import dealt, gathered, returned
+from experiments.model.platform import LONG_BLOCK_TOKENS, uses_long_blocks
+from experiments.model.ring_attention import from_zigzag, gather_keys, to_zigzag
 
-_EMPTY, _PARTLY, _FULL = (np.array([block]) for block in ([False], [True, False], [True]))
+BLOCK_TOKENS = (512, 256, KERNEL_TOKENS)  # from the same measurements as `attention.TPU_BLOCK_TOKENS`
+
+_SAVED_NAME = "row_attention"  # checkpoint name of the kernel's residuals
+_EMPTY, _PARTIAL, _FULL = (np.array([block]) for block in ([False], [True, False], [True]))
 
 
 class SequenceMask(splash.Mask):
-    """Which keys queries may see that stand at `positions`; keys stand at 0 to `num_keys` - 1.
+    """Causal mask of queries at `positions` over keys at positions 0 to `num_keys` - 1.
 
-    The kernel computes masks by itself, from `q_sequence`, and asks this one of each block of T x T only whether it
-    sees all of it, some or nothing: so that is all there is in a block of it. Blocks that are written out, as the
-    kernel's own masks have them, take half a minute for 131,072 positions.
+    The kernel computes masks itself from `q_sequence`. It asks this class of each block only whether all, some or none
+    of it is visible, so a block here consists of just that answer. Blocks that are written out, as in the kernel's own
+    mask classes, take half a minute for 131,072 positions.
     """
 
     def __init__(self, positions: np.ndarray, num_keys: int, window: int | None):
@@ -42,17 +45,17 @@ class SequenceMask(splash.Mask):
         return (len(self.q_sequence), self._num_keys)
 
     def mask_function(self, queries: Any, keys: Any) -> Any:
-        """Of positions: called by the kernel, too."""
+        """Return True where the query at one position may see the key at another; the kernel calls it too."""
         visible = queries >= keys
         return visible if self._window is None else visible & (queries - keys < self._window)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        queries, keys = self.q_sequence[index[0]], index[1]  # queries of a block follow each other
-        least, most = queries[0] - (keys.stop - 1), queries[-1] - keys.start  # distances
+        queries, keys = self.q_sequence[index[0]], index[1]  # queries of a block are consecutive
+        least, most = queries[0] - (keys.stop - 1), queries[-1] - keys.start  # distances between query and key
         reach = most + 1 if self._window is None else self._window
         if most < 0 or least >= reach:
             return _EMPTY
-        return _FULL if least >= 0 and most < reach else _PARTLY
+        return _FULL if least >= 0 and most < reach else _PARTIAL
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SequenceMask) and self._key == other._key
@@ -65,37 +68,41 @@ class SequenceMask(splash.Mask):
         return self.q_sequence.tobytes(), self._num_keys, self._window
 
 
-BLOCK_TOKENS = (512, 256, KERNEL_TOKENS)  # by the same measurements as those of whole rows
-_KEPT = "row_attention"
+def sharded_splash_attention(
+    layout: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array
+) -> jax.Array:
+    """Attend from all positions of sharded sequences; returns (B, T, N, W) in the dtype of `v`.
 
-
-def attend(rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-    """Attend from all positions of rows that lie on several devices; returns (B, T, N, W) in the dtype of `v`."""
-    is_long = takes_long_blocks(rows.half_tokens, min(rows.length, rows.window or rows.length), q, v)
-    kernel = _make_kernel(rows, q.shape[2] // k.shape[2], is_long)
+    Arguments are whole arrays, in a program that the partitioner splits under the caller's mesh.
+    """
+    num_visible = min(layout.length, layout.window or layout.length)
+    is_long = uses_long_blocks(layout.half_tokens, num_visible, q, v)
+    kernel = _make_kernel(layout, q.shape[2] // k.shape[2], is_long)
     mesh = jax.sharding.get_abstract_mesh()
-    queries = PartitionSpec(None, rows.axes if rows.is_redistributed else None)
+    queries = PartitionSpec(None, layout.axes if layout.is_zigzag else None)
     run = jax.shard_map(
-        functools.partial(_attend_on_device, rows),
+        functools.partial(_attend_on_device, layout),
         in_specs=(
             kernel.manual_sharding_spec(NamedSharding(AbstractMesh(mesh.axis_sizes, mesh.axis_names), queries)),
-            *[rows.spec] * 3,
-            *[rows.ids_spec] * len(segments),
+            *[layout.spec] * 3,
+            *[layout.segment_spec] * len(segments),
         ),
-        out_specs=rows.spec,
+        out_specs=layout.spec,
         check_vma=False,
     )
     return run(kernel, q, k, v, *segments)
 
 
-def _make_kernel(rows: SequenceLayout, num_heads: int, is_long: bool) -> Any:
-    """Attention of heads (G, t, H) to one head of keys (S, H) and values (S, W), on any of the devices."""
-    n, c = rows.num_shards, rows.half_tokens
-    if rows.is_redistributed:
+def _make_kernel(layout: SequenceLayout, num_heads: int, is_long: bool) -> Any:
+    """Return attention of heads (G, t, H) to one head of keys (S, H) and values (S, W), for any of the devices."""
+    n, c = layout.num_shards, layout.half_tokens
+    if layout.is_zigzag:
         halves = [half for place in range(n) for half in (place, 2 * n - 1 - place)]
         positions, num_keys = (np.array(halves)[:, None] * c + np.arange(c)).reshape(-1), 2 * n * c
-    else:  # counted from the first key that is gathered
-        positions, num_keys = 2 * c * rows.before + np.arange(2 * c), 2 * c * (rows.before + 1)
+    else:
+        # Positions are counted from the first gathered key, so that all devices share one mask.
+        positions = 2 * c * layout.num_preceding + np.arange(2 * c)
+        num_keys = 2 * c * (layout.num_preceding + 1)
     unit = next(size for size in BLOCK_TOKENS if c % size == 0)
     block = LONG_BLOCK_TOKENS if is_long else unit
     sizes = splash.BlockSizes(
@@ -109,41 +116,48 @@ def _make_kernel(rows: SequenceLayout, num_heads: int, is_long: bool) -> Any:
         block_kv_dq=block,
     )
     return splash.make_splash_mqa(
-        splash.MultiHeadMask([SequenceMask(positions, num_keys, rows.window)] * num_heads),
+        splash.MultiHeadMask([SequenceMask(positions, num_keys, layout.window)] * num_heads),
         block_sizes=sizes,
-        attn_logits_soft_cap=rows.softcap,
+        attn_logits_soft_cap=layout.softcap,
         head_shards=1,
-        q_seq_shards=n if rows.is_redistributed else 1,
-        residual_checkpoint_name=_KEPT,
+        q_seq_shards=n if layout.is_zigzag else 1,
+        residual_checkpoint_name=_SAVED_NAME,
     )
 
 
-def _attend_on_device(rows: SequenceLayout, kernel: Any, *arrays: jax.Array) -> jax.Array:
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_KEPT), prevent_cse=False)
+def _attend_on_device(layout: SequenceLayout, kernel: Any, *arrays: jax.Array) -> jax.Array:
+    policy = jax.checkpoint_policies.save_only_these_names(_SAVED_NAME)
+
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
         B, t, N, H = q.shape
-        # The kernel takes no scale. In 16 bits the product is rounded once, and not its factor before.
-        q = (q.astype(jnp.float32) * rows.scale).astype(q.dtype)
-        q_BxKxGxtxH = dealt(rows, q).reshape(B, t, k.shape[2], -1, H).transpose(0, 2, 3, 1, 4)
-        keys = [gathered(rows, x).transpose(0, 2, 1, 3) for x in (k, v)]
-        segments = _segments(rows, q.shape[:2], ids)
-        of_row = jax.vmap(kernel, in_axes=(0, 0, 0, *[None] * len(segments)))
-        out_BxKxGxtxW = jax.vmap(of_row)(q_BxKxGxtxH, *keys, *segments)
-        out = out_BxKxGxtxW.transpose(0, 3, 1, 2, 4).reshape(B, 2, rows.half_tokens, N, -1)
-        return returned(rows, out)
+        # The kernel takes no scale. The product with it is rounded once in 16 bits; the factor itself is not rounded.
+        q = (q.astype(jnp.float32) * layout.scale).astype(q.dtype)
+        q_BxKxGxtxH = to_zigzag(layout, q).reshape(B, t, k.shape[2], -1, H).transpose(0, 2, 3, 1, 4)
+        keys = [gather_keys(layout, x).transpose(0, 2, 1, 3) for x in (k, v)]
+        segments = _make_segments(layout, q.shape[:2], ids)
+        attend_sequence = jax.vmap(kernel, in_axes=(0, 0, 0, *[None] * len(segments)))
+        out_BxKxGxtxW = jax.vmap(attend_sequence)(q_BxKxGxtxH, *keys, *segments)
+        out = out_BxKxGxtxW.transpose(0, 3, 1, 2, 4).reshape(B, 2, layout.half_tokens, N, -1)
+        return from_zigzag(layout, out)
 
     return attend(*arrays)
 
 
-def _segments(rows: SequenceLayout, shape: tuple[int, ...], ids: tuple[jax.Array, ...]) -> list[splash.SegmentIds]:
-    """Of queries and of keys; of keys that no row has a segment that nobody else has. None where all is one segment."""
-    if rows.is_redistributed and not ids:
+def _make_segments(
+    layout: SequenceLayout, shape: tuple[int, ...], ids: tuple[jax.Array, ...]
+) -> list[splash.SegmentIds]:
+    """Return segments of queries and keys; none if every key that a device gathers is of one segment.
+
+    Keys that precede a sequence, which the first devices gather as zeros, get a segment that no query has.
+    """
+    if layout.is_zigzag and not ids:
         return []
     if ids:
-        of_queries, of_keys = dealt(rows, ids[0]).reshape(shape), gathered(rows, ids[0])
+        queries, keys = to_zigzag(layout, ids[0]).reshape(shape), gather_keys(layout, ids[0])
     else:
-        of_queries, of_keys = (jnp.zeros((shape[0], part * shape[1]), jnp.int32) for part in (1, rows.before + 1))
-    if not rows.is_redistributed:
-        first = (jax.lax.axis_index(rows.axes) - rows.before) * shape[1]
-        of_keys = jnp.where(first + jnp.arange(of_keys.shape[1]) < 0, -1, of_keys)
-    return [splash.SegmentIds(of_queries, of_keys)]
+        queries, keys = (jnp.zeros((shape[0], parts * shape[1]), jnp.int32) for parts in (1, layout.num_preceding + 1))
+    if not layout.is_zigzag:
+        first = (jax.lax.axis_index(layout.axes) - layout.num_preceding) * shape[1]
+        keys = jnp.where(first + jnp.arange(keys.shape[1]) < 0, -1, keys)
+    return [splash.SegmentIds(queries, keys)]

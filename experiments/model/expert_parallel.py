@@ -1,38 +1,39 @@
-"""Experts cut over devices: tokens travel to the devices of their experts, are computed there, and travel back.
+"""Expert parallelism: tokens are sent to the devices of their experts (dispatch), processed, and sent back (combine).
 
-Owns what crosses devices between a router and the residual stream, inside one `shard_map` over the whole mesh. Knows no
-router, and of experts their function alone. What is said of the axis `expert` holds for whatever axes a job's rules
-cut experts over, if they cut the examples too; where they do not, or one row is all there is, each device computes its
-own experts for all tokens, and nothing travels but sums.
+The module owns everything that crosses devices between the router and the residual stream, inside one `shard_map` over
+the whole mesh. It knows no router, and of an expert only its function. Statements about the axis `expert` hold for
+whatever mesh axes a job's rules shard experts over, provided that they shard the examples too. If they do not, or if
+there is only one example, each device computes its own experts for all tokens, and only sums are communicated.
 
-Each device has M tokens, after those of its neighbours over `tensor`, which hold other columns of the same experts,
-were gathered; sums over the columns are scattered back as the stream lies. Tokens of other rows, and of other parts of
-a row, travel on their own over `expert`, among e devices. What is sent and held, a device and layer:
+Each device has M tokens: its own, and those of its neighbours over `tensor`, which hold other columns of the same
+experts, and from which tokens are all-gathered first. Sums over the columns are reduce-scattered back to the sharding
+of the stream. Tokens of other sequences, and of other shards of a sequence, travel independently over `expert`, among e
+devices. There are two forms of the exchange; sizes are those of one device and layer:
 
-- `fixed`, where an expert takes at most C tokens of a row (`capacity_factor`), and rows are whole: one dense
-  all-to-all of (E, B * C, D) there, and one back; backward again one each way. That many slots are sent, held and
-  multiplied whatever the router does: `capacity_factor` times the assignments.
-- `rounds`, where no token is dropped, and where parts of a row share a capacity, of which then any part may take all:
-  a window of c slots for each pair of devices, c the smaller of 5/4 of the mean A / e and of what one device can send
-  another at all, M * min(K, E / e). What a window cannot hold goes in a further round. Even load: one round. All tokens
-  to the experts of one device: at most 4/5 * e * min(K, E / e) / K rounds, so many times the bytes and the time.
-  Memory is that of one round whatever the router does: e * c slots, 5/4 of the assignments, of width D three times
-  (sent, come, by expert), and their hidden layers; in the backward pass twice that, and the gradients of the experts at
-  hand in float32. It sends tokens again and computes again what the round held, so that nothing of it is kept from the
-  forward pass: three ways backward instead of two.
+- Fixed slots, where an expert takes at most C tokens of a sequence (`capacity_factor`), and sequences are not sharded:
+  one dense all-to-all of (E, B * C, D) for the dispatch and one for the combine, and as many in the backward pass. That
+  many slots are sent, stored and multiplied whatever the router does: `capacity_factor` times the assignments.
+- Rounds, where no token is dropped, and where shards of a sequence share a capacity, which any one shard may use up. A
+  round has a window of c slots for each pair of devices. c is the smaller of 5/4 of the mean, A / e, and of the most
+  that one device can send to another, M * min(K, E / e). What a window cannot hold goes in a further round. An even
+  load takes one round. If all tokens go to the experts of one device, it takes at most 4/5 * e * min(K, E / e) / K
+  rounds, and as many times the bytes and the time. The memory is that of one round whatever the router does: e * c
+  slots, 5/4 of the assignments, of width D three times (sent, received, by expert), and their hidden layers. In the
+  backward pass it is twice that, and the gradients of the device's experts in float32. The backward pass sends tokens
+  again and recomputes the round, so that the forward pass keeps nothing of it: three exchanges backward instead of two.
 
-In rounds, TPUs send by `lax.ragged_all_to_all` what fills a window, and elsewhere, where XLA has no such thing (CPU) or
-not for sure (GPU), `lax.all_to_all` sends the windows whole.
+In rounds, TPUs send only the filled part of a window, by `lax.ragged_all_to_all`. On other platforms `lax.all_to_all`
+sends whole windows: XLA has no ragged one for CPU, and not reliably for GPU.
 
-A gate travels with its token and is multiplied where the expert is; so no result is needed at home in the backward
-pass. Between tokens and slots all is gathered, and never scattered (`grouped`).
+A gate travels with its token and is applied inside the expert. So the backward pass needs no result of an expert at
+home. Between tokens and slots every array is gathered, and never scattered (`grouped_matmul`).
 
-Matrices that are cut over devices with other tokens are gathered, by expert first (`_whole`), and gathered again in the
-backward pass: of them a device keeps its part alone. They are gathered here, and not by the partitioner, so that their
-gradients are scattered: it would sum them up whole on every device first.
+Matrices that are sharded over devices with other tokens (fsdp) are gathered, by expert first (`_gather_weights`), and
+gathered again in the backward pass: a device keeps only its shard. They are gathered here and not by the partitioner,
+so that their gradients are reduce-scattered; the partitioner would all-reduce them.
 
-Shape legend: as in `grouped`; B rows and T positions at hand, R slots received, W slots sent, G devices of a group (e
-above), L experts of a device.
+Shape legend: as in `grouped_matmul`; B sequences and T positions at hand, F width of the hidden layer, R slots
+received, W slots sent, S slots of one window, G devices of a group (e above), L experts of a device.
 """
 
 import functools
@@ -52,60 +53,35 @@ from experiments.model.grouped_matmul import (
     GroupLayout,
     Matmul,
     Multiply,
+    apply_grouped,
     batched_matmul,
-    collect,
+    combine,
     dispatch,
-    grouped,
-    in_slots,
-    lay_out,
-    ranked,
+    dispatch_weights,
+    make_layout,
+    rank_assignments,
 )
 from experiments.model.layers import num_devices
 from runner.parallel.mesh import list_axes
 
 Axes = tuple[str, ...]  # of the mesh
 Weights = Sequence[jax.Array]
-# (joined matrices as `multiply` takes them, (P, D), gates (P), multiply) -> (P, D), each slot by its own expert
+# (joined matrices in the form that `multiply` takes, (P, D), gates (P), multiply) -> (P, D), each slot by its expert
 Expert = Callable[[Sequence[Any], jax.Array, jax.Array, Multiply], jax.Array]
 
-_TILE = 8  # slots of a window are a multiple of it
-
-
-class RoutedTokens(NamedTuple):
-    """The tokens of a device, and what a router says of them."""
-
-    x: jax.Array  # (M, D)
-    experts: jax.Array  # (M, K)
-    gates: jax.Array  # (M, K)
-    kept: jax.Array  # (M, K), bool
-
-
-def token_axes(num_rows: int, num_positions: int) -> tuple[Axes, Axes]:
-    """The mesh axes that cut the rows and the positions of tokens, as the residual stream lies."""
-    (rows,), (stream,), (positions,) = (
-        _mesh_axes(name, size)
-        for name, size in (("batch", num_rows), ("stream", num_positions), ("sequence", num_positions))
-    )
-    return rows, stream or positions
-
-
-def _mesh_axes(names: str | tuple[str, ...], *sizes: int) -> list[Axes]:
-    """The mesh axes of logical axes of so many elements; none where they do not divide them."""
-    spec = nn.logical_to_mesh_axes((names,) if isinstance(names, str) else names) or [None] * len(sizes)
-    found = [list_axes(entry) for entry in spec]
-    return [axes if size % num_devices(axes) == 0 else () for axes, size in zip(found, sizes, strict=True)]
+_WINDOW_MULTIPLE = 8  # the slots of a window are a multiple of this
 
 
 @dataclass(frozen=True)
-class ExchangeForm:
-    """What is known of a layer before any token is.
+class ExpertLayer:
+    """Static description of a layer's experts.
 
     Attributes:
-        expert: the function of an expert.
-        num_experts: of the layer.
-        capacity: most tokens that an expert takes of a row of `length`; None: all.
-        length: of whole rows.
-        platform: that computes.
+        expert: function of an expert.
+        num_experts: experts of the layer.
+        capacity: most tokens that an expert takes of a sequence of `length`; None is no limit.
+        length: length of a whole sequence.
+        platform: platform that the program is compiled for.
     """
 
     expert: Expert
@@ -114,389 +90,446 @@ class ExchangeForm:
     length: int
     platform: str
 
-    def most_rows(self, num_rows: int, num_positions: int) -> int | None:
-        """Most tokens that an expert takes of these rows, where that is known and few."""
-        return None if self.capacity is None or num_positions < self.length else num_rows * self.capacity
+    def max_tokens(self, num_sequences: int, num_positions: int) -> int | None:
+        """Return the most tokens that an expert takes of these sequences; None if they are shards or have no limit."""
+        return None if self.capacity is None or num_positions < self.length else num_sequences * self.capacity
 
 
 @dataclass(frozen=True)
-class MeshCuts:
-    """The mesh axes that cut tokens, experts and their columns.
+class ExpertSharding:
+    """Mesh axes over which tokens and experts are sharded.
 
     Attributes:
-        rows, positions: of the tokens, as the residual stream lies.
-        experts, widths, columns: of the experts' matrices, as they are kept; columns are those of the hidden layer.
+        batch, positions: of tokens, as in the residual stream.
+        experts, widths, columns: of the experts' matrices; columns are those of the hidden layer.
     """
 
-    rows: Axes
+    batch: Axes
     positions: Axes
     experts: Axes
     widths: Axes
     columns: Axes
 
     @property
-    def gathered(self) -> Axes:
-        """Whose devices have other positions, and other columns of the same experts."""
+    def gather_axes(self) -> Axes:
+        """Axes along which devices have other positions, and other columns of the same experts."""
         return tuple(axis for axis in self.positions if axis in self.columns and num_devices((axis,)) > 1)
 
     @property
-    def summed(self) -> Axes:
-        """Whose devices have the same tokens, and other columns or experts."""
-        own = (*self.rows, *self.positions)
-        return tuple(axis for axis in (*self.experts, *self.columns) if axis not in own and num_devices((axis,)) > 1)
+    def reduce_axes(self) -> Axes:
+        """Axes along which devices have the same tokens, and other columns or experts."""
+        token_axes = (*self.batch, *self.positions)
+        axes = (*self.experts, *self.columns)
+        return tuple(axis for axis in axes if axis not in token_axes and num_devices((axis,)) > 1)
 
     @property
-    def exchanged(self) -> Axes:
-        """Over which tokens travel: whose devices have other tokens, and other experts."""
-        return () if set(self.experts) & set(self.summed) else self.experts
+    def exchange_axes(self) -> Axes:
+        """Axes over which tokens travel: devices have other tokens, and other experts."""
+        return () if set(self.experts) & set(self.reduce_axes) else self.experts
 
 
-def compute_cut(
+class RoutedTokens(NamedTuple):
+    """Tokens of a device with their routing."""
+
+    x: jax.Array  # (M, D)
+    experts: jax.Array  # (M, K)
+    gates: jax.Array  # (M, K)
+    is_kept: jax.Array  # (M, K), bool
+
+
+def get_token_axes(num_sequences: int, num_positions: int) -> tuple[Axes, Axes]:
+    """Return the mesh axes that shard the sequences and the positions of tokens in the residual stream."""
+    (batch,), (stream,), (positions,) = (
+        _get_mesh_axes((name,), size)
+        for name, size in (("batch", num_sequences), ("stream", num_positions), ("sequence", num_positions))
+    )
+    return batch, stream or positions
+
+
+def _get_mesh_axes(names: tuple[str, ...], *sizes: int) -> list[Axes]:
+    """Return the mesh axes of logical axes of these sizes; none for a size that they do not divide."""
+    spec = nn.logical_to_mesh_axes(names) or [None] * len(sizes)
+    found = [list_axes(entry) for entry in spec]
+    return [axes if size % num_devices(axes) == 0 else () for axes, size in zip(found, sizes, strict=True)]
+
+
+def compute_sharded_experts(
     x_BxTxD: jax.Array,
     experts_BxTxK: jax.Array,
     gates_BxTxK: jax.Array,
-    kept_BxTxK: jax.Array,
+    is_kept_BxTxK: jax.Array,
     weights: Weights,
-    form: ExchangeForm,
+    layer: ExpertLayer,
 ) -> jax.Array:
-    """Return the weighted sum of what each token's experts make of it, (B, T, D), under a mesh.
+    """Return the weighted sum of the outputs of each token's experts, (B, T, D), under the caller's mesh.
 
-    `weights` are stacked experts first; the last one has the columns of the hidden layer in its second axis, all others
-    in their third.
+    Args:
+        x_BxTxD: tokens, as whole arrays.
+        experts_BxTxK: experts of each token.
+        gates_BxTxK: weight of each assignment.
+        is_kept_BxTxK: assignments to compute.
+        weights: matrices stacked by experts. The last one has the hidden layer in its second axis, all others in their
+            third.
+        layer: static description.
     """
-    D, cuts = x_BxTxD.shape[2], _cuts_of(x_BxTxD.shape, weights[0].shape)
+    D = x_BxTxD.shape[2]
+    token_axes = get_token_axes(*x_BxTxD.shape[:2])
+    sharding = ExpertSharding(*token_axes, *_get_mesh_axes(("expert", "embed", "mlp"), *weights[0].shape))
+    if set(sharding.experts) & set(sharding.reduce_axes) and set(sharding.experts) & {*token_axes[0], *token_axes[1]}:
+        # Tokens would have to travel over one of the experts' axes and not over another. This is rare, and every device
+        # then has all experts.
+        sharding = replace(sharding, experts=())
 
     def compute(x: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
-        found = [_gathered(leaf, cuts.gathered, 1) for leaf in (x, experts, gates, kept)]
-        parts = joined(weights)
-        b, t, _ = found[0].shape
-        most_rows = form.most_rows(b, t)
-        tokens = RoutedTokens(*(leaf.reshape(b * t, -1) for leaf in found))
-        if num_devices(cuts.experts) == 1:
-            y_MxD = _at_home(form, most_rows, 0, cuts.widths, parts, tokens)
-        elif not cuts.exchanged:
-            first = lax.axis_index(cuts.experts) * weights[0].shape[0]
-            y_MxD = _at_home(form, most_rows, first, cuts.widths, parts, tokens)
-        elif most_rows is not None:
-            y_MxD = _in_fixed_slots(form, most_rows, cuts, parts, tokens)
+        leaves = [_all_gather(leaf, sharding.gather_axes, 1) for leaf in (x, experts, gates, kept)]
+        shards = join_matrices(weights)
+        b, t, _ = leaves[0].shape
+        max_tokens = layer.max_tokens(b, t)
+        tokens = RoutedTokens(*(leaf.reshape(b * t, -1) for leaf in leaves))
+        if num_devices(sharding.experts) == 1:
+            y_MxD = _compute_local(layer, max_tokens, 0, sharding.widths, shards, tokens)
+        elif not sharding.exchange_axes:
+            first = lax.axis_index(sharding.experts) * weights[0].shape[0]
+            y_MxD = _compute_local(layer, max_tokens, first, sharding.widths, shards, tokens)
+        elif max_tokens is not None:
+            y_MxD = _exchange_fixed_slots(layer, max_tokens, sharding, shards, tokens)
         else:
-            y_MxD = _in_rounds(form, cuts, parts, tokens)
+            y_MxD = _exchange_in_rounds(layer, sharding, shards, tokens)
         y_BxTxD = y_MxD.reshape(b, t, D)
-        if cuts.gathered:
-            y_BxTxD = lax.psum_scatter(y_BxTxD, cuts.gathered, scatter_dimension=1, tiled=True)
-        return lax.psum(y_BxTxD, cuts.summed) if cuts.summed else y_BxTxD
+        if sharding.gather_axes:
+            y_BxTxD = lax.psum_scatter(y_BxTxD, sharding.gather_axes, scatter_dimension=1, tiled=True)
+        return lax.psum(y_BxTxD, sharding.reduce_axes) if sharding.reduce_axes else y_BxTxD
 
-    if cuts.gathered:  # tokens, which the backward pass gathers again
-        compute = jax.checkpoint(compute, policy=_is_no_gather, prevent_cse=False)
-    # Axes of one device are named too: over all that are not, gradients are summed.
-    tokens = PartitionSpec(cuts.rows, cuts.positions)
-    into = PartitionSpec(cuts.experts, cuts.widths, cuts.columns)
-    out = PartitionSpec(cuts.experts, cuts.columns, cuts.widths)
+    if sharding.gather_axes:
+        # The backward pass keeps everything except the gathered tokens, which it gathers again.
+        compute = jax.checkpoint(compute, policy=_is_not_gather, prevent_cse=False)
+    # Axes with one device are named too: gradients are summed over all axes that are not.
+    tokens = PartitionSpec(sharding.batch, sharding.positions)
+    into = PartitionSpec(sharding.experts, sharding.widths, sharding.columns)
+    out = PartitionSpec(sharding.experts, sharding.columns, sharding.widths)
     in_specs = (tokens, tokens, tokens, tokens, *[into] * (len(weights) - 1), out)
-    spread = jax.shard_map(compute, in_specs=in_specs, out_specs=tokens, check_vma=False)
-    return spread(x_BxTxD, experts_BxTxK, gates_BxTxK, kept_BxTxK, *weights)
+    run = jax.shard_map(compute, in_specs=in_specs, out_specs=tokens, check_vma=False)
+    return run(x_BxTxD, experts_BxTxK, gates_BxTxK, is_kept_BxTxK, *weights)
 
 
-def _cuts_of(tokens: tuple[int, ...], matrices: tuple[int, ...]) -> MeshCuts:
-    """The cuts of tokens (B, T, D) and experts (E, D, F)."""
-    cuts = MeshCuts(*token_axes(*tokens[:2]), *_mesh_axes(("expert", "embed", "mlp"), *matrices))
-    is_mixed = set(cuts.experts) & set(cuts.summed) and set(cuts.experts) & {*cuts.rows, *cuts.positions}
-    # Of one axis tokens would have to travel, and of another not: then every device has all experts, which is rare.
-    return replace(cuts, experts=()) if is_mixed else cuts
-
-
-def _is_no_gather(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What the backward pass finds of the forward pass: all but what it can gather again."""
+def _is_not_gather(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Checkpoint policy that saves the results of everything except all-gathers."""
     return primitive is not lax.all_gather_p
 
 
-def _gathered(leaf: jax.Array, axes: Axes, axis: int) -> jax.Array:
+def _all_gather(leaf: jax.Array, axes: Axes, axis: int) -> jax.Array:
     return lax.all_gather(leaf, axes, axis=axis, tiled=True) if num_devices(axes) > 1 else leaf
 
 
-def joined(weights: Weights) -> list[jax.Array]:
-    """The matrices into the hidden layer as one, (E, D, F) or (E, D, 2 F), and the one out of it.
+def _all_to_all(x_WxD: jax.Array, axes: Axes) -> jax.Array:
+    """Send an equal number of slots to each device of the group, and return those that each has sent."""
+    return lax.all_to_all(x_WxD, axes, split_axis=0, concat_axis=0, tiled=True)
 
-    One product of the tokens then makes both halves, and one the gradient of the tokens.
+
+# Matrices of the experts, of which a device has a shard.
+
+
+def join_matrices(weights: Weights) -> list[jax.Array]:
+    """Return the matrices into the hidden layer as one, (E, D, F) or (E, D, 2 F), and the one out of it.
+
+    One product then makes both halves of the hidden layer, and one product the gradient of the tokens.
     """
     *into, out = weights
     return [jnp.concatenate(into, axis=2), out]
 
 
-def _whole(part: jax.Array, axes: Axes, axis: int) -> jax.Array:
-    """Matrices of the experts at hand, of each of which this device has a part along `axis`.
+def _gather_weights(shard: jax.Array, axes: Axes, axis: int) -> jax.Array:
+    """Return whole matrices of a device's experts from its shard along `axis`, which is sharded over the mesh `axes`.
 
-    Devices first deal out the experts among themselves, where their number allows it: what is gathered then lies in
-    memory as it came, one expert after the other, and need not be moved again.
+    If their number allows it, devices first redistribute the experts among themselves. The shards that are then
+    gathered are whole experts, contiguous in memory, and need not be moved again.
     """
     if num_devices(axes) == 1:
-        return part
-    if part.shape[0] % num_devices(axes):
-        return _gathered(part, axes, axis)
-    return _gathered(lax.all_to_all(part, axes, split_axis=0, concat_axis=axis, tiled=True), axes, 0)
+        return shard
+    if shard.shape[0] % num_devices(axes):
+        return _all_gather(shard, axes, axis)
+    return _all_gather(lax.all_to_all(shard, axes, split_axis=0, concat_axis=axis, tiled=True), axes, 0)
 
 
-class ExpertPart(NamedTuple):
-    """What a device has of the matrices of its experts, and the axis that is cut over others."""
+class WeightShard(NamedTuple):
+    """Shard of the matrices of a device's experts, and the axis that is sharded."""
 
     weights: jax.Array
     axis: int
 
 
-def _parts(weights: Weights) -> list[ExpertPart]:
-    """Of joined matrices: their width is the second axis of those into the hidden layer, the third of that out."""
-    return [ExpertPart(leaf, axis) for leaf, axis in zip(weights, (1, 2), strict=True)]
+def _make_shards(weights: Weights) -> list[WeightShard]:
+    """Return joined matrices as shards: the width is the second axis of those into the hidden layer, else the third."""
+    return [WeightShard(leaf, axis) for leaf, axis in zip(weights, (1, 2), strict=True)]
 
 
-def _by_parts(form: ExchangeForm, axes: Axes, parts: Weights) -> Callable[[jax.Array, jax.Array, Matmul], jax.Array]:
-    """The function of the experts of which the devices along `axes` have a part each."""
+def _make_expert(
+    layer: ExpertLayer, axes: Axes, shards: Weights
+) -> Callable[[jax.Array, jax.Array, Matmul], jax.Array]:
+    """Return the function of experts whose matrices are sharded over `axes`."""
 
     def apply(x_PxD: jax.Array, gates_P: jax.Array, matmul: Matmul) -> jax.Array:
-        def multiply(x_PxI: jax.Array, part: ExpertPart) -> jax.Array:
-            return _multiply(axes, part.axis, matmul, x_PxI, part.weights)
+        def multiply(x_PxI: jax.Array, shard: WeightShard) -> jax.Array:
+            return _gather_and_multiply(axes, shard.axis, matmul, x_PxI, shard.weights)
 
-        return form.expert(_parts(parts), x_PxD, gates_P, multiply)
+        return layer.expert(_make_shards(shards), x_PxD, gates_P, multiply)
 
     return apply
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(axes: Axes, axis: int, matmul: Matmul, x_PxI: jax.Array, part: jax.Array) -> jax.Array:
-    """`matmul` by what is gathered of `part`."""
-    found: jax.Array = matmul(x_PxI, _whole(part, axes, axis))
-    return found
+def _gather_and_multiply(axes: Axes, axis: int, matmul: Matmul, x_PxI: jax.Array, shard: jax.Array) -> jax.Array:
+    """Multiply by gathered matrices, which are gathered again in the backward pass."""
+    product: jax.Array = matmul(x_PxI, _gather_weights(shard, axes, axis))
+    return product
 
 
-def _multiply_forward(
-    axes: Axes, axis: int, matmul: Matmul, x_PxI: jax.Array, part: jax.Array
+def _gather_and_multiply_forward(
+    axes: Axes, axis: int, matmul: Matmul, x_PxI: jax.Array, shard: jax.Array
 ) -> tuple[jax.Array, Any]:
-    return _multiply(axes, axis, matmul, x_PxI, part), (matmul, x_PxI, part)
+    return _gather_and_multiply(axes, axis, matmul, x_PxI, shard), (matmul, x_PxI, shard)
 
 
-def _multiply_backward(axes: Axes, axis: int, kept: Any, dy_PxO: jax.Array) -> tuple[None, jax.Array, jax.Array]:
-    matmul, x_PxI, part = kept
-    whole, scatter = jax.vjp(lambda part: _whole(part, axes, axis), part)
+def _gather_and_multiply_backward(
+    axes: Axes, axis: int, residuals: Any, dy_PxO: jax.Array
+) -> tuple[None, jax.Array, jax.Array]:
+    matmul, x_PxI, shard = residuals
+    whole, scatter = jax.vjp(lambda shard: _gather_weights(shard, axes, axis), shard)
     _, pull_back = jax.vjp(matmul, x_PxI, whole)
     dx_PxI, dwhole = pull_back(dy_PxO)
-    (dpart,) = scatter(dwhole)
-    return None, dx_PxI, dpart
+    (dshard,) = scatter(dwhole)
+    return None, dx_PxI, dshard
 
 
-_multiply.defvjp(_multiply_forward, _multiply_backward)
+_gather_and_multiply.defvjp(_gather_and_multiply_forward, _gather_and_multiply_backward)
 
 
-def _at_home(
-    form: ExchangeForm,
-    most_rows: int | None,
+# Without an exchange, and with fixed slots.
+
+
+def _compute_local(
+    layer: ExpertLayer,
+    max_tokens: int | None,
     first: int | jax.Array,
     axes: Axes,
-    parts: Weights,
+    shards: Weights,
     tokens: RoutedTokens,
 ) -> jax.Array:
-    """What the experts at hand, the number `first` and those behind it, make of the tokens at hand.
-
-    Of each the devices along `axes` have a part.
-    """
-    num_here = parts[0].shape[0]
+    """Return the weighted sum over a device's own experts, which begin with the number `first`, for its tokens."""
+    num_local = shards[0].shape[0]
     experts_MxK = tokens.experts - first
-    return grouped(
+    return apply_grouped(
         tokens.x,
         experts_MxK,
         tokens.gates,
-        tokens.kept & (experts_MxK >= 0) & (experts_MxK < num_here),
-        _by_parts(form, axes, parts),
-        num_experts=num_here,
-        most_rows=most_rows,
-        platform=form.platform,
+        tokens.is_kept & (experts_MxK >= 0) & (experts_MxK < num_local),
+        _make_expert(layer, axes, shards),
+        num_experts=num_local,
+        most_tokens=max_tokens,
+        platform=layer.platform,
     )
 
 
-def _in_fixed_slots(
-    form: ExchangeForm,
-    most_rows: int,
-    cuts: MeshCuts,
-    parts: Weights,
+def _exchange_fixed_slots(
+    layer: ExpertLayer,
+    max_tokens: int,
+    sharding: ExpertSharding,
+    shards: Weights,
     tokens: RoutedTokens,
 ) -> jax.Array:
-    """So many slots for each expert, whether they are filled or not."""
-    num_here, D, axes = parts[0].shape[0], tokens.x.shape[1], cuts.exchanged
-    rank_MxK, _ = ranked(tokens.experts, tokens.kept, form.num_experts)
-    num_slots = form.num_experts * most_rows
-    layout = lay_out(jnp.where(tokens.kept, tokens.experts * most_rows + rank_MxK, num_slots), num_slots)
+    """Exchange tokens in `max_tokens` slots for each expert, filled or not."""
+    num_local, D, axes = shards[0].shape[0], tokens.x.shape[1], sharding.exchange_axes
+    rank_MxK, _ = rank_assignments(tokens.experts, tokens.is_kept, layer.num_experts)
+    num_slots = layer.num_experts * max_tokens
+    layout = make_layout(jnp.where(tokens.is_kept, tokens.experts * max_tokens + rank_MxK, num_slots), num_slots)
 
-    def there(sent_PxD: jax.Array) -> jax.Array:
-        came_GxLxSxD = _exchanged(sent_PxD, axes).reshape(-1, num_here, most_rows, sent_PxD.shape[1])
-        return came_GxLxSxD.swapaxes(0, 1).reshape(num_slots, -1)
+    def send(x_PxD: jax.Array) -> jax.Array:
+        # Slots arrive by device and are needed by expert.
+        received_GxLxSxD = _all_to_all(x_PxD, axes).reshape(-1, num_local, max_tokens, x_PxD.shape[1])
+        return received_GxLxSxD.swapaxes(0, 1).reshape(num_slots, -1)
 
-    x_RxD, gates_Rx1 = there(dispatch(tokens.x, layout)), there(in_slots(tokens.gates, layout)[:, None])
-    y_RxD = _by_parts(form, cuts.widths, parts)(x_RxD, gates_Rx1[:, 0], Partial(batched_matmul))
-    y_GxLxSxD = y_RxD.reshape(num_here, -1, most_rows, D).swapaxes(0, 1)
-    return collect(_exchanged(y_GxLxSxD.reshape(num_slots, D), axes), layout)
-
-
-def _exchanged(x_WxD: jax.Array, axes: Axes) -> jax.Array:
-    """As many slots for each device of the group sent to it, and in return those that each has for this one."""
-    return lax.all_to_all(x_WxD, axes, split_axis=0, concat_axis=0, tiled=True)
+    x_RxD, gates_Rx1 = send(dispatch(tokens.x, layout)), send(dispatch_weights(tokens.gates, layout)[:, None])
+    y_RxD = _make_expert(layer, sharding.widths, shards)(x_RxD, gates_Rx1[:, 0], Partial(batched_matmul))
+    y_GxLxSxD = y_RxD.reshape(num_local, -1, max_tokens, D).swapaxes(0, 1)
+    return combine(_all_to_all(y_GxLxSxD.reshape(num_slots, D), axes), layout)
 
 
-class Traffic(NamedTuple):
-    """Who sends how much to whom. All integers."""
+# In rounds.
 
-    slots: jax.Array  # (M, K): place of an assignment among those of this device, expert by expert; A: it has none
-    assignments: jax.Array  # (A): in these places
-    sent: jax.Array  # (G): to each device
-    came: jax.Array  # (G, L): from each device, for each expert here
+
+class ExchangeCounts(NamedTuple):
+    """Assignments by place, and how many are sent where; all integers."""
+
+    slots: jax.Array  # (M, K): place of an assignment among those of this device, expert by expert; A if it is dropped
+    assignments: jax.Array  # (A): assignments by place
+    sent: jax.Array  # (G): number sent to each device
+    received: jax.Array  # (G, L): number received from each device for each of this device's experts
     num_rounds: jax.Array  # the same on all devices of the group
 
 
-def _in_rounds(
-    form: ExchangeForm,
-    cuts: MeshCuts,
-    parts: Weights,
+class ExchangeRounds(NamedTuple):
+    """Static description of the rounds."""
+
+    layer: ExpertLayer
+    axes: Axes  # of the group
+    widths: Axes  # over which matrices are sharded
+    window: int  # slots of a window
+
+
+def _exchange_in_rounds(
+    layer: ExpertLayer,
+    sharding: ExpertSharding,
+    shards: Weights,
     tokens: RoutedTokens,
 ) -> jax.Array:
-    """All that is kept, in as many rounds as it takes."""
-    num_here, (M, K), axes = parts[0].shape[0], tokens.experts.shape, cuts.exchanged
-    num_devices = form.num_experts // num_here
-    window = window_slots(M, K, num_here, num_devices)
-    rank_MxK, counts_E = ranked(tokens.experts, tokens.kept, form.num_experts)
+    """Exchange all assignments that are kept, in as many rounds as it takes."""
+    num_local, (M, K), axes = shards[0].shape[0], tokens.experts.shape, sharding.exchange_axes
+    num_group = layer.num_experts // num_local
+    window = choose_window(M, K, num_local, num_group)
+    rank_MxK, counts_E = rank_assignments(tokens.experts, tokens.is_kept, layer.num_experts)
     starts_E = jnp.cumsum(counts_E) - counts_E
-    layout = lay_out(jnp.where(tokens.kept, starts_E[tokens.experts] + rank_MxK, M * K), M * K)
-    sent_G = jnp.sum(counts_E.reshape(num_devices, num_here), axis=1)
-    came_GxL = _exchanged(counts_E, axes).reshape(num_devices, num_here)
+    layout = make_layout(jnp.where(tokens.is_kept, starts_E[tokens.experts] + rank_MxK, M * K), M * K)
+    sent_G = jnp.sum(counts_E.reshape(num_group, num_local), axis=1)
+    received_GxL = _all_to_all(counts_E, axes).reshape(num_group, num_local)
+    # Every device runs as many rounds as the one that needs most: rounds contain collectives.
     num_rounds = lax.pmax(-(-jnp.max(sent_G) // window), axes)
-    traffic = Traffic(*layout, sent_G, came_GxL, num_rounds)
-    return _all_rounds(ExchangeRounds(form, axes, cuts.widths, window), tokens.x, tokens.gates, tuple(parts), traffic)
+    counts = ExchangeCounts(*layout, sent_G, received_GxL, num_rounds)
+    rounds = ExchangeRounds(layer, axes, sharding.widths, window)
+    return _run_rounds(rounds, tokens.x, tokens.gates, tuple(shards), counts)
 
 
-def window_slots(num_tokens: int, experts_per_token: int, num_here: int, num_devices: int) -> int:
-    """Slots that a device has in a round for what it sends to another one."""
-    most = num_tokens * min(experts_per_token, num_here)
-    mean = num_tokens * experts_per_token / num_devices
-    return _TILE * math.ceil(min(most, 1.25 * mean) / _TILE)
+def choose_window(num_tokens: int, experts_per_token: int, num_local: int, num_group: int) -> int:
+    """Return the slots that a device has in a round for what it sends to one other device.
 
-
-class ExchangeRounds(NamedTuple):
-    """How tokens travel."""
-
-    form: ExchangeForm
-    axes: Axes  # of the group
-    widths: Axes  # over which matrices are cut
-    window: int  # its slots
+    Args:
+        num_tokens: tokens of a device.
+        experts_per_token: experts of a token.
+        num_local: experts of a device.
+        num_group: devices of the group.
+    """
+    most = num_tokens * min(experts_per_token, num_local)
+    mean = num_tokens * experts_per_token / num_group
+    return _WINDOW_MULTIPLE * math.ceil(min(most, 1.25 * mean) / _WINDOW_MULTIPLE)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_rounds(
-    rounds: ExchangeRounds, x_MxD: jax.Array, gates_MxK: jax.Array, parts: tuple[jax.Array, ...], traffic: Traffic
+def _run_rounds(
+    rounds: ExchangeRounds,
+    x_MxD: jax.Array,
+    gates_MxK: jax.Array,
+    shards: tuple[jax.Array, ...],
+    counts: ExchangeCounts,
 ) -> jax.Array:
-    weights = _both_whole(rounds.widths, parts)
+    weights = _gather_joined(rounds.widths, shards)
 
     def add(number: jax.Array, sum_MxD: jax.Array) -> jax.Array:
-        return sum_MxD + _round(rounds, traffic, number, x_MxD, gates_MxK, weights).astype(jnp.float32)
+        return sum_MxD + _run_round(rounds, counts, number, x_MxD, gates_MxK, weights).astype(jnp.float32)
 
-    sum_MxD = lax.fori_loop(0, traffic.num_rounds, add, jnp.zeros(x_MxD.shape, jnp.float32))
+    sum_MxD = lax.fori_loop(0, counts.num_rounds, add, jnp.zeros(x_MxD.shape, jnp.float32))
     return sum_MxD.astype(x_MxD.dtype)
 
 
-def _both_whole(axes: Axes, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(_whole(part.weights, axes, part.axis) for part in _parts(parts))
+def _gather_joined(axes: Axes, shards: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(_gather_weights(shard.weights, axes, shard.axis) for shard in _make_shards(shards))
 
 
-def _all_rounds_forward(rounds: ExchangeRounds, *arrays: Any) -> tuple[jax.Array, Any]:
-    return _all_rounds(rounds, *arrays), arrays
+def _run_rounds_forward(rounds: ExchangeRounds, *arrays: Any) -> tuple[jax.Array, Any]:
+    return _run_rounds(rounds, *arrays), arrays
 
 
-def _all_rounds_backward(rounds: ExchangeRounds, kept: Any, dy_MxD: jax.Array) -> tuple[Any, Any, Any, None]:
-    x_MxD, gates_MxK, parts, traffic = kept
-    weights, scatter = jax.vjp(functools.partial(_both_whole, rounds.widths), parts)
+def _run_rounds_backward(rounds: ExchangeRounds, residuals: Any, dy_MxD: jax.Array) -> tuple[Any, Any, Any, None]:
+    x_MxD, gates_MxK, shards, counts = residuals
+    weights, scatter = jax.vjp(functools.partial(_gather_joined, rounds.widths), shards)
     inputs = x_MxD, gates_MxK, weights
 
     def add(number: jax.Array, sums: Any) -> Any:
-        _, pull_back = jax.vjp(functools.partial(_round, rounds, traffic, number), *inputs)
+        _, pull_back = jax.vjp(functools.partial(_run_round, rounds, counts, number), *inputs)
         return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), sums, pull_back(dy_MxD))
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), inputs)
-    sums = lax.fori_loop(0, traffic.num_rounds, add, zeros)
+    sums = lax.fori_loop(0, counts.num_rounds, add, zeros)
     dx_MxD, dgates_MxK, dweights = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, inputs)
     return dx_MxD, dgates_MxK, *scatter(dweights), None
 
 
-_all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
+_run_rounds.defvjp(_run_rounds_forward, _run_rounds_backward)
 
 
-def _round(
+def _run_round(
     rounds: ExchangeRounds,
-    traffic: Traffic,
+    counts: ExchangeCounts,
     number: jax.Array,
     x_MxD: jax.Array,
     gates_MxK: jax.Array,
     weights: tuple[jax.Array, ...],
 ) -> jax.Array:
-    """What the tokens in one window of each pair of devices add to their sums, (M, D)."""
-    form, axes, _, window = rounds
-    num_here = traffic.came.shape[1]
+    """Return what the assignments in one window of each pair of devices add to the sums of their tokens, (M, D)."""
+    layer, axes, _, window = rounds
+    num_local = counts.received.shape[1]
     first = number * window
-    layout = _in_windows(traffic, first, window)
-    came_G = jnp.sum(traffic.came, axis=1)
-    sent_G, came_G = (jnp.clip(count_G - first, 0, window) for count_G in (traffic.sent, came_G))
-    swap = functools.partial(_swapped, axes, form.platform == "tpu")
-    x_RxD = swap(dispatch(x_MxD, layout), sent_G, came_G)
-    gates_RxK = _exchanged(in_slots(gates_MxK, layout)[:, None], axes)
-    # Of what a device sends, expert by expert, this window begins at `first`.
+    layout = _make_window_layout(counts, first, window)
+    received_G = jnp.sum(counts.received, axis=1)
+    sent_G, received_G = (jnp.clip(count_G - first, 0, window) for count_G in (counts.sent, received_G))
+    swap = functools.partial(_swap_windows, axes, layer.platform == "tpu")
+    x_RxD = swap(dispatch(x_MxD, layout), sent_G, received_G)
+    gates_RxK = _all_to_all(dispatch_weights(gates_MxK, layout)[:, None], axes)
+    # A device sends its assignments expert by expert, and this window begins at place `first` of them.
     place_S = first + jnp.arange(window)
-    ends_GxL = jnp.cumsum(traffic.came, axis=1)
+    ends_GxL = jnp.cumsum(counts.received, axis=1)
     expert_Rx1 = jnp.sum(place_S[:, None] >= ends_GxL[:, None], axis=-1, dtype=jnp.int32).reshape(-1, 1)
-    y_RxD = grouped(
+    y_RxD = apply_grouped(
         x_RxD,
         expert_Rx1,
         gates_RxK,
-        expert_Rx1 < num_here,
-        functools.partial(form.expert, weights),
-        num_experts=num_here,
-        most_rows=None,
-        platform=form.platform,
+        expert_Rx1 < num_local,
+        functools.partial(layer.expert, weights),
+        num_experts=num_local,
+        most_tokens=None,
+        platform=layer.platform,
     )
-    return collect(swap(y_RxD, came_G, sent_G), layout)
+    return combine(swap(y_RxD, received_G, sent_G), layout)
 
 
-def _in_windows(traffic: Traffic, first: jax.Array, window: int) -> GroupLayout:
-    """Where assignments lie in windows, one behind the other, that begin at `first` of what goes to each device."""
-    num_devices = traffic.sent.size
-    starts_G = jnp.cumsum(traffic.sent) - traffic.sent + first
-    ends_G = jnp.cumsum(traffic.sent)
+def _make_window_layout(counts: ExchangeCounts, first: jax.Array, window: int) -> GroupLayout:
+    """Return the layout of one window for each device, which begins at place `first` of what that device is sent."""
+    num_group = counts.sent.size
+    starts_G = jnp.cumsum(counts.sent) - counts.sent + first
+    ends_G = jnp.cumsum(counts.sent)
     place_GxS = starts_G[:, None] + jnp.arange(window)
-    num_assignments = traffic.slots.size
-    found_GxS = traffic.assignments.at[place_GxS].get(mode="fill", fill_value=num_assignments)
+    num_assignments = counts.slots.size
+    found_GxS = counts.assignments.at[place_GxS].get(mode="fill", fill_value=num_assignments)
     assignments_W = jnp.where(place_GxS < ends_G[:, None], found_GxS, num_assignments).reshape(-1)
-    # The device of an assignment is the one in whose share it lies; what has no place lies behind all shares.
-    device_MxK = jnp.sum(traffic.slots[..., None] >= ends_G, axis=-1, dtype=jnp.int32)
-    in_window_MxK = traffic.slots - starts_G.at[device_MxK].get(mode="fill", fill_value=0)
-    is_here_MxK = (device_MxK < num_devices) & (in_window_MxK >= 0) & (in_window_MxK < window)
-    slots_MxK = jnp.where(is_here_MxK, device_MxK * window + in_window_MxK, num_devices * window)
+    # An assignment goes to the device whose share holds its place. A dropped one has a place after all shares.
+    device_MxK = jnp.sum(counts.slots[..., None] >= ends_G, axis=-1, dtype=jnp.int32)
+    in_window_MxK = counts.slots - starts_G.at[device_MxK].get(mode="fill", fill_value=0)
+    is_here_MxK = (device_MxK < num_group) & (in_window_MxK >= 0) & (in_window_MxK < window)
+    slots_MxK = jnp.where(is_here_MxK, device_MxK * window + in_window_MxK, num_group * window)
     return GroupLayout(slots_MxK, assignments_W)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _swapped(axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, came_G: jax.Array) -> jax.Array:
-    """Windows sent, of each so many slots from its start, for those that came; what was not sent is anything."""
+def _swap_windows(axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, received_G: jax.Array) -> jax.Array:
+    """Send the first `sent_G` slots of each window, and return the windows received; unsent slots are undefined."""
     if not is_ragged:
-        return _exchanged(x_WxD, axes)
+        return _all_to_all(x_WxD, axes)
     window = x_WxD.shape[0] // sent_G.size
     starts_G = window * jnp.arange(sent_G.size)
     own_G = jnp.full(sent_G.size, window * lax.axis_index(axes))
     into_WxD = lax.empty(x_WxD.shape, x_WxD.dtype)
-    return lax.ragged_all_to_all(x_WxD, into_WxD, starts_G, sent_G, own_G, came_G, axis_name=axes)
+    return lax.ragged_all_to_all(x_WxD, into_WxD, starts_G, sent_G, own_G, received_G, axis_name=axes)
 
 
-def _swapped_forward(
-    axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, came_G: jax.Array
+def _swap_windows_forward(
+    axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, received_G: jax.Array
 ) -> tuple[jax.Array, Any]:
-    return _swapped(axes, is_ragged, x_WxD, sent_G, came_G), (sent_G, came_G)
+    return _swap_windows(axes, is_ragged, x_WxD, sent_G, received_G), (sent_G, received_G)
 
 
-def _swapped_backward(axes: Axes, is_ragged: bool, kept: Any, dx_WxD: jax.Array) -> tuple[jax.Array, None, None]:
-    sent_G, came_G = kept
-    return _swapped(axes, is_ragged, dx_WxD, came_G, sent_G), None, None
+def _swap_windows_backward(
+    axes: Axes, is_ragged: bool, residuals: Any, dx_WxD: jax.Array
+) -> tuple[jax.Array, None, None]:
+    sent_G, received_G = residuals
+    return _swap_windows(axes, is_ragged, dx_WxD, received_G, sent_G), None, None
 
 
-_swapped.defvjp(_swapped_forward, _swapped_backward)
+_swap_windows.defvjp(_swap_windows_forward, _swap_windows_backward)

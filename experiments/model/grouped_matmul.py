@@ -1,20 +1,20 @@
-"""Matmuls of tokens that are grouped by expert, in the form that is fast on the platform. Knows no router.
+"""Grouped matmul: tokens grouped by expert, in the form that is fast on the platform. No router is involved.
 
-Assignments of tokens to experts are laid out expert by expert in P slots, multiplied, and added up token by token.
-Three layouts:
+Assignments of tokens to experts are placed expert by expert in P slots, multiplied, and combined token by token. There
+are three layouts:
 
-- `batched`, where no expert gets more than a fixed number of rows: that many slots each, one batch of matmuls.
-- `blocked`: slots of an expert begin at a multiple of a block, and a loop multiplies block by block with the one expert
-  it belongs to. No work but the rest of the last block of each. On CPU and GPU, where `jax.lax.ragged_dot` multiplies
-  all rows by all experts.
-- `ragged`: without gaps. On TPU, by `jax.lax.ragged_dot`. Of its gradients libtpu would make one product of all rows
-  for each expert, and copy all matrices to turn them: those are JAX's kernels of grouped products.
+- `batched`: every expert has the same number of slots, and one batch of matmuls multiplies them. For a fixed capacity.
+- `blocked`: the slots of an expert begin at a multiple of a block, and a loop multiplies each block by its one expert.
+  The only wasted work is the rest of each expert's last block. On CPU and GPU, where `jax.lax.ragged_dot` multiplies
+  all slots by all experts.
+- `ragged`: no gaps. On TPU, by `jax.lax.ragged_dot`. For its gradients libtpu would multiply all slots for each expert,
+  and copy all matrices to transpose them, so the backward pass calls JAX's megablox kernels.
 
-An assignment's weight is multiplied inside its expert, where the hidden layer is: so the backward pass needs no result
-of an expert. Between tokens and slots every array is gathered, in the backward pass too, and never scattered.
+The weight of an assignment is applied inside its expert, at the hidden layer. So the backward pass needs no result of
+an expert. Between tokens and slots every array is gathered, in the backward pass too, and never scattered.
 
-Shape legend: M tokens, K experts of a token, A = M * K assignments, E experts, P slots, N blocks of slots, D width, I
-and O input and output of one matmul.
+Shape legend: M tokens, K experts of a token, A = M * K assignments, E experts, P slots, N blocks of slots, b slots of a
+block, D width, I and O input and output of one matmul.
 """
 
 import functools
@@ -26,86 +26,94 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
 
-from experiments.model.platform import for_tpus
+from experiments.model.platform import import_for_tpu
 
 MIN_BLOCK, MAX_BLOCK = 8, 256
-KERNEL_ROWS = 128  # the kernel takes a multiple of them
-KERNEL_COLUMNS = 1024  # of either array that a tile of the kernel has, at most
-Matmul = Partial  # ((P, I), (E, I, O)) -> (P, O), each slot by its expert; of integers that say whose slots are whose
-Multiply = Callable[[jax.Array, Any], jax.Array]  # the same, of experts in whatever form
+KERNEL_SLOTS = 128  # the megablox kernel needs a multiple of this number of slots
+MAX_KERNEL_COLUMNS = 1024  # of either operand in one tile of the kernel
+# ((P, I), (E, I, O)) -> (P, O), each slot by its expert. A `Partial`, because it holds the integer arrays of a layout.
+Matmul = Partial
+Multiply = Callable[[jax.Array, Any], jax.Array]  # the same with experts in any form
 
 
 class GroupLayout(NamedTuple):
-    """Where each assignment lies."""
+    """Slots of assignments, and the inverse."""
 
-    slots: jax.Array  # (M, K), P of what is not routed
-    assignments: jax.Array  # (P), A of a slot that is empty
+    slots: jax.Array  # (M, K); P for an assignment without a slot
+    assignments: jax.Array  # (P); A for an empty slot
 
 
-def grouped(
+def apply_grouped(
     x_MxD: jax.Array,
     experts_MxK: jax.Array,
     weights_MxK: jax.Array,
-    kept_MxK: jax.Array,
+    is_kept_MxK: jax.Array,
     apply: Callable[[jax.Array, jax.Array, Matmul], jax.Array],
     *,
     num_experts: int,
-    most_rows: int | None,
+    most_tokens: int | None,
     platform: str,
 ) -> jax.Array:
-    """Return for every token the sum of what its experts make of it, each times its weight: (M, D), of the type of `x`.
+    """Return for every token the weighted sum of its experts' outputs, (M, D), in the dtype of `x`.
 
-    `apply(x_PxD, weights_P, matmul)` is the experts' function of the rows at hand, times their weights. What is not
-    kept is not computed, and counts nothing. With `most_rows` no expert may have more rows than that.
+    Args:
+        x_MxD: tokens.
+        experts_MxK: experts of each token.
+        weights_MxK: weight of each assignment.
+        is_kept_MxK: assignments to compute; the others contribute nothing.
+        apply: the experts' function `apply(x_PxD, weights_P, matmul)` of the tokens in their slots, times the weights.
+        num_experts: number of experts.
+        most_tokens: upper bound for the tokens of one expert, if there is a useful one.
+        platform: platform that the program is compiled for.
     """
-    rank_MxK, counts_E = ranked(experts_MxK, kept_MxK, num_experts)
-    num_slots, starts_E, matmul = _layout(counts_E, experts_MxK.size, num_experts, most_rows, platform)
-    layout = lay_out(jnp.where(kept_MxK, starts_E[experts_MxK] + rank_MxK, num_slots), num_slots)
-    return collect(apply(dispatch(x_MxD, layout), in_slots(weights_MxK, layout), matmul), layout)
+    rank_MxK, counts_E = rank_assignments(experts_MxK, is_kept_MxK, num_experts)
+    if most_tokens is not None:
+        num_slots, starts_E = num_experts * most_tokens, jnp.arange(num_experts) * most_tokens
+        matmul = Partial(batched_matmul)
+    elif platform == "tpu":
+        num_slots, starts_E = experts_MxK.size, jnp.cumsum(counts_E) - counts_E
+        matmul = Partial(ragged_matmul, counts_E)
+    else:
+        block = choose_block(experts_MxK.size, num_experts)
+        # Enough blocks for the worst distribution, in which every expert's last block has a single token.
+        num_blocks = (experts_MxK.size + num_experts * (block - 1)) // block
+        ends_E = jnp.cumsum(-(-counts_E // block))
+        expert_N = jnp.sum(jnp.arange(num_blocks)[:, None] >= ends_E[:-1], axis=1, dtype=jnp.int32)
+        num_slots, starts_E = num_blocks * block, block * (ends_E + counts_E // -block)
+        matmul = Partial(functools.partial(blocked_matmul, block), expert_N, ends_E[-1])
+    layout = make_layout(jnp.where(is_kept_MxK, starts_E[experts_MxK] + rank_MxK, num_slots), num_slots)
+    return combine(apply(dispatch(x_MxD, layout), dispatch_weights(weights_MxK, layout), matmul), layout)
 
 
-def ranked(experts_MxK: jax.Array, kept_MxK: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """How many tokens before each are kept by the same expert, (M, K), and by each expert in all, (E)."""
-    chosen_MxKxE = (experts_MxK[..., None] == jnp.arange(num_experts)) & kept_MxK[..., None]
-    place_MxE = jnp.cumsum(jnp.any(chosen_MxKxE, axis=1), axis=0, dtype=jnp.int32)
-    return jnp.sum(jnp.where(chosen_MxKxE, place_MxE[:, None] - 1, 0), axis=-1), place_MxE[-1]
+def rank_assignments(experts_MxK: jax.Array, is_kept_MxK: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """Return the rank of each assignment among those of its expert, (M, K), and the number of each expert's, (E)."""
+    is_chosen_MxKxE = (experts_MxK[..., None] == jnp.arange(num_experts)) & is_kept_MxK[..., None]
+    place_MxE = jnp.cumsum(jnp.any(is_chosen_MxKxE, axis=1), axis=0, dtype=jnp.int32)
+    return jnp.sum(jnp.where(is_chosen_MxKxE, place_MxE[:, None] - 1, 0), axis=-1), place_MxE[-1]
 
 
-def lay_out(slot_MxK: jax.Array, num_slots: int) -> GroupLayout:
-    """The layout of so many slots, from the one of each assignment; `num_slots` is none."""
-    assignments = jnp.arange(slot_MxK.size, dtype=jnp.int32)
-    empty_P = jnp.full(num_slots, slot_MxK.size, jnp.int32)
-    return GroupLayout(slot_MxK, empty_P.at[slot_MxK.reshape(-1)].set(assignments, mode="drop"))
+def make_layout(slots_MxK: jax.Array, num_slots: int) -> GroupLayout:
+    """Return the layout from the slot of each assignment; `num_slots` stands for no slot."""
+    assignments = jnp.arange(slots_MxK.size, dtype=jnp.int32)
+    empty_P = jnp.full(num_slots, slots_MxK.size, jnp.int32)
+    return GroupLayout(slots_MxK, empty_P.at[slots_MxK.reshape(-1)].set(assignments, mode="drop"))
 
 
-def _layout(
-    counts_E: jax.Array, num_assignments: int, num_experts: int, most_rows: int | None, platform: str
-) -> tuple[int, jax.Array, Matmul]:
-    """Number of slots, the first of each expert, and the matmul of slots by their experts."""
-    if most_rows is not None:
-        return num_experts * most_rows, jnp.arange(num_experts) * most_rows, Partial(batched_matmul)
-    if platform == "tpu":
-        return num_assignments, jnp.cumsum(counts_E) - counts_E, Partial(ragged_matmul, counts_E)
-    block = block_rows(num_assignments, num_experts)
-    num_blocks = (num_assignments + num_experts * (block - 1)) // block
-    ends_E = jnp.cumsum(-(-counts_E // block))
-    expert_N = jnp.sum(jnp.arange(num_blocks)[:, None] >= ends_E[:-1], axis=1, dtype=jnp.int32)
-    starts_E = block * (ends_E + counts_E // -block)
-    return num_blocks * block, starts_E, Partial(functools.partial(blocked_matmul, block), expert_N, ends_E[-1])
+def choose_block(num_assignments: int, num_experts: int) -> int:
+    """Return the slots of a block: a power of two, about a quarter of the mean number of tokens of an expert."""
+    block = MIN_BLOCK
+    while 2 * block <= min(MAX_BLOCK, num_assignments // (4 * num_experts)):
+        block *= 2
+    return block
 
 
-def block_rows(num_assignments: int, num_experts: int) -> int:
-    """Rows of a block: a power of two, about a quarter of what an expert has on average."""
-    rows = MIN_BLOCK
-    while 2 * rows <= min(MAX_BLOCK, num_assignments // (4 * num_experts)):
-        rows *= 2
-    return rows
+# Between tokens and slots. Each gradient is written out as a gather: the derived one would scatter.
 
 
 @jax.custom_vjp
 def dispatch(x_MxD: jax.Array, layout: GroupLayout) -> jax.Array:
-    """The tokens in their slots, (P, D); in an empty slot stands some token."""
-    return x_MxD[_token_of_slot(layout)]
+    """Return the tokens in their slots, (P, D); an empty slot holds an arbitrary token."""
+    return x_MxD[_find_tokens(layout)]
 
 
 def _dispatch_forward(x_MxD: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
@@ -113,74 +121,79 @@ def _dispatch_forward(x_MxD: jax.Array, layout: GroupLayout) -> tuple[jax.Array,
 
 
 def _dispatch_backward(layout: GroupLayout, dx_PxD: jax.Array) -> tuple[jax.Array, None]:
-    return _sum_of_slots(dx_PxD, layout), None
+    return _sum_slots(dx_PxD, layout), None
 
 
 dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @jax.custom_vjp
-def collect(y_PxD: jax.Array, layout: GroupLayout) -> jax.Array:
-    """The sum over each token's slots; in float32, (M, D) in the type of `y`.
+def combine(y_PxD: jax.Array, layout: GroupLayout) -> jax.Array:
+    """Return the sum over each token's slots, accumulated in float32, (M, D) in the dtype of `y`.
 
-    An empty slot gets the gradient of some token: whoever filled it multiplies by its weight, which is nothing.
+    The gradient of an empty slot is that of an arbitrary token. It must be multiplied by the slot's weight, which is 0.
     """
-    return _sum_of_slots(y_PxD, layout)
+    return _sum_slots(y_PxD, layout)
 
 
-def _collect_forward(y_PxD: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
-    return collect(y_PxD, layout), layout
+def _combine_forward(y_PxD: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
+    return combine(y_PxD, layout), layout
 
 
-def _collect_backward(layout: GroupLayout, dy_MxD: jax.Array) -> tuple[jax.Array, None]:
-    return dy_MxD[_token_of_slot(layout)], None
+def _combine_backward(layout: GroupLayout, dy_MxD: jax.Array) -> tuple[jax.Array, None]:
+    return dy_MxD[_find_tokens(layout)], None
 
 
-collect.defvjp(_collect_forward, _collect_backward)
+combine.defvjp(_combine_forward, _combine_backward)
 
 
 @jax.custom_vjp
-def in_slots(values_MxK: jax.Array, layout: GroupLayout) -> jax.Array:
-    """What each assignment has, in its slot, (P); in an empty slot nothing."""
+def dispatch_weights(values_MxK: jax.Array, layout: GroupLayout) -> jax.Array:
+    """Return the value of each assignment in its slot, (P); 0 in an empty slot."""
     return values_MxK.reshape(-1).at[layout.assignments].get(mode="fill", fill_value=0)
 
 
-def _in_slots_forward(values_MxK: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
-    return in_slots(values_MxK, layout), layout
+def _dispatch_weights_forward(values_MxK: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
+    return dispatch_weights(values_MxK, layout), layout
 
 
-def _in_slots_backward(layout: GroupLayout, dvalues_P: jax.Array) -> tuple[jax.Array, None]:
+def _dispatch_weights_backward(layout: GroupLayout, dvalues_P: jax.Array) -> tuple[jax.Array, None]:
     return dvalues_P.at[layout.slots].get(mode="fill", fill_value=0), None
 
 
-in_slots.defvjp(_in_slots_forward, _in_slots_backward)
+dispatch_weights.defvjp(_dispatch_weights_forward, _dispatch_weights_backward)
 
 
-def _token_of_slot(layout: GroupLayout) -> jax.Array:
+def _find_tokens(layout: GroupLayout) -> jax.Array:
+    """Return the token of each slot, (P); the last token for an empty slot."""
     M, K = layout.slots.shape
     return jnp.minimum(layout.assignments // K, M - 1)
 
 
-def _sum_of_slots(x_PxD: jax.Array, layout: GroupLayout) -> jax.Array:
-    """The sum of what stands in each token's slots, (M, D); nothing for what is not routed.
-
-    One gather for each of a token's experts, and all of them added at once.
-    """
+def _sum_slots(x_PxD: jax.Array, layout: GroupLayout) -> jax.Array:
+    """Return the sum over each token's slots, (M, D); an assignment without a slot adds nothing."""
+    # One gather for each of a token's experts; the compiler fuses their sum.
     total_MxD = jnp.zeros((), jnp.float32)
     for slots_M in layout.slots.T:
         total_MxD += x_PxD.at[slots_M].get(mode="fill", fill_value=0).astype(jnp.float32)
     return total_MxD.astype(x_PxD.dtype)
 
 
+# Matmuls of the three layouts.
+
+
 def batched_matmul(x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
-    """Each expert by as many slots, (P, O)."""
+    """Multiply slots of which every expert has the same number; returns (P, O)."""
     E, I, O = w_ExIxO.shape  # noqa: E741
     return jnp.einsum("epi,eio->epo", x_PxI.reshape(E, -1, I), w_ExIxO).reshape(-1, O)
 
 
 @jax.custom_vjp
 def ragged_matmul(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
-    """So many slots by the first expert, so many by the next, (P, O); zeros in those behind, which nobody may read."""
+    """Multiply the first counts_E[0] slots by the first expert, and so on; returns (P, O).
+
+    Slots after those of all experts are zeros, which must not be relied on.
+    """
     return lax.ragged_dot(x_PxI, w_ExIxO, counts_E)
 
 
@@ -188,27 +201,28 @@ def _ragged_forward(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -
     return ragged_matmul(counts_E, x_PxI, w_ExIxO), (counts_E, x_PxI, w_ExIxO)
 
 
-def _ragged_backward(kept: Any, dy_PxO: jax.Array) -> tuple[None, jax.Array, jax.Array]:
-    counts_E, x_PxI, w_ExIxO = kept
-    kernel = for_tpus("jax.experimental.pallas.ops.tpu.megablox.gmm")
+def _ragged_backward(residuals: Any, dy_PxO: jax.Array) -> tuple[None, jax.Array, jax.Array]:
+    counts_E, x_PxI, w_ExIxO = residuals
+    kernel = import_for_tpu("jax.experimental.pallas.ops.tpu.megablox.gmm")
     num_slots, (_, I, O) = x_PxI.shape[0], w_ExIxO.shape  # noqa: E741
-    x_PxI, dy_PxO = (jnp.pad(rows, ((0, -num_slots % KERNEL_ROWS), (0, 0))) for rows in (x_PxI, dy_PxO))
-    tile_rows, tile_I, tile_O = _tile(x_PxI.shape[0], 512), _tile(I, KERNEL_COLUMNS), _tile(O, KERNEL_COLUMNS)
+    x_PxI, dy_PxO = (jnp.pad(slots, ((0, -num_slots % KERNEL_SLOTS), (0, 0))) for slots in (x_PxI, dy_PxO))
+    tile_P = _choose_tile(x_PxI.shape[0], 512)
+    tile_I, tile_O = _choose_tile(I, MAX_KERNEL_COLUMNS), _choose_tile(O, MAX_KERNEL_COLUMNS)
     counts_E = counts_E.astype(jnp.int32)
-    # Slots behind those of all experts are the last one's: the kernel would leave them as it finds the memory.
+    # Slots after those of all experts are given to the last one: the kernel would leave them uninitialised.
     all_E = counts_E.at[-1].add(x_PxI.shape[0] - jnp.sum(counts_E))
-    sizes = tile_rows, tile_O, tile_I
+    sizes = tile_P, tile_O, tile_I
     dx_PxI = kernel.gmm(dy_PxO, w_ExIxO, all_E, dy_PxO.dtype, sizes, transpose_rhs=True)
-    dw_ExIxO = kernel.tgmm(x_PxI.T, dy_PxO, counts_E, w_ExIxO.dtype, (tile_rows, tile_I, tile_O))
+    dw_ExIxO = kernel.tgmm(x_PxI.T, dy_PxO, counts_E, w_ExIxO.dtype, (tile_P, tile_I, tile_O))
     return None, dx_PxI[:num_slots], dw_ExIxO
 
 
 ragged_matmul.defvjp(_ragged_forward, _ragged_backward)
 
 
-def _tile(size: int, most: int) -> int:
-    """The largest part of an axis that divides it and that the kernel takes."""
-    fitting = (part for part in range(most, 0, -KERNEL_ROWS) if size % part == 0)
+def _choose_tile(size: int, most: int) -> int:
+    """Return the largest divisor of an axis that the kernel accepts as a tile."""
+    fitting = (part for part in range(most, 0, -KERNEL_SLOTS) if size % part == 0)
     return next(fitting, min(size, most))
 
 
@@ -216,7 +230,7 @@ def _tile(size: int, most: int) -> int:
 def blocked_matmul(
     block: int, expert_N: jax.Array, num_blocks: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array
 ) -> jax.Array:
-    """Each block of slots by the expert that `expert_N` names; of the blocks only the first `num_blocks`. (P, O)"""
+    """Multiply each block of slots by its expert in `expert_N`, up to `num_blocks` blocks; returns (P, O)."""
 
     def multiply(number: jax.Array, y_PxO: jax.Array) -> jax.Array:
         x_bxI = lax.dynamic_slice_in_dim(x_PxI, number * block, block)
@@ -232,13 +246,13 @@ def _blocked_forward(
     return blocked_matmul(block, expert_N, num_blocks, x_PxI, w_ExIxO), (expert_N, num_blocks, x_PxI, w_ExIxO)
 
 
-def _blocked_backward(block: int, kept: Any, dy_PxO: jax.Array) -> tuple[None, None, jax.Array, jax.Array]:
-    expert_N, num_blocks, x_PxI, w_ExIxO = kept
+def _blocked_backward(block: int, residuals: Any, dy_PxO: jax.Array) -> tuple[None, None, jax.Array, jax.Array]:
+    expert_N, num_blocks, x_PxI, w_ExIxO = residuals
 
     def multiply(number: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         dx_PxI, dw_ExIxO = sums
         expert, start = expert_N[number], number * block
-        x_bxI, dy_bxO = (lax.dynamic_slice_in_dim(rows, start, block) for rows in (x_PxI, dy_PxO))
+        x_bxI, dy_bxO = (lax.dynamic_slice_in_dim(slots, start, block) for slots in (x_PxI, dy_PxO))
         dx_bxI = jnp.dot(dy_bxO, w_ExIxO[expert].T)
         dw_IxO = dw_ExIxO[expert] + jnp.dot(x_bxI.T, dy_bxO, preferred_element_type=jnp.float32)
         return (
@@ -246,6 +260,7 @@ def _blocked_backward(block: int, kept: Any, dy_PxO: jax.Array) -> tuple[None, N
             lax.dynamic_update_index_in_dim(dw_ExIxO, dw_IxO, expert, axis=0),
         )
 
+    # Gradients of matrices are accumulated over blocks in float32.
     zeros = jnp.zeros_like(x_PxI), jnp.zeros(w_ExIxO.shape, jnp.float32)
     dx_PxI, dw_ExIxO = lax.fori_loop(0, num_blocks, multiply, zeros)
     return None, None, dx_PxI, dw_ExIxO.astype(w_ExIxO.dtype)

@@ -1,40 +1,42 @@
-"""A decoder in Hugging Face's layout: which tensor is which parameter, and of which family it is.
+"""A decoder in Hugging Face's layout: the tensor of each parameter, and the families that the decoder belongs to.
 
-Names of tensors follow from what the decoder is built of; what its config.json calls things is `dialect`'s to say. A
-decoder is of the first family that gives back what was written of it. Knows no file and no array.
+Names of tensors follow from the parts of the decoder; `config_json` knows the keys of each family's config.json. A
+decoder belongs to a family if reading what is written of it gives the same decoder; it is written as the first such
+family.
 """
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from experiments.model.config import DecoderConfig
-from experiments.model.dialects import FAMILIES, Dialect, Json, decoder_of
+from experiments.model.config_json import FAMILIES, ConfigFormat, Json, parse_config_json
 from experiments.model.moe import BALANCE
 from runner.errors import InvalidError
 from runner.huggingface.mapping import Family, TensorPiece
 
-# Parameter -> tensor of a layer. Norms are named by their order, so the name depends on where norms are.
-_OF_HEADS = {
+# Names of modules in a layer: parameter -> tensor.
+_HEAD_MATMULS = {
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj",
 }
-_OF_LATENTS = {
+_LATENT_MATMULS = {
     "attention.key_value_down": "self_attn.kv_a_proj_with_mqa",
     "attention.key_value_up": "self_attn.kv_b_proj",
 }
-_OF_QUERIES = {  # by whether they are made of a latent
+_LATENT_QUERY_MATMULS = {  # by whether queries have a latent
     False: {"attention.query": "self_attn.q_proj"},
     True: {"attention.query_down": "self_attn.q_a_proj", "attention.query_up": "self_attn.q_b_proj"},
 }
-_OTHERS = {
+_COMMON_MATMULS = {
     "attention.out": "self_attn.o_proj",
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
+# Hugging Face names norms by their order, so one name means different norms in different arrangements.
 _NORMS = {
     "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "post": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
@@ -45,100 +47,125 @@ _NORMS = {
         "mlp_post_norm": "post_feedforward_layernorm",
     },
 }
-# Of a layer with experts: where they are, and what an expert's matrices are called. Mixtral is the one without norms in
-# its attention.
+_QUERY_KEY_NORMS = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
+_QUERY_LATENT_NORM = {"attention.query_norm": "self_attn.q_a_layernorm"}
+_KEY_VALUE_LATENT_NORM = {"attention.key_value_norm": "self_attn.kv_a_layernorm"}
+# Module of the experts, and names of an expert's matrices, by whether attention has norms. Of the families with experts
+# only Mixtral has none there.
 _EXPERTS = {
     False: ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     True: ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
-_QUERY_KEY_NORMS = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
-_QUERY_LATENT_NORM = {"attention.query_norm": "self_attn.q_a_layernorm"}
-_KEY_VALUE_LATENT_NORM = {"attention.key_value_norm": "self_attn.kv_a_layernorm"}
 
 
 class DecoderFiles(Family):
-    """The weights of a decoder in Hugging Face's layout."""
+    """Weights and config.json of a decoder in Hugging Face's layout."""
 
     def __init__(self, config: DecoderConfig, vocabulary_size: int, sequence_length: int):
         self._config, self._vocabulary_size, self._sequence_length = config, vocabulary_size, sequence_length
 
     def pieces(self) -> Sequence[TensorPiece]:
-        """Every parameter, and the tensor that it is."""
-        found = [
+        """Return every parameter with its tensor."""
+        pieces = [
             TensorPiece("model.embed_tokens.weight", "embedding"),
             TensorPiece("model.norm.weight", "final_norm.scale"),
         ]
         if not self._config.tied_embedding:
-            found.append(TensorPiece("lm_head.weight", "head"))
-        return [*found, *(piece for layer in range(self._config.layers) for piece in self._pieces_of(layer))]
+            pieces.append(TensorPiece("lm_head.weight", "head"))
+        layer = 0
+        for stage in self._config.stages:
+            for repeat in range(stage.repeats):
+                for number in range(len(stage.kinds)):
+                    module = f"{stage.name}.layer_{number}"
+                    pieces += self._list_layer_pieces(f"model.layers.{layer}", module, repeat, stage.is_sparse)
+                    layer += 1
+        return pieces
 
     def config(self) -> Json:
-        """The config.json of the family that this decoder is of. Raises `InvalidError` if it is of none."""
+        """Return the config.json of the decoder's family.
+
+        Raises:
+            InvalidError: no family of transformers has such a decoder; the message names the nearest one.
+        """
         if not self._families:
-            nearest = min(FAMILIES, key=lambda name: len(self._misfits(self._written(FAMILIES[name]))))
-            lines = "; ".join(self._misfits(self._written(FAMILIES[nearest])))
-            raise InvalidError(f"config.model: no family of transformers is like it; nearest is {nearest}: {lines}")
-        return self._written(FAMILIES[self._families[0]])
+            nearest = min(FAMILIES, key=lambda name: len(self._compare(self._write(FAMILIES[name]))))
+            lines = "; ".join(self._compare(self._write(FAMILIES[nearest])))
+            raise InvalidError(f"config.model: no family of transformers has this model; nearest is {nearest}: {lines}")
+        return self._write(FAMILIES[self._families[0]])
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
-        """What the config.json of some weights says that this decoder is not, a line each, in the spec's words.
+        """Return how the config.json of given weights differs from this decoder, one line each, in keys of the spec.
 
-        What the tensors tell themselves, the vocabulary and whether there is a head, is left to them.
+        The vocabulary and the presence of a head are left to the tensors, which show them.
         """
-        name, misfits = config.get("model_type"), self._misfits(config)
-        if not misfits or name not in FAMILIES or name in self._families:
-            return misfits
-        return [f"model_type: got {name}, the model is of {' or '.join(self._families) or 'no such family'}", *misfits]
+        name, differences = config.get("model_type"), self._compare(config)
+        if not differences or name not in FAMILIES or name in self._families:
+            return differences
+        families = " or ".join(self._families) or "no such family"
+        return [f"model_type: got {name}, the model is of {families}", *differences]
 
     def known_as(self, tensor: str) -> str | None:
-        """Old files have the frequencies of rotary positions too, and some the embedding a second time, as the head."""
+        """Return the tensor's name in `pieces`, or None to skip it.
+
+        Old files also contain the frequencies of rotary positions, and some a second copy of the embedding as the head.
+        """
         is_repeated = tensor == "lm_head.weight" and self._config.tied_embedding
         return None if is_repeated or tensor.endswith(".rotary_emb.inv_freq") else tensor
 
     @functools.cached_property
     def _families(self) -> list[str]:
-        """Those that give back what is written of this decoder."""
-        return [name for name in FAMILIES if not self._misfits(self._written(FAMILIES[name]))]
+        """Families that give the same decoder back when what is written of it is read."""
+        return [name for name in FAMILIES if not self._compare(self._write(FAMILIES[name]))]
 
-    def _pieces_of(self, layer: int) -> Iterator[TensorPiece]:
-        config, place = self._config, _place_of(self._config, layer)
+    def _list_layer_pieces(self, tensors: str, leaves: str, index: int, is_sparse: bool) -> list[TensorPiece]:
+        """Return the pieces of one layer.
 
-        def piece(part: str, tensor: str, leaf: str, foreign: str) -> TensorPiece:
-            is_kernel = leaf == "kernel"
-            return TensorPiece(
-                f"model.layers.{layer}.{tensor}.{foreign}", f"{place.prefix}.{part}.{leaf}", (place.turn,), is_kernel
-            )
-
-        for part, tensor in _matmuls(config).items():
-            has_no_gate = part == "mlp.gate" and config.mlp == "squared_relu"
-            if has_no_gate or (place.is_sparse and part.startswith("mlp.")):
+        Args:
+            tensors: prefix of the layer's tensors.
+            leaves: prefix of the layer's parameters.
+            index: place of the layer in the stacked parameters.
+            is_sparse: True if the layer has experts instead of an MLP.
+        """
+        config, has_gate = self._config, self._config.mlp != "squared_relu"
+        if config.latent is None:
+            matmuls = _HEAD_MATMULS | _COMMON_MATMULS
+            attention_norms = _QUERY_KEY_NORMS if config.query_key_norm else {}
+        else:
+            has_query_latent = config.latent.query_rank is not None
+            matmuls = _LATENT_QUERY_MATMULS[has_query_latent] | _LATENT_MATMULS | _COMMON_MATMULS
+            attention_norms = _KEY_VALUE_LATENT_NORM | (_QUERY_LATENT_NORM if has_query_latent else {})
+        pieces = []
+        for part, tensor in matmuls.items():
+            if (part == "mlp.gate" and not has_gate) or (is_sparse and part.startswith("mlp.")):
                 continue
-            yield piece(part, tensor, "kernel", "weight")
+            pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.kernel", (index,), True))
             if _has_bias(config, part):
-                yield piece(part, tensor, "bias", "bias")
-        for part, tensor in (_NORMS[config.norm] | _attention_norms(config)).items():
-            yield piece(part, tensor, "scale", "weight")
-        if place.is_sparse:
-            yield from self._pieces_of_experts(f"model.layers.{layer}", f"{place.prefix}.moe", place.turn)
+                pieces.append(TensorPiece(f"{tensors}.{tensor}.bias", f"{leaves}.{part}.bias", (index,)))
+        for part, tensor in (_NORMS[config.norm] | attention_norms).items():
+            pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.scale", (index,)))
+        if not is_sparse:
+            return pieces
 
-    def _pieces_of_experts(self, tensors: str, leaves: str, turn: int) -> Iterator[TensorPiece]:
-        moe, (block, names) = self._config.moe, _EXPERTS[bool(_attention_norms(self._config))]
+        moe, (block, names) = config.moe, _EXPERTS[bool(attention_norms)]
         assert moe is not None, "a sparse layer has experts"
-        yield TensorPiece(f"{tensors}.{block}.gate.weight", f"{leaves}.router", (turn,), transpose=True)
+        tensors, leaves = f"{tensors}.{block}", f"{leaves}.moe"
+        pieces.append(TensorPiece(f"{tensors}.gate.weight", f"{leaves}.router", (index,), transpose=True))
         if moe.bias_rate is not None:
             biases = f"variables.{BALANCE}.{leaves}.bias"
-            yield TensorPiece(f"{tensors}.{block}.gate.e_score_correction_bias", biases, (turn,))
+            pieces.append(TensorPiece(f"{tensors}.gate.e_score_correction_bias", biases, (index,)))
         for leaf, name in names.items():
-            if leaf == "gate" and self._config.mlp == "squared_relu":
+            if leaf == "gate" and not has_gate:
                 continue
             for expert in range(moe.experts):
-                tensor = f"{tensors}.{block}.experts.{expert}.{name}.weight"
-                yield TensorPiece(tensor, f"{leaves}.{leaf}", (turn, expert), transpose=True)
+                tensor = f"{tensors}.experts.{expert}.{name}.weight"
+                pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index, expert), transpose=True))
             if moe.shared_experts:
-                tensor = f"{tensors}.{block}.shared_experts.{name}.weight"
-                yield TensorPiece(tensor, f"{leaves}.shared.{leaf}.kernel", (turn,), transpose=True)
+                tensor = f"{tensors}.shared_experts.{name}.weight"
+                pieces.append(TensorPiece(tensor, f"{leaves}.shared.{leaf}.kernel", (index,), transpose=True))
+        return pieces
 
-    def _written(self, family: Dialect) -> Json:
+    def _write(self, family: ConfigFormat) -> Json:
+        """Return the config.json of this decoder as a member of `family`, whether or not it belongs there."""
         config = self._config
         common = {
             "architectures": [family.architecture],
@@ -155,50 +182,23 @@ class DecoderFiles(Family):
             "tie_word_embeddings": config.tied_embedding,
             "attention_dropout": 0.0,
             "use_cache": True,
-            # What a family would fill in are ids of its own tokenizer.
+            # Without these keys a family would fill in the ids of its own tokenizer.
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         }
         return common | family.write(config)
 
-    def _misfits(self, found: Mapping[str, Any]) -> list[str]:
-        """How the decoder that a config.json describes differs from this one."""
+    def _compare(self, config: Mapping[str, Any]) -> list[str]:
+        """Return how the decoder of a config.json differs from this one."""
         try:
-            theirs = _told(decoder_of(found))
+            theirs = _canonicalise(parse_config_json(config))
         except InvalidError as error:
             return [str(error)]
-        ours = _told(self._config)
+        ours = _canonicalise(self._config)
         return [
-            f"{key}: got {_shown(theirs[key])}, the model needs {_shown(ours[key])}"
+            f"{key}: got {_format(theirs[key])}, the model needs {_format(ours[key])}"
             for key in ours
             if ours[key] != theirs[key]
         ]
-
-
-class _Place(NamedTuple):
-    prefix: str  # of the layer's parameters
-    turn: int  # which of the stacked ones
-    is_sparse: bool
-
-
-def _place_of(config: DecoderConfig, layer: int) -> _Place:
-    for stage in config.stages:
-        if layer < len(stage.kinds) * stage.repeats:
-            turn, number = divmod(layer, len(stage.kinds))
-            return _Place(f"{stage.name}.layer_{number}", turn, stage.is_sparse)
-        layer -= len(stage.kinds) * stage.repeats
-    raise AssertionError("the stages hold every layer")
-
-
-def _matmuls(config: DecoderConfig) -> dict[str, str]:
-    if config.latent is None:
-        return _OF_HEADS | _OTHERS
-    return _OF_QUERIES[config.latent.query_rank is not None] | _OF_LATENTS | _OTHERS
-
-
-def _attention_norms(config: DecoderConfig) -> dict[str, str]:
-    if config.latent is None:
-        return _QUERY_KEY_NORMS if config.query_key_norm else {}
-    return _KEY_VALUE_LATENT_NORM | (_QUERY_LATENT_NORM if config.latent.query_rank is not None else {})
 
 
 def _has_bias(config: DecoderConfig, part: str) -> bool:
@@ -209,41 +209,35 @@ def _has_bias(config: DecoderConfig, part: str) -> bool:
     return config.bias.attention_out if part == "attention.out" else config.bias.query_key_value
 
 
-# What a decoder computes, in one form: two configs that compute the same are told alike.
-
-
-def _told(config: DecoderConfig) -> Json:
-    """All that the result depends on, with what is `auto` filled in."""
-    kept = ("layers", "width", "heads", "mlp_width", "mlp", "norm", "norm_epsilon", "norm_offset", "query_key_norm")
-    kinds = list(config.kinds)
+def _canonicalise(config: DecoderConfig) -> Json:
+    """Return everything that the result depends on, with `auto` resolved: equal for configs that compute the same."""
+    same = ("layers", "width", "heads", "mlp_width", "mlp", "norm", "norm_epsilon", "norm_offset", "query_key_norm")
+    kinds = config.layer_kinds
     scale = 1 / math.sqrt(config.head_size) if config.query_scale == "auto" else config.query_scale
     embedding = math.sqrt(config.width) if config.embedding_scale == "sqrt_width" else config.embedding_scale
-    return {key: getattr(config, key) for key in kept} | {
+    experts: Json | None = None
+    if config.moe is not None:
+        # Losses and the rate of biases matter in training only; whether there are biases matters always.
+        experts = config.moe.model_dump(exclude={"auxiliary_loss", "router_z_loss", "bias_rate"})
+        if config.moe.groups_per_token == config.moe.groups:  # a token's experts come from all groups, however many
+            experts |= {"groups": 1, "groups_per_token": 1, "group_score": "max"}
+        experts |= {"expert_width": config.expert_width, "has_biases": config.moe.bias_rate is not None}
+    return {key: getattr(config, key) for key in same} | {
         "key_value_heads": config.key_heads,
         "head_dim": config.head_size,
         "latent": config.latent and config.latent.model_dump(),
         "bias": config.bias.model_dump(),
         "layer_pattern": kinds,
         "window": config.window,
-        "rope": {kind: rope and rope.model_dump() for kind in sorted(set(kinds)) for rope in [config.rope_of(kind)]},
+        "rope": {kind: rope and rope.model_dump() for kind in sorted(set(kinds)) for rope in [config.get_rope(kind)]},
         "query_scale": float(f"{scale:.9g}"),
         "embedding_scale": float(f"{embedding:.9g}"),
         "attention_softcap": config.attention_softcap,
         "logit_softcap": config.logit_softcap,
         "logit_scale": float(f"{config.width_ratio:.9g}"),
-        "moe": _moe_told(config),
+        "moe": experts,
     }
 
 
-def _moe_told(config: DecoderConfig) -> Json | None:
-    """What the result depends on of experts: not the losses that kept them in balance, but biases, which stay."""
-    if config.moe is None:
-        return None
-    told = config.moe.model_dump(exclude={"auxiliary_loss", "router_z_loss", "bias_rate"})
-    if config.moe.groups_per_token == config.moe.groups:  # whatever they are, a token's experts come from all of them
-        told |= {"groups": 1, "groups_per_token": 1, "group_score": "max"}
-    return told | {"expert_width": config.expert_width, "has_biases": config.moe.bias_rate is not None}
-
-
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,14 +1,14 @@
-"""Mixture of experts: a router that chooses a few of many MLPs for each token, how they are kept in balance, counts.
+"""Mixture of experts: router, load balancing and the layer that replaces an MLP.
 
-Whatever could depend on how a step is split into micro-batches, devices and hosts is computed row by row (capacity, the
-auxiliary loss) or is a sum over tokens (the counts). A token of padding is neither routed nor counted. Where rows or
-experts are cut, each device routes the tokens that it has, and `exchange` takes them to their experts.
+Everything that could depend on the split of a step into micro-batches, devices and hosts is computed for each sequence
+by itself (capacity, auxiliary loss) or is a sum over tokens (counts). Padding is neither routed nor counted. Where
+sequences or experts are sharded each device routes its own tokens, and `expert_parallel` sends them to their experts.
 
 Sources: Shazeer et al. 2017 and Fedus et al. 2021 (top-k, auxiliary loss, capacity), Zoph et al. 2022 (router z-loss),
 Dai et al. 2024 (fine-grained and shared experts), DeepSeek-V3 2024 (biases instead of a loss, groups of experts).
 
-Shape legend: B batch, T sequence, D width, E experts, K experts of a token, G groups of experts, F width of an expert's
-hidden layer, L layers.
+Shape legend: B batch, T sequence, D width, E experts, K experts of a token, G groups of experts, I experts of a group,
+F width of an expert's hidden layer, L layers, M tokens at hand, P slots.
 """
 
 import functools
@@ -23,95 +23,118 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from experiments.model.expert_parallel import Axes, ExchangeForm, compute_cut, joined, token_axes
-from experiments.model.grouped_matmul import Multiply, grouped
+from experiments.model.expert_parallel import (
+    Axes,
+    ExpertLayer,
+    compute_sharded_experts,
+    get_token_axes,
+    join_matrices,
+)
+from experiments.model.grouped_matmul import Multiply, apply_grouped
 from experiments.model.layers import (
     INIT_STDDEV,
     Activation,
     GatedMLP,
     activate,
-    cut,
-    in_stream,
+    constrain,
+    constrain_stream,
+    num_sequence_shards,
     num_shards,
-    row_parts,
     with_axes,
 )
 from experiments.model.platform import platform
 from runner.errors import InvalidError
 from runner.spec import Auto, FrozenModel
 
-BALANCE = "balance"  # the collection of the biases
+BALANCE = "balance"  # the variable collection of the router's biases
 Statistics = dict[str, jax.Array]  # of one layer: loss_B, load_E, dropped and entropy; see `MixtureOfExperts`
 
 
 class MoeConfig(FrozenModel):
-    """The experts of a layer, and how tokens come to them."""
+    """Experts of a layer, and how tokens are routed to them."""
 
     experts: PositiveInt = Field(description="Routed experts of a layer.")
-    experts_per_token: PositiveInt = Field(description="Routed experts that compute a token.")
+    experts_per_token: PositiveInt = Field(description="Routed experts that process a token (top-k).")
     expert_width: PositiveInt | Auto = Field(default="auto", description="Hidden width of one expert; auto: mlp_width.")
-    shared_experts: NonNegativeInt = Field(default=0, description="Further experts, which compute every token.")
-    dense_layers: NonNegativeInt = Field(default=0, description="First layers that have an MLP, and no experts.")
-    gate: Literal["softmax", "sigmoid"] = Field(default="softmax", description="What scores become, over all experts.")
+    shared_experts: NonNegativeInt = Field(default=0, description="Additional experts that process every token.")
+    dense_layers: NonNegativeInt = Field(default=0, description="Number of first layers with an MLP instead.")
+    gate: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="Function that turns the router's scores into gates."
+    )
     normalise_gates: bool = Field(default=True, description="Divide the gates of a token's experts by their sum.")
-    routed_scale: PositiveFloat = Field(default=1.0, description="What the gates are multiplied by in the end.")
-    groups: PositiveInt = Field(default=1, description="Groups of experts of equal size.")
-    groups_per_token: PositiveInt = Field(default=1, description="Groups that a token's experts are chosen from.")
+    routed_scale: PositiveFloat = Field(default=1.0, description="Factor on the gates after that.")
+    groups: PositiveInt = Field(default=1, description="Groups of experts, of equal size.")
+    groups_per_token: PositiveInt = Field(
+        default=1, description="Number of groups that the experts of a token are chosen from."
+    )
     group_score: Literal["top_2", "max"] = Field(
-        default="top_2", description="What a group is chosen by: the sum of its two best experts, or its best."
+        default="top_2", description="Score of a group: the sum of its two best experts, or its best expert."
     )
     capacity_factor: PositiveFloat | None = Field(
         default=None,
-        description="Tokens of one row that an expert takes, over the mean; what comes later in the row goes without. "
-        "null: all.",
+        description="Tokens of one sequence that an expert takes, relative to the mean; later tokens are dropped. "
+        "null: no limit.",
     )
     auxiliary_loss: NonNegativeFloat = Field(
-        default=0.001, description="Weight of the loss that balances the experts' load; of each layer, 1 if even."
+        default=0.001, description="Weight of the load-balancing loss of each layer, which is 1 for an even load."
     )
     bias_rate: NonNegativeFloat | None = Field(
         default=None,
-        description="What a step adds to, or takes from, the bias by which an expert is chosen; null: no biases.",
+        description="Update per step of the biases that steer the choice of experts towards an even load; "
+        "null: no biases.",
     )
     router_z_loss: NonNegativeFloat = Field(
-        default=0.0, description="Weight of the squared log of the router's softmax denominator, of each layer."
+        default=0.0, description="Weight of the squared log-denominator of the router's softmax, in each layer."
     )
 
     @model_validator(mode="after")
-    def _experts_fit(self) -> "MoeConfig":
+    def _validate_groups(self) -> "MoeConfig":
         if self.experts % self.groups:
-            raise ValueError(f"experts={self.experts} does not divide over groups={self.groups}")
+            raise ValueError(f"experts={self.experts} does not divide over groups={self.groups}; use a divisor")
         if self.groups_per_token > self.groups:
-            raise ValueError(f"groups_per_token={self.groups_per_token} is more than groups={self.groups}")
+            raise ValueError(f"groups_per_token={self.groups_per_token} is more than groups={self.groups}; use fewer")
         most = self.experts // self.groups * self.groups_per_token
         if self.experts_per_token > most:
-            raise ValueError(f"experts_per_token={self.experts_per_token} is more than the {most} to choose from")
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than the {most} to choose from; use at most {most}"
+            )
         if self.group_score == "top_2" and 1 < self.groups == self.experts:
-            raise ValueError(f"groups={self.groups} leaves one expert to a group; group_score top_2 needs two")
+            raise ValueError(
+                f"groups={self.groups} leaves one expert to a group, and group_score top_2 needs two; use max"
+            )
         return self
 
     def capacity(self, length: int) -> int:
-        """Most tokens that an expert takes of a row of `length`."""
+        """Return the most tokens that an expert takes of a sequence of `length`."""
         if self.capacity_factor is None:
             return length
         return min(length, math.ceil(self.capacity_factor * length * self.experts_per_token / self.experts))
 
 
+# Routing.
+
+
 class Routing(NamedTuple):
-    """Where each token goes."""
+    """Destination and weights of each token."""
 
     experts: jax.Array  # (B, T, K)
     weights: jax.Array  # (B, T, K), float32
-    kept: jax.Array  # (B, T, K), bool: not of padding, and not beyond an expert's capacity
-    chosen: jax.Array  # (B, T, E), bool: what padding aside was chosen, kept or not
-    gates: jax.Array  # (B, T, E), float32; each token's add up to 1
+    is_kept: jax.Array  # (B, T, K), bool: not padding, and within the expert's capacity
+    is_chosen: jax.Array  # (B, T, E), bool: chosen by a token that is not padding, dropped or not
+    gates: jax.Array  # (B, T, E), float32; the gates of a token add up to 1
 
 
 def route(
-    logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array, config: MoeConfig, parts: Axes = ()
+    logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array, config: MoeConfig, axes: Axes = ()
 ) -> Routing:
-    """Choose each token's experts by its gates, or by gates and biases, from float32 logits.
+    """Choose each token's experts from float32 logits.
 
-    Within a `shard_map` that cuts rows over the mesh axes `parts` the tokens are those of one part.
+    Args:
+        logits_BxTxE: scores of the router.
+        bias_E: added to the gates where experts are chosen, and nowhere else; None if there are no biases.
+        real_BxT: tokens that are not padding.
+        config: how experts are chosen.
+        axes: inside a `shard_map` the mesh axes over which sequences are sharded. The tokens are then one shard's.
     """
     if config.gate == "softmax":
         gates_BxTxE = normalised_BxTxE = jax.nn.softmax(logits_BxTxE, axis=-1)
@@ -119,65 +142,68 @@ def route(
         gates_BxTxE = jax.nn.sigmoid(logits_BxTxE)
         normalised_BxTxE = gates_BxTxE / (jnp.sum(gates_BxTxE, axis=-1, keepdims=True) + 1e-20)
     scores_BxTxE = jax.lax.stop_gradient(gates_BxTxE if bias_E is None else gates_BxTxE + bias_E)
-    _, experts_BxTxK = jax.lax.top_k(_of_best_groups(scores_BxTxE, config), config.experts_per_token)
+    if config.groups_per_token < config.groups:
+        # Experts outside a token's best groups cannot be chosen.
+        scores_BxTxGxI = scores_BxTxE.reshape(*scores_BxTxE.shape[:2], config.groups, -1)
+        best, _ = jax.lax.top_k(scores_BxTxGxI, 2 if config.group_score == "top_2" else 1)
+        _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), config.groups_per_token)
+        is_best_BxTxG = jnp.any(groups[..., None] == jnp.arange(config.groups), axis=2)
+        scores_BxTxE = jnp.where(is_best_BxTxG[..., None], scores_BxTxGxI, -jnp.inf).reshape(scores_BxTxE.shape)
+    _, experts_BxTxK = jax.lax.top_k(scores_BxTxE, config.experts_per_token)
     is_expert_BxTxKxE = experts_BxTxK[..., None] == jnp.arange(config.experts)
     weights_BxTxK = jnp.sum(jnp.where(is_expert_BxTxKxE, gates_BxTxE[:, :, None], 0.0), axis=-1)
     if config.normalise_gates:
         weights_BxTxK /= jnp.sum(weights_BxTxK, axis=-1, keepdims=True) + 1e-20
-    chosen_BxTxE = jnp.any(is_expert_BxTxKxE, axis=2) & real_BxT[..., None]
-    kept_BxTxK = jnp.broadcast_to(real_BxT[..., None], experts_BxTxK.shape)
-    length = logits_BxTxE.shape[1] * (jax.lax.axis_size(parts) if parts else 1)
+    is_chosen_BxTxE = jnp.any(is_expert_BxTxKxE, axis=2) & real_BxT[..., None]
+    is_kept_BxTxK = jnp.broadcast_to(real_BxT[..., None], experts_BxTxK.shape)
+    length = logits_BxTxE.shape[1] * (jax.lax.axis_size(axes) if axes else 1)
     if config.capacity(length) < length:
-        # In the order of the row, so that no token goes without for the sake of a later one.
-        place_BxTxE = _running_count(chosen_BxTxE, parts)
+        # In order of position, so that no token is dropped for the sake of a later one.
+        place_BxTxE = _count_up_to(is_chosen_BxTxE, axes)
         has_room_BxTxE = place_BxTxE <= config.capacity(length)
-        kept_BxTxK &= jnp.any(is_expert_BxTxKxE & has_room_BxTxE[:, :, None], axis=-1)
-    return Routing(experts_BxTxK, weights_BxTxK * config.routed_scale, kept_BxTxK, chosen_BxTxE, normalised_BxTxE)
+        is_kept_BxTxK &= jnp.any(is_expert_BxTxKxE & has_room_BxTxE[:, :, None], axis=-1)
+    weights_BxTxK = weights_BxTxK * config.routed_scale
+    return Routing(experts_BxTxK, weights_BxTxK, is_kept_BxTxK, is_chosen_BxTxE, normalised_BxTxE)
 
 
-def _route_apart(logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array, config: MoeConfig) -> Routing:
-    """`route`, where rows or experts are cut, of each device for its own tokens: of others it is told counts alone.
+def _route_per_device(
+    logits_BxTxE: jax.Array, bias_E: jax.Array | None, real_BxT: jax.Array, config: MoeConfig
+) -> Routing:
+    """`route` inside a `shard_map`, where sequences or experts are sharded.
 
-    Left to the partitioner, the choice of the best would gather the scores of all tokens first.
+    Each device routes its own tokens and receives only counts from others. The partitioner would all-gather the scores
+    of all tokens for the top-k.
     """
-    rows, parts = token_axes(*real_BxT.shape)
-    tokens = PartitionSpec(rows, parts)
+    batch, positions = get_token_axes(*real_BxT.shape)
+    tokens = PartitionSpec(batch, positions)
     biases = () if bias_E is None else (bias_E,)
 
     def route_own(logits_BxTxE: jax.Array, real_BxT: jax.Array, *biases: jax.Array) -> Routing:
-        return route(logits_BxTxE, biases[0] if biases else None, real_BxT, config, parts)
+        return route(logits_BxTxE, biases[0] if biases else None, real_BxT, config, positions)
 
     in_specs = (tokens, tokens, *[PartitionSpec()] * len(biases))
     routed = jax.shard_map(route_own, in_specs=in_specs, out_specs=tokens, check_vma=False)
     return routed(logits_BxTxE, real_BxT, *biases)
 
 
-def _running_count(chosen_BxTxE: jax.Array, parts: Axes) -> jax.Array:
-    """How many of each whole row are chosen up to each place."""
-    place_BxTxE = jnp.cumsum(chosen_BxTxE, axis=1, dtype=jnp.int32)
-    if not parts:
+def _count_up_to(is_chosen_BxTxE: jax.Array, axes: Axes) -> jax.Array:
+    """Return how many tokens of the whole sequence have chosen each expert, up to and with each position."""
+    place_BxTxE = jnp.cumsum(is_chosen_BxTxE, axis=1, dtype=jnp.int32)
+    if not axes:
         return place_BxTxE
-    totals_PxBxE = jax.lax.all_gather(place_BxTxE[:, -1], parts)
-    is_before_P = jnp.arange(totals_PxBxE.shape[0]) < jax.lax.axis_index(parts)
-    return place_BxTxE + jnp.sum(jnp.where(is_before_P[:, None, None], totals_PxBxE, 0), axis=0)[:, None]
+    totals_SxBxE = jax.lax.all_gather(place_BxTxE[:, -1], axes)  # S shards of the sequence
+    is_before_S = jnp.arange(totals_SxBxE.shape[0]) < jax.lax.axis_index(axes)
+    return place_BxTxE + jnp.sum(jnp.where(is_before_S[:, None, None], totals_SxBxE, 0), axis=0)[:, None]
 
 
-def _of_best_groups(scores_BxTxE: jax.Array, config: MoeConfig) -> jax.Array:
-    """The scores, and minus infinity for experts outside of a token's best groups."""
-    if config.groups_per_token == config.groups:
-        return scores_BxTxE
-    scores_BxTxGxI = scores_BxTxE.reshape(*scores_BxTxE.shape[:2], config.groups, -1)
-    best, _ = jax.lax.top_k(scores_BxTxGxI, 2 if config.group_score == "top_2" else 1)
-    _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), config.groups_per_token)
-    is_best_BxTxG = jnp.any(groups[..., None] == jnp.arange(config.groups), axis=2)
-    return jnp.where(is_best_BxTxG[..., None], scores_BxTxGxI, -jnp.inf).reshape(scores_BxTxE.shape)
+# The layer.
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts and shared ones, in the place of an MLP. Experts' matrices are stacked, experts first.
+    """Routed and shared experts in the place of an MLP. Matrices of experts are stacked, with experts first.
 
     With `bias_rate` the variable `bias` (E) of the collection `balance` is added to the gates where experts are chosen,
-    and nowhere else; no gradient moves it. `next_biases` says what a step makes of it.
+    and nowhere else. It gets no gradient; `update_biases` computes its next value after a step.
     """
 
     config: MoeConfig
@@ -189,39 +215,41 @@ class MixtureOfExperts(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, real_BxT: jax.Array) -> tuple[jax.Array, Statistics]:
-        """Return what is added for each token, (B, T, D), and statistics of the tokens that are `real`.
+        """Return the output (B, T, D) and statistics of the tokens that are `real`.
 
-        `loss_B`: for each row the auxiliary loss and the router's z-loss, by their weights, means over its tokens.
-        `load_E`: assignments to each expert, and `dropped`: those of them beyond its capacity, int32. `entropy`: of the
-        gates in nats, summed over tokens.
+        Returns:
+            The output, and a dictionary. `loss_B`: for each sequence the weighted auxiliary loss plus the weighted
+            router z-loss, means over its tokens. `load_E`: assignments to each expert, int32. `dropped`: assignments
+            beyond an expert's capacity, int32. `entropy`: of the gates in nats, summed over tokens.
         """
         config, D = self.config, x_BxTxD.shape[-1]
         validate_expert_sharding(config.experts)
         router_DxE = self._param("router", INIT_STDDEV, (D, config.experts), ("embed", "expert"))
-        router_DxE = _whole(router_DxE)
+        router_DxE = _replicate(router_DxE)
         logits_BxTxE = jnp.einsum("btd,de->bte", x_BxTxD.astype(jnp.float32), router_DxE.astype(jnp.float32))
-        logits_BxTxE = _in_stream(logits_BxTxE)
+        if _is_sharded():
+            logits_BxTxE = constrain(logits_BxTxE, "batch", "stream", "experts_act")
         bias_E = None
         if config.bias_rate is not None:
             init = with_axes(nn.initializers.zeros, "expert")
             bias_E = self.variable(BALANCE, "bias", init, None, (config.experts,), jnp.float32).value
-            bias_E = _whole(bias_E)
-        routing = (_route_apart if _is_cut() else route)(logits_BxTxE, bias_E, real_BxT, config)
-        y_BxTxD = compute_experts(x_BxTxD, routing, self._weights(D), config, self.activation)
+            bias_E = _replicate(bias_E)
+        routing = (_route_per_device if _is_sharded() else route)(logits_BxTxE, bias_E, real_BxT, config)
+
+        # The matrices into the hidden layer, (E, D, F), and at the end the one out of it, (E, F, D).
+        shape = (config.experts, D, self.expert_width)
+        names = ("up",) if self.activation == "squared_relu" else ("gate", "up")
+        weights = [self._param(name, INIT_STDDEV, shape, ("expert", "embed", "mlp")) for name in names]
+        shape = (config.experts, self.expert_width, D)
+        weights.append(self._param("down", self.out_stddev, shape, ("expert", "mlp", "embed")))
+        weights = [weight.astype(self.compute_dtype) for weight in weights]
+
+        y_BxTxD = compute_experts(x_BxTxD, routing, weights, config, self.activation)
         if config.shared_experts:
             width = config.shared_experts * self.expert_width
             types = self.param_dtype, self.compute_dtype
             y_BxTxD += GatedMLP(width, self.activation, self.out_stddev, False, *types, name="shared")(x_BxTxD)
-        return y_BxTxD, _statistics(logits_BxTxE, routing, real_BxT, config)
-
-    def _weights(self, width: int) -> list[jax.Array]:
-        """The matrices into the hidden layer, (E, D, F), and at the end the one out of it, (E, F, D)."""
-        into = (self.config.experts, width, self.expert_width)
-        names = ("up",) if self.activation == "squared_relu" else ("gate", "up")
-        found = [self._param(name, INIT_STDDEV, into, ("expert", "embed", "mlp")) for name in names]
-        out = (into[0], into[2], into[1])
-        found.append(self._param("down", self.out_stddev, out, ("expert", "mlp", "embed")))
-        return [weight.astype(self.compute_dtype) for weight in found]
+        return y_BxTxD, _compute_statistics(logits_BxTxE, routing, real_BxT, config)
 
     def _param(self, name: str, stddev: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
         return self.param(name, with_axes(nn.initializers.normal(stddev), *axes), shape, self.param_dtype)
@@ -230,103 +258,99 @@ class MixtureOfExperts(nn.Module):
 def compute_experts(
     x_BxTxD: jax.Array, routing: Routing, weights: list[jax.Array], config: MoeConfig, activation: Activation
 ) -> jax.Array:
-    """Return the weighted sum of what each token's experts make of it, (B, T, D).
+    """Return the weighted sum of the outputs of each token's experts, (B, T, D).
 
-    Where experts, their width and rows are whole each device groups the tokens of its own rows, and multiplies by its
-    own columns of every expert. Else see `exchange`, also where every device has all experts for itself: it gathers
-    them, and scatters their gradients, which the partitioner would sum up whole on every device.
+    If neither experts, their width nor sequences are sharded, each device groups the tokens of its own sequences and
+    multiplies them by its own columns of every expert. Otherwise `expert_parallel` does the work, even where every
+    device has all experts for itself: it all-gathers them and reduce-scatters their gradients, which the partitioner
+    would all-reduce.
     """
-    mesh, here = jax.sharding.get_abstract_mesh(), platform() or jax.default_backend()
-    expert = functools.partial(_mlp, activation)
-    arrays = x_BxTxD, routing.experts, routing.weights, routing.kept
-    if _is_cut() or num_shards("embed") > 1:
+    mesh, target = jax.sharding.get_abstract_mesh(), platform() or jax.default_backend()
+    expert = functools.partial(_expert_mlp, activation)
+    arrays = x_BxTxD, routing.experts, routing.weights, routing.is_kept
+    if _is_sharded() or num_shards("embed") > 1:
         length = x_BxTxD.shape[1]
         capacity = None if config.capacity_factor is None else config.capacity(length)
-        form = ExchangeForm(expert, config.experts, capacity, length, here)
-        return in_stream(compute_cut(*arrays, weights, form))
+        layer = ExpertLayer(expert, config.experts, capacity, length, target)
+        return constrain_stream(compute_sharded_experts(*arrays, weights, layer))
 
     def compute(x_BxTxD: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
         B, T, D = x_BxTxD.shape
-        experts_MxK, gates_MxK, kept_MxK = (leaf.reshape(B * T, -1) for leaf in (experts, gates, kept))
-        y_MxD = grouped(
+        experts_MxK, gates_MxK, is_kept_MxK = (leaf.reshape(B * T, -1) for leaf in (experts, gates, kept))
+        y_MxD = apply_grouped(
             x_BxTxD.reshape(B * T, D),
             experts_MxK,
             gates_MxK,
-            kept_MxK,
-            functools.partial(expert, joined(weights)),
+            is_kept_MxK,
+            functools.partial(expert, join_matrices(weights)),
             num_experts=config.experts,
-            most_rows=None if config.capacity_factor is None else B * config.capacity(T),
-            platform=here,
+            most_tokens=None if config.capacity_factor is None else B * config.capacity(T),
+            platform=target,
         )
         y_BxTxD = y_MxD.reshape(B, T, D)
         return jax.lax.psum(y_BxTxD, tensor) if tensor else y_BxTxD
 
-    tensor = _axes("mlp", weights[0].shape[2])
+    tensor = _get_mesh_axes("mlp", weights[0].shape[2])
     if mesh.empty or mesh.size == 1:
         return compute(*arrays, *weights)
-    rows = PartitionSpec(_axes("batch", x_BxTxD.shape[0]))
+    batch = PartitionSpec(_get_mesh_axes("batch", x_BxTxD.shape[0]))
     into, out = PartitionSpec(None, None, tensor), PartitionSpec(None, tensor)
-    in_specs = (rows, rows, rows, rows, *[into] * (len(weights) - 1), out)
-    y_BxTxD = jax.shard_map(compute, in_specs=in_specs, out_specs=rows, check_vma=False)(*arrays, *weights)
-    return in_stream(y_BxTxD)
+    in_specs = (batch, batch, batch, batch, *[into] * (len(weights) - 1), out)
+    y_BxTxD = jax.shard_map(compute, in_specs=in_specs, out_specs=batch, check_vma=False)(*arrays, *weights)
+    return constrain_stream(y_BxTxD)
 
 
-def _mlp(
+def _expert_mlp(
     activation: Activation, weights: Sequence[Any], x_PxD: jax.Array, gates_P: jax.Array, multiply: Multiply
 ) -> jax.Array:
-    """The function of an expert, of joined matrices."""
+    """The function of an expert; `weights` are joined by `join_matrices`."""
     into, out = weights
-    return multiply(_hidden(activation, multiply(x_PxD, into), gates_P), out)
+    return multiply(_compute_hidden(activation, multiply(x_PxD, into), gates_P), out)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0,))
-def _hidden(activation: Activation, both_PxF: jax.Array, gates_P: jax.Array) -> jax.Array:
-    """The hidden layer of an expert times the gates, which are multiplied in float32."""
-    hidden_PxF = activate(activation, *([both_PxF] if activation == "squared_relu" else _halves(both_PxF)))
+def _compute_hidden(activation: Activation, both_PxF: jax.Array, gates_P: jax.Array) -> jax.Array:
+    """Return the hidden layer of an expert times the gates, which are multiplied in float32."""
+    hidden_PxF = activate(activation, *([both_PxF] if activation == "squared_relu" else _split_halves(both_PxF)))
     return (hidden_PxF.astype(jnp.float32) * gates_P[:, None]).astype(hidden_PxF.dtype)
 
 
 @jax.custom_vjp
-def _halves(both_PxF: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both halves of the columns, whose gradients are each written where they belong: else they would be copied."""
+def _split_halves(both_PxF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Split the columns in two; each gradient is written directly into its half, which saves a copy."""
     first_PxF, second_PxF = jnp.split(both_PxF, 2, axis=1)
     return first_PxF, second_PxF
 
 
-def _halves_backward(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+def _split_halves_backward(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
     first_PxF, second_PxF = gradients
     P, F = first_PxF.shape
     both_PxF = jax.lax.dynamic_update_slice(jax.lax.empty((P, 2 * F), first_PxF.dtype), first_PxF, (0, 0))
     return (jax.lax.dynamic_update_slice(both_PxF, second_PxF, (0, F)),)
 
 
-_halves.defvjp(lambda both_PxF: (_halves(both_PxF), None), _halves_backward)
+_split_halves.defvjp(lambda both_PxF: (_split_halves(both_PxF), None), _split_halves_backward)
 
 
-def _is_cut() -> bool:
-    """Whether the rules of the caller cut rows or experts."""
-    return row_parts() > 1 or num_shards("expert") > 1
+def _is_sharded() -> bool:
+    """Return True if the rules of the caller shard sequences or experts."""
+    return num_sequence_shards() > 1 or num_shards("expert") > 1
 
 
-def _whole(leaf: jax.Array) -> jax.Array:
-    """Every device all of it, where rows or experts are cut: each routes its own tokens to all experts."""
-    return jax.lax.with_sharding_constraint(leaf, PartitionSpec()) if _is_cut() else leaf
+def _replicate(leaf: jax.Array) -> jax.Array:
+    """Return `leaf`, replicated if sequences or experts are sharded: each device routes its tokens to all experts."""
+    return jax.lax.with_sharding_constraint(leaf, PartitionSpec()) if _is_sharded() else leaf
 
 
-def _in_stream(logits_BxTxE: jax.Array) -> jax.Array:
-    """As the tokens lie, where rows or experts are cut."""
-    return cut(logits_BxTxE, "batch", "stream", "experts_act") if _is_cut() else logits_BxTxE
-
-
-def _axes(name: str, size: int) -> Any:
-    """The mesh axes of a logical axis of so many elements; none where they do not divide it."""
+def _get_mesh_axes(name: str, size: int) -> Any:
+    """Return the mesh axes that shard a logical axis of this size; None if they do not divide it."""
     (axes,) = nn.logical_to_mesh_axes((name,)) or (None,)
     number = num_shards(name)
     return axes if number > 1 and size % number == 0 else None
 
 
 def validate_expert_sharding(num_experts: int) -> None:
-    """Raise `InvalidError` if devices would share an expert, by the mesh and the rules of the caller."""
+    """Raise `InvalidError` if the number of experts does not divide over the expert axis of the caller's mesh."""
     number = num_shards("expert")
     share = num_experts // number
     if share * number != num_experts:
@@ -337,35 +361,51 @@ def validate_expert_sharding(num_experts: int) -> None:
         )
 
 
-def _statistics(logits_BxTxE: jax.Array, routing: Routing, real_BxT: jax.Array, config: MoeConfig) -> Statistics:
-    load_BxE = jnp.sum(routing.chosen, axis=1, dtype=jnp.int32)
+# Load balancing and metrics.
+
+
+def _compute_statistics(
+    logits_BxTxE: jax.Array, routing: Routing, real_BxT: jax.Array, config: MoeConfig
+) -> Statistics:
+    load_BxE = jnp.sum(routing.is_chosen, axis=1, dtype=jnp.int32)
     num_tokens_B = jnp.maximum(jnp.sum(real_BxT, axis=1, dtype=jnp.float32), 1.0)
 
-    def mean_of_row(values_BxT: jax.Array) -> jax.Array:
+    def average(values_BxT: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(real_BxT, values_BxT, 0.0), axis=1) / num_tokens_B
 
     share_BxE = load_BxE / (config.experts_per_token * num_tokens_B[:, None])
     balance_BxT = config.experts * jnp.sum(routing.gates * share_BxE[:, None], axis=-1)
     z_BxT = jnp.square(jax.nn.logsumexp(logits_BxTxE, axis=-1))
     entropy_BxT = -jnp.sum(jax.scipy.special.xlogy(routing.gates, routing.gates), axis=-1)
-    num_kept = jnp.sum(routing.kept, dtype=jnp.int32)
+    num_kept = jnp.sum(routing.is_kept, dtype=jnp.int32)
     return {
-        "loss_B": config.auxiliary_loss * mean_of_row(balance_BxT) + config.router_z_loss * mean_of_row(z_BxT),
-        "load_E": _whole(jnp.sum(load_BxE, axis=0)),  # so that whatever is made of it has the same bits everywhere
+        "loss_B": config.auxiliary_loss * average(balance_BxT) + config.router_z_loss * average(z_BxT),
+        # Replicated, so that everything computed from it has the same bits on every device.
+        "load_E": _replicate(jnp.sum(load_BxE, axis=0)),
         "dropped": jnp.sum(load_BxE) - num_kept,
         "entropy": jax.lax.stop_gradient(jnp.sum(jnp.where(real_BxT, entropy_BxT, 0.0))),
     }
 
 
-def next_biases(biases_LxE: jax.Array, loads_LxE: jax.Array, rate: float) -> jax.Array:
-    """The biases after a step with these loads: each by `rate` towards the mean load. Loads are integers, all of it."""
+def update_biases(biases_LxE: jax.Array, loads_LxE: jax.Array, rate: float) -> jax.Array:
+    """Return the biases after a step with these loads: each moves by `rate` towards an even load.
+
+    Args:
+        biases_LxE: biases before the step.
+        loads_LxE: assignments to each expert in the whole step, integers.
+        rate: `bias_rate` of the config.
+    """
     means_L = jnp.mean(loads_LxE, axis=-1, keepdims=True, dtype=jnp.float32)
     return biases_LxE + jnp.float32(rate) * jnp.sign(means_L - loads_LxE)
 
 
-def scalars(statistics_by_layer: Mapping[int, Mapping[str, jax.Array]], config: MoeConfig) -> dict[str, jax.Array]:
-    """What a row tells of each layer: `load` of the busiest expert over the mean, `entropy` of a token's gates in nats,
-    and, where there is a capacity, `dropped`: the share of the assignments that were beyond it.
+def router_metrics(
+    statistics_by_layer: Mapping[int, Mapping[str, jax.Array]], config: MoeConfig
+) -> dict[str, jax.Array]:
+    """Return the metrics of each layer, by key `moe/<layer>/<name>`.
+
+    `load` is that of the busiest expert over the mean. `entropy` is that of a token's gates, in nats. `dropped`, if
+    there is a capacity, is the share of assignments beyond it.
     """
     found: dict[str, jax.Array] = {}
     for layer, statistics in statistics_by_layer.items():

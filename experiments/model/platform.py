@@ -1,12 +1,13 @@
-"""The form of a model: what is arranged in another way on each platform, though it computes the same.
+"""Platform-dependent form of a model: the same function of the same parameters, arranged for the hardware at hand.
 
-A CPU multiplies two matrices three times faster than a batch of them: there tokens are flattened before each matmul,
-and heads are cut out of its result. On a TPU each such step is a copy of all activations, since the kernel of attention
-wants heads before positions: there tokens stay as they are, and a matmul makes heads where the kernel reads them, and
-reads its result where that is written. Parameters have one shape in every form, so that a checkpoint knows of none.
+A CPU multiplies two matrices three times faster than a batch of matrices. There tokens are flattened before each matmul
+and heads are sliced out of the result. On a TPU each of these reshapes copies all activations, because the attention
+kernel reads heads before positions (the head-major layout). There tokens keep their batch and sequence axes, and a
+matmul writes heads where the kernel reads them and reads the kernel's result where it was written. Parameters have the
+same shapes in every form, so a checkpoint does not depend on it.
 
-The one place that chooses: parts of models ask it. It goes by the mesh (`jax.set_mesh`), so that a program that is
-compiled for a TPU on a machine without one has the TPU's form; without a mesh it is the CPU's.
+All platform decisions are made in this module. They follow the mesh of the caller (`jax.set_mesh`), so that a program
+compiled for a TPU on a machine without one takes the TPU's form. Without a mesh the form is the CPU's.
 """
 
 import importlib
@@ -17,92 +18,96 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-SMALL_TPUS = ("TPU v4", "TPU v4 lite")  # of 16 MiB of fast memory
-KEPT = "kept"  # the name of what `remat: dots` finds beside results of matmuls
-LONG_BLOCK_TOKENS = 1024  # that a TPU's attention kernel reads at once, where a query sees at least four times as many
+SMALL_VMEM_TPUS = ("TPU v4", "TPU v4 lite")  # chips with 16 MiB of VMEM
+SAVED_NAME = "kept"  # checkpoint name of the residuals that `remat: dots` saves beside the results of matmuls
+LONG_BLOCK_TOKENS = 1024  # block length of the TPU attention kernel where a query sees at least four such blocks
+
+# Sizes of `tpu_attention`. They are here because `attention` chooses block sizes without importing Pallas.
+LANES = 128  # lanes of a vector register, and keys of a short step
+LONG_STEP = 512  # keys of a long step
 
 
 def platform() -> str | None:
-    """What the program is compiled for, as JAX names platforms; None without a mesh, or with one that is abstract."""
+    """Return the platform that the program is compiled for, by JAX's name; None without a mesh of real devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return None if device is None else device.platform
 
 
-def fast_memory_bytes() -> int | None:
-    """What a kernel of a TPU may take of its fast memory; None is what the compiler leaves to every kernel, 16 MiB."""
+def vmem_limit_bytes() -> int | None:
+    """Return how much VMEM a TPU kernel may use; None is the compiler's default for every kernel, 16 MiB."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return None if device is None or device.device_kind in SMALL_TPUS else 2**25
+    return None if device is None or device.device_kind in SMALL_VMEM_TPUS else 2**25
 
 
-def keeps_heads_apart() -> bool:
-    """Whether tokens are not flattened, and matmuls make and read heads in the order of the attention kernel."""
+def uses_head_major_layout() -> bool:
+    """Return True if tokens keep their axes and matmuls read and write heads in the attention kernel's order."""
     return platform() == "tpu"
 
 
-def multiplies_to_turn() -> bool:
-    """Whether heads are turned by a product with a matrix, since half a head is half of what is moved at once."""
+def rotates_by_matmul() -> bool:
+    """Return True if rotary positions swap the halves of a head by a matmul: half a head is half of a TPU's lanes."""
     return platform() == "tpu"
 
 
-def scatters_rows_alone() -> bool:
-    """Whether the compiler scatters a sum of which each device keeps rows, but not one of which it keeps columns.
+def reduce_scatters_only_rows() -> bool:
+    """Return True if the compiler makes a reduce-scatter only of sums whose rows are sharded.
 
-    Those it would add up whole on every device, which sends twice as much.
+    If columns are sharded, such a compiler emits an all-reduce, which sends twice as much.
     """
     return platform() == "tpu"
 
 
-def takes_long_blocks(positions: int, seen: int, *heads: jax.Array) -> bool:
-    """Whether an attention kernel reads so many positions in long blocks, of which a query sees so many."""
-    is_long = seen >= 4 * LONG_BLOCK_TOKENS and positions % LONG_BLOCK_TOKENS == 0
+def uses_long_blocks(positions: int, visible: int, *heads: jax.Array) -> bool:
+    """Return True if the attention kernel should read `positions` in long blocks, where a query sees `visible` keys."""
+    is_long = visible >= 4 * LONG_BLOCK_TOKENS and positions % LONG_BLOCK_TOKENS == 0
     return is_long and fits_long_blocks(*heads)
 
 
 def fits_long_blocks(*heads: jax.Array) -> bool:
-    """Whether long blocks of such queries, keys or values fit the fast memory of every kind of TPU.
+    """Return True if long blocks of these queries, keys or values fit the VMEM of every kind of TPU.
 
-    With segments and a soft-cap too: as libtpu compiles them, of which v4 has the least.
+    The bound holds with segments and a soft-cap too, as compiled by libtpu for a v4, which has the least VMEM.
     """
     return all(x.dtype.itemsize == 2 and x.shape[-1] <= 128 for x in heads)
 
 
-def in_order(x: jax.Array) -> jax.Array:
-    """`x`, and its gradient, in memory in the order of its axes, as kernels read it.
+def with_row_major_layout(x: jax.Array) -> jax.Array:
+    """Return `x`, and pass back its gradient, in row-major memory layout, as kernels read it.
 
-    The compiler would else let positions lie nearest to each other, and copy. Within a `shard_map`: it cuts no such
-    array.
+    The compiler would otherwise make positions the minor axis and insert copies. Must be called inside a `shard_map`:
+    the partitioner does not split an array with a layout constraint.
     """
-    found: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-    return found
+    constrained: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return constrained
 
 
 @jax.custom_vjp
-def with_gradient_in_order(x: jax.Array) -> jax.Array:
-    """`x`, whose gradient lies in memory in the order of its axes (`in_order`), as it may not itself."""
+def with_row_major_gradient(x: jax.Array) -> jax.Array:
+    """Return `x` unchanged; its gradient gets a row-major layout (see `with_row_major_layout`)."""
     return x
 
 
-with_gradient_in_order.defvjp(lambda x: (x, None), lambda _, gradient: (in_order(gradient),))
+with_row_major_gradient.defvjp(lambda x: (x, None), lambda _, gradient: (with_row_major_layout(gradient),))
 
 
-def kept(x: jax.Array) -> jax.Array:
-    """`x`, which the backward pass finds with `remat: dots`, and so nothing that only leads to it.
+def mark_saved(x: jax.Array) -> jax.Array:
+    """Return `x`, marked as a residual that `remat: dots` saves, on platforms where recomputing costs more than memory.
 
-    Of attention and of what is added to a matmul's result, on platforms where that is dearer to make than to keep.
+    Used for attention and for sums with a matmul's result. What only leads to `x` is then not recomputed either.
     """
-    return checkpoint_name(x, KEPT) if keeps_heads_apart() else x
+    return checkpoint_name(x, SAVED_NAME) if uses_head_major_layout() else x
 
 
-def policy_of_dots() -> Callable[..., bool]:
-    """What `remat: dots` keeps."""
+def dots_policy() -> Callable[..., bool]:
+    """Return the checkpoint policy of `remat: dots`."""
     policies = jax.checkpoint_policies
     dots: Callable[..., bool] = policies.dots_with_no_batch_dims_saveable
-    if not keeps_heads_apart():
+    if not uses_head_major_layout():
         return dots
-    found: Callable[..., bool] = policies.save_from_both_policies(dots, policies.save_only_these_names(KEPT))
-    return found
+    both: Callable[..., bool] = policies.save_from_both_policies(dots, policies.save_only_these_names(SAVED_NAME))
+    return both
 
 
-def for_tpus(module: str) -> ModuleType:
-    """A module of the kernels of TPUs, which are slow to import."""
+def import_for_tpu(module: str) -> ModuleType:
+    """Import a module of TPU kernels at the moment it is needed: Pallas takes long to import."""
     return importlib.import_module(module)

@@ -1,6 +1,7 @@
-"""Published models by name: the keys of `config.model` that describe each, as its config.json has them.
+"""Published models by name: the values of `config.model` keys that describe each, as in its config.json.
 
-Knows nothing of what the keys do. A preset is a starting point: what a spec gives beside it replaces its values.
+A preset is a starting point. Keys beside `preset` in a spec replace its values, and sections are merged key by key. The
+module does not interpret the keys; `config.DecoderConfig` does.
 """
 
 import math
@@ -28,42 +29,42 @@ def _llama3(*sizes: int, factor: float | None = None, **others: Any) -> Keys:
 
 
 def _qwen25(*sizes: int, **others: Any) -> Keys:
-    of_all = {"rope": {"theta": 1_000_000.0}, "bias": {"query_key_value": True}, "norm_epsilon": 1e-6}
-    return _sizes(*sizes) | of_all | {"vocabulary_size": 152_064} | others
+    common = {"rope": {"theta": 1_000_000.0}, "bias": {"query_key_value": True}, "norm_epsilon": 1e-6}
+    return _sizes(*sizes) | common | {"vocabulary_size": 152_064} | others
 
 
 def _qwen3(*sizes: int, **others: Any) -> Keys:
-    of_all = {"rope": {"theta": 1_000_000.0}, "head_dim": 128, "query_key_norm": "head", "norm_epsilon": 1e-6}
-    return _sizes(*sizes) | of_all | {"vocabulary_size": 151_936} | others
+    common = {"rope": {"theta": 1_000_000.0}, "head_dim": 128, "query_key_norm": "head", "norm_epsilon": 1e-6}
+    return _sizes(*sizes) | common | {"vocabulary_size": 151_936} | others
 
 
 def _mistral(*sizes: int, **others: Any) -> Keys:
     return _sizes(*sizes) | others
 
 
-def _gemma(*sizes: int, head_dim: int, query_scale_of: int, **others: Any) -> Keys:
+def _gemma(*sizes: int, head_dim: int, query_scale_width: int, **others: Any) -> Keys:
     norms = {"norm": "both", "norm_epsilon": 1e-6, "norm_offset": True}
     embedding = {"tied_embedding": True, "embedding_scale": "sqrt_width"}
-    heads = {"head_dim": head_dim, "query_scale": query_scale_of**-0.5}
+    heads = {"head_dim": head_dim, "query_scale": query_scale_width**-0.5}
     return _sizes(*sizes) | {"mlp": "geglu"} | norms | embedding | heads | others
 
 
-def _gemma2(*sizes: int, head_dim: int, query_scale_of: int) -> Keys:
+def _gemma2(*sizes: int, head_dim: int, query_scale_width: int) -> Keys:
     windows: Keys = {"layer_pattern": ["window", "full"], "window": 4096}
     softcaps = {"attention_softcap": 50.0, "logit_softcap": 30.0}
-    own = _gemma(*sizes, head_dim=head_dim, query_scale_of=query_scale_of)
-    return own | windows | softcaps | {"vocabulary_size": 256_000}
+    base = _gemma(*sizes, head_dim=head_dim, query_scale_width=query_scale_width)
+    return base | windows | softcaps | {"vocabulary_size": 256_000}
 
 
 def _gemma3(
-    *sizes: int, head_dim: int = 256, query_scale_of: int = 256, factor: float | None = 8.0, **others: Any
+    *sizes: int, head_dim: int = 256, query_scale_width: int = 256, factor: float | None = 8.0, **others: Any
 ) -> Keys:
     rope: Keys = {"theta": 1_000_000.0}
     if factor is not None:
         rope["scaling"] = {"name": "linear", "factor": factor}
     windows: Keys = {"layer_pattern": ["window"] * 5 + ["full"], "window": 1024, "window_rope": {"theta": 10_000.0}}
-    own = _gemma(*sizes, head_dim=head_dim, query_scale_of=query_scale_of)
-    return own | windows | {"rope": rope, "query_key_norm": "head", "vocabulary_size": 262_208} | others
+    base = _gemma(*sizes, head_dim=head_dim, query_scale_width=query_scale_width)
+    return base | windows | {"rope": rope, "query_key_norm": "head", "vocabulary_size": 262_208} | others
 
 
 def _olmo2(*sizes: int) -> Keys:
@@ -77,7 +78,11 @@ def _olmoe(*sizes: int, experts: int) -> Keys:
 
 
 def _deepseek(*sizes: int, query_rank: int | None, vocabulary_size: int, mscale: float, **moe: Any) -> Keys:
-    """Sizes without heads of keys. `mscale`: by what YaRN makes scores larger, times its logarithm."""
+    """Return the keys of a DeepSeek model; `sizes` are layers, width, heads and mlp_width.
+
+    `mscale` is DeepSeek's factor of YaRN: scores grow by the square of 0.1 mscale ln(scaling factor) + 1. Here that
+    growth is part of `query_scale`, so `attention_factor`, which would apply it in the rotation, is 1.
+    """
     layers, width, heads, mlp_width = sizes
     latent = {"query_rank": query_rank, "key_value_rank": 512}
     latent |= {"plain_head_dim": 128, "rotary_head_dim": 64, "value_head_dim": 128}
@@ -170,13 +175,13 @@ PRESETS: dict[str, Keys] = {
         group_score="max",
     ),
     "deepseek_v3": _deepseek3(61, 7168, 128, 18_432),
-    "gemma2_2b": _gemma2(26, 2304, 8, 4, 9216, head_dim=256, query_scale_of=256),
-    "gemma2_9b": _gemma2(42, 3584, 16, 8, 14_336, head_dim=256, query_scale_of=256),
-    "gemma2_27b": _gemma2(46, 4608, 32, 16, 36_864, head_dim=128, query_scale_of=144),
+    "gemma2_2b": _gemma2(26, 2304, 8, 4, 9216, head_dim=256, query_scale_width=256),
+    "gemma2_9b": _gemma2(42, 3584, 16, 8, 14_336, head_dim=256, query_scale_width=256),
+    "gemma2_27b": _gemma2(46, 4608, 32, 16, 36_864, head_dim=128, query_scale_width=144),
     "gemma3_1b": _gemma3(26, 1152, 4, 1, 6912, window=512, factor=None, vocabulary_size=262_144),
     "gemma3_4b": _gemma3(34, 2560, 8, 4, 10_240),
     "gemma3_12b": _gemma3(48, 3840, 16, 8, 15_360),
-    "gemma3_27b": _gemma3(62, 5376, 32, 16, 21_504, head_dim=128, query_scale_of=168),
+    "gemma3_27b": _gemma3(62, 5376, 32, 16, 21_504, head_dim=128, query_scale_width=168),
     "olmo2_1b": _olmo2(16, 2048, 16, 16, 8192),
     "olmo2_7b": _olmo2(32, 4096, 32, 32, 11_008),
     "olmo2_13b": _olmo2(40, 5120, 40, 40, 13_824),

@@ -1,33 +1,30 @@
-"""Causal attention where the positions of every row lie on several devices, in order.
+"""Context parallelism: causal attention where the positions of every sequence are sharded over devices, in order.
 
-Owns an attention in blocks of plain matmuls that runs on every platform; `row_splash` puts the TPU's kernel in its
-place. What each device has to do is said by `row_layout`, what goes between devices by `row_exchange`. Nothing of T x T
-exists on any device, and nothing of it is kept for the backward pass: that keeps q, k, v, the result and one number a
-query, and computes scores again.
+The attention here consists of blocks of plain matmuls and runs on every platform, with keys that go round a ring or are
+all-gathered; `context_splash` uses a TPU kernel instead. `context_layout` computes what each device has to do. Nothing
+of size T x T exists on any device, and nothing of it is saved for the backward pass, which keeps q, k, v, the result
+and one number per query, and recomputes scores.
 
-1. With n devices a row is 2n halves of a device's positions, and device i holds halves 2i and 2i + 1. Later positions
-   see more keys. So halves of queries are dealt: device j attends for halves j and 2n - 1 - j, which see 2n + 1 halves
-   of keys together, whatever j. Even halves go round by one exchange and odd ones by another, as each of them reaches
-   every device once. Results go back the same way; outside of attention every position is where it always was.
-2. `gather`: a device collects keys and values of the whole row, in order. `ring`: keys and values are dealt as queries
-   are, and go from device to device; in every round but the first, which meets the device's own, there are two halves
-   of keys for two of queries in which nothing is in the future.
-3. A window that reaches over few devices is balanced by itself and has its keys near: then nothing is dealt, `gather`
-   collects from those few devices before, and `ring` ends after as many rounds.
-4. Work is done block by block: for each pair of blocks of queries, one of either half, a loop over the blocks of keys
-   that one and then the other may see. It is as long as it must be for the device that has most to do; which keys a
-   block may see is arithmetic on positions (`row_layout`), so that one program serves all devices.
+1. Zigzag. With n devices a sequence consists of 2n halves of a device's positions, and device i holds halves 2i and
+   2i + 1. Later positions see more keys. So halves of queries are redistributed: device j attends for halves j and
+   2n - 1 - j, which together see 2n + 1 halves of keys, whatever j is. Even halves move in one permutation and odd ones
+   in another, because each of the two reaches every device once. Results go back the same way. Outside of attention
+   every position is where it always was.
+2. `gather`: a device all-gathers keys and values of the whole sequence, in order. `ring`: keys and values are put in
+   zigzag order too, and go from device to device. Every round but the first, in which a device meets its own keys, has
+   two halves of keys for two of queries without any key in the future.
+3. A window that reaches over few devices is balanced by itself, and its keys are near. Then nothing is redistributed:
+   `gather` collects keys from the few devices before, and `ring` ends after as many rounds.
+4. The work is done in blocks. For each pair of blocks of queries, one from either half, a loop runs over the blocks of
+   keys that the first and then the second may see. Its length is that of the device with most work. Which keys a block
+   may see is arithmetic on positions, so that one program serves all devices.
 
-Gradients of keys and values are summed in float32: in the ring as they go round, of what was gathered on each device,
-before they are scattered in their own type, like every gradient that crosses devices.
+Gradients of keys and values are accumulated in float32: in the ring as they go round; in a gather on each device,
+before they are reduce-scattered in their own dtype, like every gradient that crosses devices.
 
 Shape legend: B batch, T sequence, N heads of queries, K heads of keys and values, G = N / K, H width of a head of
 queries and keys, W width of a head of values. On one device: t positions, 2 halves of c, P halves of keys, M blocks a
-half, C positions a block, R = G C rows of a block of queries. D: any axes behind.
-
-What goes from device to device where the positions of a row are cut: inside of a program of one device.
-
-Shape legend: B batch, on one device t positions, 2 halves of c, P halves of keys; D any axes behind.
+half, C positions a block, R = G C rows of a block of queries. D: any trailing axes.
 """
 
 import functools
@@ -37,150 +34,163 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from experiments.model.context_layout import BlockVisits, SequenceLayout, num_steps, visits_here
+from experiments.model.context_layout import BlockVisits, SequenceLayout, compute_own_visits, max_steps
+
+_WIDE = jnp.float32
+_MASKED = -1e30  # below every real score, and finite, so that no difference of scores is NaN
 
 
-def dealt(rows: SequenceLayout, x: jax.Array) -> jax.Array:
-    """Two halves of each row (B, 2, c, D), from both ends of it, of (B, t, D); its own where nothing is dealt."""
-    halves = x.reshape(x.shape[0], 2, rows.half_tokens, *x.shape[2:])
-    if not rows.is_redistributed:
+# Communication between devices, inside a `shard_map`.
+
+
+def to_zigzag(layout: SequenceLayout, x: jax.Array) -> jax.Array:
+    """Return the two halves (B, 2, c, D) that a device attends for, from its shard (B, t, D).
+
+    They come from both ends of each sequence, or are the device's own if the layout is not zigzag.
+    """
+    halves = x.reshape(x.shape[0], 2, layout.half_tokens, *x.shape[2:])
+    if not layout.is_zigzag:
         return halves
-    even, odd = (_sent(rows, halves[:, parity], _deal(rows, parity)) for parity in (0, 1))
-    is_even = jax.lax.axis_index(rows.axes) % 2 == 0
+    even, odd = (_permute(layout, halves[:, parity], _zigzag(layout, parity)) for parity in (0, 1))
+    is_even = jax.lax.axis_index(layout.axes) % 2 == 0
     return jnp.stack([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=1)
 
 
-def returned(rows: SequenceLayout, halves: jax.Array) -> jax.Array:
-    """`x` of `dealt(rows, x)`."""
-    if rows.is_redistributed:
-        is_even = jax.lax.axis_index(rows.axes) % 2 == 0
+def from_zigzag(layout: SequenceLayout, halves: jax.Array) -> jax.Array:
+    """Return `x` of `to_zigzag(layout, x)`."""
+    if layout.is_zigzag:
+        is_even = jax.lax.axis_index(layout.axes) % 2 == 0
         first, second = halves[:, 0], halves[:, 1]
         sent = jnp.where(is_even, first, second), jnp.where(is_even, second, first)
-        back = (
-            _sent(rows, half, [(there, here) for here, there in _deal(rows, parity)])
+        received = (
+            _permute(layout, half, [(target, source) for source, target in _zigzag(layout, parity)])
             for parity, half in enumerate(sent)
         )
-        halves = jnp.stack([*back], axis=1)
+        halves = jnp.stack([*received], axis=1)
     return halves.reshape(halves.shape[0], -1, *halves.shape[3:])
 
 
-def _deal(rows: SequenceLayout, parity: int) -> list[tuple[int, int]]:
-    """Where the device of each half of this parity sends it. The lower halves of devices come by their own parity."""
-    n = rows.num_shards
+def _zigzag(layout: SequenceLayout, parity: int) -> list[tuple[int, int]]:
+    """Return (source, target) of each half of this parity.
+
+    Whether a device's first half is even or odd follows from the parity of the device.
+    """
+    n = layout.num_shards
     halves = [2 * place + parity for place in range(n)]
     return [(place, half if half < n else 2 * n - 1 - half) for place, half in enumerate(halves)]
 
 
-def _sent(rows: SequenceLayout, x: jax.Array, ways: list[tuple[int, int]]) -> jax.Array:
-    """What comes if every device sends; nothing moves where all keep their own, as even halves of two devices do."""
-    if all(here == there for here, there in ways):
+def _permute(layout: SequenceLayout, x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    """Send `x` from each source to its target; no communication if all stay, as the even halves of two devices do."""
+    if all(source == target for source, target in pairs):
         return x
-    return jax.lax.ppermute(x, rows.axes, ways)
+    return jax.lax.ppermute(x, layout.axes, pairs)
 
 
-def gathered(rows: SequenceLayout, x: jax.Array) -> jax.Array:
-    """(B, P c, D) of (B, t, D): the whole row, or of a narrow window what it reaches; zeros before a row's begin."""
-    if rows.is_redistributed:
-        return _whole(rows, x)
-    n = rows.num_shards
+def gather_keys(layout: SequenceLayout, x: jax.Array) -> jax.Array:
+    """Return (B, P c, D) from (B, t, D): the whole sequence, or with a narrow window what it reaches.
+
+    Positions before the beginning of a sequence are zeros.
+    """
+    if layout.is_zigzag:
+        return _gather_sequence(layout, x)
+    n = layout.num_shards
     others = [
-        jax.lax.ppermute(x, rows.axes, [(place, place + distance) for place in range(n - distance)])
-        for distance in range(rows.before, 0, -1)
+        jax.lax.ppermute(x, layout.axes, [(place, place + distance) for place in range(n - distance)])
+        for distance in range(layout.num_preceding, 0, -1)
     ]
     return jnp.concatenate([*others, x], axis=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _whole(rows: SequenceLayout, x: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(x, rows.axes, axis=1, tiled=True)
+def _gather_sequence(layout: SequenceLayout, x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, layout.axes, axis=1, tiled=True)
 
 
-_whole.defvjp(lambda rows, x: (_whole(rows, x), None), lambda rows, _, g: (scattered(rows, g),))
+_gather_sequence.defvjp(
+    lambda layout, x: (_gather_sequence(layout, x), None), lambda layout, _, g: (scatter_gradients(layout, g),)
+)
 
 
-def scattered(rows: SequenceLayout, x: jax.Array) -> jax.Array:
-    """The sum of what all devices have of a device's own positions, of what lies as `gathered` has it.
-
-    The whole row is summed as a matrix of positions and all else: of more axes libtpu makes an all-reduce, which sends
-    twice as much.
-    """
-    if rows.is_redistributed:
+def scatter_gradients(layout: SequenceLayout, x: jax.Array) -> jax.Array:
+    """Return the sum over all devices of the gradients of a device's own positions; the transpose of `gather_keys`."""
+    if layout.is_zigzag:
+        # The sum is taken of a matrix of positions and everything else: with more axes libtpu makes an all-reduce,
+        # which sends twice as much.
         B, T, *rest = x.shape
         x_TxBD = x.swapaxes(0, 1).reshape(T, -1)
-        own_txBD = jax.lax.psum_scatter(x_TxBD, rows.axes, scatter_dimension=0, tiled=True)
+        own_txBD = jax.lax.psum_scatter(x_TxBD, layout.axes, scatter_dimension=0, tiled=True)
         return own_txBD.reshape(-1, B, *rest).swapaxes(0, 1)
-    n, parts = rows.num_shards, jnp.split(x, rows.before + 1, axis=1)
+    n, parts = layout.num_shards, jnp.split(x, layout.num_preceding + 1, axis=1)
     total = parts.pop()
-    for distance, part in zip(range(rows.before, 0, -1), parts, strict=True):
+    for distance, part in zip(range(layout.num_preceding, 0, -1), parts, strict=True):
         back = [(place + distance, place) for place in range(n - distance)]
-        total = total + jax.lax.ppermute(part, rows.axes, back)
+        total = total + jax.lax.ppermute(part, layout.axes, back)
     return total
 
 
-def passed_on(rows: SequenceLayout, x: jax.Array, distance: int = 1) -> jax.Array:
-    """What the device had that comes so many before this one in the ring."""
-    n = rows.num_shards
-    return jax.lax.ppermute(x, rows.axes, [(place, (place + distance) % n) for place in range(n)])
-
-
-_WIDE = jnp.float32
-_MASKED = -1e30  # a score that no real one is below; finite, so that no difference is NaN
-
-
-class Queries(NamedTuple):
-    """What a loop over pairs of blocks runs through: block m of the lower half with block M - 1 - m of the other."""
-
-    q: jax.Array  # (M, 2, B, K, R, H)
-
-
-class Results(NamedTuple):
-    """What came of queries, for the backward pass; in pairs of blocks too."""
-
-    g: jax.Array  # (M, 2, B, K, R, W): the gradient of the result
-    lse: jax.Array  # (M, 2, B, K, R): log of the sum of exponentials of scores
-    dot: jax.Array  # (M, 2, B, K, R): the gradient of the result times the result
+# Forward and backward passes.
 
 
 class Keys(NamedTuple):
-    """Blocks of keys and values, in ascending order of their positions."""
+    """Blocks of keys and values at hand, in ascending order of their positions."""
 
     k: jax.Array  # (PM, B, K, C, H)
     v: jax.Array  # (PM, B, K, C, W)
-    ids: jax.Array | None = None  # (2nM, B, C): segments of the whole row, few as they are, which stay where they are
+    ids: jax.Array | None = None  # (2nM, B, C): segments of the whole sequence, which are small and do not move
 
 
-def attend_to_rows(rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-    """Attend from all positions of rows that lie on several devices; returns (B, T, N, W) in the dtype of `v`.
+class OutputGradients(NamedTuple):
+    """Residuals and gradients of the result for the backward pass, in pairs of blocks of queries."""
+
+    g: jax.Array  # (M, 2, B, K, R, W): gradient of the result
+    lse: jax.Array  # (M, 2, B, K, R): logarithm of the sum of exponentials of scores
+    dot: jax.Array  # (M, 2, B, K, R): product of the gradient and the result, summed over W
+
+
+class OnlineSoftmax(NamedTuple):
+    """State of a softmax that receives its scores block by block."""
+
+    most: jax.Array  # (M, 2, B, K, R): largest score so far
+    total: jax.Array  # (M, 2, B, K, R): sum of exp(score - most)
+    out: jax.Array  # (M, 2, B, K, R, W): sum of exp(score - most) v
+
+
+def sharded_attention(
+    layout: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array
+) -> jax.Array:
+    """Attend from all positions of sharded sequences; returns (B, T, N, W) in the dtype of `v`.
 
     Arguments are whole arrays, in a program that the partitioner splits under the caller's mesh.
     """
-    return _attend(rows, q, k, v, segments)
+    return _attend(layout, q, k, v, segments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> jax.Array:
-    return _forward(rows, q, k, v, ids)[0]
+def _attend(layout: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> jax.Array:
+    return _forward(layout, q, k, v, ids)[0]
 
 
 def _forward(
-    rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
+    layout: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     run = jax.shard_map(
-        functools.partial(_forward_on_device, rows),
-        in_specs=(*[rows.spec] * 3, tuple(rows.ids_spec for _ in ids)),
-        out_specs=(rows.spec, _lse_spec(rows)),
+        functools.partial(_forward_on_device, layout),
+        in_specs=(*[layout.spec] * 3, tuple(layout.segment_spec for _ in ids)),
+        out_specs=(layout.spec, _lse_spec(layout)),
         check_vma=False,
     )
     out, lse = run(q, k, v, ids)
     return out, (q, k, v, ids, out, lse)
 
 
-def _backward(rows: SequenceLayout, kept: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
-    q, k, v, ids, out, lse = kept
+def _backward(layout: SequenceLayout, residuals: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
+    q, k, v, ids, out, lse = residuals
+    segment_specs = tuple(layout.segment_spec for _ in ids)
     run = jax.shard_map(
-        functools.partial(_backward_on_device, rows),
-        in_specs=(*[rows.spec] * 3, tuple(rows.ids_spec for _ in ids), rows.spec, _lse_spec(rows), rows.spec),
-        out_specs=(rows.spec,) * 3,
+        functools.partial(_backward_on_device, layout),
+        in_specs=(*[layout.spec] * 3, segment_specs, layout.spec, _lse_spec(layout), layout.spec),
+        out_specs=(layout.spec,) * 3,
         check_vma=False,
     )
     return *run(q, k, v, ids, out, lse, g), None
@@ -189,48 +199,37 @@ def _backward(rows: SequenceLayout, kept: tuple[Any, ...], g: jax.Array) -> tupl
 _attend.defvjp(_forward, _backward)
 
 
-def _lse_spec(rows: SequenceLayout) -> PartitionSpec:
-    batch, positions, heads, _ = rows.spec
+def _lse_spec(layout: SequenceLayout) -> PartitionSpec:
+    batch, positions, heads, _ = layout.spec
     return PartitionSpec(positions, None, batch, heads, None)
 
 
-# On one device: passes.
-
-
-class Softmax(NamedTuple):
-    """A softmax whose scores come block by block, and what it weighs."""
-
-    most: jax.Array  # (M, 2, B, K, R): the largest score so far
-    total: jax.Array  # (M, 2, B, K, R): sum of exp(score - most)
-    out: jax.Array  # (M, 2, B, K, R, W): sum of exp(score - most) v
-
-
 def _forward_on_device(
-    rows: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
+    layout: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    queries = Queries(_paired(rows, q, k.shape[2]))
-    shape = queries.q.shape[:-1]
-    softmax = Softmax(
+    queries = _pair_blocks(layout, q, k.shape[2])
+    shape = queries.shape[:-1]
+    softmax = OnlineSoftmax(
         jnp.full(shape, _MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, v.shape[3]), jnp.float32)
     )
-    last = rows.num_rounds - 1
+    last = layout.num_rounds - 1
 
-    def of_round(number: jax.Array, carry: tuple[Keys, Softmax]) -> tuple[Keys, Softmax]:
+    def run_round(number: jax.Array, carry: tuple[Keys, OnlineSoftmax]) -> tuple[Keys, OnlineSoftmax]:
         keys, softmax = carry
-        to_come = _passed_on(rows, keys)  # while these are at work
-        return to_come, _attend_to(rows, queries, keys, visits_here(rows, number), range(last), softmax)
+        next_keys = _pass_along_ring(layout, keys)  # issued first, so that it overlaps with the work on these keys
+        return next_keys, _attend_to(layout, queries, keys, compute_own_visits(layout, number), range(last), softmax)
 
-    keys = _keys_at_hand(rows, k, v, ids)
+    keys = _make_first_keys(layout, k, v, ids)
     if last:
-        keys, softmax = jax.lax.fori_loop(0, last, of_round, (keys, softmax))
-    softmax = _attend_to(rows, queries, keys, visits_here(rows, last), range(last, last + 1), softmax)
-    total = jnp.where(softmax.total > 0, softmax.total, 1)  # what only pads a block may see nothing
-    out = _unpaired(rows, softmax.out / total[..., None], q.shape[2])
+        keys, softmax = jax.lax.fori_loop(0, last, run_round, (keys, softmax))
+    softmax = _attend_to(layout, queries, keys, compute_own_visits(layout, last), range(last, last + 1), softmax)
+    total = jnp.where(softmax.total > 0, softmax.total, 1)  # queries that pad a block may see nothing
+    out = _unpair_blocks(layout, softmax.out / total[..., None], q.shape[2])
     return out.astype(v.dtype), softmax.most + jnp.log(total)
 
 
 def _backward_on_device(
-    rows: SequenceLayout,
+    layout: SequenceLayout,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -241,217 +240,233 @@ def _backward_on_device(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     K = k.shape[2]
     dot = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1, keepdims=True)
-    pairs = [_paired(rows, x, K) for x in (q, g, dot)]
-    queries, results = Queries(pairs[0]), Results(pairs[1], lse, pairs[2][..., 0])
-    dq = jnp.zeros(queries.q.shape, jnp.float32)
-    last = rows.num_rounds - 1
-    keys = _keys_at_hand(rows, k, v, ids)
-    none = Keys(jnp.zeros(keys.k.shape, jnp.float32), jnp.zeros(keys.v.shape, jnp.float32))
+    pairs = [_pair_blocks(layout, x, K) for x in (q, g, dot)]
+    queries, outputs = pairs[0], OutputGradients(pairs[1], lse, pairs[2][..., 0])
+    dq = jnp.zeros(queries.shape, jnp.float32)
+    last = layout.num_rounds - 1
+    keys = _make_first_keys(layout, k, v, ids)
+    zeros = Keys(jnp.zeros(keys.k.shape, jnp.float32), jnp.zeros(keys.v.shape, jnp.float32))
 
-    def of_round(number: jax.Array, carry: tuple[Keys, Keys, jax.Array]) -> tuple[Keys, Keys, jax.Array]:
+    def run_round(number: jax.Array, carry: tuple[Keys, Keys, jax.Array]) -> tuple[Keys, Keys, jax.Array]:
         keys, gradients, dq = carry
-        to_come, come = _passed_on(rows, keys), _passed_on(rows, gradients)  # while these are at work
-        visits = visits_here(rows, number)
-        found, dq = _differentiate(rows, queries, results, keys, visits, range(last), none, dq)
-        return to_come, jax.tree.map(jnp.add, come, found), dq
+        # Both are issued first, so that they overlap with the work on these keys.
+        next_keys, received = _pass_along_ring(layout, keys), _pass_along_ring(layout, gradients)
+        visits = compute_own_visits(layout, number)
+        own, dq = _differentiate(layout, queries, outputs, keys, visits, range(last), zeros, dq)
+        return next_keys, jax.tree.map(jnp.add, received, own), dq
 
-    # At the end of each round the gradients at hand are those of the keys that were at hand in it.
-    gradients = none
+    # After each round the gradients at hand are those of the keys that were at hand in it.
+    gradients = zeros
     if last:
-        keys, gradients, dq = jax.lax.fori_loop(0, last, of_round, (keys, none, dq))
-        gradients = _passed_on(rows, gradients)
+        keys, gradients, dq = jax.lax.fori_loop(0, last, run_round, (keys, zeros, dq))
+        gradients = _pass_along_ring(layout, gradients)
     gradients, dq = _differentiate(
-        rows, queries, results, keys, visits_here(rows, last), range(last, last + 1), gradients, dq
+        layout, queries, outputs, keys, compute_own_visits(layout, last), range(last, last + 1), gradients, dq
     )
-    dk, dv = _gradients_brought_home(rows, gradients, k, v)
-    return _unpaired(rows, dq, q.shape[2]).astype(q.dtype), dk, dv
+
+    # Send the gradients to the devices that hold the keys.
+    if layout.way == "ring" and layout.num_rounds > 1:
+        gradients = _pass_along_ring(layout, gradients, 1 - layout.num_rounds)
+    returned = []
+    for x, like in ((gradients.k, k), (gradients.v, v)):
+        halves = _join_blocks(layout, x.reshape(-1, layout.num_blocks, *x.shape[1:]))
+        if layout.way == "ring":
+            returned.append(from_zigzag(layout, halves).astype(like.dtype))
+        else:
+            whole = halves.reshape(halves.shape[0], -1, *halves.shape[3:]).astype(like.dtype)
+            returned.append(scatter_gradients(layout, whole))
+    return _unpair_blocks(layout, dq, q.shape[2]).astype(q.dtype), returned[0], returned[1]
 
 
-# On one device: blocks.
+def _make_first_keys(layout: SequenceLayout, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> Keys:
+    """Return the keys of the first round."""
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0], -1, layout.half_tokens, *x.shape[2:])
+
+    if layout.way == "ring":
+        halves = [to_zigzag(layout, x) for x in (k, v)]
+    else:
+        halves = [split(gather_keys(layout, x)) for x in (k, v)]
+    halves += [split(jax.lax.all_gather(x, layout.axes, axis=1, tiled=True)) for x in ids]
+    k, v, *segments = (x.reshape(-1, *x.shape[2:]) for x in (_split_blocks(layout, half) for half in halves))
+    return Keys(k, v, segments[0] if segments else None)
+
+
+def _pass_along_ring(layout: SequenceLayout, keys: Keys, distance: int = 1) -> Keys:
+    """Return what the device had that is `distance` places before this one in the ring."""
+    n = layout.num_shards
+    pairs = [(place, (place + distance) % n) for place in range(n)]
+    return keys._replace(k=jax.lax.ppermute(keys.k, layout.axes, pairs), v=jax.lax.ppermute(keys.v, layout.axes, pairs))
+
+
+# Blocks of one device.
 
 
 def _attend_to(
-    rows: SequenceLayout, queries: Queries, keys: Keys, visits: BlockVisits, rounds: range, softmax: Softmax
-) -> Softmax:
-    """The softmax of all queries with the keys that are here; no device needs more steps in any of these `rounds`."""
-    most_steps = num_steps(rows, rounds)
+    layout: SequenceLayout,
+    queries: jax.Array,
+    keys: Keys,
+    visits: BlockVisits,
+    rounds: range,
+    softmax: OnlineSoftmax,
+) -> OnlineSoftmax:
+    """Return the softmax of all queries (M, 2, B, K, R, H), updated with the keys at hand.
 
-    def of_pair(_: None, pair: tuple[Queries, BlockVisits, Softmax]) -> tuple[None, Softmax]:
+    The loop is as long as any device needs in any of `rounds`.
+    """
+    num_steps = max_steps(layout, rounds)
+
+    def attend_pair(_: None, pair: tuple[jax.Array, BlockVisits, OnlineSoftmax]) -> tuple[None, OnlineSoftmax]:
         queries, visits, softmax = pair
 
-        def step(number: jax.Array, softmax: Softmax) -> Softmax:
-            tile = _tile(rows, queries, keys, visits, number)
-            most, total, out = (_at(x, tile.half) for x in softmax)
-            scores, _ = _scores(rows, tile)
+        def step(number: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
+            tile = _make_tile(layout, queries, keys, visits, number)
+            most, total, out = (_get(x, tile.half) for x in softmax)
+            scores, _ = _compute_scores(layout, tile)
             new_most = jnp.maximum(most, jnp.max(scores, axis=-1))
-            weights = jnp.where(tile.visible, jnp.exp(scores - new_most[..., None]), 0)
-            shrunk = jnp.exp(most - new_most)
-            found = jnp.einsum("bkrs,bksw->bkrw", weights.astype(tile.v.dtype), tile.v, preferred_element_type=_WIDE)
-            new = (new_most, total * shrunk + jnp.sum(weights, axis=-1), out * shrunk[..., None] + found)
-            return Softmax(*(_put(x, part, tile.half) for x, part in zip(softmax, new, strict=True)))
+            weights = jnp.where(tile.mask, jnp.exp(scores - new_most[..., None]), 0)
+            shrink = jnp.exp(most - new_most)
+            added = jnp.einsum("bkrs,bksw->bkrw", weights.astype(tile.v.dtype), tile.v, preferred_element_type=_WIDE)
+            new = (new_most, total * shrink + jnp.sum(weights, axis=-1), out * shrink[..., None] + added)
+            return OnlineSoftmax(*(_put(x, part, tile.half) for x, part in zip(softmax, new, strict=True)))
 
-        return None, jax.lax.fori_loop(0, most_steps, step, softmax)
+        return None, jax.lax.fori_loop(0, num_steps, step, softmax)
 
-    return jax.lax.scan(of_pair, None, (queries, visits, softmax))[1]
+    return jax.lax.scan(attend_pair, None, (queries, visits, softmax))[1]
 
 
 def _differentiate(
-    rows: SequenceLayout,
-    queries: Queries,
-    results: Results,
+    layout: SequenceLayout,
+    queries: jax.Array,
+    outputs: OutputGradients,
     keys: Keys,
     visits: BlockVisits,
     rounds: range,
     gradients: Keys,
     dq: jax.Array,
 ) -> tuple[Keys, jax.Array]:
-    """Add to the gradients of the keys and values that are here, and of all queries; both are float32."""
-    most_steps = num_steps(rows, rounds)
+    """Add to the float32 gradients of the keys and values at hand, and of all queries."""
+    num_steps = max_steps(layout, rounds)
 
-    def of_pair(gradients: Keys, pair: tuple[Queries, Results, BlockVisits, jax.Array]) -> tuple[Keys, jax.Array]:
-        queries, results, visits, dq = pair
+    def differentiate_pair(
+        gradients: Keys, pair: tuple[jax.Array, OutputGradients, BlockVisits, jax.Array]
+    ) -> tuple[Keys, jax.Array]:
+        queries, outputs, visits, dq = pair
 
         def step(number: jax.Array, carry: tuple[Keys, jax.Array]) -> tuple[Keys, jax.Array]:
             (dk, dv, _), dq = carry
-            tile = _tile(rows, queries, keys, visits, number)
-            g, lse, dot = (_at(x, tile.half) for x in results)
-            scores, slope = _scores(rows, tile)
-            weights = jnp.where(tile.visible, jnp.exp(scores - lse[..., None]), 0)
+            tile = _make_tile(layout, queries, keys, visits, number)
+            g, lse, dot = (_get(x, tile.half) for x in outputs)
+            scores, slope = _compute_scores(layout, tile)
+            weights = jnp.where(tile.mask, jnp.exp(scores - lse[..., None]), 0)
             dweights = jnp.einsum("bkrw,bksw->bkrs", g, tile.v, preferred_element_type=_WIDE)
-            dscores = (weights * (dweights - dot[..., None]) * slope * rows.scale).astype(tile.k.dtype)
-            dv_here = jnp.einsum("bkrs,bkrw->bksw", weights.astype(g.dtype), g, preferred_element_type=_WIDE)
-            dk_here = jnp.einsum("bkrs,bkrh->bksh", dscores, tile.q, preferred_element_type=_WIDE)
-            dq_here = jnp.einsum("bkrs,bksh->bkrh", dscores, tile.k, preferred_element_type=_WIDE)
-            dk, dv = _add(dk, dk_here, tile.block), _add(dv, dv_here, tile.block)
-            return Keys(dk, dv), _add(dq, dq_here, tile.half)
+            dscores = (weights * (dweights - dot[..., None]) * slope * layout.scale).astype(tile.k.dtype)
+            dv_block = jnp.einsum("bkrs,bkrw->bksw", weights.astype(g.dtype), g, preferred_element_type=_WIDE)
+            dk_block = jnp.einsum("bkrs,bkrh->bksh", dscores, tile.q, preferred_element_type=_WIDE)
+            dq_block = jnp.einsum("bkrs,bksh->bkrh", dscores, tile.k, preferred_element_type=_WIDE)
+            dk, dv = _add(dk, dk_block, tile.block), _add(dv, dv_block, tile.block)
+            return Keys(dk, dv), _add(dq, dq_block, tile.half)
 
-        return jax.lax.fori_loop(0, most_steps, step, (gradients, dq))
+        return jax.lax.fori_loop(0, num_steps, step, (gradients, dq))
 
-    return jax.lax.scan(of_pair, gradients, (queries, results, visits, dq))
+    return jax.lax.scan(differentiate_pair, gradients, (queries, outputs, visits, dq))
 
 
 class Tile(NamedTuple):
-    """A block of queries and a block of keys that meet."""
+    """Block of queries and the block of keys that it attends to in one step."""
 
-    half: jax.Array  # 0 or 1: which of the pair of blocks of queries
-    block: jax.Array
+    half: jax.Array  # 0 or 1: index in the pair of blocks of queries
+    block: jax.Array  # index of the block of keys
     q: jax.Array  # (B, K, R, H)
     k: jax.Array  # (B, K, C, H)
     v: jax.Array  # (B, K, C, W)
-    visible: jax.Array  # (B or 1, 1, R, C)
+    mask: jax.Array  # (B or 1, 1, R, C)
 
 
-def _tile(rows: SequenceLayout, queries: Queries, keys: Keys, visits: BlockVisits, number: jax.Array) -> Tile:
-    """What meets in a step: blocks of the first of the pair until it has met all its keys, then those of the other.
+def _make_tile(layout: SequenceLayout, queries: jax.Array, keys: Keys, visits: BlockVisits, number: jax.Array) -> Tile:
+    """Return the tile of a step: the first block of the pair visits all its keys, then the second block does.
 
-    A device that has fewer steps to do than another sees nothing in the rest of them.
+    A device that has fewer steps than another one masks everything in the remaining steps.
     """
     half = (number >= visits.count[0]).astype(jnp.int32)
     turn = number - half * visits.count[0]
-    count = _at(visits.count, half)
-    block = _at(visits.first, half) + jnp.clip(turn, 0, jnp.maximum(count - 1, 0))
-    block = jnp.minimum(block, keys.k.shape[0] - 1)  # where it has nothing to meet
-    places = jnp.arange(rows.block_tokens)
-    in_half = block % rows.num_blocks * rows.block_tokens + places
-    queries_at = (_at(visits.query_positions, half) + places)[:, None]
-    keys_at = _at(visits.key_positions, block // rows.num_blocks) + in_half
-    visible = (turn < count) & (in_half < rows.half_tokens) & (keys_at >= 0) & (queries_at >= keys_at)
-    if rows.window is not None:
-        visible &= queries_at - keys_at < rows.window
-    visible = visible[None]
+    count = _get(visits.count, half)
+    block = _get(visits.first, half) + jnp.clip(turn, 0, jnp.maximum(count - 1, 0))
+    block = jnp.minimum(block, keys.k.shape[0] - 1)  # stays a valid index where there is nothing to visit
+    offsets = jnp.arange(layout.block_tokens)
+    in_half = block % layout.num_blocks * layout.block_tokens + offsets
+    query_positions = (_get(visits.query_positions, half) + offsets)[:, None]
+    key_positions = _get(visits.key_positions, block // layout.num_blocks) + in_half
+    mask = (turn < count) & (in_half < layout.half_tokens) & (key_positions >= 0) & (query_positions >= key_positions)
+    if layout.window is not None:
+        mask &= query_positions - key_positions < layout.window
+    mask = mask[None]
     if keys.ids is not None:
-        own, others = (_at(keys.ids, _block_at(rows, first)) for first in (queries_at[0, 0], keys_at[0]))
-        visible = visible & (own[:, :, None] == others[:, None, :])
-    q = _at(queries.q, half)
-    visible = jnp.tile(visible, (1, q.shape[2] // rows.block_tokens, 1))[:, None]
-    return Tile(half, block, q, _at(keys.k, block), _at(keys.v, block), visible)
+        own, others = (
+            _get(keys.ids, _find_block(layout, first)) for first in (query_positions[0, 0], key_positions[0])
+        )
+        mask = mask & (own[:, :, None] == others[:, None, :])
+    q = _get(queries, half)
+    # The queries of all heads of a group are rows of one matmul.
+    mask = jnp.tile(mask, (1, q.shape[2] // layout.block_tokens, 1))[:, None]
+    return Tile(half, block, q, _get(keys.k, block), _get(keys.v, block), mask)
 
 
-def _block_at(rows: SequenceLayout, position: jax.Array) -> jax.Array:
-    """The block of a row that begins at a position; the first for one that no row has."""
-    half, in_half = jnp.maximum(position, 0) // rows.half_tokens, jnp.maximum(position, 0) % rows.half_tokens
-    return half * rows.num_blocks + in_half // rows.block_tokens
+def _find_block(layout: SequenceLayout, position: jax.Array) -> jax.Array:
+    """Return the block of a sequence that begins at a position; the first one for a position before the sequence."""
+    half = jnp.maximum(position, 0) // layout.half_tokens
+    in_half = jnp.maximum(position, 0) % layout.half_tokens
+    return half * layout.num_blocks + in_half // layout.block_tokens
 
 
-def _scores(rows: SequenceLayout, tile: Tile) -> tuple[jax.Array, jax.Array | float]:
-    """Scores (B, K, R, C) in float32, and by how much they grow with what is capped."""
-    scores = jnp.einsum("bkrh,bksh->bkrs", tile.q, tile.k, preferred_element_type=_WIDE) * rows.scale
+def _compute_scores(layout: SequenceLayout, tile: Tile) -> tuple[jax.Array, jax.Array | float]:
+    """Return masked scores (B, K, R, C) in float32, and their derivative by the scores before the soft-cap."""
+    scores = jnp.einsum("bkrh,bksh->bkrs", tile.q, tile.k, preferred_element_type=_WIDE) * layout.scale
     slope: jax.Array | float = 1.0
-    if rows.softcap is not None:
-        capped = jnp.tanh(scores / rows.softcap)
-        scores, slope = rows.softcap * capped, 1 - capped * capped
-    return jnp.where(tile.visible, scores, _MASKED), slope
+    if layout.softcap is not None:
+        capped = jnp.tanh(scores / layout.softcap)
+        scores, slope = layout.softcap * capped, 1 - capped * capped
+    return jnp.where(tile.mask, scores, _MASKED), slope
 
 
-# On one device: halves and blocks.
+# Rearrangement of a device's halves into blocks and back.
 
 
-def _keys_at_hand(rows: SequenceLayout, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> Keys:
-    """What the first round finds."""
-    if rows.way == "ring":
-        parts = [dealt(rows, x) for x in (k, v)]
-    else:
-        parts = [_in_halves(rows, gathered(rows, x)) for x in (k, v)]
-    row = [_in_halves(rows, jax.lax.all_gather(x, rows.axes, axis=1, tiled=True)) for x in ids]
-    k, v, *found = (x.reshape(-1, *x.shape[2:]) for x in (_blocks(rows, halves) for halves in (*parts, *row)))
-    return Keys(k, v, found[0] if found else None)
-
-
-def _in_halves(rows: SequenceLayout, x: jax.Array) -> jax.Array:
-    return x.reshape(x.shape[0], -1, rows.half_tokens, *x.shape[2:])
-
-
-def _passed_on(rows: SequenceLayout, keys: Keys, distance: int = 1) -> Keys:
-    return keys._replace(k=passed_on(rows, keys.k, distance), v=passed_on(rows, keys.v, distance))
-
-
-def _gradients_brought_home(
-    rows: SequenceLayout, gradients: Keys, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of the keys and values that were at hand in the last round, as `k` and `v` lie."""
-    if rows.way == "ring" and rows.num_rounds > 1:
-        gradients = _passed_on(rows, gradients, 1 - rows.num_rounds)
-    found = []
-    for x, of in ((gradients.k, k), (gradients.v, v)):
-        halves = _joined(rows, x.reshape(-1, rows.num_blocks, *x.shape[1:]))
-        if rows.way == "ring":
-            found.append(returned(rows, halves).astype(of.dtype))
-        else:
-            found.append(scattered(rows, halves.reshape(halves.shape[0], -1, *halves.shape[3:]).astype(of.dtype)))
-    return found[0], found[1]
-
-
-def _blocks(rows: SequenceLayout, halves: jax.Array) -> jax.Array:
-    """(P, M, B, N, C, H) of halves (B, P, c, N, H), or (P, M, B, C) of (B, P, c); the last block is padded."""
+def _split_blocks(layout: SequenceLayout, halves: jax.Array) -> jax.Array:
+    """Return (P, M, B, N, C, H) from (B, P, c, N, H), or (P, M, B, C) from (B, P, c); the last block is padded."""
     B, P, c, *rest = halves.shape
-    missing = rows.num_blocks * rows.block_tokens - c
+    missing = layout.num_blocks * layout.block_tokens - c
     padded = jnp.pad(halves, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * len(rest)) if missing else halves
-    blocks = padded.reshape(B, P, rows.num_blocks, rows.block_tokens, *rest)
+    blocks = padded.reshape(B, P, layout.num_blocks, layout.block_tokens, *rest)
     return blocks.transpose(1, 2, 0, 4, 3, 5) if rest else blocks.transpose(1, 2, 0, 3)
 
 
-def _joined(rows: SequenceLayout, blocks: jax.Array) -> jax.Array:
-    """Halves (B, P, c, N, H) of (P, M, B, N, C, H), without what padded them."""
+def _join_blocks(layout: SequenceLayout, blocks: jax.Array) -> jax.Array:
+    """Return halves (B, P, c, N, H) from (P, M, B, N, C, H), without the padding."""
     P, M, B, N, C, H = blocks.shape
-    return blocks.transpose(2, 0, 1, 4, 3, 5).reshape(B, P, M * C, N, H)[:, :, : rows.half_tokens]
+    return blocks.transpose(2, 0, 1, 4, 3, 5).reshape(B, P, M * C, N, H)[:, :, : layout.half_tokens]
 
 
-def _paired(rows: SequenceLayout, x: jax.Array, num_key_heads: int) -> jax.Array:
-    """Blocks in pairs, (M, 2, B, K, R, H), of a device's queries (B, t, N, H); queries of a group are rows."""
-    blocks = _blocks(rows, dealt(rows, x))
+def _pair_blocks(layout: SequenceLayout, x: jax.Array, num_key_heads: int) -> jax.Array:
+    """Return pairs of blocks, (M, 2, B, K, R, H), from a device's shard of queries (B, t, N, H).
+
+    Block m of the lower half is paired with block M - 1 - m of the upper half; queries of a group are rows.
+    """
+    blocks = _split_blocks(layout, to_zigzag(layout, x))
     *outer, N, C, H = blocks.shape
     blocks = blocks.reshape(*outer, num_key_heads, N // num_key_heads * C, H)
     return jnp.stack([blocks[0], blocks[1, ::-1]], axis=1)
 
 
-def _unpaired(rows: SequenceLayout, pairs: jax.Array, num_heads: int) -> jax.Array:
-    """`x` of `_paired(rows, x, K)`, of N heads."""
+def _unpair_blocks(layout: SequenceLayout, pairs: jax.Array, num_heads: int) -> jax.Array:
+    """Return `x` of `_pair_blocks(layout, x, K)`, with N heads."""
     blocks = jnp.stack([pairs[:, 0], pairs[::-1, 1]])
-    blocks = blocks.reshape(*blocks.shape[:3], num_heads, rows.block_tokens, blocks.shape[-1])
-    return returned(rows, _joined(rows, blocks))
+    blocks = blocks.reshape(*blocks.shape[:3], num_heads, layout.block_tokens, blocks.shape[-1])
+    return from_zigzag(layout, _join_blocks(layout, blocks))
 
 
-def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+def _get(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 
@@ -460,4 +475,4 @@ def _put(x: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _add(x: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-    return _put(x, _at(x, index) + part, index)
+    return _put(x, _get(x, index) + part, index)

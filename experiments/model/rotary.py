@@ -1,7 +1,7 @@
-"""Rotary positions: queries and keys turned by angles that grow with the position (Su et al., 2021).
+"""Rotary position embedding (RoPE, Su et al., 2021): frequencies, published scalings and the rotation itself.
 
-Owns the angles, with the published ways to stretch them over longer rows, and the keys of a spec that choose them. The
-halves of a head turn against each other, as in most of Hugging Face's weights, or neighbours do.
+Two conventions exist for the pairs of elements that rotate together: the two halves of a head, as in most weights on
+Hugging Face, or neighbouring elements.
 
 Shape legend: B batch, T sequence, N heads, H width of a head, F = H / 2 frequencies.
 """
@@ -14,50 +14,56 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from experiments.model.platform import multiplies_to_turn
+from experiments.model.platform import rotates_by_matmul
 from runner.spec import Auto, FrozenModel
 
 
 class LinearScaling(FrozenModel):
     """Positions divided by a factor (Chen et al., 2023)."""
 
-    name: Literal["linear"] = Field(description="Which scaling.")
-    factor: PositiveFloat = Field(description="By how much positions shrink.")
+    name: Literal["linear"] = Field(description="Kind of scaling.")
+    factor: PositiveFloat = Field(description="Divisor of all positions.")
 
 
 class Llama3Scaling(FrozenModel):
-    """Slow frequencies divided, fast ones kept, as in Llama 3.1."""
+    """Low frequencies divided, high frequencies unchanged, as in Llama 3.1."""
 
-    name: Literal["llama3"] = Field(description="Which scaling.")
-    factor: PositiveFloat = Field(description="By how much the slow frequencies shrink.")
-    original_positions: PositiveInt = Field(description="Length of the rows that the model was trained on before.")
-    low_frequency_factor: PositiveFloat = Field(default=1.0, description="Turns in a row below which all is divided.")
-    high_frequency_factor: PositiveFloat = Field(default=4.0, description="Turns in a row above which all is kept.")
+    name: Literal["llama3"] = Field(description="Kind of scaling.")
+    factor: PositiveFloat = Field(description="Divisor of the low frequencies.")
+    original_positions: PositiveInt = Field(description="Sequence length that the model was pretrained with.")
+    low_frequency_factor: PositiveFloat = Field(
+        default=1.0, description="Frequencies with fewer turns than this in original_positions are divided."
+    )
+    high_frequency_factor: PositiveFloat = Field(
+        default=4.0, description="Frequencies with more turns than this in original_positions stay unchanged."
+    )
 
     @model_validator(mode="after")
-    def _low_is_below_high(self) -> "Llama3Scaling":
+    def _validate_factors(self) -> "Llama3Scaling":
         low, high = self.low_frequency_factor, self.high_frequency_factor
         if low >= high:
-            raise ValueError(f"low_frequency_factor={low} is not below high_frequency_factor={high}")
+            raise ValueError(f"low_frequency_factor={low} is not below high_frequency_factor={high}; make it smaller")
         return self
 
 
 class YarnScaling(FrozenModel):
-    """Slow frequencies divided, fast ones kept, a ramp between, and sharper attention (Peng et al., 2023)."""
+    """Low frequencies divided, high ones unchanged, a ramp between, and sharper attention (YaRN, Peng et al., 2023)."""
 
-    name: Literal["yarn"] = Field(description="Which scaling.")
-    factor: PositiveFloat = Field(description="By how much the slow frequencies shrink.")
-    original_positions: PositiveInt = Field(description="Length of the rows that the model was trained on before.")
-    beta_fast: PositiveFloat = Field(default=32.0, description="Turns in a row above which all is kept.")
-    beta_slow: PositiveFloat = Field(default=1.0, description="Turns in a row below which all is divided.")
+    name: Literal["yarn"] = Field(description="Kind of scaling.")
+    factor: PositiveFloat = Field(description="Divisor of the low frequencies.")
+    original_positions: PositiveInt = Field(description="Sequence length that the model was pretrained with.")
+    beta_fast: PositiveFloat = Field(
+        default=32.0, description="Frequencies with more turns than this in original_positions stay unchanged."
+    )
+    beta_slow: PositiveFloat = Field(
+        default=1.0, description="Frequencies with fewer turns than this in original_positions are divided."
+    )
     attention_factor: PositiveFloat | Auto = Field(
-        default="auto", description="What queries and keys are multiplied by; auto: 0.1 ln(factor) + 1."
+        default="auto", description="Factor on rotated queries and keys; auto: 0.1 ln(factor) + 1."
     )
 
 
 Scaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="name")]
-
-
 Pairs = Literal["halves", "neighbours"]
 
 
@@ -65,22 +71,32 @@ class Rope(FrozenModel):
     """Rotary positions of one kind of layer."""
 
     theta: PositiveFloat = Field(default=10_000.0, description="Base of the wavelengths.")
-    scaling: Scaling | None = Field(default=None, description="How angles are stretched over longer rows; null: not.")
+    scaling: Scaling | None = Field(
+        default=None, description="Scaling of the frequencies for longer sequences; null: none."
+    )
     pairs: Pairs = Field(
         default="halves",
-        description="What turns against each other: the halves of a head, or elements 0 and 1, 2 and 3, ... of it.",
+        description="Elements that rotate together: the two halves of a head, or neighbours (0 and 1, 2 and 3, ...).",
     )
 
 
 class Rotation(NamedTuple):
-    """What turns queries and keys at given positions; one row of them serves a whole batch."""
+    """Cosines and sines that rotate queries and keys at given positions; B is 1 if all sequences share them."""
 
     cos: jax.Array  # (B, T, 1, F)
     sin: jax.Array
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position of each of head_dim / 2 pairs, float32, and what cosine and sine are multiplied by."""
+    """Return the frequencies and the factor on cosines and sines.
+
+    Args:
+        rope: base and scaling.
+        head_dim: width of the rotated part of a head.
+
+    Returns:
+        Radians per position for each of the head_dim / 2 pairs, float32, and the factor.
+    """
     exponents_F = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain_F = (1.0 / np.float32(rope.theta) ** exponents_F).astype(np.float32)
     scaling = rope.scaling
@@ -92,51 +108,53 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     if isinstance(scaling, Llama3Scaling):
         turns_F = scaling.original_positions * plain_F / (2 * np.pi)
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        kept_F = np.clip((turns_F - low) / (high - low), 0, 1).astype(np.float32)
-        return kept_F * plain_F + (1 - kept_F) * divided_F, 1.0
+        unchanged_F = np.clip((turns_F - low) / (high - low), 0, 1).astype(np.float32)
+        return unchanged_F * plain_F + (1 - unchanged_F) * divided_F, 1.0
 
-    def pair_that_turns(times: float) -> float:
-        wavelengths = scaling.original_positions / (times * 2 * math.pi)
+    # YaRN: a linear ramp between the pairs that make `beta_fast` and `beta_slow` turns in the original sequence.
+    def find_pair(turns: float) -> float:
+        wavelengths = scaling.original_positions / (turns * 2 * math.pi)
         return head_dim * math.log(wavelengths) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), head_dim - 1)
+    first = max(math.floor(find_pair(scaling.beta_fast)), 0)
+    last = min(math.ceil(find_pair(scaling.beta_slow)), head_dim - 1)
     ramp_F = (np.arange(head_dim // 2, dtype=np.float32) - first) / max(last - first, 0.001)
-    kept_F = 1 - np.clip(ramp_F, 0, 1)
+    unchanged_F = 1 - np.clip(ramp_F, 0, 1)
     factor = (
         0.1 * math.log(max(scaling.factor, 1)) + 1 if scaling.attention_factor == "auto" else scaling.attention_factor
     )
-    return kept_F * plain_F + (1 - kept_F) * divided_F, factor
+    return unchanged_F * plain_F + (1 - unchanged_F) * divided_F, factor
 
 
 def rotation_at(positions_BxT: jax.Array, rope: Rope, head_dim: int) -> Rotation:
-    """Cosines and sines at these positions, float32."""
+    """Return the cosines and sines at these positions, float32."""
     radians_F, factor = frequencies(rope, head_dim)
     angles_BxTx1xF = (positions_BxT[..., None].astype(jnp.float32) * radians_F)[:, :, None]
     return Rotation(jnp.cos(angles_BxTx1xF) * factor, jnp.sin(angles_BxTx1xF) * factor)
 
 
 def rotate(x_BxTxNxH: jax.Array, rotation: Rotation, pairs: Pairs = "halves") -> jax.Array:
-    """`x` turned, in its own dtype; the turn itself is computed in float32.
+    """Return `x` rotated, in its own dtype; the rotation is computed in float32.
 
-    Neighbours come out as halves: of queries and keys alike, so that no score shows it, and nothing need be put back.
+    Neighbouring pairs are returned as halves. Queries and keys are permuted alike, so scores do not change, and the
+    elements need not be put back.
     """
     if pairs == "neighbours":
         x_BxTxNxH = jnp.concatenate([x_BxTxNxH[..., 0::2], x_BxTxNxH[..., 1::2]], axis=-1)
-    if multiplies_to_turn():
-        return turned(x_BxTxNxH, rotation)
+    if rotates_by_matmul():
+        return _rotate_by_matmul(x_BxTxNxH, rotation)
     first, second = jnp.split(x_BxTxNxH.astype(jnp.float32), 2, axis=-1)
     cos, sin = rotation
-    turned_BxTxNxH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned_BxTxNxH.astype(x_BxTxNxH.dtype)
+    rotated_BxTxNxH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated_BxTxNxH.astype(x_BxTxNxH.dtype)
 
 
 @jax.custom_vjp
-def turned(x_BxTxNxH: jax.Array, rotation: Rotation) -> jax.Array:
-    """`x`, whose halves turn against each other, in its own dtype.
+def _rotate_by_matmul(x_BxTxNxH: jax.Array, rotation: Rotation) -> jax.Array:
+    """Rotate the halves of `x`, which swap places in a product with ones, minus ones and zeros.
 
-    The halves change places by a product with ones and zeros, which rounds nothing: no array is of half a head's width.
-    The way back is to turn the gradient by the same angle in the other direction; of angles there is no gradient.
+    The product rounds nothing, and no array has the width of half a head. The backward pass rotates the gradient by the
+    same angle in the other direction; angles get no gradient.
     """
     one_FxF = np.eye(x_BxTxNxH.shape[-1] // 2, dtype=np.float32)
     swap_HxH = np.kron(np.array([[0, 1], [-1, 0]], np.float32), one_FxF)
@@ -151,12 +169,12 @@ def turned(x_BxTxNxH: jax.Array, rotation: Rotation) -> jax.Array:
     return (x_BxTxNxH.astype(jnp.float32) * cos + other_BxTxNxH * sin).astype(x_BxTxNxH.dtype)
 
 
-def _turned_forward(x_BxTxNxH: jax.Array, rotation: Rotation) -> tuple[jax.Array, Rotation]:
-    return turned(x_BxTxNxH, rotation), rotation
+def _rotate_by_matmul_forward(x_BxTxNxH: jax.Array, rotation: Rotation) -> tuple[jax.Array, Rotation]:
+    return _rotate_by_matmul(x_BxTxNxH, rotation), rotation
 
 
-def _turned_backward(rotation: Rotation, dy_BxTxNxH: jax.Array) -> tuple[jax.Array, None]:
-    return turned(dy_BxTxNxH, Rotation(rotation.cos, -rotation.sin)), None
+def _rotate_by_matmul_backward(rotation: Rotation, dy_BxTxNxH: jax.Array) -> tuple[jax.Array, None]:
+    return _rotate_by_matmul(dy_BxTxNxH, Rotation(rotation.cos, -rotation.sin)), None
 
 
-turned.defvjp(_turned_forward, _turned_backward)
+_rotate_by_matmul.defvjp(_rotate_by_matmul_forward, _rotate_by_matmul_backward)

@@ -1,18 +1,20 @@
-"""The fused TPU kernels of causal attention over rows that a device has whole. Imports Pallas, which is slow.
+"""Fused TPU kernels of causal attention, for sequences that a device holds whole.
 
-Two kernels: one for the result, and one that makes all gradients and scores once for them, where JAX's own make them
-twice or leave the gradient of queries in parts. Gradients of keys and values are summed in fast memory, which so has to
-have room for those of a whole row. Scores lie with keys before queries: what belongs to a query is then a row of lanes,
-its maximum and sum need no exchange between lanes, and the logs of sums are kept as they are read. `tpu_walk` says who
-meets whom. Queries and keys are turned by their positions as they come in, and their gradients back as they go.
+There are two kernels: one for the result, and one that computes all gradients from scores that it computes once. JAX's
+own kernels compute scores twice or leave the gradient of queries in parts. Gradients of keys and values are accumulated
+in VMEM, which must have room for those of a whole sequence. Scores have keys as rows and queries as columns. So the
+values that belong to a query form a row of lanes, its maximum and sum need no exchange between lanes, and the
+logarithms of the sums are stored as they are read. Queries and keys are rotated as they come in, and their gradients
+rotated back as they go out.
+
+A block of queries visits a block of keys only if one of the queries sees one of the keys (`CausalBlocks`). If every
+query sees every key, keys are taken in long steps without a mask; otherwise in short steps, each with only those
+queries that may see its keys.
+
+Importing this module imports Pallas, which takes long; see `platform.import_for_tpu`.
 
 Shape legend: B batch, N heads of queries, K heads of keys, G = N / K neighbours that share one, T positions, H and W
 widths of a head, Q queries and S keys that are taken at once.
-
-Which queries and keys of a row the TPU kernels of attention take together, and in which order.
-
-Owns no kernel. A block of queries meets a block of keys only where one of them sees another; where all see all the keys
-are taken in long steps and without a mask, elsewhere in short ones, each with those queries alone that may see them.
 """
 
 import functools
@@ -29,68 +31,70 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from experiments.model.platform import KEPT
+from experiments.model.platform import LANES, LONG_STEP, SAVED_NAME
 
-LANES = 128  # of a register; and keys of a short step
-LONG_STEP = 512
-FIRST, LAST, DONE = 1, 2, 4  # meetings of this block of queries, and the last one of this block of keys
+# Flags of a visit: the first one of its block of queries, the last one of it, and the last one of its block of keys.
+FIRST, LAST, DONE = 1, 2, 4
+
+
+# Which blocks of queries visit which blocks of keys, and in which order.
 
 
 class BlockWalk(NamedTuple):
-    """Meetings of blocks, one after the other: int32, as a kernel is told."""
+    """Visits in order, int32: the columns are prefetched scalars of a kernel."""
 
-    queries: np.ndarray
-    keys: np.ndarray
-    notes: np.ndarray  # FIRST, LAST and DONE
-    written: np.ndarray  # the block of keys that is the next of which all is done
+    queries: np.ndarray  # block of queries
+    keys: np.ndarray  # block of keys
+    flags: np.ndarray  # FIRST, LAST and DONE
+    written: np.ndarray  # next block of keys to be done, which is where gradients of keys are written
 
 
-class BlockPair(NamedTuple):
-    """Keys and queries of two blocks that are taken at once; `ahead` is None where all of them see all."""
+class BlockStep(NamedTuple):
+    """Keys and queries of two blocks that are processed at once."""
 
     keys: slice
     queries: slice
-    ahead: int | None  # the position of the first query less that of the first key
+    ahead: int | None  # position of the first query minus that of the first key; None if no mask is needed
 
 
-class Causal(NamedTuple):
-    """A row that is read in blocks, multiples of `LANES`, and of which a query sees the last `window` positions."""
+class CausalBlocks(NamedTuple):
+    """A causal sequence in blocks, whose size is a multiple of `LANES`; a query sees the last `window` positions."""
 
     block: int
     window: int | None = None
 
     def walk(self, length: int) -> BlockWalk:
-        """Blocks of queries in order, and to each in order the blocks of keys that one of its queries sees."""
+        """Return the visits of a sequence: blocks of queries in order, for each the blocks of keys that it sees."""
         number = length // self.block
-        met = [(i, j) for i in range(number) for j in range(i + 1) if self._sees_some(i - j)]
-        last = {key: place for place, (_, key) in enumerate(met)}
-        is_first = [place == 0 or met[place - 1][0] != query for place, (query, _) in enumerate(met)]
-        is_last, is_done = [i == j for i, j in met], [last[key] == place for place, (_, key) in enumerate(met)]
-        queries, keys = np.array(met, np.int32).T
-        notes = FIRST * np.array(is_first) | LAST * np.array(is_last) | DONE * np.array(is_done)
-        written = np.cumsum(is_done) - is_done  # keys are done in their order
-        return BlockWalk(queries, keys, notes.astype(np.int32), written.astype(np.int32))
+        visits = [(i, j) for i in range(number) for j in range(i + 1) if self._sees_some(i - j)]
+        last = {key: place for place, (_, key) in enumerate(visits)}
+        is_first = [place == 0 or visits[place - 1][0] != query for place, (query, _) in enumerate(visits)]
+        is_last, is_done = [i == j for i, j in visits], [last[key] == place for place, (_, key) in enumerate(visits)]
+        queries, keys = np.array(visits, np.int32).T
+        flags = FIRST * np.array(is_first) | LAST * np.array(is_last) | DONE * np.array(is_done)
+        written = np.cumsum(is_done) - is_done  # blocks of keys are done in their order
+        return BlockWalk(queries, keys, flags.astype(np.int32), written.astype(np.int32))
 
     def sees_all(self, distance: int) -> bool:
-        """Whether every query of a block sees every key of the block that stands so many blocks before it."""
+        """Return True if every query of a block sees every key of the block that is `distance` blocks before it."""
         return distance > 0 and (self.window is None or (distance + 1) * self.block <= self.window)
 
-    def steps(self, distance: int) -> Iterator[BlockPair]:
-        """What is taken at once of two blocks that stand so far from each other."""
+    def steps(self, distance: int) -> Iterator[BlockStep]:
+        """Yield the steps of a visit to the block that is `distance` blocks before."""
         if self.sees_all(distance):
             for start in range(0, self.block, LONG_STEP):
-                yield BlockPair(slice(start, min(start + LONG_STEP, self.block)), slice(0, self.block), None)
+                yield BlockStep(slice(start, min(start + LONG_STEP, self.block)), slice(0, self.block), None)
             return
-        behind = distance * self.block  # that a query stands, of a key at the same place in its block
+        behind = distance * self.block  # from a key to the query at the same place in its block
         for start in range(0, self.block, LANES):
             first, stop = max(0, start - behind), self.block
-            if self.window is not None:  # the last query that sees the last of these keys
+            if self.window is not None:  # stop after the last query that sees the last of these keys
                 stop = min(stop, -(-(self.window + start + LANES - 1 - behind) // LANES) * LANES)
             if first < stop:
-                yield BlockPair(slice(start, start + LANES), slice(first, stop), behind + first - start)
+                yield BlockStep(slice(start, start + LANES), slice(first, stop), behind + first - start)
 
     def num_scores(self, length: int) -> int:
-        """Scores that are computed of a row, seen or not."""
+        """Return the number of scores that are computed for a sequence, masked or not."""
         walk = self.walk(length)
         return sum(
             (step.keys.stop - step.keys.start) * (step.queries.stop - step.queries.start)
@@ -102,18 +106,20 @@ class Causal(NamedTuple):
         return self.window is None or (distance - 1) * self.block + 1 < self.window
 
 
-UNSEEN = -0.7 * float(np.finfo(np.float32).max)  # a score that is finite: where all are so, they are subtracted
+# The operation and its gradient.
+
+UNSEEN = -0.7 * float(np.finfo(np.float32).max)  # a masked score; finite, because differences of two are computed
 _PLAIN, _LEFT_TRANSPOSED = (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
 _RIGHT_TRANSPOSED = (((1,), (1,)), ((), ()))
 
 
-class Kernel(NamedTuple):
-    """How a row is attended to, whose length is a multiple of `causal.block`."""
+class FusedAttention(NamedTuple):
+    """Attention to sequences whose length is a multiple of `causal.block`."""
 
-    causal: Causal
+    causal: CausalBlocks
     scale: float
     softcap: float | None = None
-    memory_bytes: int | None = None  # fast memory that it may take; None is what the compiler leaves to every kernel
+    vmem_limit_bytes: int | None = None  # None is the compiler's default for every kernel
 
     def attend(
         self,
@@ -125,14 +131,19 @@ class Kernel(NamedTuple):
     ) -> jax.Array:
         """Attend; returns (B, N, T, W) in the dtype of `v`.
 
-        Queries and keys are turned first, their halves against each other, by `angles`: cosines and sines (B or 1, T,
-        H), both halves the same. Of them there is no gradient.
+        Args:
+            q_BxNxTxH: queries.
+            k_BxKxTxH: keys.
+            v_BxKxTxW: values.
+            segments_BxT: documents of each sequence.
+            angles: cosines and sines (B or 1, T, H), the same for both halves of a head, by which the halves of queries
+                and keys are rotated first. They get no gradient.
         """
         return _attend(self, KernelInputs(q_BxNxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles))
 
 
 class KernelInputs(NamedTuple):
-    """What a kernel reads, and keeps for the gradients."""
+    """Inputs of a kernel, which are also residuals of its gradient."""
 
     q: jax.Array  # (B, N, T, H)
     k: jax.Array  # (B, K, T, H)
@@ -142,72 +153,76 @@ class KernelInputs(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(kernel: Kernel, row: KernelInputs) -> jax.Array:
-    return _run_forward(kernel, row)[0]
+def _attend(attention: FusedAttention, inputs: KernelInputs) -> jax.Array:
+    return _run_forward(attention, inputs)[0]
 
 
-def _forward(kernel: Kernel, row: KernelInputs) -> tuple[jax.Array, tuple[Any, ...]]:
-    out, logsumexp = (checkpoint_name(x, KEPT) for x in _run_forward(kernel, row))
-    return out, (row, out, logsumexp)
+def _forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array, tuple[Any, ...]]:
+    out, logsumexp = (checkpoint_name(x, SAVED_NAME) for x in _run_forward(attention, inputs))
+    return out, (inputs, out, logsumexp)
 
 
 def _backward(
-    kernel: Kernel, kept: tuple[KernelInputs, jax.Array, jax.Array], gradient: jax.Array
+    attention: FusedAttention, residuals: tuple[KernelInputs, jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[KernelInputs]:
-    row, out, logsumexp = kept
-    q, k, v = _run_backward(kernel, row, out, logsumexp, gradient)
+    inputs, out, logsumexp = residuals
+    q, k, v = _run_backward(attention, inputs, out, logsumexp, gradient)
     return (KernelInputs(q, k, v, None, None),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _forward_kernel(kernel: Kernel, walk: BlockWalk, refs: Refs) -> None:
-    @pl.when(refs.notes[refs.place] & FIRST != 0)
+# Kernels. `refs` holds the blocks at hand and the scratch memory by name; `_run` says where the names come from.
+
+
+def _forward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> None:
+    @pl.when(refs.flags[refs.place] & FIRST != 0)
     def _() -> None:
-        _make_ready(kernel, refs)
+        _prepare(attention, refs)
         refs.most[...] = jnp.full_like(refs.most, UNSEEN)
         refs.total[...] = jnp.zeros_like(refs.total)
         refs.result[...] = jnp.zeros_like(refs.result)
 
-    def take(step: BlockPair) -> None:
+    def process(step: BlockStep) -> None:
+        # Online softmax: the sums so far shrink when a larger maximum is found.
         some = step.queries
-        scores_SxQ, _ = _scores(kernel, refs, step)
+        scores_SxQ, _ = _compute_scores(attention, refs, step)
         before_1xQ = refs.most[:, some]
         most_1xQ = jnp.maximum(before_1xQ, scores_SxQ.max(axis=0, keepdims=True))
         weights_SxQ = jnp.exp(scores_SxQ - most_1xQ)
-        shrunk_1xQ = jnp.exp(before_1xQ - most_1xQ)
+        shrink_1xQ = jnp.exp(before_1xQ - most_1xQ)
         refs.most[:, some] = most_1xQ
-        refs.total[:, some] = refs.total[:, some] * shrunk_1xQ + weights_SxQ.sum(axis=0, keepdims=True)
+        refs.total[:, some] = refs.total[:, some] * shrink_1xQ + weights_SxQ.sum(axis=0, keepdims=True)
         v_SxW = refs.v[step.keys, :]
         added_WxQ = _multiply(v_SxW.T, weights_SxQ.astype(v_SxW.dtype), _PLAIN)
-        refs.result[:, some] = refs.result[:, some] * shrunk_1xQ + added_WxQ
+        refs.result[:, some] = refs.result[:, some] * shrink_1xQ + added_WxQ
 
-    _meet(kernel, walk, refs, take)
+    _visit(attention, walk, refs, process)
 
-    @pl.when(refs.notes[refs.place] & LAST != 0)
+    @pl.when(refs.flags[refs.place] & LAST != 0)
     def _() -> None:
         refs.out[...] = (refs.result[...] / refs.total[...]).T.astype(refs.out.dtype)
         refs.logsumexp[...] = refs.most[...] + jnp.log(refs.total[...])
 
 
-def _backward_kernel(kernel: Kernel, walk: BlockWalk, refs: Refs) -> None:
+def _backward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> None:
     @pl.when((refs.group == 0) & (refs.place == 0))
     def _() -> None:
         refs.k_sum[...] = jnp.zeros_like(refs.k_sum)
         refs.v_sum[...] = jnp.zeros_like(refs.v_sum)
 
-    @pl.when(refs.notes[refs.place] & FIRST != 0)
+    @pl.when(refs.flags[refs.place] & FIRST != 0)
     def _() -> None:
-        _make_ready(kernel, refs)
+        _prepare(attention, refs)
         refs.q_sum[...] = jnp.zeros_like(refs.q_sum)
         inner_QxW = refs.out[...].astype(jnp.float32) * refs.gradient[...].astype(jnp.float32)
         refs.inner[...] = inner_QxW.T.sum(axis=0, keepdims=True)
 
-    def take(step: BlockPair) -> None:
+    def process(step: BlockStep) -> None:
         some, q_QxH, gradient_QxW = step.queries, refs.ready_q[step.queries, :], refs.gradient[step.queries, :]
-        k_SxH, summed = _ready_keys(kernel, refs, step), _keys_of_row(kernel, refs, step)
-        scores_SxQ, share_SxQ = _scores(kernel, refs, step)
+        k_SxH, summed = _get_keys(attention, refs, step), _slice_of_sequence(attention, refs, step)
+        scores_SxQ, share_SxQ = _compute_scores(attention, refs, step)
         weights_SxQ = jnp.exp(scores_SxQ - refs.logsumexp[:, some])
         refs.v_sum[summed, :] += _multiply(weights_SxQ.astype(gradient_QxW.dtype), gradient_QxW, _PLAIN)
         slopes_SxQ = _multiply(refs.v[step.keys, :], gradient_QxW, _RIGHT_TRANSPOSED) - refs.inner[:, some]
@@ -218,41 +233,42 @@ def _backward_kernel(kernel: Kernel, walk: BlockWalk, refs: Refs) -> None:
         refs.k_sum[summed, :] += _multiply(slopes_SxQ, q_QxH, _PLAIN)
         refs.q_sum[some, :] += _multiply(slopes_SxQ, k_SxH, _LEFT_TRANSPOSED)
 
-    _meet(kernel, walk, refs, take)
+    _visit(attention, walk, refs, process)
 
-    @pl.when(refs.notes[refs.place] & LAST != 0)
+    @pl.when(refs.flags[refs.place] & LAST != 0)
     def _() -> None:
-        gradient_QxH = (refs.q_sum[...] * kernel.scale).astype(refs.q_gradient.dtype)
+        gradient_QxH = (refs.q_sum[...] * attention.scale).astype(refs.q_gradient.dtype)
         if hasattr(refs, "cos"):
-            gradient_QxH = _turned(gradient_QxH, refs.cos[...], -refs.sin[...])
+            gradient_QxH = _rotate(gradient_QxH, refs.cos[...], -refs.sin[...])
         refs.q_gradient[...] = gradient_QxH
 
-    @pl.when((refs.notes[refs.place] & DONE != 0) & refs.is_last_group)
+    # Gradients of keys are complete after the last head of queries that shares them.
+    @pl.when((refs.flags[refs.place] & DONE != 0) & refs.is_last_group)
     def _() -> None:
-        summed = pl.ds(refs.keys[refs.place] * kernel.causal.block, kernel.causal.block)
+        summed = pl.ds(refs.keys[refs.place] * attention.causal.block, attention.causal.block)
         gradient_SxH = refs.k_sum[summed, :].astype(refs.k_gradient.dtype)
         if hasattr(refs, "cos"):
-            gradient_SxH = _turned(gradient_SxH, refs.written_cos[...], -refs.written_sin[...])
+            gradient_SxH = _rotate(gradient_SxH, refs.written_cos[...], -refs.written_sin[...])
         refs.k_gradient[...] = gradient_SxH
         refs.v_gradient[...] = refs.v_sum[summed, :].astype(refs.v_gradient.dtype)
 
 
-def _make_ready(kernel: Kernel, refs: Refs) -> None:
-    """Turn and scale a block of queries, and turn the keys at the same positions, which no query has met before."""
+def _prepare(attention: FusedAttention, refs: Refs) -> None:
+    """Rotate and scale a block of queries, and rotate the keys at the same positions, which no query has met yet."""
     q_QxH = refs.q[...]
     if hasattr(refs, "cos"):
-        q_QxH = _turned(q_QxH, refs.cos[...], refs.sin[...])
+        q_QxH = _rotate(q_QxH, refs.cos[...], refs.sin[...])
 
-        @pl.when(refs.group == 0)  # the other heads of queries find them there
+        @pl.when(refs.group == 0)  # the other heads of queries that share the keys find them rotated
         def _() -> None:
-            own = pl.ds(refs.queries[refs.place] * kernel.causal.block, kernel.causal.block)
-            refs.ready_k[own, :] = _turned(refs.k[...], refs.cos[...], refs.sin[...])
+            own = pl.ds(refs.queries[refs.place] * attention.causal.block, attention.causal.block)
+            refs.ready_k[own, :] = _rotate(refs.k[...], refs.cos[...], refs.sin[...])
 
-    refs.ready_q[...] = (q_QxH.astype(jnp.float32) * kernel.scale).astype(refs.ready_q.dtype)
+    refs.ready_q[...] = (q_QxH.astype(jnp.float32) * attention.scale).astype(refs.ready_q.dtype)
 
 
-def _turned(x_QxH: jax.Array, cos_QxH: jax.Array, sin_QxH: jax.Array) -> jax.Array:
-    """`x` turned, in its own dtype. Its halves change places by a product with ones and zeros, which rounds nothing."""
+def _rotate(x_QxH: jax.Array, cos_QxH: jax.Array, sin_QxH: jax.Array) -> jax.Array:
+    """Return `x` rotated, in its own dtype; a product with ones and zeros, which rounds nothing, swaps its halves."""
     H = x_QxH.shape[1]
     places, others = (lax.broadcasted_iota(jnp.int32, (H, H), axis) for axis in (0, 1))
     swap_HxH = jnp.where(others == places + H // 2, 1.0, 0.0) - jnp.where(places == others + H // 2, 1.0, 0.0)
@@ -265,220 +281,248 @@ def _turned(x_QxH: jax.Array, cos_QxH: jax.Array, sin_QxH: jax.Array) -> jax.Arr
     return (x_QxH.astype(jnp.float32) * cos_QxH + other_QxH * sin_QxH).astype(x_QxH.dtype)
 
 
-def _keys_of_row(kernel: Kernel, refs: Refs, step: BlockPair) -> Any:
-    """The keys of a step, where all keys of a row are."""
-    return pl.ds(refs.keys[refs.place] * kernel.causal.block + step.keys.start, step.keys.stop - step.keys.start)
+def _slice_of_sequence(attention: FusedAttention, refs: Refs, step: BlockStep) -> Any:
+    """Return the slice of a step's keys in memory that holds all keys of a sequence."""
+    start = refs.keys[refs.place] * attention.causal.block + step.keys.start
+    return pl.ds(start, step.keys.stop - step.keys.start)
 
 
-def _ready_keys(kernel: Kernel, refs: Refs, step: BlockPair) -> Any:
+def _get_keys(attention: FusedAttention, refs: Refs, step: BlockStep) -> Any:
+    """Return the keys of a step, rotated if there is a rotation."""
     if hasattr(refs, "ready_k"):
-        return refs.ready_k[_keys_of_row(kernel, refs, step), :]
+        return refs.ready_k[_slice_of_sequence(attention, refs, step), :]
     return refs.k[step.keys, :]
 
 
-def _meet(kernel: Kernel, walk: BlockWalk, refs: Refs, take: Callable[[BlockPair], None]) -> None:
-    """Take each step of two blocks that meet: compiled for each distance where not all see all, and once for others."""
+def _visit(attention: FusedAttention, walk: BlockWalk, refs: Refs, process: Callable[[BlockStep], None]) -> None:
+    """Process each step of the visit at hand.
 
-    def meet(distance: int) -> None:
-        for step in kernel.causal.steps(distance):
-            take(step)
+    The code is compiled once for every distance at which a mask is needed, and once for all other distances.
+    """
+
+    def visit(distance: int) -> None:
+        for step in attention.causal.steps(distance):
+            process(step)
 
     distance = refs.queries[refs.place] - refs.keys[refs.place]
     distances = np.unique(walk.queries - walk.keys).tolist()
-    partly = [one for one in distances if not kernel.causal.sees_all(one)]
-    for one in partly:
-        pl.when(distance == one)(functools.partial(meet, one))
-    for one in [one for one in distances if one not in partly][:1]:
-        is_none_of_them = functools.reduce(jnp.logical_and, [distance != other for other in partly])
-        pl.when(is_none_of_them)(functools.partial(meet, one))
+    masked = [one for one in distances if not attention.causal.sees_all(one)]
+    for one in masked:
+        pl.when(distance == one)(functools.partial(visit, one))
+    for one in [one for one in distances if one not in masked][:1]:
+        is_unmasked = functools.reduce(jnp.logical_and, [distance != other for other in masked])
+        pl.when(is_unmasked)(functools.partial(visit, one))
 
 
-def _scores(kernel: Kernel, refs: Refs, step: BlockPair) -> tuple[jax.Array, jax.Array | None]:
-    """Of keys and queries, (S, Q), those that are seen; and before that their share of the bound, if there is one."""
-    k_SxH, q_QxH = _ready_keys(kernel, refs, step), refs.ready_q[step.queries, :]
+def _compute_scores(attention: FusedAttention, refs: Refs, step: BlockStep) -> tuple[jax.Array, jax.Array | None]:
+    """Return masked scores of keys and queries, (S, Q), and before the mask their share of the soft-cap, if any."""
+    k_SxH, q_QxH = _get_keys(attention, refs, step), refs.ready_q[step.queries, :]
     scores_SxQ, share_SxQ = _multiply(k_SxH, q_QxH, _RIGHT_TRANSPOSED), None
-    if kernel.softcap is not None:
-        share_SxQ = jnp.tanh(scores_SxQ / kernel.softcap)
-        scores_SxQ = share_SxQ * kernel.softcap
-    visible = []
+    if attention.softcap is not None:
+        share_SxQ = jnp.tanh(scores_SxQ / attention.softcap)
+        scores_SxQ = share_SxQ * attention.softcap
+    masks = []
     if step.ahead is not None:
         queries, keys = (lax.broadcasted_iota(jnp.int32, scores_SxQ.shape, axis) for axis in (1, 0))
-        visible.append(queries - keys >= -step.ahead)
-        if kernel.causal.window is not None:
-            visible.append(queries - keys < kernel.causal.window - step.ahead)
+        masks.append(queries - keys >= -step.ahead)
+        if attention.causal.window is not None:
+            masks.append(queries - keys < attention.causal.window - step.ahead)
     if hasattr(refs, "query_ids"):
+        # Segments of keys come as a row of lanes, and are needed as a column.
         ids_1xS = refs.key_ids[:, step.keys]
         ids_Sx1 = jnp.broadcast_to(ids_1xS, (LANES, ids_1xS.shape[1])).T[:, :1]
-        visible.append(ids_Sx1 == refs.query_ids[:, step.queries])
-    if visible:
-        scores_SxQ = jnp.where(functools.reduce(jnp.logical_and, visible), scores_SxQ, UNSEEN)
+        masks.append(ids_Sx1 == refs.query_ids[:, step.queries])
+    if masks:
+        scores_SxQ = jnp.where(functools.reduce(jnp.logical_and, masks), scores_SxQ, UNSEEN)
     return scores_SxQ, share_SxQ
 
 
 def _multiply(a: jax.Array, b: jax.Array, dimensions: Any) -> jax.Array:
-    """A product in float32; of 16 bits, whatever `jax_default_matmul_precision` asks of others."""
+    """Return a product accumulated in float32; 16-bit inputs ignore `jax_default_matmul_precision`."""
     precision = lax.Precision.DEFAULT if a.dtype.itemsize == 2 else None
     return lax.dot_general(a, b, dimensions, precision, preferred_element_type=jnp.float32)
 
 
+# Calls of the kernels.
+
 Column = Literal["queries", "keys", "written"]
 
 
-class _Blocks(NamedTuple):
-    """What a kernel has of an array at a time.
+class _BlockSpecs(NamedTuple):
+    """Block specs of arrays, from a column of the `BlockWalk` that says which block is at hand.
 
-    at which place of the `BlockWalk`, the blocks of which of its columns.
+    Attributes:
+        size: positions of a block.
+        groups: G, heads of queries that share one of keys.
     """
 
     size: int
     groups: int
 
-    def of_queries(self, width: int) -> pl.BlockSpec:
-        return self._spec((None, None, self.size, width), lambda b, n, k, block: (b, n, block, 0), "queries")
+    def queries(self, width: int) -> pl.BlockSpec:
+        return self._make_spec((None, None, self.size, width), lambda b, n, k, block: (b, n, block, 0), "queries")
 
     @property
-    def of_numbers(self) -> pl.BlockSpec:
-        """One number for each query."""
-        return self._spec((None, None, 1, self.size), lambda b, n, k, block: (b, n, 0, block), "queries")
+    def numbers(self) -> pl.BlockSpec:
+        """Spec of one number per query."""
+        return self._make_spec((None, None, 1, self.size), lambda b, n, k, block: (b, n, 0, block), "queries")
 
-    def of_keys(self, width: int, of: Column) -> pl.BlockSpec:
-        return self._spec((None, None, self.size, width), lambda b, n, k, block: (b, k, block, 0), of)
+    def keys(self, width: int, column: Column) -> pl.BlockSpec:
+        return self._make_spec((None, None, self.size, width), lambda b, n, k, block: (b, k, block, 0), column)
 
-    def of_ids(self, of: Column) -> pl.BlockSpec:
-        return self._spec((None, 1, self.size), lambda b, n, k, block: (b, 0, block), of)
+    def ids(self, column: Column) -> pl.BlockSpec:
+        return self._make_spec((None, 1, self.size), lambda b, n, k, block: (b, 0, block), column)
 
-    def of_angles(self, angles: jax.Array, of: Column) -> pl.BlockSpec:
-        """Of every row, or one for all rows."""
-        rows, _, width = angles.shape
-        return self._spec((None, self.size, width), lambda b, n, k, block: (b if rows > 1 else 0, block, 0), of)
+    def angles(self, angles: jax.Array, column: Column) -> pl.BlockSpec:
+        """Return the spec of angles, which each sequence has its own of, or all share."""
+        batch, _, width = angles.shape
+        return self._make_spec(
+            (None, self.size, width), lambda b, n, k, block: (b if batch > 1 else 0, block, 0), column
+        )
 
-    def _spec(self, shape: tuple[int | None, ...], index: Callable[..., Any], of: Column) -> pl.BlockSpec:
-        def of_grid(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
-            block = getattr(BlockWalk(*walk), of)[p]
-            if of == "written" and self.groups > 1:  # before the last of the heads of queries no keys are done
+    def _make_spec(self, shape: tuple[int | None, ...], index: Callable[..., Any], column: Column) -> pl.BlockSpec:
+        def index_map(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
+            block = getattr(BlockWalk(*walk), column)[p]
+            if column == "written" and self.groups > 1:  # before the last head of queries no keys are done
                 block = jnp.where(g == self.groups - 1, block, 0)
             return index(b, k * self.groups + g, k, block)
 
-        return pl.BlockSpec(shape, of_grid)
+        return pl.BlockSpec(shape, index_map)
 
 
-def _run_forward(kernel: Kernel, row: KernelInputs) -> tuple[jax.Array, jax.Array]:
-    """The result, and of each query the log of the sum of its exponentials (B, N, 1, T)."""
-    (B, N, T, _), (_, K, _, W), block = row.q.shape, row.v.shape, kernel.causal.block
-    blocks = _Blocks(block, N // K)
+def _run_forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array, jax.Array]:
+    """Return the result, and for each query the logarithm of the sum of its exponentials (B, N, 1, T)."""
+    (B, N, T, _), (_, K, _, W), block = inputs.q.shape, inputs.v.shape, attention.causal.block
+    specs = _BlockSpecs(block, N // K)
     out, logsumexp = _run(
         _forward_kernel,
-        kernel,
-        inputs=_read(row, blocks),
+        attention,
+        inputs=_name_inputs(inputs, specs),
         outputs={
-            "out": (jax.ShapeDtypeStruct((B, N, T, W), row.v.dtype), blocks.of_queries(W)),
-            "logsumexp": (jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32), blocks.of_numbers),
+            "out": (jax.ShapeDtypeStruct((B, N, T, W), inputs.v.dtype), specs.queries(W)),
+            "logsumexp": (jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32), specs.numbers),
         },
-        memory=_ready(row, block) | {"most": _sums(1, block), "total": _sums(1, block), "result": _sums(W, block)},
+        scratch=_make_ready_scratch(inputs, block)
+        | {"most": _float32(1, block), "total": _float32(1, block), "result": _float32(W, block)},
         products=(1, 1),
     )
     return out, logsumexp
 
 
 def _run_backward(
-    kernel: Kernel, row: KernelInputs, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
+    attention: FusedAttention, inputs: KernelInputs, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
 ) -> list[jax.Array]:
-    """The gradients of queries, keys and values."""
-    q, k, v = row[:3]
-    (_, N, T, H), (_, K, _, W), block = q.shape, v.shape, kernel.causal.block
-    blocks = _Blocks(block, N // K)
-    inputs = _read(row, blocks) | {
-        "out": (out, blocks.of_queries(W)),
-        "logsumexp": (logsumexp, blocks.of_numbers),
-        "gradient": (gradient, blocks.of_queries(W)),
+    """Return the gradients of queries, keys and values."""
+    q, k, v = inputs[:3]
+    (_, N, T, H), (_, K, _, W), block = q.shape, v.shape, attention.causal.block
+    specs = _BlockSpecs(block, N // K)
+    named = _name_inputs(inputs, specs) | {
+        "out": (out, specs.queries(W)),
+        "logsumexp": (logsumexp, specs.numbers),
+        "gradient": (gradient, specs.queries(W)),
     }
-    if row.angles is not None:
-        spec = blocks.of_angles(row.angles[0], "written")
-        inputs |= {"written_cos": (row.angles[0], spec), "written_sin": (row.angles[1], spec)}
+    if inputs.angles is not None:
+        spec = specs.angles(inputs.angles[0], "written")
+        named |= {"written_cos": (inputs.angles[0], spec), "written_sin": (inputs.angles[1], spec)}
     return _run(
         _backward_kernel,
-        kernel,
-        inputs=inputs,
+        attention,
+        inputs=named,
         outputs={
-            "q_gradient": (jax.ShapeDtypeStruct(q.shape, q.dtype), blocks.of_queries(H)),
-            "k_gradient": (jax.ShapeDtypeStruct(k.shape, k.dtype), blocks.of_keys(H, "written")),
-            "v_gradient": (jax.ShapeDtypeStruct(v.shape, v.dtype), blocks.of_keys(W, "written")),
+            "q_gradient": (jax.ShapeDtypeStruct(q.shape, q.dtype), specs.queries(H)),
+            "k_gradient": (jax.ShapeDtypeStruct(k.shape, k.dtype), specs.keys(H, "written")),
+            "v_gradient": (jax.ShapeDtypeStruct(v.shape, v.dtype), specs.keys(W, "written")),
         },
-        memory=_ready(row, block)
-        | {"inner": _sums(1, block), "q_sum": _sums(block, H), "k_sum": _sums(T, H), "v_sum": _sums(T, W)},
+        scratch=_make_ready_scratch(inputs, block)
+        | {
+            "inner": _float32(1, block),
+            "q_sum": _float32(block, H),
+            "k_sum": _float32(T, H),
+            "v_sum": _float32(T, W),
+        },
         products=(3, 2),
     )
 
 
 def _run(
-    body: Callable[[Kernel, BlockWalk, Refs], None],
-    kernel: Kernel,
+    body: Callable[[FusedAttention, BlockWalk, Refs], None],
+    attention: FusedAttention,
     inputs: Mapping[str, tuple[jax.Array, pl.BlockSpec]],
     outputs: Mapping[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
-    memory: Mapping[str, pl.MemoryRef],
+    scratch: Mapping[str, pl.MemoryRef],
     products: tuple[int, int],
 ) -> list[jax.Array]:
-    """Run `body` once for every meeting of every head of queries; it finds all that it has by these names.
+    """Run `body` once for every visit of every head of queries.
 
-    Of its products so many are as wide as a head of keys, and so many as one of values.
+    Args:
+        body: kernel. Its `refs` are inputs, outputs and scratch by name, the columns of the walk, the place in the
+            walk, and the number of the head of queries among those that share one of keys.
+        attention: static description.
+        inputs: arrays and their block specs by name.
+        outputs: shapes and their block specs by name.
+        scratch: scratch memory by name.
+        products: matmuls per score whose other width is that of a head of keys, and of values, for the cost estimate.
     """
     (B, N, T, H), (_, K, _, W) = inputs["q"][0].shape, inputs["v"][0].shape
-    walk, names = kernel.causal.walk(T), (*BlockWalk._fields, *inputs, *outputs, *memory)
+    walk, names = attention.causal.walk(T), (*BlockWalk._fields, *inputs, *outputs, *scratch)
     arrays, shapes = [array for array, _ in inputs.values()], [shape for shape, _ in outputs.values()]
     moved = [(x.shape, x.dtype) for x in arrays] + [(x.shape, x.dtype) for x in shapes]
-    scores = B * N * kernel.causal.num_scores(T)
-    # Two cores of a chip may share rows, heads of keys, and heads of queries that have nothing in common.
-    of_group: Literal["arbitrary", "parallel"] = "arbitrary" if memory.keys() & {"ready_k", "k_sum"} else "parallel"
+    scores = B * N * attention.causal.num_scores(T)
+    # The two cores of a chip may share sequences, heads of keys, and heads of queries that share no memory.
+    group_semantics: Literal["arbitrary", "parallel"] = (
+        "arbitrary" if scratch.keys() & {"ready_k", "k_sum"} else "parallel"
+    )
 
     def run(*refs: Any) -> None:
         group = pl.program_id(2)
         where = {"group": group, "is_last_group": group == N // K - 1, "place": pl.program_id(3)}
-        body(kernel, walk, Refs(**where, **dict(zip(names, refs, strict=True))))
+        body(attention, walk, Refs(**where, **dict(zip(names, refs, strict=True))))
 
-    found: list[jax.Array] = pl.pallas_call(
+    results: list[jax.Array] = pl.pallas_call(
         run,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(walk),
-            grid=(B, K, N // K, len(walk.notes)),
+            grid=(B, K, N // K, len(walk.flags)),
             in_specs=[spec for _, spec in inputs.values()],
             out_specs=[spec for _, spec in outputs.values()],
-            scratch_shapes=list(memory.values()),
+            scratch_shapes=list(scratch.values()),
         ),
         out_shape=shapes,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", of_group, "arbitrary"),
-            vmem_limit_bytes=kernel.memory_bytes,
+            dimension_semantics=("parallel", "parallel", group_semantics, "arbitrary"),
+            vmem_limit_bytes=attention.vmem_limit_bytes,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * scores * (products[0] * H + products[1] * W),
             transcendentals=scores,
             bytes_accessed=sum(math.prod(shape) * dtype.itemsize for shape, dtype in moved),
         ),
+        # `forward_attention` and `backward_attention`: plans and benchmarks find the kernels by these names.
         name=body.__name__.strip("_").replace("kernel", "attention"),
     )(*walk, *arrays)
-    return found
+    return results
 
 
-def _read(row: KernelInputs, blocks: _Blocks) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
-    q, k, v, segments, angles = row
-    # Keys that are turned are read once, with the queries at the same positions.
-    of_k = blocks.of_keys(k.shape[-1], "keys" if angles is None else "queries")
-    inputs = {"q": (q, blocks.of_queries(q.shape[-1])), "k": (k, of_k), "v": (v, blocks.of_keys(v.shape[-1], "keys"))}
+def _name_inputs(inputs: KernelInputs, specs: _BlockSpecs) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
+    q, k, v, segments, angles = inputs
+    # Keys that are to be rotated are read once, with the queries at the same positions.
+    k_spec = specs.keys(k.shape[-1], "keys" if angles is None else "queries")
+    named = {"q": (q, specs.queries(q.shape[-1])), "k": (k, k_spec), "v": (v, specs.keys(v.shape[-1], "keys"))}
     if segments is not None:
         ids = segments[:, None]
-        inputs |= {"query_ids": (ids, blocks.of_ids("queries")), "key_ids": (ids, blocks.of_ids("keys"))}
+        named |= {"query_ids": (ids, specs.ids("queries")), "key_ids": (ids, specs.ids("keys"))}
     if angles is not None:
-        spec = blocks.of_angles(angles[0], "queries")
-        inputs |= {"cos": (angles[0], spec), "sin": (angles[1], spec)}
-    return inputs
+        spec = specs.angles(angles[0], "queries")
+        named |= {"cos": (angles[0], spec), "sin": (angles[1], spec)}
+    return named
 
 
-def _ready(row: KernelInputs, block: int) -> dict[str, pl.MemoryRef]:
-    """Room for queries and keys that are turned."""
-    q, k = row[:2]
-    room = {"ready_q": pltpu.VMEM((block, q.shape[-1]), q.dtype)}
-    return room if row.angles is None else room | {"ready_k": pltpu.VMEM(k.shape[-2:], k.dtype)}
+def _make_ready_scratch(inputs: KernelInputs, block: int) -> dict[str, pl.MemoryRef]:
+    """Return scratch memory for a block of scaled queries, and for all keys of a sequence if they are rotated."""
+    q, k = inputs[:2]
+    scratch = {"ready_q": pltpu.VMEM((block, q.shape[-1]), q.dtype)}
+    return scratch if inputs.angles is None else scratch | {"ready_k": pltpu.VMEM(k.shape[-2:], k.dtype)}
 
 
-def _sums(rows: int, columns: int) -> pl.MemoryRef:
+def _float32(rows: int, columns: int) -> pl.MemoryRef:
     return pltpu.VMEM((rows, columns), jnp.float32)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from experiments.model.config_json import FAMILIES, parse_config_json
 from experiments.model.decoder import Decoder
-from experiments.model.dialects import FAMILIES, decoder_of
 from experiments.model.huggingface import DecoderFiles
 from tests.experiments.hugging_face.cases import CASES, DAILY
 
@@ -67,7 +67,7 @@ SPARED = ("mistral", "qwen3", "smollm3", "olmoe")  # whose every part is in anot
     "name", [pytest.param(name, marks=pytest.mark.soak) if name in SPARED else name for name in DAILY]
 )
 def test_a_family_computes_what_transformers_has_computed(name):
-    config = decoder_of(json.loads((FIXTURES / name / "config.json").read_text()))
+    config = parse_config_json(json.loads((FIXTURES / name / "config.json").read_text()))
     params = params_from(load_file(FIXTURES / name / "model.safetensors"), files_of(config))
     assert_same_logits(our_logits(config, params), np.load(FIXTURES / name / "logits.npy"))
 
@@ -75,7 +75,7 @@ def test_a_family_computes_what_transformers_has_computed(name):
 @pytest.mark.parametrize("name", DAILY)
 def test_what_a_decoder_writes_as_its_config_describes_it(name):
     found = json.loads((FIXTURES / name / "config.json").read_text())
-    files = files_of(decoder_of(found))
+    files = files_of(parse_config_json(found))
     written = files.config()
     assert (written["model_type"], written["architectures"]) == (found["model_type"], found["architectures"])
     assert files.differences(found) == files.differences(written) == []
@@ -91,8 +91,8 @@ def test_a_decoder_computes_what_transformers_computes_and_the_other_way_round(n
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     found = model.config.to_dict()
-    files = files_of(decoder_of(found))
-    assert_same_logits(our_logits(decoder_of(found), params_from(tensors, files)), expected_BxTxV)
+    files = files_of(parse_config_json(found))
+    assert_same_logits(our_logits(parse_config_json(found), params_from(tensors, files)), expected_BxTxV)
 
     written = transformers.AutoConfig.for_model(**files.config(), attn_implementation="eager")
     again = transformers.AutoModelForCausalLM.from_config(written).float().eval()

@@ -4,21 +4,21 @@ import functools
 
 import pytest
 
-from experiments.model.platform import for_tpus
+from experiments.model.platform import import_for_tpu
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernels, ours and JAX's."""
-    pallas = for_tpus("experiments.model.tpu_attention").pl
+    pallas = import_for_tpu("experiments.model.tpu_attention").pl
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
-    splash = for_tpus("jax.experimental.pallas.ops.tpu.splash_attention")
+    splash = import_for_tpu("jax.experimental.pallas.ops.tpu.splash_attention")
     monkeypatch.setattr(splash, "make_splash_mqa", functools.partial(splash.make_splash_mqa, interpret=True))
 
 
 @pytest.fixture
 def interpreted_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped products."""
-    kernel = for_tpus("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    kernel = import_for_tpu("jax.experimental.pallas.ops.tpu.megablox.gmm")
     for name in ("gmm", "tgmm"):
         monkeypatch.setattr(kernel, name, functools.partial(getattr(kernel, name), interpret=True))

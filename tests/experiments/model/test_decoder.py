@@ -151,7 +151,7 @@ def test_every_axis_has_a_name_and_matrices_are_told_from_vectors_by_them(name):
         ({"width": 33}, "width=33 does not divide over heads=4; use a multiple of 4, or set head_dim"),
         ({"head_dim": 7}, "head_dim=7 is odd; rotary positions need pairs"),
         ({"key_value_heads": 3}, "heads=4 does not divide over key_value_heads=3"),
-        ({"latent": LATENT["latent"]}, "key_value_heads=2 says what `latent` says another way; leave out one of them"),
+        ({"latent": LATENT["latent"]}, "key_value_heads=2 contradicts `latent`"),
         (
             {"latent": LATENT["latent"] | {"rotary_head_dim": 3}, "key_value_heads": "auto"},
             "latent.rotary_head_dim=3 is odd; rotary positions need pairs",
@@ -180,7 +180,7 @@ def test_a_window_larger_than_a_row_is_refused():
         "optimizer": {"learning_rate": 0.1},
         "train": {"total_steps": 200, "global_batch_examples": 8},
     }
-    with pytest.raises(ValidationError, match=r"window=65 is larger than a row, data.sequence_length=64"):
+    with pytest.raises(ValidationError, match=r"window=65 is larger than data.sequence_length=64"):
         DecoderTrainerConfig(**config)
 
 

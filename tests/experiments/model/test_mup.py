@@ -148,10 +148,13 @@ class OwnOptimizer(PretrainDecoder):
     [
         (
             {"config.optimizer.name": "lion"},
-            r"config.optimizer: base_width=32: mu-P here is that of adamw, not of lion",
+            r"config.optimizer: base_width=32: mu-P is implemented for adamw, not for lion",
         ),
         ({"job_class": OwnOptimizer}, r"config.optimizer: an optax object of the job's own does not read the rates"),
-        ({"config.model.moe": {"experts": 4, "experts_per_token": 2}}, r"base_width=32: what moe adds is not scaled"),
+        (
+            {"config.model.moe": {"experts": 4, "experts_per_token": 2}},
+            r"base_width=32: mu-P does not scale the matrices that moe adds",
+        ),
     ],
     ids=["lion", "own", "moe"],
 )
@@ -161,6 +164,6 @@ def test_what_mup_is_not_known_for_is_refused(tmp_path, changes, message):
 
 
 def test_no_family_has_such_logits_and_none_is_written():
-    with pytest.raises(InvalidError, match="no family of transformers is like it"):
+    with pytest.raises(InvalidError, match="no family of transformers has this model"):
         DecoderFiles(DecoderConfig(**sizes(64, base_width=32)), VOCABULARY, 16).config()
     assert DecoderFiles(DecoderConfig(**sizes(64, base_width=64)), VOCABULARY, 16).config()

@@ -57,7 +57,7 @@ def main() -> None:
             return out, *pullback(g)
 
         with use_sharding_rules(mesh):
-            form = attention._first_of("tpu", (q, k, v, *ids), chosen.get("softcap"))
+            form = attention.select_implementation("tpu", (q, k, v, *ids), chosen.get("softcap"))
             try:
                 jax.jit(step).trace(q, k, v, g, *ids).lower(lowering_platforms=("tpu",)).compile()
                 said = ""

@@ -21,7 +21,7 @@ from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from experiments.model import context_layout
 from experiments.model.attention import blocked_attention, cached_attention, causal_attention
 from experiments.model.config import DecoderConfig
-from experiments.model.context_layout import SequenceLayout, num_steps, rows_on_devices, visits_of
+from experiments.model.context_layout import SequenceLayout, compute_visits, make_sequence_layout, max_steps
 from experiments.model.context_splash import SequenceMask
 from experiments.model.decoder import Decoder, PretrainDecoder
 from runner.accelerator import CHIPS
@@ -123,7 +123,7 @@ def test_the_tpu_kernel_over_gathered_rows_is_attention_of_one_device(devices, c
     check(case, "gather", mesh_of(sequence=devices, fsdp=8 // devices) if case.B > 1 else mesh_of(sequence=devices))
     with use_sharding_rules(mesh_of(sequence=devices)):
         q, k, v, _ = map(jnp.asarray, case.arrays())
-        assert rows_on_devices(q, k, v, "auto", window=None, softcap=None, scale=None).has_kernel
+        assert make_sequence_layout(q, k, v, "auto", window=None, softcap=None, scale=None).has_kernel
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(range(8, 12), slice(0, 4)), (range(8, 12), slice(8, 12))])
@@ -152,13 +152,13 @@ def test_every_query_meets_every_key_that_it_may_see_once_and_devices_do_the_sam
     for number in range(rows.num_rounds):
         work = []
         for place in range(devices):
-            visits = visits_of(rows, place, number)
+            visits = compute_visits(rows, place, number)
             keys = (visits.key_positions[0][:, None] + np.arange(half)).reshape(-1)
             for pair, one in np.ndindex(visits.count.shape):
                 first, count = visits.first[pair, one], visits.count[pair, one]
                 met[visits.query_positions[pair, one], keys[first : first + count]] += 1
             work.append(visits.count.sum(axis=1).max())
-        steps = num_steps(rows, range(number, number + 1))
+        steps = max_steps(rows, range(number, number + 1))
         assert steps == max(work)
         assert window is not None or set(work) == {steps}
     distance = np.arange(rows.length)[:, None] - np.arange(rows.length)
@@ -167,9 +167,9 @@ def test_every_query_meets_every_key_that_it_may_see_once_and_devices_do_the_sam
     assert window is not None or steps == halves
 
 
-@pytest.mark.parametrize(("window", "before"), [(1, 0), (2, 1), (13, 1), (14, 2), (40, 4), (49, 7), (96, 7)])
-def test_a_window_needs_the_devices_that_it_reaches(window, before):
-    assert cut_rows(8, 6, "ring", window=window).before == before
+@pytest.mark.parametrize(("window", "preceding"), [(1, 0), (2, 1), (13, 1), (14, 2), (40, 4), (49, 7), (96, 7)])
+def test_a_window_needs_the_devices_that_it_reaches(window, preceding):
+    assert cut_rows(8, 6, "ring", window=window).num_preceding == preceding
 
 
 # The way.
@@ -354,7 +354,7 @@ def compiled_for_tpu(*overrides, examples):
     others += [f"config.train.global_batch_examples={examples}"]
     others += ["config.memory.loss_chunk_positions=128", "config.precision.compute=bfloat16"]
     words = "specs/llama_nano.yaml", "v5e-4", *others, *(f"config.model.{key}" for key in sizes)
-    return printed_by("tests.experiments.model.row_program", *words)
+    return printed_by("tests.experiments.model.context_program", *words)
 
 
 @pytest.mark.soak
@@ -383,4 +383,4 @@ def test_a_tpu_runs_its_kernel_on_rows_that_are_gathered_along_their_axis(overri
 
 @pytest.mark.soak
 def test_a_tpu_scatters_the_gradients_of_gathered_keys_of_several_long_rows():
-    assert printed_by("tests.experiments.model.row_gradient") == ["reduce-scatter"]
+    assert printed_by("tests.experiments.model.context_gradient") == ["reduce-scatter"]

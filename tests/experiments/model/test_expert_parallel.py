@@ -178,7 +178,7 @@ def test_matrices_are_whole_and_their_gradients_cut_whether_or_not_experts_can_b
     whole_ExDxF, weight_ExDxF = jax.random.normal(KEY, (2, num_experts, 8, 12))
 
     def total(part):
-        found = expert_parallel._whole(part, ("fsdp",), axis)
+        found = expert_parallel._gather_weights(part, ("fsdp",), axis)
         return jnp.sum(found * weight_ExDxF)[None], found[None]
 
     def gradient(part):
@@ -260,7 +260,7 @@ def test_the_bytes_of_fixed_slots_are_those_counted_by_hand(sent_in_fixed_slots)
 def test_a_window_is_a_quarter_more_than_the_mean_and_any_imbalance_takes_so_many_rounds(
     tokens, per_token, here, devices, window, rounds
 ):
-    assert expert_parallel.window_slots(tokens, per_token, here, devices) == window
+    assert expert_parallel.choose_window(tokens, per_token, here, devices) == window
     assert math.ceil(tokens * min(per_token, here) / window) == rounds
 
 

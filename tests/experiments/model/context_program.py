@@ -1,6 +1,6 @@
 """What a step over cut rows holds and communicates when it is compiled for a TPU, as JSON: a process of its own.
 
-    python -m tests.experiments.model.row_program SPEC TOPOLOGY [KEY=VALUE ...]
+    python -m tests.experiments.model.context_program SPEC TOPOLOGY [KEY=VALUE ...]
 
 `kernels`: calls of kernels in the text; `collectives`: of attention, kind, axes and how often; `most`: elements of the
 largest result of any operation; `shapes`: those of all results.

@@ -106,7 +106,7 @@ def test_both_forms_are_one_function_on_a_mesh(vocabulary, sizes, tied, chunk, a
 def test_dots_keep_what_is_named_on_a_tpu_alone(as_on_a_tpu):
     def num_sines():
         """Of a function of its own, since JAX keeps what it has traced."""
-        layer = jax.checkpoint(lambda x: jnp.sin(platform.kept(jnp.sin(x))), policy=platform.policy_of_dots())
+        layer = jax.checkpoint(lambda x: jnp.sin(platform.mark_saved(jnp.sin(x))), policy=platform.dots_policy())
         return str(jax.make_jaxpr(jax.grad(layer))(1.0)).count(" sin ")
 
     on_a_cpu = num_sines()

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from experiments.model.tpu_attention import DONE, FIRST, LAST, LONG_STEP, Causal
+from experiments.model.tpu_attention import DONE, FIRST, LAST, LONG_STEP, CausalBlocks
 
 CASES = [
-    (Causal(block, window), length)
+    (CausalBlocks(block, window), length)
     for block, length in ((128, 128), (128, 640), (256, 1024), (384, 1152), (1024, 2048))
     for window in (None, 1, 127, 128, 129, 255, 256, 257, 300, 384, 512, 640, 1000, 1024)
 ]
 
 
 @pytest.mark.parametrize(("causal", "length"), CASES)
-def test_every_query_meets_every_key_that_it_sees_once(causal: Causal, length: int) -> None:
+def test_every_query_meets_every_key_that_it_sees_once(causal: CausalBlocks, length: int) -> None:
     walk = causal.walk(length)
     met = np.zeros((length, length), int)
     for query, key in zip(walk.queries.tolist(), walk.keys.tolist(), strict=True):
@@ -34,21 +34,21 @@ def test_every_query_meets_every_key_that_it_sees_once(causal: Causal, length: i
 
 
 @pytest.mark.parametrize(("causal", "length"), CASES)
-def test_notes_say_when_queries_begin_and_end_and_when_keys_are_done(causal: Causal, length: int) -> None:
+def test_notes_say_when_queries_begin_and_end_and_when_keys_are_done(causal: CausalBlocks, length: int) -> None:
     walk, number = causal.walk(length), length // causal.block
     assert (np.diff(walk.queries) >= 0).all()
     for block in range(number):
         (of_queries,), (of_keys,) = np.nonzero(walk.queries == block), np.nonzero(walk.keys == block)
         assert walk.keys[of_queries[-1]] == block  # the keys at the same positions, which a kernel turns, come last
-        assert np.flatnonzero(walk.notes[of_queries] & FIRST).tolist() == [0]
-        assert np.flatnonzero(walk.notes[of_queries] & LAST).tolist() == [len(of_queries) - 1]
-        assert np.flatnonzero(walk.notes[of_keys] & DONE).tolist() == [len(of_keys) - 1]
-    done = np.flatnonzero(walk.notes & DONE)
+        assert np.flatnonzero(walk.flags[of_queries] & FIRST).tolist() == [0]
+        assert np.flatnonzero(walk.flags[of_queries] & LAST).tolist() == [len(of_queries) - 1]
+        assert np.flatnonzero(walk.flags[of_keys] & DONE).tolist() == [len(of_keys) - 1]
+    done = np.flatnonzero(walk.flags & DONE)
     assert walk.keys[done].tolist() == list(range(number))  # one after the other, as they are written
-    assert all(walk.written[place] == walk.keys[done[done >= place][0]] for place in range(len(walk.notes)))
+    assert all(walk.written[place] == walk.keys[done[done >= place][0]] for place in range(len(walk.flags)))
 
 
 def test_of_scores_that_are_computed_few_are_not_seen() -> None:
     """Of a row of 1,024 positions, half of whose square is seen."""
-    assert Causal(1024).num_scores(1024) == 36 * 128 * 128
-    assert Causal(512).num_scores(1024) == (2 * 10 + 16) * 128 * 128
+    assert CausalBlocks(1024).num_scores(1024) == 36 * 128 * 128
+    assert CausalBlocks(512).num_scores(1024) == (2 * 10 + 16) * 128 * 128

@@ -1,6 +1,6 @@
 """What a TPU sends to sum up the gradients of gathered keys, as JSON: a process of its own, since libtpu stays with it.
 
-python -m tests.experiments.model.row_gradient     prints the kinds of collectives
+python -m tests.experiments.model.context_gradient     prints the kinds of collectives
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.model.context_layout import SequenceLayout
-from experiments.model.ring_attention import scattered
+from experiments.model.ring_attention import scatter_gradients
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import make_mesh
 from runner.plan.forecast.collectives import find_collectives
@@ -27,7 +27,7 @@ def main() -> None:
     whole = jax.ShapeDtypeStruct((B, K, T, H), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def on_device(g_BxKxTxH: jax.Array) -> jax.Array:  # as the kernel makes them
-        return scattered(rows, jnp.sin(g_BxKxTxH).transpose(0, 2, 1, 3)) + 1
+        return scatter_gradients(rows, jnp.sin(g_BxKxTxH).transpose(0, 2, 1, 3)) + 1
 
     run = functools.partial(jax.shard_map, in_specs=PartitionSpec(), out_specs=PartitionSpec(None, "sequence"))
     with jax.set_mesh(mesh):

@@ -11,7 +11,7 @@ import pytest
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder, PretrainDecoder
-from experiments.model.vocabulary import EmbeddingNoise
+from experiments.model.embedding import EmbeddingNoise
 from runner.config import TrainerConfig
 from tests.support.tiny import gpt as tiny_gpt
 from tests.support.tiny import leaves_equal, stop_after

@@ -1,0 +1,493 @@
+"""Conversion between `DecoderConfig` and the config.json of each family in transformers.
+
+Files of any version of transformers are read, with the family's default for a key that a file leaves out. Files are
+written with keys that every version reads. No tensors are involved; `huggingface` names those.
+
+To add a family, write a pair of functions, `_write_<family>` and `_read_<family>`, for the keys that are not common to
+all families, and add a `ConfigFormat` to `FAMILIES`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from experiments.model.config import DecoderConfig, LayerKind
+from experiments.model.rotary import LinearScaling, Llama3Scaling, Rope
+from runner.errors import InvalidError
+from runner.spec.document import suggest_choices
+from runner.storage import JsonObject
+
+Json = JsonObject
+
+
+class ConfigFormat(NamedTuple):
+    """Form of config.json in one family."""
+
+    model_type: str
+    architecture: str
+    write: Callable[[DecoderConfig], Json]  # the keys that are not common to all families
+    read: Callable[[Mapping[str, Any]], Json]  # the keys of a DecoderConfig that are not common to all families
+    epsilon: float = 1e-6  # default of rms_norm_eps
+    is_tied: bool = False  # default of tie_word_embeddings
+
+
+def parse_config_json(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the decoder that the content of a config.json describes.
+
+    Raises:
+        InvalidError: the family is unknown, or the file describes no decoder of it; the message is one line.
+    """
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise InvalidError(f"model_type: got {str(name)[:60]!r}{suggest_choices(str(name), list(FAMILIES))}")
+    family = FAMILIES[name]
+    heads = config.get("num_attention_heads")
+    try:
+        common = {
+            "layers": config["num_hidden_layers"],
+            "width": config["hidden_size"],
+            "heads": heads,
+            "key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or "auto",
+            "mlp_width": config["intermediate_size"],
+            "norm_epsilon": config.get("rms_norm_eps", family.epsilon),
+            "tied_embedding": config.get("tie_word_embeddings", family.is_tied),
+        }
+        return DecoderConfig(**common | family.read(config))
+    except KeyError as error:
+        raise InvalidError(f"{error.args[0]}: is missing from config.json") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "model"
+        raise InvalidError(f"{key}: {first['msg']}") from None
+
+
+# Parts that several families share: rotary positions, the MLP's activation, windows, experts.
+
+
+def _write_rope(rope: Rope) -> Json:
+    scaling = rope.scaling
+    written: Json | None = None
+    if isinstance(scaling, LinearScaling):
+        written = {"rope_type": "linear", "factor": scaling.factor}
+    elif scaling is not None:
+        original = {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_positions}
+        if isinstance(scaling, Llama3Scaling):
+            low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+            written = {"rope_type": "llama3", **original, "low_freq_factor": low, "high_freq_factor": high}
+        else:
+            betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+            written = {"rope_type": "yarn", **original, **betas}
+            if scaling.attention_factor != "auto":
+                written["attention_factor"] = scaling.attention_factor
+    return {"rope_theta": rope.theta, "rope_scaling": written}
+
+
+def _read_rope(config: Mapping[str, Any], theta: float, kind: str | None = None) -> Json:
+    """Return the keys of a `Rope`.
+
+    Args:
+        config: content of config.json. Version 5 of transformers has `rope_parameters`, older ones `rope_scaling`.
+        theta: the family's default.
+        kind: kind of layers, in families whose files may have rotary positions for each kind.
+    """
+    given = config.get("rope_parameters") or {}
+    given = given.get(kind, {}) if kind is not None and kind in given else given
+    scaling = config.get("rope_scaling") or given
+    return {
+        "theta": given.get("rope_theta", config.get("rope_theta", theta)),
+        "scaling": _read_scaling(scaling, config),
+    }
+
+
+def _read_scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> Json | None:
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return {"name": "linear", "factor": given["factor"]}
+    original = given.get("original_max_position_embeddings", config.get("max_position_embeddings"))
+    if kind == "llama3":
+        factors = {"low_frequency_factor": given["low_freq_factor"], "high_frequency_factor": given["high_freq_factor"]}
+        return {"name": "llama3", "factor": given["factor"], "original_positions": original, **factors}
+    if kind != "yarn" or not given.get("truncate", True):
+        raise InvalidError(f"rope: {kind} scaling is not supported; use linear, llama3 or truncated yarn")
+    # DeepSeek's models give the attention factor of YaRN as a quotient of two.
+    numerator, denominator = given.get("mscale"), given.get("mscale_all_dim")
+    factor: float | str = "auto"
+    if given.get("attention_factor") is not None:
+        factor = float(given["attention_factor"])
+    elif numerator and denominator:
+        above, below = (0.1 * scale * math.log(max(given["factor"], 1)) + 1 for scale in (numerator, denominator))
+        factor = float(above / below)
+    return {
+        "name": "yarn",
+        "factor": given["factor"],
+        "original_positions": original,
+        "attention_factor": factor,
+        "beta_fast": given.get("beta_fast") or 32.0,
+        "beta_slow": given.get("beta_slow") or 1.0,
+    }
+
+
+def _write_activation(config: DecoderConfig) -> Json:
+    return {"hidden_act": "gelu_pytorch_tanh" if config.mlp == "geglu" else "silu"}
+
+
+def _read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
+    name = config.get(key, default) or default
+    known = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+    if name not in known:
+        raise InvalidError(f"mlp: activation {name} is not supported; the decoder has {' and '.join(known)}")
+    return known[name]
+
+
+def _write_windows(config: DecoderConfig) -> Json:
+    """Return the window keys of families that list the kind of every layer."""
+    types = ["sliding_attention" if kind == "window" else "full_attention" for kind in config.layer_kinds]
+    return {"sliding_window": config.window, "layer_types": types}
+
+
+def _read_windows(config: Mapping[str, Any], default: Callable[[int], LayerKind]) -> Json:
+    """Return the window keys of a decoder; `default` gives the kind of a layer where the file has no list."""
+    layers, types = config["num_hidden_layers"], config.get("layer_types")
+    if types is None:
+        kinds = [default(layer) for layer in range(layers)]
+    else:
+        kinds = ["window" if kind == "sliding_attention" else "full" for kind in types]
+    window = config.get("sliding_window") if "window" in kinds else None
+    return {"layer_pattern": _find_pattern(kinds), "window": window}
+
+
+def _find_pattern(kinds: list[LayerKind]) -> list[LayerKind]:
+    """Return the shortest pattern that repeats to these layers."""
+    lengths = range(1, len(kinds) + 1)
+    return next(kinds[:n] for n in lengths if all(kind == kinds[layer % n] for layer, kind in enumerate(kinds)))
+
+
+_EXPERT_KEYS = {
+    "num_experts": "experts",
+    "num_experts_per_tok": "experts_per_token",
+    "norm_topk_prob": "normalise_gates",
+}
+
+
+def _write_experts(config: DecoderConfig, names: Mapping[str, str]) -> Json:
+    moe = config.moe
+    written = {} if moe is None else {name: getattr(moe, key) for name, key in names.items()}
+    return written | {"router_aux_loss_coef": 0.0 if moe is None else moe.auxiliary_loss, "output_router_logits": False}
+
+
+def _read_experts(config: Mapping[str, Any], experts: int, per_token: int, is_normalised: bool) -> Json:
+    """Return the `moe` section; `experts` and `per_token` are the family's defaults."""
+    moe = {
+        # Version 5 of transformers has one name in every family, and also writes the older one.
+        "experts": int(config.get("num_experts", config.get("num_local_experts", experts))),
+        "experts_per_token": config.get("num_experts_per_tok", per_token),
+        "normalise_gates": is_normalised,
+        "auxiliary_loss": config.get("router_aux_loss_coef", 0.001),
+    }
+    return {"moe": moe}
+
+
+# Families.
+
+
+def _write_llama(config: DecoderConfig) -> Json:
+    biases = {"attention_bias": config.bias.query_key_value, "mlp_bias": config.bias.mlp}
+    return _write_activation(config) | _write_rope(config.rope) | biases
+
+
+def _read_llama(config: Mapping[str, Any]) -> Json:
+    attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
+    return {
+        "mlp": _read_activation(config, "hidden_act", "silu"),
+        "rope": _read_rope(config, 10_000.0),
+        "bias": {"query_key_value": attention, "attention_out": attention, "mlp": mlp},
+    }
+
+
+def _write_mistral(config: DecoderConfig) -> Json:
+    rope = config.window_rope or config.rope
+    return _write_activation(config) | _write_rope(rope) | {"sliding_window": config.window}
+
+
+def _read_mistral(config: Mapping[str, Any]) -> Json:
+    window = config.get("sliding_window", 4096)
+    return {
+        "mlp": _read_activation(config, "hidden_act", "silu"),
+        "rope": _read_rope(config, 10_000.0),
+        "layer_pattern": ["full" if window is None else "window"],
+        "window": window,
+    }
+
+
+def _write_qwen(config: DecoderConfig) -> Json:
+    windows = _write_windows(config) | {"use_sliding_window": config.window is not None}
+    return _write_activation(config) | _write_rope(config.rope) | windows | {"max_window_layers": config.layers}
+
+
+def _read_qwen(config: Mapping[str, Any]) -> Json:
+    has_windows, first = config.get("use_sliding_window", False), config.get("max_window_layers", 28)
+    windows = _read_windows(config, lambda layer: "window" if has_windows and layer >= first else "full")
+    return {"mlp": _read_activation(config, "hidden_act", "silu"), "rope": _read_rope(config, 10_000.0), **windows}
+
+
+def _read_qwen2(config: Mapping[str, Any]) -> Json:
+    return _read_qwen(config) | {"bias": {"query_key_value": True}}
+
+
+def _write_qwen3(config: DecoderConfig) -> Json:
+    return _write_qwen(config) | {"attention_bias": config.bias.query_key_value}
+
+
+def _read_qwen3(config: Mapping[str, Any]) -> Json:
+    bias = config.get("attention_bias", False)
+    biases = {"bias": {"query_key_value": bias, "attention_out": bias}}
+    return _read_qwen(config) | biases | {"query_key_norm": "head"}
+
+
+def _write_olmo2(config: DecoderConfig) -> Json:
+    biases = {"attention_bias": config.bias.query_key_value}
+    return _write_activation(config) | _write_rope(config.rope) | biases
+
+
+def _read_olmo2(config: Mapping[str, Any]) -> Json:
+    return _read_llama({**config, "mlp_bias": False}) | {"norm": "post", "query_key_norm": "whole"}
+
+
+def _write_smollm3(config: DecoderConfig) -> Json:
+    rotated = [int(kind != "no_rope") for kind in config.layer_kinds]
+    windows = {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * config.layers}
+    return _write_llama(config) | windows | {"no_rope_layers": rotated}
+
+
+def _read_smollm3(config: Mapping[str, Any]) -> Json:
+    # A layer whose entry in `no_rope_layers` is 1 has rotary positions, despite the name.
+    interval = config.get("no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers") or [(layer + 1) % interval for layer in range(config["num_hidden_layers"])]
+    if config.get("use_sliding_window", False):
+        raise InvalidError("window: layers with a window and without rotary positions are not supported")
+    kinds: list[LayerKind] = ["full" if is_rotated else "no_rope" for is_rotated in rotated]
+    return _read_llama({"rope_theta": 2_000_000.0, **config}) | {"layer_pattern": _find_pattern(kinds)}
+
+
+def _write_gemma2(config: DecoderConfig) -> Json:
+    scale = config.head_size**-0.5 if config.query_scale == "auto" else config.query_scale
+    return (
+        {"hidden_activation": "silu" if config.mlp == "swiglu" else "gelu_pytorch_tanh"}
+        | _write_rope(config.rope)
+        | _write_windows(config)
+        | {"query_pre_attn_scalar": round(scale**-2), "attention_bias": config.bias.query_key_value}
+        | {"final_logit_softcapping": config.logit_softcap, "attn_logit_softcapping": config.attention_softcap}
+    )
+
+
+def _read_gemma(config: Mapping[str, Any], pattern: int, softcap: float | None) -> Json:
+    """Return what Gemma 2 and 3 share; `pattern` and `softcap` are defaults: layers up to a full one, and of logits."""
+    bias = config.get("attention_bias", False)
+    return {
+        "mlp": _read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        "head_dim": config.get("head_dim", 256),
+        "norm": "both",
+        "norm_offset": True,
+        "embedding_scale": "sqrt_width",
+        "query_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+        "logit_softcap": config.get("final_logit_softcapping", softcap),
+        "bias": {"query_key_value": bias, "attention_out": bias},
+        **_read_windows(config, lambda layer: "window" if (layer + 1) % pattern else "full"),
+    }
+
+
+def _read_gemma2(config: Mapping[str, Any]) -> Json:
+    softcap = {"attention_softcap": config.get("attn_logit_softcapping", 50.0)}
+    return _read_gemma(config, 2, 30.0) | softcap | {"rope": _read_rope(config, 10_000.0)}
+
+
+def _write_gemma3(config: DecoderConfig) -> Json:
+    local = (config.window_rope or config.rope).theta
+    return _write_gemma2(config) | {"rope_local_base_freq": local, "attn_logit_softcapping": None}
+
+
+def _read_gemma3(config: Mapping[str, Any]) -> Json:
+    keys = _read_gemma(config, config.get("sliding_window_pattern", 6), None) | {"query_key_norm": "head"}
+    keys["rope"] = _read_rope(config, 1_000_000.0, "full_attention")
+    if "window" in keys["layer_pattern"]:
+        given = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+        theta = given.get("rope_theta", config.get("rope_local_base_freq", 10_000.0))
+        keys["window_rope"] = {"theta": theta, "scaling": _read_scaling(given, config)}
+    return keys
+
+
+def _write_mixtral(config: DecoderConfig) -> Json:
+    names = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
+    return _write_mistral(config) | _write_experts(config, names)
+
+
+def _read_mixtral(config: Mapping[str, Any]) -> Json:
+    keys = _read_mistral({"sliding_window": None, "rope_theta": 1_000_000.0, **config})
+    return keys | _read_experts(config, 8, 2, True)
+
+
+def _write_qwen3_moe(config: DecoderConfig) -> Json:
+    dense = 0 if config.moe is None else config.moe.dense_layers
+    widths = {"moe_intermediate_size": config.expert_width, "mlp_only_layers": list(range(dense))}
+    return _write_qwen3(config) | _write_experts(config, _EXPERT_KEYS) | widths | {"decoder_sparse_step": 1}
+
+
+def _read_qwen3_moe(config: Mapping[str, Any]) -> Json:
+    dense = config.get("mlp_only_layers") or []
+    if sorted(dense) != list(range(len(dense))) or config.get("decoder_sparse_step", 1) != 1:
+        raise InvalidError("moe.dense_layers: layers without experts must be the first ones in this decoder")
+    width = config.get("moe_intermediate_size", 768)
+    keys = _read_experts(config, 128, 8, config.get("norm_topk_prob", False))
+    if not dense:
+        return _read_qwen3(config) | keys | {"mlp_width": width}
+    return _read_qwen3(config) | {"moe": keys["moe"] | {"dense_layers": len(dense), "expert_width": width}}
+
+
+def _write_olmoe(config: DecoderConfig) -> Json:
+    return _write_llama(config) | _write_experts(config, _EXPERT_KEYS) | {"clip_qkv": None}
+
+
+def _read_olmoe(config: Mapping[str, Any]) -> Json:
+    if config.get("clip_qkv") is not None:
+        raise InvalidError("clip_qkv: clipped queries, keys and values are not supported")
+    keys = _read_experts(config, 64, 8, config.get("norm_topk_prob", False))
+    return _read_llama({**config, "mlp_bias": False}) | keys | {"query_key_norm": "whole"}
+
+
+_LATENT_KEYS = {
+    "q_lora_rank": "query_rank",
+    "kv_lora_rank": "key_value_rank",
+    "qk_nope_head_dim": "plain_head_dim",
+    "qk_rope_head_dim": "rotary_head_dim",
+    "v_head_dim": "value_head_dim",
+}
+_DEEPSEEK_EXPERT_KEYS = {
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "experts_per_token",
+    "n_shared_experts": "shared_experts",
+    "first_k_dense_replace": "dense_layers",
+    "norm_topk_prob": "normalise_gates",
+    "routed_scaling_factor": "routed_scale",
+    "n_group": "groups",
+    "topk_group": "groups_per_token",
+    "aux_loss_alpha": "auxiliary_loss",
+}
+
+
+def _write_deepseek(config: DecoderConfig) -> Json:
+    latent, moe, scaling = config.latent, config.moe, config.rope.scaling
+    biases = {"attention_bias": config.bias.query_key_value}
+    written: Json = _write_activation(config) | _write_rope(config.rope) | biases
+    if latent is not None:
+        written |= {name: getattr(latent, key) for name, key in _LATENT_KEYS.items()}
+        written |= {"head_dim": latent.rotary_head_dim}
+    # These families alone write the factor on scores as a part of the scaling: `mscale_all_dim`.
+    if config.query_scale != "auto" and scaling is not None and scaling.factor > 1:
+        growth = math.sqrt(config.query_scale * math.sqrt(config.head_size))
+        written["rope_scaling"] |= {"mscale_all_dim": (growth - 1) / (0.1 * math.log(scaling.factor))}
+    if moe is None:
+        return written | {"first_k_dense_replace": config.layers}
+    experts = {name: getattr(moe, key) for name, key in _DEEPSEEK_EXPERT_KEYS.items()}
+    return written | experts | {"moe_intermediate_size": config.expert_width, "moe_layer_freq": 1}
+
+
+def _read_deepseek(config: Mapping[str, Any], router: Json, *, dense_layers: int, routed_scale: float) -> Json:
+    """Return what DeepSeek's families share.
+
+    Args:
+        config: content of config.json.
+        router: keys of `moe` that say how experts are chosen.
+        dense_layers: the family's default number of layers without experts.
+        routed_scale: the family's default factor on the output of routed experts.
+    """
+    bias, rope = config.get("attention_bias", False), _read_rope(config, 10_000.0)
+    latent = {key: config[name] for name, key in _LATENT_KEYS.items()}
+    given, growth = config.get("rope_scaling") or config.get("rope_parameters") or {}, 1.0
+    if given.get("mscale_all_dim"):
+        growth = 0.1 * given["mscale_all_dim"] * math.log(max(given["factor"], 1)) + 1
+    keys: Json = {
+        "key_value_heads": "auto",
+        "head_dim": "auto",
+        "mlp": _read_activation(config, "hidden_act", "silu"),
+        "rope": rope | {"pairs": "neighbours"},
+        "bias": {"query_key_value": bias, "attention_out": bias},
+        "latent": latent,
+        "query_scale": growth**2 / math.sqrt(latent["plain_head_dim"] + latent["rotary_head_dim"]),
+    }
+    dense = config.get("first_k_dense_replace", dense_layers)
+    if dense >= config["num_hidden_layers"]:
+        return keys
+    if config.get("moe_layer_freq", 1) != 1 or not config["n_shared_experts"]:
+        raise InvalidError("moe: this family needs experts in every layer after the dense ones, and shared experts")
+    width = config["moe_intermediate_size"]
+    moe = router | {
+        "experts": config["n_routed_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "shared_experts": config["n_shared_experts"],
+        "dense_layers": dense,
+        "routed_scale": config.get("routed_scaling_factor", routed_scale),
+        "auxiliary_loss": config.get("aux_loss_alpha", 0.001),
+    }
+    return keys | ({"moe": moe | {"expert_width": width}} if dense else {"moe": moe, "mlp_width": width})
+
+
+def _write_deepseek_v2(config: DecoderConfig) -> Json:
+    is_limited = config.moe is not None and config.moe.groups_per_token < config.moe.groups
+    method = {"topk_method": "group_limited_greedy" if is_limited else "greedy"}
+    return _write_deepseek(config) | method | {"mlp_bias": config.bias.mlp}
+
+
+def _read_deepseek_v2(config: Mapping[str, Any]) -> Json:
+    if config.get("norm_topk_prob") or config.get("mlp_bias"):
+        raise InvalidError("moe.normalise_gates, bias.mlp: transformers supports neither in this family")
+    method, groups = config.get("topk_method", "greedy"), {"groups": 1, "groups_per_token": 1}
+    if method == "group_limited_greedy":
+        groups = {"groups": config["n_group"], "groups_per_token": config["topk_group"]}
+    elif method != "greedy":
+        raise InvalidError(f"moe: topk_method {method} is not supported; use greedy or group_limited_greedy")
+    router = {"gate": "softmax", "normalise_gates": False, "group_score": "max", **groups}
+    return _read_deepseek(config, router, dense_layers=0, routed_scale=1.0)
+
+
+def _write_deepseek_v3(config: DecoderConfig) -> Json:
+    interleaved = {"rope_interleave": config.rope.pairs == "neighbours", "num_nextn_predict_layers": 0}
+    return _write_deepseek(config) | interleaved
+
+
+def _read_deepseek_v3(config: Mapping[str, Any]) -> Json:
+    router = {
+        "gate": "sigmoid",
+        "normalise_gates": config.get("norm_topk_prob", True),
+        "groups": config.get("n_group", 8),
+        "groups_per_token": config.get("topk_group", 4),
+        "bias_rate": 0.001,
+    }
+    keys = _read_deepseek(config, router, dense_layers=3, routed_scale=2.5)
+    if not config.get("rope_interleave", True):
+        keys["rope"]["pairs"] = "halves"
+    return keys
+
+
+FAMILIES: dict[str, ConfigFormat] = {
+    family.model_type: family
+    for family in (
+        ConfigFormat("llama", "LlamaForCausalLM", _write_llama, _read_llama),
+        ConfigFormat("mistral", "MistralForCausalLM", _write_mistral, _read_mistral),
+        ConfigFormat("qwen2", "Qwen2ForCausalLM", _write_qwen, _read_qwen2),
+        ConfigFormat("qwen3", "Qwen3ForCausalLM", _write_qwen3, _read_qwen3),
+        ConfigFormat("olmo2", "Olmo2ForCausalLM", _write_olmo2, _read_olmo2, epsilon=1e-5),
+        ConfigFormat("mixtral", "MixtralForCausalLM", _write_mixtral, _read_mixtral, epsilon=1e-5),
+        ConfigFormat("qwen3_moe", "Qwen3MoeForCausalLM", _write_qwen3_moe, _read_qwen3_moe),
+        ConfigFormat("olmoe", "OlmoeForCausalLM", _write_olmoe, _read_olmoe, epsilon=1e-5),
+        ConfigFormat("gemma2", "Gemma2ForCausalLM", _write_gemma2, _read_gemma2, is_tied=True),
+        ConfigFormat("gemma3_text", "Gemma3ForCausalLM", _write_gemma3, _read_gemma3, is_tied=True),
+        ConfigFormat("deepseek_v2", "DeepseekV2ForCausalLM", _write_deepseek_v2, _read_deepseek_v2),
+        ConfigFormat("deepseek_v3", "DeepseekV3ForCausalLM", _write_deepseek_v3, _read_deepseek_v3),
+        ConfigFormat("smollm3", "SmolLM3ForCausalLM", _write_smollm3, _read_smollm3, is_tied=True),
+    )
+}

@@ -1,0 +1,174 @@
+"""Token embedding, output head and loss, with NEFTune noise.
+
+Lookup. Each device looks up whole rows of the table. A lookup in a table whose width is sharded over fsdp would return
+an array sharded by width where one sharded by batch is needed, and the partitioner would bridge that by gathering the
+whole batch. In the backward pass each device accumulates the gradient of its own tokens, and the sum is
+reduce-scattered (`replicate_per_device`); the partitioner would all-reduce all rows.
+
+Loss in chunks (`memory.loss_chunk_positions`). Each shard of the tokens is processed by itself. So a device accumulates
+the gradient of the output matrix over all of its chunks before it communicates: one reduction for each micro-batch.
+Left to the partitioner it would be one for each chunk.
+
+NEFTune. Noise on embeddings in training (Jain et al., 2023, arXiv 2310.05914).
+
+Shape legend: B batch, T sequence, V vocabulary, D width.
+"""
+
+import math
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from experiments.model.layers import (
+    constrain,
+    constrain_stream,
+    flatten_tokens,
+    gather_stream,
+    num_devices,
+    partition_spec,
+    replicate_per_device,
+    split_axes,
+    with_scattered_gradient,
+)
+from experiments.model.platform import reduce_scatters_only_rows
+from runner.parallel.mesh import list_axes, get_active_rules, remove_axes_from_rules
+from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
+
+Unembed = Callable[[jax.Array, jax.Array], jax.Array]  # (weights (V, D), hidden states (B, T, D)) -> logits (B, T, V)
+
+
+class EmbeddingNoise(nn.Module):
+    """NEFTune: adds uniform noise of at most `alpha` / sqrt(T D) to each embedding, unless `deterministic`.
+
+    T is the length of the sequence. The noise of an example is drawn from the step's key "dropout" and the place of the
+    example in the step. So neither the split of a step into micro-batches, devices and hosts nor a restart changes it.
+    With an `alpha` of 0 nothing is drawn. Call it once in a model, under a name of its own.
+    """
+
+    alpha: float
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array, examples_B: jax.Array | None = None) -> jax.Array:
+        """Return the embeddings with noise.
+
+        Args:
+            x_BxTxD: embeddings.
+            examples_B: `batch["example"]`, the place of each example in the step; None is 0, 1, 2 ...
+        """
+        if self.deterministic or self.alpha == 0:
+            return x_BxTxD
+        B, T, D = x_BxTxD.shape
+        examples_B = jnp.arange(B) if examples_B is None else examples_B
+        bound = self.alpha / math.sqrt(T * D)
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(self.make_rng("dropout"), examples_B)
+        draw = jax.vmap(lambda key: jax.random.uniform(key, (T, D), jnp.float32, -bound, bound))
+        return x_BxTxD + draw(keys_B).astype(x_BxTxD.dtype)
+
+
+def embed(embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
+    """Return the embeddings of tokens, (B, T, D), sharded as the residual stream is."""
+    return constrain_stream(lookup(embedding_VxD, tokens_BxT))
+
+
+def lookup(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
+    """Return the rows of a table, whose axes are "vocab" and "embed", at these tokens: (B, T, D)."""
+    table_spec = partition_spec(table_VxD.shape, "vocab", "embed")
+    token_spec = partition_spec(tokens_BxT.shape, "batch", "sequence")
+    if table_spec is None or token_spec is None:
+        return constrain(table_VxD, "vocab", "embed_act")[tokens_BxT]
+    (vocab_axes, width_axes), (batch_axes, position_axes) = map(split_axes, table_spec), map(split_axes, token_spec)
+    axes = (*batch_axes, *position_axes)
+    # The gradient can be scattered if the table is sharded by width alone, over axes along which all devices have
+    # different tokens.
+    if not width_axes or vocab_axes or not set(axes).issuperset(width_axes):
+        return constrain(table_VxD, "vocab", "embed_act")[tokens_BxT]
+
+    def lookup_own(table_1xDxV: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
+        return table_1xDxV[0].T[tokens_BxT]
+
+    own = PartitionSpec(batch_axes, position_axes)
+    run = jax.shard_map(lookup_own, in_specs=(PartitionSpec(axes), own), out_specs=own)
+    return run(replicate_per_device(table_VxD, table_spec, axes), tokens_BxT)
+
+
+def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None = None) -> jax.Array:
+    """Return logits (B, T, V) of normalised hidden states, in their dtype; with `softcap` s, s tanh(logits / s)."""
+    B, T, _ = x_BxTxD.shape
+    embedding_VxD = with_scattered_gradient(embedding_VxD, partition_spec(embedding_VxD.shape, "vocab", "embed"))
+    logits_BxTxV = (flatten_tokens(x_BxTxD) @ embedding_VxD.T).reshape(B, T, -1)
+    if softcap is not None:
+        capped_BxTxV = softcap * jnp.tanh(logits_BxTxV.astype(jnp.float32) / softcap)
+        logits_BxTxV = capped_BxTxV.astype(x_BxTxD.dtype)
+    return constrain(logits_BxTxV, "batch", "sequence", "vocab")
+
+
+def loss_sum_of(
+    unembed: Unembed,
+    weights: jax.Array,
+    x_BxTxD: jax.Array,
+    targets: tuple[jax.Array, jax.Array],
+    *,
+    chunk_positions: int | None,
+    z_loss: float = 0.0,
+) -> jax.Array:
+    """Return the summed cross entropy, float32.
+
+    Args:
+        unembed: function from weights and hidden states to logits.
+        weights: output matrix (V, D).
+        x_BxTxD: normalised hidden states.
+        targets: (y_BxT, weight_BxT).
+        chunk_positions: `memory.loss_chunk_positions`. If set, logits exist only for a chunk of positions at a time,
+            and each device accumulates the gradient of its own chunks before it communicates.
+        z_loss: weight of the squared log-denominator of the softmax.
+    """
+    x_BxTxD = gather_stream(x_BxTxD)
+    if chunk_positions is None:
+        return cross_entropy_sum(unembed(weights, x_BxTxD), *targets, z_loss)[0]
+
+    def sum_loss(unembed: Unembed, weights: jax.Array, *tokens: jax.Array) -> jax.Array:
+        loss_sum, _ = chunked_cross_entropy_sum(
+            unembed, weights, *tokens, chunk_positions=chunk_positions, z_loss=z_loss
+        )
+        return loss_sum
+
+    return _sum_over_shards(sum_loss, unembed, weights, x_BxTxD, targets)
+
+
+def _sum_over_shards(
+    function: Callable[..., jax.Array],
+    unembed: Unembed,
+    weights_VxD: jax.Array,
+    x_BxTxD: jax.Array,
+    targets: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """Return the sum of `function(unembed, weights, x, *targets)` over the shards of the tokens."""
+    spec = partition_spec(x_BxTxD.shape, "batch", "sequence", "embed_act")
+    batch_axes, position_axes = ((), ()) if spec is None else map(list_axes, spec[:2])
+    axes, counts = (*batch_axes, *position_axes), (num_devices(batch_axes), num_devices(position_axes))
+    if counts == (1, 1):
+        return function(unembed, weights_VxD, x_BxTxD, *targets)
+
+    def split(leaf_BxT: jax.Array) -> jax.Array:
+        """Return the shards of an array, stacked in a leading axis that is sharded over all of the mesh axes."""
+        (B, T, *rest), (num_batch, num_positions) = leaf_BxT.shape, counts
+        by_place = leaf_BxT.reshape(num_batch, B // num_batch, num_positions, T // num_positions, *rest)
+        shards = jnp.moveaxis(by_place, 2, 1).reshape(-1, B // num_batch, T // num_positions, *rest)
+        return jax.lax.with_sharding_constraint(shards, PartitionSpec(axes))
+
+    def apply(weights_DxV: jax.Array, *tokens: jax.Array) -> jax.Array:
+        if reduce_scatters_only_rows():
+            # The gradient is accumulated over chunks in the form in which it is scattered: transposed.
+            return function(lambda weights_DxV, x: unembed(weights_DxV.T, x), weights_DxV, *tokens)
+        return function(unembed, weights_DxV.T, *tokens)
+
+    weight_spec = partition_spec(weights_VxD.shape, "vocab", "embed")
+    assert weight_spec is not None, "tokens are sharded, so there is a mesh"
+    shards = (replicate_per_device(weights_VxD, weight_spec, axes), *map(split, (x_BxTxD, *targets)))
+    # Inside of a shard the rules must not shard over these axes again.
+    with nn.logical_axis_rules(remove_axes_from_rules(axes, get_active_rules())):
+        return jnp.sum(jax.vmap(apply, spmd_axis_name=axes)(*shards))
