@@ -34,7 +34,7 @@ from experiments.model.layers import (
     with_scattered_gradient,
 )
 from experiments.model.platform import reduce_scatters_only_rows
-from runner.parallel.mesh import list_axes, get_active_rules, remove_axes_from_rules
+from runner.parallel.mesh import get_active_rules, list_axes, remove_axes_from_rules
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
 
 Unembed = Callable[[jax.Array, jax.Array], jax.Array]  # (weights (V, D), hidden states (B, T, D)) -> logits (B, T, V)
